@@ -1,0 +1,32 @@
+# The README's commands. Both set up .venv by themselves; a second run does not set up again.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.holdfast-ready
+
+.PHONY: setup demo test lint clean
+
+setup: $(STAMP)
+
+# torch first and pinned: with it in place, no later requirement can pull a second build.
+$(STAMP): pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit("Holdfast needs Python 3.11 or newer; set PYTHON=...") if sys.version_info < (3, 11) else 0'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train,plot,dev]'
+	touch $(STAMP)
+
+demo: setup
+	$(BIN)/python examples/text/demo.py
+
+test: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) out .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,1 @@
+"""One per node: spawns and watches workers, passes their messages on."""

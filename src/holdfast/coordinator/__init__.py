@@ -1,0 +1,1 @@
+"""One per job: `core` decides (pure), `service` talks, `store` remembers."""

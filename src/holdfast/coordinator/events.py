@@ -1,0 +1,115 @@
+"""What goes into the core, and what comes out of it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from holdfast.protocol.job import Durable
+from holdfast.protocol.messages import AgentMessage, Hello, ToAgent
+
+
+class NodeJoined(msgspec.Struct, frozen=True):
+    """An agent connected, for the first time or again."""
+
+    hello: Hello
+
+
+class NodeLost(msgspec.Struct, frozen=True):
+    """An agent's connection closed, or its engine says that it is dead."""
+
+    node: str
+    session: str
+    cause: str
+
+
+class NodeSays(msgspec.Struct, frozen=True):
+    """A message of an agent."""
+
+    node: str
+    message: AgentMessage
+
+
+class NodeUnavailable(msgspec.Struct, frozen=True):
+    """The engine cannot provide a node that was asked for."""
+
+    reason: str
+
+
+class StopRequested(msgspec.Struct, frozen=True):
+    """A person or the cluster asks the job to stop, keeping its state."""
+
+    reason: str
+
+
+class Injected(msgspec.Struct, frozen=True):
+    """A fault is being injected now: lets the incident that follows know when it really began."""
+
+    fault: str
+    kind: str
+    node: str | None = None
+    worker: str | None = None
+
+
+class Recovered(msgspec.Struct, frozen=True):
+    """A new coordinator process took over from a snapshot; the old one was last heard of at `last_s`."""
+
+    last_s: float
+
+
+class DurableFound(msgspec.Struct, frozen=True):
+    """A whole checkpoint lies on disk."""
+
+    durable: Durable
+
+
+class Tick(msgspec.Struct, frozen=True):
+    """Time passed: a deadline may be due."""
+
+
+Event = (
+    NodeJoined
+    | NodeLost
+    | NodeSays
+    | NodeUnavailable
+    | StopRequested
+    | Injected
+    | Recovered
+    | DurableFound
+    | Tick
+)
+
+
+class Send(msgspec.Struct, frozen=True):
+    """Tell an agent."""
+
+    node: str
+    message: ToAgent
+
+
+class Record(msgspec.Struct, frozen=True):
+    """Write into the ledger of events."""
+
+    kind: str
+    fields: dict[str, object]
+
+
+class ProvideNode(msgspec.Struct, frozen=True):
+    """Ask the engine for one more node."""
+
+    reason: str
+
+
+class ReleaseNode(msgspec.Struct, frozen=True):
+    """The job went on without this node: the engine makes sure that nothing of it runs on."""
+
+    node: str
+    reason: str
+
+
+class End(msgspec.Struct, frozen=True):
+    """The job is over."""
+
+    outcome: str
+
+
+Action = Send | Record | ProvideNode | ReleaseNode | End

@@ -1,0 +1,148 @@
+"""The book of incidents: each fault from its first sign to the first commit at full strength."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from holdfast.coordinator.events import Record
+from holdfast.coordinator.state import CoreState, Incident, Injection
+from holdfast.protocol.messages import Joined
+
+INJECTION_AGE_S = 60.0
+"""An injected fault that no incident claimed within this time had no effect that anyone saw."""
+
+
+def open_incident(
+    state: CoreState,
+    now: float,
+    cause: str,
+    *,
+    node: str | None,
+    workers: Iterable[str],
+    kind: str | None = None,
+    fault_at_s: float | None = None,
+    needs_newcomer: bool = True,
+) -> Incident:
+    """Enters a new incident. An injected fault of the same worker, node or kind explains when it began."""
+    names = list(workers)
+    injection = _claim(state, now, node, names, kind)
+    generation = state.generation
+    ranks = [r for w in names if generation and (r := generation.rank_of(w)) is not None]
+    incident = Incident(
+        id=len(state.incidents) + 1,
+        cause=cause,
+        node=node,
+        ranks=sorted(ranks),
+        at_step=state.committed,
+        fault_at_s=injection.at_s if injection else fault_at_s,
+        detected_at_s=now,
+        generation=state.number,
+        fault=injection.fault if injection else kind,
+        injected=injection is not None,
+        workers=names,
+        needs_newcomer=needs_newcomer,
+    )
+    state.incidents.append(incident)
+    return incident
+
+
+def _claim(
+    state: CoreState, now: float, node: str | None, workers: list[str], kind: str | None
+) -> Injection | None:
+    state.injections = [i for i in state.injections if now - i.at_s < INJECTION_AGE_S]
+    for injection in state.injections:
+        if (
+            (injection.worker is not None and injection.worker in workers)
+            or (injection.node is not None and injection.node == node)
+            or (injection.kind == kind == "nan")
+            or (injection.kind == kind == "kill-coordinator")
+        ):
+            state.injections.remove(injection)
+            return injection
+    return None
+
+
+def explains(state: CoreState, incident: Incident, injection: Injection) -> bool:
+    """An injection that was heard of after its effect (the messages took different ways)."""
+    hit = (injection.worker in incident.workers) or (
+        injection.node is not None and injection.node == incident.node and injection.worker is None
+    )
+    if incident.open and not incident.injected and hit:
+        incident.injected, incident.fault = True, injection.fault
+        incident.fault_at_s = min(injection.at_s, incident.detected_at_s)
+        return True
+    return False
+
+
+def decided(state: CoreState, now: float, rung: str) -> None:
+    """A generation was formed: every open incident without a decision has one now."""
+    for incident in state.incidents:
+        if incident.open and incident.decided_at_s is None:
+            incident.decided_at_s = now
+            incident.rung = incident.rung or rung
+
+
+def replaced(state: CoreState, now: float) -> None:
+    """A newcomer is ready: the oldest open incident that still needs one has it."""
+    for incident in state.incidents:
+        if incident.open and incident.needs_newcomer and incident.replaced_at_s is None:
+            incident.replaced_at_s = now
+            return
+
+
+def joined(state: CoreState, now: float, message: Joined, full: bool) -> None:
+    """A member is connected, and restored if it had to be."""
+    for incident in state.incidents:
+        if (incident.open and incident.first_commit_at_s is None) or (incident.open and full):
+            incident.joined_at_s = now
+            incident.join_s = _most(incident.join_s, message.join_s)
+            incident.restore_s = _most(incident.restore_s, message.restore_s)
+
+
+def committed(state: CoreState, now: float, full: bool) -> list[Record]:
+    """The first commit of a generation, by anyone: stalls end; at full strength incidents close."""
+    records = []
+    for incident in state.incidents:
+        if not incident.open or (incident.generation >= state.number and incident.rung != "coordinator"):
+            continue
+        if incident.first_commit_at_s is None:
+            incident.first_commit_at_s = now
+            incident.lost_steps = incident.lost_steps or 0
+            records.append(Record("incident-resumed", describe(state, incident)))
+        if full:
+            incident.full_at_s = now
+            records.append(Record("incident-closed", describe(state, incident)))
+    return records
+
+
+def describe(state: CoreState, incident: Incident) -> dict[str, object]:
+    """The incident as the report shows it. Durations in seconds; unknown is None."""
+    began = incident.began_s
+    return {
+        "id": incident.id,
+        "fault": incident.fault,
+        "injected": incident.injected,
+        "node": incident.node,
+        "ranks": incident.ranks,
+        "at_step": incident.at_step,
+        "t_s": _gap(state.began_s, began),
+        "detect_s": None if incident.fault_at_s is None else _gap(began, incident.detected_at_s),
+        "decide_s": _gap(incident.detected_at_s, incident.decided_at_s),
+        "replace_s": _gap(incident.detected_at_s, incident.replaced_at_s),
+        "join_s": incident.join_s,
+        "restore_s": incident.restore_s,
+        "first_step_s": _gap(incident.joined_at_s, incident.full_at_s or incident.first_commit_at_s),
+        "stall_s": _gap(began, incident.first_commit_at_s),
+        "full_strength_s": _gap(began, incident.full_at_s),
+        "lost_steps": incident.lost_steps,
+        "rung": incident.rung,
+        "cause": incident.cause,
+    }
+
+
+def _gap(since: float | None, until: float | None) -> float | None:
+    return None if since is None or until is None else round(max(0.0, until - since), 4)
+
+
+def _most(a: float | None, b: float | None) -> float | None:
+    return max((x for x in (a, b) if x is not None), default=None)

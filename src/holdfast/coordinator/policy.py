@@ -1,0 +1,168 @@
+"""Decisions as pure functions: who is in, what a broken step becomes, who is at fault."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from holdfast.coordinator.state import Blame, Failure
+from holdfast.protocol.messages import Exited, Generation, WorkerView
+from holdfast.protocol.page import WAITING_PHASES, Phase
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What a survivor of a generation holds: `committed` steps (None: no usable state), prepared or not."""
+
+    committed: int | None
+    prepared: bool = False
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What the step in flight becomes.
+
+    start: committed steps that all go on from; None when no survivor holds state.
+    apply: workers that commit their prepared step now. restore: workers that need the state from a holder.
+    """
+
+    start: int | None
+    apply: frozenset[str] = frozenset()
+    restore: frozenset[str] = frozenset()
+    holders: frozenset[str] = frozenset()
+
+
+def settle(reports: Mapping[str, Report]) -> Outcome:
+    """Design section 5.4: commit if anyone did, or if everyone could; otherwise compute the step again."""
+    held = {w: r for w, r in reports.items() if r.committed is not None}
+    if not held:
+        return Outcome(start=None, restore=frozenset(reports))
+    newest = max(r.committed for r in held.values() if r.committed is not None)
+    at_newest = {w for w, r in held.items() if r.committed == newest}
+    if len(at_newest) == len(held) and all(r.prepared for r in held.values()):
+        apply, start = frozenset(held), newest + 1
+        holders = apply
+    else:
+        apply = frozenset(w for w, r in held.items() if r.committed == newest - 1 and r.prepared)
+        holders, start = apply | at_newest, newest
+    return Outcome(start=start, apply=apply, restore=frozenset(reports) - holders, holders=holders)
+
+
+def assign_ranks(
+    previous: Generation | None, survivors: Sequence[str], newcomers: Sequence[str]
+) -> list[str]:
+    """Workers in the order of their new ranks.
+
+    At an unchanged world size survivors keep their ranks and newcomers fill the holes: the order of every
+    reduction stays what it was, so a replaced replica changes no bit. Otherwise survivors close ranks.
+    """
+    old = {m.worker: m.rank for m in previous.members} if previous else {}
+    staying = sorted(survivors, key=lambda w: old.get(w, len(old)))
+    size = len(survivors) + len(newcomers)
+    if previous is None or size != len(previous.members):
+        return [*staying, *newcomers]
+    slots: list[str | None] = [None] * size
+    extra: list[str] = []
+    for worker in staying:
+        rank = old.get(worker)
+        if rank is None:
+            extra.append(worker)
+        else:
+            slots[rank] = worker
+    waiting = iter([*extra, *newcomers])
+    return [worker if worker is not None else next(waiting) for worker in slots]
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """Who holds the others up, and how that was told. No workers: nobody differs."""
+
+    workers: tuple[str, ...]
+    reason: str
+
+
+def find_culprits(views: Sequence[WorkerView], stall_s: float, stacks: Mapping[str, str]) -> Verdict:
+    """Who of the members of a generation that stands still is the odd one out.
+
+    In this order: stopped processes; workers that stand still while they compute, when others wait;
+    the worker that is furthest behind among those that wait; the one whose stack differs.
+    """
+    stopped = tuple(v.worker for v in views if v.process in "TtXZ")
+    if stopped:
+        return Verdict(stopped, "its process is stopped")
+    still = [v for v in views if v.idle_s >= stall_s]
+    waiting = [v for v in still if v.place.phase in WAITING_PHASES]
+    busy = [v for v in still if v.place.phase not in WAITING_PHASES]
+    if busy and waiting:
+        names = ", ".join(sorted({Phase(v.place.phase).name.lower() for v in busy}))
+        return Verdict(tuple(v.worker for v in busy), f"stands still in {names} while others wait for it")
+    if len(busy) == len(views) == 1:
+        return Verdict((busy[0].worker,), f"stands still in {Phase(busy[0].place.phase).name.lower()}")
+    if waiting and len(still) == len(views):
+        least = min(_advance(v) for v in waiting)
+        behind = tuple(v.worker for v in waiting if _advance(v) == least)
+        if len(behind) < len(waiting):
+            return Verdict(behind, "waits at an earlier point than the others")
+    return _odd_stack(views, stacks)
+
+
+def _advance(view: WorkerView) -> tuple[int, int, int, int]:
+    place = view.place
+    return place.generation, place.committed, place.phase, place.collectives
+
+
+def _odd_stack(views: Sequence[WorkerView], stacks: Mapping[str, str]) -> Verdict:
+    known = {v.worker: stacks[v.worker] for v in views if stacks.get(v.worker)}
+    counts = Counter(known.values())
+    if len(known) >= 3 and len(counts) == 2:
+        (_, many), (rare, few) = counts.most_common(2)
+        if few < many:
+            return Verdict(
+                tuple(w for w, s in known.items() if s == rare), "its stack differs from the others'"
+            )
+    return Verdict((), "nobody differs")
+
+
+class ScriptFault(msgspec.Struct, frozen=True):
+    """A fault that the script would show on any machine."""
+
+    reason: str
+
+
+def script_fault(failures: Sequence[Failure]) -> ScriptFault | None:
+    """Does the newest failure show that the script, not the machine, is at fault?
+
+    Before the first step: the same error in two workers. At a step: the same error again after a retry, in a
+    second worker (another rank at once, or the fresh one that took over). A death by signal says less about
+    the script, so it must repeat three times.
+    """
+    if not failures:
+        return None
+    last = failures[-1]
+    same = [f for f in failures if (f.step, f.signature) == (last.step, last.signature)]
+    workers = {f.worker for f in same}
+    attempts = {f.generation for f in same}
+    if last.step is None:
+        if len(workers) >= 2:
+            return ScriptFault(f"the same error before the first step in {len(workers)} workers")
+        return None
+    needed = 3 if last.signature.startswith("signal") else 2
+    if len(workers) >= needed and len(attempts) >= needed:
+        return ScriptFault(
+            f"the same error at step {last.step} in {len(attempts)} attempts on {len(workers)} workers"
+        )
+    return None
+
+
+def describe_exit(code: int) -> str:
+    """`killed by signal 9 (SIGKILL)` or `exit code 3`."""
+    names = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
+    if code < 0:
+        return f"killed by signal {-code} ({names.get(-code, 'signal')})"
+    return f"exit code {code}"
+
+
+def failure_signature(blame: Blame, exited: Exited) -> str:
+    """What makes two deaths the same: the exception if one was reported, else how the process ended."""
+    if blame.traceback:
+        return blame.traceback.strip().splitlines()[-1]
+    return f"signal {-exited.code}" if exited.code < 0 else f"exit code {exited.code}"

@@ -1,0 +1,176 @@
+"""What the coordinator knows: plain values, so that a snapshot of them is the coordinator.
+
+Times are seconds on the clock that drives the core (`now` of `Core.handle`); None means unknown.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from holdfast.protocol.job import Durable, JobSpec
+from holdfast.protocol.messages import Form, Generation, Ready
+
+
+class JobPhase(StrEnum):
+    """What the job as a whole is doing."""
+
+    GATHERING = "gathering"  # no generation: waiting for workers to form one
+    RUNNING = "running"
+    BREAKING = "breaking"  # a generation ended; its members are reporting
+    STOPPING = "stopping"  # workers save and leave
+    ENDED = "ended"
+
+
+class WorkerPhase(StrEnum):
+    """What one worker is doing, as far as the coordinator was told."""
+
+    STARTING = "starting"
+    ATTACHED = "attached"  # the script called hf.start
+    READY = "ready"  # model built, waiting: a spare
+    MEMBER = "member"  # in the running generation
+    PARKED = "parked"  # out of a broken generation, holding its state
+    DONE = "done"
+    GONE = "gone"
+
+
+ALIVE = frozenset(set(WorkerPhase) - {WorkerPhase.GONE})
+
+
+class Node(msgspec.Struct):
+    """One machine: an agent process, known by its session."""
+
+    name: str
+    session: str
+    host: str
+    slots: int
+    last_seen_s: float
+    alive: bool = True
+    ports: tuple[int, ...] = ()
+    failures: int = 0
+
+
+class Worker(msgspec.Struct):
+    """One training process. `name` is `node.slot#incarnation` and never used twice."""
+
+    name: str
+    node: str
+    slot: int
+    started_s: float
+    phase: WorkerPhase = WorkerPhase.STARTING
+    ready: Ready | None = None
+    committed: int | None = None
+    prepared: bool = False
+    median_s: float | None = None
+    log: str = ""
+    told_to_end: bool = False
+    digest: str | None = None
+    loss: float | None = None
+
+
+class Incident(msgspec.Struct):
+    """One fault, from its first sign to the first commit at full strength."""
+
+    id: int
+    cause: str
+    node: str | None
+    ranks: list[int]
+    at_step: int
+    fault_at_s: float | None
+    detected_at_s: float
+    generation: int
+    fault: str | None = None
+    injected: bool = False
+    workers: list[str] = []
+    rung: str | None = None
+    decided_at_s: float | None = None
+    replaced_at_s: float | None = None
+    joined_at_s: float | None = None
+    join_s: float | None = None
+    restore_s: float | None = None
+    first_commit_at_s: float | None = None
+    full_at_s: float | None = None
+    lost_steps: int | None = None
+    needs_newcomer: bool = False
+
+    @property
+    def began_s(self) -> float:
+        """The fault if its time is known, else its first sign."""
+        return self.detected_at_s if self.fault_at_s is None else self.fault_at_s
+
+    @property
+    def open(self) -> bool:
+        """Not yet back at full strength."""
+        return self.full_at_s is None
+
+
+class Failure(msgspec.Struct):
+    """One failure of user code or of a worker process, for telling the script's faults from the machine's."""
+
+    step: int | None
+    signature: str
+    worker: str
+    node: str
+    generation: int
+
+
+class Blame(msgspec.Struct):
+    """What is printed last: the first failing rank, its node, the cause, the last lines and the log."""
+
+    cause: str
+    rank: int | None = None
+    node: str | None = None
+    step: int | None = None
+    traceback: str = ""
+    tail: list[str] = []
+    log: str = ""
+
+
+class Injection(msgspec.Struct):
+    """An injected fault that no incident has claimed yet."""
+
+    fault: str
+    kind: str
+    at_s: float
+    node: str | None = None
+    worker: str | None = None
+
+
+class CoreState(msgspec.Struct):
+    """Everything that the core remembers."""
+
+    spec: JobSpec
+    phase: JobPhase = JobPhase.GATHERING
+    level: int | None = None
+    nodes: dict[str, Node] = {}
+    workers: dict[str, Worker] = {}
+    incarnations: int = 0
+    number: int = 0
+    generation: Generation | None = None
+    forms: dict[str, Form] = {}
+    yielding: bool = False
+    committed: int = 0
+    generation_committed: int = 0
+    lost_steps: int = 0
+    durable: Durable | None = None
+    incidents: list[Incident] = []
+    failures: list[Failure] = []
+    blames: dict[str, Blame] = {}
+    injections: list[Injection] = []
+    restarts_used: int = 0
+    replacing: int = 0
+    replaced: int = 0
+    master_uses: int = 0
+    stop_reason: str | None = None
+    outcome: str | None = None
+    blame: Blame | None = None
+    history: list[tuple[float, int]] = []
+    began_s: float = 0.0
+    break_deadline_s: float | None = None
+    form_deadline_s: float | None = None
+    wait_deadline_s: float | None = None
+    stop_deadline_s: float | None = None
+    inspect_request: int = 0
+    inspect_deadline_s: float | None = None
+    stall_rounds: int = 0

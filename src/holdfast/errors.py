@@ -1,0 +1,53 @@
+"""What can go wrong, as one tree.
+
+HoldfastError
+├── UsageError            bad input: refused before anything starts; the message says what to do
+├── ProtocolError         a frame or message that this version does not understand
+├── StateError            training state that cannot be captured, sent or loaded
+│   └── ChecksumError     bytes arrived that are not the bytes that were sent
+├── NonFiniteGradient     the reduced gradient holds NaN or Inf; the step is retried
+├── StepFault             a step cannot be finished in this generation; swallowed by `with step`
+│   ├── GenerationBroken  the coordinator ended the generation
+│   └── CollectiveFailed  a collective with the other replicas failed: evidence, not a verdict
+└── JobStopped            the job was asked to stop; `run.steps` ends quietly
+"""
+
+
+class HoldfastError(Exception):
+    """Root of every error that Holdfast raises on purpose."""
+
+
+class UsageError(HoldfastError):
+    """Bad input. The message names the field, what was wrong with it and an example that works."""
+
+
+class ProtocolError(HoldfastError):
+    """A peer sent something that this version does not understand. Run one version on all nodes."""
+
+
+class StateError(HoldfastError):
+    """Protected state cannot be captured, sent or loaded; the message names the object and the path."""
+
+
+class ChecksumError(StateError):
+    """Bytes differ from what their checksum says. The transfer is repeated from another donor."""
+
+
+class NonFiniteGradient(HoldfastError):
+    """The gradient holds NaN or Inf. Lower the learning rate, clip, or look at the data of this step."""
+
+
+class StepFault(HoldfastError):
+    """The step in flight cannot be finished in this generation. `with step` swallows it and recovers."""
+
+
+class GenerationBroken(StepFault):
+    """The coordinator ended the generation that this step belongs to."""
+
+
+class CollectiveFailed(StepFault):
+    """A collective with the other replicas raised; the coordinator decides who is at fault."""
+
+
+class JobStopped(HoldfastError):
+    """The job was asked to stop. Raised inside `run.steps`, never seen by a script that iterates it."""

@@ -1,0 +1,1 @@
+"""The messages between worker, agent and coordinator: typed, versioned, no behaviour."""

@@ -1,0 +1,155 @@
+"""Faults that can be injected: `KIND[:key=value,...]`, parsed and checked before anything starts."""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+
+import msgspec
+
+from holdfast.errors import UsageError
+from holdfast.protocol.page import Phase
+
+
+class FaultKind(StrEnum):
+    """What can be done to a running job."""
+
+    KILL_WORKER = "kill-worker"
+    KILL_NODE = "kill-node"
+    STOP_WORKER = "stop-worker"
+    STOP_NODE = "stop-node"
+    RAISE = "raise"
+    SEGFAULT = "segfault"
+    EXIT = "exit"
+    DEADLOCK = "deadlock"
+    HOLD_GIL = "hold-gil"
+    DROP_NODE = "drop-node"
+    KILL_COORDINATOR = "kill-coordinator"
+    NAN = "nan"
+
+
+PHASES = {p.name.lower(): p for p in (Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE, Phase.VOTE, Phase.UPDATE)}
+PHASES |= {"commit": Phase.COMMIT, "transfer": Phase.TRANSFER}
+_KEYS = ("rank", "node", "step", "after", "every", "phase", "times", "seed")
+_EXAMPLE = "for example --fault kill-node:node=2,step=40 or --fault kill-worker:every=8s,times=4"
+
+
+class FaultSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One `--fault`. A rank or node left out is drawn at random (with `seed`) when the fault is due."""
+
+    kind: FaultKind
+    rank: int | None = None
+    node: int | None = None
+    step: int | None = None
+    after_s: float | None = None
+    every_s: float | None = None
+    phase: str | None = None
+    times: int = 1
+    seed: int = 0
+
+    def __str__(self) -> str:
+        parts = [
+            f"{k}={getattr(self, k)}"
+            for k in ("rank", "node", "step", "phase")
+            if getattr(self, k) is not None
+        ]
+        parts += [
+            f"{k}={getattr(self, k + '_s'):g}s"
+            for k in ("after", "every")
+            if getattr(self, k + "_s") is not None
+        ]
+        return f"{self.kind}{':' if parts else ''}{','.join(parts)}"
+
+
+class ArmedFault(msgspec.Struct, frozen=True):
+    """A fault on its way to one worker: fires at `step` (None: the next) when it enters `phase`."""
+
+    id: str
+    kind: FaultKind
+    step: int | None = None
+    phase: int | None = None
+
+
+def parse_fault(text: str) -> FaultSpec:
+    """Reads `KIND[:key=value,...]`.
+
+    Raises:
+        UsageError: unknown kind, key or phase, a value that is no number, or an impossible combination.
+    """
+    kind_text, _, rest = text.partition(":")
+    try:
+        kind = FaultKind(kind_text)
+    except ValueError:
+        raise UsageError(
+            f"--fault {text!r}: no fault is called {kind_text!r}; there are {', '.join(FaultKind)}; {_EXAMPLE}"
+        ) from None
+    fields: dict[str, str] = {}
+    for part in filter(None, rest.split(",")):
+        key, equals, value = part.partition("=")
+        if not equals or key not in _KEYS:
+            raise UsageError(
+                f"--fault {text!r}: {part!r} is not one of {', '.join(_KEYS)} with =value; {_EXAMPLE}"
+            )
+        if key in fields:
+            raise UsageError(f"--fault {text!r}: {key} is given twice")
+        fields[key] = value
+    spec = FaultSpec(
+        kind=kind,
+        rank=_whole(text, fields, "rank"),
+        node=_whole(text, fields, "node"),
+        step=_whole(text, fields, "step"),
+        after_s=_seconds(text, fields, "after"),
+        every_s=_seconds(text, fields, "every"),
+        phase=_phase(text, fields),
+        times=_times(text, fields),
+        seed=_whole(text, fields, "seed") or 0,
+    )
+    _check(text, spec)
+    return spec
+
+
+def _check(text: str, spec: FaultSpec) -> None:
+    when = [name for name in ("step", "after_s", "every_s") if getattr(spec, name) is not None]
+    if len(when) > 1:
+        raise UsageError(f"--fault {text!r}: give one of step=, after= and every=, not {len(when)}")
+    if spec.rank is not None and spec.node is not None:
+        raise UsageError(f"--fault {text!r}: give rank= or node=, not both")
+    if spec.kind is FaultKind.KILL_COORDINATOR and (spec.rank is not None or spec.node is not None):
+        raise UsageError(f"--fault {text!r}: the coordinator has no rank or node; leave rank= and node= out")
+    if spec.every_s is not None and spec.every_s <= 0:
+        raise UsageError(f"--fault {text!r}: every= must be longer than 0 s")
+
+
+def _whole(text: str, fields: dict[str, str], key: str) -> int | None:
+    value = fields.get(key)
+    if value is None:
+        return None
+    if not re.fullmatch(r"\d+", value):
+        raise UsageError(f"--fault {text!r}: {key}={value!r} is not a whole number from 0 upward; {_EXAMPLE}")
+    return int(value)
+
+
+def _times(text: str, fields: dict[str, str]) -> int:
+    times = _whole(text, fields, "times")
+    if times == 0:
+        raise UsageError(f"--fault {text!r}: times=0 would never happen; leave the fault out")
+    if times is None:
+        return 1 if "every" not in fields else 1_000_000
+    return times
+
+
+def _seconds(text: str, fields: dict[str, str], key: str) -> float | None:
+    value = fields.get(key)
+    if value is None:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m|h)?", value)
+    if match is None:
+        raise UsageError(f"--fault {text!r}: {key}={value!r} is not a time; write 8s, 500ms or 2m")
+    return float(match[1]) * {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}[match[2] or "s"]
+
+
+def _phase(text: str, fields: dict[str, str]) -> str | None:
+    value = fields.get("phase")
+    if value is not None and value not in PHASES:
+        raise UsageError(f"--fault {text!r}: phase={value!r} is not one of {', '.join(PHASES)}")
+    return value

@@ -1,0 +1,99 @@
+"""What a job is asked to be: fixed at its start, the same for launcher, coordinator and agents."""
+
+from __future__ import annotations
+
+import msgspec
+
+from holdfast.protocol.faults import FaultSpec
+
+
+class Timing(msgspec.Struct, frozen=True):
+    """The two knobs, and every time-out that follows from them. All in seconds.
+
+    detection_s: a node that is silent for this long is lost; also the floor of the stall threshold's scale.
+    stall_factor: a worker that stands still for `max(1.5 * detection_s, stall_factor * median step)` is stalled.
+    """
+
+    detection_s: float = 2.0
+    stall_factor: float = 5.0
+
+    @property
+    def heartbeat_s(self) -> float:
+        """Agents say that they live four times within the detection time."""
+        return self.detection_s / 4
+
+    @property
+    def stall_floor_s(self) -> float:
+        """The shortest standstill that counts as a stall (3 s by default)."""
+        return 1.5 * self.detection_s
+
+    def stall_s(self, median_step_s: float | None) -> float:
+        """How long a worker may stand still, given the median step."""
+        return max(self.stall_floor_s, self.stall_factor * (median_step_s or 0.0))
+
+    @property
+    def adopt_s(self) -> float:
+        """How long a restarted coordinator waits for the agents it knows."""
+        return 2 * self.detection_s
+
+    @property
+    def orphan_s(self) -> float:
+        """How long an agent goes on without a coordinator before it stops its workers."""
+        return 30 * self.detection_s
+
+    @property
+    def start_s(self) -> float:
+        """How long a worker may take from its start until it is ready (imports, model build)."""
+        return 150 * self.detection_s
+
+    @property
+    def form_s(self) -> float:
+        """How long the first generation waits for the target once MIN workers are ready."""
+        return 15 * self.detection_s
+
+    @property
+    def wait_s(self) -> float:
+        """How long a job that is too small waits for a node before it gives up."""
+        return 150 * self.detection_s
+
+    @property
+    def stop_s(self) -> float:
+        """How long workers may take to finish the step when the job is asked to stop."""
+        return 5 * self.detection_s
+
+
+class JobSpec(msgspec.Struct, frozen=True):
+    """One job. `script` is a path, or a module's name when `module` is set."""
+
+    name: str
+    script: str
+    args: tuple[str, ...] = ()
+    module: bool = False
+    min_nodes: int = 1
+    max_nodes: int = 1
+    nproc: int = 1
+    spares: int = 0
+    wait_for_spare: bool = False
+    engine: str = "local"
+    preload: tuple[str, ...] = ("torch",)
+    faults: tuple[FaultSpec, ...] = ()
+    max_restarts: int = 100
+    cwd: str = "."
+    timing: Timing = Timing()
+
+    @property
+    def target(self) -> int:
+        """Workers at full strength."""
+        return self.max_nodes * self.nproc
+
+    @property
+    def minimum(self) -> int:
+        """Fewest workers to train with."""
+        return self.target if self.wait_for_spare else self.min_nodes * self.nproc
+
+
+class Durable(msgspec.Struct, frozen=True):
+    """A checkpoint on disk: `step` committed steps, in folder `path`."""
+
+    step: int
+    path: str

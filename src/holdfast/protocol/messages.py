@@ -1,0 +1,384 @@
+"""The messages between worker, agent and coordinator: typed, versioned, no behaviour.
+
+Four directions, one union each. A worker talks to its agent over a Unix socket; the agent relays what the
+coordinator needs to know, tagged with the worker's name. Times are seconds; steps count from 0, and
+`committed` is the number of committed steps, so it is also the index of the next one.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from holdfast.protocol.faults import ArmedFault
+from holdfast.protocol.page import Place
+
+PROTOCOL_VERSION = 1
+
+
+class Member(msgspec.Struct, frozen=True):
+    """One worker of a generation, and where the others reach it."""
+
+    rank: int
+    worker: str
+    node: str
+    slot: int
+    host: str = ""
+    vote_port: int = 0
+    data_port: int = 0
+
+
+class Generation(msgspec.Struct, frozen=True):
+    """One version of the membership. Members are in the order of their ranks."""
+
+    number: int
+    members: tuple[Member, ...]
+    start: int = 0
+
+    def rank_of(self, worker: str) -> int | None:
+        """The worker's rank; None when it is not a member."""
+        return next((m.rank for m in self.members if m.worker == worker), None)
+
+
+# ---------------------------------------------------------------- worker -> agent (-> coordinator)
+
+
+class Warm(msgspec.Struct, frozen=True, tag="warm"):
+    """A forked process has imported everything and waits for work (agent only)."""
+
+    pid: int
+
+
+class Attached(msgspec.Struct, frozen=True, tag="attached"):
+    """The script called `hf.start`: this job is at level 2."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The script reached `run.steps`: model built, nothing missing but the membership (and the state).
+
+    digest: xxh3 of the protected state as built, so that equal starts need no transfer.
+    """
+
+    digest: str
+    host: str
+    vote_port: int
+    data_port: int
+
+
+class Joined(msgspec.Struct, frozen=True, tag="joined"):
+    """The worker is connected to its generation and holds the state of its first step."""
+
+    generation: int
+    join_s: float
+    restore_s: float | None = None
+    restored_bytes: int = 0
+
+
+class Progress(msgspec.Struct, frozen=True, tag="progress"):
+    """Steps were committed. Sent at most 20 times a second, and always for a generation's first commit.
+
+    losses: (step, loss) of the commits since the last message (rank 0 only).
+    """
+
+    generation: int
+    committed: int
+    median_s: float | None = None
+    losses: tuple[tuple[int, float], ...] = ()
+    metrics: dict[str, float] = {}
+
+
+class Parked(msgspec.Struct, frozen=True, tag="parked"):
+    """The worker is out of a generation that broke or was ended, and waits for the next.
+
+    committed: None when it holds no usable state (it never had it, or an update was torn).
+    prepared: it holds the complete reduced gradient of step `committed`.
+    """
+
+    generation: int
+    committed: int | None
+    prepared: bool = False
+    losses: tuple[tuple[int, float], ...] = ()
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """User code raised. In a step the worker parks next; outside of one it exits."""
+
+    generation: int
+    step: int | None
+    phase: int
+    error: str
+    message: str
+    traceback: str = ""
+    where: str = ""
+
+    @property
+    def signature(self) -> str:
+        """What makes two failures the same."""
+        return f"{self.error}@{self.where}" if self.where else f"{self.error}: {self.message}"
+
+
+class CollectiveError(msgspec.Struct, frozen=True, tag="collective-error"):
+    """A collective raised in this worker: evidence, not a verdict."""
+
+    generation: int
+    step: int
+    detail: str
+
+
+class FaultFired(msgspec.Struct, frozen=True, tag="fault-fired"):
+    """An injected fault is about to happen here; the worker waits for the agent's Ack before it does."""
+
+    fault: str
+    step: int | None = None
+    phase: int | None = None
+
+
+class Saved(msgspec.Struct, frozen=True, tag="saved"):
+    """A durable checkpoint is whole on disk."""
+
+    step: int
+    path: str
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """The worker has all its steps. params_xxh3: over the parameters of every protected module."""
+
+    committed: int
+    params_xxh3: str
+    loss: float | None
+    stopped: bool = False
+
+
+WorkerMessage = (
+    Warm
+    | Attached
+    | Ready
+    | Joined
+    | Progress
+    | Parked
+    | Failed
+    | CollectiveError
+    | FaultFired
+    | Saved
+    | Done
+)
+
+
+# ---------------------------------------------------------------- agent -> worker
+
+
+class Start(msgspec.Struct, frozen=True, tag="start"):
+    """What a warm process becomes."""
+
+    worker: str
+    script: str
+    args: tuple[str, ...]
+    module: bool
+    env: dict[str, str]
+    cwd: str
+    page: str
+    stacks: str
+    token_file: str
+    host: str
+
+
+class Form(msgspec.Struct, frozen=True, tag="form"):
+    """Join this generation.
+
+    apply: apply the prepared gradient first (the step counts after all).
+    restore: fetch the state at `generation.start`: from the ranks in `donors`, or, when there are none, from
+    the durable checkpoint `path`.
+    serve: be a donor, so publish the state.
+    """
+
+    generation: Generation
+    rank: int
+    apply: bool = False
+    restore: bool = False
+    serve: bool = False
+    donors: tuple[int, ...] = ()
+    path: str | None = None
+
+
+class Break(msgspec.Struct, frozen=True, tag="break"):
+    """The generation is over: abort its collectives, leave the step, park."""
+
+    generation: int
+    reason: str
+
+
+class Yield(msgspec.Struct, frozen=True, tag="yield"):
+    """The generation ends at the next commit: finish the step together, then park."""
+
+    generation: int
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """Leave `run.steps`. apply: as in Form. save_to: write a durable checkpoint into this folder first."""
+
+    apply: bool = False
+    save_to: str | None = None
+
+
+class Arm(msgspec.Struct, frozen=True, tag="arm"):
+    """Faults that this worker is to inject into itself."""
+
+    faults: tuple[ArmedFault, ...]
+
+
+class Ack(msgspec.Struct, frozen=True, tag="ack"):
+    """FaultFired was passed on; go ahead."""
+
+    fault: str
+
+
+class DropTraffic(msgspec.Struct, frozen=True, tag="drop-traffic"):
+    """Injected: every connection of this worker goes silent without closing."""
+
+
+ToWorker = Form | Break | Yield | Stop | Arm | Ack | DropTraffic | Start
+
+
+# ---------------------------------------------------------------- agent -> coordinator
+
+
+class WorkerView(msgspec.Struct, frozen=True):
+    """What an agent knows of a worker: enough for a coordinator that starts from nothing.
+
+    state: the message that describes the worker's situation now (Ready, Parked, Done or Attached).
+    formed: number of the newest generation whose Form the agent passed on.
+    process: letter of /proc/PID/stat ('T' is stopped), 'X' when it is gone.
+    idle_s: since the agent last saw its page move.
+    """
+
+    worker: str
+    slot: int
+    pid: int
+    formed: int
+    place: Place
+    process: str = "S"
+    idle_s: float = 0.0
+    ready: Ready | None = None
+    attached: bool = False
+    parked: Parked | None = None
+    done: Done | None = None
+    median_s: float | None = None
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """An agent connects, for the first time or again. `session` is new for every agent process."""
+
+    version: int
+    node: str
+    session: str
+    host: str
+    slots: int
+    pid: int
+    ports: tuple[int, ...] = ()
+    workers: tuple[WorkerView, ...] = ()
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+    """The agent lives."""
+
+
+class FromWorker(msgspec.Struct, frozen=True, tag="from-worker"):
+    """A worker's message, passed on. age_s: how long it waited in the agent for a coordinator."""
+
+    worker: str
+    message: WorkerMessage
+    age_s: float = 0.0
+
+
+class Started(msgspec.Struct, frozen=True, tag="started"):
+    """A warm process took over as this worker."""
+
+    worker: str
+    pid: int
+    log: str
+
+
+class Exited(msgspec.Struct, frozen=True, tag="exited"):
+    """A worker's process ended. code: exit status, negative for a signal (as subprocess does)."""
+
+    worker: str
+    code: int
+    tail: tuple[str, ...] = ()
+    log: str = ""
+
+
+class Stalled(msgspec.Struct, frozen=True, tag="stalled"):
+    """A worker stands still for longer than it may; says nothing about who is at fault."""
+
+    worker: str
+    view: WorkerView
+
+
+class Views(msgspec.Struct, frozen=True, tag="views"):
+    """The answer to Inspect: every worker of the node, stacks saved in the files named.
+
+    stacks: per worker the main thread's innermost frames, for telling who differs; empty when it cannot say.
+    """
+
+    request: int
+    workers: tuple[WorkerView, ...]
+    stacks: dict[str, str] = {}
+
+
+AgentMessage = Hello | Heartbeat | FromWorker | Started | Exited | Stalled | Views | FaultFired
+
+
+# ---------------------------------------------------------------- coordinator -> agent
+
+
+class StartWorker(msgspec.Struct, frozen=True, tag="start-worker"):
+    """Start a worker from a warm process."""
+
+    worker: str
+    slot: int
+    script: str
+    args: tuple[str, ...]
+    module: bool
+    cwd: str
+    env: dict[str, str]
+
+
+class KillWorker(msgspec.Struct, frozen=True, tag="kill-worker"):
+    """End a worker now. grace_s > 0: SIGTERM first."""
+
+    worker: str
+    grace_s: float = 0.0
+
+
+class Tell(msgspec.Struct, frozen=True, tag="tell"):
+    """A message for one worker."""
+
+    worker: str
+    message: ToWorker
+
+
+class Inspect(msgspec.Struct, frozen=True, tag="inspect"):
+    """Look at every worker of the node and save its stacks."""
+
+    request: int
+
+
+class RunFault(msgspec.Struct, frozen=True, tag="run-fault"):
+    """Injected from outside the worker, now. worker: None for a fault of the whole node."""
+
+    fault: ArmedFault
+    worker: str | None = None
+
+
+class Fence(msgspec.Struct, frozen=True, tag="fence"):
+    """The job went on without this node: kill its workers, then come back as a new one."""
+
+    reason: str
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """The job is over: end the workers and leave."""
+
+    reason: str
+
+
+ToAgent = StartWorker | KillWorker | Tell | Inspect | RunFault | Fence | Shutdown

@@ -1,0 +1,104 @@
+"""The progress page: 48 bytes of shared memory in which a worker says where it is.
+
+Writing it costs under a microsecond, so every change of phase can be noted; it is read only when something
+looks wrong. It can be read when the worker is stopped, deadlocked or holds the GIL for ever.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from enum import IntEnum
+from pathlib import Path
+
+import msgspec
+
+
+class Phase(IntEnum):
+    """Where in its life or in a step a worker is; the order is the order within a step."""
+
+    STARTUP = 0
+    IDLE = 1  # ready, not in a generation
+    JOIN = 2  # connecting to the members of a new generation
+    TRANSFER = 3  # fetching the state
+    DATA = 4
+    FORWARD = 5
+    BACKWARD = 6
+    REDUCE = 7  # waiting for gradients of the others
+    VOTE = 8
+    UPDATE = 9
+    COMMIT = 10
+    PARKED = 11  # out of a broken generation, waiting for the next
+    DONE = 12
+
+
+WAITING_PHASES = frozenset({Phase.REDUCE, Phase.VOTE, Phase.JOIN, Phase.PARKED, Phase.IDLE, Phase.DONE})
+"""Phases in which a worker waits for others, so that standing still is no sign of guilt."""
+
+_LAYOUT = struct.Struct(
+    "<qqiiddd"
+)  # generation, committed, phase, collectives, step began, phase began, last beat
+
+
+class Place(msgspec.Struct, frozen=True):
+    """What the page said at one moment. Times are CLOCK_MONOTONIC seconds of the worker's node."""
+
+    generation: int = 0
+    committed: int = 0
+    phase: int = Phase.STARTUP
+    collectives: int = 0
+    step_began_s: float = 0.0
+    phase_began_s: float = 0.0
+    beat_s: float = 0.0
+
+
+class ProgressPage:
+    """One worker's page. The agent creates the file; the worker opens and writes it."""
+
+    def __init__(self, path: Path, create: bool = False) -> None:
+        flags = os.O_RDWR | (os.O_CREAT if create else 0)
+        fd = os.open(path, flags, 0o600)
+        try:
+            if create:
+                os.ftruncate(fd, _LAYOUT.size)
+            self._map = mmap.mmap(fd, _LAYOUT.size)
+        finally:
+            os.close(fd)
+        self.generation = 0
+        self.committed = 0
+        self.phase = Phase.STARTUP
+        self.collectives = 0
+        self._step_began_s = self._phase_began_s = time.monotonic()
+
+    def enter(self, phase: Phase) -> None:
+        """The worker enters a phase now."""
+        self.phase = phase
+        self._phase_began_s = time.monotonic()
+        if phase is Phase.DATA:
+            self._step_began_s = self._phase_began_s
+            self.collectives = 0
+        self.beat()
+
+    def beat(self) -> None:
+        """Something moved: writes every field."""
+        _LAYOUT.pack_into(
+            self._map,
+            0,
+            self.generation,
+            self.committed,
+            int(self.phase),
+            self.collectives,
+            self._step_began_s,
+            self._phase_began_s,
+            time.monotonic(),
+        )
+
+    def read(self) -> Place:
+        """What the page says now (from the agent's side)."""
+        return Place(*_LAYOUT.unpack_from(self._map, 0))
+
+    def close(self) -> None:
+        """Unmaps the page; the file stays with its owner."""
+        self._map.close()

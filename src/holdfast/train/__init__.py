@@ -1,0 +1,1 @@
+"""What lives in the worker: run, step, membership, reduction, commit, state transfer."""
