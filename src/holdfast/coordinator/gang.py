@@ -38,6 +38,8 @@ def environment(core: Core, node: Node, slot: int, rank: int, world: int) -> dic
         "TORCHELASTIC_RUN_ID": spec.name,
         "HOLDFAST_JOB": spec.name,
         "HOLDFAST_NODE": node.name,
+        "HOLDFAST_TARGET": str(spec.target),
+        "HOLDFAST_GENERATION": str(core.state.number),
     }
 
 

@@ -76,13 +76,13 @@ class Joined(msgspec.Struct, frozen=True, tag="joined"):
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
     """Steps were committed. Sent at most 20 times a second, and always for a generation's first commit.
 
-    losses: (step, loss) of the commits since the last message (rank 0 only).
+    losses: (step, loss, seconds it took) of the commits since the last message (rank 0 only).
     """
 
     generation: int
     committed: int
     median_s: float | None = None
-    losses: tuple[tuple[int, float], ...] = ()
+    losses: tuple[tuple[int, float, float], ...] = ()
     metrics: dict[str, float] = {}
 
 
@@ -96,7 +96,7 @@ class Parked(msgspec.Struct, frozen=True, tag="parked"):
     generation: int
     committed: int | None
     prepared: bool = False
-    losses: tuple[tuple[int, float], ...] = ()
+    losses: tuple[tuple[int, float, float], ...] = ()
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -175,6 +175,7 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     module: bool
     env: dict[str, str]
     cwd: str
+    log: str
     page: str
     stacks: str
     token_file: str

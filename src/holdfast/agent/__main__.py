@@ -1,0 +1,45 @@
+"""`python -m holdfast.agent`: one node. Started by an engine, not by people."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+from holdfast.agent.agent import Agent, AgentConfig
+from holdfast.protocol.job import Timing
+
+
+def main() -> int:
+    """Runs the agent until the job is over."""
+    parser = argparse.ArgumentParser(prog="holdfast.agent")
+    parser.add_argument("--node", required=True)
+    parser.add_argument("--job-dir", type=Path, required=True)
+    parser.add_argument("--slots", type=int, required=True)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--preload", default="torch")
+    parser.add_argument("--detection", type=float, default=Timing().detection_s)
+    parser.add_argument("--stall-factor", type=float, default=Timing().stall_factor)
+    parser.add_argument("--lifeline", type=int)
+    given = parser.parse_args()
+    config = AgentConfig(
+        given.node,
+        given.job_dir,
+        given.slots,
+        given.host,
+        tuple(given.preload.split(",")),
+        Timing(given.detection, given.stall_factor),
+    )
+    os.umask(0o077)
+    asyncio.run(_run(config, given.lifeline))
+    return 0
+
+
+async def _run(config: AgentConfig, lifeline: int | None) -> None:
+    await Agent(config).run(lifeline)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,295 @@
+"""The agent: starts and watches the workers of its node, and passes on what they and the coordinator say."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import socket
+import sys
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.agent.follow import LogFollower
+from holdfast.agent.link import CoordinatorLink
+from holdfast.agent.pool import WarmPool
+from holdfast.agent.process import WorkerProcess
+from holdfast.agent.stacks import innermost
+from holdfast.protocol import messages as m
+from holdfast.protocol.faults import ArmedFault, FaultKind
+from holdfast.protocol.job import Timing
+from holdfast.train.worker import STACKS_SIGNAL
+
+_PR_SET_CHILD_SUBREAPER = 36
+PORTS_OFFERED = 16
+STACKS_WAIT_S = 0.15
+NODE_FAULTS = frozenset({FaultKind.KILL_NODE, FaultKind.STOP_NODE, FaultKind.DROP_NODE})
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    """What an agent is started with."""
+
+    node: str
+    job_dir: Path
+    slots: int
+    host: str
+    preload: tuple[str, ...]
+    timing: Timing
+
+
+class Agent:
+    """One node's agent. `run` returns when the job is over or the agent is an orphan."""
+
+    def __init__(self, config: AgentConfig) -> None:
+        self._config = config
+        self._session = uuid.uuid4().hex
+        token_file = config.job_dir / "token"
+        self._token_file = token_file
+        self._logs = config.job_dir / "logs" / config.node
+        self._logs.mkdir(parents=True, exist_ok=True)
+        self._pool = WarmPool(config.slots, config.preload)
+        self._workers: dict[str, WorkerProcess] = {}
+        self._unwanted: set[str] = set()
+        self._armed: dict[str, ArmedFault] = {}
+        self._over = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ports = _free_ports(config.host, PORTS_OFFERED)
+        self._follower = LogFollower()
+        self._link = CoordinatorLink(
+            config.job_dir,
+            token_file.read_text().strip(),
+            self._hello,
+            self._take,
+            config.timing.orphan_s,
+            self._orphaned,
+            config.timing.heartbeat_s,
+        )
+
+    async def run(self, lifeline: int | None) -> None:
+        """Serves until the job is over. `lifeline`: a pipe whose end says that the launcher is gone."""
+        loop = asyncio.get_running_loop()
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        loop.add_signal_handler(signal.SIGCHLD, self._child_changed)
+        loop.add_signal_handler(signal.SIGTERM, self._over.set)
+        loop.add_signal_handler(signal.SIGINT, lambda: None)
+        if lifeline is not None:
+            loop.add_reader(lifeline, self._launcher_gone, lifeline)
+        await self._pool.start()
+        conversation = asyncio.create_task(self._link.run())
+        await self._over.wait()
+        await self._end_workers()
+        conversation.cancel()
+        await self._pool.close()
+        self._follower.close()
+
+    # ------------------------------------------------------------ the coordinator's wishes
+
+    def _hello(self) -> m.Hello:
+        config = self._config
+        views = tuple(w.view() for w in self._workers.values() if not w.gone)
+        return m.Hello(
+            m.PROTOCOL_VERSION,
+            config.node,
+            self._session,
+            config.host,
+            config.slots,
+            os.getpid(),
+            self._ports,
+            views,
+        )
+
+    def _take(self, order: m.ToAgent) -> None:
+        match order:
+            case m.StartWorker():
+                self._spawn(self._start(order))
+            case m.KillWorker(name, grace_s):
+                if worker := self._workers.get(name):
+                    self._save_stacks_then_kill(worker, grace_s)
+                else:
+                    self._unwanted.add(name)
+            case m.Tell(name, message):
+                if worker := self._workers.get(name):
+                    self._tell(worker, message)
+            case m.Inspect(request):
+                self._spawn(self._inspect(request))
+            case m.RunFault(fault, name):
+                self._spawn(self._run_fault(fault, name))
+            case m.Fence(reason):
+                print(f"holdfast agent {self._config.node}: fenced: {reason}", flush=True)
+                self._fence()
+            case m.Shutdown():
+                self._over.set()
+
+    def _tell(self, worker: WorkerProcess, message: m.ToWorker) -> None:
+        if isinstance(message, m.Arm):
+            self._armed |= {f.id: f for f in message.faults}
+        if isinstance(message, m.Form) and message.rank == 0:
+            self._follower.follow(worker.log)
+        worker.tell(message)
+
+    async def _start(self, order: m.StartWorker) -> None:
+        warm = await self._pool.take()
+        config = self._config
+        if order.worker in self._unwanted:
+            os.kill(warm.pid, signal.SIGKILL)
+            self._link.send(m.Exited(order.worker, -signal.SIGKILL))
+            return
+        worker = WorkerProcess(
+            order.worker, order.slot, warm, self._logs, config.timing, self._said, self._stalled, self._exited
+        )
+        self._workers[order.worker] = worker
+        env = dict(order.env)
+        env["HOLDFAST_JOB_DIR"] = str(config.job_dir)
+        env["HOLDFAST_WORKER"] = order.worker
+        worker.tell(
+            m.Start(
+                order.worker,
+                order.script,
+                order.args,
+                order.module,
+                env,
+                order.cwd,
+                str(worker.log),
+                str(worker.page_path),
+                str(worker.stacks),
+                str(self._token_file),
+                config.host,
+            )
+        )
+        self._link.send(m.Started(order.worker, warm.pid, str(worker.log)))
+        if env.get("RANK") == "0":
+            self._follower.follow(worker.log)
+
+    def _fence(self) -> None:
+        """The job went on without this node: nothing of it may run on; then it is a new node."""
+        for worker in self._workers.values():
+            worker.kill()
+        self._workers.clear()
+        self._session = uuid.uuid4().hex
+        self._link.send(self._hello())
+
+    # ------------------------------------------------------------ what workers do
+
+    def _said(self, worker: WorkerProcess, message: m.WorkerMessage) -> None:
+        self._link.send(m.FromWorker(worker.name, message))
+        if isinstance(message, m.FaultFired):
+            self._spawn(self._let_happen(worker, message))
+
+    def _stalled(self, worker: WorkerProcess, view: m.WorkerView) -> None:
+        self._link.send(m.Stalled(worker.name, view))
+
+    def _exited(self, worker: WorkerProcess, message: m.Exited) -> None:
+        if self._workers.get(worker.name) is worker:
+            del self._workers[worker.name]
+        self._link.send(message)
+
+    def _child_changed(self) -> None:
+        for worker in self._workers.values():
+            worker.check_stopped()
+
+    async def _inspect(self, request: int) -> None:
+        """Saves every worker's stacks and says where each stands."""
+        workers = [w for w in self._workers.values() if not w.gone]
+        stacks = await self._save_stacks(workers)
+        views = tuple(w.view() for w in workers)
+        self._link.send(m.Views(request, views, stacks))
+
+    async def _save_stacks(self, workers: list[WorkerProcess]) -> dict[str, str]:
+        sizes = {w.name: w.stacks.stat().st_size if w.stacks.exists() else 0 for w in workers}
+        for worker in workers:
+            worker.signal(STACKS_SIGNAL)
+        await asyncio.sleep(
+            STACKS_WAIT_S
+        )  # a signal handler's output has no event; a stopped process has none
+        return {w.name: innermost(w.stacks, sizes[w.name]) for w in workers}
+
+    def _save_stacks_then_kill(self, worker: WorkerProcess, grace_s: float) -> None:
+        """A stopped process shows its stack when it is woken: it was fenced before, so it can do no harm."""
+        view = worker.view()
+        if view.process in "Tt" and worker.attached:
+            worker.signal(STACKS_SIGNAL)
+            worker.signal(signal.SIGCONT)
+            asyncio.get_running_loop().call_later(STACKS_WAIT_S, worker.kill)
+        else:
+            worker.kill(grace_s)
+
+    # ------------------------------------------------------------ injected faults
+
+    async def _let_happen(self, worker: WorkerProcess, message: m.FaultFired) -> None:
+        """The worker waits for the Ack: by then the coordinator's kernel has the news."""
+        await self._link.flushed()
+        fault = self._armed.get(message.fault)
+        worker.tell(m.Ack(message.fault))
+        if fault is not None and fault.kind in NODE_FAULTS:
+            self._node_fault(fault.kind)
+
+    async def _run_fault(self, fault: ArmedFault, name: str | None) -> None:
+        worker = self._workers.get(name) if name else None
+        signals = {
+            FaultKind.KILL_WORKER: signal.SIGKILL,
+            FaultKind.STOP_WORKER: signal.SIGSTOP,
+            FaultKind.SEGFAULT: signal.SIGSEGV,
+        }
+        if fault.kind in NODE_FAULTS:
+            self._link.send(m.FaultFired(fault.id))
+            await self._link.flushed()
+            self._node_fault(fault.kind)
+        elif worker is not None and fault.kind in signals:
+            self._link.send(m.FaultFired(fault.id))
+            await self._link.flushed()
+            worker.signal(signals[fault.kind])
+        elif worker is not None:
+            self._armed[fault.id] = fault
+            worker.tell(m.Arm((fault,)))
+
+    def _node_fault(self, kind: FaultKind) -> None:
+        if kind is FaultKind.DROP_NODE:
+            for worker in self._workers.values():
+                worker.tell(m.DropTraffic())
+            self._link.go_silent()
+            return
+        for worker in self._workers.values():
+            worker.signal(signal.SIGKILL if kind is FaultKind.KILL_NODE else signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGKILL if kind is FaultKind.KILL_NODE else signal.SIGSTOP)
+
+    # ------------------------------------------------------------ the end
+
+    def _orphaned(self) -> None:
+        print(f"holdfast agent {self._config.node}: no coordinator; stopping the workers", flush=True)
+        self._over.set()
+
+    def _launcher_gone(self, lifeline: int) -> None:
+        """The coordinator has the same news and stops the job in order; this is for when it is gone too."""
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(lifeline)
+        loop.call_later(2 * self._config.timing.stop_s, self._over.set)
+
+    async def _end_workers(self) -> None:
+        left = list(self._workers.values())
+        for worker in left:
+            worker.kill()
+        for worker in left:
+            await worker.finished()
+
+    def _spawn(self, coroutine: object) -> None:
+        assert asyncio.iscoroutine(coroutine)
+        task: asyncio.Task[None] = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._forget)
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            print(f"holdfast agent {self._config.node}: {error!r}", file=sys.stderr, flush=True)
+
+
+def _free_ports(host: str, count: int) -> tuple[int, ...]:
+    """Ports that were free just now, for level 0's MASTER_PORT: a new one for every start."""
+    sockets = [socket.create_server((host, 0)) for _ in range(count)]
+    ports = tuple(s.getsockname()[1] for s in sockets)
+    for s in sockets:
+        s.close()
+    return ports

@@ -1,0 +1,137 @@
+"""The agent's connection to the coordinator: one WebSocket, built again whenever it breaks.
+
+While there is no coordinator, messages wait here with the time of their arrival; training does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import aiohttp
+import msgspec
+
+from holdfast.errors import ProtocolError
+from holdfast.protocol import messages as m
+from holdfast.protocol.endpoint import read_endpoint
+from holdfast.protocol.frames import Codec, encode
+
+_codec: Codec[m.ToAgent] = Codec(m.ToAgent)
+RETRY_S = (0.02, 0.05, 0.1, 0.2, 0.5)
+KEPT_MESSAGES = 10_000
+
+
+class CoordinatorLink:
+    """Connects, says hello, passes messages both ways, and does so again until closed."""
+
+    def __init__(
+        self,
+        job_dir: Path,
+        token: str,
+        hello: Callable[[], m.Hello],
+        take: Callable[[m.ToAgent], None],
+        orphan_s: float,
+        orphaned: Callable[[], None],
+        heartbeat_s: float,
+    ) -> None:
+        self._job_dir, self._token = job_dir, token
+        self._hello, self._take = hello, take
+        self._orphan_s, self._orphaned = orphan_s, orphaned
+        self._heartbeat_s = heartbeat_s
+        self._waiting: deque[tuple[float, m.AgentMessage]] = deque(maxlen=KEPT_MESSAGES)
+        self._news = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._silent = False
+
+    def send(self, message: m.AgentMessage) -> None:
+        """Sends as soon as there is a coordinator."""
+        self._waiting.append((time.monotonic(), message))
+        self._idle.clear()
+        self._news.set()
+
+    async def flushed(self) -> None:
+        """Waits until everything was handed to the kernel."""
+        await self._idle.wait()
+
+    def go_silent(self) -> None:
+        """Injected: nothing is sent or read any more, and nothing is closed."""
+        self._silent = True
+
+    async def run(self) -> None:
+        """Runs until cancelled."""
+        lost_at = time.monotonic()
+        attempt = 0
+        async with aiohttp.ClientSession() as session:
+            while True:
+                if await self._converse(session):
+                    lost_at, attempt = time.monotonic(), 0
+                elif time.monotonic() - lost_at > self._orphan_s:
+                    self._orphaned()
+                    return
+                # There is no event for "a process on another machine listens again": try, ever slower.
+                await asyncio.sleep(RETRY_S[min(attempt, len(RETRY_S) - 1)])
+                attempt += 1
+
+    async def _converse(self, session: aiohttp.ClientSession) -> bool:
+        """One connection from hello to its end; False when there was none."""
+        where = read_endpoint(self._job_dir)
+        if where is None:
+            return False
+        try:
+            socket = await session.ws_connect(
+                f"{where.url}/agent",
+                headers={"Authorization": f"Bearer {self._token}"},
+                max_msg_size=16 << 20,
+                autoping=True,
+                timeout=aiohttp.ClientWSTimeout(ws_close=0.1),  # type: ignore[call-arg, unused-ignore]
+            )
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return False
+        async with socket:
+            try:
+                await socket.send_bytes(encode(self._hello()))
+            except (OSError, aiohttp.ClientError):
+                return False
+            async with asyncio.TaskGroup() as group:
+                sender = group.create_task(self._sending(socket))
+                pulse = group.create_task(self._beating())
+                await self._receiving(socket)
+                sender.cancel()
+                pulse.cancel()
+        return True
+
+    async def _receiving(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        async for frame in socket:
+            if self._silent:
+                await asyncio.Event().wait()
+            if frame.type is aiohttp.WSMsgType.BINARY:
+                try:
+                    self._take(_codec.decode(frame.data))
+                except ProtocolError as error:
+                    print(f"holdfast agent: {error}", flush=True)
+
+    async def _beating(self) -> None:
+        """Says that the agent lives: the clock is the event."""
+        while True:
+            await asyncio.sleep(self._heartbeat_s)
+            self.send(m.Heartbeat())
+
+    async def _sending(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        while True:
+            if not self._waiting:
+                self._idle.set()
+                self._news.clear()
+                await self._news.wait()
+            if self._silent:
+                await asyncio.Event().wait()
+            arrived, message = self._waiting[0]
+            if isinstance(message, m.FromWorker):
+                message = msgspec.structs.replace(message, age_s=time.monotonic() - arrived)
+            try:
+                await socket.send_bytes(encode(message))
+            except (OSError, aiohttp.ClientError):
+                return
+            self._waiting.popleft()

@@ -1,0 +1,245 @@
+"""One worker as its agent sees it: process, socket, page, output, and when it stands still."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from holdfast.agent.pool import WarmProcess
+from holdfast.protocol import messages as m
+from holdfast.protocol.frames import Codec, pack
+from holdfast.protocol.job import Timing
+from holdfast.protocol.page import WAITING_PHASES, Phase, Place, ProgressPage
+
+_codec: Codec[m.WorkerMessage] = Codec(m.WorkerMessage)
+TAIL_LINES = 20
+
+
+class WorkerProcess:
+    """Owns one worker's process until it has ended and its output is read.
+
+    `said` gets every message, `stalled` a view when it stands still, `exited` its end.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        slot: int,
+        warm: WarmProcess,
+        folder: Path,
+        timing: Timing,
+        said: Callable[[WorkerProcess, m.WorkerMessage], None],
+        stalled: Callable[[WorkerProcess, m.WorkerView], None],
+        exited: Callable[[WorkerProcess, m.Exited], None],
+    ) -> None:
+        self.name, self.slot, self.pid = name, slot, warm.pid
+        safe = name.replace("#", "-")
+        self.log = folder / f"{safe}.log"
+        self.stacks = folder / f"{safe}.stacks"
+        self.page_path = folder / f"{safe}.page"
+        self.page = ProgressPage(self.page_path, create=True)
+        self.formed = 0
+        self.attached = False
+        self.ready: m.Ready | None = None
+        self.parked: m.Parked | None = None
+        self.done: m.Done | None = None
+        self.median_s: float | None = None
+        self.gone = False
+        self._warm = warm
+        self._timing = timing
+        self._said, self._stalled, self._exited = said, stalled, exited
+        self._loop = asyncio.get_running_loop()
+        self._ending = asyncio.Event()
+        self._leaving: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._stopped_since: float | None = None
+        self._pidfd = os.pidfd_open(self.pid)
+        self._loop.add_reader(self._pidfd, self._ended)
+        self._reading = asyncio.create_task(self._read())
+
+    # ------------------------------------------------------------ to the worker
+
+    def tell(self, message: m.ToWorker) -> None:
+        """Sends a message; notes what a restarted coordinator will ask about."""
+        if isinstance(message, m.Form):
+            self.formed = max(self.formed, message.generation.number)
+            self.parked = None
+            self._watch()
+        if not self.gone:
+            self._warm.writer.write(pack(message))
+
+    def kill(self, grace_s: float = 0.0) -> None:
+        """Ends the process: SIGKILL now, or SIGTERM now and SIGKILL after the grace."""
+        if self.gone:
+            return
+        if grace_s > 0:
+            self.signal(signal.SIGTERM)
+            self.signal(signal.SIGCONT)
+            self._loop.call_later(grace_s, self.kill)
+        else:
+            self.signal(signal.SIGKILL)
+
+    def signal(self, number: int) -> None:
+        if self.gone:
+            return
+        try:
+            signal.pidfd_send_signal(self._pidfd, number)
+        except ProcessLookupError:
+            return
+
+    # ------------------------------------------------------------ from the worker
+
+    async def _read(self) -> None:
+        while (message := await _codec.read_stream(self._warm.reader)) is not None:
+            match message:
+                case m.Attached():
+                    self.attached = True
+                case m.Ready():
+                    self.ready = message
+                case m.Parked():
+                    self.parked = message
+                    self._unwatch()
+                case m.Done():
+                    self.done = message
+                    self._unwatch()
+                case m.Progress():
+                    self.median_s = message.median_s
+                    self._watch()
+                case m.Joined():
+                    self._watch()
+                case _:
+                    pass
+            self._said(self, message)
+
+    def _ended(self) -> None:
+        """The process is gone: read what it left in the pipes, then tell."""
+        self._loop.remove_reader(self._pidfd)
+        self.gone = True
+        self._ending.set()
+        self._unwatch()
+        status = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
+        os.close(self._pidfd)
+        code = 0
+        if status is not None:
+            code = status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+        self._leaving = asyncio.create_task(self._leave(code))
+
+    async def _leave(self, code: int) -> None:
+        await self._reading
+        self._warm.writer.close()
+        self._exited(self, m.Exited(self.name, code, tuple(self.tail()), str(self.log)))
+        self.page.close()
+        self.page_path.unlink(missing_ok=True)
+        if self.stacks.exists() and self.stacks.stat().st_size == 0:
+            self.stacks.unlink()
+
+    async def finished(self) -> None:
+        """Waits until the process has ended and everything it left is told."""
+        while not self.gone:
+            await self._ending.wait()
+        if self._leaving is not None:
+            await self._leaving
+
+    def tail(self) -> list[str]:
+        """The last lines of the log."""
+        try:
+            with self.log.open("rb") as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - 8192))
+                return log.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
+        except OSError:
+            return []
+
+    # ------------------------------------------------------------ standing still
+
+    def view(self) -> m.WorkerView:
+        """What is known of it now."""
+        place = self.page.read() if not self.gone else Place()
+        return m.WorkerView(
+            self.name,
+            self.slot,
+            self.pid,
+            self.formed,
+            place,
+            process_state(self.pid),
+            time.monotonic() - place.beat_s if place.beat_s else 0.0,
+            self.ready,
+            self.attached,
+            self.parked,
+            self.done,
+            self.median_s,
+        )
+
+    def check_stopped(self) -> None:
+        """After SIGCHLD: a process that stays stopped for the detection time is stalled, in any phase."""
+        if self.gone:
+            return
+        if process_state(self.pid) not in "Tt":
+            self._stopped_since = None
+        elif self._stopped_since is None:
+            self._stopped_since = time.monotonic()
+            self._loop.call_later(self._timing.detection_s, self._still_stopped)
+
+    def _still_stopped(self) -> None:
+        if self.gone or self._stopped_since is None:
+            return
+        if process_state(self.pid) in "Tt":
+            self._stalled(self, self.view())
+            self._loop.call_later(self._timing.detection_s, self._still_stopped)
+        else:
+            self._stopped_since = None
+
+    def _unwatch(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _watch(self, delay_s: float | None = None) -> None:
+        """It moved: from now on it may stand still for as long as a stall takes to be one."""
+        self._unwatch()
+        wait = self._timing.stall_s(self.median_s) if delay_s is None else delay_s
+        self._timer = self._loop.call_later(wait, self._maybe_stalled)
+
+    def _maybe_stalled(self) -> None:
+        self._timer = None
+        if self.gone or self.parked is not None or self.done is not None:
+            return
+        view = self.view()
+        allowed = self._allowed_s(view)
+        if view.idle_s < allowed:
+            self._watch(max(0.05, min(allowed - view.idle_s, self._timing.stall_floor_s)))
+            return
+        self._stalled(self, view)
+        self._watch(self._timing.stall_floor_s)
+
+    def _allowed_s(self, view: m.WorkerView) -> float:
+        """How long it may stand still where it is.
+
+        Without a median (a first step may compile for minutes) only waiting counts, against the time that the
+        worker itself needed to get there. A script at level 0 may well pause for a checkpoint, so it gets more.
+        """
+        place = view.place
+        if not self.attached:
+            if self.median_s is None:
+                return float("inf")
+            return max(20 * self._timing.detection_s, 4 * self._timing.stall_s(self.median_s))
+        if self.median_s is not None:
+            return self._timing.stall_s(self.median_s)
+        if place.phase in (Phase.REDUCE, Phase.VOTE):
+            own = place.phase_began_s - place.step_began_s
+            return max(self._timing.stall_floor_s, self._timing.stall_factor * own)
+        if place.phase in WAITING_PHASES or place.phase == Phase.TRANSFER:
+            return self._timing.stall_floor_s
+        return float("inf")
+
+
+def process_state(pid: int) -> str:
+    """Letter of the process's state in /proc/PID/stat; 'X' when it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return "X"
+    return text[text.rindex(")") + 2]

@@ -1,0 +1,80 @@
+"""The zygote: a process that has imported the heavy modules and forks warm workers on request.
+
+A fork takes milliseconds where the imports take seconds. The zygote itself never runs a parallel kernel and
+never touches an accelerator, so its children start clean. It has one thread and one job: read a request (one
+byte with a socket attached), fork.
+"""
+
+from __future__ import annotations
+
+import array
+import importlib
+import os
+import signal
+import socket
+import sys
+
+from holdfast.protocol.frames import pack
+from holdfast.protocol.messages import Warm
+
+
+def main() -> int:
+    """`python -m holdfast.agent.zygote FD MODULE,...`: serves until the agent's end of FD closes."""
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    _import(sys.argv[2].split(","))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the launcher; workers end in order
+    channel.sendall(b"r")
+    while True:
+        request, fds = _receive(channel)
+        if not request:
+            return 0
+        worker = socket.socket(fileno=fds[0])
+        if _fork(worker):
+            worker.close()
+            continue
+        channel.close()
+        from holdfast.train.worker import become
+
+        return become(worker)
+
+
+def _import(modules: list[str]) -> None:
+    for name in filter(None, modules):
+        importlib.import_module(name)
+        if name == "torch":
+            # The first optimizer imports these; together they cost as much as torch itself.
+            importlib.import_module("torch._dynamo")
+            importlib.import_module("torch.distributed")
+            importlib.import_module("holdfast.train.run")
+
+
+def _receive(channel: socket.socket) -> tuple[bytes, array.array[int]]:
+    fds = array.array("i")
+    request, ancillary, _, _ = channel.recvmsg(1, socket.CMSG_SPACE(fds.itemsize))
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    return request, fds
+
+
+def _fork(worker: socket.socket) -> bool:
+    """Forks twice, so that the worker becomes a child of the agent. True in the zygote, False in the worker."""
+    between = os.fork()
+    if between:
+        os.waitpid(between, 0)
+        return True
+    parent = os.getpid()
+    if os.fork():
+        os._exit(0)
+    from holdfast.train.worker import die_with_parent
+
+    while os.getppid() == parent:
+        os.sched_yield()
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    worker.sendall(pack(Warm(os.getpid())))
+    return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,5 @@
+"""`holdfast events`."""
+
+
+def events() -> None:
+    """Not yet."""

@@ -1,0 +1,5 @@
+"""`holdfast fault`."""
+
+
+def fault() -> None:
+    """Not yet."""

@@ -1,0 +1,5 @@
+"""`holdfast logs`."""
+
+
+def logs() -> None:
+    """Not yet."""

@@ -1,0 +1,5 @@
+"""`holdfast status`."""
+
+
+def status() -> None:
+    """Not yet."""

@@ -1,0 +1,47 @@
+"""`python -m holdfast.coordinator`: one job's coordinator. Started by the launcher, and again when it dies."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+
+from holdfast.coordinator.service import Coordinator
+from holdfast.protocol.job import Durable, JobSpec
+
+EXIT_PORT = 3
+
+
+def main() -> int:
+    """Serves until the job is over. Exit code 3: the port is taken."""
+    parser = argparse.ArgumentParser(prog="holdfast.coordinator")
+    parser.add_argument("--job-dir", type=Path, required=True)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--durable-step", type=int)
+    parser.add_argument("--durable-path")
+    parser.add_argument("--lifeline", type=int)
+    given = parser.parse_args()
+    os.umask(0o077)
+    spec = msgspec.json.decode((given.job_dir / "spec.json").read_bytes(), type=JobSpec)
+    durable = Durable(given.durable_step, given.durable_path) if given.durable_path else None
+    try:
+        asyncio.run(_serve(given.job_dir, spec, durable, given.host, given.port, given.lifeline))
+    except OSError as error:
+        print(f"holdfast: cannot listen on {given.host}:{given.port}: {error.strerror}", file=sys.stderr)
+        return EXIT_PORT
+    return 0
+
+
+async def _serve(
+    job_dir: Path, spec: JobSpec, durable: Durable | None, host: str, port: int, lifeline: int | None
+) -> None:
+    await Coordinator(job_dir, spec, durable).serve(host, port, lifeline)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

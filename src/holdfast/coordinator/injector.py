@@ -1,0 +1,154 @@
+"""Injected faults: which worker or node each one strikes, and when."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+
+from holdfast.coordinator.state import CoreState, JobPhase
+from holdfast.protocol import messages as m
+from holdfast.protocol.faults import PHASES, ArmedFault, FaultKind, FaultSpec
+from holdfast.protocol.page import Phase
+
+MIN_GAP_S = 1e-3
+
+
+class Planned(msgspec.Struct):
+    """One `--fault` and how much of it is left."""
+
+    id: str
+    spec: FaultSpec
+    left: int
+    due_s: float | None = None
+    fired: int = 0
+    struck: str | None = None
+
+
+class Strike(msgspec.Struct, frozen=True):
+    """What to send to an agent for a fault; no message means that it strikes the coordinator itself."""
+
+    plan: str
+    node: str = ""
+    message: m.ToAgent | None = None
+
+
+class Injector:
+    """The faults of one job. Times are those of the core's clock."""
+
+    def __init__(self, specs: tuple[FaultSpec, ...]) -> None:
+        self.plans: dict[str, Planned] = {}
+        self._running_since: float | None = None
+        for spec in specs:
+            self.add(spec, None)
+
+    def add(self, spec: FaultSpec, now: float | None) -> Planned:
+        """One more fault. `now`: it was asked for while the job runs, so its time counts from here."""
+        plan = Planned(f"fault-{len(self.plans)}", spec, spec.times)
+        self.plans[plan.id] = plan
+        if now is not None:
+            self._schedule(plan, now, first=True)
+        return plan
+
+    def formed(self, state: CoreState, now: float) -> list[Strike]:
+        """A generation was formed: faults that wait for a step go to the workers that now hold the ranks."""
+        if self._running_since is None:
+            self._running_since = now
+            for plan in self.plans.values():
+                self._schedule(plan, now, first=True)
+        by_worker: dict[str, list[ArmedFault]] = {}
+        for plan in self.plans.values():
+            if plan.left > 0 and plan.due_s is None and not _timed(plan.spec):
+                member = self._target(plan, state)
+                if member is not None:
+                    by_worker.setdefault(member.worker, []).append(_armed(plan))
+        generation = state.generation
+        members = {x.worker: x for x in generation.members} if generation else {}
+        return [
+            Strike("", members[w].node, m.Tell(w, m.Arm(tuple(faults)))) for w, faults in by_worker.items()
+        ]
+
+    def due(self, state: CoreState, now: float) -> list[Strike]:
+        """Faults whose time has come."""
+        strikes = []
+        for plan in self.plans.values():
+            if plan.left <= 0 or plan.due_s is None or now < plan.due_s:
+                continue
+            if state.phase is not JobPhase.RUNNING:
+                plan.due_s = now + 0.1  # nothing to strike yet: try again when there is
+                continue
+            strike = self._strike(plan, state)
+            if strike is not None:
+                strikes.append(strike)
+            self._schedule(plan, now, first=False)
+        return strikes
+
+    def strike_now(self, plan: Planned, state: CoreState) -> list[Strike]:
+        """A fault that was asked for without a time, while the job runs."""
+        if _timed(plan.spec):
+            return []
+        if plan.spec.step is None and plan.spec.phase is None:
+            strike = self._strike(plan, state)
+            return [strike] if strike else []
+        member = self._target(plan, state)
+        return [Strike(plan.id, member.node, m.Tell(member.worker, m.Arm((_armed(plan),))))] if member else []
+
+    def mark_running(self) -> None:
+        """A new coordinator goes on with the plans of the old one; their times stand."""
+        self._running_since = 0.0
+
+    def next_due(self) -> float | None:
+        """When `due` is to be asked next."""
+        return min((p.due_s for p in self.plans.values() if p.left > 0 and p.due_s is not None), default=None)
+
+    def fired(self, id: str) -> Planned | None:
+        """A fault is happening now."""
+        plan = self.plans.get(id.partition("/")[0])
+        if plan is not None:
+            plan.left -= 1
+            plan.fired += 1
+        return plan
+
+    def _schedule(self, plan: Planned, now: float, first: bool) -> None:
+        spec = plan.spec
+        if spec.every_s is not None:
+            plan.due_s = now + max(spec.every_s, MIN_GAP_S)
+        elif spec.after_s is not None and first:
+            plan.due_s = now + spec.after_s
+        elif not first:
+            plan.due_s = None if spec.every_s is None else plan.due_s
+
+    def _strike(self, plan: Planned, state: CoreState) -> Strike | None:
+        if plan.spec.kind is FaultKind.KILL_COORDINATOR:
+            return Strike(plan.id)
+        member = self._target(plan, state)
+        if member is None:
+            return None
+        armed = _armed(plan)
+        plan.struck = member.worker
+        if plan.spec.phase is not None:
+            return Strike(plan.id, member.node, m.Tell(member.worker, m.Arm((armed,))))
+        return Strike(plan.id, member.node, m.RunFault(armed, member.worker))
+
+    def _target(self, plan: Planned, state: CoreState) -> m.Member | None:
+        if state.generation is None:
+            return None
+        spec, members = plan.spec, state.generation.members
+        if spec.rank is not None:
+            return next((x for x in members if x.rank == spec.rank), None)
+        if spec.node is not None:
+            return next((x for x in members if x.node == f"node{spec.node}"), None)
+        if spec.phase == "transfer":
+            restoring = [x for x in members if state.forms.get(x.worker) and state.forms[x.worker].restore]
+            return restoring[0] if restoring else None
+        return random.Random(f"{spec.seed}/{plan.id}/{plan.fired}").choice(members)
+
+
+def _timed(spec: FaultSpec) -> bool:
+    return spec.after_s is not None or spec.every_s is not None
+
+
+def _armed(plan: Planned) -> ArmedFault:
+    spec = plan.spec
+    phase: Phase | None = PHASES[spec.phase] if spec.phase else None
+    return ArmedFault(f"{plan.id}/{plan.fired}", spec.kind, spec.step, None if phase is None else int(phase))

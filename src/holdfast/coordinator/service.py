@@ -1,0 +1,430 @@
+"""The coordinator as a process: it turns connections and time into events for the core, and the core's
+actions into messages, rows and announcements. It decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from aiohttp import WSCloseCode, WSMsgType, web
+
+from holdfast.coordinator import events as ev
+from holdfast.coordinator import incidents
+from holdfast.coordinator.core import Core
+from holdfast.coordinator.injector import Injector, Planned, Strike
+from holdfast.coordinator.report import build_report
+from holdfast.coordinator.state import WorkerPhase
+from holdfast.coordinator.store import LedgerEntry, Store
+from holdfast.errors import ProtocolError, UsageError
+from holdfast.protocol import messages as m
+from holdfast.protocol.endpoint import Endpoint, write_endpoint
+from holdfast.protocol.faults import FaultKind, parse_fault
+from holdfast.protocol.frames import Codec, encode
+from holdfast.protocol.job import Durable, JobSpec
+
+_codec: Codec[m.AgentMessage] = Codec(m.AgentMessage)
+STATUS_EVERY_S = 0.2
+FAREWELL_S = 2.0
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Coordinator:
+    """One job's coordinator. `serve` returns when the job is over."""
+
+    def __init__(self, job_dir: Path, spec: JobSpec, durable: Durable | None) -> None:
+        self._job_dir = job_dir
+        self._token = (job_dir / "token").read_text().strip()
+        self._store = Store(job_dir / "job.sqlite")
+        saved = self._store.load()
+        self._core = Core(spec, saved)
+        self._injector = Injector(spec.faults)
+        self._resumed = saved is not None
+        self._durable = durable
+        self._agents: dict[str, asyncio.Queue[bytes | None]] = {}
+        self._watchers: set[asyncio.Queue[bytes]] = set()
+        self._tick: asyncio.TimerHandle | None = None
+        self._status_due = False
+        self._over = asyncio.Event()
+        self._gone = asyncio.Event()
+
+    @property
+    def outcome(self) -> str | None:
+        """How the job ended; None while it runs."""
+        return self._core.state.outcome
+
+    async def serve(self, host: str, port: int, lifeline: int | None = None) -> None:
+        """Listens until the job is over. `lifeline`: a pipe whose end says that the launcher is gone.
+
+        Raises:
+            OSError: the port is taken.
+        """
+        app = web.Application(middlewares=[self._authorized()])
+        app.add_routes(
+            [
+                web.get("/agent", self._agent),
+                web.get("/watch", self._watch),
+                web.get("/status", self._status_page),
+                web.get("/report", self._report_page),
+                web.post("/stop", self._stop),
+                web.post("/fault", self._fault),
+                web.post("/engine", self._engine),
+            ]
+        )
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=FAREWELL_S)
+        await runner.setup()
+        site = web.TCPSite(runner, host, port, reuse_address=True)
+        await site.start()
+        server = site._server
+        assert isinstance(server, asyncio.Server)
+        bound = server.sockets[0].getsockname()[1]
+        self._take_over()
+        write_endpoint(self._job_dir, Endpoint(host, bound, os.getpid()))
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, lambda: None)
+        loop.add_signal_handler(signal.SIGTERM, lambda: self.handle(ev.StopRequested("SIGTERM")))
+        if lifeline is not None:
+            loop.add_reader(lifeline, self._launcher_gone, lifeline)
+        await self._over.wait()
+        self._write_report()
+        try:
+            async with asyncio.timeout(FAREWELL_S):
+                while self._agents:
+                    self._gone.clear()
+                    await self._gone.wait()
+        except TimeoutError:
+            pass
+        await runner.cleanup()
+        self._store.close()
+
+    def _launcher_gone(self, lifeline: int) -> None:
+        asyncio.get_running_loop().remove_reader(lifeline)
+        self.handle(ev.StopRequested("the launcher is gone"))
+
+    def _take_over(self) -> None:
+        if self._resumed:
+            kept = self._store.kept("injector")
+            if kept:
+                plans = msgspec.msgpack.decode(kept, type=dict[str, Planned])
+                self._injector.plans = plans
+                self._injector.mark_running()
+            state = self._core.state
+            self.handle(ev.Recovered(state.began_s + self._store.last_t_s()))
+        else:
+            self.handle(ev.Tick())
+            if self._durable is not None:
+                self.handle(ev.DurableFound(self._durable))
+
+    # ------------------------------------------------------------ the core
+
+    def handle(self, event: ev.Event) -> None:
+        """One event through the core: its outcome is kept before anyone hears of it."""
+        now = time.monotonic()
+        actions = self._core.handle(event, now)
+        state = self._core.state
+        formed = any(isinstance(a, ev.Record) and a.kind in ("formed", "started") for a in actions)
+        strikes = self._injector.formed(state, now) if formed else []
+        strikes += self._injector.due(state, now)
+        entries = self._keep(event, actions, now)
+        for strike in strikes:
+            self._strike(strike)
+        for action in actions:
+            self._do(action)
+        for entry in entries:
+            self._announce("event", entry)
+        self._plan_tick()
+        self._plan_status()
+
+    def _keep(self, event: ev.Event, actions: list[ev.Action], now: float) -> list[LedgerEntry]:
+        state = self._core.state
+        losses = _losses(event)
+        records = [a for a in actions if isinstance(a, ev.Record)]
+        if not actions and not losses and not isinstance(event, ev.NodeSays):
+            return []
+        t_s = round(now - state.began_s, 4)
+        utc = datetime.now(UTC).isoformat(timespec="milliseconds")
+        store = self._store
+        store.begin()
+        entries = [store.add_event(t_s, utc, r.kind, r.fields) for r in records]
+        if losses and state.generation:
+            store.add_steps(t_s, losses, state.generation.number, len(state.generation.members))
+        if actions or not _routine(event):
+            store.save(state)
+            store.keep("injector", msgspec.msgpack.encode(self._injector.plans))
+        store.commit()
+        return entries
+
+    def _do(self, action: ev.Action) -> None:
+        match action:
+            case ev.Send(node, message):
+                if queue := self._agents.get(node):
+                    queue.put_nowait(encode(message))
+            case ev.ProvideNode(reason):
+                self._announce("provide-node", {"reason": reason})
+            case ev.ReleaseNode(node, reason):
+                self._announce("release-node", {"node": node, "reason": reason})
+            case ev.End():
+                self._over.set()
+            case _:
+                pass
+
+    def _plan_tick(self) -> None:
+        times = [t for t in (self._core.next_deadline(), self._injector.next_due()) if t is not None]
+        if self._tick is not None:
+            self._tick.cancel()
+            self._tick = None
+        if times and not self._over.is_set():
+            delay = max(0.0, min(times) - time.monotonic()) + 1e-3
+            self._tick = asyncio.get_running_loop().call_later(delay, self.handle, ev.Tick())
+
+    # ------------------------------------------------------------ injected faults
+
+    def _strike(self, strike: Strike) -> None:
+        if strike.message is None:
+            self._fired(f"{strike.plan}/", None, None)
+        elif queue := self._agents.get(strike.node):
+            queue.put_nowait(encode(strike.message))
+
+    def _fired(self, id: str, node: str | None, worker: str | None) -> None:
+        plan = self._injector.fired(id)
+        if plan is None:
+            return
+        kind = plan.spec.kind
+        whole = kind in (FaultKind.KILL_NODE, FaultKind.STOP_NODE, FaultKind.DROP_NODE)
+        self.handle(ev.Injected(str(plan.spec), kind.value, node, None if whole else worker))
+        if kind is FaultKind.KILL_COORDINATOR:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    # ------------------------------------------------------------ agents
+
+    async def _agent(self, request: web.Request) -> web.StreamResponse:
+        socket = web.WebSocketResponse(max_msg_size=16 << 20, autoping=True)
+        await socket.prepare(request)
+        hello = await self._first(socket)
+        if hello is None:
+            await socket.close(code=WSCloseCode.PROTOCOL_ERROR)
+            return socket
+        node, session = hello.node, hello.session
+        queue: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._agents[node] = queue
+        sender = asyncio.create_task(_drain(queue, socket))
+        try:
+            self.handle(ev.NodeJoined(hello))
+            async for frame in socket:
+                if frame.type is WSMsgType.BINARY:
+                    session = self._heard(node, session, frame.data)
+        except ProtocolError as error:
+            self._announce("log", {"text": f"{node}: {error}"})
+        finally:
+            sender.cancel()
+            if self._agents.get(node) is queue:
+                del self._agents[node]
+                self._gone.set()
+                self.handle(ev.NodeLost(node, session, "its agent's connection closed"))
+        return socket
+
+    async def _first(self, socket: web.WebSocketResponse) -> m.Hello | None:
+        frame = await socket.receive()
+        if frame.type is not WSMsgType.BINARY:
+            return None
+        try:
+            message = _codec.decode(frame.data)
+        except ProtocolError:
+            return None
+        return message if isinstance(message, m.Hello) else None
+
+    def _heard(self, node: str, session: str, data: bytes) -> str:
+        message = _codec.decode(data)
+        if isinstance(message, m.Hello):
+            self.handle(ev.NodeJoined(message))
+            return message.session
+        if isinstance(message, m.FaultFired):
+            self._fired(message.fault, node, self._armed_worker(message.fault))
+        elif isinstance(message, m.FromWorker) and isinstance(message.message, m.FaultFired):
+            self._fired(message.message.fault, node, message.worker)
+        else:
+            self.handle(ev.NodeSays(node, message))
+        return session
+
+    def _armed_worker(self, fault: str) -> str | None:
+        plan = self._injector.plans.get(fault.partition("/")[0])
+        return plan.struck if plan else None
+
+    # ------------------------------------------------------------ people and engines
+
+    def _authorized(self) -> Any:
+        expected = f"Bearer {self._token}"
+
+        @web.middleware
+        async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+            if not hmac.compare_digest(request.headers.get("Authorization", ""), expected):
+                return web.Response(status=401, text="send the job's token: Authorization: Bearer TOKEN\n")
+            return await handler(request)
+
+        return check
+
+    async def _watch(self, request: web.Request) -> web.StreamResponse:
+        """Every event from `?after=SEQ` on and the status as it changes, one JSON text each."""
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        queue: asyncio.Queue[bytes] = asyncio.Queue()
+        after = int(request.query.get("after", "0"))
+        for entry in self._store.events(after):
+            queue.put_nowait(_announcement("event", entry))
+        queue.put_nowait(_announcement("status", self._status()))
+        self._watchers.add(queue)
+        sender = asyncio.create_task(_drain(queue, socket, text=True))
+        try:
+            async for _ in socket:
+                pass
+        finally:
+            self._watchers.discard(queue)
+            sender.cancel()
+        return socket
+
+    async def _status_page(self, request: web.Request) -> web.StreamResponse:
+        return _json(self._status())
+
+    async def _report_page(self, request: web.Request) -> web.StreamResponse:
+        return _json(build_report(self._core.state, self._store.steps(), time.monotonic()))
+
+    async def _stop(self, request: web.Request) -> web.StreamResponse:
+        self.handle(ev.StopRequested(request.query.get("reason", "asked for")))
+        return _json({"stopping": True})
+
+    async def _fault(self, request: web.Request) -> web.StreamResponse:
+        try:
+            spec = parse_fault(await request.text())
+            self._check_target(spec.rank, spec.node)
+        except UsageError as error:
+            return web.Response(status=400, text=str(error))
+        now = time.monotonic()
+        plan = self._injector.add(spec, now)
+        for strike in self._injector.strike_now(plan, self._core.state):
+            self._strike(strike)
+        self._plan_tick()
+        return _json({"fault": str(spec)})
+
+    def _check_target(self, rank: int | None, node: int | None) -> None:
+        state = self._core.state
+        members = state.generation.members if state.generation else ()
+        if rank is not None and rank not in {x.rank for x in members}:
+            raise UsageError(f"no rank {rank} in this job: there are {len(members)}, counted from 0")
+        if node is not None and f"node{node}" not in {n for n, x in state.nodes.items() if x.alive}:
+            alive = ", ".join(n for n, x in state.nodes.items() if x.alive)
+            raise UsageError(f"no node node{node} in this job: there are {alive}")
+
+    async def _engine(self, request: web.Request) -> web.StreamResponse:
+        """The engine's answer when it cannot provide a node."""
+        self.handle(ev.NodeUnavailable(request.query.get("reason", "the engine has none")))
+        return _json({})
+
+    def _announce(self, kind: str, value: Any) -> None:
+        if self._watchers:
+            data = _announcement(kind, value)
+            for queue in self._watchers:
+                queue.put_nowait(data)
+
+    def _plan_status(self) -> None:
+        if self._watchers and not self._status_due:
+            self._status_due = True
+            asyncio.get_running_loop().call_later(STATUS_EVERY_S, self._send_status)
+
+    def _send_status(self) -> None:
+        self._status_due = False
+        self._announce("status", self._status())
+
+    def _status(self) -> dict[str, Any]:
+        state = self._core.state
+        ranks = {x.worker: x.rank for x in state.generation.members} if state.generation else {}
+        losses = [w.loss for w in state.workers.values() if w.loss is not None]
+        return {
+            "job": state.spec.name,
+            "phase": state.phase.value,
+            "outcome": state.outcome,
+            "reason": state.stop_reason,
+            "level": state.level,
+            "generation": state.number,
+            "world": len(ranks),
+            "target": state.spec.target,
+            "step": state.committed,
+            "loss": losses[-1] if losses else None,
+            "median_s": self._core.median_s(),
+            "t_s": round(time.monotonic() - state.began_s, 3),
+            "nodes": [
+                {"node": n.name, "host": n.host, "alive": n.alive, "failures": n.failures}
+                for n in state.nodes.values()
+            ],
+            "workers": [
+                {
+                    "worker": w.name,
+                    "node": w.node,
+                    "rank": ranks.get(w.name),
+                    "state": w.phase.value,
+                    "step": w.committed,
+                    "log": w.log,
+                }
+                for w in state.workers.values()
+                if w.phase is not WorkerPhase.GONE
+            ],
+            "incidents": [incidents.describe(state, i) for i in state.incidents[-20:]],
+            "blame": msgspec.to_builtins(state.blame) if state.blame else None,
+        }
+
+    def _write_report(self) -> None:
+        state = self._core.state
+        report = build_report(state, self._store.steps(), time.monotonic())
+        report["blame"] = msgspec.to_builtins(state.blame) if state.blame else None
+        path = self._job_dir / "report.json"
+        work = path.with_suffix(".tmp")
+        work.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
+        work.replace(path)
+        self._announce("ended", report)
+
+
+async def _drain(queue: Any, socket: web.WebSocketResponse, text: bool = False) -> None:
+    """Sends what is queued, in order, until cancelled or the other side is gone."""
+    try:
+        while (data := await queue.get()) is not None:
+            if text:
+                await socket.send_str(data.decode())
+            else:
+                await socket.send_bytes(data)
+    except (ConnectionError, OSError):
+        return
+
+
+def _announcement(kind: str, value: Any) -> bytes:
+    return msgspec.json.encode({"kind": kind, "value": value})
+
+
+def _json(value: Any) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
+
+
+def _losses(event: ev.Event) -> tuple[tuple[int, float, float], ...]:
+    if isinstance(event, ev.NodeSays) and isinstance(event.message, m.FromWorker):
+        said = event.message.message
+        if isinstance(said, m.Progress | m.Parked):
+            return said.losses
+    return ()
+
+
+def _routine(event: ev.Event) -> bool:
+    """Events that come many times a second and change nothing that a successor could not learn anew."""
+    if isinstance(event, ev.Tick):
+        return True
+    if not isinstance(event, ev.NodeSays):
+        return False
+    said = event.message
+    return isinstance(said, m.Heartbeat) or (
+        isinstance(said, m.FromWorker) and isinstance(said.message, m.Progress)
+    )

@@ -1,0 +1,125 @@
+"""What outlives the coordinator's process: SQLite in the job's folder.
+
+Three tables: the newest snapshot of the core, the ledger of events, and one row for every committed step.
+Write-ahead logging keeps every committed row through the death of the process.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from holdfast.coordinator.state import CoreState
+
+_SCHEMA = """
+create table if not exists kept (name text primary key, value blob not null);
+create table if not exists events (
+    seq integer primary key autoincrement, t_s real not null, utc text not null, kind text not null,
+    fields text not null);
+create table if not exists steps (
+    step integer primary key, t_s real not null, loss real, took_s real, generation integer, world integer);
+"""
+
+
+class LedgerEntry(msgspec.Struct, frozen=True):
+    """One event. t_s: seconds since the job's start."""
+
+    seq: int
+    t_s: float
+    utc: str
+    kind: str
+    fields: dict[str, Any]
+
+
+class StepRow(msgspec.Struct, frozen=True):
+    """One committed step."""
+
+    step: int
+    t_s: float
+    loss: float | None
+    took_s: float | None
+    generation: int
+    world: int
+
+
+class Store:
+    """The job's file. One writer (the coordinator), any number of readers."""
+
+    def __init__(self, path: Path, read_only: bool = False) -> None:
+        uri = f"file:{path}?mode=ro" if read_only else f"file:{path}"
+        self._db = sqlite3.connect(uri, uri=True, isolation_level=None)
+        if not read_only:
+            self._db.execute("pragma journal_mode=wal")
+            self._db.execute("pragma synchronous=normal")
+            self._db.executescript(_SCHEMA)
+
+    def begin(self) -> None:
+        """What follows is written together."""
+        self._db.execute("begin")
+
+    def commit(self) -> None:
+        """Everything since `begin` is in the file now."""
+        self._db.execute("commit")
+
+    def save(self, state: CoreState) -> None:
+        """Replaces the snapshot."""
+        self.keep("core", msgspec.msgpack.encode(state))
+
+    def load(self) -> CoreState | None:
+        """The newest snapshot."""
+        value = self.kept("core")
+        return None if value is None else msgspec.msgpack.decode(value, type=CoreState)
+
+    def keep(self, name: str, value: bytes) -> None:
+        """A small named value."""
+        self._db.execute("insert or replace into kept values (?, ?)", (name, value))
+
+    def kept(self, name: str) -> bytes | None:
+        """A small named value; None when it was never kept."""
+        row = self._db.execute("select value from kept where name = ?", (name,)).fetchone()
+        return None if row is None else bytes(row[0])
+
+    def add_event(self, t_s: float, utc: str, kind: str, fields: dict[str, Any]) -> LedgerEntry:
+        """Appends to the ledger."""
+        text = msgspec.json.encode(fields).decode()
+        cursor = self._db.execute(
+            "insert into events (t_s, utc, kind, fields) values (?, ?, ?, ?)", (t_s, utc, kind, text)
+        )
+        return LedgerEntry(cursor.lastrowid or 0, t_s, utc, kind, fields)
+
+    def events(self, after: int = 0) -> Iterator[LedgerEntry]:
+        """The ledger from `after` on, oldest first."""
+        query = "select seq, t_s, utc, kind, fields from events where seq > ? order by seq"
+        for seq, t_s, utc, kind, fields in self._db.execute(query, (after,)):
+            yield LedgerEntry(seq, t_s, utc, kind, msgspec.json.decode(fields))
+
+    def last_t_s(self) -> float:
+        """Time of the newest event or step; 0 when there is none."""
+        row = self._db.execute(
+            "select max((select coalesce(max(t_s), 0) from events), (select coalesce(max(t_s), 0) from steps))"
+        ).fetchone()
+        return float(row[0])
+
+    def add_steps(
+        self, t_s: float, losses: Iterable[tuple[int, float, float]], generation: int, world: int
+    ) -> None:
+        """Committed steps; one that was told already keeps its first row, a redone one its last."""
+        self._db.executemany(
+            "insert into steps values (?, ?, ?, ?, ?, ?) on conflict(step) do update set t_s = excluded.t_s, "
+            "loss = excluded.loss, took_s = excluded.took_s, generation = excluded.generation, "
+            "world = excluded.world where excluded.generation > generation and excluded.loss is not loss",
+            [(step, t_s, loss, took, generation, world) for step, loss, took in losses],
+        )
+
+    def steps(self) -> list[StepRow]:
+        """All committed steps in their order."""
+        query = "select step, t_s, loss, took_s, generation, world from steps order by step"
+        return [StepRow(*row) for row in self._db.execute(query)]
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._db.close()

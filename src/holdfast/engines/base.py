@@ -1,0 +1,21 @@
+"""What an engine does: it provides nodes and takes them away. Slurm and Kubernetes will do the same."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Engine(Protocol):
+    """Where a job's nodes come from. A node is there when its agent connects to the coordinator."""
+
+    async def provide(self) -> bool:
+        """Starts one more node; False when there is none to be had."""
+        ...
+
+    async def release(self, node: str) -> None:
+        """Makes sure that nothing of the node runs on."""
+        ...
+
+    async def close(self) -> None:
+        """Ends every node; returns when all are gone."""
+        ...

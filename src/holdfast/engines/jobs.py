@@ -1,0 +1,119 @@
+"""Job folders: where a job keeps its token, specification, ledger, logs and checkpoints."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from datetime import datetime
+from pathlib import Path
+
+import msgspec
+
+from holdfast.errors import UsageError
+from holdfast.protocol.job import Durable, JobSpec
+
+KEEP_LEDGERS = 5
+
+
+def home() -> Path:
+    """`$HOLDFAST_HOME`, by default `~/.holdfast`."""
+    return Path(os.environ.get("HOLDFAST_HOME") or Path.home() / ".holdfast")
+
+
+def job_dir(name: str) -> Path:
+    """The folder of a job."""
+    return home() / "jobs" / name
+
+
+def default_name(script: str) -> str:
+    """A new name from the script's: `train-1121-093015`."""
+    stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(script).stem) or "job"
+    return f"{stem}-{datetime.now():%m%d-%H%M%S}-{secrets.token_hex(2)}"
+
+
+def check_name(name: str) -> str:
+    """Raises UsageError for a name that is no good as a folder."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", name):
+        raise UsageError(
+            f"--job {name!r}: use letters, digits, '.', '_' and '-', beginning with a letter or digit"
+        )
+    return name
+
+
+def newest_job() -> str | None:
+    """The job that was started last."""
+    folders = [d for d in (home() / "jobs").glob("*") if (d / "spec.json").is_file()]
+    return max(folders, key=lambda d: (d / "spec.json").stat().st_mtime).name if folders else None
+
+
+class JobFolder:
+    """A job's folder, locked for as long as launcher or coordinator live."""
+
+    def __init__(self, name: str) -> None:
+        """Raises UsageError when a job of this name is running."""
+        self.path = job_dir(name)
+        self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self.lock)
+            raise UsageError(
+                f"a job named {name!r} is running: see `holdfast status --job {name}`, or choose another --job"
+            ) from None
+
+    def prepare(self, spec: JobSpec) -> Durable | None:
+        """Makes the folder ready for a start; returns the checkpoint to go on from, if there is one."""
+        if self._outcome() == "finished":
+            shutil.rmtree(self.path / "checkpoint", ignore_errors=True)
+        self._put_away()
+        token = self.path / "token"
+        token.unlink(missing_ok=True)
+        fd = os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(fd, "w") as out:
+            out.write(secrets.token_urlsafe(32))
+        (self.path / "spec.json").write_bytes(msgspec.json.format(msgspec.json.encode(spec)))
+        return newest_checkpoint(self.path / "checkpoint")
+
+    def _outcome(self) -> str | None:
+        try:
+            report = msgspec.json.decode((self.path / "report.json").read_bytes())
+        except (OSError, msgspec.MsgspecError):
+            return None
+        outcome = report.get("outcome")
+        return outcome if isinstance(outcome, str) else None
+
+    def _put_away(self) -> None:
+        """The ledger, report and logs of the run before go into `runs/N`."""
+        for name in ("coordinator.json", "job.sqlite-wal", "job.sqlite-shm"):
+            if not (self.path / "job.sqlite").exists():
+                (self.path / name).unlink(missing_ok=True)
+        old = [p for p in ("job.sqlite", "report.json", "logs") if (self.path / p).exists()]
+        if not old:
+            return
+        runs = self.path / "runs"
+        numbers = [int(d.name) for d in runs.glob("*") if d.name.isdigit()]
+        to = runs / str(max(numbers, default=0) + 1)
+        to.mkdir(parents=True)
+        for name in (*old, "job.sqlite-wal", "job.sqlite-shm", "coordinator.json"):
+            if (self.path / name).exists():
+                (self.path / name).rename(to / name)
+        for number in sorted(numbers)[: -KEEP_LEDGERS + 1]:
+            shutil.rmtree(runs / str(number), ignore_errors=True)
+
+    def close(self) -> None:
+        """Gives the lock back."""
+        os.close(self.lock)
+
+
+def newest_checkpoint(folder: Path) -> Durable | None:
+    """The newest checkpoint that has its manifest."""
+    found = []
+    for path in folder.glob("step-*"):
+        number = path.name.removeprefix("step-")
+        if number.isdigit() and (path / "manifest.json").is_file():
+            found.append(Durable(int(number), str(path)))
+    return max(found, key=lambda d: d.step, default=None)

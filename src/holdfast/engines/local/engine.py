@@ -1,0 +1,91 @@
+"""The local engine: every node is an agent process of this machine, on the loopback address."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from holdfast.protocol.job import JobSpec
+
+HOST = "127.0.0.1"
+CLOSE_S = 5.0
+
+
+class LocalEngine:
+    """Starts agents and ends them. `output` gets what they print (rank 0's output among it)."""
+
+    def __init__(self, spec: JobSpec, job_dir: Path, output: Callable[[bytes], None]) -> None:
+        self._spec, self._job_dir, self._output = spec, job_dir, output
+        self._lifeline, self._held = os.pipe()
+        self._agents: dict[str, asyncio.subprocess.Process] = {}
+        self._reading: set[asyncio.Task[None]] = set()
+        self._count = 0
+
+    async def provide(self) -> bool:
+        """Starts one more agent."""
+        name = f"node{self._count}"
+        self._count += 1
+        spec = self._spec
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "holdfast.agent",
+            f"--node={name}",
+            f"--job-dir={self._job_dir}",
+            f"--slots={spec.nproc}",
+            f"--host={HOST}",
+            f"--preload={','.join(spec.preload)}",
+            f"--detection={spec.timing.detection_s}",
+            f"--stall-factor={spec.timing.stall_factor}",
+            f"--lifeline={self._lifeline}",
+            pass_fds=(self._lifeline,),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._agents[name] = process
+        task = asyncio.create_task(self._read(process))
+        self._reading.add(task)
+        task.add_done_callback(self._reading.discard)
+        return True
+
+    async def _read(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        while data := await process.stdout.read(65536):
+            self._output(data)
+        await process.wait()
+
+    async def release(self, node: str) -> None:
+        """Kills the agent; the kernel then kills its workers."""
+        process = self._agents.pop(node, None)
+        if process is not None:
+            _signal(process, signal.SIGKILL)
+
+    async def close(self) -> None:
+        """Ends what is left: first by asking, then by SIGKILL."""
+        for process in self._agents.values():
+            _signal(process, signal.SIGTERM)
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                for process in self._agents.values():
+                    await process.wait()
+        except TimeoutError:
+            for process in self._agents.values():
+                _signal(process, signal.SIGKILL)
+        for process in self._agents.values():
+            await process.wait()
+        os.close(self._held)
+        os.close(self._lifeline)
+
+
+def _signal(process: asyncio.subprocess.Process, number: int) -> None:
+    if process.returncode is None:
+        try:
+            process.send_signal(number)
+        except ProcessLookupError:
+            return

@@ -1,0 +1,38 @@
+"""Where a job's coordinator listens, as it wrote it into the job's folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+FILE_NAME = "coordinator.json"
+
+
+class Endpoint(msgspec.Struct, frozen=True):
+    """Address of the newest coordinator process."""
+
+    host: str
+    port: int
+    pid: int
+
+    @property
+    def url(self) -> str:
+        """Base URL."""
+        return f"http://{self.host}:{self.port}"
+
+
+def read_endpoint(job_dir: Path) -> Endpoint | None:
+    """What the newest coordinator wrote; None while there is none."""
+    try:
+        return msgspec.json.decode((job_dir / FILE_NAME).read_bytes(), type=Endpoint)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def write_endpoint(job_dir: Path, endpoint: Endpoint) -> None:
+    """Replaces the file in one step."""
+    work = job_dir / f".{FILE_NAME}.{os.getpid()}"
+    work.write_bytes(msgspec.json.encode(endpoint))
+    work.replace(job_dir / FILE_NAME)

@@ -1,0 +1,52 @@
+"""Level 0: progress of a script that does not know of Holdfast, counted by its optimizer steps."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from typing import Any
+
+from holdfast.protocol.messages import Progress
+from holdfast.protocol.page import Phase
+from holdfast.train.faults import FaultPlan
+from holdfast.train.link import Link
+
+PROGRESS_EVERY_S = 0.05
+
+
+class StepCounter:
+    """A post-hook of every optimizer. Counts the steps of the first optimizer that it sees."""
+
+    def __init__(self, link: Link, faults: FaultPlan) -> None:
+        self._link = link
+        self._faults = faults
+        self._optimizer: int | None = None
+        self._steps = 0
+        self._last = time.perf_counter()
+        self._sent = 0.0
+        self._durations: deque[float] = deque(maxlen=31)
+
+    def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """After one optimizer step."""
+        if self._link.page.generation:
+            return  # at level 2 the commit counts
+        if self._optimizer is None:
+            self._optimizer = id(optimizer)
+        if id(optimizer) != self._optimizer:
+            return
+        now = time.perf_counter()
+        if self._steps:
+            self._durations.append(now - self._last)
+        self._last = now
+        self._steps += 1
+        page = self._link.page
+        page.committed = self._steps
+        page.enter(Phase.FORWARD)
+        if now - self._sent >= PROGRESS_EVERY_S:
+            self._sent = now
+            median = statistics.median(self._durations) if self._durations else None
+            generation = int(self._link.start.env.get("HOLDFAST_GENERATION", "0"))
+            self._link.send(Progress(generation, self._steps, median))
+        for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE, Phase.COMMIT):
+            self._faults.reach(phase, self._steps)

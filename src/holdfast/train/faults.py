@@ -1,0 +1,105 @@
+"""Injected faults, as they happen inside a worker."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import struct
+import threading
+from collections.abc import Callable
+
+from holdfast.protocol.faults import ArmedFault, FaultKind
+from holdfast.protocol.messages import FaultFired
+from holdfast.protocol.page import Phase
+from holdfast.train.group import socket_inodes
+from holdfast.train.link import Link
+
+DEFAULT_PHASE = Phase.BACKWARD
+SO_ATTACH_FILTER = 26
+
+
+class InjectedError(RuntimeError):
+    """What `--fault raise` raises, standing for an error of the user's code."""
+
+
+class FaultPlan:
+    """The faults that this worker was armed with. `reach(phase, step)` is called at every phase."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._armed: list[ArmedFault] = []
+        self._fired: set[str] = set()
+        self.poison: Callable[[], None] = lambda: None
+        link.on_arm = self.arm
+        link.on_drop = drop_traffic
+
+    def arm(self, faults: tuple[ArmedFault, ...]) -> None:
+        """Replaces the plan; a fault that fired here does not fire again."""
+        self._armed = [f for f in faults if f.id not in self._fired]
+
+    def reach(self, phase: Phase, step: int) -> None:
+        """Called by the main thread when it enters a phase. May not return."""
+        if not self._armed:
+            return
+        for fault in list(self._armed):
+            due = fault.step is None or fault.step == step
+            if due and (DEFAULT_PHASE if fault.phase is None else fault.phase) == phase:
+                self._armed.remove(fault)
+                self._fire(fault, phase, step)
+
+    def _fire(self, fault: ArmedFault, phase: Phase, step: int) -> None:
+        self._fired.add(fault.id)
+        self._link.send(FaultFired(fault.id, step, int(phase)))
+        self._link.wait_acked(fault.id)
+        happen(fault.kind, self.poison)
+
+
+def happen(kind: FaultKind, poison: Callable[[], None]) -> None:
+    """Does to this process what the fault says. Faults of the whole node are done by the agent meanwhile."""
+    match kind:
+        case FaultKind.KILL_WORKER:
+            os.kill(os.getpid(), signal.SIGKILL)
+        case FaultKind.STOP_WORKER:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case FaultKind.RAISE:
+            raise InjectedError("injected fault")
+        case FaultKind.SEGFAULT:
+            ctypes.string_at(0)
+        case FaultKind.EXIT:
+            os._exit(3)
+        case FaultKind.DEADLOCK:
+            lock = threading.Lock()
+            with lock:
+                lock.acquire()
+        case FaultKind.HOLD_GIL:
+            ctypes.PyDLL(None).sleep(1 << 30)  # PyDLL keeps the GIL during the call
+        case FaultKind.NAN:
+            poison()
+        case FaultKind.KILL_NODE | FaultKind.STOP_NODE:
+            threading.Event().wait()
+        case FaultKind.DROP_NODE | FaultKind.KILL_COORDINATOR:
+            return
+
+
+def drop_traffic() -> None:
+    """Makes every TCP connection of this process deaf: incoming packets vanish, acknowledgements with them.
+
+    A classic BPF program that keeps 0 bytes of every packet is attached to each socket; nothing is closed, so
+    the other side sees what a cut cable shows it.
+    """
+    program = struct.pack("HBBI", 0x06, 0, 0, 0)  # BPF_RET | BPF_K, keep 0 bytes
+    buffer = ctypes.create_string_buffer(program)
+    filter_spec = struct.pack("HxxxxxxP", 1, ctypes.addressof(buffer))
+    for fd in socket_inodes().values():
+        try:
+            sock = socket.socket(fileno=os.dup(fd))
+        except OSError:
+            continue
+        with sock:
+            if sock.family in (socket.AF_INET, socket.AF_INET6):
+                try:
+                    sock.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, filter_spec)
+                except OSError:
+                    continue

@@ -1,0 +1,143 @@
+"""The worker's link to its agent, and what the coordinator said through it.
+
+One thread reads the Unix socket. It must work while the main thread trains, so it only notes what was said
+and, when a generation is broken, frees the main thread from the collective in which it waits.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+
+from holdfast.errors import GenerationBroken
+from holdfast.protocol import messages as m
+from holdfast.protocol.faults import ArmedFault
+from holdfast.protocol.frames import Codec, pack
+from holdfast.protocol.page import ProgressPage
+
+_orders: Codec[m.ToWorker] = Codec(m.ToWorker)
+
+
+class Link:
+    """Messages to and from the agent. Thread-safe.
+
+    Attributes:
+        start: what this worker was told to become.
+        page: the shared progress page.
+    """
+
+    def __init__(self, sock: socket.socket, start: m.Start, page: ProgressPage, token: str) -> None:
+        self.start = start
+        self.page = page
+        self.token = token
+        self._sock = sock
+        self._sending = threading.Lock()
+        self._news = threading.Condition()
+        self._order: m.Form | m.Stop | None = None
+        self._seen = 0
+        self._broken = 0
+        self._broken_reason = ""
+        self._yielding = 0
+        self._acked: set[str] = set()
+        self._abort: Callable[[], None] | None = None
+        self.on_arm: Callable[[tuple[ArmedFault, ...]], None] = lambda faults: None
+        self.on_drop: Callable[[], None] = lambda: None
+
+    def listen(self) -> None:
+        """Starts the reading thread (a daemon: it ends with the process)."""
+        threading.Thread(target=self._read, name="holdfast-link", daemon=True).start()
+
+    def send(self, message: m.WorkerMessage) -> None:
+        """To the agent. An agent that is gone takes this process with it, so errors need no answer."""
+        frame = pack(message)
+        with self._sending:
+            try:
+                self._sock.sendall(frame)
+            except OSError:
+                return
+
+    # ------------------------------------------------------------ for the main thread
+
+    def next_order(self) -> m.Form | m.Stop:
+        """Waits for the next generation to join, or for the order to leave."""
+        with self._news:
+            self._news.wait_for(lambda: self._order is not None)
+            order, self._order = self._order, None
+            assert order is not None
+            return order
+
+    def check(self, generation: int) -> None:
+        """Raises GenerationBroken when this generation, or a later one, was broken."""
+        if self._broken >= generation:
+            raise GenerationBroken(self._broken_reason)
+
+    def broken(self, generation: int) -> bool:
+        """Whether this generation, or a later one, was broken."""
+        return self._broken >= generation
+
+    def wait_broken(self, generation: int) -> None:
+        """Waits until the coordinator has broken the generation (after a collective failed here)."""
+        with self._news:
+            self._news.wait_for(lambda: self._broken >= generation or self._order is not None)
+
+    def yielding(self, generation: int) -> bool:
+        """Whether the generation is to end at the next commit."""
+        return self._yielding >= generation
+
+    def guard(self, generation: int, abort: Callable[[], None]) -> None:
+        """`abort` is called (from another thread) when this generation breaks; at once if it has."""
+        with self._news:
+            if self._broken < generation:
+                self._abort = abort
+                return
+        abort()
+
+    def unguard(self) -> None:
+        """The main thread is out of every collective."""
+        with self._news:
+            self._abort = None
+
+    def wait_acked(self, fault: str) -> None:
+        """Waits until the agent has passed on that an injected fault fires here."""
+        with self._news:
+            self._news.wait_for(lambda: fault in self._acked)
+
+    # ------------------------------------------------------------ the reading thread
+
+    def _read(self) -> None:
+        while (order := _orders.read(self._sock)) is not None:
+            self._take(order)
+
+    def _take(self, order: m.ToWorker) -> None:
+        match order:
+            case m.Arm(faults):
+                self.on_arm(faults)
+            case m.DropTraffic():
+                self.on_drop()
+            case _:
+                abort = self._note(order)
+                if abort is not None:
+                    abort()
+
+    def _note(self, order: m.ToWorker) -> Callable[[], None] | None:
+        with self._news:
+            match order:
+                case m.Form(generation=generation) if generation.number > self._seen:
+                    self._seen = generation.number
+                    self._order = order
+                case m.Stop():
+                    self._order = order
+                case m.Break(generation, reason) if generation > self._broken:
+                    self._broken, self._broken_reason = generation, reason
+                    abort, self._abort = self._abort, None
+                    self._news.notify_all()
+                    return abort
+                case m.Yield(generation):
+                    self._yielding = max(self._yielding, generation)
+                case m.Ack(fault):
+                    self._acked.add(fault)
+                case _:
+                    pass
+            self._news.notify_all()
+        return None

@@ -1,0 +1,184 @@
+"""Sums gradients over the replicas while the backward pass still runs.
+
+Parameters are grouped into flat buckets in the reverse order of their registration, the first one small
+(as DistributedDataParallel does: Li et al., VLDB 2020, section 3.2.3). `parameter.grad` is a view into its
+bucket, so nothing is copied between accumulation, reduction and the optimizer. Buckets are launched in one
+fixed order on all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from holdfast.errors import CollectiveFailed
+from holdfast.train.group import Group, first_line
+
+FIRST_BUCKET_BYTES = 1 << 20
+BUCKET_BYTES = 25 << 20
+CACHE_BLOCK = 1 << 16
+"""Elements that are scaled and summed at a time, so that the second pass finds them in the cache."""
+
+
+class _Bucket:
+    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+        first = parameters[0]
+        total = sum(p.numel() for p in parameters)
+        self.flat = torch.zeros(total, dtype=first.dtype, device=first.device)
+        self.parameters = parameters
+        self.views = []
+        offset = 0
+        for p in parameters:
+            self.views.append(self.flat[offset : offset + p.numel()].view_as(p))
+            offset += p.numel()
+        self.missing = len(parameters)
+        self.work: Any = None
+
+
+class GradientSum:
+    """The gradients of a set of parameters, summed over micro-batches and replicas.
+
+    Use per step: `begin`, backward passes (with `last(group)` before the last one), `finish(weight)`.
+    """
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], changed: Callable[[], None]) -> None:
+        """`changed` is called at every launch and completion: the worker's sign of life."""
+        chosen = [p for p in parameters if p.requires_grad]
+        self._buckets = [_Bucket(group) for group in _grouped(chosen)]
+        self._place = {
+            p: (bucket, view)
+            for bucket in self._buckets
+            for p, view in zip(bucket.parameters, bucket.views, strict=True)
+        }
+        self._group: Group | None = None
+        self._next = 0
+        self._filled: set[torch.nn.Parameter] = set()
+        self._changed = changed
+        self.poison = False
+        for p in chosen:
+            p.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
+
+    def begin(self) -> None:
+        """Forgets the gradients of the step before."""
+        self._group, self._next = None, 0
+        self._filled.clear()
+        for bucket in self._buckets:
+            bucket.missing, bucket.work = len(bucket.parameters), None
+            for p in bucket.parameters:
+                p.grad = None
+
+    def last(self, group: Group) -> None:
+        """The next backward pass is the step's last: buckets may go as soon as they are full."""
+        self._group = group
+
+    def _arrived(self, p: torch.Tensor) -> None:
+        assert isinstance(p, torch.nn.Parameter)
+        bucket, view = self._place[p]
+        grad = p.grad
+        if grad is not None and grad is not view:
+            view.copy_(grad)
+            p.grad = view
+            self._filled.add(p)
+        if self._group is not None:
+            bucket.missing -= 1
+            if bucket.missing == 0:
+                self._launch_full(self._group)
+
+    def _launch_full(self, group: Group) -> None:
+        while self._next < len(self._buckets) and self._buckets[self._next].missing <= 0:
+            self._launch(self._buckets[self._next], group)
+
+    def _launch(self, bucket: _Bucket, group: Group) -> None:
+        for p, view in zip(bucket.parameters, bucket.views, strict=True):
+            if p not in self._filled:
+                view.zero_()
+                p.grad = view
+        if self.poison:
+            bucket.flat[0] = math.nan
+            self.poison = False
+        if group.size > 1:
+            try:
+                bucket.work = group.allreduce(bucket.flat)
+            except RuntimeError as error:
+                raise CollectiveFailed(first_line(error)) from error
+        self._next += 1
+        self._changed()
+
+    def flush(self, group: Group) -> None:
+        """Launches what the backward passes left over (parameters that took no part)."""
+        while self._next < len(self._buckets):
+            self._launch(self._buckets[self._next], group)
+
+    def finish(self, scale: Callable[[], float]) -> float:
+        """Waits for the sums and multiplies them by `scale()`; returns the global norm of the result.
+
+        A norm that is not finite means that a gradient was not.
+
+        Raises:
+            CollectiveFailed: a replica is gone; the gradients are worthless.
+        """
+        squares = 0.0
+        for bucket in self._buckets:
+            if bucket.work is not None:
+                try:
+                    bucket.work.wait()
+                except RuntimeError as error:
+                    raise CollectiveFailed(first_line(error)) from error
+                self._changed()
+            squares += _scale_and_square(bucket.flat, scale())
+        return math.sqrt(squares) if squares >= 0 else math.nan
+
+    def clip(self, norm: float, max_norm: float) -> None:
+        """As torch.nn.utils.clip_grad_norm_ does."""
+        factor = max_norm / (norm + 1e-6)
+        if factor < 1.0:
+            for bucket in self._buckets:
+                bucket.flat.mul_(factor)
+
+    def local_is_finite(self) -> bool:
+        """Whether this rank's own gradients are finite. Call before `last` lets them go."""
+        return all(p.grad is None or bool(p.grad.isfinite().all()) for p in self._place)
+
+    def drain(self) -> None:
+        """After an abort: waits until gloo has let go of the buckets."""
+        for bucket in self._buckets:
+            work, bucket.work = bucket.work, None
+            if work is not None:
+                try:
+                    work.wait()
+                except RuntimeError:
+                    continue
+
+
+def _grouped(parameters: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
+    """Buckets in the order in which the backward pass fills them; one dtype and device each."""
+    buckets: list[list[torch.nn.Parameter]] = []
+    open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[torch.nn.Parameter], int]] = {}
+    for p in reversed(parameters):
+        key = (p.dtype, p.device)
+        size = p.numel() * p.element_size()
+        limit = FIRST_BUCKET_BYTES if len(buckets) <= 1 else BUCKET_BYTES
+        bucket, used = open_buckets.get(key, (None, 0))
+        if bucket is None or used + size > limit:
+            bucket, used = [], 0
+            buckets.append(bucket)
+        bucket.append(p)
+        open_buckets[key] = (bucket, used + size)
+    return buckets
+
+
+def _scale_and_square(flat: torch.Tensor, scale: float) -> float:
+    """Multiplies in place; returns the sum of squares of the result."""
+    if flat.device.type != "cpu" or flat.dtype not in (torch.float32, torch.float64):
+        flat.mul_(scale)
+        return float(torch.linalg.vector_norm(flat, dtype=torch.float32).double().square())
+    squares = 0.0
+    for block in torch.split(flat, CACHE_BLOCK):
+        block.mul_(scale)
+        squares += float(torch.dot(block, block))
+    if math.isinf(squares):
+        return float(torch.linalg.vector_norm(flat.double()).square())
+    return squares

@@ -1,0 +1,350 @@
+"""This worker as a replica: its place in the generation, its state, and how it comes through a fault."""
+
+from __future__ import annotations
+
+import statistics
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from holdfast.errors import CollectiveFailed, JobStopped, NonFiniteGradient, StateError, StepFault
+from holdfast.protocol import messages as m
+from holdfast.protocol.page import Phase
+from holdfast.train import durable, state
+from holdfast.train.faults import FaultPlan
+from holdfast.train.group import Group
+from holdfast.train.link import Link
+from holdfast.train.mesh import MeshListener
+from holdfast.train.reduction import GradientSum
+from holdfast.train.transfer import DonorServer, Fetch
+
+if TYPE_CHECKING:
+    from holdfast.train.step import Step
+
+PROGRESS_EVERY_S = 0.05
+MEDIAN_OVER = 31
+KEPT_LOSSES = 256
+
+
+class Replica:
+    """The worker's side of the commit protocol (design section 5).
+
+    Attributes:
+        group: connections of the running generation.
+        committed: steps that count here; None while this worker holds no usable state.
+        checks_local: look at this rank's own gradients before they are summed (after one was not finite).
+        stopped: the job was asked to stop; no further step is to be begun.
+    """
+
+    group: Group
+
+    def __init__(
+        self,
+        link: Link,
+        faults: FaultPlan,
+        protected: state.Protected,
+        gradients: GradientSum,
+        alone: bool = False,
+    ) -> None:
+        """`alone`: there is no job; an error of the script's ends it, as in any script."""
+        self.link = link
+        self.gradients = gradients
+        self.committed: int | None = None
+        self.form: m.Form | None = None
+        self.checks_local = False
+        self._faults = faults
+        self._alone = alone
+        self._protected = protected
+        self._page = link.page
+        host = link.start.host
+        self._listener = MeshListener(host, link.token)
+        self._donor = DonorServer(host, link.token)
+        self._buffers = state.buffers_of(protected)
+        self._buffers_before: list[object] = []
+        self._durations: deque[float] = deque(maxlen=MEDIAN_OVER)
+        self._losses: deque[tuple[int, float, float]] = deque(maxlen=KEPT_LOSSES)
+        self._unsent: list[tuple[int, float, float]] = []
+        self._sent_at = 0.0
+        self._first_in_generation = True
+        self._ends_here = False
+        self.stopped = False
+        self._last: Step | None = None
+        self.last_loss: float | None = None
+        self.metrics: dict[str, float] = {}
+        faults.poison = self._poison
+
+    # ------------------------------------------------------------ membership
+
+    @property
+    def rank(self) -> int:
+        """Rank in the running generation."""
+        return self.form.rank if self.form else 0
+
+    @property
+    def world_size(self) -> int:
+        """Members of the running generation."""
+        return len(self.form.generation.members) if self.form else 1
+
+    @property
+    def generation(self) -> int:
+        """Number of the newest generation that this worker was told to join; 0 before the first."""
+        return self.form.generation.number if self.form else 0
+
+    def share(self, micro_batches: int) -> range:
+        """The numbers of this worker's micro-batches: contiguous, and as even as they can be."""
+        rank, world = self.rank, self.world_size
+        return range(rank * micro_batches // world, (rank + 1) * micro_batches // world)
+
+    def announce(self) -> None:
+        """Says that this worker is ready, and waits until it is a member."""
+        digest = state.digest(self._protected)
+        self._page.enter(Phase.IDLE)
+        start = self.link.start
+        self.link.send(m.Ready(digest, start.host, self._listener.port, self._donor.port))
+        self.join_next()
+
+    def join_next(self) -> None:
+        """Waits for a generation and joins it; tries the next one when it breaks before it runs.
+
+        Raises:
+            JobStopped: the job ends here.
+        """
+        while True:
+            order = self.link.next_order()
+            if isinstance(order, m.Stop):
+                self._leave(order)
+            assert isinstance(order, m.Form)
+            self.form = order
+            self._page.generation = self.generation
+            self._settle(order.apply)
+            try:
+                self._join(order)
+                return
+            except StepFault as error:
+                self._part(error)
+
+    def _settle(self, apply: bool) -> None:
+        """The prepared step counts after all, or it is dropped."""
+        step, self._last = self._last, None
+        if step is None or step.committed:
+            return
+        if apply and step.prepared:
+            step.finish()
+        else:
+            self._roll_back()
+
+    def _join(self, form: m.Form) -> None:
+        began = time.monotonic()
+        generation = form.generation
+        self._donor.publish(self.generation, self._image() if form.serve and not form.restore else None)
+        restored = 0
+        restore_s = None
+        if form.restore:
+            restored, restore_s = self._restore(form)
+        elif self.committed is None:
+            self.committed = generation.start
+        self._page.enter(Phase.JOIN)
+        self.group = Group(generation, form.rank, self.link.start.host)
+        self.link.guard(generation.number, self.group.abort)
+        self.group.connect(self._listener, self.link.token)
+        self.link.check(generation.number)
+        self._page.committed = self.committed or 0
+        self._page.beat()
+        self._first_in_generation = True
+        join_s = time.monotonic() - began - (restore_s or 0.0)
+        self.link.send(m.Joined(generation.number, join_s, restore_s, restored))
+
+    def _image(self) -> state.Image:
+        return state.capture(self._protected, self.committed or 0, copy_buffers=True)
+
+    def _restore(self, form: m.Form) -> tuple[int, float]:
+        """Fetches the state of the generation's start; until it is whole this worker holds none."""
+        began = time.monotonic()
+        self.committed = None
+        self._page.enter(Phase.TRANSFER)
+        self._faults.reach(Phase.TRANSFER, form.generation.start)
+        if form.donors:
+            image = self._fetch(form)
+            self.link.check(form.generation.number)
+            state.load(self._protected, image)
+            restored = image.manifest.nbytes
+        else:
+            assert form.path is not None
+            durable.restore(self._protected, Path(form.path))
+            restored = sum(f.stat().st_size for f in Path(form.path).iterdir())
+        self.committed = form.generation.start
+        return restored, time.monotonic() - began
+
+    def _fetch(self, form: m.Form) -> state.Image:
+        fetch = Fetch(form.generation, form.donors, self.link.token, self._still(form))
+        self.link.guard(form.generation.number, fetch.abort)
+        try:
+            return fetch.run(self._protected)
+        except StateError as error:
+            raise CollectiveFailed(str(error)) from error
+
+    def _still(self, form: m.Form) -> Callable[[], None]:
+        def alive() -> None:
+            self._page.beat()
+            self.link.check(form.generation.number)
+
+        return alive
+
+    def _part(self, error: Exception) -> None:
+        """Leaves a generation that cannot go on, and reports what this worker holds."""
+        number = self.generation
+        if not self.link.broken(number):
+            step = self.committed if self.committed is not None else -1
+            self.link.send(m.CollectiveError(number, step, f"{type(error).__name__}: {error}"))
+            self.link.wait_broken(number)
+        self._park()
+
+    def _park(self) -> None:
+        number = self.generation
+        self._page.enter(Phase.PARKED)
+        if hasattr(self, "group"):
+            self.group.abort()
+            self.gradients.drain()
+            self.link.unguard()
+            self.group.close()
+        step = self._last
+        prepared = step is not None and step.prepared and not step.torn
+        held = None if step is not None and step.torn else self.committed
+        self.committed = held
+        self._flush_losses()
+        self.link.send(m.Parked(number, held, prepared, tuple(self._losses) if self.rank == 0 else ()))
+
+    def _leave(self, order: m.Stop) -> None:
+        self._settle(order.apply)
+        if order.save_to is not None and self.committed is not None:
+            image = state.capture(self._protected, self.committed)
+            path = durable.save(image, Path(self.link.start.env["HOLDFAST_JOB_DIR"]) / order.save_to)
+            self.link.send(m.Saved(self.committed, str(path)))
+        raise JobStopped("the job was asked to stop")
+
+    # ------------------------------------------------------------ a step
+
+    def begin_step(self) -> None:
+        """The step starts from what was committed."""
+        self.gradients.begin()
+        self._buffers_before = [b.clone() for b in self._buffers]
+        self._page.enter(Phase.DATA)
+
+    def enter(self, phase: Phase, step: int) -> None:
+        """The step is in this phase now; an injected fault may be waiting for it."""
+        if phase is not Phase.DATA:
+            self._page.enter(phase)
+        self._faults.reach(phase, step)
+
+    def alive(self) -> None:
+        """A collective was started or has ended: a sign of life for whoever looks for the odd one out."""
+        self._page.collectives += 1
+        self._page.beat()
+
+    def check(self) -> None:
+        """Raises GenerationBroken when there is no use in going on with this step."""
+        self.link.check(self.generation)
+
+    def vote(self, step: int) -> None:
+        """Closes the reduction: returns when every member holds the complete gradient.
+
+        The word also carries whether the generation is to end at this commit, so all leave together.
+        """
+        ends = 1.0 if self.link.yielding(self.generation) else 0.0
+        mesh = self.group.mesh
+        mesh.say(step, 1.0, ends, 0.0)
+        self.alive()
+        words = mesh.hear(step, (1.0, ends, 0.0))
+        self._ends_here = any(e > 0 for _, e, _ in words)
+
+    def commit(self, step: Step) -> None:
+        """The step counts: notes it, and tells the agent now and then."""
+        self.checks_local = False
+        self.last_loss = step.loss
+        self._page.committed = step.index + 1
+        self._page.beat()
+        self._durations.append(step.took_s)
+        entry = (step.index, step.loss, step.took_s)
+        self._losses.append(entry)
+        self._unsent.append(entry)
+        now = time.monotonic()
+        if self._first_in_generation or now - self._sent_at >= PROGRESS_EVERY_S:
+            self._first_in_generation = False
+            self._sent_at = now
+            self._flush_losses()
+
+    def _flush_losses(self) -> None:
+        if not self._unsent and not self.metrics:
+            return
+        losses = tuple(self._unsent) if self.rank == 0 else ()
+        self._unsent.clear()
+        median = statistics.median(self._durations) if self._durations else None
+        metrics, self.metrics = self.metrics, {}
+        self.link.send(m.Progress(self.generation, self.committed or 0, median, losses, metrics))
+
+    def after_commit(self) -> None:
+        """Between two steps: a generation that was asked to end does so, without a loss."""
+        if self._ends_here:
+            self._ends_here = False
+            self._last = None
+            self._park()
+            self._rejoin()
+
+    def recover(self, step: Step, error: Exception) -> bool:
+        """A step raised. Decides with the others what becomes of it; returns when training can go on."""
+        if self._alone:
+            return False
+        self._last = step
+        if isinstance(error, StepFault):
+            self._part(error)
+        else:
+            self._report(step, error)
+            self.link.wait_broken(self.generation)
+            self._park()
+        self._rejoin()
+        return True
+
+    def _rejoin(self) -> None:
+        try:
+            self.join_next()
+        except JobStopped:
+            self.stopped = True
+
+    def _report(self, step: Step, error: Exception) -> None:
+        if isinstance(error, NonFiniteGradient):
+            self.checks_local = True
+        frames = traceback.extract_tb(error.__traceback__)
+        where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+        self.link.send(
+            m.Failed(
+                self.generation,
+                step.index,
+                int(self._page.phase),
+                type(error).__name__,
+                str(error),
+                "".join(traceback.format_exception(error)),
+                where,
+            )
+        )
+
+    def _roll_back(self) -> None:
+        """The step is dropped: parameters are untouched, buffers become what they were before it."""
+        for buffer, before in zip(self._buffers, self._buffers_before, strict=False):
+            buffer.copy_(before)  # type: ignore[arg-type]
+
+    def _poison(self) -> None:
+        self.gradients.poison = True
+
+    # ------------------------------------------------------------ the end
+
+    def done(self, stopped: bool) -> None:
+        """All steps are done: says what this worker ends with."""
+        self._flush_losses()
+        self._page.enter(Phase.DONE)
+        self.link.unguard()
+        digest = state.parameters_digest(self._protected)
+        self.link.send(m.Done(self.committed or 0, digest, self.last_loss, stopped))
+        self._donor.publish(self.generation + 1, None)

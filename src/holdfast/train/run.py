@@ -1,0 +1,165 @@
+"""What a training script uses: `start(main)` and the `Run` that it hands to `main`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from holdfast.data.order import SampleOrder
+from holdfast.errors import UsageError
+from holdfast.train import state, worker
+from holdfast.train.faults import FaultPlan
+from holdfast.train.reduction import GradientSum
+from holdfast.train.replica import Replica
+from holdfast.train.step import Step
+
+
+class Run:
+    """One training run, as one of its workers sees it.
+
+    Attributes:
+        device: where this worker computes.
+    """
+
+    def __init__(self, attachment: worker.Attachment) -> None:
+        self._attachment = attachment
+        self._protected: dict[str, Any] = {}
+        self._replica: Replica | None = None
+        self._step: Step | None = None
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        cuda = torch.cuda.is_available()
+        self.device = torch.device("cuda", local % torch.cuda.device_count()) if cuda else torch.device("cpu")
+
+    @property
+    def rank(self) -> int:
+        """Rank of this worker in the running generation; may change when the world does."""
+        return self._replica.rank if self._replica else 0
+
+    @property
+    def world_size(self) -> int:
+        """Workers in the running generation."""
+        return self._replica.world_size if self._replica else 1
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the job was asked to stop before its last step."""
+        return self._replica is not None and self._replica.stopped
+
+    def protect(self, **objects: Any) -> None:
+        """Names the state that must survive: modules, optimizers, schedulers, or anything with
+        `state_dict` and `load_state_dict`. Call it before `steps`, with the same names on every worker.
+
+        Raises:
+            UsageError: an object without these methods, or a call after `steps`.
+        """
+        if self._replica is not None:
+            raise UsageError("run.protect() came after run.steps(); protect everything before the first step")
+        state.check_protected(objects)
+        self._protected.update(objects)
+
+    def steps(
+        self, data: Any, *, global_batch: int, micro_batch: int, until: int, seed: int = 0
+    ) -> Iterator[Step]:
+        """Yields one `Step` after the other until `until` are committed, each to be used in a `with`.
+
+        A step that a fault struck is yielded again under the same index, unless it could be committed.
+
+        Args:
+            data: a map-style dataset; its `batch(ids)` is used when it has one, else `data[i]` and
+                torch's default collation.
+            global_batch: samples per step over all workers, whatever their number.
+            micro_batch: samples per forward pass; divides global_batch.
+            until: number of steps.
+            seed: of the sample order and of the randomness inside micro-batches.
+
+        Raises:
+            UsageError: no module is protected, or sizes that do not fit; before anything is computed.
+        """
+        batches = _DatasetBatches(data, global_batch, micro_batch, seed, self.device)
+        modules = [t for t in self._protected.values() if isinstance(t, torch.nn.Module)]
+        if not modules:
+            raise UsageError("nothing to train: call run.protect(model=model, optimizer=optimizer) first")
+        replica = self._enroll(modules, batches.count())
+        while not replica.stopped and (replica.committed or 0) < until:
+            self._step = Step(replica, batches, replica.committed or 0, seed)
+            yield self._step
+            replica.after_commit()
+        replica.done(stopped=replica.stopped)
+
+    def log(self, **values: float) -> None:
+        """Reports figures of the step that was just left; ignored when it did not count."""
+        if self._step is not None and self._step.committed and self._replica is not None:
+            self._replica.metrics.update({k: float(v) for k, v in values.items()})
+
+    def _enroll(self, modules: list[torch.nn.Module], micro_batches: int) -> Replica:
+        if self._replica is not None:
+            raise UsageError("run.steps() is called once per run; put epochs into `until`")
+        target = self._attachment.target
+        if micro_batches < target:
+            raise UsageError(
+                f"global_batch / micro_batch = {micro_batches} micro-batches are too few for {target} workers; "
+                "make micro_batch smaller or global_batch larger"
+            )
+        beat: list[Replica] = []
+        parameters = [p for module in modules for p in module.parameters()]
+        gradients = GradientSum(parameters, lambda: beat[0].alive())
+        replica = Replica(
+            self._attachment.link,
+            self._attachment.faults,
+            self._protected,
+            gradients,
+            self._attachment.alone,
+        )
+        beat.append(replica)
+        self._replica = replica
+        replica.announce()
+        return replica
+
+
+class _DatasetBatches:
+    """Micro-batches of a map-style dataset, in the order of a keyed permutation."""
+
+    def __init__(
+        self, data: Any, global_batch: int, micro_batch: int, seed: int, device: torch.device
+    ) -> None:
+        if micro_batch < 1 or global_batch < 1 or global_batch % micro_batch:
+            raise UsageError(
+                f"global_batch={global_batch} is not a multiple of micro_batch={micro_batch}; for example 256 and 4"
+            )
+        if len(data) < 1:
+            raise UsageError("the dataset is empty")
+        self._data = data
+        self._order = SampleOrder(len(data), seed)
+        self._global_batch, self._micro_batch = global_batch, micro_batch
+        self._device = device
+
+    def count(self) -> int:
+        """Micro-batches in a global batch."""
+        return self._global_batch // self._micro_batch
+
+    def load(self, step: int, micro: int) -> Any:
+        """Micro-batch number `micro` of the step."""
+        ids = self._order.micro_batch_samples(step, micro, self._micro_batch, self._global_batch)
+        if hasattr(self._data, "batch"):
+            batch = self._data.batch(ids)
+        else:
+            batch = torch.utils.data.default_collate([self._data[int(i)] for i in ids])
+        if self._device.type == "cpu":
+            return batch
+        return type(batch)(part.to(self._device, non_blocking=True) for part in batch)
+
+
+def start(main: Callable[[Run], object]) -> None:
+    """Runs `main(run)`: as a member of the job under `holdfast run`, as a job of one under plain `python`."""
+    attachment = worker.attach()
+    if attachment is None:
+        attachment = worker.alone()
+    main(Run(attachment))
+    sys.stdout.flush()
+
+
+__all__ = ["FaultPlan", "Run", "start"]

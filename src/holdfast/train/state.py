@@ -1,0 +1,215 @@
+"""The protected state as a tree of plain values with tensors at its leaves.
+
+An image is a manifest (the tree, and each tensor's shape and place in one long row of bytes) and the bytes
+themselves, which stay where they are: in the live tensors. Peers, disk and digests all use the same image.
+Nothing in it is pickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+import torch
+import xxhash
+
+from holdfast.errors import StateError, UsageError
+
+Protected = Mapping[str, Any]
+"""Name to an object with `state_dict` and `load_state_dict`."""
+
+
+class TensorSpec(msgspec.Struct, frozen=True):
+    """One tensor: its place in the row of bytes."""
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """What the bytes mean. tree: nested [kind, value] pairs, see `_pack`."""
+
+    step: int
+    tree: Any
+    tensors: tuple[TensorSpec, ...]
+    nbytes: int
+
+
+class Image:
+    """State at one step: a manifest and one buffer per tensor, in the manifest's order."""
+
+    def __init__(self, manifest: Manifest, tensors: list[torch.Tensor]) -> None:
+        self.manifest = manifest
+        self.tensors = tensors
+        self._buffers = [buffer_of(t) for t in tensors]
+
+    def pieces(self, start: int, stop: int) -> Iterator[memoryview]:
+        """The bytes [start, stop) of the row, as views into the tensors."""
+        for spec, buffer in zip(self.manifest.tensors, self._buffers, strict=True):
+            low, high = max(start, spec.offset), min(stop, spec.offset + spec.nbytes)
+            if low < high:
+                yield buffer[low - spec.offset : high - spec.offset]
+
+
+def check_protected(objects: Protected) -> None:
+    """Raises UsageError for an object that has no state to protect."""
+    for name, thing in objects.items():
+        if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+            raise UsageError(
+                f"run.protect({name}=...): a {type(thing).__name__} has no state_dict and load_state_dict; "
+                "protect modules, optimizers, schedulers or objects with these two methods"
+            )
+
+
+def capture(objects: Protected, step: int, copy_buffers: bool = False) -> Image:
+    """The state of the objects, without copying contiguous CPU tensors.
+
+    Args:
+        copy_buffers: copy module buffers, which a forward pass may change while the image is read.
+
+    Raises:
+        UsageError: a value that is neither plain nor a tensor; the message has its path.
+    """
+    tensors: list[tuple[str, torch.Tensor]] = []
+    tree = {name: _pack(_state_of(thing, copy_buffers), name, tensors) for name, thing in objects.items()}
+    specs, offset = [], 0
+    for path, tensor in tensors:
+        nbytes = tensor.numel() * tensor.element_size()
+        specs.append(TensorSpec(path, str(tensor.dtype)[6:], tuple(tensor.shape), offset, nbytes))
+        offset += nbytes
+    return Image(Manifest(step, tree, tuple(specs), offset), [_on_cpu(t) for _, t in tensors])
+
+
+def targets(objects: Protected, manifest: Manifest) -> Image:
+    """Tensors to receive a manifest's bytes: the live ones where they fit, new ones elsewhere."""
+    live: list[tuple[str, torch.Tensor]] = []
+    for name, thing in objects.items():
+        _pack(thing.state_dict(), name, live)
+    fitting = dict(live)
+    chosen = []
+    for spec in manifest.tensors:
+        dtype = getattr(torch, spec.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise StateError(f"{spec.path}: this torch knows no dtype {spec.dtype!r}")
+        tensor = fitting.get(spec.path)
+        fits = (
+            tensor is not None
+            and tensor.device.type == "cpu"
+            and tensor.dtype == dtype
+            and tuple(tensor.shape) == spec.shape
+            and tensor.is_contiguous()
+        )
+        chosen.append(
+            tensor.detach() if fits and tensor is not None else torch.empty(spec.shape, dtype=dtype)
+        )
+    return Image(manifest, chosen)
+
+
+def load(objects: Protected, image: Image) -> None:
+    """Gives every object its part of a complete image.
+
+    Raises:
+        StateError: the image holds other objects than these, or one refuses its part.
+    """
+    tree: dict[str, Any] = image.manifest.tree
+    if set(tree) != set(objects):
+        raise StateError(f"the state holds {sorted(tree)}, this script protects {sorted(objects)}")
+    for name, thing in objects.items():
+        try:
+            thing.load_state_dict(_unpack(tree[name], image.tensors))
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise StateError(f"{name} refuses its state: {error}") from error
+
+
+def digest(objects: Protected) -> str:
+    """xxh3 (64 bits) over tree and bytes: equal digests mean equal state."""
+    image = capture(objects, 0)
+    return _hash(image, msgspec.msgpack.encode(image.manifest))
+
+
+def parameters_digest(objects: Protected) -> str:
+    """xxh3 (64 bits) over the parameters of every protected module, in their order."""
+    row = xxhash.xxh3_64()
+    for thing in objects.values():
+        if isinstance(thing, torch.nn.Module):
+            for parameter in thing.parameters():
+                row.update(buffer_of(_on_cpu(parameter.detach())))
+    return row.hexdigest()
+
+
+def buffers_of(objects: Protected) -> list[torch.Tensor]:
+    """The buffers of every protected module (running statistics and the like)."""
+    modules = [t for t in objects.values() if isinstance(t, torch.nn.Module)]
+    return [b for module in modules for b in module.buffers()]
+
+
+def buffer_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, writable."""
+    if tensor.numel() == 0:
+        return memoryview(bytearray(0))
+    row: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(row)
+
+
+def _hash(image: Image, head: bytes) -> str:
+    row = xxhash.xxh3_64(head)
+    for piece in image.pieces(0, image.manifest.nbytes):
+        row.update(piece)
+    return row.hexdigest()
+
+
+def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().contiguous()
+
+
+def _state_of(thing: Any, copy_buffers: bool) -> Any:
+    state = thing.state_dict()
+    if copy_buffers and isinstance(thing, torch.nn.Module):
+        buffers = {name for name, _ in thing.named_buffers()}
+        return {k: v.clone() if k in buffers else v for k, v in state.items()}
+    return state
+
+
+def _pack(value: Any, path: str, tensors: list[tuple[str, torch.Tensor]]) -> Any:
+    """A tree of ["x", plain], ["T", tensor number], ["d", [[key, tree]]], ["l", [tree]], ["t", [tree]]."""
+    if isinstance(value, torch.Tensor):
+        tensors.append((path, value))
+        return ["T", len(tensors) - 1]
+    if value is None or isinstance(value, bool | int | float | str):
+        return ["x", value]
+    if isinstance(value, Mapping):
+        return ["d", [[_key(k, path), _pack(v, f"{path}.{k}", tensors)] for k, v in value.items()]]
+    if isinstance(value, list | tuple):
+        kind = "l" if isinstance(value, list) else "t"
+        return [kind, [_pack(v, f"{path}.{i}", tensors) for i, v in enumerate(value)]]
+    raise UsageError(
+        f"cannot protect {path}: a {type(value).__name__} is neither a tensor nor a plain value; "
+        "keep None, bool, int, float, str, list, tuple, dict and tensors in the state"
+    )
+
+
+def _key(key: Any, path: str) -> str | int:
+    if isinstance(key, str | int):
+        return key
+    raise UsageError(f"cannot protect {path}: the key {key!r} is neither a string nor a whole number")
+
+
+def _unpack(tree: Any, tensors: list[torch.Tensor]) -> Any:
+    kind, value = tree
+    match kind:
+        case "T":
+            return tensors[value]
+        case "x":
+            return value
+        case "d":
+            return {k: _unpack(v, tensors) for k, v in value}
+        case "l":
+            return [_unpack(v, tensors) for v in value]
+        case "t":
+            return tuple(_unpack(v, tensors) for v in value)
+        case _:
+            raise StateError(f"a state tree of another version: {kind!r}")

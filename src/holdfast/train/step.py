@@ -1,0 +1,213 @@
+"""One step: this worker's micro-batches, the reduction, the vote, the update, the commit."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from holdfast.errors import NonFiniteGradient, UsageError
+from holdfast.protocol.page import Phase
+
+if TYPE_CHECKING:
+    from holdfast.train.replica import Replica
+
+
+class Batches(Protocol):
+    """Where a step's micro-batches come from."""
+
+    def load(self, step: int, micro: int) -> Any:
+        """Micro-batch number `micro` of the step, on the run's device."""
+        ...
+
+    def count(self) -> int:
+        """Micro-batches in a global batch."""
+        ...
+
+
+class Step:
+    """A step that is being computed. A context manager: a fault inside is swallowed and the step decided.
+
+    Attributes:
+        index: number of the step, from 0.
+        committed: whether it counts. After a swallowed fault that is decided on leaving the `with`.
+        loss: global mean loss (sum of losses over sum of weights); NaN until the step is reduced.
+    """
+
+    def __init__(self, replica: Replica, batches: Batches, index: int, seed: int) -> None:
+        self.index = index
+        self.committed = False
+        self.loss = math.nan
+        self.took_s = 0.0
+        self._began_s = time.perf_counter()
+        self.prepared = False
+        self.torn = False
+        self._replica = replica
+        self._batches = batches
+        self._seed = seed
+        self._weight = 0.0
+        self._loss_sum = 0.0
+        self._left = 0
+        self._said = False
+        self._waited = False
+        self._prepared_s = 0.0
+        self._global_weight: float | None = None
+        self._update: Callable[[], None] | None = None
+
+    # ------------------------------------------------------------ what the script uses
+
+    def __enter__(self) -> Step:
+        self._replica.begin_step()
+        return self
+
+    def __iter__(self) -> Iterator[Any]:
+        """This worker's micro-batches of the global batch, in the order of their numbers."""
+        replica = self._replica
+        mine = replica.share(self._batches.count())
+        self._left = len(mine)
+        for micro in mine:
+            replica.check()
+            replica.enter(Phase.DATA, self.index)
+            torch.manual_seed(micro_seed(self._seed, self.index, micro))
+            batch = self._batches.load(self.index, micro)
+            replica.enter(Phase.FORWARD, self.index)
+            yield batch
+
+    def backward(self, loss: torch.Tensor, weight: float = 1.0) -> None:
+        """Adds a micro-batch's gradient.
+
+        Args:
+            loss: the sum (not the mean) of the losses of the micro-batch, a scalar.
+            weight: how many samples or tokens that sum is over. Gradient and loss are divided once, by the
+                weight of the whole global batch.
+        """
+        replica = self._replica
+        replica.enter(Phase.BACKWARD, self.index)
+        self._weight += float(weight)
+        self._loss_sum += float(loss.detach())
+        self._left -= 1
+        last = self._left == 0
+        if last:
+            self._say_weight()
+            if not replica.checks_local:
+                replica.gradients.last(replica.group)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if last and replica.checks_local:
+            self._check_local()
+        replica.check()
+
+    def apply(
+        self, optimizer: torch.optim.Optimizer, max_grad_norm: float | None = None, scheduler: Any = None
+    ) -> None:
+        """Reduces over all replicas, agrees with them, updates and commits.
+
+        Args:
+            max_grad_norm: clip the global gradient's norm, as torch.nn.utils.clip_grad_norm_ does.
+            scheduler: stepped after the optimizer, as part of the commit.
+
+        Raises:
+            UsageError: some of this worker's micro-batches had no backward.
+            NonFiniteGradient: the reduced gradient holds NaN or Inf; `with step` retries.
+        """
+        if self._left:
+            raise UsageError(
+                f"step {self.index}: step.apply() came before step.backward() of {self._left} micro-batches; "
+                "call step.backward(loss) once for every micro-batch"
+            )
+        replica = self._replica
+        replica.enter(Phase.REDUCE, self.index)
+        gradients = replica.gradients
+        if not self._said:
+            self._say_weight()
+        gradients.flush(replica.group)
+        norm = gradients.finish(self._scale)
+        if not math.isfinite(norm):
+            raise NonFiniteGradient(
+                f"the gradient of step {self.index} is {norm} (loss {self.loss:.6g}): look at this step's data, "
+                "lower the learning rate or clip"
+            )
+        if max_grad_norm is not None:
+            gradients.clip(norm, max_grad_norm)
+        self._update = lambda: _update(optimizer, scheduler)
+        self.prepared = True
+        self._prepared_s = time.perf_counter()
+        replica.enter(Phase.VOTE, self.index)
+        replica.vote(self.index)
+        self.finish()
+
+    # ------------------------------------------------------------ what Holdfast uses
+
+    def finish(self) -> None:
+        """Updates and commits a prepared step. Local: needs nobody else."""
+        replica = self._replica
+        assert self._update is not None
+        late_s = time.perf_counter() - self._prepared_s
+        replica.enter(Phase.UPDATE, self.index)
+        self.torn = True
+        self._update()
+        self.torn = False
+        self._replica.committed = self.index + 1
+        self.committed, self.prepared = True, False
+        self.took_s = time.perf_counter() - self._began_s - (late_s if self._waited else 0.0)
+        replica.enter(Phase.COMMIT, self.index)
+        replica.commit(self)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if error is None:
+            if not self.committed:
+                raise UsageError(
+                    f"step {self.index} was left without step.apply(optimizer): call it once, inside `with step`"
+                )
+            return False
+        self._waited = True
+        if not isinstance(error, Exception) or isinstance(error, UsageError):
+            return False
+        return self._replica.recover(self, error)
+
+    def _say_weight(self) -> None:
+        self._said = True
+        self._replica.group.mesh.say(self.index, self._weight, self._loss_sum, 0.0)
+
+    def _scale(self) -> float:
+        """One over the weight of the global batch; known when every replica has said its own."""
+        if self._global_weight is None:
+            words = self._replica.group.mesh.hear(self.index, (self._weight, self._loss_sum, 0.0))
+            self._global_weight = math.fsum(w for w, _, _ in words)
+            if not self._global_weight > 0:
+                raise UsageError(
+                    f"step {self.index}: the weights of the global batch sum to {self._global_weight}; "
+                    "give step.backward(loss, weight=number of samples or tokens)"
+                )
+            self.loss = math.fsum(x for _, x, _ in words) / self._global_weight
+        return 1.0 / self._global_weight
+
+    def _check_local(self) -> None:
+        """After a gradient that was not finite: who brings it in? Costs one pass, in one step."""
+        if not self._replica.gradients.local_is_finite():
+            raise NonFiniteGradient(f"this rank's own gradient of step {self.index} is not finite")
+
+
+def micro_seed(seed: int, step: int, micro: int) -> int:
+    """Seed of the randomness inside a micro-batch: free of rank and world size (splitmix64 steps)."""
+    word = seed & _MASK
+    for part in (step, micro):
+        word = (word + 0x9E3779B97F4A7C15 * (part + 1)) & _MASK
+        word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK
+        word ^= word >> 31
+    return word >> 1
+
+
+_MASK = (1 << 64) - 1
+
+
+def _update(optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+    optimizer.step()
+    if scheduler is not None:
+        scheduler.step()

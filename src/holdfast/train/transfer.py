@@ -1,0 +1,241 @@
+"""State from peers: a newcomer reads stripes of it from several donors at once, each chunk with a checksum.
+
+Donors serve plain HTTP with the job's token, straight from their live tensors; `curl` can read it too:
+
+    GET /state/manifest?generation=7            the manifest, JSON
+    GET /state/bytes?generation=7  Range: ...   chunks of at most CHUNK_BYTES, each followed by its xxh3_64
+
+Serving needs no pause: until the newcomer has its state it cannot vote, and no donor can change a parameter
+before that vote.
+"""
+
+from __future__ import annotations
+
+import hmac
+import http.client
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, urlsplit
+
+import msgspec
+import xxhash
+
+from holdfast.errors import ChecksumError, StateError
+from holdfast.protocol.messages import Generation, Member
+from holdfast.train.state import Image, Manifest, Protected, targets
+
+CHUNK_BYTES = 4 << 20
+DIGEST_BYTES = 8
+MIN_STRIPE_BYTES = 8 << 20
+PUBLISH_WAIT_S = 60.0
+CONNECT_S = 5.0
+
+
+class DonorServer:
+    """Serves this worker's state to newcomers of the generation for which it was published."""
+
+    def __init__(self, host: str, token: str) -> None:
+        self._token = token
+        self._news = threading.Condition()
+        self._generation = 0
+        self._image: Image | None = None
+        self._server = ThreadingHTTPServer((host, 0), self._handler())
+        self._server.daemon_threads = True
+        self.port: int = self._server.server_address[1]
+        threading.Thread(target=self._server.serve_forever, name="holdfast-donor", daemon=True).start()
+
+    def publish(self, generation: int, image: Image | None) -> None:
+        """From now on requests for this generation are answered (None: with 'gone'); older ones fail."""
+        with self._news:
+            self._generation, self._image = generation, image
+            self._news.notify_all()
+
+    def _wait(self, generation: int) -> Image | None:
+        with self._news:
+            self._news.wait_for(lambda: self._generation >= generation, timeout=PUBLISH_WAIT_S)
+            return self._image if self._generation == generation else None
+
+    def _current(self, generation: int) -> bool:
+        return self._generation == generation
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        donor = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                given = self.headers.get("Authorization", "")
+                if not hmac.compare_digest(given, f"Bearer {donor._token}"):
+                    self.send_error(401, "send the job's token: Authorization: Bearer TOKEN")
+                    return
+                url = urlsplit(self.path)
+                number = parse_qs(url.query).get("generation", [""])[0]
+                image = donor._wait(int(number)) if number.isdigit() else None
+                if image is None:
+                    self.send_error(410, "this generation is not served here")
+                elif url.path == "/state/manifest":
+                    self._send(msgspec.json.encode(image.manifest))
+                elif url.path == "/state/bytes":
+                    self._send_range(image, int(number))
+                else:
+                    self.send_error(404)
+
+            def _send(self, body: bytes) -> None:
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def _send_range(self, image: Image, generation: int) -> None:
+                wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+                start, stop = (int(wanted[1]), int(wanted[2]) + 1) if wanted else (0, image.manifest.nbytes)
+                if not 0 <= start < stop <= image.manifest.nbytes:
+                    self.send_error(416)
+                    return
+                chunks = -(-(stop - start) // CHUNK_BYTES)
+                self.send_response(206)
+                self.send_header("Content-Length", str(stop - start + chunks * DIGEST_BYTES))
+                self.send_header("X-Holdfast-Chunk", str(CHUNK_BYTES))
+                self.end_headers()
+                self.wfile.flush()
+                for low in range(start, stop, CHUNK_BYTES):
+                    if not donor._current(generation):
+                        self.close_connection = True
+                        return
+                    row = xxhash.xxh3_64()
+                    for piece in image.pieces(low, min(low + CHUNK_BYTES, stop)):
+                        row.update(piece)
+                        self.connection.sendall(piece)
+                    self.connection.sendall(row.digest())
+
+            def log_message(self, format: str, *args: object) -> None:
+                return
+
+        return Handler
+
+
+class Fetch:
+    """One transfer: the state at a generation's start, from its donors in parallel stripes."""
+
+    def __init__(
+        self, generation: Generation, donors: tuple[int, ...], token: str, alive: Callable[[], None]
+    ) -> None:
+        """`alive` is called after every chunk, from several threads; it may raise to end the transfer."""
+        self._generation = generation.number
+        self._members = [generation.members[rank] for rank in donors]
+        self._token = token
+        self._alive = alive
+        self._open: set[http.client.HTTPConnection] = set()
+        self._lock = threading.Lock()
+        self._aborted = False
+
+    def abort(self) -> None:
+        """Ends the transfer at once. Safe from any thread."""
+        with self._lock:
+            self._aborted = True
+            for connection in self._open:
+                if connection.sock is not None:
+                    try:
+                        connection.sock.shutdown(socket.SHUT_RDWR)
+                    except OSError:
+                        continue
+
+    def run(self, objects: Protected) -> Image:
+        """Receives the whole image, into the live tensors of `objects` where they fit.
+
+        Raises:
+            StateError: no donor could give it, with the last donor's reason.
+        """
+        manifest = self._manifest()
+        image = targets(objects, manifest)
+        stripes = _stripes(manifest.nbytes, len(self._members))
+        if not stripes:
+            return image
+        with ThreadPoolExecutor(len(stripes), thread_name_prefix="holdfast-fetch") as pool:
+            jobs = [
+                pool.submit(self._stripe, self._members[i:] + self._members[:i], image, stripe)
+                for i, stripe in enumerate(stripes)
+            ]
+            for job in jobs:
+                job.result()
+        return image
+
+    def _manifest(self) -> Manifest:
+        reasons = []
+        for member in self._members:
+            try:
+                with self._get(member, "/state/manifest") as response:
+                    return msgspec.json.decode(response.read(), type=Manifest)
+            except (OSError, http.client.HTTPException, StateError, msgspec.MsgspecError) as error:
+                reasons.append(f"rank {member.rank} on {member.node}: {error}")
+        raise StateError(f"no donor gave its state: {'; '.join(reasons)}")
+
+    def _stripe(self, members: list[Member], image: Image, stripe: tuple[int, int]) -> None:
+        """Reads one stripe, going on at the next donor where one fails."""
+        low, stop = stripe
+        reason: Exception | None = None
+        for member in members:
+            try:
+                with self._get(member, "/state/bytes", (low, stop)) as response:
+                    while low < stop:
+                        high = min(low + CHUNK_BYTES, stop)
+                        _read_chunk(response, image, low, high, member)
+                        low = high
+                        self._alive()
+                return
+            except (OSError, http.client.HTTPException, StateError) as error:
+                reason = error
+        raise StateError(f"bytes {low} to {stop} of the state: the last donor said: {reason}")
+
+    @contextmanager
+    def _get(
+        self, member: Member, path: str, span: tuple[int, int] | None = None
+    ) -> Iterator[http.client.HTTPResponse]:
+        connection = http.client.HTTPConnection(member.host, member.data_port, timeout=CONNECT_S)
+        headers = {"Authorization": f"Bearer {self._token}", "Connection": "close"}
+        if span:
+            headers["Range"] = f"bytes={span[0]}-{span[1] - 1}"
+        with self._lock:
+            if self._aborted:
+                raise StateError("the generation broke")
+            self._open.add(connection)
+        try:
+            connection.request("GET", f"{path}?generation={self._generation}", headers=headers)
+            response = connection.getresponse()
+            if response.status not in (200, 206):
+                raise StateError(f"it answered {response.status} {response.reason}")
+            yield response
+        finally:
+            with self._lock:
+                self._open.discard(connection)
+            connection.close()
+
+
+def _stripes(nbytes: int, donors: int) -> list[tuple[int, int]]:
+    count = max(1, min(donors, nbytes // MIN_STRIPE_BYTES))
+    size = -(-nbytes // count)
+    size = -(-size // CHUNK_BYTES) * CHUNK_BYTES
+    return [(low, min(low + size, nbytes)) for low in range(0, nbytes, size)]
+
+
+def _read_chunk(
+    response: http.client.HTTPResponse, image: Image, low: int, high: int, member: Member
+) -> None:
+    row = xxhash.xxh3_64()
+    for piece in image.pieces(low, high):
+        view = piece
+        while view:
+            got = response.readinto(view)
+            if not got:
+                raise StateError(f"rank {member.rank} on {member.node} closed the connection")
+            view = view[got:]
+        row.update(piece)
+    if response.read(DIGEST_BYTES) != row.digest():
+        raise ChecksumError(f"bytes {low} to {high} from rank {member.rank} on {member.node} are damaged")

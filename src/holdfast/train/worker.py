@@ -1,0 +1,172 @@
+"""The life of a worker process: from a warm process that waits to the script that it becomes."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import runpy
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.protocol import messages as m
+from holdfast.protocol.frames import Codec, pack
+from holdfast.protocol.page import Phase, ProgressPage
+from holdfast.train.faults import FaultPlan
+from holdfast.train.link import Link
+
+_PR_SET_PDEATHSIG = 1
+STACKS_SIGNAL = signal.SIGUSR2
+
+
+@dataclass(frozen=True)
+class Attachment:
+    """What ties a script to its job."""
+
+    link: Link
+    faults: FaultPlan
+    target: int
+    alone: bool = False
+
+
+_attachment: list[Attachment] = []
+"""Holds this process's attachment: a process is one worker for its whole life."""
+
+
+def attach() -> Attachment | None:
+    """The job that this process belongs to, now at level 2; None under plain `python`."""
+    if not _attachment:
+        return None
+    _attachment[0].link.send(m.Attached())
+    return _attachment[0]
+
+
+def alone() -> Attachment:
+    """A job of one: the messages go to a thread of this process that plays agent and coordinator."""
+    ours, theirs = socket.socketpair()
+    folder = Path(tempfile.mkdtemp(prefix="holdfast-"))
+    page = folder / "page"
+    start = m.Start("alone", "", (), False, {}, ".", "", str(page), "", "", "127.0.0.1")
+    link = Link(ours, start, ProgressPage(page, create=True), "alone")
+    page.unlink()
+    folder.rmdir()
+    threading.Thread(target=_play_coordinator, args=(theirs,), name="holdfast-alone", daemon=True).start()
+    link.listen()
+    return Attachment(link, FaultPlan(link), 1, alone=True)
+
+
+def _play_coordinator(sock: socket.socket) -> None:
+    """Forms one generation of one worker."""
+    codec: Codec[m.WorkerMessage] = Codec(m.WorkerMessage)
+    while (message := codec.read(sock)) is not None:
+        if isinstance(message, m.Ready):
+            member = m.Member(0, "alone", "localhost", 0, message.host, message.vote_port, message.data_port)
+            sock.sendall(pack(m.Form(m.Generation(1, (member,)), 0)))
+
+
+def become(sock: socket.socket) -> int:
+    """Turns this warm process into the worker that its agent asks for; returns the exit code."""
+    start = _wait_for_work(sock)
+    if start is None:
+        return 0
+    os.environ.update(start.env)
+    os.chdir(start.cwd)
+    _write_to(start.log)
+    page = ProgressPage(Path(start.page))
+    page.enter(Phase.STARTUP)
+    with Path(start.stacks).open("w") as stacks:
+        faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True, chain=False)
+        faulthandler.enable()
+        link = Link(sock, start, page, Path(start.token_file).read_text().strip())
+        faults = FaultPlan(link)
+        os.register_at_fork(after_in_child=lambda: _forget(sock))
+        link.listen()
+        _attachment.append(Attachment(link, faults, int(start.env.get("HOLDFAST_TARGET", "1"))))
+        _count_steps(link, faults)
+        return _run_script(start, link)
+
+
+def die_with_parent() -> None:
+    """The kernel kills this process when its agent ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _wait_for_work(sock: socket.socket) -> m.Start | None:
+    codec: Codec[m.ToWorker] = Codec(m.ToWorker)
+    order = codec.read(sock)
+    return order if isinstance(order, m.Start) else None
+
+
+def _write_to(log: str) -> None:
+    """Output goes straight into the worker's log, so that no last word is lost with a pipe."""
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - lives as long as the process
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+
+
+def _forget(sock: socket.socket) -> None:
+    """In a child that the script forks (a data loader's worker): let go of what is only the worker's."""
+    _attachment.clear()
+    try:
+        os.close(sock.fileno())
+    except OSError:
+        return
+
+
+def _run_script(start: m.Start, link: Link) -> int:
+    sys.argv = [start.script, *start.args]
+    try:
+        if start.module:
+            runpy.run_module(start.script, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(start.script).resolve().parent))
+            runpy.run_path(start.script, run_name="__main__")
+    except SystemExit as leaving:
+        return _exit_code(leaving)
+    except BaseException as error:  # noqa: BLE001 - the border of the user's code: report whatever it raised
+        _report(error, link)
+        return 1
+    return 0
+
+
+def _exit_code(leaving: SystemExit) -> int:
+    if leaving.code is None or isinstance(leaving.code, int):
+        return leaving.code or 0
+    sys.stderr.write(f"{leaving.code}\n")
+    return 1
+
+
+def _report(error: BaseException, link: Link) -> None:
+    """The script's own traceback, without the frames that started it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    hidden = (str(Path(__file__)), "<frozen runpy>")
+    first = next((i for i, f in enumerate(frames) if f.filename not in hidden), len(frames))
+    trace = error.__traceback__
+    for _ in range(first):
+        trace = trace.tb_next if trace else None
+    text = "".join(traceback.format_exception(type(error), error, trace))
+    sys.stderr.write(text)
+    sys.stderr.flush()
+    where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames[first:] else ""
+    message = str(error)
+    link.send(m.Failed(0, None, int(link.page.phase), type(error).__name__, message, text, where))
+
+
+def _count_steps(link: Link, faults: FaultPlan) -> None:
+    """Level 0: every optimizer step is a sign of progress, read from torch's own global hook."""
+    if "torch" not in sys.modules:
+        return
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    from holdfast.train.counting import StepCounter
+
+    register_optimizer_step_post_hook(StepCounter(link, faults))
