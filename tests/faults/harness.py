@@ -1,0 +1,97 @@
+"""Runs `holdfast run` for real and looks at what it leaves: report, ledger, processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.coordinator.store import Store
+
+HERE = Path(__file__).parent
+TINY = HERE / "train_tiny.py"
+
+
+@dataclass
+class Ran:
+    """One run of the launcher that has ended."""
+
+    code: int
+    output: str
+    report: dict
+    job_dir: Path
+
+    def losses(self) -> list[float]:
+        store = Store(self.job_dir / "job.sqlite", read_only=True)
+        try:
+            return [s.loss for s in store.steps()]
+        finally:
+            store.close()
+
+    def kinds(self) -> list[str]:
+        store = Store(self.job_dir / "job.sqlite", read_only=True)
+        try:
+            return [e.kind for e in store.events()]
+        finally:
+            store.close()
+
+
+def start(home: Path, *args: object, job: str = "job") -> subprocess.Popen[str]:
+    """Starts the launcher; its report goes to HOME/JOB.json."""
+    env = dict(os.environ, HOLDFAST_HOME=str(home))
+    command = [sys.executable, "-m", "holdfast.cli", "run", "--job", job, "--no-ui"]
+    command += ["--report", str(home / f"{job}.json"), *map(str, args)]
+    return subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def finish(process: subprocess.Popen[str], home: Path, job: str = "job", timeout: float = 100) -> Ran:
+    """Waits for the launcher's end and checks that nothing of the job is left."""
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        output, _ = process.communicate()
+        end_leftovers(home)
+        raise AssertionError(f"the job did not end within {timeout} s:\n{output[-6000:]}") from None
+    report = home / f"{job}.json"
+    job_dir = home / "jobs" / job
+    left = leftovers(home)
+    if left:
+        end_leftovers(home)
+    assert not left, f"left behind: {left}\n{output[-3000:]}"
+    return Ran(process.returncode, output, json.loads(report.read_text()) if report.exists() else {}, job_dir)
+
+
+def run(home: Path, *args: object, job: str = "job", timeout: float = 100) -> Ran:
+    """One job from start to end."""
+    return finish(start(home, *args, job=job), home, job, timeout)
+
+
+def leftovers(home: Path) -> dict[int, str]:
+    """Processes that belong to jobs below `home`: its path is in their environment."""
+    mark = f"HOLDFAST_HOME={home}".encode()
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                if mark in (entry / "environ").read_bytes().split(b"\0"):
+                    command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                    if command:
+                        found[int(entry.name)] = command
+            except OSError:
+                continue
+    return found
+
+
+def end_leftovers(home: Path) -> None:
+    """Ends what a failed test left."""
+    for pid in leftovers(home):
+        try:
+            os.kill(pid, 9)
+        except ProcessLookupError:
+            continue

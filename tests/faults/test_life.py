@@ -1,0 +1,97 @@
+"""A job's life seen from outside: Ctrl-C and going on, a killed launcher, errors of the script's own."""
+
+import os
+import signal
+
+import pytest
+from conftest import STEPS
+from harness import HERE, TINY, finish, leftovers, run, start
+
+
+def wait_for(process, text):
+    """Reads the launcher's lines until one holds the text."""
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if text in line:
+            return
+    raise AssertionError(f"{text!r} never came:\n{''.join(seen)[-3000:]}")
+
+
+def test_ctrl_c_keeps_the_state_and_the_same_job_goes_on(tmp_path, undisturbed):
+    process = start(tmp_path, "--nnodes", 3, "--fault", "stop-worker:rank=0,step=60", TINY, STEPS)
+    wait_for(process, "injecting")
+    process.send_signal(signal.SIGINT)
+    first = finish(process, tmp_path)
+    assert first.report["outcome"] == "stopped", first.output
+    assert 60 <= first.report["steps"]["committed"] < STEPS
+    losses = first.losses()
+    second = run(tmp_path, "--nnodes", 3, TINY, STEPS)
+    assert second.report["outcome"] == "finished"
+    assert second.report["final"] == undisturbed.report["final"]
+    assert losses + second.losses() == undisturbed.losses()
+
+
+def test_killed_launcher_leaves_no_orphans(tmp_path):
+    process = start(tmp_path, "--nnodes", 2, TINY, 1_000_000)
+    wait_for(process, "generation 1")
+    left = [os.pidfd_open(pid) for pid in leftovers(tmp_path) if pid != process.pid]
+    process.kill()
+    process.communicate()
+    for fd in left:
+        signal_when_gone(fd)
+    assert not leftovers(tmp_path)
+    assert list((tmp_path / "jobs" / "job" / "checkpoint").glob("step-*"))
+
+
+def signal_when_gone(fd, timeout=40):
+    import select
+
+    assert select.select([fd], [], [], timeout)[0], "a process outlived its launcher"
+    os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [
+        ("def broken(:\n", "SyntaxError"),
+        ("import no_such_module_at_all\n", "ModuleNotFoundError"),
+        ("raise ValueError('always')\n", "ValueError: always"),
+    ],
+)
+def test_an_error_of_the_scripts_own_is_shown_once_and_not_retried_for_ever(tmp_path, source, error):
+    script = tmp_path / "broken.py"
+    script.write_text(source)
+    ran = run(tmp_path, "--nnodes", 2, script)
+    assert ran.code == 1
+    assert ran.report["outcome"] == "failed"
+    assert error in ran.output
+    assert ran.output.count("Traceback (most recent call last)") <= 2  # the log of rank 0, and the closing error
+    assert "rank" in ran.output.splitlines()[-1] or "log" in "\n".join(ran.output.splitlines()[-12:])
+
+
+def test_a_fault_that_repeats_at_its_step_is_the_scripts(tmp_path):
+    ran = run(tmp_path, "--nnodes", 2, "--spares", 1, "--fault", "raise:rank=1,step=20,times=9", TINY, STEPS)
+    assert ran.code == 1
+    assert ran.report["outcome"] == "failed"
+    assert "step 20" in ran.report["reason"]
+    assert "InjectedError" in ran.output
+
+
+def test_going_on_smaller_and_growing_again(tmp_path):
+    ran = run(tmp_path, "--nnodes", "1:2", "--fault", "kill-node:rank=1,step=30", TINY, 1500, timeout=110)
+    assert ran.code == 0, ran.output[-3000:]
+    assert [n for _, n in ran.report["world"]["history"]] == [2, 1, 2]
+    assert ran.report["final"]["replicas_equal"]
+    assert ran.report["steps"]["lost"] == 0
+
+
+def test_level_0_restarts_from_warm_processes(tmp_path):
+    script = HERE / "train_ddp.py"
+    ran = run(
+        tmp_path, "--nnodes", 2, "--spares", 1, "--fault", "kill-worker:rank=1,step=20", script, 60, tmp_path / "ck"
+    )
+    assert ran.code == 0, ran.output[-3000:]
+    assert ran.kinds().count("started") == 2
+    assert ran.report["incidents"][0]["full_strength_s"] is not None
+    assert "finished at 60" in ran.output

@@ -1,0 +1,58 @@
+"""Every kind of fault in every phase of a step, with real processes.
+
+Each job has three replicas, a spare, and `--nnodes 3`, so that it never trains smaller: its losses and its
+final parameters must be those of the undisturbed job, bit by bit.
+"""
+
+import pytest
+from conftest import STEPS
+from harness import TINY, run
+
+from holdfast.protocol.faults import FaultKind
+
+PHASES = ("forward", "backward", "reduce", "vote", "update", "commit")
+KINDS = [k for k in FaultKind if k is not FaultKind.KILL_COORDINATOR]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fault_in_every_phase_changes_no_bit(kind, tmp_path, undisturbed):
+    faults = [f"{kind}:rank={i % 3},phase={phase},step={10 + 20 * i}" for i, phase in enumerate(PHASES)]
+    # the last one strikes while a newcomer fetches its state: during the recovery from another fault
+    faults += ["kill-worker:rank=1,phase=backward,step=135", f"{kind}:phase=transfer"]
+    given = [part for fault in faults for part in ("--fault", fault)]
+    ran = run(tmp_path, "--nnodes", 3, "--spares", 1, "--detection", 0.5, *given, TINY, STEPS)
+    assert ran.code == 0, ran.output[-3000:]
+    assert ran.report["final"] == undisturbed.report["final"]
+    assert ran.losses() == undisturbed.losses()
+    assert ran.report["steps"]["lost"] == 0
+    seen = {i["fault"] for i in ran.report["incidents"]}
+    assert seen == set(faults), ran.output[-3000:]
+    for incident in ran.report["incidents"]:
+        assert incident["injected"], incident
+        assert incident["stall_s"] is not None, incident
+        assert incident["full_strength_s"] is not None, incident
+
+
+@pytest.mark.parametrize("phase", ["forward", "reduce", "vote", "update"])
+def test_the_very_first_step(phase, tmp_path, undisturbed):
+    ran = run(
+        tmp_path, "--nnodes", 3, "--spares", 1, "--fault", f"kill-node:rank=0,phase={phase},step=0", TINY, STEPS
+    )
+    assert ran.code == 0, ran.output[-3000:]
+    assert ran.report["final"] == undisturbed.report["final"]
+    assert len(ran.report["incidents"]) == 1
+
+
+def test_kill_coordinator_needs_no_new_generation(tmp_path, undisturbed):
+    ran = run(tmp_path, "--nnodes", 3, "--fault", "kill-coordinator:step=40", TINY, STEPS)
+    assert ran.code == 0, ran.output[-3000:]
+    assert ran.kinds().count("formed") == 1
+    assert ran.losses() == undisturbed.losses()
+    assert [i["fault"] for i in ran.report["incidents"]] == ["kill-coordinator:step=40"]
+
+
+def test_kill_coordinator_in_the_middle_of_a_recovery(tmp_path, undisturbed):
+    faults = ["--fault", "kill-worker:rank=1,step=40", "--fault", "kill-coordinator:phase=transfer"]
+    ran = run(tmp_path, "--nnodes", 3, "--spares", 1, *faults, TINY, STEPS)
+    assert ran.code == 0, ran.output[-3000:]
+    assert ran.report["final"] == undisturbed.report["final"]

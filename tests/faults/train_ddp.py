@@ -1,0 +1,31 @@
+"""An unmodified torchrun script: DDP, env:// rendezvous, a checkpoint of its own."""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+steps, path = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Linear(32, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+begin = 0
+if os.path.exists(path):
+    saved = torch.load(path, weights_only=True)
+    model.load_state_dict(saved["model"])
+    begin = saved["step"]
+ddp = torch.nn.parallel.DistributedDataParallel(model)
+for step in range(begin, steps):
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(step * 100 + dist.get_rank()))
+    optimizer.zero_grad()
+    ddp(x).square().mean().backward()
+    optimizer.step()
+    if dist.get_rank() == 0 and step % 5 == 4:
+        torch.save({"model": model.state_dict(), "step": step + 1}, f"{path}.tmp")
+        os.replace(f"{path}.tmp", path)
+dist.barrier()
+if dist.get_rank() == 0:
+    print(f"finished at {steps} as one of {dist.get_world_size()}")
+dist.destroy_process_group()
