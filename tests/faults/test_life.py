@@ -66,7 +66,9 @@ def test_an_error_of_the_scripts_own_is_shown_once_and_not_retried_for_ever(tmp_
     assert ran.code == 1
     assert ran.report["outcome"] == "failed"
     assert error in ran.output
-    assert ran.output.count("Traceback (most recent call last)") <= 2  # the log of rank 0, and the closing error
+    assert (
+        ran.output.count("Traceback (most recent call last)") <= 2
+    )  # the log of rank 0, and the closing error
     assert "rank" in ran.output.splitlines()[-1] or "log" in "\n".join(ran.output.splitlines()[-12:])
 
 
@@ -89,7 +91,16 @@ def test_going_on_smaller_and_growing_again(tmp_path):
 def test_level_0_restarts_from_warm_processes(tmp_path):
     script = HERE / "train_ddp.py"
     ran = run(
-        tmp_path, "--nnodes", 2, "--spares", 1, "--fault", "kill-worker:rank=1,step=20", script, 60, tmp_path / "ck"
+        tmp_path,
+        "--nnodes",
+        2,
+        "--spares",
+        1,
+        "--fault",
+        "kill-worker:rank=1,step=20",
+        script,
+        60,
+        tmp_path / "ck",
     )
     assert ran.code == 0, ran.output[-3000:]
     assert ran.kinds().count("started") == 2

@@ -36,7 +36,15 @@ def test_a_fault_in_every_phase_changes_no_bit(kind, tmp_path, undisturbed):
 @pytest.mark.parametrize("phase", ["forward", "reduce", "vote", "update"])
 def test_the_very_first_step(phase, tmp_path, undisturbed):
     ran = run(
-        tmp_path, "--nnodes", 3, "--spares", 1, "--fault", f"kill-node:rank=0,phase={phase},step=0", TINY, STEPS
+        tmp_path,
+        "--nnodes",
+        3,
+        "--spares",
+        1,
+        "--fault",
+        f"kill-node:rank=0,phase={phase},step=0",
+        TINY,
+        STEPS,
     )
     assert ran.code == 0, ran.output[-3000:]
     assert ran.report["final"] == undisturbed.report["final"]

@@ -53,6 +53,7 @@ class Agent:
         self._pool = WarmPool(config.slots, config.preload)
         self._workers: dict[str, WorkerProcess] = {}
         self._unwanted: set[str] = set()
+        self._starting: dict[str, list[m.ToWorker]] = {}
         self._armed: dict[str, ArmedFault] = {}
         self._over = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -104,6 +105,7 @@ class Agent:
     def _take(self, order: m.ToAgent) -> None:
         match order:
             case m.StartWorker():
+                self._starting[order.worker] = []
                 self._spawn(self._start(order))
             case m.KillWorker(name, grace_s):
                 if worker := self._workers.get(name):
@@ -113,6 +115,8 @@ class Agent:
             case m.Tell(name, message):
                 if worker := self._workers.get(name):
                     self._tell(worker, message)
+                elif name in self._starting:
+                    self._starting[name].append(message)
             case m.Inspect(request):
                 self._spawn(self._inspect(request))
             case m.RunFault(fault, name):
@@ -133,6 +137,7 @@ class Agent:
     async def _start(self, order: m.StartWorker) -> None:
         warm = await self._pool.take()
         config = self._config
+        early = self._starting.pop(order.worker)
         if order.worker in self._unwanted:
             os.kill(warm.pid, signal.SIGKILL)
             self._link.send(m.Exited(order.worker, -signal.SIGKILL))
@@ -159,6 +164,8 @@ class Agent:
                 config.host,
             )
         )
+        for message in early:
+            self._tell(worker, message)
         self._link.send(m.Started(order.worker, warm.pid, str(worker.log)))
         if env.get("RANK") == "0":
             self._follower.follow(worker.log)

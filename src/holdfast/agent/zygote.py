@@ -8,6 +8,7 @@ byte with a socket attached), fork.
 from __future__ import annotations
 
 import array
+import gc
 import importlib
 import os
 import signal
@@ -23,6 +24,7 @@ def main() -> int:
     channel = socket.socket(fileno=int(sys.argv[1]))
     _import(sys.argv[2].split(","))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the launcher; workers end in order
+    gc.freeze()  # children share these pages; a collection that touches them would copy them
     channel.sendall(b"r")
     while True:
         request, fds = _receive(channel)
@@ -33,9 +35,9 @@ def main() -> int:
             worker.close()
             continue
         channel.close()
-        from holdfast.train.worker import become
+        from holdfast.train.worker import become, leave
 
-        return become(worker)
+        leave(become(worker))
 
 
 def _import(modules: list[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,17 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from holdfast.engines import jobs
 from holdfast.errors import UsageError
 from holdfast.protocol.endpoint import read_endpoint
 
 RETRY_S = 0.05
+PATIENCE_S = 10.0
+"""How long an answer may take, and how long a coordinator may take that is being started again."""
+
+
+class NoAnswer(UsageError):
+    """Nobody answers for the job: it has ended, or its coordinator was lost and nobody starts it again."""
 
 
 class Announcement(msgspec.Struct, frozen=True):
@@ -44,33 +52,48 @@ class JobClient:
 
     def _url(self, path: str) -> str:
         where = read_endpoint(self._job_dir)
-        if where is None:
-            raise UsageError(f"the job {self._job_dir.name!r} is not running")
+        if where is None or not jobs.is_running(self._job_dir):
+            raise NoAnswer(f"the job {self._job_dir.name!r} is not running")
         return f"{where.url}{path}"
 
     async def get(self, path: str) -> Any:
-        """A JSON page. Raises UsageError when nobody answers."""
+        """A JSON page. Raises NoAnswer when nobody answers."""
         return await self._request("GET", path)
 
     async def post(self, path: str, body: str = "") -> Any:
-        """A request. Raises UsageError with the coordinator's words when it refuses."""
+        """A request. Raises UsageError with the coordinator's words when it refuses, else NoAnswer."""
         return await self._request("POST", path, body)
 
     async def _request(self, method: str, path: str, body: str = "") -> Any:
         assert self._session is not None
-        try:
-            async with self._session.request(method, self._url(path), data=body or None) as response:
-                data = await response.read()
-                if response.status >= 400:
-                    raise UsageError(data.decode(errors="replace").strip())
-                return msgspec.json.decode(data)
-        except aiohttp.ClientError as error:
-            raise UsageError(f"the job {self._job_dir.name!r} does not answer: {error}") from error
+        deadline = time.monotonic() + PATIENCE_S
+        limit = aiohttp.ClientTimeout(total=PATIENCE_S)
+        while True:
+            try:
+                async with self._session.request(
+                    method, self._url(path), data=body or None, timeout=limit
+                ) as response:
+                    data = await response.read()
+                    if response.status >= 400:
+                        raise UsageError(data.decode(errors="replace").strip())
+                    return msgspec.json.decode(data)
+            except aiohttp.ClientConnectorError as error:  # nothing was sent: it may be starting again
+                if time.monotonic() > deadline:
+                    raise self._no_answer(error) from error
+            except (aiohttp.ClientError, TimeoutError) as error:
+                raise self._no_answer(error) from error
+            await asyncio.sleep(RETRY_S)
 
-    async def watch(self, follow: bool = True) -> AsyncIterator[Announcement]:
-        """Announcements, across restarts of the coordinator, until the job has ended."""
+    def _no_answer(self, error: Exception) -> NoAnswer:
+        why = str(error) or type(error).__name__
+        return NoAnswer(f"the coordinator of the job {self._job_dir.name!r} does not answer: {why}")
+
+    async def watch(self, after: int = 0) -> AsyncIterator[Announcement]:
+        """Announcements, across restarts of the coordinator, until the job has ended or nothing of it runs.
+
+        after: number (`seq`) of the last event that is known already.
+        """
         assert self._session is not None
-        after = 0
         while True:
             try:
                 async with self._session.ws_connect(self._url(f"/watch?after={after}")) as socket:
@@ -83,7 +106,9 @@ class JobClient:
                         yield said
                         if said.kind == "ended":
                             return
-            except (aiohttp.ClientError, UsageError, ConnectionError):
-                if not follow:
-                    return
+            except (aiohttp.ClientError, OSError, NoAnswer, TimeoutError):
+                pass
+            if not jobs.is_running(self._job_dir):
+                return
+            # There is no event for "the coordinator listens again": try.
             await asyncio.sleep(RETRY_S)

@@ -49,12 +49,49 @@ def newest_job() -> str | None:
     return max(folders, key=lambda d: (d / "spec.json").stat().st_mtime).name if folders else None
 
 
+def existing(name: str | None) -> Path:
+    """The folder of a job that was started at some time; without a name the newest.
+
+    Raises:
+        UsageError: there is none.
+    """
+    chosen = newest_job() if name is None else check_name(name)
+    if chosen is None:
+        raise UsageError(
+            f"there is no job in {home() / 'jobs'}; start one with `holdfast run`, or set HOLDFAST_HOME"
+        )
+    folder = job_dir(chosen)
+    if not (folder / "spec.json").is_file():
+        names = sorted(
+            (d.parent for d in (home() / "jobs").glob("*/spec.json")), key=lambda d: d.stat().st_mtime
+        )
+        there = f"; the newest are {', '.join(d.name for d in names[:-6:-1])}" if names else ""
+        raise UsageError(f"there is no job {chosen!r} in {home() / 'jobs'}{there}")
+    return folder
+
+
+def is_running(folder: Path) -> bool:
+    """Whether the job's launcher or its coordinator lives: either holds the lock."""
+    try:
+        fd = os.open(folder / "lock", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
 class JobFolder:
     """A job's folder, locked for as long as launcher or coordinator live."""
 
     def __init__(self, name: str) -> None:
         """Raises UsageError when a job of this name is running."""
         self.path = job_dir(name)
+        self._new = not self.path.exists()
         self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -103,6 +140,11 @@ class JobFolder:
                 (self.path / name).rename(to / name)
         for number in sorted(numbers)[: -KEEP_LEDGERS + 1]:
             shutil.rmtree(runs / str(number), ignore_errors=True)
+
+    def discard(self) -> None:
+        """Removes what a start that was refused has made; a folder that was there before stays."""
+        if self._new:
+            shutil.rmtree(self.path, ignore_errors=True)
 
     def close(self) -> None:
         """Gives the lock back."""

@@ -32,6 +32,11 @@ class Timing(msgspec.Struct, frozen=True):
         return max(self.stall_floor_s, self.stall_factor * (median_step_s or 0.0))
 
     @property
+    def inspect_s(self) -> float:
+        """How long agents may take to save the stacks of their workers and answer."""
+        return 0.5 + self.detection_s / 4
+
+    @property
     def adopt_s(self) -> float:
         """How long a restarted coordinator waits for the agents it knows."""
         return 2 * self.detection_s

@@ -74,7 +74,10 @@ def happen(kind: FaultKind, poison: Callable[[], None]) -> None:
             with lock:
                 lock.acquire()
         case FaultKind.HOLD_GIL:
-            ctypes.PyDLL(None).sleep(1 << 30)  # PyDLL keeps the GIL during the call
+            mutex = ctypes.create_string_buffer(64)  # zeros: PTHREAD_MUTEX_INITIALIZER
+            library = ctypes.PyDLL(None)  # keeps the GIL during its calls
+            library.pthread_mutex_lock(mutex)
+            library.pthread_mutex_lock(mutex)
         case FaultKind.NAN:
             poison()
         case FaultKind.KILL_NODE | FaultKind.STOP_NODE:

@@ -76,6 +76,11 @@ class MeshListener:
                 raise CollectiveFailed("the generation broke while its members connected")
             return self._arrived.pop((generation, rank))
 
+    def close(self) -> None:
+        """Accepts nobody any more."""
+        self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
+
     def release(self, generation: int) -> None:
         """Nobody waits for members of this or an older generation any more."""
         with self._news:

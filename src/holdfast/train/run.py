@@ -45,6 +45,11 @@ class Run:
         return self._replica.world_size if self._replica else 1
 
     @property
+    def generation(self) -> int:
+        """Number of the running generation; grows with every change of the membership."""
+        return self._replica.generation if self._replica else 0
+
+    @property
     def stopped(self) -> bool:
         """Whether the job was asked to stop before its last step."""
         return self._replica is not None and self._replica.stopped

@@ -49,6 +49,12 @@ class DonorServer:
         self.port: int = self._server.server_address[1]
         threading.Thread(target=self._server.serve_forever, name="holdfast-donor", daemon=True).start()
 
+    def close(self) -> None:
+        """Stops serving; requests that wait are answered with 'gone'."""
+        self.publish(1 << 62, None)
+        self._server.shutdown()
+        self._server.server_close()
+
     def publish(self, generation: int, image: Image | None) -> None:
         """From now on requests for this generation are answered (None: with 'gone'); older ones fail."""
         with self._news:
@@ -146,6 +152,11 @@ class Fetch:
                         connection.sock.shutdown(socket.SHUT_RDWR)
                     except OSError:
                         continue
+
+    def busy(self) -> bool:
+        """Whether a connection to a donor is open."""
+        with self._lock:
+            return any(c.sock is not None for c in self._open)
 
     def run(self, objects: Protected) -> Image:
         """Receives the whole image, into the live tensors of `objects` where they fit.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import faulthandler
 import os
@@ -14,6 +15,7 @@ import threading
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from holdfast.protocol import messages as m
 from holdfast.protocol.frames import Codec, pack
@@ -90,6 +92,17 @@ def become(sock: socket.socket) -> int:
         _attachment.append(Attachment(link, faults, int(start.env.get("HOLDFAST_TARGET", "1"))))
         _count_steps(link, faults)
         return _run_script(start, link)
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process as Python would, without tearing every module down: that takes seconds after torch."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def die_with_parent() -> None:

@@ -72,13 +72,11 @@ class LocalEngine:
             _signal(process, signal.SIGTERM)
         try:
             async with asyncio.timeout(CLOSE_S):
-                for process in self._agents.values():
-                    await process.wait()
+                await asyncio.gather(*(p.wait() for p in self._agents.values()))
         except TimeoutError:
             for process in self._agents.values():
                 _signal(process, signal.SIGKILL)
-        for process in self._agents.values():
-            await process.wait()
+        await asyncio.gather(*self._reading)
         os.close(self._held)
         os.close(self._lifeline)
 
@@ -86,6 +84,6 @@ class LocalEngine:
 def _signal(process: asyncio.subprocess.Process, number: int) -> None:
     if process.returncode is None:
         try:
-            process.send_signal(number)
+            os.kill(process.pid, number)  # send_signal would reap it behind asyncio's back
         except ProcessLookupError:
             return

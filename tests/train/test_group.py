@@ -1,0 +1,180 @@
+"""Groups of real workers as threads of one process: each has its own mesh and its own gloo."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from holdfast.errors import CollectiveFailed
+from holdfast.protocol.messages import Generation, Member
+from holdfast.train.group import Group
+from holdfast.train.mesh import MeshListener
+from holdfast.train.reduction import GradientSum
+
+TOKEN = "secret"
+
+
+class Cluster:
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.listeners = [MeshListener("127.0.0.1", TOKEN) for _ in range(size)]
+        self.pool = ThreadPoolExecutor(size)
+
+    def generation(self, number: int, ranks=None) -> Generation:
+        ranks = range(self.size) if ranks is None else ranks
+        return Generation(
+            number,
+            tuple(
+                Member(i, f"w{r}", f"n{r}", 0, "127.0.0.1", self.listeners[r].port)
+                for i, r in enumerate(ranks)
+            ),
+        )
+
+    def join(self, number: int) -> list[Group]:
+        generation = self.generation(number)
+        groups = [Group(generation, rank, "127.0.0.1") for rank in range(self.size)]
+        list(self.pool.map(lambda g: g.connect(self.listeners[g.rank], TOKEN), groups))
+        return groups
+
+    def each(self, work, groups):
+        return list(self.pool.map(work, groups))
+
+    def close(self):
+        for listener in self.listeners:
+            listener.close()
+        self.pool.shutdown()
+
+
+@pytest.fixture
+def cluster():
+    made = Cluster(3)
+    yield made
+    made.close()
+
+
+def test_words_arrive_in_the_order_of_the_ranks(cluster):
+    groups = cluster.join(1)
+
+    def talk(group):
+        group.mesh.say(5, float(group.rank), 1.0, 0.5)
+        return group.mesh.hear(5, (float(group.rank), 1.0, 0.5))
+
+    expected = [(float(r), 1.0, 0.5) for r in range(3)]
+    assert cluster.each(talk, groups) == [expected] * 3
+    for group in groups:
+        group.close()
+
+
+def test_a_rank_at_another_step_is_noticed(cluster):
+    groups = cluster.join(1)
+
+    def talk(group):
+        step = 6 if group.rank == 1 else 5
+        group.mesh.say(step, 0.0, 0.0, 0.0)
+        with pytest.raises(CollectiveFailed, match="at step"):
+            group.mesh.hear(step, (0.0, 0.0, 0.0))
+        return True
+
+    assert all(cluster.each(talk, groups))
+    for group in groups:
+        group.close()
+
+
+def test_gloo_sums_over_the_group(cluster):
+    groups = cluster.join(1)
+
+    def add(group):
+        tensor = torch.full((1000,), float(group.rank + 1))
+        group.allreduce(tensor).wait()
+        return tensor[0].item()
+
+    assert cluster.each(add, groups) == [6.0] * 3
+    for group in groups:
+        group.close()
+
+
+def test_a_broken_mesh_frees_who_waits(cluster):
+    groups = cluster.join(1)
+    waiting = threading.Event()
+
+    def wait(group):
+        if group.rank == 2:
+            waiting.wait()
+            groups[0].mesh.abort()
+            return "silent"
+        waiting.set()
+        with pytest.raises(CollectiveFailed):
+            group.mesh.hear(1, (0.0, 0.0, 0.0))
+        return "free"
+
+    assert cluster.each(wait, groups) == ["free", "free", "silent"]
+    for group in groups:
+        group.abort()
+        group.close()
+
+
+def test_a_member_that_never_connects_does_not_hold_the_others_after_a_break(cluster):
+    generation = cluster.generation(3)
+    group = Group(generation, 0, "127.0.0.1")
+
+    def connect():
+        with pytest.raises(CollectiveFailed):
+            group.connect(cluster.listeners[0], TOKEN)
+        return True
+
+    waiting = cluster.pool.submit(connect)
+    group.abort()
+    assert waiting.result(timeout=10)
+
+
+def test_a_stranger_without_the_token_is_not_let_in(cluster):
+    generation = cluster.generation(1, ranks=[0, 1])
+    host, guest = Group(generation, 0, "127.0.0.1"), Group(generation, 1, "127.0.0.1")
+    waiting = cluster.pool.submit(host.connect, cluster.listeners[0], TOKEN)
+    with pytest.raises(CollectiveFailed):
+        guest.connect(cluster.listeners[1], "wrong")
+    host.abort()
+    with pytest.raises(CollectiveFailed):
+        waiting.result(timeout=10)
+    host.close()
+    guest.close()
+
+
+def test_gradients_are_those_of_one_big_batch(cluster):
+    """The sum over replicas and micro-batches, divided once, is the gradient of the global batch."""
+    groups = cluster.join(1)
+    rng = torch.Generator().manual_seed(0)
+    inputs = torch.randn(12, 6, generator=rng)
+
+    def model():
+        torch.manual_seed(3)
+        return torch.nn.Sequential(torch.nn.Linear(6, 300), torch.nn.Tanh(), torch.nn.Linear(300, 2))
+
+    nets = [model() for _ in groups]  # the seed is the process's: not in threads
+
+    def work(group):
+        net = nets[group.rank]
+        sums = GradientSum(net.parameters(), lambda: None)
+        sums.begin()
+        mine = inputs[group.rank * 4 : group.rank * 4 + 4]
+        net(mine[:2]).square().sum().backward()
+        sums.last(group)
+        net(mine[2:]).square().sum().backward()
+        sums.flush(group)
+        norm = sums.finish(lambda: 1 / 12)
+        return norm, [p.grad.clone() for p in net.parameters()]
+
+    results = cluster.each(work, groups)
+    whole = model()
+    (whole(inputs).square().sum() / 12).backward()
+    norms = {norm for norm, _ in results}
+    assert len(norms) == 1
+    for norm, grads in results:
+        for ours, p in zip(grads, whole.parameters(), strict=True):
+            torch.testing.assert_close(ours, p.grad)
+        assert norm == pytest.approx(
+            torch.nn.utils.get_total_norm([p.grad for p in whole.parameters()]).item()
+        )
+    for group in groups:
+        group.close()

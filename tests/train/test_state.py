@@ -1,0 +1,122 @@
+import pytest
+import torch
+
+from holdfast.errors import ChecksumError, StateError, UsageError
+from holdfast.train import durable, state
+
+
+def trained(seed: int = 0, steps: int = 2):
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.95))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(5, 8)).square().sum().backward()
+        optimizer.step()
+        scheduler.step()
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+
+
+def copy_bytes(source: state.Image, target: state.Image) -> None:
+    total = source.manifest.nbytes
+    data = b"".join(bytes(p) for p in source.pieces(0, total))
+    at = 0
+    for piece in target.pieces(0, total):
+        piece[:] = data[at : at + len(piece)]
+        at += len(piece)
+
+
+def test_state_goes_into_a_fresh_replica_bit_by_bit():
+    old, fresh = trained(), trained(seed=1, steps=0)
+    image = state.capture(old, step=7)
+    target = state.targets(fresh, image.manifest)
+    copy_bytes(image, target)
+    state.load(fresh, target)
+    assert state.digest(fresh) == state.digest(old)
+    assert fresh["optimizer"].param_groups[0]["betas"] == (0.9, 0.95)
+    assert fresh["scheduler"].last_epoch == old["scheduler"].last_epoch
+
+
+def test_live_tensors_are_received_into_directly():
+    old, fresh = trained(), trained(seed=1)
+    target = state.targets(fresh, state.capture(old, 0).manifest)
+    pointers = {t.data_ptr() for t in target.tensors}
+    assert all(p.data_ptr() in pointers for p in fresh["model"].parameters())
+
+
+def test_pieces_cover_any_range_once():
+    image = state.capture(trained(), 0)
+    total = image.manifest.nbytes
+    whole = b"".join(bytes(p) for p in image.pieces(0, total))
+    assert len(whole) == total
+    parts = b"".join(
+        bytes(p) for low in range(0, total, 777) for p in image.pieces(low, min(low + 777, total))
+    )
+    assert parts == whole
+
+
+def test_buffers_are_copied_when_they_may_change_while_they_are_read():
+    things = trained()
+    image = state.capture(things, 0, copy_buffers=True)
+    before = b"".join(bytes(p) for p in image.pieces(0, image.manifest.nbytes))
+    things["model"](torch.randn(5, 8))  # moves the running statistics
+    assert b"".join(bytes(p) for p in image.pieces(0, image.manifest.nbytes)) == before
+
+
+def test_what_cannot_be_protected_is_refused_with_its_path():
+    class Odd:
+        def state_dict(self):
+            return {"deep": {"thing": object()}}
+
+        def load_state_dict(self, state):
+            return
+
+    with pytest.raises(UsageError, match=r"odd\.deep\.thing.*object"):
+        state.capture({"odd": Odd()}, 0)
+    with pytest.raises(UsageError, match="state_dict"):
+        state.check_protected({"number": 3})
+
+
+def test_other_objects_are_refused():
+    image = state.capture(trained(), 0)
+    with pytest.raises(StateError, match="this script protects"):
+        state.load({"net": torch.nn.Linear(2, 2)}, image)
+
+
+def test_a_checkpoint_on_disk_comes_back(tmp_path):
+    old, fresh = trained(), trained(seed=1, steps=0)
+    path = durable.save(state.capture(old, 12), tmp_path)
+    assert [d.step for d in durable.find(tmp_path)] == [12]
+    assert durable.restore(fresh, path) == 12
+    assert state.digest(fresh) == state.digest(old)
+
+
+def test_a_flipped_bit_is_found(tmp_path):
+    path = durable.save(state.capture(trained(), 1), tmp_path)
+    data = bytearray((path / "state.bin").read_bytes())
+    data[len(data) // 2] ^= 1
+    (path / "state.bin").write_bytes(data)
+    with pytest.raises(ChecksumError, match="were changed"):
+        durable.restore(trained(seed=1), path)
+
+
+def test_a_checkpoint_that_is_cut_short_is_refused(tmp_path):
+    path = durable.save(state.capture(trained(), 1), tmp_path)
+    with (path / "state.bin").open("r+b") as file:
+        file.truncate(10)
+    with pytest.raises(StateError, match="cut short"):
+        durable.restore(trained(seed=1), path)
+
+
+def test_a_folder_without_its_manifest_does_not_exist(tmp_path):
+    durable.save(state.capture(trained(), 1), tmp_path)
+    (tmp_path / "step-9").mkdir()
+    assert [d.step for d in durable.find(tmp_path)] == [1]
+
+
+def test_the_newest_two_are_kept(tmp_path):
+    things = trained()
+    for step in (1, 2, 3, 4):
+        durable.save(state.capture(things, step), tmp_path)
+    assert [d.step for d in durable.find(tmp_path)] == [3, 4]
