@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 import typer
 
-from holdfast.cli import events, fault, logs, run, status
-from holdfast.errors import HoldfastError
+from holdfast.cli import events, fault, logs, report, run, status, stop
+from holdfast.cli.torchrun import RunCommand
+from holdfast.errors import HoldfastError, UsageError
+
+EXIT_USAGE = 2
+EXIT_FAILED = 1
 
 app = typer.Typer(
     name="holdfast",
@@ -16,17 +21,39 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("run", context_settings=run.CONTEXT)(run.run)
+app.command("run", cls=RunCommand, context_settings=run.CONTEXT)(run.run)
 app.command("status")(status.status)
 app.command("events")(events.events)
 app.command("logs")(logs.logs)
+app.command("report")(report.report)
 app.command("fault")(fault.fault)
+app.command("stop")(stop.stop)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from holdfast import __version__
+
+        sys.stdout.write(f"holdfast {__version__}\n")
+        raise typer.Exit()
+
+
+@app.callback()
+def holdfast(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Keeps PyTorch training running through failures and changes of capacity."""
 
 
 def main() -> None:
     """Entry point of the console script. Exit code 2 for bad input, 1 for a job that failed."""
     try:
         app()
+    except UsageError as error:
+        sys.stderr.write(f"holdfast: {error}\n")
+        sys.exit(EXIT_USAGE)
     except HoldfastError as error:
         sys.stderr.write(f"holdfast: {error}\n")
-        sys.exit(2)
+        sys.exit(EXIT_FAILED)

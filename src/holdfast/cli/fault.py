@@ -1,5 +1,43 @@
-"""`holdfast fault`."""
+"""`holdfast fault`: injects a fault into a running job."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from holdfast.cli.common import JobName
 
 
-def fault() -> None:
-    """Not yet."""
+def fault(
+    spec: Annotated[str, typer.Argument(help="KIND[:key=value,...], for example kill-node:node=1.")],
+    job: JobName = None,
+) -> None:
+    """Injects a fault into a running job: kill-worker, kill-node, stop-worker, ... as with `run --fault`."""
+    import asyncio
+
+    from holdfast.engines import jobs
+    from holdfast.protocol.faults import parse_fault
+
+    parsed = parse_fault(spec)
+    folder = jobs.existing(job)
+    asyncio.run(_inject(folder, spec, deadly=parsed.kind == "kill-coordinator"))
+    sys.stdout.write(
+        f"{parsed} goes to the job {folder.name}; `holdfast events --job {folder.name}` shows more\n"
+    )
+
+
+async def _inject(folder: Path, spec: str, deadly: bool) -> None:
+    """deadly: the fault ends the very process that would answer, so no answer is one."""
+    from holdfast.engines.client import JobClient, NoAnswer
+
+    async with JobClient(folder) as client:
+        if deadly:
+            await client.get("/status")  # there must be one to kill
+        try:
+            await client.post("/fault", spec)
+        except NoAnswer:
+            if not deadly:
+                raise

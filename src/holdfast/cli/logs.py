@@ -1,5 +1,101 @@
-"""`holdfast logs`."""
+"""`holdfast logs`: what the workers of a job printed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from holdfast.cli.common import JobName, ledger
+
+if TYPE_CHECKING:
+    from holdfast.cli.sources import LogSources
+    from holdfast.observe.tail import Write
+
+LINES = 20
 
 
-def logs() -> None:
-    """Not yet."""
+def logs(
+    job: JobName = None,
+    rank: Annotated[
+        int | None, typer.Option("--rank", help="Of this rank: every worker that had it.", min=0)
+    ] = None,
+    node: Annotated[int | None, typer.Option("--node", help="Of the workers of this node.", min=0)] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends.")] = False,
+    lines: Annotated[
+        int, typer.Option("-n", "--lines", help="Last lines of each log; 0: all.", min=0)
+    ] = LINES,
+) -> None:
+    """Shows what workers printed; without --rank and --node, those of the newest generation."""
+    from holdfast.cli.sources import LogSources
+    from holdfast.engines import jobs
+    from holdfast.errors import UsageError
+
+    if rank is not None and node is not None:
+        raise UsageError("give --rank or --node, not both")
+    folder = jobs.existing(job)
+    sources = LogSources(rank, node)
+    seq = 0
+    with ledger(folder) as store:
+        for entry in store.events():
+            sources.heard(entry.kind, entry.fields)
+            seq = entry.seq
+    write = _write_plain if rank is not None else _write_labelled
+    if follow and jobs.is_running(folder):
+        import asyncio
+
+        asyncio.run(_follow(folder, sources, seq, lines, write))
+        return
+    chosen = sources.chosen()
+    if not chosen:
+        raise UsageError(
+            f"the job {folder.name!r} has no log of that: {sources.known() or 'no worker was started'}"
+        )
+    said = [_print(path, label, lines, write) for path, label in chosen.items()]
+    if not any(said):
+        sys.stderr.write(f"nothing was printed; the logs are in {folder / 'logs'}\n")
+
+
+def _print(path: Path, label: str, lines: int, write: Write) -> bool:
+    """Whether there was anything to print."""
+    from holdfast.observe.tail import last_lines
+
+    try:
+        with path.open("rb") as file:
+            data = last_lines(file, lines)
+    except FileNotFoundError:
+        return False
+    if data:
+        write(label, data if data.endswith(b"\n") else data + b"\n")
+    return bool(data)
+
+
+async def _follow(folder: Path, sources: LogSources, seq: int, lines: int, write: Write) -> None:
+    """The logs as they grow; workers that come later are shown from their first line on."""
+    from holdfast.engines.client import JobClient
+    from holdfast.observe.tail import Tail
+
+    tail = Tail(write)
+    try:
+        for path, label in sources.chosen().items():
+            tail.add(path, label, lines)
+        async with JobClient(folder) as client:
+            async for said in client.watch(seq):
+                if said.kind == "event":
+                    sources.heard(said.value["kind"], said.value["fields"])
+                    for path, label in sources.chosen().items():
+                        tail.add(path, label, 0)
+    finally:
+        tail.close()
+
+
+def _write_plain(label: str, lines: bytes) -> None:
+    sys.stdout.buffer.write(lines)
+    sys.stdout.buffer.flush()
+
+
+def _write_labelled(label: str, lines: bytes) -> None:
+    begin = f"{label} | ".encode()
+    _write_plain(label, b"".join(begin + line for line in lines.splitlines(keepends=True)))

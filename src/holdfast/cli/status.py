@@ -1,5 +1,80 @@
-"""`holdfast status`."""
+"""`holdfast status`: what a job is doing now."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from holdfast.cli.common import AsJson, JobName, ledger
+
+WIDTH = 100
 
 
-def status() -> None:
-    """Not yet."""
+def status(job: JobName = None, as_json: AsJson = False) -> None:
+    """Shows what a job is doing: step, loss, ranks, nodes, incidents."""
+    from holdfast.engines import jobs
+
+    folder = jobs.existing(job)
+    shown = read_status(folder)
+    if as_json:
+        _write_json(shown)
+    else:
+        _show(shown)
+
+
+def read_status(folder: Path) -> dict[str, Any]:
+    """From the coordinator; from the ledger when the job does not run. `running` tells which."""
+    import asyncio
+
+    from holdfast.engines.client import JobClient, NoAnswer
+
+    async def ask() -> dict[str, Any]:
+        async with JobClient(folder) as client:
+            answer: dict[str, Any] = await client.get("/status")
+            return answer
+
+    try:
+        return {**asyncio.run(ask()), "running": True}
+    except NoAnswer:
+        return {**stored_status(folder), "running": False}
+
+
+def stored_status(folder: Path) -> dict[str, Any]:
+    """The job as its last coordinator left it.
+
+    Raises:
+        UsageError: the job was never started.
+    """
+    from holdfast.coordinator.report import build_status
+    from holdfast.errors import UsageError
+
+    with ledger(folder) as store:
+        state = store.load()
+        if state is None:
+            raise UsageError(f"the job {folder.name!r} was never started")
+        shown = build_status(state, state.began_s + store.last_t_s())
+        steps = store.steps()
+    if steps:
+        shown["step"] = max(shown["step"], steps[-1].step + 1)
+    return shown
+
+
+def _write_json(value: object) -> None:
+    import msgspec
+
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=1).decode() + "\n")
+
+
+def _show(shown: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    from holdfast.observe.board import board, headline
+
+    console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
+    if shown["running"]:
+        console.print(board(shown, rows=max(8, console.height - 12) if console.is_terminal else 10_000))
+        return
+    console.print(headline(shown))
+    job = shown["job"]
+    console.print(f"It is not running. `holdfast report --job {job}` shows what it did.", highlight=False)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from holdfast.coordinator import incidents, policy
+from holdfast.coordinator import failures, incidents, nodes, policy, stopping
 from holdfast.coordinator.state import Blame, JobPhase, Node, Worker, WorkerPhase
 from holdfast.protocol import messages as m
 
@@ -19,13 +19,13 @@ TERM_GRACE_S = 1.0
 def environment(core: Core, node: Node, slot: int, rank: int, world: int) -> dict[str, str]:
     """torchrun's variables for one worker. At level 2 they are only a first guess: `run.rank` is the rank."""
     spec = core.spec
-    nodes = core.alive_nodes()
-    master = nodes[0]
+    there = core.alive_nodes()
+    master = there[0]
     ports = master.ports or (29500,)
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(slot),
-        "GROUP_RANK": str(nodes.index(node)),
+        "GROUP_RANK": str(there.index(node)),
         "ROLE_RANK": str(rank),
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(spec.nproc),
@@ -48,62 +48,66 @@ def advance(core: Core) -> None:
     s = core.state
     if s.phase is JobPhase.STOPPING:
         if not core.alive_workers():
-            core.end()
+            stopping.end(core)
     elif s.stop_reason is not None:
         s.phase = JobPhase.STOPPING
         end_all(core, grace_s=core.timing.stop_s / 2)
         if not core.alive_workers():
-            core.end()
+            stopping.end(core)
     elif s.phase is JobPhase.BREAKING:
         if not core.alive_workers():
             s.phase = JobPhase.GATHERING
-            _launch(core)
+            advance(core)
     elif s.phase is JobPhase.GATHERING:
         _launch(core)
-    elif s.phase is JobPhase.RUNNING and not core.workers_in(WorkerPhase.STARTING, WorkerPhase.MEMBER):
+    elif s.phase is JobPhase.RUNNING and not core.alive_workers():
         s.outcome = "finished"
-        core.end()
+        stopping.end(core)
 
 
 def _launch(core: Core) -> None:
     s, spec = core.state, core.spec
-    core.ask_for_nodes()
-    nodes = sorted(core.alive_nodes(), key=lambda n: n.failures)
-    usable = [n for n in nodes if n.slots >= spec.nproc]
+    nodes.ask(core)
+    usable = [n for n in core.alive_nodes() if n.slots >= spec.nproc]
+    usable.sort(key=lambda n: n.failures)
     count = min(len(usable), spec.max_nodes)
     minimum = spec.max_nodes if spec.wait_for_spare else spec.min_nodes
-    if s.restarts_used > spec.max_restarts:
-        core.give_up("the restart budget is spent", s.blame)
+    if core.budget_spent():
+        stopping.give_up(core, "the restart budget is spent", s.blame)
         advance(core)
         return
     if count < minimum:
         if s.wait_deadline_s is None:
             s.wait_deadline_s = core.now + core.timing.wait_s
             core.record("waiting", workers=count * spec.nproc, target=spec.target)
+        if not nodes.coming(core):
+            stopping.give_up(core, "no more nodes may be asked for", s.blame)
+            advance(core)
         return
+    s.wait_deadline_s = None
     if count < spec.max_nodes and (s.number == 0 or s.replacing):
         if s.form_deadline_s is None:
             s.form_deadline_s = core.now + core.timing.form_s
         if core.now < s.form_deadline_s:
             return
-    s.form_deadline_s = s.wait_deadline_s = None
+    s.form_deadline_s = None
     _start_all(core, sorted(usable[:count], key=lambda n: list(s.nodes).index(n.name)))
 
 
-def _start_all(core: Core, nodes: list[Node]) -> None:
+def _start_all(core: Core, chosen: list[Node]) -> None:
     s, spec = core.state, core.spec
-    world = len(nodes) * spec.nproc
+    world = len(chosen) * spec.nproc
     s.number += 1
     s.master_uses += 1
     members = []
-    for index, node in enumerate(nodes):
+    for index, node in enumerate(chosen):
         for slot in range(spec.nproc):
             rank = index * spec.nproc + slot
             env = environment(core, node, slot, rank, world)
-            env |= {"MASTER_ADDR": nodes[0].host, "GROUP_RANK": str(index)}
-            ports = nodes[0].ports or (29500,)
+            env |= {"MASTER_ADDR": chosen[0].host, "GROUP_RANK": str(index)}
+            ports = chosen[0].ports or (29500,)
             env["MASTER_PORT"] = str(ports[s.master_uses % len(ports)])
-            worker = core.start_worker(node, slot, env)
+            worker = nodes.start_worker(core, node, slot, env)
             worker.phase = WorkerPhase.MEMBER
             members.append(m.Member(rank, worker.name, node.name, slot, node.host))
     s.generation = m.Generation(s.number, tuple(members))
@@ -124,35 +128,28 @@ def exited(core: Core, worker: Worker, message: m.Exited) -> None:
         return
     blame = s.blames[worker.name]
     blame.rank = s.generation.rank_of(worker.name) if s.generation else None
-    step = s.committed or None
-    core.note_failure(step, policy.failure_signature(blame, message), worker, s.number)
     cause = blame.cause if blame.traceback else policy.describe_exit(message.code)
-    _fault(core, [worker], worker.node, cause)
-    verdict = policy.script_fault(s.failures)
-    if verdict is None and _same_everywhere(core):
-        verdict = policy.ScriptFault("the same error again after a restart")
+    injected = _fault(core, [worker], worker.node, cause)
     s.blame = blame
-    if verdict is not None:
-        core.give_up(verdict.reason, _first_blame(core))
-    elif core.spec.max_restarts == 0:
-        core.give_up("no restarts are allowed", blame)
+    if core.spec.max_restarts == 0:
+        stopping.give_up(core, "no restarts are allowed", blame)
+    elif not injected:
+        _judge(core, worker, policy.failure_signature(blame, message))
 
 
-def _same_everywhere(core: Core) -> bool:
-    """The same exception in two generations: at level 0 the step it struck at is not known."""
-    failures = core.state.failures
-    last = failures[-1]
-    if last.signature.startswith(("signal", "exit code")) or last.step is not None:
-        return False
-    return len({f.generation for f in failures if f.signature == last.signature}) >= 2
-
-
-def _first_blame(core: Core) -> Blame | None:
-    signature = core.state.failures[-1].signature
-    for failure in core.state.failures:
-        if failure.signature == signature:
-            return core.state.blames.get(failure.worker)
-    return None
+def _judge(core: Core, worker: Worker, signature: str) -> None:
+    """The script's fault, a node's, or one that a restart may cure?"""
+    s = core.state
+    failures.note_failure(core, s.committed or None, signature, worker, s.number)
+    verdict = policy.gang_fault(s.failures, nodes=nodes.hoped_for(core))
+    match verdict:
+        case policy.ScriptFault(reason):
+            s.blame = failures.first_blame(core, signature) or s.blame
+            stopping.give_up(core, reason, None)
+        case policy.NodeFault(name):
+            nodes.lose(core, s.nodes[name], f"its workers fail again and again: {signature}")
+        case None:
+            pass
 
 
 def lost(core: Core, worker: Worker, cause: str) -> None:
@@ -176,11 +173,13 @@ def stalled(core: Core, workers: list[Worker], reason: str) -> None:
         _fault(core, workers, node, f"hang: {reason}")
 
 
-def _fault(core: Core, workers: list[Worker], node: str | None, cause: str) -> None:
+def _fault(core: Core, workers: list[Worker], node: str | None, cause: str) -> bool:
+    """Opens an incident and starts all again. True when the fault was injected."""
     s = core.state
     incident = incidents.open_incident(s, core.now, cause, node=node, workers=[w.name for w in workers])
     core.record("incident-opened", **incidents.describe(s, incident))
     _restart_all(core, cause)
+    return incident.injected
 
 
 def _restart_all(core: Core, cause: str) -> None:
@@ -197,3 +196,15 @@ def end_all(core: Core, grace_s: float) -> None:
     for worker in core.alive_workers():
         worker.told_to_end = True
         core.send(worker.node, m.KillWorker(worker.name, grace_s))
+
+
+def give_over(core: Core) -> None:
+    """A script called `hf.start`: what was started together goes on one by one, at level 2."""
+    s = core.state
+    s.level, s.generation, s.number = 2, None, 0
+    s.history.clear()
+    s.phase, s.committed, s.generation_committed = JobPhase.GATHERING, 0, 0
+    for worker in core.alive_workers():
+        worker.phase = WorkerPhase.GONE if worker.told_to_end else WorkerPhase.STARTING
+    for incident in s.incidents:
+        incident.generation = 0

@@ -8,6 +8,9 @@ from holdfast.coordinator.events import Record
 from holdfast.coordinator.state import CoreState, Incident, Injection
 from holdfast.protocol.messages import Joined
 
+COORDINATOR = "coordinator"
+"""The rung of an incident in which only the coordinator was lost: training went on meanwhile."""
+
 INJECTION_AGE_S = 60.0
 """An injected fault that no incident claimed within this time had no effect that anyone saw."""
 
@@ -37,6 +40,7 @@ def open_incident(
         fault_at_s=injection.at_s if injection else fault_at_s,
         detected_at_s=now,
         generation=state.number,
+        world=len(generation.members) if generation else 1,
         fault=injection.fault if injection else kind,
         injected=injection is not None,
         workers=names,
@@ -62,7 +66,7 @@ def _claim(
     return None
 
 
-def explains(state: CoreState, incident: Incident, injection: Injection) -> bool:
+def explains(incident: Incident, injection: Injection) -> bool:
     """An injection that was heard of after its effect (the messages took different ways)."""
     hit = (injection.worker in incident.workers) or (
         injection.node is not None and injection.node == incident.node and injection.worker is None
@@ -83,36 +87,41 @@ def decided(state: CoreState, now: float, rung: str) -> None:
 
 
 def replaced(state: CoreState, now: float) -> None:
-    """A newcomer is ready: the oldest open incident that still needs one has it."""
+    """A newcomer is ready or taken in: the oldest open incident that still needs one has it."""
     for incident in state.incidents:
         if incident.open and incident.needs_newcomer and incident.replaced_at_s is None:
             incident.replaced_at_s = now
             return
 
 
-def joined(state: CoreState, now: float, message: Joined, full: bool) -> None:
+def joined(state: CoreState, now: float, message: Joined) -> None:
     """A member is connected, and restored if it had to be."""
     for incident in state.incidents:
-        if (incident.open and incident.first_commit_at_s is None) or (incident.open and full):
+        if incident.open and (incident.first_commit_at_s is None or _full(state, incident)):
             incident.joined_at_s = now
             incident.join_s = _most(incident.join_s, message.join_s)
             incident.restore_s = _most(incident.restore_s, message.restore_s)
 
 
-def committed(state: CoreState, now: float, full: bool) -> list[Record]:
+def committed(state: CoreState, now: float) -> list[Record]:
     """The first commit of a generation, by anyone: stalls end; at full strength incidents close."""
     records = []
     for incident in state.incidents:
-        if not incident.open or (incident.generation >= state.number and incident.rung != "coordinator"):
+        if not incident.open or (incident.generation >= state.number and incident.rung != COORDINATOR):
             continue
         if incident.first_commit_at_s is None:
             incident.first_commit_at_s = now
             incident.lost_steps = incident.lost_steps or 0
             records.append(Record("incident-resumed", describe(state, incident)))
-        if full:
+        if _full(state, incident):
             incident.full_at_s = now
             records.append(Record("incident-closed", describe(state, incident)))
     return records
+
+
+def _full(state: CoreState, incident: Incident) -> bool:
+    """The job has the size again that it had when the fault struck."""
+    return state.generation is not None and len(state.generation.members) >= incident.world
 
 
 def describe(state: CoreState, incident: Incident) -> dict[str, object]:

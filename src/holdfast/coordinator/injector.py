@@ -56,14 +56,14 @@ class Injector:
             self._running_since = now
             for plan in self.plans.values():
                 self._schedule(plan, now, first=True)
-        by_worker: dict[str, list[ArmedFault]] = {}
+        generation = state.generation
+        members = {x.worker: x for x in generation.members} if generation and self.plans else {}
+        by_worker: dict[str, list[ArmedFault]] = {w: [] for w in members}  # who lost its rank is disarmed
         for plan in self.plans.values():
             if plan.left > 0 and plan.due_s is None and not _timed(plan.spec):
                 member = self._target(plan, state)
                 if member is not None:
                     by_worker.setdefault(member.worker, []).append(_armed(plan))
-        generation = state.generation
-        members = {x.worker: x for x in generation.members} if generation else {}
         return [
             Strike("", members[w].node, m.Tell(w, m.Arm(tuple(faults)))) for w, faults in by_worker.items()
         ]

@@ -80,21 +80,36 @@ class Verdict(msgspec.Struct, frozen=True):
     reason: str
 
 
-def find_culprits(views: Sequence[WorkerView], stall_s: float, stacks: Mapping[str, str]) -> Verdict:
+def find_culprits(
+    views: Sequence[WorkerView],
+    allowed_s: Mapping[str, float],
+    stacks: Mapping[str, str],
+    complete: bool = True,
+) -> Verdict:
     """Who of the members of a generation that stands still is the odd one out.
 
-    In this order: stopped processes; workers that stand still while they compute, when others wait;
-    the worker that is furthest behind among those that wait; the one whose stack differs.
+    In this order: stopped processes; workers that have not even begun to join, when others have; workers that
+    stand still while they compute, when others wait; the worker that is furthest behind among those that wait;
+    the one whose stack differs.
+
+    allowed_s: per worker, how long it may stand still where it is. complete: every member was seen; without that
+    nobody is called behind, for the one that all wait for may be the one that was not seen.
     """
-    stopped = tuple(v.worker for v in views if v.process in "TtXZ")
+    stopped = tuple(v.worker for v in views if v.process in ("T", "t", "X", "Z"))
     if stopped:
         return Verdict(stopped, "its process is stopped")
-    still = [v for v in views if v.idle_s >= stall_s]
-    waiting = [v for v in still if v.place.phase in WAITING_PHASES]
+    still = [v for v in views if v.idle_s >= allowed_s[v.worker]]
+    newest = max((v.place.generation for v in views), default=0)
+    absent = tuple(v.worker for v in still if v.place.generation < newest)
+    if absent:
+        return Verdict(absent, "does not join the generation that others wait in")
+    waiting = [v for v in views if v.place.phase in WAITING_PHASES]
     busy = [v for v in still if v.place.phase not in WAITING_PHASES]
     if busy and waiting:
         names = ", ".join(sorted({Phase(v.place.phase).name.lower() for v in busy}))
         return Verdict(tuple(v.worker for v in busy), f"stands still in {names} while others wait for it")
+    if not complete:
+        return Verdict((), "not every worker was seen")
     if len(busy) == len(views) == 1:
         return Verdict((busy[0].worker,), f"stands still in {Phase(busy[0].place.phase).name.lower()}")
     if waiting and len(still) == len(views):
@@ -128,29 +143,62 @@ class ScriptFault(msgspec.Struct, frozen=True):
     reason: str
 
 
-def script_fault(failures: Sequence[Failure]) -> ScriptFault | None:
+def script_fault(failures: Sequence[Failure], trained: bool = False, nodes: int = 1) -> ScriptFault | None:
     """Does the newest failure show that the script, not the machine, is at fault?
 
-    Before the first step: the same error in two workers. At a step: the same error again after a retry, in a
-    second worker (another rank at once, or the fresh one that took over). A death by signal says less about
-    the script, so it must repeat three times.
+    Before the first step: the same error in two workers, on two nodes where there are two; once the job has
+    trained, such a failure is the machine's. At a step: the same error again after a retry, in a second worker
+    (another rank at once, or the fresh one that took over). A death by signal says less about the script, so it
+    must repeat three times.
+
+    trained: workers of this script have trained before. nodes: nodes that the job has.
     """
     if not failures:
         return None
     last = failures[-1]
     same = [f for f in failures if (f.step, f.signature) == (last.step, last.signature)]
-    workers = {f.worker for f in same}
-    attempts = {f.generation for f in same}
-    if last.step is None:
-        if len(workers) >= 2:
-            return ScriptFault(f"the same error before the first step in {len(workers)} workers")
-        return None
+    workers, attempts = {f.worker for f in same}, {f.generation for f in same}
     needed = 3 if last.signature.startswith("signal") else 2
+    if last.step is None:
+        if trained or len(workers) < needed or len({f.node for f in same}) < min(2, nodes):
+            return None
+        return ScriptFault(f"the same error before the first step in {len(workers)} workers")
     if len(workers) >= needed and len(attempts) >= needed:
         return ScriptFault(
             f"the same error at step {last.step} in {len(attempts)} attempts on {len(workers)} workers"
         )
     return None
+
+
+class NodeFault(msgspec.Struct, frozen=True):
+    """A fault that only one node shows."""
+
+    node: str
+
+
+def gang_fault(failures: Sequence[Failure], nodes: int = 1) -> ScriptFault | NodeFault | None:
+    """The same for level 0, where each failure ended an attempt.
+
+    Looked at are attempts that followed each other and ended with the same error at the same step (None: before
+    the first that was counted). An exception on two nodes, or twice on the only one, is the script's; three times
+    on one of several it is the node's. A process that just ends says less: three times, and it is the script's.
+    """
+    run: list[Failure] = []
+    for failure in reversed(failures):
+        if run and failure.generation == run[-1].generation:
+            continue
+        if run and failure.generation != run[-1].generation - 1:
+            break
+        if run and (failure.step, failure.signature) != (run[0].step, run[0].signature):
+            break
+        run.append(failure)
+    if not run:
+        return None
+    exception = not run[0].signature.startswith(("signal", "exit code"))
+    everywhere = len({f.node for f in run}) >= min(2, nodes)
+    if len(run) >= (2 if exception else 3) and (everywhere or not exception):
+        return ScriptFault(f"the same error in {len(run)} attempts in a row")
+    return NodeFault(run[0].node) if len(run) >= 3 else None
 
 
 def describe_exit(code: int) -> str:

@@ -1,15 +1,18 @@
-"""The report of a job: what was trained, what failed, what it cost."""
+"""What a job tells about itself: its status while it runs, and the report of what it trained and what failed."""
 
 from __future__ import annotations
 
 import statistics
 from typing import Any
 
+import msgspec
+
 from holdfast.coordinator import incidents
-from holdfast.coordinator.state import CoreState
+from holdfast.coordinator.state import CoreState, WorkerPhase
 from holdfast.coordinator.store import StepRow
 
 SCHEMA = 1
+INCIDENTS_SHOWN = 20
 
 
 def build_report(state: CoreState, steps: list[StepRow], now: float) -> dict[str, Any]:
@@ -42,4 +45,45 @@ def build_report(state: CoreState, steps: list[StepRow], now: float) -> dict[str
             "params_xxh3": next(iter(digests)) if len(digests) == 1 else None,
             "replicas_equal": len(digests) == 1 if digests else None,
         },
+    }
+
+
+def build_status(state: CoreState, now: float) -> dict[str, Any]:
+    """The job at this moment. Unknown is None. Durations in seconds."""
+    members = state.generation.members if state.generation else ()
+    ranks = {x.worker: x.rank for x in members}
+    latest = sorted(state.workers.values(), key=lambda w: w.name in ranks)  # members last: theirs counts
+    losses = [w.loss for w in latest if w.loss is not None]
+    medians = [w.median_s for w in state.workers.values() if w.name in ranks and w.median_s is not None]
+    return {
+        "job": state.spec.name,
+        "phase": state.phase.value,
+        "outcome": state.outcome,
+        "reason": state.stop_reason,
+        "level": state.level,
+        "generation": state.number,
+        "world": len(ranks),
+        "target": state.spec.target,
+        "step": state.committed,
+        "loss": losses[-1] if losses else None,
+        "median_s": max(medians, default=None),
+        "t_s": round(now - state.began_s, 3),
+        "nodes": [
+            {"node": n.name, "host": n.host, "alive": n.alive, "failures": n.failures}
+            for n in state.nodes.values()
+        ],
+        "workers": [
+            {
+                "worker": w.name,
+                "node": w.node,
+                "rank": ranks.get(w.name),
+                "state": w.phase.value,
+                "step": w.committed,
+                "log": w.log,
+            }
+            for w in state.workers.values()
+            if w.phase is not WorkerPhase.GONE
+        ],
+        "incidents": [incidents.describe(state, i) for i in state.incidents[-INCIDENTS_SHOWN:]],
+        "blame": msgspec.to_builtins(state.blame) if state.blame else None,
     }

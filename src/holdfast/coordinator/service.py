@@ -18,11 +18,9 @@ import msgspec
 from aiohttp import WSCloseCode, WSMsgType, web
 
 from holdfast.coordinator import events as ev
-from holdfast.coordinator import incidents
 from holdfast.coordinator.core import Core
 from holdfast.coordinator.injector import Injector, Planned, Strike
-from holdfast.coordinator.report import build_report
-from holdfast.coordinator.state import WorkerPhase
+from holdfast.coordinator.report import build_report, build_status
 from holdfast.coordinator.store import LedgerEntry, Store
 from holdfast.errors import ProtocolError, UsageError
 from holdfast.protocol import messages as m
@@ -134,10 +132,13 @@ class Coordinator:
         strikes = self._injector.formed(state, now) if formed else []
         strikes += self._injector.due(state, now)
         entries = self._keep(event, actions, now)
-        for strike in strikes:
-            self._strike(strike)
+        starts = any(isinstance(a, ev.Send) and isinstance(a.message, m.StartWorker) for a in actions)
+        for strike in [] if starts else strikes:
+            self._strike(strike)  # before the Form: a fault may wait for the joining itself
         for action in actions:
             self._do(action)
+        for strike in strikes if starts else []:
+            self._strike(strike)
         for entry in entries:
             self._announce("event", entry)
         self._plan_tick()
@@ -155,7 +156,9 @@ class Coordinator:
         store.begin()
         entries = [store.add_event(t_s, utc, r.kind, r.fields) for r in records]
         if losses and state.generation:
-            store.add_steps(t_s, losses, state.generation.number, len(state.generation.members))
+            store.add_steps(
+                round(t_s - _age_s(event), 4), losses, state.generation.number, len(state.generation.members)
+            )
         if actions or not _routine(event):
             store.save(state)
             store.keep("injector", msgspec.msgpack.encode(self._injector.plans))
@@ -343,41 +346,7 @@ class Coordinator:
         self._announce("status", self._status())
 
     def _status(self) -> dict[str, Any]:
-        state = self._core.state
-        ranks = {x.worker: x.rank for x in state.generation.members} if state.generation else {}
-        losses = [w.loss for w in state.workers.values() if w.loss is not None]
-        return {
-            "job": state.spec.name,
-            "phase": state.phase.value,
-            "outcome": state.outcome,
-            "reason": state.stop_reason,
-            "level": state.level,
-            "generation": state.number,
-            "world": len(ranks),
-            "target": state.spec.target,
-            "step": state.committed,
-            "loss": losses[-1] if losses else None,
-            "median_s": self._core.median_s(),
-            "t_s": round(time.monotonic() - state.began_s, 3),
-            "nodes": [
-                {"node": n.name, "host": n.host, "alive": n.alive, "failures": n.failures}
-                for n in state.nodes.values()
-            ],
-            "workers": [
-                {
-                    "worker": w.name,
-                    "node": w.node,
-                    "rank": ranks.get(w.name),
-                    "state": w.phase.value,
-                    "step": w.committed,
-                    "log": w.log,
-                }
-                for w in state.workers.values()
-                if w.phase is not WorkerPhase.GONE
-            ],
-            "incidents": [incidents.describe(state, i) for i in state.incidents[-20:]],
-            "blame": msgspec.to_builtins(state.blame) if state.blame else None,
-        }
+        return build_status(self._core.state, time.monotonic())
 
     def _write_report(self) -> None:
         state = self._core.state
@@ -416,6 +385,12 @@ def _losses(event: ev.Event) -> tuple[tuple[int, float, float], ...]:
         if isinstance(said, m.Progress | m.Parked):
             return said.losses
     return ()
+
+
+def _age_s(event: ev.Event) -> float:
+    """How long the news waited in the agent while there was no coordinator."""
+    said = event.message if isinstance(event, ev.NodeSays) else None
+    return said.age_s if isinstance(said, m.FromWorker) else 0.0
 
 
 def _routine(event: ev.Event) -> bool:

@@ -10,7 +10,7 @@ from enum import StrEnum
 import msgspec
 
 from holdfast.protocol.job import Durable, JobSpec
-from holdfast.protocol.messages import Form, Generation, Ready
+from holdfast.protocol.messages import Form, Generation, Ready, Stop
 
 
 class JobPhase(StrEnum):
@@ -39,7 +39,11 @@ ALIVE = frozenset(set(WorkerPhase) - {WorkerPhase.GONE})
 
 
 class Node(msgspec.Struct):
-    """One machine: an agent process, known by its session."""
+    """One machine: an agent process, known by its session.
+
+    used: slots that had a worker already. strikes: volleys of workers in a row that died before they were ready.
+    fenced: it was told that the job went on without it.
+    """
 
     name: str
     session: str
@@ -49,10 +53,17 @@ class Node(msgspec.Struct):
     alive: bool = True
     ports: tuple[int, ...] = ()
     failures: int = 0
+    used: list[int] = []
+    strikes: int = 0
+    struck_at_s: float = 0.0
+    fenced: bool = False
 
 
 class Worker(msgspec.Struct):
-    """One training process. `name` is `node.slot#incarnation` and never used twice."""
+    """One training process. `name` is `node.slot#incarnation` and never used twice.
+
+    vanished_s: since when its agent no longer has it, while how it ended is not known yet.
+    """
 
     name: str
     node: str
@@ -65,12 +76,17 @@ class Worker(msgspec.Struct):
     median_s: float | None = None
     log: str = ""
     told_to_end: bool = False
+    exited: bool = False
+    vanished_s: float | None = None
     digest: str | None = None
     loss: float | None = None
 
 
 class Incident(msgspec.Struct):
-    """One fault, from its first sign to the first commit at full strength."""
+    """One fault, from its first sign to the first commit at full strength.
+
+    world: members of the generation that it struck, so what full strength means for it.
+    """
 
     id: int
     cause: str
@@ -80,6 +96,7 @@ class Incident(msgspec.Struct):
     fault_at_s: float | None
     detected_at_s: float
     generation: int
+    world: int = 1
     fault: str | None = None
     injected: bool = False
     workers: list[str] = []
@@ -138,7 +155,12 @@ class Injection(msgspec.Struct):
 
 
 class CoreState(msgspec.Struct):
-    """Everything that the core remembers."""
+    """Everything that the core remembers.
+
+    broke_cause: why the newest generation broke, until an incident explains it. fruitless: generations in a row
+    that broke without a commit and without anyone to blame. bad_starts: volleys of workers in a row that died
+    before they were ready. joined: nodes that ever came. stops: who was told to leave, and how.
+    """
 
     spec: JobSpec
     phase: JobPhase = JobPhase.GATHERING
@@ -161,14 +183,25 @@ class CoreState(msgspec.Struct):
     restarts_used: int = 0
     replacing: int = 0
     replaced: int = 0
+    joined: int = 0
+    ask_after_s: float | None = None
+    bad_starts: int = 0
+    bad_start_at_s: float = 0.0
+    start_after_s: float | None = None
     master_uses: int = 0
     stop_reason: str | None = None
     outcome: str | None = None
     blame: Blame | None = None
     history: list[tuple[float, int]] = []
     began_s: float = 0.0
+    formed_at_s: float = 0.0
+    broke_cause: str | None = None
+    broke_at_s: float = 0.0
+    fruitless: int = 0
+    stops: dict[str, Stop] = {}
     break_deadline_s: float | None = None
     form_deadline_s: float | None = None
+    form_after_s: float | None = None
     wait_deadline_s: float | None = None
     stop_deadline_s: float | None = None
     inspect_request: int = 0

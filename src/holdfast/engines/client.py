@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +51,12 @@ class JobClient:
         if self._session is not None:
             await self._session.close()
 
-    def _url(self, path: str) -> str:
-        where = read_endpoint(self._job_dir)
-        if where is None or not jobs.is_running(self._job_dir):
+    def _url(self, path: str) -> str | None:
+        """None while the coordinator is still starting."""
+        if not jobs.is_running(self._job_dir):
             raise NoAnswer(f"the job {self._job_dir.name!r} is not running")
-        return f"{where.url}{path}"
+        where = read_endpoint(self._job_dir)
+        return f"{where.url}{path}" if where else None
 
     async def get(self, path: str) -> Any:
         """A JSON page. Raises NoAnswer when nobody answers."""
@@ -65,27 +67,29 @@ class JobClient:
         return await self._request("POST", path, body)
 
     async def _request(self, method: str, path: str, body: str = "") -> Any:
-        assert self._session is not None
         deadline = time.monotonic() + PATIENCE_S
-        limit = aiohttp.ClientTimeout(total=PATIENCE_S)
-        while True:
-            try:
-                async with self._session.request(
-                    method, self._url(path), data=body or None, timeout=limit
-                ) as response:
-                    data = await response.read()
-                    if response.status >= 400:
-                        raise UsageError(data.decode(errors="replace").strip())
-                    return msgspec.json.decode(data)
-            except aiohttp.ClientConnectorError as error:  # nothing was sent: it may be starting again
-                if time.monotonic() > deadline:
-                    raise self._no_answer(error) from error
-            except (aiohttp.ClientError, TimeoutError) as error:
-                raise self._no_answer(error) from error
+        why = "it is still starting"
+        while time.monotonic() < deadline:
+            if (url := self._url(path)) is not None:
+                try:
+                    return await self._send(method, url, body)
+                except aiohttp.ClientConnectorError as error:  # nothing was sent: it may be starting again
+                    why = str(error)
+                except (aiohttp.ClientError, TimeoutError) as error:
+                    raise self._no_answer(str(error) or type(error).__name__) from error
             await asyncio.sleep(RETRY_S)
+        raise self._no_answer(why)
 
-    def _no_answer(self, error: Exception) -> NoAnswer:
-        why = str(error) or type(error).__name__
+    async def _send(self, method: str, url: str, body: str) -> Any:
+        assert self._session is not None
+        limit = aiohttp.ClientTimeout(total=PATIENCE_S)
+        async with self._session.request(method, url, data=body or None, timeout=limit) as response:
+            data = await response.read()
+            if response.status >= 400:
+                raise UsageError(data.decode(errors="replace").strip())
+            return msgspec.json.decode(data)
+
+    def _no_answer(self, why: str) -> NoAnswer:
         return NoAnswer(f"the coordinator of the job {self._job_dir.name!r} does not answer: {why}")
 
     async def watch(self, after: int = 0) -> AsyncIterator[Announcement]:
@@ -93,22 +97,27 @@ class JobClient:
 
         after: number (`seq`) of the last event that is known already.
         """
-        assert self._session is not None
-        while True:
-            try:
-                async with self._session.ws_connect(self._url(f"/watch?after={after}")) as socket:
-                    async for frame in socket:
-                        if frame.type is not aiohttp.WSMsgType.TEXT:
-                            continue
-                        said = msgspec.json.decode(frame.data, type=Announcement)
-                        if said.kind == "event":
-                            after = max(after, int(said.value["seq"]))
-                        yield said
-                        if said.kind == "ended":
-                            return
-            except (aiohttp.ClientError, OSError, NoAnswer, TimeoutError):
-                pass
-            if not jobs.is_running(self._job_dir):
-                return
+        while jobs.is_running(self._job_dir):
+            async with aclosing(self._listen(after)) as heard:
+                async for said in heard:
+                    if said.kind == "event":
+                        after = max(after, int(said.value["seq"]))
+                    yield said
+                    if said.kind == "ended":
+                        return
             # There is no event for "the coordinator listens again": try.
             await asyncio.sleep(RETRY_S)
+
+    async def _listen(self, after: int) -> AsyncGenerator[Announcement]:
+        """One connection, from its beginning to its end; nothing when there is none to be had."""
+        assert self._session is not None
+        try:
+            url = self._url(f"/watch?after={after}")
+            if url is None:
+                return
+            async with self._session.ws_connect(url) as socket:
+                async for frame in socket:
+                    if frame.type is aiohttp.WSMsgType.TEXT:
+                        yield msgspec.json.decode(frame.data, type=Announcement)
+        except (aiohttp.ClientError, OSError, NoAnswer):
+            return

@@ -1,12 +1,149 @@
-"""The report as tables."""
+"""The report as tables of at most 100 columns, and last of all, if the job failed, why and what to do."""
 
 from __future__ import annotations
 
-from typing import Any
+import io
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
 
-from rich.console import Console
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from holdfast.observe import units
+from holdfast.observe.blame import closing
+
+WIDTH = 100
+Report = Mapping[str, Any]
+_OUTCOME_STYLES = {"finished": "bold green", "stopped": "bold yellow"}
 
 
-def print_report(report: dict[str, Any]) -> None:
-    """Prints the report; what went wrong comes last."""
-    Console(width=100).print(report)
+def print_report(report: Report, job_dir: Path, stream: IO[str]) -> None:
+    """Prints the report to a terminal, a file or a pipe."""
+    probe = Console(file=stream)
+    if probe.is_terminal:
+        Console(file=stream, width=min(WIDTH, probe.width)).print(report_view(report, job_dir), crop=False)
+        return
+    text = io.StringIO()
+    Console(file=text, width=WIDTH).print(report_view(report, job_dir), crop=False)
+    stream.write("".join(line.rstrip() + "\n" for line in text.getvalue().splitlines()))
+    stream.flush()
+
+
+def report_view(report: Report, job_dir: Path) -> RenderableType:
+    """Header, incidents, where their time went; the closing error last."""
+    parts: list[RenderableType] = [_header(report, job_dir)]
+    incidents = report.get("incidents") or []
+    if incidents:
+        parts += [Text(), _incidents(incidents), Text(), _durations(incidents)]
+    if report.get("outcome") == "failed" or report.get("blame"):
+        saved = any((job_dir / "checkpoint").glob("step-*/manifest.json"))
+        parts += [Text(), closing(report, saved)]
+    return Group(*parts)
+
+
+def _header(report: Report, job_dir: Path) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    outcome = units.text(report.get("outcome"))
+    reason = f" ({report['reason']})" if report.get("reason") else ""
+    table.add_row("job", units.text(report.get("job", job_dir.name)))
+    table.add_row("outcome", Text(outcome, style=_OUTCOME_STYLES.get(outcome, "bold red")) + Text(reason))
+    steps = report.get("steps") or {}
+    table.add_row(
+        "steps",
+        f"{units.count(steps.get('committed'))} committed, {units.count(steps.get('lost'))} lost, "
+        f"median {units.seconds(steps.get('median_s'))}",
+    )
+    goodput = report.get("goodput") or {}
+    table.add_row(
+        "goodput", f"{units.share(goodput.get('share'))} of {units.seconds(goodput.get('wall_s'))} wall time"
+    )
+    table.add_row("workers", _world(report.get("world") or {}))
+    final = report.get("final") or {}
+    table.add_row("loss", units.loss(final.get("loss")))
+    table.add_row("parameters", _parameters(final))
+    table.add_row("incidents", _summary(report.get("incidents") or []))
+    table.add_row("logs", Text(str(job_dir / "logs")))
+    return table
+
+
+def _world(world: Report) -> str:
+    sizes: list[int] = []
+    for _, size in world.get("history") or []:
+        if not sizes or sizes[-1] != size:
+            sizes.append(size)
+    shown = [*map(str, sizes[:6]), "…", *map(str, sizes[-5:])] if len(sizes) > 12 else list(map(str, sizes))
+    return f"{' → '.join(shown) or units.UNKNOWN} (target {units.text(world.get('target'))})"
+
+
+def _parameters(final: Report) -> RenderableType:
+    equal = final.get("replicas_equal")
+    if equal is None:
+        return units.UNKNOWN
+    if equal:
+        return Text(f"xxh3 {units.text(final.get('params_xxh3'))}, bit-equal in all replicas")
+    return Text("NOT equal in all replicas", style="bold red")
+
+
+def _summary(incidents: Sequence[Report]) -> str:
+    if not incidents:
+        return "none"
+    stalls = [i["stall_s"] for i in incidents if i["stall_s"] is not None]
+    if not stalls:
+        return str(len(incidents))
+    return (
+        f"{len(incidents)}; stall median {units.seconds(statistics.median(stalls))}, "
+        f"longest {units.seconds(max(stalls))}"
+    )
+
+
+def _incidents(incidents: Sequence[Report]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title="Incidents", **_TITLED)
+    table.add_column("", justify="right")
+    table.add_column("fault and cause", overflow="fold", ratio=1)
+    table.add_column("node", overflow="fold", max_width=12)
+    table.add_column("ranks", overflow="fold", max_width=10)
+    for name in ("at step", "stall", "full strength", "lost"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("rung", overflow="fold", max_width=16)
+    for i in incidents:
+        table.add_row(
+            str(i["id"]),
+            _what(i),
+            units.text(i["node"]),
+            units.ranks(i["ranks"]),
+            units.count(i["at_step"]),
+            units.seconds(i["stall_s"]),
+            units.seconds(i["full_strength_s"]),
+            units.count(i["lost_steps"]),
+            units.text(i["rung"]),
+        )
+    return table
+
+
+def _durations(incidents: Sequence[Report]) -> Table:
+    table = Table(
+        box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title="Where the time went", **_TITLED
+    )
+    table.add_column("", justify="right")
+    for name in ("after", "detect", "decide", "replace", "join", "restore", "first step"):
+        table.add_column(name, justify="right", no_wrap=True, min_width=9)
+    for i in incidents:
+        keys = ("t_s", "detect_s", "decide_s", "replace_s", "join_s", "restore_s", "first_step_s")
+        table.add_row(str(i["id"]), *(units.seconds(i[key]) for key in keys))
+    return table
+
+
+_TITLED: dict[str, Any] = {"title_justify": "left", "title_style": "bold"}
+
+
+def _what(incident: Report) -> Text:
+    fault, cause = incident["fault"], incident["cause"]
+    if fault and fault != cause:
+        return Text.assemble(fault, "\n", (units.clip(cause, 120), "dim"))
+    return Text(units.clip(cause, 160))

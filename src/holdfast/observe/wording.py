@@ -1,11 +1,220 @@
-"""Events in words."""
+"""Events of the ledger in words: one sentence each, for a person who has not read the code."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from holdfast.observe.units import clip, clip_path, plural, ranks, seconds
 
-def event_line(entry: dict[str, Any]) -> str:
-    """One line for a ledger entry; '' for those that are of no interest to a person."""
-    f = entry["fields"]
-    return f"{entry['kind']}: " + ", ".join(f"{k}={v}" for k, v in f.items() if v not in (None, [], ""))
+Fields = Mapping[str, Any]
+
+DROPPED = frozenset({"worker-started", "worker-done", "collective-error", "level"})
+"""Kinds that people need not read as they happen; `holdfast events --all` shows them."""
+
+LINE_WIDTH = 77
+"""What is left of 100 columns after `[holdfast]` and the time."""
+
+_ORDINARY_ENDS = frozenset({0, -9, -15})
+"""Exit codes of workers that finished or were ended on purpose. If nobody meant it, an incident says so."""
+
+PHASES = ("detect_s", "decide_s", "replace_s", "join_s", "restore_s", "first_step_s")
+"""An incident's phases in their order."""
+
+
+def event_line(entry: Mapping[str, Any], everything: bool = False, width: int = LINE_WIDTH) -> str:
+    """One line of at most `width` characters; '' for what is of no interest to a person.
+
+    everything: kinds that are usually dropped get a line too.
+    """
+    kind, fields = entry["kind"], entry["fields"]
+    line = "" if kind in DROPPED else _sentence(kind, fields)
+    return clip(line or (_as_written(kind, fields) if everything else ""), width)
+
+
+def phases(incident: Fields, names: Sequence[str] = PHASES) -> str:
+    """`detect 0.17 s, decide 26 ms, ...`: the phases that are known."""
+    known = [(name, incident.get(name)) for name in names]
+    return ", ".join(
+        f"{name.removesuffix('_s').replace('_', ' ')} {seconds(v)}" for name, v in known if v is not None
+    )
+
+
+def exit_words(code: int) -> str:
+    """How a process ended."""
+    names = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
+    return (
+        f"ended with exit code {code}" if code >= 0 else f"was ended by {names.get(-code, f'signal {-code}')}"
+    )
+
+
+def _sentence(kind: str, fields: Fields) -> str:
+    """The kind's sentence. A ledger of another version may lack fields, and is shown as it was written."""
+    try:
+        return _SENTENCES[kind](fields)
+    except (KeyError, TypeError):
+        return _as_written(kind, fields)
+
+
+def _as_written(kind: str, fields: Fields) -> str:
+    known = ", ".join(f"{k}={v}" for k, v in fields.items() if v not in (None, [], ""))
+    return f"{kind}: {known}"
+
+
+def _node_joined(f: Fields) -> str:
+    return f"{f['node']} joined with {plural(f['slots'], 'slot')}"
+
+
+def _node_lost(f: Fields) -> str:
+    return f"{f['node']} is lost: {f['cause']}"
+
+
+def _node_refused(f: Fields) -> str:
+    return f"{f['node']} was refused ({f['reason']}): run one version of Holdfast on all nodes"
+
+
+def _node_unavailable(f: Fields) -> str:
+    return f"no further node to be had: {f['reason']}"
+
+
+def _worker_ready(f: Fields) -> str:
+    return f"{f['worker']} is ready"
+
+
+def _started(f: Fields) -> str:
+    again = " again, from warm processes" if f["generation"] > 1 else ""
+    return f"{plural(f['world'], 'worker')} started{again}"
+
+
+def _formed(f: Fields) -> str:
+    line = f"generation {f['generation']}: {plural(f['world'], 'worker')} from step {f['start']}"
+    if f.get("applied"):
+        line += ", the step in flight counts"
+    restored = f.get("restore") or []
+    if f["source"] == "disk":
+        return f"{line}, state from the checkpoint on disk"
+    if restored:
+        names = ", ".join(restored) if len(restored) <= 2 else plural(len(restored), "worker")
+        return f"{line}, {names} restored from peers"
+    return line
+
+
+def _broke(f: Fields) -> str:
+    return f"generation {f['generation']} broke at step {f['step']}: {f['reason']}"
+
+
+def _yield(f: Fields) -> str:
+    return f"generation {f['generation']} ends at its next commit: {f['reason']}"
+
+
+def _fault_injected(f: Fields) -> str:
+    who = f["worker"] or f["node"] or "the coordinator"
+    rank = "" if f.get("rank") is None else f" (rank {f['rank']})"
+    return f"injecting {f['fault']} into {who}{rank} at step {f['step']}"
+
+
+def _incident_opened(f: Fields) -> str:
+    where = [f["node"]] if f.get("node") else []
+    where += [f"rank {ranks(f['ranks'])}"] if f.get("ranks") else []
+    where += [] if f.get("detect_s") is None else [f"found after {seconds(f['detect_s'])}"]
+    return f"incident {f['id']}: {', '.join(where or ['step ' + str(f['at_step'])])}: {f['cause']}"
+
+
+def _incident_resumed(f: Fields) -> str:
+    lost = f.get("lost_steps")
+    cost = f", {plural(lost, 'step')} lost" if lost else ""
+    known = phases(f, ("detect_s", "decide_s"))
+    return f"incident {f['id']}: training again after {seconds(f['stall_s'])}{cost}{_within(known)}"
+
+
+def _incident_closed(f: Fields) -> str:
+    rung = f", {f['rung']}" if f.get("rung") else ""
+    known = phases(f, ("replace_s", "restore_s"))
+    return f"incident {f['id']}: full strength after {seconds(f['full_strength_s'])}{rung}{_within(known)}"
+
+
+def _within(words: str) -> str:
+    return f" ({words})" if words else ""
+
+
+def _failed(f: Fields) -> str:
+    step = "before the first step" if f.get("step") is None else f"at step {f['step']}"
+    return f"{_rank(f)} on {f['node']} failed {step}: {f['cause']}"
+
+
+def _rank(f: Fields) -> str:
+    return str(f["worker"]) if f.get("rank") is None else f"rank {f['rank']}"
+
+
+def _worker_exited(f: Fields) -> str:
+    if f["code"] in _ORDINARY_ENDS:
+        return ""
+    line = f"{f['worker']} {exit_words(f['code'])}"
+    room = LINE_WIDTH - len(line) - len("; log ")
+    return f"{line}; log {clip_path(f['log'], room)}" if f.get("log") and room > 20 else line
+
+
+def _worker_ended(f: Fields) -> str:
+    return f"{', '.join(f['workers'])} taken out: {f['cause']}"
+
+
+def _stalled(f: Fields) -> str:
+    return f"{f['worker']} stands still at step {f['step']}: looking at the stacks of every rank"
+
+
+def _stall_judged(f: Fields) -> str:
+    if not f["workers"]:
+        return f"no rank is found to be at fault: {f['reason']}"
+    return f"held up by {', '.join(f['workers'])}: {f['reason']}"
+
+
+def _saved(f: Fields) -> str:
+    line = f"step {f['step']} is saved in "
+    return line + clip_path(f["path"], LINE_WIDTH - len(line))
+
+
+def _waiting(f: Fields) -> str:
+    return f"waiting for nodes: {f['workers']} of {plural(f['target'], 'worker')}"
+
+
+def _restart(f: Fields) -> str:
+    return f"all workers start again: {f['reason']}"
+
+
+def _stop_requested(f: Fields) -> str:
+    return f"{'giving up' if f['outcome'] == 'failed' else 'stopping'}: {f['reason']}"
+
+
+def _ended(f: Fields) -> str:
+    reason = f": {f['reason']}" if f.get("reason") else ""
+    return f"{f['outcome']} at step {f['step']}{reason}"
+
+
+_SENTENCES: dict[str, Callable[[Fields], str]] = {
+    "node-joined": _node_joined,
+    "node-lost": _node_lost,
+    "node-refused": _node_refused,
+    "node-unavailable": _node_unavailable,
+    "worker-ready": _worker_ready,
+    "started": _started,
+    "formed": _formed,
+    "broke": _broke,
+    "yield": _yield,
+    "fault-injected": _fault_injected,
+    "incident-opened": _incident_opened,
+    "incident-resumed": _incident_resumed,
+    "incident-closed": _incident_closed,
+    "failed": _failed,
+    "worker-exited": _worker_exited,
+    "worker-ended": _worker_ended,
+    "stalled": _stalled,
+    "stall-judged": _stall_judged,
+    "saved": _saved,
+    "waiting": _waiting,
+    "restart": _restart,
+    "stop-requested": _stop_requested,
+    "ended": _ended,
+}
+
+KINDS = frozenset(_SENTENCES) | DROPPED
+"""Every kind of event."""

@@ -25,12 +25,14 @@ class Link:
     Attributes:
         start: what this worker was told to become.
         page: the shared progress page.
+        failed: the script raised outside of a step; this worker ends and has nothing more to say.
     """
 
     def __init__(self, sock: socket.socket, start: m.Start, page: ProgressPage, token: str) -> None:
         self.start = start
         self.page = page
         self.token = token
+        self.failed = False
         self._sock = sock
         self._sending = threading.Lock()
         self._news = threading.Condition()

@@ -342,6 +342,8 @@ class Replica:
 
     def done(self, stopped: bool) -> None:
         """All steps are done: says what this worker ends with."""
+        if self.link.failed:
+            return
         self._flush_losses()
         self._page.enter(Phase.DONE)
         self.link.unguard()

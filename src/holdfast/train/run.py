@@ -91,7 +91,11 @@ class Run:
         replica = self._enroll(modules, batches.count())
         while not replica.stopped and (replica.committed or 0) < until:
             self._step = Step(replica, batches, replica.committed or 0, seed)
-            yield self._step
+            try:
+                yield self._step
+            except GeneratorExit:  # the script left the loop early: on purpose, or by an error
+                replica.done(stopped=False)
+                raise
             replica.after_commit()
         replica.done(stopped=replica.stopped)
 

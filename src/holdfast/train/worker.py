@@ -171,6 +171,7 @@ def _report(error: BaseException, link: Link) -> None:
     sys.stderr.flush()
     where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames[first:] else ""
     message = str(error)
+    link.failed = True
     link.send(m.Failed(0, None, int(link.page.phase), type(error).__name__, message, text, where))
 
 

@@ -1,0 +1,145 @@
+"""One command, one table: `python -m bench.recovery` (see --help; `--setup` installs the peers first)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from bench import machine
+from bench.processes import Children, stop_signals
+from bench.progress import Progress
+from bench.recovery import analyse, environments, floor, harness, table
+from bench.recovery.systems import SYSTEMS, select
+from bench.recovery.systems.base import System
+from bench.recovery.systems.torchrun import Torchrun
+
+SECOND = ({"replicas": 8}, {"state_mb": 400.0})
+"""The variants of the second table: more replicas, and a larger state at the usual number of replicas."""
+
+
+def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    names = ", ".join(system.name for system in SYSTEMS)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.recovery",
+        description="What a SIGKILLed replica costs: Holdfast and its peers, in one run on one machine.",
+    )
+    parser.add_argument("--setup", action="store_true", help="install the peers that are not there, then run")
+    parser.add_argument("--systems", default="*", help=f"comma-separated names or patterns of: {names}")
+    parser.add_argument("--replicas", type=int, default=3, help="replicas at full strength (default: 3)")
+    parser.add_argument("--faults", type=int, default=5, help="SIGKILLs for every system (default: 5)")
+    parser.add_argument("--state-mb", type=float, default=0.0, help="further state, without gradients, in MB")
+    parser.add_argument(
+        "--table", choices=["first", "second"], default="first", help="second: 8 replicas; 400 MB"
+    )
+    parser.add_argument("--blocks", type=int, default=20, help="pairs of blocks to compare steps; 0: none")
+    parser.add_argument(
+        "--checkpoint-budget",
+        type=float,
+        default=0.1,
+        help="share of the time that a system which needs checkpoints may spend on them (default: 0.1)",
+    )
+    parser.add_argument("--timeout-s", type=float, default=90.0, help="for one recovery (default: 90)")
+    parser.add_argument("--seed", type=int, default=0, help="of the victims and of the times of the kills")
+    parser.add_argument("--json", type=Path, help="write everything that was measured to this file")
+    chosen = parser.parse_args(arguments)
+    if chosen.replicas < 2 or chosen.faults < 1:
+        parser.error("it takes at least 2 replicas and 1 fault")
+    try:
+        chosen.systems = select(chosen.systems)
+    except ValueError as error:
+        parser.error(str(error))
+    return chosen
+
+
+def main() -> None:
+    chosen = options()
+    console = Console(width=table.WIDTH)
+    children = Children()
+    bench = harness.Bench(children, Progress())
+    with stop_signals(), children:
+        if chosen.setup:
+            _set_up(console)
+        plan = harness.Plan(
+            replicas=chosen.replicas,
+            faults=chosen.faults,
+            state_mb=chosen.state_mb,
+            blocks=chosen.blocks,
+            timeout_s=chosen.timeout_s,
+            seed=chosen.seed,
+        )
+        plans = [plan] if chosen.table == "first" else [replace(plan, **variant) for variant in SECOND]
+        _print_machine(console, chosen.systems)
+        report = [_run(console, plan, chosen, bench) for plan in plans]
+        console.print(f"Load average at the end: {machine.load():.1f}", highlight=False)
+    if chosen.json:
+        about = asdict(machine.describe()) | {"versions": _versions(chosen.systems)}
+        chosen.json.write_text(json.dumps({"machine": about, "tables": report}, indent=1), encoding="utf-8")
+
+
+def _set_up(console: Console) -> None:
+    for environment in environments.PEERS:
+        console.print(f"Setting up {environment.folder.name} …")
+        try:
+            environments.create(environment)
+        except environments.InstallError as error:
+            console.print(f"  failed: {error}", style="red", markup=False)
+
+
+def _versions(systems: Sequence[System]) -> dict[str, str]:
+    """Of torch and of every system that can be run; they all use the same torch."""
+    found = environments.versions(Path(sys.executable), ["torch"])
+    for system in systems:
+        if system.packages and system.trouble() is None:
+            found |= environments.versions(system.python, system.packages)
+    return found
+
+
+def _print_machine(console: Console, systems: Sequence[System]) -> None:
+    console.print(machine.describe().line(), highlight=False)
+    versions = ", ".join(f"{name} {version}" for name, version in _versions(systems).items())
+    console.print(
+        f"{versions}; gloo on loopback; load average at the start {machine.load():.1f}", highlight=False
+    )
+
+
+def _run(
+    console: Console, plan: harness.Plan, chosen: argparse.Namespace, bench: harness.Bench
+) -> dict[str, object]:
+    """Measure all systems under one plan, print the table, and return everything for the JSON file."""
+    began = time.monotonic()
+    step_s, save_s = harness.calibrate(plan, Torchrun(), bench)
+    every = analyse.checkpoint_interval(save_s, step_s, chosen.checkpoint_budget)
+    plan = replace(plan, checkpoint_every=every, block_steps=every * -(-5 // every))
+    console.print(
+        f"{plan.replicas} replicas, one thread each: a plain step takes {step_s * 1e3:.0f} ms, a checkpoint "
+        f"{save_s * 1e3:.0f} ms; systems that need one save every {every} steps "
+        f"(at most {chosen.checkpoint_budget:.0%} of the time)",
+        highlight=False,
+    )
+    least = floor.measure(plan, step_s, bench)
+    results = []
+    for system in chosen.systems:
+        results.append(harness.measure(system, plan, bench))
+        print(f"{system.title}: done after {time.monotonic() - began:.0f} s", file=sys.stderr)
+    table.print_results(console, plan, results, least)
+    return {
+        "plan": asdict(plan),
+        "plain_step_s": step_s,
+        "save_s": save_s,
+        "floor": asdict(least),
+        "systems": [result.as_json() for result in results],
+    }
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,38 @@
+"""The systems that are compared: one module each, and the list of them in the order of the table."""
+
+from __future__ import annotations
+
+import fnmatch
+
+from bench.recovery.systems.base import System
+from bench.recovery.systems.holdfast import HoldfastLaunched, HoldfastWritten
+from bench.recovery.systems.nvrx import FtLauncher, InProcess
+from bench.recovery.systems.torchft import Torchft
+from bench.recovery.systems.torchrun import Torchrun
+
+SYSTEMS: tuple[System, ...] = (
+    HoldfastWritten(),
+    HoldfastLaunched(),
+    Torchrun(),
+    Torchft("torchft", tuned=False),
+    Torchft("torchft-tuned", tuned=True),
+    Torchft("torchft-spare", tuned=True, spare=True),
+    InProcess("nvrx-inprocess", tuned=False),
+    InProcess("nvrx-inprocess-tuned", tuned=True),
+    FtLauncher(),
+)
+
+
+def select(patterns: str) -> list[System]:
+    """The systems that match a comma-separated list of names or patterns such as `torchft*`.
+
+    Raises ValueError for one that matches nothing.
+    """
+    chosen: set[str] = set()
+    for pattern in patterns.split(","):
+        found = fnmatch.filter([system.name for system in SYSTEMS], pattern)
+        if not found:
+            names = ", ".join(system.name for system in SYSTEMS)
+            raise ValueError(f"no system is called {pattern!r}; there are: {names}")
+        chosen.update(found)
+    return [system for system in SYSTEMS if system.name in chosen]

@@ -1,0 +1,60 @@
+"""Holdfast: level 2 (the loop written with hf.Run) and level 0 (torchrun's script under `holdfast run`)."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from bench.recovery.systems.base import SCRIPTS, Job, System
+from bench.recovery.systems.torchrun import MANY
+
+_COMMAND = Path(sys.executable).with_name("holdfast")
+
+
+class _Holdfast(System):
+    packages = ("holdfast",)
+
+    def trouble(self) -> str | None:
+        return None if _COMMAND.exists() else f"{_COMMAND} is missing: run `make setup`"
+
+    def _run(self, job: Job, *arguments: str | Path) -> None:
+        argv = [
+            # While plain DDP has its turn in the comparison of steps, this job stands still on purpose.
+            *(_COMMAND, "run", "--job", "bench", "--no-ui", "--stall-factor", "1000"),
+            *("--report", job.folder / "report.json", *arguments),
+        ]
+        # A home of its own: a job of the same name would go on from where the last one was.
+        job.spawn("holdfast", argv, {"HOLDFAST_HOME": str(job.folder)})
+
+
+class HoldfastWritten(_Holdfast):
+    """Level 2: one node per replica and a spare node."""
+
+    name = "holdfast-2"
+    title = "Holdfast level 2"
+    note = "a node per replica, one spare node"
+
+    def start(self, job: Job) -> None:
+        nodes = job.settings.replicas
+        self._run(
+            job,
+            *("--nnodes", f"{max(1, nodes - 1)}:{nodes}", "--nproc-per-node", "1", "--spares", "1"),
+            SCRIPTS / "train_holdfast.py",
+        )
+
+
+class HoldfastLaunched(_Holdfast):
+    """Level 0: the very script, flags and checkpoint of the torchrun row."""
+
+    name = "holdfast-0"
+    title = "Holdfast level 0"
+    note = "torchrun's script and flags; checkpoint in tmpfs"
+    checkpoints = True
+
+    def start(self, job: Job) -> None:
+        replicas = job.settings.replicas
+        self._run(
+            job,
+            *("--nnodes", "1", "--nproc-per-node", str(replicas), "--max-restarts", MANY),
+            SCRIPTS / "train_ddp.py",
+        )

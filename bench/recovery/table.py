@@ -1,0 +1,149 @@
+"""Prints what was measured: one table of at most 100 columns, the notes, the floor and the targets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from bench.recovery.analyse import Recovery, Spread, spread
+from bench.recovery.floor import Floor
+from bench.recovery.harness import Measured, Plan
+
+WIDTH = 100
+OURS = "holdfast-2"
+
+
+@dataclass(frozen=True)
+class Column:
+    """One figure of a system: where it comes from, how it is printed, and what we want of it."""
+
+    name: str
+    title: str
+    """The name as the table's header has it, on two lines and with the unit."""
+    values: Callable[[Measured], Sequence[float]]
+    digits: int
+    target: float | None
+    """What level 2 must stay below; lost steps must be 0."""
+
+    def spread(self, system: Measured) -> Spread | None:
+        return spread(self.values(system))
+
+    def number(self, value: float) -> str:
+        return f"{value:.{self.digits}f}"
+
+    def cell(self, system: Measured) -> str:
+        """The median, and below it the range."""
+        found = self.spread(system)
+        if found is None:
+            return "-"
+        return f"{self.number(found.median)}\n[dim]{self.number(found.low)}–{self.number(found.high)}[/dim]"
+
+
+def _of_recoveries(value: Callable[[Recovery], float | None]) -> Callable[[Measured], Sequence[float]]:
+    return lambda system: [v for recovery in system.recoveries if (v := value(recovery)) is not None]
+
+
+STALL = Column("stall", "stall\ns", _of_recoveries(lambda r: r.stall_s), 2, 0.5)
+NEW_WORK = Column("new work", "new work\ns", _of_recoveries(lambda r: r.new_work_s), 2, None)
+FULL = Column("full strength", "full\nstrength s", _of_recoveries(lambda r: r.full_s), 2, 1.5)
+LOST = Column("lost steps", "lost\nsteps", _of_recoveries(lambda r: r.lost_steps), 0, 0)
+STEP = Column("step / plain DDP", "step /\nplain DDP", Measured.ratios, 2, None)
+COLUMNS = (STALL, FULL, LOST, NEW_WORK, STEP)
+COMPARED = (STALL, FULL, LOST, STEP)
+"""The columns in which level 2 is to be ahead of every peer."""
+
+
+def print_results(console: Console, plan: Plan, results: Sequence[Measured], floor: Floor | None) -> None:
+    """Everything that belongs below the machine's line."""
+    console.print(results_table(plan, results))
+    for system in results:
+        console.print(f"[bold]{system.title}[/bold]: {system.note}", highlight=False)
+    console.print(
+        "stall: kill to the next commit by anyone. full strength: kill to the first step of all replicas. "
+        "lost steps: committed, then computed again. new work: kill to the first commit of a step never "
+        "committed before. step: no faults, in blocks next to plain DDP, checkpoints included.",
+        style="dim",
+    )
+    ours = next((system for system in results if system.name == OURS), None)
+    if floor is not None:
+        _print_floor(console, floor, ours)
+    if ours is not None:
+        peers = [system for system in results if not system.name.startswith("holdfast")]
+        for line in verdicts(ours, peers):
+            console.print(line, highlight=False)
+
+
+def results_table(plan: Plan, results: Sequence[Measured]) -> Table:
+    """A row per system; one that could not be run has its error in the place of its figures."""
+    state = f", {plan.state_mb:.0f} MB more state" if plan.state_mb else ""
+    title = (
+        f"{plan.replicas} replicas{state}: SIGKILL of one, median and (min–max) of {plan.faults} faults each"
+    )
+    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, width=WIDTH, show_lines=False)
+    table.add_column("system", ratio=1)
+    for column in COLUMNS:
+        table.add_column(column.title, justify="right", no_wrap=True)
+    for system in results:
+        table.add_row(_name_cell(system), *(column.cell(system) for column in COLUMNS))
+        if system.error or system.failed_faults:
+            table.add_row(f"[red]{_escape(system.error or system.failed_faults[-1])}[/red]")
+    return table
+
+
+def _name_cell(system: Measured) -> str:
+    count = f"{len(system.recoveries)} faults"
+    if system.failed_faults:
+        count += f", {len(system.failed_faults)} more not recovered"
+    if system.foreign_cpu > 0.1:
+        count += f", {system.foreign_cpu:.0%} CPU by others"
+    return f"[bold]{system.title}[/bold]\n[dim]{count}[/dim]"
+
+
+def _escape(text: str) -> str:
+    return text.replace("[", r"\[")
+
+
+def _print_floor(console: Console, floor: Floor, ours: Measured | None) -> None:
+    console.print(
+        f"Floor: noticed {floor.noticed_s.median * 1e3:.0f} ms, going again in a new group "
+        f"{floor.going_s.median * 1e3:.0f} ms ({floor.going_s.low * 1e3:.0f}–{floor.going_s.high * 1e3:.0f}), "
+        f"state {floor.state_bytes / 1e6:.0f} MB over loopback {floor.transfer_s * 1e3:.0f} ms, "
+        f"one step {floor.step_s * 1e3:.0f} ms: stall {floor.stall_s:.2f} s, full strength {floor.full_s:.2f} s.",
+        highlight=False,
+    )
+    for column, least in ((STALL, floor.stall_s), (FULL, floor.full_s)):
+        found = column.spread(ours) if ours else None
+        if found is not None:
+            over = found.median - least
+            console.print(
+                f"  Holdfast level 2, {column.name}: {found.median:.2f} s, {over:+.2f} s from the floor "
+                f"({found.median / least:.1f} times it)",
+                highlight=False,
+            )
+
+
+def verdicts(ours: Measured, peers: Sequence[Measured]) -> list[str]:
+    """A line per column: the target and the best peer, and whether level 2 is ahead of both."""
+    lines = []
+    for column in COMPARED:
+        mine = column.spread(ours)
+        rivals = [(found.median, peer.title) for peer in peers if (found := column.spread(peer)) is not None]
+        if mine is None:
+            lines.append(f"{column.name}: Holdfast level 2 has no figure")
+            continue
+        words = [f"{column.name}: {column.number(mine.median)}"]
+        if column.target is not None:
+            met = mine.median < column.target or mine.high == column.target
+            words.append(
+                f"target {'<' if column.target else ''}{column.target:g}: {'met' if met else 'MISSED'}"
+            )
+        if rivals:
+            best, title = min(rivals)
+            standing = "ahead" if mine.median < best else "level" if mine.median == best else "BEHIND"
+            words.append(f"best peer {column.number(best)} ({title}): {standing}")
+        lines.append("; ".join(words))
+    return lines

@@ -1,0 +1,204 @@
+"""The demonstration behind `make demo`: training that failures do not stop, and the proof that nothing was lost.
+
+First two short runs, one undisturbed and one in which a worker and a node are killed: their losses and final
+parameters must be equal to the bit. Then the main job, on 4 nodes and 1 spare, in which a node is killed, a
+worker is stopped and the coordinator is killed. Everything is written below out/demo. The exit code is 1 if a
+check fails.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+OUT = ROOT / "out" / "demo"
+HOME = OUT / "home"
+TRAIN = "examples/text/train.py"
+CACHE = ("--cache", str(OUT / "text"))
+ENVIRONMENT = os.environ | {"HOLDFAST_HOME": str(HOME)}
+
+EXACT_STEPS = 60
+EXACT = ("--nnodes", "2", "--spares", "1", "--wait-for-spare")
+EXACT_MODEL = ("--dim", "96", "--layers", "2", "--heads", "4", "--seq-len", "64", "--global-batch", "16")
+EXACT_FAULTS = ("--fault", "kill-worker:rank=1,step=20", "--fault", "kill-node:rank=0,step=40")
+
+MAIN = ("--nnodes", "2:4", "--spares", "1")
+MAIN_MODEL = ("--seq-len", "64", "--global-batch", "16", "--steps", "1000000")  # it is stopped long before
+MAIN_FAULTS = ("kill-node:rank=1", "stop-worker:rank=2", "kill-coordinator")
+CALM_S = 14.0
+"""Training between two faults, so that the curve shows what each of them cost."""
+LIMIT_S = 420.0
+"""The main job is given up after this time."""
+
+
+def main() -> int:
+    OUT.parent.mkdir(exist_ok=True)
+    lock = (OUT.parent / "demo.lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return fail("another demo is running in this folder; wait for its end")
+    shutil.rmtree(OUT, ignore_errors=True)
+    HOME.mkdir(parents=True)
+
+    title("1. Two short runs, one with faults: are they equal to the bit?")
+    exact = compare_runs()
+    title("2. The main job: 4 nodes and 1 spare; a node, a worker and the coordinator are struck")
+    checks = exact | run_main_job()
+    holdfast("report", "--job", "main", "--curve", str(OUT / "loss.png"), quiet=True)
+
+    title("Checked")
+    for words, good in checks.items():
+        print(f"  {'ok    ' if good else 'FAILED'}  {words}")
+    print(f"\nPictures: {OUT / 'loss.png'} (the main job), {OUT / 'exact.png'} (the two short runs)")
+    print(f"Report:   {OUT / 'main.json'}")
+    return 0 if all(checks.values()) else fail("not everything is as it should be, see above")
+
+
+# ------------------------------------------------------------ the two short runs
+
+
+def compare_runs() -> dict[str, bool]:
+    """Runs the same training twice, with faults and without, and compares every bit that it reports."""
+    script = (TRAIN, "--steps", str(EXACT_STEPS), *EXACT_MODEL, *CACHE)
+    for job, faults in (("calm", ()), ("struck", EXACT_FAULTS)):
+        run(job, *EXACT, *faults, *script).wait()
+    calm, struck = losses("calm"), losses("struck")
+    hashes = {job: report(job)["final"]["params_xxh3"] for job in ("calm", "struck")}
+    incidents = report("struck")["incidents"]
+    holdfast("report", "--job", "struck", "--curve", str(OUT / "exact.png"), "--baseline", "calm", quiet=True)
+    return {
+        f"short runs: {len(calm)} of {EXACT_STEPS} losses known, and bit-identical with and without faults": (
+            len(calm) == EXACT_STEPS and calm == struck
+        ),
+        f"short runs: final parameters bit-identical (xxh3 {hashes['calm']} and {hashes['struck']})": (
+            hashes["calm"] is not None and hashes["calm"] == hashes["struck"]
+        ),
+        f"short runs: {len(incidents)} incidents, all recovered": len(incidents) >= 2
+        and recovered(incidents),
+    }
+
+
+def losses(job: str) -> dict[int, float]:
+    """Every committed step's loss, from the job's ledger."""
+    with sqlite3.connect(f"file:{HOME}/jobs/{job}/job.sqlite?mode=ro", uri=True) as ledger:
+        return dict(ledger.execute("select step, loss from steps order by step"))
+
+
+# ------------------------------------------------------------ the main job
+
+
+def run_main_job() -> dict[str, bool]:
+    """Trains, strikes, waits for the recovery, trains on, and stops after the last one."""
+    training = run("main", *MAIN, TRAIN, *MAIN_MODEL, *CACHE)
+    watchdog = threading.Timer(LIMIT_S, training.terminate)
+    watchdog.start()
+    try:
+        strike_and_stop(training)
+    finally:
+        training.wait()
+        watchdog.cancel()
+    ended = report("main")
+    incidents = ended["incidents"]
+    kinds = [(i["fault"] or "").partition(":")[0] for i in incidents]
+    missing = [f for f in MAIN_FAULTS if f.partition(":")[0] not in kinds]
+    return {
+        f"main job: ended as asked ({ended['outcome']})": ended["outcome"] == "stopped",
+        f"main job: every fault became an incident{' but ' + ', '.join(missing) if missing else ''}": not missing,
+        f"main job: {len(incidents)} incidents, all back at full strength": recovered(incidents),
+        f"main job: {ended['steps']['lost']} committed steps lost": ended["steps"]["lost"] == 0,
+        f"main job: all replicas hold bit-equal parameters (xxh3 {ended['final']['params_xxh3']})": (
+            ended["final"]["replicas_equal"] is True
+        ),
+    }
+
+
+def strike_and_stop(training: subprocess.Popen[bytes]) -> None:
+    """What a person would do in another terminal."""
+    events = follow("main", training)
+    wait_for(events, "formed")
+    for fault in MAIN_FAULTS:
+        time.sleep(CALM_S)
+        if holdfast("fault", fault, "--job", "main", quiet=True) != 0:
+            return
+        wait_for(events, "incident-closed", fault)
+    time.sleep(CALM_S)
+    holdfast("stop", "--job", "main", quiet=True)
+
+
+def wait_for(events: Iterator[dict[str, Any]], kind: str, fault: str = "") -> None:
+    """Reads on to the next event of a kind; returns early when the job ends."""
+    for event in events:
+        if event["kind"] == kind and str(event["fields"].get("fault") or "").startswith(
+            fault.partition(":")[0]
+        ):
+            return
+
+
+def follow(job: str, training: subprocess.Popen[bytes]) -> Iterator[dict[str, Any]]:
+    """The job's events as they happen, until it ends."""
+    while not (HOME / "jobs" / job / "coordinator.json").exists():
+        if training.poll() is not None:
+            return
+        time.sleep(0.1)
+    command = [sys.executable, "-m", "holdfast.cli", "events", "--job", job, "--follow", "--json"]
+    with subprocess.Popen(command, env=ENVIRONMENT, cwd=ROOT, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            yield json.loads(line)
+
+
+# ------------------------------------------------------------ for both
+
+
+def run(job: str, *args: str) -> subprocess.Popen[bytes]:
+    """Starts `holdfast run`; its view and its report go to this terminal."""
+    written = OUT / f"{job}.json"
+    command = ["run", "--job", job, "--report", str(written), *args]
+    print(f"$ holdfast {' '.join(arg.replace(str(ROOT) + '/', '') for arg in command)}", flush=True)
+    return subprocess.Popen([sys.executable, "-m", "holdfast.cli", *command], env=ENVIRONMENT, cwd=ROOT)
+
+
+def report(job: str) -> dict[str, Any]:
+    """What `--report` wrote."""
+    path = OUT / f"{job}.json"
+    if not path.exists():
+        sys.exit(fail(f"the job {job} left no report; see its output above"))
+    loaded: dict[str, Any] = json.loads(path.read_text())
+    return loaded
+
+
+def recovered(incidents: list[dict[str, Any]]) -> bool:
+    """Training went on after each of them, at last at full strength."""
+    return all(i["stall_s"] is not None and i["full_strength_s"] is not None for i in incidents)
+
+
+def holdfast(*args: str, quiet: bool = False) -> int:
+    """Any other command; what it says is shown if it fails."""
+    command = [sys.executable, "-m", "holdfast.cli", *args]
+    done = subprocess.run(command, env=ENVIRONMENT, cwd=ROOT, capture_output=quiet, text=True, check=False)
+    if done.returncode != 0 and quiet:
+        print(f"holdfast {args[0]}: {done.stderr.strip()}", file=sys.stderr)
+    return done.returncode
+
+
+def title(words: str) -> None:
+    print(f"\n=== {words}\n", flush=True)
+
+
+def fail(words: str) -> int:
+    print(f"\ndemo: {words}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

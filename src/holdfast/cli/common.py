@@ -1,0 +1,36 @@
+"""What several commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from holdfast.coordinator.store import Store
+
+JobName = Annotated[str | None, typer.Option("--job", help="The job's name; without it the newest.")]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
+
+
+@contextmanager
+def ledger(folder: Path) -> Iterator[Store]:
+    """The job's file, for reading; works while the job runs and long after.
+
+    Raises:
+        UsageError: the job has none.
+    """
+    from holdfast.coordinator.store import Store
+    from holdfast.errors import UsageError
+
+    path = folder / "job.sqlite"
+    if not path.is_file():
+        raise UsageError(f"the job {folder.name!r} was never started: there is no {path}")
+    store = Store(path, read_only=True)
+    try:
+        yield store
+    finally:
+        store.close()

@@ -1,0 +1,75 @@
+"""`holdfast report`: what a job did, as tables and as a picture."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from holdfast.cli.common import AsJson, JobName, ledger
+
+
+def report(
+    job: JobName = None,
+    as_json: AsJson = False,
+    curve: Annotated[
+        Path | None, typer.Option("--curve", help="Draw the loss with the incidents into this PNG.")
+    ] = None,
+    baseline: Annotated[
+        str | None, typer.Option("--baseline", help="With --curve: a second job, drawn for comparison.")
+    ] = None,
+) -> None:
+    """Prints the report of a job, finished or not."""
+    from holdfast.engines import jobs
+    from holdfast.errors import UsageError
+
+    if baseline is not None and curve is None:
+        raise UsageError("--baseline is drawn into the picture: give --curve FILE.png too")
+    folder = jobs.existing(job)
+    shown = read_report(folder)
+    if as_json:
+        import msgspec
+
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(shown), indent=1).decode() + "\n")
+    else:
+        from holdfast.observe.tables import print_report
+
+        print_report(shown, folder, sys.stdout)
+    if curve is not None:
+        from holdfast.observe.curve import draw_curve
+
+        draw_curve(
+            _points(folder), shown["incidents"], curve, _points(jobs.existing(baseline)) if baseline else None
+        )
+        sys.stderr.write(f"the loss curve is in {curve}\n")
+
+
+def read_report(folder: Path) -> dict[str, Any]:
+    """As it was written at the job's end; until then, and for a job that was killed, from its ledger."""
+    import msgspec
+
+    from holdfast.coordinator.report import build_report
+    from holdfast.engines import jobs
+    from holdfast.errors import UsageError
+
+    try:
+        written: dict[str, Any] = msgspec.json.decode((folder / "report.json").read_bytes())
+    except FileNotFoundError:
+        pass
+    else:
+        return written
+    with ledger(folder) as store:
+        state = store.load()
+        if state is None:
+            raise UsageError(f"the job {folder.name!r} was never started")
+        shown = build_report(state, store.steps(), state.began_s + store.last_t_s())
+    if shown["outcome"] is None:
+        shown["outcome"] = "running" if jobs.is_running(folder) else "killed"
+    return shown
+
+
+def _points(folder: Path) -> list[tuple[int, float, float]]:
+    with ledger(folder) as store:
+        return [(row.step, row.t_s, row.loss) for row in store.steps() if row.loss is not None]

@@ -1,0 +1,61 @@
+"""Which log belongs to which rank and node, as the ledger tells it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from holdfast.observe.units import ranks
+
+
+class LogSources:
+    """Told every event in its order, knows the logs to show.
+
+    rank: every worker that ever had it. node: every worker of `node{node}`. Neither: the newest generation.
+    """
+
+    def __init__(self, rank: int | None = None, node: int | None = None) -> None:
+        self._rank, self._node = rank, node
+        self._logs: dict[str, Path] = {}
+        self._nodes: dict[str, str] = {}
+        self._held: dict[str, int] = {}
+        self._holders: dict[int, list[str]] = {}
+        self._members: list[str] = []
+
+    def heard(self, kind: str, fields: Mapping[str, Any]) -> None:
+        """One event of the ledger."""
+        if kind == "worker-started":
+            self._logs[fields["worker"]] = Path(fields["log"])
+            self._nodes[fields["worker"]] = fields["node"]
+        elif kind == "level":
+            self._members, self._held, self._holders = [], {}, {}  # the first ranks were a guess
+        elif kind in ("formed", "started"):
+            self._members = list(fields["workers"])
+            for rank, worker in enumerate(self._members):
+                self._held[worker] = rank
+                holders = self._holders.setdefault(rank, [])
+                if worker not in holders:
+                    holders.append(worker)
+
+    def chosen(self) -> dict[Path, str]:
+        """The logs to show, each with its label, in the order of their beginning."""
+        if self._rank is not None:
+            workers = self._holders.get(self._rank, [])
+        elif self._node is not None:
+            workers = [w for w, node in self._nodes.items() if node == f"node{self._node}"]
+        else:
+            workers = self._members or list(self._logs)
+        return {self._logs[w]: self._label(w) for w in workers if w in self._logs}
+
+    def known(self) -> str:
+        """What there is to choose from."""
+        if not self._logs:
+            return ""
+        return (
+            f"there are ranks {ranks(list(self._holders))} and {', '.join(sorted(set(self._nodes.values())))}"
+        )
+
+    def _label(self, worker: str) -> str:
+        rank = self._held.get(worker)
+        return worker if rank is None else f"rank {rank} {worker}"

@@ -1,0 +1,34 @@
+"""`holdfast stop`: ends a job in order, keeping its state."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from holdfast.cli.common import JobName
+
+
+def stop(job: JobName = None) -> None:
+    """Stops a job after the step in flight, saves its state, and waits until it has ended."""
+    import asyncio
+
+    from holdfast.cli.report import read_report
+    from holdfast.engines import jobs
+
+    folder = jobs.existing(job)
+    asyncio.run(_stop(folder))
+    ended = read_report(folder)
+    saved = jobs.newest_checkpoint(folder / "checkpoint")
+    name = folder.name
+    go_on = f"; `holdfast run --job {name} ...` goes on from step {saved.step}" if saved else ""
+    sys.stdout.write(f"the job {name} {ended['outcome']} at step {ended['steps']['committed']}{go_on}\n")
+
+
+async def _stop(folder: Path) -> None:
+    from holdfast.engines.client import JobClient
+
+    async with JobClient(folder) as client:
+        await client.post("/stop?reason=holdfast%20stop")
+        async for said in client.watch():
+            if said.kind == "ended":
+                return

@@ -1,0 +1,122 @@
+"""torchrun's options that Holdfast has no need of, so that a command can be pasted as it is.
+
+Those that ask for nothing that Holdfast would not do anyway are left out with a note; those that ask for
+something else are refused, with what to do.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from typer.core import TyperCommand
+
+from holdfast.errors import UsageError
+
+_ADDRESSES = "--rdzv-endpoint", "--master-addr", "--local-addr"
+_NEEDLESS = (
+    *_ADDRESSES,
+    "--rdzv-backend",
+    "--rdzv-id",
+    "--rdzv-conf",
+    "--master-port",
+    "--node-rank",
+    "--monitor-interval",
+    "--role",
+    "--start-method",
+    "--log-dir",
+    "--redirects",
+    "-r",
+    "--tee",
+    "-t",
+    "--local-ranks-filter",
+)
+"""Options with a value: addresses come with every generation, and every worker has a log of its own."""
+
+_NEEDLESS_FLAGS = ("--standalone",)
+_REFUSED = {
+    "--no-python": "a worker is a warm Python process, so SCRIPT must be a Python file or, with -m, a module",
+    "--run-path": "SCRIPT is always run as a path; leave it out",
+}
+
+
+@dataclass
+class Pasted:
+    """A command line without torchrun's own options. `left_out` are those, with their values."""
+
+    kept: list[str]
+    left_out: dict[str, str | None] = field(default_factory=dict)
+
+
+def take_out(args: Sequence[str], has_value: Callable[[str], bool]) -> Pasted:
+    """Splits the options before SCRIPT. `has_value`: whether an option of Holdfast is followed by a value.
+
+    Raises:
+        UsageError: an option that cannot be left out.
+    """
+    pasted = Pasted([])
+    rest = iter(args)
+    for word in rest:
+        if word == "--" or not word.startswith("-"):
+            pasted.kept += [word, *rest]
+            break
+        written, equals, value = word.partition("=")
+        name = written if not written.startswith("--") else written.replace("_", "-")
+        if name in _REFUSED:
+            raise UsageError(f"{written}: {_REFUSED[name]}")
+        if name in _NEEDLESS_FLAGS:
+            pasted.left_out[name] = None
+        elif name in _NEEDLESS:
+            pasted.left_out[name] = value if equals else next(rest, "")
+        else:
+            pasted.kept.append(word)
+            if not equals and has_value(word):
+                pasted.kept += [follows] if (follows := next(rest, None)) is not None else []
+    _check(pasted.left_out)
+    return pasted
+
+
+def _check(left_out: dict[str, str | None]) -> None:
+    rank = left_out.get("--node-rank")
+    if rank not in (None, "0"):
+        raise UsageError(
+            f"--node-rank {rank}: the local engine starts all nodes on this machine; "
+            "give this command once, without --node-rank"
+        )
+    for name in _ADDRESSES:
+        address = left_out.get(name)
+        if address and not _is_here(address):
+            raise UsageError(
+                f"{name} {address}: the local engine starts all nodes on this machine, so it cannot join another; "
+                f"leave {name} out to run them here"
+            )
+
+
+def _is_here(address: str) -> bool:
+    """Whether HOST[:PORT] names this machine."""
+    host = address[1:].partition("]")[0] if address.startswith("[") else address.partition(":")[0]
+    if host.startswith("127.") or host in ("localhost", "::1", "0.0.0.0"):
+        return True
+    return host.partition(".")[0] == socket.gethostname().partition(".")[0]
+
+
+class RunCommand(TyperCommand):
+    """`holdfast run`, which also takes a command line of torchrun."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Leaves torchrun's options out, and says so."""
+        valued = frozenset(_valued(self.params))
+        pasted = take_out(args, valued.__contains__)
+        if pasted.left_out:
+            names = ", ".join(pasted.left_out)
+            sys.stderr.write(f"[holdfast] left out, because Holdfast needs no rendezvous: {names}\n")
+        return super().parse_args(ctx, pasted.kept)
+
+
+def _valued(params: Iterable[Any]) -> Iterable[str]:
+    for param in params:
+        if param.param_type_name == "option" and not param.is_flag:
+            yield from param.opts

@@ -1,0 +1,256 @@
+"""Workers that fail, die or do not move: what it means, and who or what is to blame."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from holdfast.coordinator import forming, gang, incidents, nodes, policy, stopping
+from holdfast.coordinator.state import Blame, Failure, Injection, JobPhase, Worker, WorkerPhase
+from holdfast.protocol import messages as m
+from holdfast.protocol.page import Phase
+
+if TYPE_CHECKING:
+    from holdfast.coordinator.core import Core
+
+KEPT = 512
+"""Failures that are remembered for telling the script's faults from the machine's."""
+
+STRIKES = 3
+"""So many workers in a row that died before they were ready, and their node is given up."""
+
+# ---------------------------------------------------------------- user code raised
+
+
+def failed(core: Core, worker: Worker, message: m.Failed) -> None:
+    """User code raised. In a step: retry in process, then a fresh worker, then it is the script's."""
+    s = core.state
+    current = s.generation
+    if any(
+        (f.worker, f.generation, f.step) == (worker.name, message.generation, message.step)
+        for f in s.failures
+    ):
+        return  # said again by an agent that could not know whether it had been heard
+    rank = current.rank_of(worker.name) if current else None
+    phase = Phase(message.phase).name.lower()
+    cause = f"{message.error}: {message.message}" + (f" in {phase}" if message.step is not None else "")
+    blame = Blame(cause, rank, worker.node, message.step, message.traceback, log=worker.log)
+    s.blames[worker.name] = blame
+    core.record("failed", worker=worker.name, rank=rank, node=worker.node, step=message.step, cause=cause)
+    if message.step is None or current is None or worker.phase is not WorkerPhase.MEMBER:
+        return
+    if message.generation != current.number:
+        return
+    note_failure(core, message.step, message.signature, worker, message.generation)
+    verdict = policy.script_fault(s.failures)
+    if verdict is not None:
+        forming.break_generation(core, cause)
+        stopping.give_up(core, verdict.reason, first_blame(core, message.signature) or blame)
+        return
+    if s.phase is JobPhase.RUNNING or s.yielding:
+        again = _failed_before(core, worker, message)
+        incident = incidents.open_incident(
+            s,
+            core.now,
+            cause,
+            node=worker.node,
+            workers=[worker.name],
+            kind="nan" if message.error == "NonFiniteGradient" else None,
+            needs_newcomer=again,
+        )
+        incident.rung = None if again else "retry in process"
+        core.record("incident-opened", **incidents.describe(s, incident))
+        if again:
+            end_worker(core, worker)
+    forming.break_generation(core, cause)
+
+
+def _failed_before(core: Core, worker: Worker, message: m.Failed) -> bool:
+    same = [
+        f
+        for f in core.state.failures
+        if f.worker == worker.name and (f.step, f.signature) == (message.step, message.signature)
+    ]
+    return len(same) >= 2
+
+
+def first_blame(core: Core, signature: str) -> Blame | None:
+    """What the first worker said that failed in this way."""
+    for failure in core.state.failures:
+        if failure.signature == signature and failure.worker in core.state.blames:
+            return core.state.blames[failure.worker]
+    return None
+
+
+def note_failure(core: Core, step: int | None, signature: str, worker: Worker, generation: int) -> None:
+    """Remembers a failure for `policy.script_fault`."""
+    core.state.failures.append(Failure(step, signature, worker.name, worker.node, generation))
+    if node := core.state.nodes.get(worker.node):
+        node.failures += 1
+
+
+# ---------------------------------------------------------------- processes that end
+
+
+def exited(core: Core, message: m.Exited) -> None:
+    """A worker's process ended."""
+    s = core.state
+    worker = s.workers.get(message.worker)
+    if worker is None or worker.exited:
+        return
+    worker.exited = True
+    described = Blame(policy.describe_exit(message.code), node=worker.node, log=message.log)
+    blame = s.blames.setdefault(worker.name, described)
+    blame.tail, blame.log = list(message.tail), message.log
+    core.record("worker-exited", worker=worker.name, node=worker.node, code=message.code, log=message.log)
+    if worker.phase is WorkerPhase.GONE:
+        return
+    if s.level != 2:
+        gang.exited(core, worker, message)
+    elif worker.phase is WorkerPhase.DONE:
+        worker.phase = WorkerPhase.GONE
+        if message.code > 0 and s.outcome is None:  # a signal is the machine's fault, and its steps are done
+            stopping.give_up(core, "the script failed after its last step", blame)
+    else:
+        cause = blame.cause if blame.traceback else policy.describe_exit(message.code)
+        lose_worker(core, worker, cause, message)
+
+
+def lose_worker(core: Core, worker: Worker, cause: str, message: m.Exited | None = None) -> None:
+    """A worker is gone without having been asked to go. message: how it ended, where that is known."""
+    s = core.state
+    was, worker.phase, worker.vanished_s = worker.phase, WorkerPhase.GONE, None
+    if s.level != 2:
+        gang.lost(core, worker, cause)
+        return
+    if s.phase is JobPhase.STOPPING or was is WorkerPhase.DONE:
+        return
+    s.restarts_used += 1
+    member = was in (WorkerPhase.MEMBER, WorkerPhase.PARKED)
+    early = was in (WorkerPhase.STARTING, WorkerPhase.ATTACHED)
+    injected = False
+    if member or s.number == 0:
+        incident = incidents.open_incident(s, core.now, cause, node=worker.node, workers=[worker.name])
+        core.record("incident-opened", **incidents.describe(s, incident))
+        injected = incident.injected
+    if message is not None and (member or early) and not injected:
+        _judge_exit(core, worker, message, early)
+    if member:
+        forming.break_generation(core, cause)
+    if early and message is not None:
+        _did_not_start(core, worker, cause)
+
+
+def _judge_exit(core: Core, worker: Worker, message: m.Exited, early: bool) -> None:
+    s = core.state
+    blame = s.blames[worker.name]
+    blame.rank = blame.rank if s.generation is None else s.generation.rank_of(worker.name)
+    signature = policy.failure_signature(blame, message)
+    note_failure(core, None if early else s.committed, signature, worker, s.number)
+    verdict = policy.script_fault(s.failures, trained=s.number > 0, nodes=nodes.hoped_for(core))
+    if verdict is not None:
+        forming.break_generation(core, blame.cause)
+        stopping.give_up(core, verdict.reason, first_blame(core, signature))
+
+
+def _did_not_start(core: Core, worker: Worker, cause: str) -> None:
+    """One more that died before it was ready. Workers that were started together count once."""
+    s, node = core.state, core.state.nodes.get(worker.node)
+    if worker.started_s >= s.bad_start_at_s:
+        s.bad_starts, s.bad_start_at_s = s.bad_starts + 1, core.now
+        if s.bad_starts >= 2:
+            pause_s = core.timing.heartbeat_s * 2.0 ** min(s.bad_starts - 2, 16)
+            s.start_after_s = core.now + min(pause_s, core.timing.wait_s)
+    if node is not None and worker.started_s >= node.struck_at_s:
+        node.strikes, node.struck_at_s = node.strikes + 1, core.now
+        if node.alive and node.strikes >= STRIKES:
+            nodes.lose(core, node, f"its workers do not start: {cause}")
+
+
+def started_well(core: Core, worker: Worker) -> None:
+    """A worker became ready: what failed before was no rule."""
+    core.state.bad_starts, core.state.start_after_s = 0, None
+    if node := core.state.nodes.get(worker.node):
+        node.strikes = 0
+
+
+# ---------------------------------------------------------------- processes that are ended
+
+
+def end_worker(core: Core, worker: Worker, counts: bool = True) -> None:
+    """Takes a worker out of the job, whatever its process does. counts: it is a restart."""
+    worker.told_to_end = True
+    worker.phase = WorkerPhase.GONE
+    core.state.restarts_used += counts
+    core.send(worker.node, m.KillWorker(worker.name))
+
+
+def condemn(core: Core, workers: Iterable[Worker], cause: str) -> None:
+    """Takes workers out that will not leave by themselves."""
+    s = core.state
+    by_node: dict[str, list[Worker]] = {}
+    for worker in workers:
+        by_node.setdefault(worker.node, []).append(worker)
+    breaks = False
+    for node, ours in by_node.items():
+        part = any(w.phase in (WorkerPhase.MEMBER, WorkerPhase.PARKED) for w in ours)
+        if part and s.phase is not JobPhase.STOPPING:
+            names = [w.name for w in ours]
+            incident = incidents.open_incident(s, core.now, cause, node=node, workers=names)
+            core.record("incident-opened", **incidents.describe(s, incident))
+            breaks = True
+        else:
+            core.record("worker-ended", workers=[w.name for w in ours], cause=cause)
+        for worker in ours:
+            rank = s.generation.rank_of(worker.name) if s.generation else None
+            s.blames[worker.name] = Blame(cause, rank, node, s.committed, log=worker.log)
+            end_worker(core, worker)
+    if breaks:
+        forming.break_generation(core, cause)
+
+
+def end_late_starters(core: Core) -> None:
+    """Workers that are not ready in time are started anew."""
+    limit_s = core.timing.start_s
+    starting = core.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED)
+    late = [w for w in starting if core.now >= w.started_s + limit_s]
+    if late:
+        condemn(core, late, f"not ready within {limit_s:g} s")
+
+
+def end_stuck(core: Core) -> None:
+    """Members that did not leave the broken generation in time are taken out.
+
+    One that has not finished a step yet may be compiling: it has the time of a start for that.
+    """
+    s = core.state
+    s.break_deadline_s = None
+    stuck = [w for w in core.alive_workers() if w.phase is WorkerPhase.MEMBER or w.name in s.stops]
+    stuck = [w for w in stuck if w.phase in (WorkerPhase.MEMBER, WorkerPhase.PARKED)]
+    until_s = s.formed_at_s + core.timing.start_s
+    patient = [w for w in stuck if w.median_s is None and core.now < until_s and s.stop_reason is None]
+    if patient:
+        s.break_deadline_s = until_s
+    condemn(core, [w for w in stuck if w not in patient], "did not leave the broken generation")
+
+
+# ---------------------------------------------------------------- injected faults
+
+
+def injected(core: Core, injection: Injection) -> None:
+    """A fault is being injected now, or was just before: it explains an incident, and blames nobody."""
+    s = core.state
+    rank = s.generation.rank_of(injection.worker) if s.generation and injection.worker else None
+    core.record(
+        "fault-injected",
+        fault=injection.fault,
+        fault_kind=injection.kind,
+        node=injection.node,
+        worker=injection.worker,
+        rank=rank,
+        step=s.committed,
+    )
+    if any(incidents.explains(i, injection) for i in s.incidents):
+        s.failures = [f for f in s.failures if injection.worker is None or f.worker != injection.worker]
+    else:
+        s.injections.append(injection)

@@ -1,0 +1,257 @@
+"""Generations: how one ends, and who is in the next, where it starts and who brings the state to whom."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from holdfast.coordinator import failures, incidents, nodes, policy, stopping
+from holdfast.coordinator.state import JobPhase, Worker, WorkerPhase
+from holdfast.protocol import messages as m
+
+if TYPE_CHECKING:
+    from holdfast.coordinator.core import Core
+
+MAX_DONORS = 8
+"""Stripes from more donors than this gain nothing: the newcomer's link is full."""
+
+PATIENT_ATTEMPTS = 4
+"""So many generations in a row may break for no known reason before there is a pause between attempts."""
+
+MAX_ATTEMPTS = 16
+"""So many generations in a row without a commit or a culprit, and the job stops with its state saved."""
+
+# ---------------------------------------------------------------- a generation ends
+
+
+def break_generation(core: Core, cause: str) -> None:
+    """Every member leaves the generation and reports what it holds."""
+    s = core.state
+    draining = s.phase is JobPhase.BREAKING and s.yielding
+    if s.generation is None or s.level != 2 or not (s.phase is JobPhase.RUNNING or draining):
+        return
+    s.phase, s.yielding = JobPhase.BREAKING, False
+    s.broke_cause, s.broke_at_s = cause, core.now
+    s.break_deadline_s = core.now + core.timing.stall_s(core.median_s())
+    s.inspect_deadline_s = None
+    core.record("broke", generation=s.generation.number, reason=cause, step=s.committed)
+    for worker in core.inside():
+        core.tell(worker, m.Break(s.generation.number, cause))
+
+
+def end_at_commit(core: Core, reason: str) -> None:
+    """The generation ends at its next commit: nothing is lost."""
+    s = core.state
+    if s.generation is None or s.yielding:
+        return
+    s.yielding = True
+    core.record("yield", generation=s.generation.number, reason=reason)
+    for worker in core.inside():
+        core.tell(worker, m.Yield(s.generation.number))
+
+
+def can_grow(core: Core) -> bool:
+    """A newcomer is ready, there is room for it, and the running generation has been worth its start."""
+    s = core.state
+    if s.generation is None or s.generation_committed <= s.generation.start:
+        return False
+    return len(s.generation.members) < core.spec.target and bool(core.workers_in(WorkerPhase.READY))
+
+
+def collective_error(core: Core, worker: Worker, message: m.CollectiveError) -> None:
+    """Evidence that something is wrong, not who: the generation breaks, and its members say what they hold."""
+    s = core.state
+    if s.generation is None or message.generation != s.generation.number:
+        return
+    if worker.phase is WorkerPhase.MEMBER:
+        core.record("collective-error", worker=worker.name, step=message.step, detail=message.detail)
+        break_generation(core, "a collective failed")
+
+
+def parked(core: Core, worker: Worker, message: m.Parked) -> None:
+    """A member is out of the generation and says what it holds."""
+    s = core.state
+    if s.generation is None or message.generation != s.generation.number:
+        return
+    if worker.phase is not WorkerPhase.MEMBER:
+        return
+    worker.phase = WorkerPhase.PARKED
+    worker.committed, worker.prepared = message.committed, message.prepared
+    s.committed = max(s.committed, message.committed or 0)
+    if s.phase is not JobPhase.RUNNING:
+        return
+    if s.yielding:
+        s.phase = JobPhase.BREAKING
+        s.broke_at_s = core.now
+        s.break_deadline_s = core.now + core.timing.stall_s(core.median_s())
+    else:
+        break_generation(core, f"{worker.name} left it")
+
+
+def gather(core: Core) -> None:
+    """Everyone has left the generation."""
+    s = core.state
+    s.phase, s.break_deadline_s, s.yielding = JobPhase.GATHERING, None, False
+    cause, s.broke_cause = s.broke_cause, None
+    if (
+        cause is None
+        or s.stop_reason is not None
+        or any(i.open and i.decided_at_s is None for i in s.incidents)
+    ):
+        return
+    incident = incidents.open_incident(s, s.broke_at_s, cause, node=None, workers=[], needs_newcomer=False)
+    incident.rung = "retry in process"
+    core.record("incident-opened", **incidents.describe(s, incident))
+    if s.generation is None or s.generation_committed > s.generation.start:
+        return
+    s.fruitless += 1
+    if s.fruitless >= MAX_ATTEMPTS:
+        stopping.give_up(core, f"no step could be finished in {s.fruitless} attempts: {cause}", None)
+    elif s.fruitless > PATIENT_ATTEMPTS:
+        pause_s = core.timing.heartbeat_s * 2.0 ** (s.fruitless - PATIENT_ATTEMPTS)
+        s.form_after_s = core.now + min(pause_s, core.timing.form_s)
+
+
+# ---------------------------------------------------------------- the next one
+
+
+def try_form(core: Core) -> None:
+    """Forms a generation as soon as there are workers enough; nobody waits for a slow starter."""
+    s, spec = core.state, core.spec
+    if s.form_after_s is not None and core.now < s.form_after_s:
+        return
+    survivors = core.workers_in(WorkerPhase.PARKED)
+    if survivors and s.durable is None and all(w.committed is None for w in survivors):
+        _start_over(core, survivors)
+        survivors = []
+    ready = core.workers_in(WorkerPhase.READY)
+    fresh = sorted(ready, key=lambda w: (s.nodes[w.node].failures, w.node))
+    count = min(len(survivors) + len(fresh), spec.target)
+    if count >= max(1, spec.minimum):
+        s.wait_deadline_s = None
+        if s.number > 0 or count == spec.target or not _worth_waiting(core):
+            _form(core, survivors, fresh[: spec.target - len(survivors)])
+        return
+    if s.wait_deadline_s is None:
+        s.wait_deadline_s = core.now + core.timing.wait_s
+        if s.number:
+            core.record("waiting", workers=count, target=spec.target)
+    if nodes.hopeless(core):
+        why = "the restart budget is spent" if core.budget_spent() else "no more nodes may be asked for"
+        stopping.give_up(core, why, None)
+
+
+def _worth_waiting(core: Core) -> bool:
+    """The first generation waits a while for the target size, if more workers are on their way."""
+    s = core.state
+    pending = core.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED)
+    if not (pending or s.replacing or len(core.alive_nodes()) < core.spec.max_nodes):
+        return False
+    if s.form_deadline_s is None:
+        s.form_deadline_s = core.now + core.timing.form_s
+    return core.now < s.form_deadline_s
+
+
+def _start_over(core: Core, survivors: list[Worker]) -> None:
+    """No live copy of the state and no checkpoint: only a new process holds the state that all began from."""
+    names = [w.name for w in survivors]
+    core.record("worker-ended", workers=names, cause="no worker holds the state, and no checkpoint does")
+    for worker in survivors:
+        failures.end_worker(core, worker)
+    nodes.staff(core)
+
+
+def _form(core: Core, survivors: list[Worker], fresh: list[Worker]) -> None:
+    s = core.state
+    reports = {w.name: policy.Report(w.committed, w.prepared) for w in survivors}
+    reports |= {w.name: policy.Report(None) for w in fresh}
+    outcome = policy.settle(reports)
+    ranks = policy.assign_ranks(
+        s.generation if survivors else None, [w.name for w in survivors], [w.name for w in fresh]
+    )
+    durable = None
+    if outcome.start is None:
+        durable = s.durable
+        start = durable.step if durable else 0
+        holders = frozenset(ranks) if durable else frozenset(ranks[:1])
+        reference = _digest(core, ranks[0])
+        restore = frozenset(w for w in ranks if durable or _digest(core, w) != reference)
+        _count_lost(core, start)
+    else:
+        start, holders, restore = outcome.start, outcome.holders, outcome.restore
+    s.number += 1
+    members = tuple(_member(r, s.workers[w]) for r, w in enumerate(ranks))
+    s.generation = m.Generation(s.number, members, start)
+    donors = () if durable else tuple(r for r, w in enumerate(ranks) if w in holders)[:MAX_DONORS]
+    s.forms = {}
+    for rank, name in enumerate(ranks):
+        form = m.Form(
+            s.generation,
+            rank,
+            apply=name in outcome.apply,
+            restore=name in restore,
+            serve=bool(restore) and rank in donors,
+            donors=donors if name in restore else (),
+            path=durable.path if durable else None,
+        )
+        _enroll(core, s.workers[name], form, start)
+    s.phase, s.generation_committed, s.committed = JobPhase.RUNNING, start, max(start, s.committed)
+    s.form_deadline_s = s.wait_deadline_s = s.form_after_s = None
+    s.formed_at_s = core.now
+    s.history.append((round(core.now - s.began_s, 4), len(ranks)))
+    for _ in fresh:
+        incidents.replaced(s, core.now)
+    incidents.decided(s, core.now, _rung(core, fresh, len(ranks)))
+    core.record(
+        "formed",
+        generation=s.number,
+        start=start,
+        world=len(ranks),
+        workers=ranks,
+        restore=sorted(restore),
+        applied=bool(outcome.apply),
+        source="disk" if durable else "live" if outcome.start is not None else "fresh",
+    )
+
+
+def _enroll(core: Core, worker: Worker, form: m.Form, start: int) -> None:
+    worker.phase = WorkerPhase.MEMBER
+    worker.prepared = False
+    worker.committed = start
+    core.state.blames.pop(worker.name, None)
+    core.state.forms[worker.name] = form
+    core.tell(worker, form)
+
+
+def _rung(core: Core, fresh: list[Worker], world: int) -> str:
+    if fresh:
+        latest = core.state.incidents[-1].node if core.state.incidents else None
+        return "restart" if all(w.node == latest for w in fresh) else "spare"
+    return "go on smaller" if world < core.spec.target else "retry in process"
+
+
+def _digest(core: Core, name: str) -> str | None:
+    ready = core.state.workers[name].ready
+    return ready.digest if ready else None
+
+
+def _member(rank: int, worker: Worker) -> m.Member:
+    ready = worker.ready
+    return m.Member(
+        rank,
+        worker.name,
+        worker.node,
+        worker.slot,
+        ready.host if ready else "",
+        ready.vote_port if ready else 0,
+        ready.data_port if ready else 0,
+    )
+
+
+def _count_lost(core: Core, start: int) -> None:
+    s = core.state
+    lost = max(0, s.committed - start)
+    s.lost_steps += lost
+    s.committed = min(s.committed, start)
+    for incident in s.incidents:
+        if incident.open and incident.first_commit_at_s is None:
+            incident.lost_steps = max(incident.lost_steps or 0, lost)

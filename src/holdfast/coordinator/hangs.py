@@ -1,0 +1,123 @@
+"""The job stands still: everyone is looked at, and whoever holds the others up is taken out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from holdfast.coordinator import failures, forming, gang, incidents, policy
+from holdfast.coordinator.state import JobPhase, WorkerPhase
+from holdfast.protocol import messages as m
+from holdfast.protocol.page import WAITING_PHASES, Phase
+
+if TYPE_CHECKING:
+    from holdfast.coordinator.core import Core
+
+RETRIES = 2
+"""A hang in which nobody differs is met so often by a new generation of the same workers."""
+
+PATIENT_ROUNDS = 10
+"""So often a hang is looked at in which nobody waits for anybody: all may be reading a slow file system."""
+
+MARGIN = 0.9
+"""Of the time that a worker may stand still: those that wait for it began to a little later."""
+
+
+_FOR_OTHERS = frozenset({Phase.REDUCE, Phase.VOTE, Phase.JOIN})
+
+
+@dataclass
+class Inspection:
+    """Answers to the newest Inspect. Not part of the state: a successor asks again."""
+
+    views: list[m.WorkerView] = field(default_factory=list)
+    stacks: dict[str, str] = field(default_factory=dict)
+    unheard: set[str] = field(default_factory=set)
+
+
+def stalled(core: Core, name: str, view: m.WorkerView) -> None:
+    """An agent says that a worker stands still: every node is asked how its workers stand."""
+    s = core.state
+    worker = s.workers.get(name)
+    if worker is None or worker.phase is WorkerPhase.GONE:
+        return
+    running = s.phase is JobPhase.RUNNING and worker.phase is WorkerPhase.MEMBER
+    if view.process in "Tt" and not running and s.level == 2:
+        failures.condemn(core, [worker], "its process is stopped")
+        return
+    if not running or s.inspect_deadline_s is not None:
+        return
+    s.inspect_request += 1
+    s.inspect_deadline_s = core.now + core.timing.inspect_s
+    core.inspection = Inspection(unheard={w.node for w in core.inside()})
+    core.record("stalled", worker=name, node=worker.node, step=s.committed)
+    for node in sorted(core.inspection.unheard):
+        core.send(node, m.Inspect(s.inspect_request))
+
+
+def inspected(core: Core, message: m.Views) -> None:
+    """One node's answer; the last one leads to a verdict."""
+    s, inspection = core.state, core.inspection
+    if s.inspect_deadline_s is None or message.request != s.inspect_request:
+        return
+    members = {w.name: w.node for w in core.inside()}
+    for view in message.workers:
+        if view.worker in members:
+            inspection.views.append(view)
+            inspection.unheard.discard(members[view.worker])
+    inspection.stacks.update(message.stacks)
+    if not inspection.unheard:
+        judge(core)
+
+
+def judge(core: Core) -> None:
+    """All have answered, or the time for it is over."""
+    s, inspection = core.state, core.inspection
+    s.inspect_deadline_s = None
+    allowed = {v.worker: _allowed_s(core, v) for v in inspection.views}
+    verdict = policy.find_culprits(
+        inspection.views, allowed, inspection.stacks, complete=not inspection.unheard
+    )
+    core.record("stall-judged", workers=list(verdict.workers), reason=verdict.reason)
+    culprits = [s.workers[w] for w in verdict.workers if s.workers[w].phase is WorkerPhase.MEMBER]
+    if s.level != 2:
+        gang.stalled(core, culprits, verdict.reason)
+    elif culprits:
+        failures.condemn(core, culprits, f"hang: {verdict.reason}")
+    elif not inspection.unheard and all(_at_rest(v, allowed) for v in inspection.views):
+        _nobody_differs(core)
+
+
+def _allowed_s(core: Core, view: m.WorkerView) -> float:
+    """How long a worker may stand still where it is.
+
+    A newcomer's first step may compile for as long as a start takes, while the others have that behind them. When
+    all are in their first step, whoever complained has already waited for a multiple of its own time.
+    """
+    newcomer = view.median_s is None and any(v.median_s is not None for v in core.inspection.views)
+    if newcomer and view.attached and view.place.phase not in WAITING_PHASES:
+        return core.timing.start_s
+    return MARGIN * core.timing.stall_s(view.median_s)
+
+
+def _at_rest(view: m.WorkerView, allowed: dict[str, float]) -> bool:
+    return view.place.phase in WAITING_PHASES or view.idle_s >= allowed[view.worker]
+
+
+def _nobody_differs(core: Core) -> None:
+    """Tries the step again, twice. After that half of the workers are replaced, and then the other half: one of
+    them is at fault, and the state lives on in the rest."""
+    s = core.state
+    waiting = any(v.place.phase in _FOR_OTHERS for v in core.inspection.views)
+    s.stall_rounds += 1
+    if not waiting and s.stall_rounds < PATIENT_ROUNDS:
+        return
+    if not waiting or s.stall_rounds <= RETRIES:
+        cause = "hang: nobody differs"
+        incident = incidents.open_incident(s, core.now, cause, node=None, workers=[], needs_newcomer=False)
+        incident.rung = "retry in process"
+        core.record("incident-opened", **incidents.describe(s, incident))
+        forming.break_generation(core, cause)
+        return
+    oldest = sorted(core.inside(), key=lambda w: w.started_s)
+    failures.condemn(core, oldest[: max(1, len(oldest) // 2)], "hang in which nobody differs")

@@ -1,0 +1,289 @@
+"""Who is there: agents that come, come back and are lost, the workers they start, and requests for more."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from holdfast.coordinator import failures, forming, gang, incidents, stopping
+from holdfast.coordinator.events import ProvideNode, ReleaseNode
+from holdfast.coordinator.state import JobPhase, Node, Worker, WorkerPhase
+from holdfast.protocol import messages as m
+
+if TYPE_CHECKING:
+    from holdfast.coordinator.core import Core
+
+KEPT_GONE = 32
+"""So many workers and nodes that are gone are remembered, for what is still said about them."""
+
+# ---------------------------------------------------------------- agents
+
+
+def joined(core: Core, hello: m.Hello) -> None:
+    """An agent said hello, for the first time or again."""
+    s = core.state
+    known = s.nodes.get(hello.node)
+    if hello.version != m.PROTOCOL_VERSION:
+        core.record("node-refused", node=hello.node, reason=f"protocol version {hello.version}")
+        core.send(hello.node, m.Shutdown("this node runs another version of Holdfast"))
+        return
+    if known is not None and known.session == hello.session:
+        if not known.alive:
+            known.fenced = False
+            fence(core, known, hello.node)
+            return
+        known.last_seen_s = core.now
+        _reconcile(core, known, hello)
+        return
+    if known is not None and known.alive:
+        lose(core, known, "a new agent took its place", release=False)
+    s.nodes.pop(hello.node, None)
+    node = Node(hello.node, hello.session, hello.host, hello.slots, core.now, ports=hello.ports)
+    node.failures = known.failures if known else 0
+    s.nodes[hello.node] = node
+    s.joined += known is None
+    s.replacing = max(0, s.replacing - 1)
+    core.record("node-joined", node=hello.node, host=hello.host, slots=hello.slots)
+    _reconcile(core, node, hello)
+
+
+def fence(core: Core, node: Node | None, name: str) -> None:
+    """A node that was given up speaks: nothing of it may run on. It comes back as a new one."""
+    if node is None or not node.fenced:
+        core.send(name, m.Fence("the job went on without this node"))
+    if node is not None:
+        node.fenced = True
+
+
+def lose(core: Core, node: Node, cause: str, release: bool = True) -> None:
+    """A node is gone, or is treated so. release: tell the engine, that nothing of it runs on."""
+    s = core.state
+    node.alive = False
+    ours = [w for w in core.alive_workers() if w.node == node.name]
+    part = [w for w in ours if w.phase in (WorkerPhase.MEMBER, WorkerPhase.PARKED)]
+    core.record("node-lost", node=node.name, cause=cause)
+    if part and s.phase is not JobPhase.STOPPING:
+        names = [w.name for w in part]
+        incident = incidents.open_incident(s, core.now, cause, node=node.name, workers=names)
+        core.record("incident-opened", **incidents.describe(s, incident))
+    for worker in ours:
+        worker.phase = WorkerPhase.GONE
+    if release:
+        core.act(ReleaseNode(node.name, cause))
+    if s.level != 2:
+        gang.node_lost(core, part, cause)
+    elif part:
+        forming.break_generation(core, cause)
+
+
+def recovered(core: Core, last_s: float) -> None:
+    """This process replaced a coordinator that died. Agents that do not come back are lost.
+
+    Time stood still meanwhile: whatever was due gets at least until every agent had its chance to reconnect.
+    """
+    s, timing = core.state, core.timing
+    back_s = core.now + timing.adopt_s
+    for node in s.nodes.values():
+        node.last_seen_s = back_s - timing.detection_s
+    for worker in s.workers.values():
+        worker.started_s = max(worker.started_s, back_s - timing.start_s)
+        worker.vanished_s = None
+    s.break_deadline_s = _not_before(s.break_deadline_s, back_s + timing.stall_s(core.median_s()))
+    s.stop_deadline_s = _not_before(s.stop_deadline_s, back_s + timing.stop_s)
+    s.wait_deadline_s = _not_before(s.wait_deadline_s, back_s)
+    s.form_deadline_s = _not_before(s.form_deadline_s, back_s)
+    s.inspect_deadline_s = None
+    s.replacing, s.ask_after_s = 0, back_s  # the engine's answers may be lost, and its ear not be open yet
+    incident = incidents.open_incident(
+        s,
+        core.now,
+        "the coordinator was lost",
+        node=None,
+        workers=[],
+        kind="kill-coordinator",
+        fault_at_s=last_s,
+        needs_newcomer=False,
+    )
+    incident.rung = incidents.COORDINATOR
+    incident.decided_at_s = core.now
+    core.record("incident-opened", **incidents.describe(s, incident))
+
+
+def _not_before(deadline: float | None, time_s: float) -> float | None:
+    return None if deadline is None else max(deadline, time_s)
+
+
+# ---------------------------------------------------------------- agent and coordinator compare what they know
+
+
+def _reconcile(core: Core, node: Node, hello: m.Hello) -> None:
+    """Either may have missed messages of the other; what the agent says is how things are."""
+    views = {v.worker: v for v in hello.workers}
+    for worker in [w for w in core.alive_workers() if w.node == node.name]:
+        view = views.get(worker.name)
+        if view is None and not worker.log and worker.phase in (WorkerPhase.STARTING, WorkerPhase.MEMBER):
+            _never_started(core, worker)
+        elif view is None or view.process == "X":
+            worker.vanished_s = core.now  # its Exited follows, unless it was lost on the way
+    for view in hello.workers:
+        known = core.state.workers.get(view.worker)
+        if known is None or known.phase is WorkerPhase.GONE:
+            if view.process != "X":
+                core.send(node.name, m.KillWorker(view.worker))
+        else:
+            _catch_up(core, known, view)
+
+
+def _never_started(core: Core, worker: Worker) -> None:
+    """The order to start it was lost, or is still waiting for a warm process: it is taken back."""
+    core.send(worker.node, m.KillWorker(worker.name))
+    worker.phase = WorkerPhase.GONE
+    if node := core.state.nodes.get(worker.node):
+        node.used = [slot for slot in node.used if slot != worker.slot]
+    if core.state.level != 2:
+        gang.lost(core, worker, "it was never started")
+
+
+def _catch_up(core: Core, worker: Worker, view: m.WorkerView) -> None:
+    if view.median_s is not None:
+        worker.median_s = view.median_s
+    if view.attached:
+        core.attached(worker)
+    if view.ready:
+        core.ready(worker, view.ready)
+    if view.done:
+        stopping.done(core, worker, view.done)
+    elif view.parked:
+        forming.parked(core, worker, view.parked)
+    if view.process != "X":
+        _repeat(core, worker, view)
+
+
+def _repeat(core: Core, worker: Worker, view: m.WorkerView) -> None:
+    """Sends again what the worker must have been told; it ignores what it knows."""
+    s = core.state
+    if worker.told_to_end:
+        core.send(worker.node, m.KillWorker(worker.name))
+    if s.level != 2:
+        return
+    if worker.name in s.stops and worker.phase is WorkerPhase.PARKED:
+        core.tell(worker, s.stops[worker.name])
+    if s.generation is None or worker.phase is not WorkerPhase.MEMBER:
+        return
+    number = s.generation.number
+    if view.formed < number:
+        core.tell(worker, s.forms[worker.name])
+    if s.yielding:
+        core.tell(worker, m.Yield(number))
+    elif s.phase is JobPhase.BREAKING:
+        core.tell(worker, m.Break(number, "repeated"))
+
+
+# ---------------------------------------------------------------- workers and nodes that are missing
+
+
+def start_worker(core: Core, node: Node, slot: int, env: dict[str, str]) -> Worker:
+    """A new process for one slot of a node."""
+    s, spec = core.state, core.spec
+    s.incarnations += 1
+    worker = Worker(f"{node.name}.{slot}#{s.incarnations}", node.name, slot, core.now)
+    s.workers[worker.name] = worker
+    if slot not in node.used:
+        node.used.append(slot)
+    core.send(node.name, m.StartWorker(worker.name, slot, spec.script, spec.args, spec.module, spec.cwd, env))
+    return worker
+
+
+def staff(core: Core) -> None:
+    """Every slot of every node has a worker, so that spares are ready before they are needed."""
+    for node, slot in free_slots(core):
+        if core.state.start_after_s is not None and core.now < core.state.start_after_s and slot in node.used:
+            continue
+        rank = len(core.alive_workers())
+        start_worker(core, node, slot, gang.environment(core, node, slot, rank, core.spec.target))
+    ask(core)
+
+
+def free_slots(core: Core) -> list[tuple[Node, int]]:
+    """Slots without a worker that may get one: the first for free, later ones from the restart budget."""
+    taken = {(w.node, w.slot) for w in core.alive_workers()}
+    spent = core.budget_spent()
+    return [
+        (node, slot)
+        for node in core.alive_nodes()
+        for slot in range(min(node.slots, core.spec.nproc))
+        if (node.name, slot) not in taken and not (spent and slot in node.used)
+    ]
+
+
+def ask(core: Core) -> None:
+    """One request to the engine for every node that is missing."""
+    s = core.state
+    if s.ask_after_s is not None and core.now < s.ask_after_s:
+        return
+    wanted = core.spec.max_nodes + core.spec.spares
+    for _ in range(missing(core)):
+        s.replacing += 1
+        s.replaced += 1
+        core.act(ProvideNode(f"{len(core.alive_nodes())} of {wanted} nodes are left"))
+
+
+def missing(core: Core) -> int:
+    """Nodes to ask for: neither there, nor asked for, nor still expected from the start of the job."""
+    s = core.state
+    wanted = core.spec.max_nodes + core.spec.spares
+    count = wanted - len(core.alive_nodes()) - s.replacing - _expected(core)
+    return max(0, min(count, core.spec.max_restarts - s.replaced))
+
+
+def _expected(core: Core) -> int:
+    """Nodes that the job was started with and that have not come yet."""
+    s = core.state
+    if core.now >= s.began_s + core.timing.wait_s / 2:
+        return 0
+    return max(0, core.spec.max_nodes + core.spec.spares - s.joined)
+
+
+def hoped_for(core: Core) -> int:
+    """Nodes that are there or on their way."""
+    return len(core.alive_nodes()) + core.state.replacing + _expected(core)
+
+
+def unavailable(core: Core, reason: str) -> None:
+    """The engine has no node now: it is asked again after a while, and the request was not one used up."""
+    s = core.state
+    if s.replacing > 0:
+        s.replacing -= 1
+        s.replaced -= 1
+    s.ask_after_s = core.now + core.timing.form_s
+    core.record("node-unavailable", reason=reason)
+
+
+def hopeless(core: Core) -> bool:
+    """Nothing that could bring another worker is under way or left to try."""
+    starting = core.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED)
+    return not (starting or coming(core) or free_slots(core))
+
+
+def coming(core: Core) -> bool:
+    """Another node is on its way, or can be asked for."""
+    return bool(core.state.replacing or _expected(core) or missing(core))
+
+
+def forget(core: Core) -> None:
+    """Keeps the state small, however long the job runs: the ledger has what is dropped here."""
+    s = core.state
+    gone = [w.name for w in s.workers.values() if w.phase is WorkerPhase.GONE]
+    if len(gone) > 2 * KEPT_GONE:
+        members = {x.worker for x in s.generation.members} if s.generation else set()
+        for name in gone[:-KEPT_GONE]:
+            if name not in members and s.workers[name].digest is None:
+                del s.workers[name]
+                s.forms.pop(name, None)
+        needed = {f.worker for f in s.failures}
+        s.blames = {w: b for w, b in s.blames.items() if w in s.workers or w in needed}
+    lost = [n.name for n in s.nodes.values() if not n.alive]
+    if len(lost) > 2 * KEPT_GONE:
+        for name in lost[:-KEPT_GONE]:
+            del s.nodes[name]
+    if len(s.failures) > failures.KEPT:
+        del s.failures[: -failures.KEPT // 2]

@@ -1,0 +1,88 @@
+"""The closing error: the first failing rank, its node, the cause, where to look and what to do. Printed last."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from holdfast.observe import units
+
+LAST_LINES = 15
+_ADVICE = (
+    (
+        r"No ?module named|ModuleNotFoundError|ImportError",
+        "Install the module into the environment that `holdfast` runs in, then start again.",
+    ),
+    (
+        r"^the same error|the script failed",
+        "The script fails in the same way on a fresh worker, so no machine is at fault: fix the script.",
+    ),
+    (
+        r"SIGKILL|out of memory",
+        "Was it short of memory? See `dmesg | grep -i oom`; use fewer workers or a smaller batch.",
+    ),
+    (
+        r"restart budget|no restarts",
+        "Find out why so much failed (the incidents above), or allow more with --max-restarts.",
+    ),
+    (
+        r"too few workers",
+        "Give the job more nodes or --spares, or let it go on smaller with --nnodes MIN:MAX.",
+    ),
+)
+_DEFAULT_ADVICE = "Look at the log; `holdfast events` shows all that happened."
+_GO_ON = "The same command with --job {job} goes on from the newest saved step."
+
+
+def closing(report: Mapping[str, Any], saved: bool) -> RenderableType:
+    """What went wrong, for the end of the output. `saved`: the job has a checkpoint to go on from."""
+    blame = report.get("blame") or {}
+    reason = units.text(report.get("reason"))
+    facts = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    facts.add_column(style="dim")
+    facts.add_column(overflow="fold")
+    facts.add_row("reason", Text(reason))
+    facts.add_row("first failing rank", units.text(blame.get("rank")))
+    facts.add_row("node", units.text(blame.get("node")))
+    facts.add_row("step", units.text(blame.get("step")))
+    facts.add_row("cause", Text(units.text(blame.get("cause"))))
+    parts: list[RenderableType] = [
+        Rule(Text(f"the job {report.get('outcome')}", style="bold red"), style="red"),
+        facts,
+    ]
+    traceback = (blame.get("traceback") or "").rstrip()
+    if traceback:
+        parts += [Text(), _as_is(traceback)]
+    tail = last_lines(blame.get("tail") or [], traceback)
+    if tail:
+        parts += [Text(), Text("last lines", style="dim"), _as_is("\n".join(tail))]
+    parts += [Text(), _as_is(f"log      {units.text(blame.get('log'))}")]
+    go_on = f" {_GO_ON.format(job=report.get('job'))}" if saved else ""
+    parts.append(Text(f"what now {advice(reason, blame)}{go_on}"))
+    return Group(*parts)
+
+
+def _as_is(text: str) -> Text:
+    """Not wrapped, so that a path or a line of code can be copied."""
+    return Text(text, no_wrap=True, overflow="ignore")
+
+
+def last_lines(tail: Sequence[str], traceback: str) -> list[str]:
+    """The log's last lines without the traceback, which is shown once."""
+    known = {line.strip() for line in traceback.splitlines()} if traceback else set()
+    return [line for line in tail if line.strip() not in known][-LAST_LINES:]
+
+
+def advice(reason: str, blame: Mapping[str, Any]) -> str:
+    """What a person can do about it."""
+    said = " ".join((blame.get("cause") or "", blame.get("traceback") or ""))
+    for pattern, words in _ADVICE:
+        if re.search(pattern, reason) or re.search(pattern, said):
+            return words
+    return _DEFAULT_ADVICE

@@ -1,0 +1,128 @@
+"""A job at one moment, as a picture in characters: for the live view and for `holdfast status`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from holdfast.observe import units
+
+Status = Mapping[str, Any]
+
+LOST_SHOWN = 3
+INCIDENTS_SHOWN = 5
+_JOB_WORDS = {
+    "gathering": "gathering workers",
+    "running": "training",
+    "breaking": "recovering",
+    "stopping": "stopping",
+}
+_WORKER_WORDS = {
+    "starting": "starting",
+    "attached": "building the model",
+    "ready": "spare, warm",
+    "member": "training",
+    "parked": "recovering",
+    "done": "done",
+}
+_STYLES = {
+    "training": "green",
+    "recovering": "yellow",
+    "lost": "red",
+    "failed": "bold red",
+    "finished": "bold green",
+    "spare, warm": "cyan",
+    "spare": "cyan",
+}
+
+
+def board(status: Status, rate: float | None = None, rows: int = 40) -> RenderableType:
+    """Header, ranks and nodes, newest incidents. Fits 100 columns; at most `rows` ranks are listed.
+
+    rate: steps per second, where it was measured; else it follows from the median step.
+    """
+    parts: list[RenderableType] = [headline(status, rate), _people(status, rows)]
+    if status["incidents"]:
+        parts.append(_incidents(status))
+    return Group(*parts)
+
+
+def headline(status: Status, rate: float | None = None) -> Text:
+    """`training  step 80  loss 2.6190  4.9 steps/s  generation 2  2 of 2 workers  0:35`."""
+    median_s = status["median_s"]
+    if rate is None and median_s:
+        rate = 1.0 / median_s
+    word = job_word(status)
+    text = Text()
+    text.append(f"{status['job']} ", style="bold")
+    text.append(f" {word}", style=_STYLES.get(word, "yellow"))
+    text.append(f"  step {units.count(status['step'])}  loss {units.loss(status['loss'])}")
+    text.append(f"  {units.rate(rate)}")
+    text.append(f"  generation {status['generation']}")
+    text.append(f"  {status['world']} of {status['target']} workers")
+    text.append(f"  {units.clock(status['t_s'])}", style="dim")
+    return text
+
+
+def job_word(status: Status) -> str:
+    """What the job is doing, in a word."""
+    if status["phase"] == "ended":
+        return str(status["outcome"])
+    return _JOB_WORDS.get(status["phase"], str(status["phase"]))
+
+
+def _people(status: Status, rows: int) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("rank", justify="right")
+    for name in ("node", "worker", "state"):
+        table.add_column(name)
+    table.add_column("step", justify="right")
+    lines = list(_lines(status))
+    for cells in lines[:rows]:
+        table.add_row(*cells[:3], Text(cells[3], style=_STYLES.get(cells[3], "")), cells[4])
+    if len(lines) > rows:
+        table.add_row("", "", "", Text(f"… and {len(lines) - rows} more", style="dim"), "")
+    return table
+
+
+def _lines(status: Status) -> Iterable[tuple[str, str, str, str, str]]:
+    """Members by rank, then workers that wait, then nodes without any."""
+    workers = sorted(status["workers"], key=lambda w: (w["rank"] is None, w["rank"] or 0, w["worker"]))
+    for w in workers:
+        rank = units.UNKNOWN if w["rank"] is None else str(w["rank"])
+        yield rank, w["node"], w["worker"], _WORKER_WORDS.get(w["state"], w["state"]), units.count(w["step"])
+    staffed = {w["node"] for w in workers}
+    dash = units.UNKNOWN
+    for node in status["nodes"]:
+        if node["alive"] and node["node"] not in staffed:
+            yield dash, node["node"], dash, "spare", dash
+    for node in [n for n in status["nodes"] if not n["alive"]][-LOST_SHOWN:]:
+        yield dash, node["node"], dash, "lost", dash
+
+
+def _incidents(status: Status) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("incident", justify="right")
+    table.add_column("what", max_width=32, no_wrap=True)
+    table.add_column("node")
+    for name in ("detect", "decide", "restore", "stall", "full strength"):
+        table.add_column(name, justify="right")
+    for i in status["incidents"][-INCIDENTS_SHOWN:]:
+        full = units.seconds(i["full_strength_s"])
+        style = ""
+        if i["full_strength_s"] is None:
+            style = "yellow"
+            full = f"{units.clock(max(0.0, status['t_s'] - (i['t_s'] or 0.0)))} …"
+        table.add_row(
+            str(i["id"]),
+            units.clip(i["fault"] or i["cause"], 32),
+            units.text(i["node"]),
+            *(units.seconds(i[key]) for key in ("detect_s", "decide_s", "restore_s", "stall_s")),
+            full,
+            style=style,
+        )
+    return table

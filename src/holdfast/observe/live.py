@@ -1,0 +1,121 @@
+"""The job on a terminal: what happened scrolls by, what is stays below."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from holdfast.observe.board import board
+from holdfast.observe.progress import progress_line
+from holdfast.observe.rate import Rate
+from holdfast.observe.units import clock
+from holdfast.observe.wording import event_line
+from holdfast.protocol.job import JobSpec
+
+WIDTH, STAMP_WIDTH = 100, 12
+FIXED_ROWS = 12
+"""Rows of a terminal that are not for ranks: headers, incidents, and some of what scrolls by."""
+
+_EVENT_STYLES = {
+    "incident-opened": "bold yellow",
+    "incident-resumed": "green",
+    "incident-closed": "green",
+    "failed": "red",
+    "node-lost": "red",
+    "fault-injected": "magenta",
+    "stop-requested": "yellow",
+    "ended": "bold",
+}
+
+
+def terminal(stream: TextIO) -> Console | None:
+    """A console that can draw over itself; None when the stream is no such terminal."""
+    console = Console(file=stream)
+    return console if console.is_terminal and not console.is_dumb_terminal else None
+
+
+class LiveView:
+    """Events and rank 0's output scroll by above a picture of ranks, nodes and incidents."""
+
+    def __init__(self, spec: JobSpec, job_dir: Path, console: Console) -> None:
+        self._spec, self._job_dir, self._console = spec, job_dir, console
+        self._began_s = time.monotonic()
+        self._status: dict[str, Any] | None = None
+        self._rate = Rate()
+        self._rest = b""
+        self._live = Live(
+            get_renderable=self._picture,
+            console=console,
+            auto_refresh=False,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+
+    def __enter__(self) -> LiveView:
+        self._console.print(Text(f"job {self._spec.name} in {self._job_dir}", style="dim"), soft_wrap=True)
+        self._live.start(refresh=True)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._rest:
+            self.output(b"\n")
+        self._live.stop()
+
+    def event(self, entry: dict[str, Any]) -> None:
+        """An entry of the ledger."""
+        line = event_line(entry, width=min(WIDTH, self._console.width) - STAMP_WIDTH)
+        if entry["kind"] == "ended" and self._status is not None:
+            self._status = {**self._status, "phase": "ended", "outcome": entry["fields"]["outcome"]}
+        if line:
+            style = _EVENT_STYLES.get(entry["kind"], "")
+            self._console.print(Text.assemble((f"{entry['t_s']:8.2f} s  ", "dim"), (line, style)))
+
+    def status(self, status: dict[str, Any]) -> None:
+        """The job as it is now."""
+        self._status = status
+        self._rate.add(status["t_s"], status["step"])
+        self._live.refresh()
+
+    def tick(self) -> None:
+        """Time passes: the picture is drawn again."""
+        self._live.refresh()
+
+    def output(self, data: bytes) -> None:
+        """What rank 0 printed, whole lines at a time; elsewhere than on a terminal as it is."""
+        if not sys.stdout.isatty():
+            sys.stdout.buffer.write(data)
+            sys.stdout.flush()
+            return
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            said = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
+            self._console.print(Text.from_ansi(said), soft_wrap=True)
+
+    def note(self, text: str) -> None:
+        """Something about the launcher itself."""
+        self._console.print(Text(text, style="dim"), soft_wrap=True)
+
+    def ended(self, report: dict[str, Any]) -> None:
+        """The report, and last of all what went wrong."""
+        from holdfast.observe.tables import print_report
+
+        print_report(report, self._job_dir, self._console.file)
+
+    def _picture(self) -> RenderableType:
+        rule = Text("─" * min(self._console.width, WIDTH), style="dim")
+        status = self._status
+        if status is None or status["generation"] == 0:
+            elapsed = clock(time.monotonic() - self._began_s)
+            line = Text.assemble(
+                (self._spec.name, "bold"), f"  {progress_line(self._spec, status)}  ", (elapsed, "dim")
+            )
+            return Group(rule, line)
+        rows = max(4, self._console.height - FIXED_ROWS - min(5, len(status["incidents"])))
+        return Group(rule, board(status, self._rate.per_s(), rows))

@@ -1,0 +1,87 @@
+"""Figures as people read them. Unknown is a dash, never 0."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+UNKNOWN = "–"
+
+
+def seconds(value: float | None) -> str:
+    """`0.21 s`, `12.3 s`, `3 min 05 s`; short times in milliseconds."""
+    if value is None:
+        return UNKNOWN
+    if value < 0.0995:
+        return f"{value * 1e3:.0f} ms" if value >= 0.01 or value == 0 else f"{value * 1e3:.1f} ms"
+    if value < 9.995:
+        return f"{value:.2f} s"
+    if value < 119.95:
+        return f"{value:.1f} s"
+    minutes, rest = divmod(round(value), 60)
+    if minutes < 120:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def clock(value: float) -> str:
+    """A time since the job's start: `0:35`, `1:02:03`."""
+    minutes, rest = divmod(int(value), 60)
+    if minutes < 60:
+        return f"{minutes}:{rest:02d}"
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
+def count(value: int | None) -> str:
+    """`12,345`."""
+    return UNKNOWN if value is None else f"{value:,}"
+
+
+def rate(value: float | None) -> str:
+    """`4.90 steps/s`."""
+    if value is None:
+        return f"{UNKNOWN} steps/s"
+    return f"{value:.1f} steps/s" if value >= 9.995 else f"{value:.2f} steps/s"
+
+
+def share(value: float | None) -> str:
+    """`42.3%`."""
+    return UNKNOWN if value is None else f"{value * 100:.1f}%"
+
+
+def loss(value: float | None) -> str:
+    """`2.6190`."""
+    return UNKNOWN if value is None else f"{value:.4f}"
+
+
+def text(value: object) -> str:
+    """A word or a number as it is."""
+    return UNKNOWN if value is None or value == "" else str(value)
+
+
+def plural(number: int, noun: str) -> str:
+    """`1 worker`, `2 workers`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def ranks(numbers: Sequence[int]) -> str:
+    """`0-3,7`; a dash when there are none."""
+    if not numbers:
+        return UNKNOWN
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
+
+
+def clip(line: str, width: int) -> str:
+    """The line in `width` characters; what does not fit is cut, with an ellipsis in its place."""
+    line = " ".join(line.split())
+    return line if len(line) <= width else line[: width - 1].rstrip() + "…"
+
+
+def clip_path(path: str, width: int) -> str:
+    """A path in `width` characters: its end is what tells one from the other."""
+    return path if len(path) <= width else "…" + path[len(path) - width + 1 :]

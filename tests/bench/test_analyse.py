@@ -1,0 +1,169 @@
+"""The arithmetic of the benchmarks, on event logs written down by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import pytest
+from bench.overhead import analyse as overhead
+from bench.recovery import analyse
+from bench.recovery.events import NOT_PARTICIPATING, Commit, parse
+from bench.recovery.floor import last_of
+
+KILLED, FIRST, SECOND, NEWCOMER = 13, 11, 12, 14
+KILLED_AT = 10.5
+
+
+def commit(
+    t: float, pid: int, step: int, *, world: int = 3, gen: str = "1", rank: int | None = None
+) -> Commit:
+    return Commit(t, pid, pid - 11 if rank is None else rank, step, world, gen, took_s=0.1)
+
+
+def whole_step(
+    t: float, step: int, pids: tuple[int, ...] = (FIRST, SECOND, KILLED), **kind: object
+) -> list[Commit]:
+    """A step committed by `pids`, ten milliseconds apart."""
+    return [commit(t + 0.01 * n, pid, step, **kind) for n, pid in enumerate(pids)]  # type: ignore[arg-type]
+
+
+BEFORE = [*whole_step(10.0, 40), *whole_step(10.2, 41), *whole_step(10.4, 42)]
+
+
+def recovery(later: list[Commit]) -> analyse.Recovery:
+    log = [*BEFORE, *later]
+    return analyse.recovery(log, analyse.fault_of(log, KILLED, KILLED_AT), replicas=3)
+
+
+def test_fault_of_takes_the_last_commit_of_the_killed_worker() -> None:
+    fault = analyse.fault_of(BEFORE, KILLED, KILLED_AT)
+    assert (fault.rank, fault.step, fault.gen, fault.world) == (2, 42, "1", 3)
+    assert fault.members == {FIRST, SECOND, KILLED}
+
+
+def test_survivors_that_go_on_smaller_and_grow_again() -> None:
+    smaller = whole_step(10.9, 43, (FIRST, SECOND), world=2, gen="2")
+    full = whole_step(11.4, 44, (FIRST, SECOND, NEWCOMER), gen="3")
+    found = recovery([*smaller, *full])
+    assert found.stall_s == pytest.approx(0.4)
+    assert found.full_s == pytest.approx(11.42 - KILLED_AT), "when the last replica has committed"
+    assert found.new_work_s == found.stall_s
+    assert found.lost_steps == 0
+    assert found.complete
+
+
+def test_a_step_that_was_in_flight_is_not_the_recovery() -> None:
+    in_flight = whole_step(10.51, 43, (FIRST, SECOND))
+    found = recovery([*in_flight, *whole_step(11.0, 44, (FIRST, SECOND, NEWCOMER), gen="2")])
+    assert found.stall_s == pytest.approx(0.5)
+    assert found.lost_steps == 0
+
+
+def test_a_late_commit_by_the_killed_worker_itself_is_not_the_recovery() -> None:
+    assert recovery([commit(10.501, KILLED, 43)]).stall_s is None
+
+
+def test_without_a_name_of_the_membership_a_newcomer_shows_that_a_step_is_new() -> None:
+    found = recovery(whole_step(10.8, 43, (FIRST, SECOND, NEWCOMER)))
+    assert found.stall_s == pytest.approx(0.3)
+    assert found.lost_steps == 0
+
+
+def test_without_any_sign_only_the_second_step_is_surely_new() -> None:
+    found = recovery([*whole_step(10.7, 43, (FIRST, SECOND)), *whole_step(10.9, 44, (FIRST, SECOND))])
+    assert found.stall_s == pytest.approx(0.4)
+
+
+def test_a_restart_from_a_checkpoint_loses_the_steps_since_then() -> None:
+    processes = (21, 22, 23)
+    again = [
+        c for n, step in enumerate((40, 41, 42, 43)) for c in whole_step(15.0 + n, step, processes, gen="2")
+    ]
+    found = recovery(again)
+    assert found.stall_s == pytest.approx(4.5)
+    assert found.full_s == pytest.approx(4.52)
+    assert found.lost_steps == 3
+    assert found.new_work_s == pytest.approx(7.5)
+
+
+def test_a_recovery_is_not_complete_before_it_has_passed_the_step_it_had() -> None:
+    found = recovery(whole_step(15.0, 40, (21, 22, 23), gen="2"))
+    assert found.full_s is not None
+    assert found.new_work_s is None
+    assert not found.complete
+
+
+def test_a_spare_that_trains_along_does_not_count_towards_full_strength() -> None:
+    spare = commit(10.9, NEWCOMER, 43, gen="2", rank=NOT_PARTICIPATING)
+    survivors = whole_step(10.9, 43, (FIRST, SECOND), gen="2")
+    assert recovery([spare, *survivors]).full_s is None
+
+
+def test_participants_are_those_of_the_newest_full_step() -> None:
+    partial = whole_step(10.6, 43, (FIRST, SECOND))
+    assert analyse.participants([*BEFORE, *partial], 3) == {0: FIRST, 1: SECOND, 2: KILLED}
+
+
+def test_block_step_takes_the_slowest_rank_per_step() -> None:
+    log = [
+        Commit(t=0.0, pid=pid, rank=pid, step=step, world=2, gen="", took_s=took)
+        for pid, times in ((0, (0.1, 0.5, 0.1)), (1, (0.2, 0.2, 0.2)))
+        for step, took in enumerate(times, start=5)
+    ]
+    assert analyse.block_step_s(log, 5, 8) == pytest.approx(0.7 / 3)
+    assert analyse.block_step_s(log, 7, 8) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("save_s", "budget", "steps"),
+    [(0.15, 0.1, 14), (0.15, 0.5, 2), (0.0, 0.1, 1), (0.01, 0.5, 1)],
+)
+def test_checkpoint_interval_keeps_to_the_budget(save_s: float, budget: float, steps: int) -> None:
+    step_s = 0.1
+    every = analyse.checkpoint_interval(save_s, step_s, budget)
+    assert every == steps
+    assert save_s / (every * step_s + save_s) <= budget + 1e-9
+
+
+def test_spread() -> None:
+    assert analyse.spread([]) is None
+    assert analyse.spread([3.0, 1.0, 2.0]) == analyse.Spread(median=2.0, low=1.0, high=3.0, count=3)
+
+
+def test_a_log_reads_back_as_it_was_written() -> None:
+    assert parse(json.dumps(asdict(c)) for c in BEFORE) == BEFORE
+
+
+def test_floor_waits_for_the_last_rank() -> None:
+    lines = [{"kind": "going", "rank": 0, "t": 1.0}, {"kind": "noticed", "rank": 1, "t": 1.5}]
+    assert last_of(lines, "going", 1, ranks=2) is None
+    assert last_of([*lines, {"kind": "going", "rank": 1, "t": 2.0}], "going", 1, ranks=2) == 2.0
+    assert last_of(lines, "going", 2, ranks=1) is None
+
+
+def blocks(number: int, before: float, protected: float, after: float) -> list[overhead.Block]:
+    kinds = ((overhead.PLAIN_BEFORE, before), (overhead.PROTECTED, protected), (overhead.PLAIN_AFTER, after))
+    return [
+        overhead.Block(kind, number, rank, wall_s=[s, s, 9.0], cpu_s=[s / 2] * 3)
+        for kind, s in kinds
+        for rank in (0, 1)
+    ]
+
+
+def test_overhead_pairs_the_rounds_so_that_a_drift_cancels() -> None:
+    drifting = [b for n in range(5) for b in blocks(n, 0.10 + n, 0.13 + n, 0.12 + n)]
+    found = overhead.compare(drifting)
+    assert found.extra_s == pytest.approx(0.02)
+    assert found.noise_s == pytest.approx(0.02)
+    assert found.plain_s == pytest.approx(2.11)
+    assert found.extra_share == pytest.approx(0.02 / 2.11)
+    assert found.extra_cpu_s == pytest.approx(0.01)
+    assert found.rounds == 5
+
+
+def test_overhead_leaves_out_a_round_that_is_not_whole() -> None:
+    log = [*blocks(0, 0.1, 0.2, 0.1), *blocks(1, 0.1, 0.9, 0.1)[:-1]]
+    assert overhead.compare(log).rounds == 1
+    with pytest.raises(ValueError, match="no round"):
+        overhead.compare(log[:3])

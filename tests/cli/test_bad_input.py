@@ -1,0 +1,102 @@
+"""Bad input gets a message with what to do and exit code 2; nothing is started, nothing is left."""
+
+import socket
+
+import pytest
+from conftest import processes_of
+
+from holdfast.cli import spec as spec_module
+from holdfast.engines.jobs import JobFolder
+
+CASES = {
+    "no script": (["nope.py"], "there is no script 'nope.py'"),
+    "a folder": (["."], "is a folder; name the training script in it"),
+    "a module without -m": (["torch.nope"], "for a module use -m"),
+    "no module": (["-m", "no.such.module"], "there is no module 'no.such.module'; is it on PYTHONPATH?"),
+    "0 nodes": (["--nnodes", "0", "train.py"], "MIN is at least 1"),
+    "MIN over MAX": (["--nnodes", "3:2", "train.py"], "MAX at least MIN, for example 2:4"),
+    "no number": (["--nnodes", "many", "train.py"], "write a number or MIN:MAX, for example 4 or 2:4"),
+    "0 workers": (["--nproc-per-node", "0", "train.py"], "at least 1"),
+    "spares below 0": (["--spares", "-1", "train.py"], "--spares -1: 0 or more"),
+    "another engine": (["--engine", "moon", "train.py"], "there is only `local`"),
+    "no such rank": (["--nnodes", "2", "--fault", "kill-worker:rank=2", "train.py"], "ranks are 0 to 1"),
+    "no such node": (["--nnodes", "2", "--fault", "kill-node:node=2", "train.py"], "nodes are 0 to 1"),
+    "a rank that is none": (["--fault", "kill-worker:rank=x", "train.py"], "not a whole number"),
+    "no such fault": (["--fault", "kill-all", "train.py"], "there are kill-worker, kill-node"),
+    "a fault without a time": (["--fault", "raise:after=soon", "train.py"], "write 8s, 500ms or 2m"),
+    "an unknown option": (["--spare", "1", "train.py"], "--spares"),
+    "a bad name": (["--job", "../escape", "train.py"], "use letters, digits"),
+    "no such preload": (["--preload", "torch,nope", "train.py"], "there is no module 'nope'"),
+    "a detection time that is too short": (["--detection", "0.01", "train.py"], "between 0.2 and 600"),
+    "a stall factor that is too small": (["--stall-factor", "1", "train.py"], "between 2 and 1000"),
+    "budgets below 0": (["--max-restarts", "-1", "train.py"], "0 or more"),
+    "a report without a folder": (["--report", "nowhere/report.json", "train.py"], "there is no folder"),
+    "a report that is a folder": (["--report", ".", "train.py"], "that is a folder"),
+    "a port that is none": (["--port", "70000", "train.py"], "between 0 and 65535"),
+    "a second machine": (["--node-rank", "1", "train.py"], "starts all nodes on this machine"),
+    "a rendezvous elsewhere": (["--rdzv-endpoint", "other:29400", "train.py"], "leave --rdzv-endpoint out"),
+    "no Python": (["--no-python", "train.sh"], "SCRIPT must be a Python file"),
+}
+
+
+@pytest.fixture
+def refused(holdfast, home):
+    def check(args, words):
+        said = holdfast("run", *args)
+        assert said.code == 2, said
+        assert words in " ".join(said.err.split()), said.err
+        assert said.out == ""
+        assert not home.exists()
+        assert processes_of(home) == []
+
+    return check
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_refused(refused, name):
+    refused(*CASES[name])
+
+
+def test_too_little_memory(refused, monkeypatch):
+    monkeypatch.setattr(spec_module, "available_bytes", lambda: 1 << 30)
+    refused(
+        ["--nnodes", "4", "--spares", "1", "train.py"], "use fewer --nnodes, --nproc-per-node or --spares"
+    )
+
+
+def test_too_little_room_on_disk(refused, monkeypatch):
+    monkeypatch.setattr(spec_module, "MIN_FREE_BYTES", 1 << 62)
+    refused(["train.py"], "set HOLDFAST_HOME elsewhere")
+
+
+def test_a_port_in_use(refused):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        refused(["--port", str(port), "train.py"], f"--port {port} is in use; choose another")
+
+
+def test_a_port_that_is_taken_after_all(holdfast, home, monkeypatch):
+    """The check at the start cannot see what happens a moment later: then the coordinator says so."""
+    monkeypatch.setattr(spec_module, "_check_port", lambda port: None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = holdfast("run", "--no-ui", "--port", port, "--job", "late", "train.py")
+    assert said.code == 2
+    assert f"port {port} is in use" in said.err
+    assert list((home / "jobs").iterdir()) == []
+    assert processes_of(home) == []
+
+
+def test_a_job_that_runs_already(holdfast, home):
+    folder = JobFolder("busy")
+    before = sorted(folder.path.iterdir())
+    try:
+        said = holdfast("run", "--job", "busy", "train.py")
+    finally:
+        folder.close()
+    assert said.code == 2
+    assert (
+        "a job named 'busy' is running: see `holdfast status --job busy`, or choose another --job" in said.err
+    )
+    assert sorted(folder.path.iterdir()) == before
+    assert processes_of(home) == []

@@ -1,0 +1,198 @@
+"""The commands on a job that has ended: all is read from its folder."""
+
+import json
+
+import msgspec
+import pytest
+
+from holdfast.coordinator.report import build_report
+from holdfast.coordinator.state import CoreState, JobPhase
+from holdfast.coordinator.store import Store
+from holdfast.engines.jobs import JobFolder
+from holdfast.protocol.job import JobSpec
+
+SECRET = "a-secret-of-the-script"
+
+
+def write_job(name, outcome="finished"):
+    """A job's folder as a coordinator leaves it."""
+    spec = JobSpec(name, "train.py", args=("--api-key", SECRET), max_nodes=2)
+    folder = JobFolder(name)
+    folder.prepare(spec)
+    logs = folder.path / "logs"
+    logs.mkdir()
+    for node, incarnation in ((0, 1), (1, 2), (2, 3)):
+        log = logs / f"node{node}.0-{incarnation}.log"
+        log.write_text("".join(f"node{node} line {i}\n" for i in range(30)))
+    state = CoreState(spec=spec, began_s=5.0, committed=8, number=2, phase=JobPhase.ENDED, outcome=outcome)
+    store = Store(folder.path / "job.sqlite")
+    store.begin()
+    for node, incarnation in ((0, 1), (1, 2), (2, 3)):
+        worker = f"node{node}.0#{incarnation}"
+        log = str(logs / f"node{node}.0-{incarnation}.log")
+        store.add_event(
+            1.0, "u", "worker-started", {"worker": worker, "node": f"node{node}", "pid": 1, "log": log}
+        )
+    formed = {"start": 0, "world": 2, "restore": [], "applied": False, "source": "live"}
+    store.add_event(2.0, "u", "formed", formed | {"generation": 1, "workers": ["node0.0#1", "node1.0#2"]})
+    store.add_event(3.0, "u", "formed", formed | {"generation": 2, "workers": ["node0.0#1", "node2.0#3"]})
+    store.add_event(9.0, "u", "ended", {"outcome": outcome, "reason": None, "step": 8})
+    store.add_steps(4.0, [(i, 5.0 - i / 4, 0.1) for i in range(10)], 1, 2)
+    store.save(state)
+    store.commit()
+    if outcome:
+        report = build_report(state, store.steps(), 14.0) | {"blame": None}
+        (folder.path / "report.json").write_bytes(msgspec.json.encode(report))
+    store.close()
+    folder.close()
+    return folder.path
+
+
+@pytest.fixture
+def job(home):
+    return write_job("done")
+
+
+def test_status(holdfast, job):
+    said = holdfast("status", "--job", "done")
+    assert said.code == 0
+    assert "done  finished  step 10" in said.out
+    assert "`holdfast report --job done`" in said.out
+
+
+def test_status_as_json(holdfast, job):
+    told = json.loads(holdfast("status", "--json").out)
+    assert (told["job"], told["outcome"], told["running"], told["t_s"]) == ("done", "finished", False, 9.0)
+
+
+def test_the_newest_job_is_taken(holdfast, job):
+    write_job("newer")
+    assert json.loads(holdfast("status", "--json").out)["job"] == "newer"
+    assert json.loads(holdfast("status", "--json", "--job", "done").out)["job"] == "done"
+
+
+def test_events(holdfast, job):
+    lines = holdfast("events").out.splitlines()
+    assert len(lines) == 6
+    assert lines[0].startswith("     1.00 s  worker-started     worker-started: worker=node0.0#1")
+    assert lines[-1] == "     9.00 s  ended              finished at step 8"
+
+
+def test_events_of_one_kind_as_json(holdfast, job):
+    told = [json.loads(line) for line in holdfast("events", "--kind", "formed", "--json").out.splitlines()]
+    assert [(e["seq"], e["fields"]["generation"]) for e in told] == [(4, 1), (5, 2)]
+
+
+def test_events_follow_ends_with_the_job(holdfast, job):
+    assert len(holdfast("events", "--follow").out.splitlines()) == 6
+
+
+def test_an_unknown_kind_is_refused(holdfast, job):
+    said = holdfast("events", "--kind", "former")
+    assert (said.code, said.out) == (2, "")
+    assert "formed" in said.err
+
+
+def test_logs_of_the_newest_generation(holdfast, job):
+    assert holdfast("logs", "-n", 1).out.splitlines() == [
+        "rank 0 node0.0#1 | node0 line 29",
+        "rank 1 node2.0#3 | node2 line 29",
+    ]
+
+
+def test_logs_of_a_rank_go_through_all_its_workers(holdfast, job):
+    assert holdfast("logs", "--rank", 1, "-n", 2).out.splitlines() == [
+        "node1 line 28",
+        "node1 line 29",
+        "node2 line 28",
+        "node2 line 29",
+    ]
+
+
+def test_logs_of_a_node(holdfast, job):
+    lines = holdfast("logs", "--node", 1, "-n", 0, "-f").out.splitlines()
+    assert len(lines) == 30
+    assert lines[0] == "rank 1 node1.0#2 | node1 line 0"
+
+
+def test_logs_of_nobody(holdfast, job):
+    said = holdfast("logs", "--rank", 5)
+    assert said.code == 2
+    assert "there are ranks 0-1 and node0, node1, node2" in said.err
+    assert holdfast("logs", "--rank", 0, "--node", 0).code == 2
+
+
+def test_logs_that_hold_nothing(holdfast, job):
+    for log in (job / "logs").iterdir():
+        log.write_text("")
+    said = holdfast("logs")
+    assert (said.code, said.out) == (0, "")
+    assert "nothing was printed" in said.err
+
+
+def test_report(holdfast, job):
+    said = holdfast("report")
+    assert "finished" in said.out
+    assert "8 committed" in said.out
+    assert json.loads(holdfast("report", "--json").out)["outcome"] == "finished"
+
+
+def test_report_draws_the_curve(holdfast, job, tmp_path):
+    pytest.importorskip("matplotlib")
+    write_job("second")
+    said = holdfast("report", "--job", "done", "--curve", tmp_path / "c.png", "--baseline", "second")
+    assert said.code == 0
+    assert (tmp_path / "c.png").stat().st_size > 1000
+    assert holdfast("report", "--baseline", "second").code == 2
+
+
+def test_report_of_a_job_that_was_killed(holdfast, home):
+    write_job("dead", outcome=None)
+    assert "killed" in holdfast("report", "--job", "dead").out
+
+
+@pytest.mark.parametrize("command", [["fault", "kill-worker"], ["stop"]])
+def test_what_needs_a_running_job(holdfast, job, command):
+    said = holdfast(*command, "--job", "done")
+    assert (said.code, said.out) == (2, "")
+    assert "the job 'done' is not running" in said.err
+
+
+@pytest.mark.parametrize("command", ["status", "events", "logs", "report", "stop"])
+def test_no_such_job(holdfast, job, command):
+    said = holdfast(command, "--job", "other")
+    assert said.code == 2
+    assert "there is no job 'other'" in said.err
+    assert "the newest are done" in said.err
+
+
+@pytest.mark.parametrize("command", ["status", "events", "logs", "report", "stop"])
+def test_no_job_at_all(holdfast, home, command):
+    said = holdfast(command)
+    assert said.code == 2
+    assert "start one with `holdfast run`" in said.err
+
+
+def test_a_job_that_never_came_up(holdfast, home):
+    folder = JobFolder("stillborn")
+    folder.prepare(JobSpec("stillborn", "train.py"))
+    folder.close()
+    for command in ("status", "events", "logs", "report"):
+        said = holdfast(command)
+        assert said.code == 2
+        assert "was never started" in said.err
+
+
+def test_secrets_are_never_shown(holdfast, job):
+    token = (job / "token").read_text()
+    for command in (
+        ["status", "--json"],
+        ["status"],
+        ["events", "--json"],
+        ["logs"],
+        ["report", "--json"],
+        ["report"],
+    ):
+        said = holdfast(*command)
+        assert token not in said.out + said.err
+        assert SECRET not in said.out + said.err

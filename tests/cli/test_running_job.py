@@ -1,0 +1,70 @@
+"""The commands on a job that runs: a real coordinator, which waits for nodes that never come."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from holdfast.engines.jobs import JobFolder
+from holdfast.protocol.job import JobSpec
+
+
+@pytest.fixture
+def job(home):
+    """The coordinator of a job, as the launcher starts it; commands wait for one that is still starting."""
+    folder = JobFolder("live")
+    folder.prepare(JobSpec("live", "train.py", max_nodes=2))
+    ends, begins = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "holdfast.coordinator", f"--job-dir={folder.path}", f"--lifeline={ends}"],
+        pass_fds=(folder.lock, ends),
+    )
+    folder.close()
+    yield folder
+    process.kill()
+    process.wait()
+    os.close(ends)
+    os.close(begins)
+
+
+def test_status(job, holdfast):
+    assert "live  gathering workers  step 0  loss –  – steps/s" in holdfast("status").out
+    assert json.loads(holdfast("status", "--json").out)["running"] is True
+
+
+def test_a_fault_that_names_no_rank_is_refused_by_the_coordinator(job, holdfast):
+    said = holdfast("fault", "kill-worker:rank=3")
+    assert (said.code, said.out) == (2, "")
+    assert "no rank 3 in this job" in said.err
+
+
+def test_a_fault_that_cannot_be_read_is_refused_here(job, holdfast):
+    said = holdfast("fault", "kill-everything")
+    assert said.code == 2
+    assert "there are kill-worker" in said.err
+
+
+def test_a_fault_is_taken(job, holdfast):
+    said = holdfast("fault", "kill-node:step=40")
+    assert said.code == 0
+    assert "kill-node:step=40 goes to the job live" in said.out
+
+
+def test_events_are_followed_until_the_job_is_stopped(job, start, holdfast):
+    following = start("events", "--follow", "--json")
+    assert json.loads(following.stdout.readline())["kind"] == "waiting"
+    stopped = holdfast("stop")
+    assert stopped.code == 0
+    assert "the job live stopped at step 0" in stopped.out
+    rest = [json.loads(line)["kind"] for line in following.stdout]
+    assert rest[0] == "stop-requested"
+    assert rest[-1] == "ended"
+    assert following.wait() == 0
+
+
+def test_a_second_start_is_refused(job, holdfast):
+    said = holdfast("run", "--job", "live", "train.py")
+    assert said.code == 2
+    assert "is running" in said.err

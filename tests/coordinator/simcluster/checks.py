@@ -1,0 +1,404 @@
+"""The invariants. Each is looked at whenever something happens that could break it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import msgspec
+
+from holdfast.coordinator import events as e
+from holdfast.coordinator import incidents
+from holdfast.coordinator.core import Core
+from holdfast.coordinator.state import CoreState, JobPhase, WorkerPhase
+from holdfast.protocol import messages as m
+from holdfast.protocol.page import Phase
+from simcluster.plan import FOREVER
+
+if TYPE_CHECKING:
+    from simcluster.agent import SimAgent
+    from simcluster.cluster import Cluster
+    from simcluster.worker import Script, Trainer
+
+PROGRESS_BOUND_S = 90.0
+"""After the faults, with nodes to be had, no job stands still for longer."""
+
+
+class Violation(AssertionError):
+    """An invariant does not hold. The message holds the seed and the last events."""
+
+
+class Checks:
+    """Knows the truth of the whole cluster, which no coordinator can."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.newest = 0
+        self.newest_s = cluster.clock.now
+        self.formed = 0
+        self.records: dict[str, int] = {}
+        self._canon: dict[int, int] = {}
+        self._lineage = 0
+        self._began: dict[tuple[int, int], int] = {}
+        self._starts: dict[tuple[str, str, int], int] = {}
+        self._provided = 0
+        self._late = False
+        self._committed = 0
+        self._lost = 0
+        self._number = 0
+        self._core: Core | None = None
+
+    def fail(self, text: str, *args: Any) -> NoReturn:
+        """Says what is wrong, with everything that helps to see why."""
+        cluster = self.cluster
+        lines = [
+            f"{t - cluster.began_s:9.4f}  {line % tuple(map(brief, rest))}" for t, line, rest in cluster.trace
+        ]
+        plan = cluster.plan
+        raise Violation(
+            f"HOLDFAST_SEED={plan.seed}: {text % args} (at {cluster.clock.now - cluster.began_s:.4f} s)\n"
+            f"plan: {plan}\nthe last {len(lines)} events:\n" + "\n".join(lines)
+        )
+
+    def require(self, holds: bool, text: str, *args: Any) -> None:
+        """Fails when it does not hold."""
+        if not holds:
+            self.fail(text, *args)
+
+    # ------------------------------------------------------------ the core
+
+    def restarted(self, core: Core) -> None:
+        """A new coordinator process; what the old one had not written is not known to it."""
+        self._committed, self._lost = core.state.committed, core.state.lost_steps
+        self._core = core
+
+    def handled(self, event: e.Event, actions: list[e.Action], core: Core) -> None:
+        """After every event."""
+        self._core = core
+        state, cluster = core.state, self.cluster
+        if not isinstance(event, e.Tick) and not _is_heartbeat(event):
+            cluster.log("core <- %s", event)
+        self._provided -= isinstance(event, e.NodeUnavailable)
+        for action in actions:
+            if not isinstance(action, e.Record):
+                cluster.log("core -> %s", action)
+            self._check_action(action, state)
+        lost = state.lost_steps - self._lost
+        self.require(
+            state.committed >= self._committed - lost or state.number != self._number,
+            "committed went from %d to %d, with %d steps lost",
+            self._committed,
+            state.committed,
+            lost,
+        )
+        self._committed, self._lost = state.committed, state.lost_steps
+        if state.number != self._number:
+            self._number = state.number
+            if state.generation is not None and state.level == 2:
+                self._check_formed(core)
+        self.require(sum(isinstance(a, e.End) for a in actions) <= 1, "two ends at once")
+
+    def _check_action(self, action: e.Action, state: CoreState) -> None:
+        spec = state.spec
+        match action:
+            case e.Send(node, m.Tell(name, m.Form(generation=generation))):
+                worker = state.workers.get(name)
+                self.require(worker is not None and worker.phase is not WorkerPhase.GONE, "Form to %s", name)
+                self.require(generation == state.generation, "%s is told an old generation", name)
+                self.require(worker is not None and worker.node == node, "%s is not on %s", name, node)
+            case e.ProvideNode():
+                self._provided += 1
+                self.require(
+                    self._provided <= spec.max_restarts + 8 * self.cluster.service.crashes,
+                    "%d nodes were asked for, %d are allowed",
+                    self._provided,
+                    spec.max_restarts,
+                )
+            case e.Record(kind, fields):
+                msgspec.json.encode(fields)
+                if kind == "started":
+                    names = frozenset(str(w) for w in _listed(fields["workers"]))
+                    self.cluster.attempts |= dict.fromkeys(names, names)
+                    self.require(
+                        state.number <= spec.max_restarts + 1,
+                        "attempt %d of %d",
+                        state.number,
+                        spec.max_restarts + 1,
+                    )
+                if kind == "formed" and fields["source"] == "fresh" and not self.cluster.plan.equal_starts:
+                    self._canon.clear()
+                    self._lineage = state.number
+            case _:
+                pass
+
+    def _check_formed(self, core: Core) -> None:
+        """Who may be in, and from where they go on."""
+        state, spec = core.state, core.spec
+        generation = state.generation
+        assert generation is not None
+        self.formed += 1
+        self.cluster.moment("formed")
+        names = [x.worker for x in generation.members]
+        places = [(x.node, x.slot) for x in generation.members]
+        self.require(len(set(names)) == len(names), "a worker is in twice: %s", names)
+        self.require(len(set(places)) == len(places), "a slot is in twice: %s", places)
+        self.require([x.rank for x in generation.members] == list(range(len(names))), "ranks of %s", names)
+        self.require(
+            max(1, spec.minimum) <= len(names) <= spec.target, "%d members are not allowed", len(names)
+        )
+        for member in generation.members:
+            self.require(state.nodes[member.node].alive, "%s is on a lost node", member.worker)
+            self.require(
+                state.workers[member.worker].phase is WorkerPhase.MEMBER, "%s is no member", member.worker
+            )
+        self._check_survivors(state, generation)
+        self._check_donors(state, generation)
+
+    def _check_survivors(self, state: CoreState, generation: m.Generation) -> None:
+        """Every worker that lives and is reachable has left its generation, and no state of it is lost."""
+        names = {x.worker for x in generation.members}
+        for name, known in state.workers.items():
+            worker = self.cluster.find_trainer(name)
+            if worker is None or known.phase is WorkerPhase.GONE or not worker.alive:
+                continue
+            if name not in names and worker.plane is not None and known.phase is WorkerPhase.PARKED:
+                self.fail("%s survived and was left out of generation %d", name, generation.number)
+            if worker.held is None:
+                continue
+            holds = worker.held[0] + (1 if state.forms.get(name) and state.forms[name].apply else 0)
+            self.require(
+                holds <= generation.start,
+                "generation %d starts at %d, but %s holds %d",
+                generation.number,
+                generation.start,
+                name,
+                holds,
+            )
+
+    def _check_donors(self, state: CoreState, generation: m.Generation) -> None:
+        for form in state.forms.values():
+            if not form.restore:
+                continue
+            self.require(bool(form.donors) != (form.path is not None), "no source for rank %d", form.rank)
+            for rank in form.donors:
+                donor = state.forms[generation.members[rank].worker]
+                self.require(donor.serve and not donor.restore, "rank %d is no donor", rank)
+
+    def recorded(self, record: e.Record) -> None:
+        """An entry of the ledger that was really written."""
+        self.records[record.kind] = self.records.get(record.kind, 0) + 1
+        if record.kind == "yield":
+            self.cluster.moment("yield")
+        elif record.kind == "broke":
+            self.cluster.moment("broke")
+        self.cluster.log("ledger: %s %s", record.kind, record.fields)
+
+    def deadline(self, due: float | None) -> None:
+        """A Tick must change something, or the coordinator would spin."""
+        now = self.cluster.clock.now
+        self.require(due is None or due > now, "the next deadline (%s) is not after now (%s)", due, now)
+
+    # ------------------------------------------------------------ workers
+
+    def worker_started(self, agent: SimAgent, start: m.StartWorker) -> None:
+        """A process became a worker."""
+        self.require(start.worker not in self.cluster.workers, "%s started twice", start.worker)
+        others = [w.name for w in agent.living() if w.slot == start.slot and not self._condemned(w.name)]
+        self.require(not others, "%s and %s share a slot", start.worker, others)
+        key = (agent.name, agent.session, start.slot)
+        self._starts[key] = self._starts.get(key, 0) + 1
+        spec = self.cluster.plan.spec
+        extra = sum(n - 1 for n in self._starts.values())
+        allowed = spec.max_restarts * (spec.target if self.formed == 0 else 1) + spec.target
+        self.require(extra <= allowed, "%d workers were started again, %d may be", extra, allowed)
+
+    def _condemned(self, name: str) -> bool:
+        known = self._core.state.workers.get(name) if self._core else None
+        return known is None or known.phase is WorkerPhase.GONE or known.told_to_end
+
+    def formed_worker(self, worker: Trainer, form: m.Form) -> None:
+        """A worker hears of its generation: what it is told must fit what it holds."""
+        me, start = form.generation.members[form.rank], form.generation.start
+        self.require(me.worker == worker.name, "%s was told the rank of %s", worker.name, me.worker)
+        held = worker.held[0] if worker.held else None
+        if form.apply:
+            self.require(
+                worker.prepared and held == start - 1, "%s cannot apply step %d", worker.name, start - 1
+            )
+        elif not form.restore:
+            fresh = worker.plane is None and start == 0
+            self.require(
+                held == start or (held is None and fresh),
+                "%s holds %s and is to begin at %d",
+                worker.name,
+                held,
+                start,
+            )
+
+    def step_began(self, worker: Trainer) -> None:
+        """All members begin a step with the same bits."""
+        assert worker.held is not None
+        step, bits = worker.held
+        first = self._began.setdefault((worker.seen, step), bits)
+        self.require(
+            first == bits,
+            "%s begins step %d of generation %d with other bits",
+            worker.name,
+            step,
+            worker.seen,
+        )
+
+    def reduced(self, worker: Trainer, step: int, payloads: dict[str, Any]) -> frozenset[int]:
+        """A reduction holds every micro-batch exactly once."""
+        contents = sorted(v for share in payloads.values() for v in share)
+        total = list(range(self.cluster.plan.micro_batches))
+        self.require(contents == total, "step %d of generation %d sums %s", step, worker.seen, contents)
+        return frozenset(contents)
+
+    def committed(self, worker: Trainer) -> None:
+        """A step counts on one worker: it is the same step everywhere, in a generation that may still commit."""
+        assert worker.held is not None
+        step, bits = worker.held
+        self.cluster.log("%s commits step %d in generation %d", worker.name, step - 1, worker.seen)
+        if worker.seen < self._number and not self._condemned(worker.name):
+            self.fail("%s commits in generation %d while %d exists", worker.name, worker.seen, self._number)
+        if worker.seen < self._lineage:
+            return
+        first = self._canon.setdefault(step, bits)
+        self.require(first == bits, "%s has other bits after step %d", worker.name, step - 1)
+        if self.cluster.plan.equal_starts:
+            self.require(bits == self.cluster.chain(step), "step %d is not the undisturbed one", step - 1)
+        if not self._condemned(worker.name):
+            self.newest, self.newest_s = max(self.newest, step), self.cluster.clock.now
+
+    def script_started(self, script: Script) -> None:
+        """Level 0: no worker of an earlier attempt may live on, but on nodes that were lost."""
+        for other in self.cluster.workers.values():
+            if other.alive and not self._condemned(other.name) and other.env != script.env:
+                same = other.env["HOLDFAST_GENERATION"] == script.env["HOLDFAST_GENERATION"]
+                self.require(same, "%s runs with %s of an earlier attempt", script.name, other.name)
+                self.require(other.env["RANK"] != script.env["RANK"], "two workers have one rank")
+                for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+                    self.require(other.env[name] == script.env[name], "%s differs", name)
+
+    def last_state(self) -> CoreState:
+        """The state of the newest coordinator process."""
+        assert self._core is not None
+        return self._core.state
+
+    # ------------------------------------------------------------ life
+
+    def alive(self) -> None:
+        """After the faults training goes on."""
+        plan = self.cluster.plan
+        since = max(self.newest_s, self.cluster.began_s + plan.faults_until_s)
+        bound_s = PROGRESS_BOUND_S
+        self._late = self._late or any(w.running_late for w in self.cluster.workers.values())
+        if self._late:
+            bound_s += plan.spec.timing.start_s
+        if self.formed == 0:
+            bound_s += plan.spec.timing.wait_s / 2  # a node of the first hour may never have come
+        if plan.level == 2 and self.cluster.clock.now - since > bound_s:
+            self.fail("no step was committed for %g s after the last fault", bound_s)
+
+    def final(self) -> None:
+        """The job has ended: as it should, with everything accounted for."""
+        plan, core = self.cluster.plan, self._core
+        assert core is not None
+        state = core.state
+        self.require(state.phase is JobPhase.ENDED, "End in phase %s", state.phase)
+        self.require(
+            state.outcome in self._outcomes(state), "it ended as %s: %s", state.outcome, state.stop_reason
+        )
+        if state.outcome == "finished" and plan.level == 2:
+            self._check_finished(state)
+        if state.outcome == "stopped" and plan.level == 2:
+            self._check_stopped(state)
+        self.require([i.id for i in state.incidents] == list(range(1, len(state.incidents) + 1)), "ids")
+        for incident in state.incidents:
+            told = incidents.describe(state, incident)
+            for name, value in told.items():
+                self.require(
+                    not name.endswith("_s") or value is None or float(str(value)) >= 0,
+                    "%s is %s",
+                    name,
+                    value,
+                )
+        self.require(
+            len(state.workers) <= 40 + 4 * plan.spec.target, "%d workers are kept", len(state.workers)
+        )
+
+    def _outcomes(self, state: CoreState) -> set[str]:
+        plan, reason = self.cluster.plan, state.stop_reason or ""
+        if plan.bug == "start":
+            return {"failed"} if plan.stop_after_s is None else {"failed", "stopped"}
+        allowed = {"finished"}
+        if plan.stop_after_s is not None:
+            allowed.add("stopped")
+        if plan.bug == "step" and plan.level == 2:
+            allowed.add("failed")
+            if self.newest > plan.bug_step >= (plan.durable_step or 0):
+                self.fail("step %d cannot be committed", plan.bug_step)
+        if plan.budget_is_small and any(x in reason for x in ("budget", "restarts", "may be")):
+            allowed.add("failed")
+        if "same error" in reason and len(self.cluster.faults.untold) >= 3:
+            allowed.add("failed")
+        if "same error" in reason and self.cluster.faults.made_bad and plan.spec.max_nodes == 1:
+            allowed.add("failed")  # one bad machine and a bad script look the same
+        return allowed
+
+    def _check_finished(self, state: CoreState) -> None:
+        until = self.cluster.until
+        self.require(state.committed == until, "finished at step %d of %d", state.committed, until)
+        expected = f"{self._canon[until]:x}" if until in self._canon else None
+        digests = {w.digest for w in state.workers.values() if w.digest is not None}
+        self.require(digests == {expected}, "the last states are %s, not %s", digests, expected)
+        plan_allows_smaller = self.cluster.plan.budget_is_small
+        if self.cluster.plan.steps == FOREVER:
+            for incident in state.incidents:
+                late = incident.detected_at_s > self.cluster.whole_s
+                late = late or plan_allows_smaller
+                self.require(
+                    late or not incident.open, "incident %d (%s) is still open", incident.id, incident.cause
+                )
+
+    def _check_stopped(self, state: CoreState) -> None:
+        quiet = self.cluster.clock.now - self.cluster.faults.last_s > 15.0
+        if quiet and self.newest > 0:
+            durable = state.durable
+            self.require(
+                durable is not None and durable.step == self.newest, "saved %s, not %d", durable, self.newest
+            )
+
+
+def brief(value: Any) -> Any:
+    """Short enough for one line of a trace."""
+    if not isinstance(value, msgspec.Struct):
+        return value
+    match value:
+        case m.StartWorker(worker):
+            return f"StartWorker({worker})"
+        case m.WorkerView():
+            place = value.place
+            state = (
+                f"g{place.generation} c{place.committed} {Phase(place.phase).name} idle {value.idle_s:.1f}"
+            )
+            return f"[{value.worker} {value.process} formed {value.formed} {state} median {value.median_s}]"
+        case m.Generation(number, members, start):
+            return f"g{number} from {start}: {' '.join(x.worker for x in members)}"
+        case _:
+            parts = []
+            for name in value.__struct_fields__:
+                part = getattr(value, name)
+                if isinstance(part, tuple):
+                    part = tuple(map(brief, part))
+                if part not in (None, "", (), 0.0, False) or name == "committed":
+                    parts.append(f"{name}={brief(part)}")
+            return f"{type(value).__name__}({', '.join(parts)})"
+
+
+def _is_heartbeat(event: e.Event) -> bool:
+    return isinstance(event, e.NodeSays) and isinstance(event.message, m.Heartbeat)
+
+
+def _listed(value: object) -> list[object]:
+    return list(value) if isinstance(value, list | tuple) else []

@@ -1,0 +1,189 @@
+"""The cluster of one schedule: clock, network, engine, agents, and the coordinator around the core."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from typing import Any
+
+from simcluster.agent import SimAgent
+from simcluster.checks import Checks
+from simcluster.clock import Clock
+from simcluster.faults import Faults
+from simcluster.plan import FOREVER, Plan
+from simcluster.plane import Plane
+from simcluster.service import Service
+from simcluster.worker import Script, SimWorker, Trainer
+
+from holdfast.coordinator import events as e
+from holdfast.coordinator.state import JobPhase
+from holdfast.protocol import messages as m
+from holdfast.protocol.job import Durable
+
+TRACE_LINES = 60
+EXTRA_STEPS = 5
+"""After the faults, once at full strength, every job still trains this many steps."""
+
+
+class Cluster:
+    """Everything that exists in one schedule."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.rng = random.Random(plan.seed * 2 + 1)
+        self.clock = Clock()
+        self.began_s = self.clock.now
+        self.trace: deque[tuple[float, str, tuple[Any, ...]]] = deque(maxlen=TRACE_LINES)
+        self.until = plan.steps
+        self.whole_s = self.began_s
+        self.durables: dict[str, tuple[int, int]] = {}
+        self.agents: dict[str, SimAgent] = {}
+        self.workers: dict[str, SimWorker] = {}
+        self.attempts: dict[str, frozenset[str]] = {}
+        self._planes: dict[int, Plane] = {}
+        self._roots = 1
+        self._nodes = 0
+        self._chain = [1]
+        self.checks = Checks(self)
+        self.faults = Faults(self)
+        self.service = Service(self)
+        self.service.handle(e.Tick())
+        if plan.durable_step is not None and plan.level == 2:
+            self.durables["before"] = (plan.durable_step, self.chain(plan.durable_step))
+            if plan.steps != FOREVER:
+                self.until += plan.durable_step
+            self.service.handle(e.DurableFound(Durable(plan.durable_step, "before")))
+        for _ in range(plan.spec.max_nodes + plan.spec.spares):
+            self.clock.after(self.rng.uniform(0.0, 1.0), self.add_node)
+
+    # ------------------------------------------------------------ what the parts ask of it
+
+    def log(self, text: str, *args: Any) -> None:
+        """A line of the trace, put together only when somebody reads it."""
+        self.trace.append((self.clock.now, text, args))
+
+    def latency_s(self) -> float:
+        """How long one message takes."""
+        if self.faults.slow or (self.plan.slow_messages and self.rng.random() < self.plan.slow_messages):
+            return self.rng.uniform(0.05, 0.8)
+        return self.rng.uniform(0.2, 2.0) * self.plan.latency_s
+
+    def hop_s(self) -> float:
+        """How long the last word of a collective takes to one member."""
+        return self.rng.uniform(0.0, 0.005)
+
+    def new_root(self) -> int:
+        """The state of a model that was built without a seed."""
+        self._roots += 1
+        return self._roots
+
+    def next_bits(self, step: int, bits: int, contents: frozenset[int]) -> int:
+        """The state after one update: a function of the state, the step and the data, and of nothing else."""
+        return hash((bits, step, len(contents), sum(contents))) & ((1 << 60) - 1)
+
+    def chain(self, steps: int) -> int:
+        """The state after so many steps without any fault, from root 1."""
+        known, contents = self._chain, frozenset(range(self.plan.micro_batches))
+        while len(known) <= steps:
+            known.append(self.next_bits(len(known) - 1, known[-1], contents))
+        return known[steps]
+
+    def plane(self, generation: m.Generation) -> Plane:
+        """The data plane of a generation."""
+        if generation.number not in self._planes:
+            self._planes[generation.number] = Plane(self, generation)
+        return self._planes[generation.number]
+
+    def recheck_planes(self) -> None:
+        """A cut network is whole again."""
+        for plane in list(self._planes.values()):
+            plane.recheck()
+
+    def peers(self, script: SimWorker) -> list[Script]:
+        """The other workers of an attempt at level 0, as far as they were started."""
+        names = self.attempts.get(script.name, frozenset())
+        found = [self.workers.get(n) for n in names if n != script.name]
+        return [w for w in found if isinstance(w, Script)]
+
+    def find_trainer(self, name: str) -> Trainer | None:
+        """A worker by its name."""
+        worker = self.workers.get(name)
+        return worker if isinstance(worker, Trainer) else None
+
+    def start_error(self, worker: SimWorker) -> str | None:
+        """What user code raises before the first step, if anything."""
+        if self.plan.bug == "start":
+            return "invalid syntax"
+        return f"uncorrectable ECC error on {worker.agent.name}" if worker.agent.bad else None
+
+    def ended(self, outcome: str) -> None:
+        """The coordinator says that the job is over."""
+        self.log("the job ended: %s", outcome)
+
+    def moment(self, name: str, worker: SimWorker | None = None) -> None:
+        """Something happened at which a fault may be waiting to strike."""
+        self.faults.moment(name, worker)
+
+    # ------------------------------------------------------------ engine
+
+    def add_node(self) -> SimAgent:
+        """One more machine."""
+        agent = SimAgent(self, f"n{self._nodes}")
+        self._nodes += 1
+        self.agents[agent.name] = agent
+        self.log("%s is there", agent.name)
+        return agent
+
+    def provide(self) -> None:
+        """The engine was asked for a node."""
+        if not self.faults.over and self.rng.random() < self.plan.engine_refuses:
+            self.clock.after(self.rng.uniform(0.05, 2.0), self._refuse)
+        else:
+            self.clock.after(self.rng.uniform(0.1, 4.0), self.add_node)
+
+    def _refuse(self) -> None:
+        self.service.handle(e.NodeUnavailable("the cluster is full"))
+
+    def release(self, node: str) -> None:
+        """The engine was told that the job went on without a node."""
+        agent = self.agents.get(node)
+        if agent is not None and agent.alive and self.rng.random() >= self.plan.release_fails:
+            self.clock.after(self.rng.uniform(0.01, 1.0), self._kill_released, agent, agent.sessions)
+
+    def _kill_released(self, agent: SimAgent, sessions: int) -> None:
+        if agent.alive and agent.sessions == sessions:
+            agent.end()
+
+    # ------------------------------------------------------------ the end of the faults
+
+    def run(self, limit_s: float) -> None:
+        """Lets time pass until the job is over."""
+        self.clock.after(self.plan.faults_until_s, self._settle)
+        while self.service.ended is None:
+            if self.clock.now - self.began_s > limit_s:
+                self.checks.fail("the job did not end within %g s", limit_s)
+            if not self.clock.step():
+                self.checks.fail("nothing is left to happen, and the job has not ended")
+        self.checks.final()
+
+    def _settle(self) -> None:
+        self.faults.stop()
+        self.log("no more faults from here")
+        self._watch()
+
+    def _watch(self) -> None:
+        """Ends a job without a last step a few steps after it is whole again."""
+        self.checks.alive()
+        core = self.service.core
+        if self.until == FOREVER and core is not None and core.state.phase is JobPhase.RUNNING:
+            state = core.state
+            began = state.generation is not None and state.generation_committed > state.generation.start
+            whole = core.at_full_strength() and not any(i.open for i in state.incidents)
+            patience_s = self.plan.faults_until_s + 60.0
+            if self.plan.budget_is_small and self.clock.now - self.began_s > patience_s:
+                whole = True  # it may never be again
+            if began and whole:
+                self.until = self.checks.newest + EXTRA_STEPS
+                self.whole_s = self.clock.now
+                self.log("the last step is %d", self.until)
+        self.clock.after(0.25, self._watch)

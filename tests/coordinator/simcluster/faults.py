@@ -1,0 +1,217 @@
+"""Bad luck: what a plan's faults do to the simulated cluster, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from simcluster.worker import Trainer
+
+from holdfast.coordinator import events as e
+from holdfast.coordinator.state import WorkerPhase
+from holdfast.protocol.page import Phase
+
+if TYPE_CHECKING:
+    from simcluster.agent import SimAgent
+    from simcluster.cluster import Cluster
+    from simcluster.worker import SimWorker
+
+
+class Faults:
+    """Strikes at the plan's times and moments, until `stop`."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.over = False
+        self.slow = False
+        self.last_s = 0.0
+        self.made_bad = False
+        self._codes = 2
+        self.untold: list[str] = []
+        self._flaky: int | None = None
+        self._flaky_next = False
+        self._nan: tuple[int, int] | None = None
+        self._nan_next = False
+        self._silenced: list[SimAgent] = []
+        self._triggers = list(cluster.plan.triggers)
+        for after_s, kind in cluster.plan.faults:
+            cluster.clock.after(after_s, self.strike, kind, None)
+        if cluster.plan.stop_after_s is not None:
+            cluster.clock.after(cluster.plan.stop_after_s, self._stop_job)
+
+    def stop(self) -> None:
+        """From now on nothing new breaks; what is broken stays so, but the network heals."""
+        self.over = True
+        self.slow = self._flaky_next = self._nan_next = False
+        self._triggers.clear()
+        for worker in self.cluster.workers.values():
+            if isinstance(worker, Trainer):
+                worker.armed.clear()
+        for agent in self._silenced:
+            if agent.alive and self.cluster.rng.random() < 0.5:
+                agent.silence(False, False)
+
+    def moment(self, name: str, worker: SimWorker | None) -> None:
+        """Counts a moment down for every trigger that waits for it."""
+        for index, (moment, count, kind) in enumerate(self._triggers):
+            if moment == name:
+                if count > 1:
+                    self._triggers[index] = (moment, count - 1, kind)
+                else:
+                    del self._triggers[index]
+                    self.cluster.clock.after(
+                        self.cluster.rng.choice((0.0, 0.0, 0.003)), self.strike, kind, worker
+                    )
+                return
+
+    def strike(self, kind: str, worker: SimWorker | None) -> None:
+        """One fault, on this worker or on one that is drawn."""
+        if self.over or self.cluster.service.ended is not None:
+            return
+        self.last_s = self.cluster.clock.now
+        self.cluster.log("fault: %s", kind)
+        strikes: dict[str, Callable[[SimWorker | None], None]] = {
+            "kill-worker": self._kill_worker,
+            "kill-node": self._kill_node,
+            "kill-spare": self._kill_spare,
+            "silent-node": lambda w: self._silence(w, cut=False),
+            "cut-node": lambda w: self._silence(w, cut=True),
+            "stop-worker": self._stop_worker,
+            "hang-worker": lambda w: self._arm(w, "hang"),
+            "lose-reduce": lambda w: self._arm(w, "deaf"),
+            "raise": lambda w: self._arm(w, "raise"),
+            "raise-again": lambda w: self._arm(w, "raise-again"),
+            "torn": lambda w: self._arm(w, "torn"),
+            "nan": self._make_nan,
+            "flaky-network": self._make_flaky,
+            "slow-network": self._make_slow,
+            "kill-coordinator": self._kill_coordinator,
+            "join-node": lambda w: self._join(),
+            "bad-node": self._make_bad,
+        }
+        strikes[kind](worker)
+
+    # ------------------------------------------------------------ collectives
+
+    def flaky(self, number: int) -> bool:
+        """Whether no collective of this generation ever closes."""
+        if self._flaky_next:
+            self._flaky_next, self._flaky = False, number
+        return self._flaky == number
+
+    def nan_at(self, step: int, number: int) -> bool:
+        """Whether the gradient of this step is not finite: on every rank alike."""
+        if self._nan_next and (self._nan is None or self._nan[0] != step):
+            self._nan_next, self._nan = False, (step, number)
+        return self._nan == (step, number)
+
+    # ------------------------------------------------------------ strikes
+
+    def _pick(self, worker: SimWorker | None) -> SimWorker | None:
+        if worker is not None and worker.running and self.cluster.rng.random() < 0.5:
+            return worker
+        living = [w for a in self.cluster.agents.values() if a.alive for w in a.living() if w.running]
+        return self.cluster.rng.choice(living) if living else None
+
+    def _told(self, kind: str, strike: Callable[[], None], node: str | None, worker: str | None) -> bool:
+        """Most injected faults are told to the coordinator, shortly before or after they strike."""
+        cluster = self.cluster
+        told = cluster.rng.random() < cluster.plan.tells_injections
+        event = e.Injected(f"sim-{kind}", kind, node, worker)
+        if told and cluster.rng.random() < 0.7:
+            cluster.service.handle(event)
+            strike()
+        else:
+            strike()
+            if told:
+                cluster.clock.after(cluster.rng.uniform(0.0, 0.05), cluster.service.handle, event)
+        return told
+
+    def _kill_worker(self, worker: SimWorker | None) -> None:
+        target = self._pick(worker)
+        if target is None:
+            return
+        self._codes += 1
+        code = self.cluster.rng.choice((-9, -9, -11, -6, self._codes))
+        if target.phase is Phase.DONE:
+            code = -9  # what a script does after its last step is not asked here
+        if not self._told("kill-worker", lambda: target.die(code), target.agent.name, target.name):
+            self.untold.append(target.name)
+
+    def _kill_spare(self, worker: SimWorker | None) -> None:
+        core = self.cluster.service.core
+        if core is None:
+            return
+        names = [w.name for w in core.workers_in(WorkerPhase.READY, WorkerPhase.STARTING)]
+        spares = [w for n in names if (w := self.cluster.workers.get(n)) is not None and w.running]
+        if spares:
+            target = self.cluster.rng.choice(spares)
+            self.untold.append(target.name)
+            target.die(-9)
+
+    def _node(self, worker: SimWorker | None) -> SimAgent | None:
+        if worker is not None and worker.agent.alive and self.cluster.rng.random() < 0.5:
+            return worker.agent
+        living = [a for a in self.cluster.agents.values() if a.alive]
+        return self.cluster.rng.choice(living) if living else None
+
+    def _kill_node(self, worker: SimWorker | None) -> None:
+        agent = self._node(worker)
+        if agent is not None:
+            self._told("kill-node", agent.end, agent.name, None)
+
+    def _silence(self, worker: SimWorker | None, cut: bool) -> None:
+        agent = self._node(worker)
+        if agent is None:
+            return
+        self._told("drop-node", lambda: agent.silence(True, cut), agent.name, None)
+        self._silenced.append(agent)
+        self.cluster.clock.after(self.cluster.rng.choice((0.3, 1.0, 3.0, 8.0)), self._heal, agent)
+
+    def _heal(self, agent: SimAgent) -> None:
+        if agent.alive and agent.silent:
+            agent.silence(False, False)
+
+    def _stop_worker(self, worker: SimWorker | None) -> None:
+        target = self._pick(worker)
+        if target is not None:
+            self._told("stop-worker", lambda: target.freeze(stopped=True), target.agent.name, target.name)
+
+    def _arm(self, worker: SimWorker | None, fault: str) -> None:
+        target = self._pick(worker)
+        if isinstance(target, Trainer):
+            target.armed[fault] = None
+
+    def _make_nan(self, worker: SimWorker | None) -> None:
+        self._nan_next = True
+
+    def _make_flaky(self, worker: SimWorker | None) -> None:
+        self._flaky_next = True
+
+    def _make_slow(self, worker: SimWorker | None) -> None:
+        self.slow = True
+        self.cluster.clock.after(self.cluster.rng.uniform(0.2, 3.0), self._make_fast)
+
+    def _make_fast(self) -> None:
+        self.slow = False
+
+    def _make_bad(self, worker: SimWorker | None) -> None:
+        agent = self._node(worker)
+        if agent is not None:
+            agent.bad = self.made_bad = True
+
+    def _join(self) -> None:
+        self.cluster.add_node()
+
+    def _kill_coordinator(self, worker: SimWorker | None) -> None:
+        if self.cluster.rng.random() < 0.7:
+            self.cluster.service.crash_soon()
+        else:
+            self.cluster.service.crash()
+
+    def _stop_job(self) -> None:
+        if not self.cluster.service.up:
+            self.cluster.clock.after(0.2, self._stop_job)
+            return
+        self.cluster.log("fault: the job is asked to stop")
+        self.cluster.service.handle(e.StopRequested("simulated"))

@@ -1,0 +1,129 @@
+"""What one seed means: the shape of the job, of its cluster and of its bad luck."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from holdfast.protocol.job import JobSpec, Timing
+
+FOREVER = 1 << 40
+
+
+@dataclass
+class Plan:
+    """One schedule, apart from the random numbers that it draws while it runs."""
+
+    seed: int
+    spec: JobSpec
+    level: int = 2
+    steps: int = FOREVER
+    equal_starts: bool = True
+    durable_step: int | None = None
+    micro_batches: int = 6
+    step_s: float = 0.2
+    start_s: float = 1.0
+    latency_s: float = 0.002
+    slow_messages: float = 0.0
+    parks_itself: bool = True
+    repeats: bool = True  # agents say again how workers ended and who waits, after every Hello
+    closes_released: bool = False
+    script_s: float = 6.0
+    faults_until_s: float = 12.0
+    faults: list[tuple[float, str]] = field(default_factory=list)
+    triggers: list[tuple[str, int, str]] = field(default_factory=list)
+    stop_after_s: float | None = None
+    bug: str | None = None
+    bug_step: int = 0
+    engine_refuses: float = 0.0
+    release_fails: float = 0.0
+    tells_injections: float = 1.0
+
+    @property
+    def coordinator_dies(self) -> bool:
+        """The coordinator's state must be kept."""
+        return any(kind == "kill-coordinator" for *_, kind in [*self.faults, *self.triggers])
+
+    @property
+    def budget_is_small(self) -> bool:
+        """The job may run out of restarts."""
+        return self.spec.max_restarts < 100
+
+
+FAULTS = {
+    "kill-worker": 10,
+    "kill-node": 6,
+    "kill-spare": 2,
+    "silent-node": 4,
+    "cut-node": 3,
+    "stop-worker": 4,
+    "hang-worker": 4,
+    "lose-reduce": 2,
+    "raise": 4,
+    "raise-again": 2,
+    "torn": 3,
+    "nan": 2,
+    "flaky-network": 2,
+    "slow-network": 2,
+    "kill-coordinator": 8,
+    "join-node": 3,
+    "bad-node": 1,
+}
+"""Every fault, with its weight in the draw."""
+
+SINGLE = ("kill-worker", "kill-node", "kill-coordinator", "stop-worker", "hang-worker", "torn", "silent-node")
+MOMENTS = ("formed", "broke", "parked", "ready", "prepared", "voted", "joined", "done", "released", "yield")
+"""Points at which a second fault hurts most: a trigger strikes there instead of at a time."""
+
+
+def plan_for(seed: int, level: int | None = None) -> Plan:
+    """The schedule of a seed. One in eight is at level 0."""
+    rng = random.Random(seed)
+    drawn = 0 if rng.random() < 0.12 else 2
+    level = drawn if level is None else level
+    max_nodes = rng.choice((1, 2, 2, 3, 3, 4, 5))
+    nproc = rng.choice((1, 1, 2)) if max_nodes <= 3 else 1
+    spec = JobSpec(
+        name="sim",
+        script="train.py",
+        min_nodes=rng.randint(1, max_nodes),
+        max_nodes=max_nodes,
+        nproc=nproc,
+        spares=rng.choice((0, 0, 1, 1, 2)),
+        wait_for_spare=rng.random() < 0.15,
+        max_restarts=rng.choice((0, 2, 6)) if rng.random() < 0.1 else 100,
+        timing=Timing(detection_s=2.0),
+    )
+    window = rng.choice((4.0, 8.0, 12.0))
+    plan = Plan(
+        seed=seed,
+        spec=spec,
+        level=level,
+        steps=rng.randint(3, 40) if rng.random() < 0.4 else FOREVER,
+        equal_starts=rng.random() < 0.6,
+        durable_step=rng.randint(1, 50) if rng.random() < 0.15 else None,
+        micro_batches=rng.randint(1, 9),
+        step_s=rng.choice((0.05, 0.2, 0.2, 0.5)),
+        start_s=rng.choice((0.1, 0.5, 2.0, 5.0)),
+        latency_s=rng.choice((0.0005, 0.002, 0.02)),
+        slow_messages=rng.choice((0.0, 0.0, 0.02)),
+        parks_itself=rng.random() < 0.2,
+        repeats=rng.random() < 0.8,
+        closes_released=rng.random() < 0.5,
+        script_s=rng.uniform(1.0, 10.0),
+        faults_until_s=window,
+        stop_after_s=rng.uniform(0.5, window) if rng.random() < 0.08 else None,
+        bug=rng.choice(("start", "step")) if rng.random() < 0.05 else None,
+        bug_step=rng.randint(0, 12),
+        engine_refuses=rng.choice((0.0, 0.0, 0.3)),
+        release_fails=rng.choice((0.0, 0.5)),
+        tells_injections=rng.choice((1.0, 1.0, 0.5)),
+    )
+    kinds, weights = list(FAULTS), list(FAULTS.values())
+    if rng.random() < 0.25:
+        kinds, weights = [rng.choice(SINGLE)], [1]
+    for kind in rng.choices(kinds, weights, k=rng.choice((0, 1, 1, 2, 2, 3, 4, 6))):
+        plan.faults.append((rng.uniform(0.0, window), kind))
+    for kind in rng.choices(kinds, weights, k=rng.choice((0, 0, 1, 1, 2, 3))):
+        plan.triggers.append((rng.choice(MOMENTS), rng.randint(1, 6), kind))
+    return plan

@@ -1,0 +1,101 @@
+"""The data plane of one generation: collectives that all members finish, or only some when one dies."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from holdfast.protocol.messages import Generation
+
+if TYPE_CHECKING:
+    from simcluster.cluster import Cluster
+    from simcluster.worker import Trainer
+
+Key = tuple[str, int]
+
+
+class Plane:
+    """Who of a generation has come to which collective."""
+
+    def __init__(self, cluster: Cluster, generation: Generation) -> None:
+        self.cluster = cluster
+        self.number = generation.number
+        self.size = len(generation.members)
+        self.present: dict[str, Trainer] = {}
+        self.absent: set[str] = set()
+        self._arrived: dict[Key, dict[str, Any]] = {}
+        self._closed: set[Key] = set()
+
+    def enter(self, worker: Trainer) -> None:
+        """A member heard of the generation: from now on it may serve its state."""
+        self.present[worker.name] = worker
+
+    def arrive(self, key: Key, worker: Trainer, payload: Any) -> None:
+        """A member reached a collective and waits there until it closes, fails or is aborted."""
+        worker.waits_for = key
+        self._arrived.setdefault(key, {})[worker.name] = payload
+        if self.absent:
+            self._fail(worker)
+        else:
+            self.check(key)
+
+    def check(self, key: Key) -> None:
+        """Closes the collective if everyone is there."""
+        arrived = self._arrived[key]
+        if len(arrived) < self.size or self.absent or key in self._closed:
+            return
+        members = [self.present[name] for name in arrived]
+        if any(w.agent.cut for w in members) or self.cluster.faults.flaky(self.number):
+            return
+        self._closed.add(key)
+        for worker in members:
+            self.cluster.clock.after(
+                self.cluster.hop_s(), self._close, key, worker, worker.ticket, dict(arrived)
+            )
+
+    def _close(self, key: Key, worker: Trainer, ticket: int, payloads: dict[str, Any]) -> None:
+        if worker.waits_for != key or worker.ticket != ticket or not worker.running:
+            return
+        if worker.agent.cut or worker.deaf_in == key[0]:
+            return
+        worker.waits_for = None
+        worker.closed(key, payloads)
+
+    def gone(self, worker: Trainer) -> None:
+        """A member died or left: whoever waits for it learns so, unless its last word got through."""
+        if worker.name in self.absent:
+            return
+        self.absent.add(worker.name)
+        if worker.agent.cut:
+            return
+        for other in self.present.values():
+            if other is worker or other.waits_for is None or other.agent.cut:
+                continue
+            if other.waits_for in self._closed and self.cluster.rng.random() < 0.5:
+                continue
+            self._fail(other)
+
+    def _fail(self, worker: Trainer) -> None:
+        key, ticket = worker.waits_for, worker.ticket
+        self.cluster.clock.after(self.cluster.rng.uniform(0.0, 0.05), self._failed, worker, key, ticket)
+
+    def _failed(self, worker: Trainer, key: Key, ticket: int) -> None:
+        if worker.waits_for == key and worker.ticket == ticket and worker.running and not worker.agent.cut:
+            worker.waits_for = None
+            worker.collective_failed(key)
+
+    def recheck(self) -> None:
+        """The network healed: what everyone had already come to closes now."""
+        for key in list(self._arrived):
+            self.check(key)
+
+    def donor(self, name: str, start: int) -> Trainer | None:
+        """A member that can give the state at `start` now."""
+        worker = self.present.get(name)
+        if worker is None or not worker.alive or worker.agent.cut or worker.seen != self.number:
+            return None
+        return worker if worker.held is not None and worker.held[0] == start else None
+
+    def never_serves(self, name: str) -> bool:
+        """Waiting for this donor is no use."""
+        worker = self.present.get(name) or self.cluster.find_trainer(name)
+        return worker is None or not worker.alive or worker.seen > self.number

@@ -1,0 +1,57 @@
+"""One seed from start to end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from simcluster.cluster import Cluster
+from simcluster.plan import plan_for
+
+LIMIT_S = 900.0
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What one schedule was."""
+
+    seed: int
+    level: int
+    outcome: str
+    virtual_s: float
+    events: int
+    generations: int
+    incidents: int
+    crashes: int
+    committed: int
+
+
+def run_seed(seed: int, level: int | None = None) -> Summary:
+    """Runs the schedule of a seed.
+
+    Raises:
+        Violation: an invariant does not hold.
+    """
+    cluster = Cluster(plan_for(seed, level))
+    try:
+        cluster.run(LIMIT_S)
+    except AssertionError:
+        raise
+    except Exception as error:  # the core itself raised: show the way there
+        cluster.log("%r", error)
+        try:
+            cluster.checks.fail("%s", repr(error))
+        except AssertionError as violation:
+            raise violation from error
+    service = cluster.service
+    state = cluster.checks.last_state()
+    return Summary(
+        seed,
+        cluster.plan.level,
+        service.ended or "",
+        cluster.clock.now - cluster.began_s,
+        cluster.clock.events,
+        cluster.checks.formed,
+        len(state.incidents),
+        service.crashes,
+        state.committed,
+    )

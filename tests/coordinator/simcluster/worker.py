@@ -1,0 +1,434 @@
+"""Simulated workers. At level 2: the life of `hf.Run` in states and delays; at level 0: a script that ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from holdfast.protocol import messages as m
+from holdfast.protocol.page import Phase, Place
+
+if TYPE_CHECKING:
+    from simcluster.agent import SimAgent
+    from simcluster.plane import Key, Plane
+
+SIGKILL = -9
+BLOCKED = frozenset({Phase.JOIN, Phase.TRANSFER, Phase.REDUCE, Phase.VOTE})
+"""Where a Break frees the worker at once."""
+
+
+class SimWorker:
+    """A process that runs, or does not run any more; what both levels have in common."""
+
+    def __init__(self, agent: SimAgent, start: m.StartWorker) -> None:
+        self.agent = agent
+        self.cluster = agent.cluster
+        self.name, self.slot, self.env = start.worker, start.slot, start.env
+        self.alive = True
+        self.code: int | None = None
+        self.frozen = False
+        self.stopped = False
+        self.ticket = 0
+        self.trouble: m.WorkerMessage | None = None
+        self.trained = False
+        self.phase = Phase.STARTUP
+        self.moved_s = self.cluster.clock.now
+        self._heard_s = 0.0
+
+    @property
+    def running(self) -> bool:
+        """The process executes."""
+        return self.alive and not self.frozen
+
+    @property
+    def running_late(self) -> bool:
+        """It stands still in what might be its first step: that is given the time of a start."""
+        return False
+
+    @property
+    def process(self) -> str:
+        """The letter in /proc/PID/stat."""
+        return "X" if not self.alive else "T" if self.stopped else "S"
+
+    def place(self) -> Place:
+        """What the progress page says."""
+        return Place(phase=int(self.phase))
+
+    def later(self, delay_s: float, call: Callable[..., None], *args: Any) -> None:
+        """Goes on after a while, unless it was interrupted, frozen or killed."""
+        self.cluster.clock.after(delay_s, self._go_on, self.ticket, call, args)
+
+    def _go_on(self, ticket: int, call: Callable[..., None], args: tuple[Any, ...]) -> None:
+        if self.running and ticket == self.ticket:
+            call(*args)
+
+    def hear(self, message: m.ToWorker) -> None:
+        """A message of the agent, in order."""
+        clock = self.cluster.clock
+        self._heard_s = max(self._heard_s, clock.now + self.cluster.rng.uniform(0.0, 0.002))
+        clock.at(self._heard_s, self._hear, message)
+
+    def _hear(self, message: m.ToWorker) -> None:
+        if self.running:
+            self.obey(message)
+
+    def obey(self, message: m.ToWorker) -> None:
+        """Acts on a message."""
+
+    def freeze(self, stopped: bool) -> None:
+        """SIGSTOP, or a deadlock: it never moves again."""
+        self.frozen, self.stopped = True, stopped
+
+    def die(self, code: int) -> None:
+        """The process ends."""
+        if self.alive:
+            self.alive, self.code = False, code
+            self.cluster.log("%s dies with %d", self.name, code)
+            self.left()
+            self.agent.exited(self, code)
+
+    def left(self) -> None:
+        """Whatever peers see of its end."""
+
+    def fail_to_start(self) -> None:
+        """User code raises before anything else happened."""
+        error = self.cluster.start_error(self)
+        self.agent.relay(self, m.Failed(0, None, Phase.STARTUP, "CudaError", error, f"CudaError: {error}"))
+        self.die(1)
+
+
+class Trainer(SimWorker):
+    """A worker at level 2. `held` is (committed steps, bits of the state) or None; `init` the state as built."""
+
+    def __init__(self, agent: SimAgent, start: m.StartWorker) -> None:
+        super().__init__(agent, start)
+        rng, plan = self.cluster.rng, self.cluster.plan
+        self.init = 1 if plan.equal_starts else self.cluster.new_root()
+        self.held: tuple[int, int] | None = None
+        self.prepared = False
+        self.seen = 0
+        self.form: m.Form | None = None
+        self.plane: Plane | None = None
+        self.waits_for: Key | None = None
+        self.deaf_in: str | None = None
+        self.collectives = 0
+        self.yields_in = 0
+        self.contents: frozenset[int] = frozenset()
+        self.agreed = False
+        self.broken = False
+        self.hurt = False
+        self.leaving = False
+        self.restore_s: float | None = None
+        self.armed: dict[str, int | None] = {}
+        self.later(rng.uniform(0.2, 1.0) * plan.start_s, self._attach)
+
+    @property
+    def running_late(self) -> bool:
+        stuck = (self.frozen and not self.stopped) or (self.hurt and not self.cluster.plan.repeats)
+        return self.alive and stuck and not self.trained
+
+    # ------------------------------------------------------------ start
+
+    def _attach(self) -> None:
+        if self.cluster.start_error(self):
+            self.fail_to_start()
+            return
+        self.say(m.Attached())
+        self.later(self.cluster.rng.uniform(0.05, 0.5) * self.cluster.plan.start_s, self._get_ready)
+
+    def _get_ready(self) -> None:
+        self.enter(Phase.IDLE)
+        self.say(m.Ready(f"{self.init:x}", self.agent.host, 1, 2))
+        self.cluster.moment("ready", self)
+
+    def say(self, message: m.WorkerMessage) -> None:
+        """Tells the agent, which passes it on."""
+        self.agent.relay(self, message)
+
+    def enter(self, phase: Phase) -> None:
+        """Writes the page."""
+        self.phase, self.moved_s = phase, self.cluster.clock.now
+
+    def left(self) -> None:
+        if self.plane is not None:
+            self.plane.gone(self)
+
+    def place(self) -> Place:
+        return Place(self.seen, self.held[0] if self.held else 0, int(self.phase), self.collectives)
+
+    # ------------------------------------------------------------ orders
+
+    def obey(self, message: m.ToWorker) -> None:
+        match message:
+            case m.Form():
+                self._form(message)
+            case m.Break(number):
+                if number == self.seen and self.phase not in (Phase.PARKED, Phase.IDLE, Phase.DONE):
+                    self._break()
+            case m.Yield(number):
+                self.yields_in = max(self.yields_in, number)
+            case m.Stop():
+                self._stop(message)
+            case _:
+                raise AssertionError(f"no rule for {message}")
+
+    def _form(self, form: m.Form) -> None:
+        generation = form.generation
+        if generation.number <= self.seen or self.leaving:
+            return
+        self.cluster.checks.formed_worker(self, form)
+        self.ticket += 1
+        self.seen, self.form, self.waits_for = generation.number, form, None
+        self.broken = self.hurt = self.agreed = False
+        self.deaf_in = None
+        if form.apply:
+            self._apply()
+        self.prepared = False
+        self.plane = self.cluster.plane(generation)
+        self.plane.enter(self)
+        if form.restore:
+            self.held = None
+            self.enter(Phase.TRANSFER)
+            self._fetch()
+        else:
+            if self.held is None:
+                self.held = (0, self.init)
+            self._connect(None)
+
+    def _apply(self) -> None:
+        assert self.held is not None
+        step, bits = self.held
+        self.prepared = False
+        self.held = (step + 1, self.cluster.next_bits(step, bits, self.contents))
+        self.cluster.checks.committed(self)
+
+    def _break(self) -> None:
+        """The control thread frees the main thread from a collective; elsewhere it looks by itself."""
+        self.broken = True
+        if self.phase is Phase.UPDATE or self.hurt:
+            if self.hurt:
+                self._park()
+            return
+        delay = 0.0 if self.phase in BLOCKED else self.cluster.rng.uniform(0.0, self.cluster.plan.step_s)
+        self.ticket += 1
+        self.waits_for = None
+        self.later(delay, self._park)
+
+    def _part(self, message: m.WorkerMessage) -> None:
+        """Cannot go on in this generation: says why, and parks when the coordinator has broken it."""
+        self.ticket += 1
+        self.waits_for = None
+        self.say(message)
+        self.hurt, self.trouble = True, message
+        if self.broken:
+            self._park()
+        elif self.cluster.plan.parks_itself:
+            self.later(self.cluster.rng.uniform(0.0, 0.01), self._park)
+
+    def _park(self) -> None:
+        self.ticket += 1
+        self.waits_for = None
+        self.hurt, self.trouble = False, None
+        if self.plane is not None:
+            self.plane.gone(self)
+        self.enter(Phase.PARKED)
+        self.say(m.Parked(self.seen, self.held[0] if self.held else None, self.prepared))
+        self.cluster.moment("parked", self)
+
+    def _stop(self, stop: m.Stop) -> None:
+        if self.leaving or self.phase not in (Phase.PARKED, Phase.IDLE):
+            return
+        self.leaving = True
+        self.ticket += 1
+        if stop.apply and self.prepared:
+            self._apply()
+        if stop.save_to is not None and self.held is not None:
+            self.later(self.cluster.rng.uniform(0.05, 1.5), self._saved, stop.save_to)
+        else:
+            self._finish(stopped=True)
+
+    def _saved(self, path: str) -> None:
+        assert self.held is not None
+        self.cluster.durables[path] = self.held
+        self.say(m.Saved(self.held[0], path))
+        self._finish(stopped=True)
+
+    def _finish(self, stopped: bool = False) -> None:
+        self.ticket += 1
+        self.leaving = True
+        self.enter(Phase.DONE)
+        if self.held is not None:
+            self.say(m.Done(self.held[0], f"{self.held[1]:x}", None, stopped))
+        self.cluster.moment("done", self)
+        self.later(self.cluster.rng.uniform(0.0, 0.5), self.die, 0)
+
+    # ------------------------------------------------------------ a generation
+
+    def _fetch(self) -> None:
+        """The state comes before the connections: a donor serves from the moment it heard of the generation."""
+        assert self.form is not None
+        rng, start = self.cluster.rng, self.form.generation.start
+        if self.form.path is not None:
+            self.later(rng.uniform(0.01, 0.5), self._fetched, self.cluster.durables[self.form.path])
+            return
+        assert self.plane is not None
+        members = self.form.generation.members
+        names = [members[rank].worker for rank in self.form.donors]
+        if any(self.plane.donor(name, start) for name in names):
+            self.later(rng.uniform(0.01, 0.5), self._fetch_ends, names)
+        elif all(self.plane.never_serves(name) for name in names):
+            self._part(m.CollectiveError(self.seen, -1, "no donor could give the state"))
+        else:
+            self.later(0.05, self._fetch)
+
+    def _fetch_ends(self, names: list[str]) -> None:
+        assert self.form is not None
+        assert self.plane is not None
+        start = self.form.generation.start
+        donor = next((d for n in names if (d := self.plane.donor(n, start)) is not None), None)
+        if donor is not None and donor.held is not None:
+            self._fetched(donor.held)
+        else:
+            self._part(m.CollectiveError(self.seen, -1, "the donor closed the connection"))
+
+    def _fetched(self, state: tuple[int, int]) -> None:
+        self.held = state
+        self._connect(0.1)
+
+    def _connect(self, restore_s: float | None) -> None:
+        assert self.plane is not None
+        self.restore_s = restore_s
+        self.enter(Phase.JOIN)
+        self.plane.arrive(("join", 0), self, None)
+
+    def closed(self, key: Key, payloads: dict[str, Any]) -> None:
+        """A collective closed for this worker."""
+        kind, step = key
+        if kind == "join":
+            self.say(m.Joined(self.seen, 0.01, self.restore_s))
+            self.cluster.moment("joined", self)
+            assert self.held is not None
+            if self.held[0] >= self.cluster.until:
+                self._finish()
+            else:
+                self._begin_step()
+        elif kind == "reduce":
+            self.contents = self.cluster.checks.reduced(self, step, payloads)
+            self._reduced(step)
+        else:
+            self.agreed = any(payloads.values())
+            self.cluster.moment("voted", self)
+            self.enter(Phase.UPDATE)
+            self.later(self.cluster.rng.uniform(0.0, 0.01), self._update)
+
+    def collective_failed(self, key: Key) -> None:
+        """A collective raised: the worker says so."""
+        self._part(m.CollectiveError(self.seen, key[1], "Connection closed by peer"))
+
+    def _begin_step(self) -> None:
+        assert self.held is not None
+        self.collectives = 0
+        self.cluster.checks.step_began(self)
+        self.enter(Phase.FORWARD)
+        self.later(self.cluster.rng.uniform(0.5, 1.5) * self.cluster.plan.step_s, self._computed)
+
+    def _fires(self, fault: str, step: int) -> bool:
+        if fault not in self.armed:
+            return False
+        at = self.armed[fault]
+        if at is not None and at != step:
+            return False
+        if fault != "raise-again":
+            del self.armed[fault]
+        return True
+
+    def _computed(self) -> None:
+        assert self.held is not None
+        assert self.plane is not None
+        assert self.form is not None
+        step = self.held[0]
+        if self._fires("hang", step):
+            self.freeze(stopped=False)
+            return
+        for fault in ("raise", "raise-again"):
+            if self._fires(fault, step):
+                self.armed = {k: step if k == "raise-again" else v for k, v in self.armed.items()}
+                self._raise(step, Phase.FORWARD, "ValueError", self.name)
+                return
+        if self.cluster.plan.bug == "step" and step == self.cluster.plan.bug_step:
+            self._raise(step, Phase.FORWARD, "ValueError", "train.py:7")
+            return
+        if self._fires("deaf", step):
+            self.deaf_in = "reduce"
+        self.enter(Phase.REDUCE)
+        self.collectives = 1
+        size, total = len(self.form.generation.members), self.cluster.plan.micro_batches
+        self.plane.arrive(("reduce", step), self, range(self.form.rank, total, size))
+
+    def _reduced(self, step: int) -> None:
+        assert self.plane is not None
+        if self.cluster.faults.nan_at(step, self.seen):
+            self._raise(step, Phase.UPDATE, "NonFiniteGradient", "loss")
+            return
+        self.prepared = True
+        self.cluster.moment("prepared", self)
+        if not self.running:
+            return
+        self.enter(Phase.VOTE)
+        self.collectives = 2
+        self.plane.arrive(("vote", step), self, self.yields_in == self.seen)
+
+    def _raise(self, step: int, phase: Phase, error: str, where: str) -> None:
+        self._part(m.Failed(self.seen, step, int(phase), error, "simulated", f"{error}: simulated", where))
+
+    def _update(self) -> None:
+        assert self.held is not None
+        step, bits = self.held
+        self.prepared = False
+        if self._fires("torn", step):
+            self.held = None
+            self._raise(step, Phase.UPDATE, "RuntimeError", f"torn:{self.name}")
+            return
+        self.held = (step + 1, self.cluster.next_bits(step, bits, self.contents))
+        self.cluster.checks.committed(self)
+        self.enter(Phase.COMMIT)
+        self.trained = True
+        self.say(m.Progress(self.seen, step + 1, self.cluster.plan.step_s))
+        if self.agreed or self.broken:
+            self._park()
+        elif step + 1 >= self.cluster.until:
+            self._finish()
+        else:
+            self._begin_step()
+
+
+class Script(SimWorker):
+    """A worker at level 0: it computes until its time is up; when a peer dies it raises or blocks for ever."""
+
+    def __init__(self, agent: SimAgent, start: m.StartWorker) -> None:
+        super().__init__(agent, start)
+        self.cluster.checks.script_started(self)
+        self.later(self.cluster.rng.uniform(0.2, 1.0) * self.cluster.plan.start_s, self._work)
+
+    def _work(self) -> None:
+        if self.cluster.start_error(self):
+            self.fail_to_start()
+            return
+        self.phase = Phase.FORWARD
+        self.later(self.cluster.rng.uniform(1.0, 1.2) * self.cluster.plan.script_s, self._end)
+
+    def _end(self) -> None:
+        if all(w.alive or w.code == 0 for w in self.cluster.peers(self)):
+            self.die(0)
+
+    def left(self) -> None:
+        if self.code == 0:
+            return
+        for peer in self.cluster.peers(self):
+            if peer.running and self.cluster.rng.random() < 0.5:
+                peer.later(self.cluster.rng.uniform(0.02, 0.5), peer.crash, "DistBackendError")
+
+    def crash(self, error: str) -> None:
+        """User code raises."""
+        self.agent.relay(self, m.Failed(0, None, Phase.FORWARD, error, "simulated", f"{error}: simulated"))
+        self.die(1)

@@ -1,0 +1,131 @@
+"""The report as people see it."""
+
+import io
+from pathlib import Path
+
+import pytest
+
+from holdfast.observe.blame import advice
+from holdfast.observe.tables import print_report
+
+FOLDER = Path("/somewhere/jobs/demo")
+
+
+def shown(report, folder=FOLDER):
+    stream = io.StringIO()
+    print_report(report, folder, stream)
+    return stream.getvalue()
+
+
+def test_it_fits_100_columns(report, failed, incident):
+    many = [
+        incident
+        | {
+            "id": i,
+            "fault": None,
+            "cause": "hang: stands still in backward while others wait for it, for a very long time",
+            "node": f"ip-10-0-12-{i}.ec2.internal",
+            "ranks": list(range(i, 64, 2)),
+            "at_step": 1_234_567,
+            "stall_s": 4000.0 + i,
+            "full_strength_s": 4800.0,
+            "lost_steps": 12_345,
+            "rung": "restart of all workers",
+        }
+        for i in range(12)
+    ]
+    long = report | {"incidents": many, "world": {"target": 4, "history": [[i, i] for i in range(100)]}}
+    for one in (report, failed, long):
+        assert max(map(len, shown(one).splitlines())) <= 100
+
+
+def test_it_holds_what_was_measured(report):
+    text = shown(report)
+    for words in (
+        "400 committed, 0 lost, median 0.21 s",
+        "85.8% of 93.2 s",
+        "4 → 3 → 4 (target 4)",
+        "xxh3 5df08a9268549ac9, bit-equal",
+        "kill-node:rank=1",
+        "its agent's connection closed",
+        "0.44 s",
+        "48 ms",
+        "/somewhere/jobs/demo/logs",
+    ):
+        assert words in text
+
+
+def test_unknown_is_a_dash_never_zero(report, incident):
+    nothing = dict.fromkeys(incident) | {"id": 1, "cause": "lost", "ranks": [], "injected": False}
+    text = shown(
+        report
+        | {
+            "incidents": [nothing],
+            "steps": {"committed": None, "lost": None, "median_s": None},
+            "goodput": {"wall_s": None, "productive_s": None, "share": None},
+            "final": {"loss": None, "params_xxh3": None, "replicas_equal": None},
+            "world": {"target": None, "history": []},
+        }
+    )
+    assert "0" not in text.replace("Where", "")
+    rows = [line for line in text.splitlines() if line.lstrip().startswith("1 ")]
+    assert [row.count("–") for row in rows] == [7, 7]
+
+
+def test_a_killed_job_has_a_report_too():
+    text = shown({"outcome": "killed", "reason": "stopped at once", "incidents": []})
+    assert "killed (stopped at once)" in text
+    assert "– committed" in text
+
+
+def test_unequal_replicas_are_loud(report):
+    text = shown(report | {"final": {"loss": 1.0, "params_xxh3": None, "replicas_equal": False}})
+    assert "NOT equal in all replicas" in text
+
+
+def test_the_closing_error_comes_last_and_whole(failed):
+    end = shown(failed).partition("the job failed")[2]
+    order = ["the same error at step 12", "first failing rank", "node1", "ValueError: a bad sample in forward",
+             "Traceback", "last lines", "epoch 1", "/logs/node1.0-1.log", "what now"]  # fmt: skip
+    at = [end.index(words) for words in order]
+    assert at == sorted(at)
+    assert end.count("Traceback") == 1
+    assert end.count('raise ValueError("a bad sample")') == 1
+    assert " ".join(end.split()).endswith("fix the script.")
+
+
+def test_a_saved_job_is_told_how_to_go_on(failed, tmp_path):
+    saved = tmp_path / "checkpoint" / "step-12"
+    saved.mkdir(parents=True)
+    (saved / "manifest.json").write_text("{}")
+    assert "--job demo goes on from the newest saved step" in " ".join(shown(failed, tmp_path).split())
+    assert "goes on" not in shown(failed)
+
+
+def test_a_finished_job_has_no_closing_error(report):
+    assert "what now" not in shown(report)
+
+
+def test_long_lines_of_code_are_not_broken(failed):
+    line = "    " + "x = [" + "1, " * 60 + "]"
+    failed["blame"]["traceback"] = f"Traceback (most recent call last):\n{line}\nValueError"
+    assert line in shown(failed)
+
+
+@pytest.mark.parametrize(
+    ("reason", "cause", "words"),
+    [
+        (
+            "the same error before the first step",
+            "ModuleNotFoundError: No module named 'x'",
+            "Install the module",
+        ),
+        ("the same error at step 3", "ValueError: x", "fix the script"),
+        ("the restart budget is spent", "exit code 1", "--max-restarts"),
+        ("too few workers for 300 s", None, "--spares"),
+        ("no restarts are allowed", "killed by signal 9 (SIGKILL)", "memory"),
+        ("something new", "exit code 3", "holdfast events"),
+    ],
+)
+def test_advice(reason, cause, words):
+    assert words in advice(reason, {"cause": cause})

@@ -1,0 +1,115 @@
+"""Every event has a sentence, and every sentence fits."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import holdfast
+from holdfast.observe.wording import DROPPED, KINDS, LINE_WIDTH, event_line
+
+SOURCES = Path(holdfast.__file__).parent
+INCIDENT = {
+    "id": 3, "fault": "kill-node:rank=1", "injected": True, "node": "node1", "ranks": [1], "at_step": 120,
+    "t_s": 41.2, "detect_s": 2.161, "decide_s": 0.0143, "replace_s": 0.48, "join_s": 0.057, "restore_s": 0.048,
+    "first_step_s": 0.21, "stall_s": 2.93, "full_strength_s": 3.2, "lost_steps": 0, "rung": "spare",
+    "cause": "its agent's connection closed",
+}  # fmt: skip
+LONG = (
+    "/a/rather/long/home/of/someone/who/likes/folders/jobs/train-1121-093015-ab12/logs/node12/node12.0-34.log"
+)
+SAMPLES = {
+    "node-joined": {"node": "node1", "host": "127.0.0.1", "slots": 1},
+    "node-lost": {"node": "node1", "cause": "its agent's connection closed"},
+    "node-refused": {"node": "node1", "reason": "protocol version 7"},
+    "node-unavailable": {"reason": "the engine has none"},
+    "worker-ready": {"worker": "node1.0#1", "node": "node1"},
+    "started": {"generation": 2, "world": 4, "workers": ["node1.0#1"]},
+    "formed": {"generation": 3, "start": 120, "world": 4, "workers": ["node1.0#1"], "restore": ["node1.0#1"],
+               "applied": True, "source": "live"},
+    "broke": {"generation": 2, "step": 120, "reason": "hang: stands still in backward while others wait for it"},
+    "yield": {"generation": 2, "reason": "a newcomer is ready"},
+    "fault-injected": {"fault": "kill-node:rank=1,step=120", "fault_kind": "kill-node", "node": "node1",
+                       "worker": None, "rank": None, "step": 120},
+    "incident-opened": INCIDENT | {"decide_s": None, "stall_s": None, "full_strength_s": None},
+    "incident-resumed": INCIDENT | {"full_strength_s": None},
+    "incident-closed": INCIDENT,
+    "failed": {"worker": "node1.0#1", "rank": 1, "node": "node1", "step": 12, "cause": "ValueError: " + "x" * 200},
+    "worker-exited": {"worker": "node1.0#1", "node": "node1", "code": 3, "log": LONG},
+    "worker-ended": {"workers": ["node1.0#1"], "cause": "not ready within 300 s"},
+    "stalled": {"worker": "node1.0#1", "node": "node1", "step": 120},
+    "stall-judged": {"workers": ["node1.0#1"], "reason": "its process is stopped"},
+    "saved": {"step": 120, "path": LONG, "worker": "node1.0#1"},
+    "waiting": {"workers": 1, "target": 4},
+    "restart": {"generation": 2, "reason": "killed by signal 9 (SIGKILL)"},
+    "stop-requested": {"reason": "interrupted", "outcome": "stopped"},
+    "ended": {"outcome": "finished", "reason": None, "step": 200},
+}  # fmt: skip
+
+
+def line(kind, fields=None, **more):
+    return event_line({"kind": kind, "fields": SAMPLES.get(kind, {}) if fields is None else fields}, **more)
+
+
+def test_every_recorded_kind_is_worded_or_dropped_on_purpose():
+    recorded = set()
+    for path in SOURCES.rglob("*.py"):
+        recorded |= set(re.findall(r"\b[rR]ecord\(\s*\"([a-z-]+)\"", path.read_text()))
+    assert len(recorded) > 15
+    assert recorded <= KINDS, f"give these a sentence in observe/wording.py: {recorded - KINDS}"
+
+
+def test_there_is_a_sample_of_every_sentence():
+    assert set(SAMPLES) == KINDS - DROPPED
+
+
+@pytest.mark.parametrize("kind", sorted(SAMPLES))
+def test_a_sentence_fits_and_holds_no_raw_field(kind):
+    said = line(kind)
+    assert said
+    assert len(said) <= LINE_WIDTH
+    assert "None" not in said
+    assert "=" not in said or "kill-node:rank=1" in said
+
+
+def test_incidents_tell_their_times():
+    assert line("incident-opened").endswith("found after 2.16 s: its agent's connection closed")
+    assert "training again after 2.93 s (detect 2.16 s, decide 14 ms)" in line("incident-resumed")
+    assert "full strength after 3.20 s, spare (replace 0.48 s, restore 48 ms)" in line("incident-closed")
+
+
+def test_unknown_phases_are_left_out():
+    quick = {k: None if k in ("detect_s", "decide_s") else v for k, v in INCIDENT.items()}
+    assert line("incident-resumed", quick) == "incident 3: training again after 2.93 s"
+
+
+def test_lost_steps_are_told():
+    assert ", 2 steps lost" in line("incident-resumed", INCIDENT | {"lost_steps": 2})
+
+
+def test_workers_that_were_ended_on_purpose_say_nothing():
+    fields = SAMPLES["worker-exited"]
+    assert line("worker-exited", fields | {"code": 0}) == ""
+    assert line("worker-exited", fields | {"code": -9}) == ""
+    assert "ended with exit code 3" in line("worker-exited")
+    assert line("worker-exited", fields | {"code": -11}).startswith("node1.0#1 was ended by SIGSEGV")
+
+
+def test_a_path_keeps_its_end():
+    assert line("worker-exited").endswith("node12.0-34.log")
+    assert line("saved").startswith("step 120 is saved in …")
+
+
+def test_what_is_dropped_is_there_for_who_wants_everything():
+    for kind in DROPPED:
+        assert line(kind, {"worker": "node1.0#1"}) == ""
+        assert "node1.0#1" in line(kind, {"worker": "node1.0#1"}, everything=True)
+
+
+def test_a_ledger_of_another_version_is_shown_as_it_is():
+    assert line("quantum-leap", {"where": "node1"}) == "quantum-leap: where=node1"
+    assert line("formed", {"world": 4}) == "formed: world=4"
+
+
+def test_newlines_in_a_cause_stay_on_one_line():
+    assert "\n" not in line("failed", SAMPLES["failed"] | {"cause": "ValueError: a\nb\nc"})
