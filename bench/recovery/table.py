@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from bench.recovery.analyse import Recovery, Spread, spread
@@ -62,6 +63,8 @@ def print_results(console: Console, plan: Plan, results: Sequence[Measured], flo
     console.print(results_table(plan, results))
     for system in results:
         console.print(f"[bold]{system.title}[/bold]: {system.note}", highlight=False)
+        for trouble in [*system.failed_faults, *([system.error] if system.error else [])]:
+            console.print(f"  [red]{escape(trouble)}[/red]", highlight=False)
     console.print(
         "stall: kill to the next commit by anyone. full strength: kill to the first step of all replicas. "
         "lost steps: committed, then computed again. new work: kill to the first commit of a step never "
@@ -78,7 +81,7 @@ def print_results(console: Console, plan: Plan, results: Sequence[Measured], flo
 
 
 def results_table(plan: Plan, results: Sequence[Measured]) -> Table:
-    """A row per system; one that could not be run has its error in the place of its figures."""
+    """A row per system; one that could not be run has no figures, and its error in the notes below."""
     state = f", {plan.state_mb:.0f} MB more state" if plan.state_mb else ""
     title = (
         f"{plan.replicas} replicas{state}: SIGKILL of one, median and (min–max) of {plan.faults} faults each"
@@ -89,22 +92,18 @@ def results_table(plan: Plan, results: Sequence[Measured]) -> Table:
         table.add_column(column.title, justify="right", no_wrap=True)
     for system in results:
         table.add_row(_name_cell(system), *(column.cell(system) for column in COLUMNS))
-        if system.error or system.failed_faults:
-            table.add_row(f"[red]{_escape(system.error or system.failed_faults[-1])}[/red]")
     return table
 
 
 def _name_cell(system: Measured) -> str:
+    if system.error and not system.recoveries:
+        return f"[bold]{system.title}[/bold]\n[red]could not be measured[/red]"
     count = f"{len(system.recoveries)} faults"
     if system.failed_faults:
-        count += f", {len(system.failed_faults)} more not recovered"
+        count += f", {len(system.failed_faults)} not recovered"
     if system.foreign_cpu > 0.1:
         count += f", {system.foreign_cpu:.0%} CPU by others"
     return f"[bold]{system.title}[/bold]\n[dim]{count}[/dim]"
-
-
-def _escape(text: str) -> str:
-    return text.replace("[", r"\[")
 
 
 def _print_floor(console: Console, floor: Floor, ours: Measured | None) -> None:

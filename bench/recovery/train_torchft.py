@@ -19,14 +19,14 @@ from bench.recovery.events import NOT_PARTICIPATING, CommitLog
 from bench.recovery.gate import Gate
 from bench.recovery.settings import Settings
 
-GLOO_TIMEOUT = timedelta(seconds=5)
 MANAGER_TIMEOUT = timedelta(seconds=30)
-"""Both as in torchft's example."""
+"""As in torchft's example."""
 
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--group", type=int, required=True)
+    parser.add_argument("--gloo-timeout-s", type=float, default=5.0, help="that of torchft's example")
     parser.add_argument("--spare", action="store_true", help="one group more than take part in the gradient")
     return parser.parse_args()
 
@@ -48,7 +48,7 @@ def main() -> None:
         ballast.load_state_dict(state["ballast"])
 
     manager = Manager(
-        pg=ProcessGroupGloo(timeout=GLOO_TIMEOUT),
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=chosen.gloo_timeout_s)),
         # With a spare this is the fixed number of groups that take part; otherwise the least that may go on.
         min_replica_size=settings.replicas if chosen.spare else 1,
         world_size_mode=WorldSizeMode.FIXED_WITH_SPARES if chosen.spare else WorldSizeMode.DYNAMIC,

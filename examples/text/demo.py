@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import shutil
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -47,6 +48,7 @@ def main() -> int:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return fail("another demo is running in this folder; wait for its end")
+    signal.signal(signal.SIGINT, lambda number, frame: None)  # Ctrl-C is for the job, which ends in order
     shutil.rmtree(OUT, ignore_errors=True)
     HOME.mkdir(parents=True)
 
@@ -72,6 +74,8 @@ def compare_runs() -> dict[str, bool]:
     script = (TRAIN, "--steps", str(EXACT_STEPS), *EXACT_MODEL, *CACHE)
     for job, faults in (("calm", ()), ("struck", EXACT_FAULTS)):
         run(job, *EXACT, *faults, *script).wait()
+        if report(job)["outcome"] != "finished":
+            sys.exit(fail(f"the short run {job!r} {report(job)['outcome']}, so there is nothing to compare"))
     calm, struck = losses("calm"), losses("struck")
     hashes = {job: report(job)["final"]["params_xxh3"] for job in ("calm", "struck")}
     incidents = report("struck")["incidents"]

@@ -149,6 +149,7 @@ def test_report_draws_the_curve(holdfast, job, tmp_path):
 def test_report_of_a_job_that_was_killed(holdfast, home):
     write_job("dead", outcome=None)
     assert "killed" in holdfast("report", "--job", "dead").out
+    assert "dead  killed  step 10" in holdfast("status", "--job", "dead").out
 
 
 @pytest.mark.parametrize("command", [["fault", "kill-worker"], ["stop"]])
@@ -181,6 +182,13 @@ def test_a_job_that_never_came_up(holdfast, home):
         said = holdfast(command)
         assert said.code == 2
         assert "was never started" in said.err
+
+
+def test_a_ledger_that_is_torn(holdfast, job):
+    (job / "job.sqlite").write_bytes(b"no database at all, " * 100)
+    said = holdfast("events")
+    assert said.code == 2
+    assert "cannot be read" in said.err
 
 
 def test_secrets_are_never_shown(holdfast, job):

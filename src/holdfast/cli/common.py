@@ -21,8 +21,10 @@ def ledger(folder: Path) -> Iterator[Store]:
     """The job's file, for reading; works while the job runs and long after.
 
     Raises:
-        UsageError: the job has none.
+        UsageError: the job has none, or it cannot be read.
     """
+    import sqlite3
+
     from holdfast.coordinator.store import Store
     from holdfast.errors import UsageError
 
@@ -32,5 +34,7 @@ def ledger(folder: Path) -> Iterator[Store]:
     store = Store(path, read_only=True)
     try:
         yield store
+    except sqlite3.Error as error:
+        raise UsageError(f"the ledger {path} cannot be read: {error}") from error
     finally:
         store.close()

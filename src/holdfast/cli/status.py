@@ -55,6 +55,8 @@ def stored_status(folder: Path) -> dict[str, Any]:
             raise UsageError(f"the job {folder.name!r} was never started")
         shown = build_status(state, state.began_s + store.last_t_s())
         steps = store.steps()
+    if shown["outcome"] is None:
+        shown |= {"phase": "ended", "outcome": "killed"}
     if steps:
         shown["step"] = max(shown["step"], steps[-1].step + 1)
     return shown

@@ -244,8 +244,8 @@ def _expected(core: Core) -> int:
 
 
 def hoped_for(core: Core) -> int:
-    """Nodes that are there or on their way."""
-    return len(core.alive_nodes()) + core.state.replacing + _expected(core)
+    """Nodes that are there, on their way, or can be asked for."""
+    return len(core.alive_nodes()) + core.state.replacing + _expected(core) + missing(core)
 
 
 def unavailable(core: Core, reason: str) -> None:

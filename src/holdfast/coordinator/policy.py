@@ -180,8 +180,9 @@ def gang_fault(failures: Sequence[Failure], nodes: int = 1) -> ScriptFault | Nod
     """The same for level 0, where each failure ended an attempt.
 
     Looked at are attempts that followed each other and ended with the same error at the same step (None: before
-    the first that was counted). An exception on two nodes, or twice on the only one, is the script's; three times
-    on one of several it is the node's. A process that just ends says less: three times, and it is the script's.
+    the first that was counted). An exception on two nodes, or twice on the only one, is the script's. A process that
+    just ends says less: three times, and it is the script's. Three in eight attempts on one node of several show
+    that it is the node's.
     """
     run: list[Failure] = []
     for failure in reversed(failures):
@@ -198,7 +199,10 @@ def gang_fault(failures: Sequence[Failure], nodes: int = 1) -> ScriptFault | Nod
     everywhere = len({f.node for f in run}) >= min(2, nodes)
     if len(run) >= (2 if exception else 3) and (everywhere or not exception):
         return ScriptFault(f"the same error in {len(run)} attempts in a row")
-    return NodeFault(run[0].node) if len(run) >= 3 else None
+    key = (run[0].node, run[0].step, run[0].signature)
+    recent = [f for f in failures if f.generation > run[0].generation - 8]
+    attempts = {f.generation for f in recent if (f.node, f.step, f.signature) == key}
+    return NodeFault(run[0].node) if len(attempts) >= 3 and nodes > 1 else None
 
 
 def describe_exit(code: int) -> str:

@@ -32,7 +32,7 @@ def build_report(state: CoreState, steps: list[StepRow], now: float) -> dict[str
         "steps": {
             "committed": state.committed,
             "lost": state.lost_steps,
-            "median_s": round(statistics.median(took), 5) if took else None,
+            "median_s": _median_s(state, took),
         },
         "incidents": [incidents.describe(state, i) for i in state.incidents],
         "goodput": {
@@ -46,6 +46,14 @@ def build_report(state: CoreState, steps: list[StepRow], now: float) -> dict[str
             "replicas_equal": len(digests) == 1 if digests else None,
         },
     }
+
+
+def _median_s(state: CoreState, took: list[float]) -> float | None:
+    """Of the steps in the ledger; at level 0, where it holds none, as the slowest worker counted."""
+    if took:
+        return round(statistics.median(took), 5)
+    counted = [w.median_s for w in state.workers.values() if w.median_s is not None]
+    return round(max(counted), 5) if counted else None
 
 
 def build_status(state: CoreState, now: float) -> dict[str, Any]:

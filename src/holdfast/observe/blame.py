@@ -21,7 +21,7 @@ _ADVICE = (
     ),
     (
         r"^the same error|the script failed",
-        "The script fails in the same way on a fresh worker, so no machine is at fault: fix the script.",
+        "The script fails in the same way every time, so no machine is at fault: fix the script.",
     ),
     (
         r"SIGKILL|out of memory",

@@ -104,11 +104,11 @@ def _summary(incidents: Sequence[Report]) -> str:
 
 def _incidents(incidents: Sequence[Report]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title="Incidents", **_TITLED)
-    table.add_column("", justify="right")
+    table.add_column("", justify="right", min_width=2)
     table.add_column("fault and cause", overflow="fold", ratio=1)
     table.add_column("node", overflow="fold", max_width=12)
     table.add_column("ranks", overflow="fold", max_width=10)
-    for name in ("at step", "stall", "full strength", "lost"):
+    for name in ("at\nstep", "stall", "full\nstrength", "lost"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("rung", overflow="fold", max_width=16)
     for i in incidents:
@@ -130,9 +130,9 @@ def _durations(incidents: Sequence[Report]) -> Table:
     table = Table(
         box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title="Where the time went", **_TITLED
     )
-    table.add_column("", justify="right")
+    table.add_column("", justify="right", min_width=2)
     for name in ("after", "detect", "decide", "replace", "join", "restore", "first step"):
-        table.add_column(name, justify="right", no_wrap=True, min_width=9)
+        table.add_column(name, justify="right", no_wrap=True, min_width=8)
     for i in incidents:
         keys = ("t_s", "detect_s", "decide_s", "replace_s", "join_s", "restore_s", "first_step_s")
         table.add_row(str(i["id"]), *(units.seconds(i[key]) for key in keys))

@@ -35,6 +35,7 @@ class Checks:
         self.newest = 0
         self.newest_s = cluster.clock.now
         self.formed = 0
+        self.formed_s = 0.0
         self.records: dict[str, int] = {}
         self._canon: dict[int, int] = {}
         self._lineage = 0
@@ -135,6 +136,8 @@ class Checks:
         state, spec = core.state, core.spec
         generation = state.generation
         assert generation is not None
+        if not self.formed:
+            self.formed_s = self.cluster.clock.now
         self.formed += 1
         self.cluster.moment("formed")
         names = [x.worker for x in generation.members]
@@ -272,6 +275,8 @@ class Checks:
 
     def script_started(self, script: Script) -> None:
         """Level 0: no worker of an earlier attempt may live on, but on nodes that were lost."""
+        if self._condemned(script.name):
+            return  # its node was lost while the order was on the way
         for other in self.cluster.workers.values():
             if other.alive and not self._condemned(other.name) and other.env != script.env:
                 same = other.env["HOLDFAST_GENERATION"] == script.env["HOLDFAST_GENERATION"]
@@ -290,7 +295,7 @@ class Checks:
     def alive(self) -> None:
         """After the faults training goes on."""
         plan = self.cluster.plan
-        since = max(self.newest_s, self.cluster.began_s + plan.faults_until_s)
+        since = max(self.newest_s, self.formed_s, self.cluster.began_s + plan.faults_until_s)
         bound_s = PROGRESS_BOUND_S
         self._late = self._late or any(w.running_late for w in self.cluster.workers.values())
         if self._late:

@@ -102,7 +102,7 @@ class Cluster:
     def peers(self, script: SimWorker) -> list[Script]:
         """The other workers of an attempt at level 0, as far as they were started."""
         names = self.attempts.get(script.name, frozenset())
-        found = [self.workers.get(n) for n in names if n != script.name]
+        found = [self.workers.get(n) for n in sorted(names - {script.name})]
         return [w for w in found if isinstance(w, Script)]
 
     def find_trainer(self, name: str) -> Trainer | None:
