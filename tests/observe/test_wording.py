@@ -29,6 +29,7 @@ SAMPLES = {
                "applied": True, "source": "live"},
     "broke": {"generation": 2, "step": 120, "reason": "hang: stands still in backward while others wait for it"},
     "yield": {"generation": 2, "reason": "a newcomer is ready"},
+    "fault-not-fired": {"fault": "kill-node:rank=1,step=120"},
     "fault-injected": {"fault": "kill-node:rank=1,step=120", "fault_kind": "kill-node", "node": "node1",
                        "worker": None, "rank": None, "step": 120},
     "incident-opened": INCIDENT | {"decide_s": None, "stall_s": None, "full_strength_s": None},

@@ -18,14 +18,13 @@ from holdfast.agent.pool import WarmPool
 from holdfast.agent.process import WorkerProcess
 from holdfast.agent.stacks import innermost
 from holdfast.protocol import messages as m
-from holdfast.protocol.faults import ArmedFault, FaultKind
+from holdfast.protocol.faults import NODE_FAULTS, ArmedFault, FaultKind
 from holdfast.protocol.job import Timing
-from holdfast.train.worker import STACKS_SIGNAL
+from holdfast.protocol.page import STACKS_SIGNAL
 
 _PR_SET_CHILD_SUBREAPER = 36
 PORTS_OFFERED = 16
 STACKS_WAIT_S = 0.15
-NODE_FAULTS = frozenset({FaultKind.KILL_NODE, FaultKind.STOP_NODE, FaultKind.DROP_NODE})
 
 
 @dataclass(frozen=True)

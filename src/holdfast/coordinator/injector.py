@@ -8,7 +8,7 @@ import msgspec
 
 from holdfast.coordinator.state import CoreState, JobPhase
 from holdfast.protocol import messages as m
-from holdfast.protocol.faults import PHASES, ArmedFault, FaultKind, FaultSpec
+from holdfast.protocol.faults import NODE_FAULTS, PHASES, ArmedFault, FaultKind, FaultSpec
 from holdfast.protocol.page import Phase
 
 MIN_GAP_S = 1e-3
@@ -72,6 +72,10 @@ class Injector:
         """Faults whose time has come."""
         strikes = []
         for plan in self.plans.values():
+            if plan.left > 0 and (idle := self._idle_node(plan, state)) is not None:
+                plan.struck = plan.id
+                strikes.append(Strike(plan.id, idle, m.RunFault(_armed(plan))))
+                continue
             if plan.left <= 0 or plan.due_s is None or now < plan.due_s:
                 continue
             if state.phase is not JobPhase.RUNNING:
@@ -101,6 +105,21 @@ class Injector:
         """When `due` is to be asked next."""
         return min((p.due_s for p in self.plans.values() if p.left > 0 and p.due_s is not None), default=None)
 
+    def _idle_node(self, plan: Planned, state: CoreState) -> str | None:
+        """A fault of a whole node that waits for a step, when that node is a spare: it has no steps of its own."""
+        spec = plan.spec
+        name = f"node{spec.node}"
+        if spec.node is None or spec.kind not in NODE_FAULTS or plan.struck or _timed(spec) or spec.phase:
+            return None
+        node, generation = state.nodes.get(name), state.generation
+        if generation is None or node is None or not node.alive or state.committed < (spec.step or 0):
+            return None
+        return None if any(x.node == name for x in generation.members) else name
+
+    def unfired(self) -> list[str]:
+        """Faults that never happened, for the ledger: a person counts on them."""
+        return [str(p.spec) for p in self.plans.values() if not p.fired]
+
     def fired(self, id: str) -> Planned | None:
         """A fault is happening now."""
         plan = self.plans.get(id.partition("/")[0])
@@ -122,9 +141,11 @@ class Injector:
         if plan.spec.kind is FaultKind.KILL_COORDINATOR:
             return Strike(plan.id)
         member = self._target(plan, state)
-        if member is None:
-            return None
         armed = _armed(plan)
+        if member is None:
+            node = state.nodes.get(f"node{plan.spec.node}")
+            spare = node is not None and node.alive and plan.spec.kind in NODE_FAULTS
+            return Strike(plan.id, node.name, m.RunFault(armed)) if spare and node else None
         plan.struck = member.worker
         if plan.spec.phase is not None:
             return Strike(plan.id, member.node, m.Tell(member.worker, m.Arm((armed,))))

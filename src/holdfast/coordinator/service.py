@@ -25,7 +25,7 @@ from holdfast.coordinator.store import LedgerEntry, Store
 from holdfast.errors import ProtocolError, UsageError
 from holdfast.protocol import messages as m
 from holdfast.protocol.endpoint import Endpoint, write_endpoint
-from holdfast.protocol.faults import FaultKind, parse_fault
+from holdfast.protocol.faults import NODE_FAULTS, FaultKind, parse_fault
 from holdfast.protocol.frames import Codec, encode
 from holdfast.protocol.job import Durable, JobSpec
 
@@ -148,6 +148,8 @@ class Coordinator:
         state = self._core.state
         losses = _losses(event)
         records = [a for a in actions if isinstance(a, ev.Record)]
+        if any(isinstance(a, ev.End) for a in actions):
+            records += [ev.Record("fault-not-fired", {"fault": f}) for f in self._injector.unfired()]
         if not actions and not losses and not isinstance(event, ev.NodeSays):
             return []
         t_s = round(now - state.began_s, 4)
@@ -201,8 +203,7 @@ class Coordinator:
         if plan is None:
             return
         kind = plan.spec.kind
-        whole = kind in (FaultKind.KILL_NODE, FaultKind.STOP_NODE, FaultKind.DROP_NODE)
-        self.handle(ev.Injected(str(plan.spec), kind.value, node, None if whole else worker))
+        self.handle(ev.Injected(str(plan.spec), kind.value, node, None if kind in NODE_FAULTS else worker))
         if kind is FaultKind.KILL_COORDINATOR:
             os.kill(os.getpid(), signal.SIGKILL)
 

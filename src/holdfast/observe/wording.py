@@ -107,6 +107,10 @@ def _yield(f: Fields) -> str:
     return f"generation {f['generation']} ends at its next commit: {f['reason']}"
 
 
+def _fault_not_fired(f: Fields) -> str:
+    return f"{f['fault']} never happened: what it waits for did not come"
+
+
 def _fault_injected(f: Fields) -> str:
     who = f["worker"] or f["node"] or "the coordinator"
     rank = "" if f.get("rank") is None else f" (rank {f['rank']})"
@@ -201,6 +205,7 @@ _SENTENCES: dict[str, Callable[[Fields], str]] = {
     "broke": _broke,
     "yield": _yield,
     "fault-injected": _fault_injected,
+    "fault-not-fired": _fault_not_fired,
     "incident-opened": _incident_opened,
     "incident-resumed": _incident_resumed,
     "incident-closed": _incident_closed,

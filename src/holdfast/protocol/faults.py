@@ -28,6 +28,9 @@ class FaultKind(StrEnum):
     NAN = "nan"
 
 
+NODE_FAULTS = frozenset({FaultKind.KILL_NODE, FaultKind.STOP_NODE, FaultKind.DROP_NODE})
+"""Faults of a whole node: its agent does them."""
+
 PHASES = {p.name.lower(): p for p in (Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE, Phase.VOTE, Phase.UPDATE)}
 PHASES |= {"commit": Phase.COMMIT, "transfer": Phase.TRANSFER}
 _KEYS = ("rank", "node", "step", "after", "every", "phase", "times", "seed")

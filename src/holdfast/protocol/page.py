@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import signal
 import struct
 import time
 from enum import IntEnum
@@ -33,6 +34,9 @@ class Phase(IntEnum):
     PARKED = 11  # out of a broken generation, waiting for the next
     DONE = 12
 
+
+STACKS_SIGNAL = signal.SIGUSR2
+"""A worker that gets it writes the Python stacks of all its threads, whatever its main thread does."""
 
 WAITING_PHASES = frozenset({Phase.REDUCE, Phase.VOTE, Phase.JOIN, Phase.PARKED, Phase.IDLE, Phase.DONE})
 """Phases in which a worker waits for others, so that standing still is no sign of guilt."""

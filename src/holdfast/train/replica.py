@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 PROGRESS_EVERY_S = 0.05
 MEDIAN_OVER = 31
-KEPT_LOSSES = 256
+KEPT_LOSSES = 64
 
 
 class Replica:
@@ -215,7 +215,7 @@ class Replica:
         held = None if step is not None and step.torn else self.committed
         self.committed = held
         self._flush_losses()
-        self.link.send(m.Parked(number, held, prepared, tuple(self._losses) if self.rank == 0 else ()))
+        self.link.send(m.Parked(number, held, prepared, tuple(self._losses)))
 
     def _leave(self, order: m.Stop) -> None:
         self._settle(order.apply)

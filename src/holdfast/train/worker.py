@@ -19,12 +19,11 @@ from typing import NoReturn
 
 from holdfast.protocol import messages as m
 from holdfast.protocol.frames import Codec, pack
-from holdfast.protocol.page import Phase, ProgressPage
+from holdfast.protocol.page import STACKS_SIGNAL, Phase, ProgressPage
 from holdfast.train.faults import FaultPlan
 from holdfast.train.link import Link
 
 _PR_SET_PDEATHSIG = 1
-STACKS_SIGNAL = signal.SIGUSR2
 
 
 @dataclass(frozen=True)
