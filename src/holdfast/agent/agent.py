@@ -180,6 +180,8 @@ class Agent:
     # ------------------------------------------------------------ what workers do
 
     def _said(self, worker: WorkerProcess, message: m.WorkerMessage) -> None:
+        if isinstance(message, m.Failed):
+            self._follower.append_quietly(worker.log, message.traceback)
         self._link.send(m.FromWorker(worker.name, message))
         if isinstance(message, m.FaultFired):
             self._spawn(self._let_happen(worker, message))

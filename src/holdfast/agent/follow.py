@@ -35,6 +35,14 @@ class LogFollower:
         self._watch = _libc.inotify_add_watch(self._fd, os.fsencode(path), _IN_MODIFY)
         self._copy()
 
+    def append_quietly(self, path: Path, text: str) -> None:
+        """Adds to a log what is shown elsewhere: a traceback is printed once, with the closing error."""
+        if path == self._path:
+            self._copy()
+        with path.open("ab") as log:
+            log.write(text.encode())
+            self._offsets[path] = log.tell()
+
     def _changed(self) -> None:
         try:
             os.read(self._fd, 65536)

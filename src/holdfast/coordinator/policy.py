@@ -180,9 +180,9 @@ def gang_fault(failures: Sequence[Failure], nodes: int = 1) -> ScriptFault | Nod
     """The same for level 0, where each failure ended an attempt.
 
     Looked at are attempts that followed each other and ended with the same error at the same step (None: before
-    the first that was counted). An exception on two nodes, or twice on the only one, is the script's. A process that
-    just ends says less: three times, and it is the script's. Three in eight attempts on one node of several show
-    that it is the node's.
+    the first that was counted). An exception in two of them is the script's, if on two nodes or on the only one; a
+    process that just ends says less, so three are needed. Three in eight attempts on one node of several show that
+    it is the node's.
     """
     run: list[Failure] = []
     for failure in reversed(failures):
@@ -197,7 +197,7 @@ def gang_fault(failures: Sequence[Failure], nodes: int = 1) -> ScriptFault | Nod
         return None
     exception = not run[0].signature.startswith(("signal", "exit code"))
     everywhere = len({f.node for f in run}) >= min(2, nodes)
-    if len(run) >= (2 if exception else 3) and (everywhere or not exception):
+    if everywhere and len(run) >= (2 if exception else 3):
         return ScriptFault(f"the same error in {len(run)} attempts in a row")
     key = (run[0].node, run[0].step, run[0].signature)
     recent = [f for f in failures if f.generation > run[0].generation - 8]

@@ -158,7 +158,7 @@ def _exit_code(leaving: SystemExit) -> int:
 
 
 def _report(error: BaseException, link: Link) -> None:
-    """The script's own traceback, without the frames that started it."""
+    """The script's own traceback, without the frames that started it; the agent writes it into the log."""
     frames = traceback.extract_tb(error.__traceback__)
     hidden = (str(Path(__file__)), "<frozen runpy>")
     first = next((i for i, f in enumerate(frames) if f.filename not in hidden), len(frames))
@@ -166,8 +166,6 @@ def _report(error: BaseException, link: Link) -> None:
     for _ in range(first):
         trace = trace.tb_next if trace else None
     text = "".join(traceback.format_exception(type(error), error, trace))
-    sys.stderr.write(text)
-    sys.stderr.flush()
     where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames[first:] else ""
     message = str(error)
     link.failed = True
