@@ -7,6 +7,7 @@ of a peer can pull another build of it.
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -135,6 +136,4 @@ def versions(python: Path, packages: Sequence[str]) -> dict[str, str]:
     done = subprocess.run([str(python), "-c", code, *packages], capture_output=True, text=True, check=False)
     if done.returncode:
         return dict.fromkeys(packages, "?")
-    import json
-
     return dict(json.loads(done.stdout))

@@ -6,29 +6,34 @@ import contextlib
 import socket
 import sys
 import time
+from dataclasses import dataclass
 
 from bench.recovery.environments import TORCHFT_ENVIRONMENT
 from bench.recovery.systems.base import SCRIPTS, Job, System, free_port
 
-DEFAULT = {"join_timeout_ms": 10_000, "quorum_tick_ms": 100, "heartbeat_timeout_ms": 5_000}
-"""The flags in torchft's README; the heartbeat timeout is its default."""
-CROWD = 4
-"""Up to so many replicas the shorter time-outs hold on this project's machine of two cores."""
+
+@dataclass(frozen=True)
+class Timeouts:
+    """What decides how long torchft waits after a death."""
+
+    heartbeat_ms: int
+    join_ms: int
+    tick_ms: int
+    gloo_s: float
+
+    def __str__(self) -> str:
+        return f"heartbeat time-out {self.heartbeat_ms / 1e3:g} s, join {self.join_ms / 1e3:g} s, gloo {self.gloo_s:g} s"
 
 
-TUNED_GLOO_TIMEOUT_S = 2.0
-"""With many replicas not every survivor sees the broken connection: some wait for gloo's time-out."""
-
-
-def tuned_flags(replicas: int) -> dict[str, int]:
-    """The shortest time-outs that did not declare living groups dead.
-
-    With 3 replicas 300 ms held, with twice as many busy processes as cores too. 200 ms did not, even with
-    heartbeats twice as often as torchft sends them (every 100 ms). With 8 replicas on two cores the job never
-    settles at 300 ms.
-    """
-    timeout_ms = 300 if replicas <= CROWD else 1_000
-    return {"join_timeout_ms": timeout_ms, "quorum_tick_ms": 10, "heartbeat_timeout_ms": timeout_ms}
+DEFAULT = Timeouts(heartbeat_ms=5_000, join_ms=10_000, tick_ms=100, gloo_s=5.0)
+"""The lighthouse flags of torchft's README, the default heartbeat time-out, the gloo time-out of its example."""
+TUNED = Timeouts(heartbeat_ms=300, join_ms=300, tick_ms=10, gloo_s=1.0)
+"""The shortest that declared no living group dead with 3 replicas on two cores, with as many other busy processes
+again. A heartbeat time-out of 200 ms did, even with heartbeats sent twice as often as by default (100 ms)."""
+TUNED_CROWD = Timeouts(heartbeat_ms=1_000, join_ms=1_000, tick_ms=10, gloo_s=2.0)
+"""With 8 replicas on two cores the job never settles at 300 ms."""
+CROWD = 5
+"""From so many replicas on the second set is used."""
 
 
 class Torchft(System):
@@ -40,14 +45,10 @@ class Torchft(System):
     def __init__(self, name: str, *, tuned: bool, spare: bool = False) -> None:
         self.name = name
         self.title = "torchft, " + ("tuned + spare" if spare else "tuned" if tuned else "defaults")
-        self._tuned = tuned
         self.workers_beside = int(spare)
-        few, many = tuned_flags(CROWD)["join_timeout_ms"], tuned_flags(CROWD + 1)["join_timeout_ms"]
+        self._tuned = tuned
         self.note = (
-            f"heartbeat and join time-outs {few} ms ({many} ms with more than {CROWD} replicas), "
-            f"gloo time-out {TUNED_GLOO_TIMEOUT_S:.0f} s"
-            if tuned
-            else "the flags of its README: heartbeat time-out 5 s, join time-out 10 s, gloo time-out 5 s"
+            f"{TUNED} ({CROWD} replicas or more: {TUNED_CROWD})" if tuned else f"{DEFAULT} (its README)"
         )
         self.note += ("; one spare group that trains along" if spare else "") + "; restarted at once"
 
@@ -55,25 +56,30 @@ class Torchft(System):
         return TORCHFT_ENVIRONMENT.trouble()
 
     def start(self, job: Job) -> None:
+        timeouts = self._timeouts(job.settings.replicas)
         port = free_port()
-        chosen = tuned_flags(job.settings.replicas) if self._tuned else DEFAULT
-        flags = [word for key, value in chosen.items() for word in (f"--{key}", str(value))]
         job.spawn(
             "lighthouse",
             [
                 *(self.python.parent / "torchft_lighthouse", "--bind", f"127.0.0.1:{port}"),
-                *("--min_replicas", "1", *flags),
+                *("--min_replicas", "1", "--join_timeout_ms", str(timeouts.join_ms)),
+                *("--quorum_tick_ms", str(timeouts.tick_ms)),
+                *("--heartbeat_timeout_ms", str(timeouts.heartbeat_ms)),
             ],
         )
         _wait_for_port(port)
         for group in range(job.settings.replicas + self.workers_beside):
-            script = [self.python, SCRIPTS / "train_torchft.py", "--group", str(group)]
-            if self._tuned:
-                script += ["--gloo-timeout-s", str(TUNED_GLOO_TIMEOUT_S)]
+            script = [self.python, SCRIPTS / "train_torchft.py", "--group", group]
+            script += ["--gloo-timeout-s", timeouts.gloo_s]
             if self.workers_beside:
                 script.append("--spare")
             supervised = [sys.executable, "-m", "bench.recovery.supervise", *map(str, script)]
             job.spawn(f"group-{group}", supervised, {"TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{port}"})
+
+    def _timeouts(self, replicas: int) -> Timeouts:
+        if not self._tuned:
+            return DEFAULT
+        return TUNED if replicas < CROWD else TUNED_CROWD
 
 
 def _wait_for_port(port: int, limit_s: float = 20.0) -> None:

@@ -19,6 +19,9 @@ KEPT = 512
 STRIKES = 3
 """So many workers in a row that died before they were ready, and their node is given up."""
 
+LIKE_A_SCRIPT = ("segfault", "exit", "raise")
+"""Injected faults that stand for an error of the script's. The others are the machine's: they blame nobody."""
+
 # ---------------------------------------------------------------- user code raised
 
 
@@ -132,7 +135,7 @@ def lose_worker(core: Core, worker: Worker, cause: str, message: m.Exited | None
     if member or s.number == 0:
         incident = incidents.open_incident(s, core.now, cause, node=worker.node, workers=[worker.name])
         core.record("incident-opened", **incidents.describe(s, incident))
-        injected = incident.injected
+        injected = incident.injected and not str(incident.fault).startswith(LIKE_A_SCRIPT)
     if message is not None and (member or early) and not injected:
         _judge_exit(core, worker, message, early)
     if member:
@@ -164,7 +167,7 @@ def _did_not_start(core: Core, worker: Worker, cause: str) -> None:
     if node is not None and worker.started_s >= node.struck_at_s:
         node.strikes, node.struck_at_s = node.strikes + 1, core.now
         if node.alive and node.strikes >= STRIKES:
-            nodes.lose(core, node, f"its workers do not start: {cause}")
+            nodes.give_up(core, node, f"its workers do not start: {cause}")
 
 
 def started_well(core: Core, worker: Worker) -> None:

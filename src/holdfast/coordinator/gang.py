@@ -147,7 +147,7 @@ def _judge(core: Core, worker: Worker, signature: str) -> None:
             s.blame = failures.first_blame(core, signature) or s.blame
             stopping.give_up(core, reason, None)
         case policy.NodeFault(name):
-            nodes.lose(core, s.nodes[name], f"its workers fail again and again: {signature}")
+            nodes.give_up(core, s.nodes[name], f"its workers fail again and again: {signature}")
         case None:
             pass
 

@@ -23,8 +23,11 @@ def joined(core: Core, hello: m.Hello) -> None:
     s = core.state
     known = s.nodes.get(hello.node)
     if hello.version != m.PROTOCOL_VERSION:
-        core.record("node-refused", node=hello.node, reason=f"protocol version {hello.version}")
-        core.send(hello.node, m.Shutdown("this node runs another version of Holdfast"))
+        theirs, ours = hello.version, m.PROTOCOL_VERSION
+        _refuse(core, hello.node, f"it speaks version {theirs}, not {ours}; run one Holdfast on all nodes")
+        return
+    if known is not None and known.refused is not None:
+        _refuse(core, hello.node, known.refused)
         return
     if known is not None and known.session == hello.session:
         if not known.alive:
@@ -44,6 +47,17 @@ def joined(core: Core, hello: m.Hello) -> None:
     s.replacing = max(0, s.replacing - 1)
     core.record("node-joined", node=hello.node, host=hello.host, slots=hello.slots)
     _reconcile(core, node, hello)
+
+
+def _refuse(core: Core, name: str, reason: str) -> None:
+    core.record("node-refused", node=name, reason=reason)
+    core.send(name, m.Shutdown(f"this node is refused: {reason}"))
+
+
+def give_up(core: Core, node: Node, cause: str) -> None:
+    """A node is at fault, not what runs on it: it is lost, and it may not come back."""
+    node.refused = cause
+    lose(core, node, cause)
 
 
 def fence(core: Core, node: Node | None, name: str) -> None:
@@ -281,7 +295,7 @@ def forget(core: Core) -> None:
                 s.forms.pop(name, None)
         needed = {f.worker for f in s.failures}
         s.blames = {w: b for w, b in s.blames.items() if w in s.workers or w in needed}
-    lost = [n.name for n in s.nodes.values() if not n.alive]
+    lost = [n.name for n in s.nodes.values() if not n.alive and n.refused is None]
     if len(lost) > 2 * KEPT_GONE:
         for name in lost[:-KEPT_GONE]:
             del s.nodes[name]

@@ -42,7 +42,7 @@ class Node(msgspec.Struct):
     """One machine: an agent process, known by its session.
 
     used: slots that had a worker already. strikes: volleys of workers in a row that died before they were ready.
-    fenced: it was told that the job went on without it.
+    fenced: it was told that the job went on without it. refused: why it may not come back, if it may not.
     """
 
     name: str
@@ -57,6 +57,7 @@ class Node(msgspec.Struct):
     strikes: int = 0
     struck_at_s: float = 0.0
     fenced: bool = False
+    refused: str | None = None
 
 
 class Worker(msgspec.Struct):

@@ -70,7 +70,7 @@ def _node_lost(f: Fields) -> str:
 
 
 def _node_refused(f: Fields) -> str:
-    return f"{f['node']} was refused ({f['reason']}): run one version of Holdfast on all nodes"
+    return f"{f['node']} was refused: {f['reason']}"
 
 
 def _node_unavailable(f: Fields) -> str:
