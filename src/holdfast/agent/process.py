@@ -13,7 +13,8 @@ from holdfast.agent.pool import WarmProcess
 from holdfast.protocol import messages as m
 from holdfast.protocol.frames import Codec, pack
 from holdfast.protocol.job import Timing
-from holdfast.protocol.page import WAITING_PHASES, Phase, Place, ProgressPage
+from holdfast.protocol.page import ProgressPage
+from holdfast.protocol.phases import WAITING_PHASES, Phase, Place
 
 _codec: Codec[m.WorkerMessage] = Codec(m.WorkerMessage)
 TAIL_LINES = 20

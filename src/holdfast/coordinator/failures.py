@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from holdfast.coordinator import forming, gang, incidents, nodes, policy, stopping
 from holdfast.coordinator.state import Blame, Failure, Injection, JobPhase, Worker, WorkerPhase
 from holdfast.protocol import messages as m
-from holdfast.protocol.page import Phase
+from holdfast.protocol.phases import Phase
 
 if TYPE_CHECKING:
     from holdfast.coordinator.core import Core
@@ -17,7 +17,7 @@ KEPT = 512
 """Failures that are remembered for telling the script's faults from the machine's."""
 
 STRIKES = 3
-"""So many workers in a row that died before they were ready, and their node is given up."""
+"""So many volleys of workers in a row that did not get ready, and their node is given up."""
 
 LIKE_A_SCRIPT = ("segfault", "exit", "raise")
 """Injected faults that stand for an error of the script's. The others are the machine's: they blame nobody."""
@@ -157,7 +157,7 @@ def _judge_exit(core: Core, worker: Worker, message: m.Exited, early: bool) -> N
 
 
 def _did_not_start(core: Core, worker: Worker, cause: str) -> None:
-    """One more that died before it was ready. Workers that were started together count once."""
+    """One more that did not get ready. Workers that were started together count once."""
     s, node = core.state, core.state.nodes.get(worker.node)
     if worker.started_s >= s.bad_start_at_s:
         s.bad_starts, s.bad_start_at_s = s.bad_starts + 1, core.now
@@ -213,12 +213,14 @@ def condemn(core: Core, workers: Iterable[Worker], cause: str) -> None:
 
 
 def end_late_starters(core: Core) -> None:
-    """Workers that are not ready in time are started anew."""
+    """Workers that are not ready in time are taken out, and new ones started."""
     limit_s = core.timing.start_s
     starting = core.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED)
     late = [w for w in starting if core.now >= w.started_s + limit_s]
-    if late:
-        condemn(core, late, f"not ready within {limit_s:g} s")
+    cause = f"not ready within {limit_s:g} s"
+    condemn(core, late, cause)
+    for worker in late:
+        _did_not_start(core, worker, cause)
 
 
 def end_stuck(core: Core) -> None:

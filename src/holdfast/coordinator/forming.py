@@ -131,10 +131,13 @@ def try_form(core: Core) -> None:
         if s.number > 0 or count == spec.target or not _worth_waiting(core):
             _form(core, survivors, fresh[: spec.target - len(survivors)])
         return
-    if s.wait_deadline_s is None:
+    if core.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED):
+        s.wait_deadline_s = None  # they have a deadline of their own
+    elif s.wait_deadline_s is None:
         s.wait_deadline_s = core.now + core.timing.wait_s
-        if s.number:
-            core.record("waiting", workers=count, target=spec.target)
+    if s.number and not s.waiting:
+        s.waiting = True
+        core.record("waiting", workers=count, target=spec.target)
     if nodes.hopeless(core):
         why = "the restart budget is spent" if core.budget_spent() else "no more nodes may be asked for"
         stopping.give_up(core, why, None)
@@ -196,6 +199,7 @@ def _form(core: Core, survivors: list[Worker], fresh: list[Worker]) -> None:
         _enroll(core, s.workers[name], form, start)
     s.phase, s.generation_committed, s.committed = JobPhase.RUNNING, start, max(start, s.committed)
     s.form_deadline_s = s.wait_deadline_s = s.form_after_s = None
+    s.waiting = False
     s.formed_at_s = core.now
     s.history.append((round(core.now - s.began_s, 4), len(ranks)))
     for _ in fresh:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from holdfast.coordinator import failures, forming, gang, incidents, policy
 from holdfast.coordinator.state import JobPhase, WorkerPhase
 from holdfast.protocol import messages as m
-from holdfast.protocol.page import WAITING_PHASES, Phase
+from holdfast.protocol.phases import WAITING_PHASES, Phase
 
 if TYPE_CHECKING:
     from holdfast.coordinator.core import Core

@@ -9,7 +9,7 @@ import msgspec
 from holdfast.coordinator.state import CoreState, JobPhase
 from holdfast.protocol import messages as m
 from holdfast.protocol.faults import NODE_FAULTS, PHASES, ArmedFault, FaultKind, FaultSpec
-from holdfast.protocol.page import Phase
+from holdfast.protocol.phases import Phase
 
 MIN_GAP_S = 1e-3
 

@@ -9,7 +9,7 @@ import msgspec
 
 from holdfast.coordinator.state import Blame, Failure
 from holdfast.protocol.messages import Exited, Generation, WorkerView
-from holdfast.protocol.page import WAITING_PHASES, Phase
+from holdfast.protocol.phases import WAITING_PHASES, Phase
 
 
 class Report(msgspec.Struct, frozen=True):

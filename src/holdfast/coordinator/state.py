@@ -160,7 +160,8 @@ class CoreState(msgspec.Struct):
 
     broke_cause: why the newest generation broke, until an incident explains it. fruitless: generations in a row
     that broke without a commit and without anyone to blame. bad_starts: volleys of workers in a row that died
-    before they were ready. joined: nodes that ever came. stops: who was told to leave, and how.
+    before they were ready. joined: nodes that ever came. stops: who was told to leave, and how. waiting: the ledger
+    says that the job waits for workers.
     """
 
     spec: JobSpec
@@ -204,6 +205,7 @@ class CoreState(msgspec.Struct):
     form_deadline_s: float | None = None
     form_after_s: float | None = None
     wait_deadline_s: float | None = None
+    waiting: bool = False
     stop_deadline_s: float | None = None
     inspect_request: int = 0
     inspect_deadline_s: float | None = None

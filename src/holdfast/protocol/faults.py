@@ -8,7 +8,7 @@ from enum import StrEnum
 import msgspec
 
 from holdfast.errors import UsageError
-from holdfast.protocol.page import Phase
+from holdfast.protocol.phases import Phase
 
 
 class FaultKind(StrEnum):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from holdfast.protocol.faults import ArmedFault
-from holdfast.protocol.page import Place
+from holdfast.protocol.phases import Place
 
 PROTOCOL_VERSION = 1
 

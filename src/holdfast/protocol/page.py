@@ -11,51 +11,16 @@ import os
 import signal
 import struct
 import time
-from enum import IntEnum
 from pathlib import Path
 
-import msgspec
-
-
-class Phase(IntEnum):
-    """Where in its life or in a step a worker is; the order is the order within a step."""
-
-    STARTUP = 0
-    IDLE = 1  # ready, not in a generation
-    JOIN = 2  # connecting to the members of a new generation
-    TRANSFER = 3  # fetching the state
-    DATA = 4
-    FORWARD = 5
-    BACKWARD = 6
-    REDUCE = 7  # waiting for gradients of the others
-    VOTE = 8
-    UPDATE = 9
-    COMMIT = 10
-    PARKED = 11  # out of a broken generation, waiting for the next
-    DONE = 12
-
+from holdfast.protocol.phases import Phase, Place
 
 STACKS_SIGNAL = signal.SIGUSR2
 """A worker that gets it writes the Python stacks of all its threads, whatever its main thread does."""
 
-WAITING_PHASES = frozenset({Phase.REDUCE, Phase.VOTE, Phase.JOIN, Phase.PARKED, Phase.IDLE, Phase.DONE})
-"""Phases in which a worker waits for others, so that standing still is no sign of guilt."""
-
 _LAYOUT = struct.Struct(
     "<qqiiddd"
 )  # generation, committed, phase, collectives, step began, phase began, last beat
-
-
-class Place(msgspec.Struct, frozen=True):
-    """What the page said at one moment. Times are CLOCK_MONOTONIC seconds of the worker's node."""
-
-    generation: int = 0
-    committed: int = 0
-    phase: int = Phase.STARTUP
-    collectives: int = 0
-    step_began_s: float = 0.0
-    phase_began_s: float = 0.0
-    beat_s: float = 0.0
 
 
 class ProgressPage:

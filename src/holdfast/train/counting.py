@@ -8,7 +8,7 @@ from collections import deque
 from typing import Any
 
 from holdfast.protocol.messages import Progress
-from holdfast.protocol.page import Phase
+from holdfast.protocol.phases import Phase
 from holdfast.train.faults import FaultPlan
 from holdfast.train.link import Link
 

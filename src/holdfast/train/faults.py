@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from holdfast.protocol.faults import ArmedFault, FaultKind
 from holdfast.protocol.messages import FaultFired
-from holdfast.protocol.page import Phase
+from holdfast.protocol.phases import Phase
 from holdfast.train.group import socket_inodes
 from holdfast.train.link import Link
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.errors import CollectiveFailed, JobStopped, NonFiniteGradient, StateError, StepFault
 from holdfast.protocol import messages as m
-from holdfast.protocol.page import Phase
+from holdfast.protocol.phases import Phase
 from holdfast.train import durable, state
 from holdfast.train.faults import FaultPlan
 from holdfast.train.group import Group

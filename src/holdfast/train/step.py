@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from holdfast.errors import NonFiniteGradient, UsageError
-from holdfast.protocol.page import Phase
+from holdfast.protocol.phases import Phase
 
 if TYPE_CHECKING:
     from holdfast.train.replica import Replica

@@ -19,7 +19,8 @@ from typing import NoReturn
 
 from holdfast.protocol import messages as m
 from holdfast.protocol.frames import Codec, pack
-from holdfast.protocol.page import STACKS_SIGNAL, Phase, ProgressPage
+from holdfast.protocol.page import STACKS_SIGNAL, ProgressPage
+from holdfast.protocol.phases import Phase
 from holdfast.train.faults import FaultPlan
 from holdfast.train.link import Link
 

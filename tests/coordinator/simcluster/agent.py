@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
+from holdfast.protocol import messages as m
+from holdfast.protocol.phases import WAITING_PHASES, Phase
 from simcluster.clock import Link
 from simcluster.worker import SIGKILL, Script, SimWorker, Trainer
-
-from holdfast.protocol import messages as m
-from holdfast.protocol.page import WAITING_PHASES, Phase
 
 if TYPE_CHECKING:
     from simcluster.cluster import Cluster

@@ -11,7 +11,7 @@ from holdfast.coordinator import incidents
 from holdfast.coordinator.core import Core
 from holdfast.coordinator.state import CoreState, JobPhase, WorkerPhase
 from holdfast.protocol import messages as m
-from holdfast.protocol.page import Phase
+from holdfast.protocol.phases import Phase
 from simcluster.plan import FOREVER
 
 if TYPE_CHECKING:

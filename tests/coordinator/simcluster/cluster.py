@@ -6,6 +6,10 @@ import random
 from collections import deque
 from typing import Any
 
+from holdfast.coordinator import events as e
+from holdfast.coordinator.state import JobPhase
+from holdfast.protocol import messages as m
+from holdfast.protocol.job import Durable
 from simcluster.agent import SimAgent
 from simcluster.checks import Checks
 from simcluster.clock import Clock
@@ -14,11 +18,6 @@ from simcluster.plan import FOREVER, Plan
 from simcluster.plane import Plane
 from simcluster.service import Service
 from simcluster.worker import Script, SimWorker, Trainer
-
-from holdfast.coordinator import events as e
-from holdfast.coordinator.state import JobPhase
-from holdfast.protocol import messages as m
-from holdfast.protocol.job import Durable
 
 TRACE_LINES = 60
 EXTRA_STEPS = 5
@@ -119,6 +118,11 @@ class Cluster:
     def ended(self, outcome: str) -> None:
         """The coordinator says that the job is over."""
         self.log("the job ended: %s", outcome)
+
+    def tears_end(self, key: tuple[str, int]) -> bool:
+        """Whether a member misses the last word of the last vote."""
+        last = self.plan.torn_end and key == ("vote", self.until - 1)
+        return last and not self.faults.over and self.rng.random() < 0.4
 
     def moment(self, name: str, worker: SimWorker | None = None) -> None:
         """Something happened at which a fault may be waiting to strike."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from simcluster.worker import Trainer
-
 from holdfast.coordinator import events as e
 from holdfast.coordinator.state import WorkerPhase
-from holdfast.protocol.page import Phase
+from holdfast.protocol.phases import Phase
+from simcluster.worker import Trainer
 
 if TYPE_CHECKING:
     from simcluster.agent import SimAgent
@@ -28,8 +27,9 @@ class Faults:
         self.made_bad = False
         self._codes = 2
         self.untold: list[str] = []
-        self._flaky: int | None = None
-        self._flaky_next = False
+        self._flaky: set[int] = set()
+        self._flaky_left = 0
+        self._torn_until_s = 0.0
         self._nan: tuple[int, int] | None = None
         self._nan_next = False
         self._silenced: list[SimAgent] = []
@@ -42,7 +42,8 @@ class Faults:
     def stop(self) -> None:
         """From now on nothing new breaks; what is broken stays so, but the network heals."""
         self.over = True
-        self.slow = self._flaky_next = self._nan_next = False
+        self.slow = self._nan_next = False
+        self._flaky_left, self._torn_until_s = 0, 0.0
         self._triggers.clear()
         for worker in self.cluster.workers.values():
             if isinstance(worker, Trainer):
@@ -77,6 +78,7 @@ class Faults:
             "silent-node": lambda w: self._silence(w, cut=False),
             "cut-node": lambda w: self._silence(w, cut=True),
             "stop-worker": self._stop_worker,
+            "freeze-worker": self._freeze_worker,
             "hang-worker": lambda w: self._arm(w, "hang"),
             "lose-reduce": lambda w: self._arm(w, "deaf"),
             "raise": lambda w: self._arm(w, "raise"),
@@ -84,6 +86,7 @@ class Faults:
             "torn": lambda w: self._arm(w, "torn"),
             "nan": self._make_nan,
             "flaky-network": self._make_flaky,
+            "torn-links": self._tear_links,
             "slow-network": self._make_slow,
             "kill-coordinator": self._kill_coordinator,
             "join-node": lambda w: self._join(),
@@ -95,9 +98,15 @@ class Faults:
 
     def flaky(self, number: int) -> bool:
         """Whether no collective of this generation ever closes."""
-        if self._flaky_next:
-            self._flaky_next, self._flaky = False, number
-        return self._flaky == number
+        if self._flaky_left and number not in self._flaky:
+            self._flaky_left -= 1
+            self._flaky.add(number)
+        return number in self._flaky
+
+    @property
+    def torn_links(self) -> bool:
+        """Whether every collective fails at once."""
+        return self.cluster.clock.now < self._torn_until_s
 
     def nan_at(self, step: int, number: int) -> bool:
         """Whether the gradient of this step is not finite: on every rank alike."""
@@ -177,6 +186,12 @@ class Faults:
         if target is not None:
             self._told("stop-worker", lambda: target.freeze(stopped=True), target.agent.name, target.name)
 
+    def _freeze_worker(self, worker: SimWorker | None) -> None:
+        """A deadlock in which the process looks alive: nothing in it answers any more."""
+        target = self._pick(worker)
+        if target is not None and self.cluster.plan.level == 2 and target.phase is not Phase.DONE:
+            target.freeze(stopped=False)
+
     def _arm(self, worker: SimWorker | None, fault: str) -> None:
         target = self._pick(worker)
         if isinstance(target, Trainer):
@@ -186,7 +201,10 @@ class Faults:
         self._nan_next = True
 
     def _make_flaky(self, worker: SimWorker | None) -> None:
-        self._flaky_next = True
+        self._flaky_left = self.cluster.rng.choice((1, 1, 2, 4))
+
+    def _tear_links(self, worker: SimWorker | None) -> None:
+        self._torn_until_s = self.cluster.clock.now + self.cluster.rng.choice((0.2, 2.0, 10.0))
 
     def _make_slow(self, worker: SimWorker | None) -> None:
         self.slow = True

@@ -22,6 +22,8 @@ class Plan:
     durable_step: int | None = None
     micro_batches: int = 6
     step_s: float = 0.2
+    compile_s: float = 0.0
+    torn_end: bool = False
     start_s: float = 1.0
     latency_s: float = 0.002
     slow_messages: float = 0.0
@@ -58,6 +60,7 @@ FAULTS = {
     "cut-node": 3,
     "stop-worker": 4,
     "hang-worker": 4,
+    "freeze-worker": 3,
     "lose-reduce": 2,
     "raise": 4,
     "raise-again": 2,
@@ -65,6 +68,7 @@ FAULTS = {
     "nan": 2,
     "flaky-network": 2,
     "slow-network": 2,
+    "torn-links": 2,
     "kill-coordinator": 8,
     "join-node": 3,
     "bad-node": 1,
@@ -72,7 +76,20 @@ FAULTS = {
 """Every fault, with its weight in the draw."""
 
 SINGLE = ("kill-worker", "kill-node", "kill-coordinator", "stop-worker", "hang-worker", "torn", "silent-node")
-MOMENTS = ("formed", "broke", "parked", "ready", "prepared", "voted", "joined", "done", "released", "yield")
+MOMENTS = (
+    "formed",
+    "broke",
+    "parked",
+    "ready",
+    "prepared",
+    "voted",
+    "joined",
+    "done",
+    "yield",
+    "stopping",
+    "saved",
+    "transfer",
+)
 """Points at which a second fault hurts most: a trigger strikes there instead of at a time."""
 
 
@@ -104,6 +121,8 @@ def plan_for(seed: int, level: int | None = None) -> Plan:
         durable_step=rng.randint(1, 50) if rng.random() < 0.15 else None,
         micro_batches=rng.randint(1, 9),
         step_s=rng.choice((0.05, 0.2, 0.2, 0.5)),
+        compile_s=rng.choice((0.0, 0.0, 0.0, 4.0, 30.0)),
+        torn_end=rng.random() < 0.3,
         start_s=rng.choice((0.1, 0.5, 2.0, 5.0)),
         latency_s=rng.choice((0.0005, 0.002, 0.02)),
         slow_messages=rng.choice((0.0, 0.0, 0.02)),

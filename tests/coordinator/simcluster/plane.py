@@ -46,6 +46,9 @@ class Plane:
         members = [self.present[name] for name in arrived]
         if any(w.agent.cut for w in members) or self.cluster.faults.flaky(self.number):
             return
+        if self.cluster.faults.torn_links:
+            self._fail(members[-1])
+            return
         self._closed.add(key)
         for worker in members:
             self.cluster.clock.after(
@@ -56,6 +59,9 @@ class Plane:
         if worker.waits_for != key or worker.ticket != ticket or not worker.running:
             return
         if worker.agent.cut or worker.deaf_in == key[0]:
+            return
+        if self.cluster.tears_end(key):
+            self._fail(worker)
             return
         worker.waits_for = None
         worker.closed(key, payloads)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from simcluster.agent import Connection
-from simcluster.clock import Timer
 
 from holdfast.coordinator import events as e
 from holdfast.coordinator.core import Core
 from holdfast.coordinator.state import CoreState
 from holdfast.protocol import messages as m
+from simcluster.agent import Connection
+from simcluster.clock import Timer
 
 if TYPE_CHECKING:
     from simcluster.cluster import Cluster

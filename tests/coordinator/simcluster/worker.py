@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from holdfast.protocol import messages as m
-from holdfast.protocol.page import Phase, Place
+from holdfast.protocol.phases import Phase, Place
 
 if TYPE_CHECKING:
     from simcluster.agent import SimAgent
@@ -189,6 +189,7 @@ class Trainer(SimWorker):
         if form.restore:
             self.held = None
             self.enter(Phase.TRANSFER)
+            self.cluster.moment("transfer", self)
             self._fetch()
         else:
             if self.held is None:
@@ -209,7 +210,8 @@ class Trainer(SimWorker):
             if self.hurt:
                 self._park()
             return
-        delay = 0.0 if self.phase in BLOCKED else self.cluster.rng.uniform(0.0, self.cluster.plan.step_s)
+        busy_s = self.cluster.plan.step_s + (0.0 if self.trained else self.cluster.plan.compile_s)
+        delay = 0.0 if self.phase in BLOCKED else self.cluster.rng.uniform(0.0, busy_s)
         self.ticket += 1
         self.waits_for = None
         self.later(delay, self._park)
@@ -243,6 +245,7 @@ class Trainer(SimWorker):
         if stop.apply and self.prepared:
             self._apply()
         if stop.save_to is not None and self.held is not None:
+            self.cluster.moment("stopping", self)
             self.later(self.cluster.rng.uniform(0.05, 1.5), self._saved, stop.save_to)
         else:
             self._finish(stopped=True)
@@ -250,6 +253,7 @@ class Trainer(SimWorker):
     def _saved(self, path: str) -> None:
         assert self.held is not None
         self.cluster.durables[path] = self.held
+        self.cluster.moment("saved", self)
         self.say(m.Saved(self.held[0], path))
         self._finish(stopped=True)
 
@@ -330,7 +334,9 @@ class Trainer(SimWorker):
         self.collectives = 0
         self.cluster.checks.step_began(self)
         self.enter(Phase.FORWARD)
-        self.later(self.cluster.rng.uniform(0.5, 1.5) * self.cluster.plan.step_s, self._computed)
+        compile_s = 0.0 if self.trained else self.cluster.rng.uniform(0.0, 1.0) * self.cluster.plan.compile_s
+        step_s = self.cluster.rng.uniform(0.5, 1.5) * self.cluster.plan.step_s
+        self.later(compile_s + step_s, self._computed)
 
     def _fires(self, fault: str, step: int) -> bool:
         if fault not in self.armed:
