@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import ctypes
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-_IN_MODIFY, _IN_CREATE = 0x2, 0x100
-_IN_NONBLOCK = 0o4000
+from holdfast.observe.inotify import CREATED, MODIFIED, Inotify
+
 _BLOCK_BYTES = 1 << 16
 Write = Callable[[str, bytes], None]
 """Takes a file's label and whole lines of it."""
@@ -45,28 +43,18 @@ class Tail:
 
     def __init__(self, write: Write) -> None:
         self._write = write
-        self._libc = ctypes.CDLL(None, use_errno=True)
-        self._inotify: int = self._libc.inotify_init1(_IN_NONBLOCK)
-        if self._inotify < 0:
-            number = ctypes.get_errno()
-            raise OSError(number, f"inotify: {os.strerror(number)}")
+        self._inotify = Inotify(self._changed)
         self._followed: dict[Path, _Followed] = {}
-        asyncio.get_running_loop().add_reader(self._inotify, self._changed)
 
     def add(self, path: Path, label: str, lines: int) -> None:
         """Follows one more file, beginning with its last lines (0: with all of them)."""
         if path in self._followed:
             return
-        folder = os.fsencode(path.parent)
-        self._libc.inotify_add_watch(self._inotify, folder, _IN_MODIFY | _IN_CREATE)
+        self._inotify.watch(path.parent, MODIFIED | CREATED)
         self._followed[path] = _Followed(label, lines)
         self._copy(path)
 
     def _changed(self) -> None:
-        try:
-            os.read(self._inotify, _BLOCK_BYTES)
-        except BlockingIOError:
-            return
         for path in self._followed:
             self._copy(path)
 
@@ -92,5 +80,4 @@ class Tail:
                 self._write(one.label, one.rest + b"\n")
             if one.file is not None:
                 one.file.close()
-        asyncio.get_running_loop().remove_reader(self._inotify)
-        os.close(self._inotify)
+        self._inotify.close()

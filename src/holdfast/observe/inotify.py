@@ -1,0 +1,48 @@
+"""Files that change, as an event: Linux inotify on the running event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+MODIFIED, CREATED = 0x2, 0x100
+_IN_NONBLOCK = 0o4000
+_BLOCK_BYTES = 1 << 16
+
+
+class Inotify:
+    """Calls `changed` when a watched file, or a file of a watched folder, changed."""
+
+    def __init__(self, changed: Callable[[], None]) -> None:
+        """Raises OSError when the kernel has no inotify instance left for this user."""
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._changed = changed
+        self._fd: int = self._libc.inotify_init1(_IN_NONBLOCK)
+        if self._fd < 0:
+            number = ctypes.get_errno()
+            raise OSError(number, f"inotify: {os.strerror(number)}")
+        asyncio.get_running_loop().add_reader(self._fd, self._woken)
+
+    def watch(self, path: Path, events: int = MODIFIED) -> int:
+        """Watches a file or a folder; returns the watch's number."""
+        number: int = self._libc.inotify_add_watch(self._fd, os.fsencode(path), events)
+        return number
+
+    def forget(self, watch: int) -> None:
+        """Ends one watch."""
+        self._libc.inotify_rm_watch(self._fd, watch)
+
+    def _woken(self) -> None:
+        try:
+            os.read(self._fd, _BLOCK_BYTES)
+        except BlockingIOError:
+            return
+        self._changed()
+
+    def close(self) -> None:
+        """Ends all watches."""
+        asyncio.get_running_loop().remove_reader(self._fd)
+        os.close(self._fd)
