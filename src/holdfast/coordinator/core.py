@@ -190,6 +190,7 @@ class Core:
             case m.Ready():
                 self.ready(worker, message)
             case m.Joined():
+                worker.joined = message.generation
                 if self.state.generation and message.generation == self.state.generation.number:
                     incidents.joined(self.state, self.now, message)
             case m.Progress():

@@ -233,7 +233,9 @@ def end_stuck(core: Core) -> None:
     stuck = [w for w in core.alive_workers() if w.phase is WorkerPhase.MEMBER or w.name in s.stops]
     stuck = [w for w in stuck if w.phase in (WorkerPhase.MEMBER, WorkerPhase.PARKED)]
     until_s = s.formed_at_s + core.timing.start_s
-    patient = [w for w in stuck if w.median_s is None and core.now < until_s and s.stop_reason is None]
+    patient = [w for w in stuck if w.median_s is None and w.joined == s.number]
+    if s.stop_reason is not None or core.now >= until_s:
+        patient = []
     if patient:
         s.break_deadline_s = until_s
     condemn(core, [w for w in stuck if w not in patient], "did not leave the broken generation")

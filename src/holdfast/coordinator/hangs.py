@@ -23,6 +23,7 @@ MARGIN = 0.9
 """Of the time that a worker may stand still: those that wait for it began to a little later."""
 
 
+_COMPILING = frozenset({Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE})
 _FOR_OTHERS = frozenset({Phase.REDUCE, Phase.VOTE, Phase.JOIN})
 
 
@@ -89,13 +90,8 @@ def judge(core: Core) -> None:
 
 
 def _allowed_s(core: Core, view: m.WorkerView) -> float:
-    """How long a worker may stand still where it is.
-
-    A newcomer's first step may compile for as long as a start takes, while the others have that behind them. When
-    all are in their first step, whoever complained has already waited for a multiple of its own time.
-    """
-    newcomer = view.median_s is None and any(v.median_s is not None for v in core.inspection.views)
-    if newcomer and view.attached and view.place.phase not in WAITING_PHASES:
+    """How long a worker may stand still where it is. Its first step may compile for as long as a start takes."""
+    if view.median_s is None and view.place.phase in _COMPILING:
         return core.timing.start_s
     return MARGIN * core.timing.stall_s(view.median_s)
 

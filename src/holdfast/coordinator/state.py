@@ -63,7 +63,7 @@ class Node(msgspec.Struct):
 class Worker(msgspec.Struct):
     """One training process. `name` is `node.slot#incarnation` and never used twice.
 
-    vanished_s: since when its agent no longer has it, while how it ended is not known yet.
+    joined: the newest generation that it is connected to. vanished_s: since when its agent no longer has it, while how it ended is not known yet.
     """
 
     name: str
@@ -78,6 +78,7 @@ class Worker(msgspec.Struct):
     log: str = ""
     told_to_end: bool = False
     exited: bool = False
+    joined: int = 0
     vanished_s: float | None = None
     digest: str | None = None
     loss: float | None = None

@@ -29,6 +29,7 @@ class SimWorker:
         self.frozen = False
         self.stopped = False
         self.ticket = 0
+        self.own_s = 0.0
         self.trouble: m.WorkerMessage | None = None
         self.trained = False
         self.phase = Phase.STARTUP
@@ -335,8 +336,8 @@ class Trainer(SimWorker):
         self.cluster.checks.step_began(self)
         self.enter(Phase.FORWARD)
         compile_s = 0.0 if self.trained else self.cluster.rng.uniform(0.0, 1.0) * self.cluster.plan.compile_s
-        step_s = self.cluster.rng.uniform(0.5, 1.5) * self.cluster.plan.step_s
-        self.later(compile_s + step_s, self._computed)
+        self.own_s = compile_s + self.cluster.rng.uniform(0.5, 1.5) * self.cluster.plan.step_s
+        self.later(self.own_s, self._computed)
 
     def _fires(self, fault: str, step: int) -> bool:
         if fault not in self.armed:
