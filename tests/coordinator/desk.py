@@ -1,0 +1,196 @@
+"""A core driven by hand: a test says what happens, and looks at what the core says to whom."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+
+from holdfast.coordinator import events as e
+from holdfast.coordinator.core import Core
+from holdfast.coordinator.state import CoreState, Incident, JobPhase, Worker, WorkerPhase
+from holdfast.protocol import messages as m
+from holdfast.protocol.job import JobSpec
+from holdfast.protocol.page import Phase, Place
+
+T = TypeVar("T")
+
+
+class Desk:
+    """One core, its clock, and everything that it asked for."""
+
+    def __init__(self, nodes: int = 3, **spec: Any) -> None:
+        spec = {"name": "job", "script": "train.py", "min_nodes": 1, "max_nodes": nodes} | spec
+        self.core = Core(JobSpec(**spec))
+        self.now = 1000.0
+        self.actions: list[e.Action] = []
+        self.newest: list[e.Action] = []
+        self.do(e.Tick())
+
+    # ------------------------------------------------------------ what happens
+
+    def do(self, event: e.Event, after_s: float = 0.01) -> list[e.Action]:
+        """One event, a little later than the last."""
+        self.now += after_s
+        self.newest = self.core.handle(event, self.now)
+        self.actions += self.newest
+        due = self.core.next_deadline()
+        assert due is None or due > self.now, f"the next deadline {due} is not after {self.now}"
+        return self.newest
+
+    def wait(self, seconds: float, alive: tuple[str, ...] | None = None) -> None:
+        """Time passes, with ticks as they are due. alive: nodes that send heartbeats (None: all)."""
+        until = self.now + seconds
+        step = self.core.timing.heartbeat_s / 2
+        while self.now < until and self.state.phase is not JobPhase.ENDED:
+            for node in self.core.alive_nodes():
+                if alive is None or node.name in alive:
+                    self.do(e.NodeSays(node.name, m.Heartbeat()), 0.0)
+            due = self.core.next_deadline()
+            self.do(e.Tick(), min(step, max(0.0, (due or until) - self.now), until - self.now) or 1e-6)
+
+    def node(
+        self, name: str, session: str = "1", slots: int = 1, workers: tuple[m.WorkerView, ...] = ()
+    ) -> None:
+        """An agent says hello."""
+        hello = m.Hello(
+            m.PROTOCOL_VERSION, name, f"{name}-{session}", name, slots, 1, (29500, 29501), workers
+        )
+        self.do(e.NodeJoined(hello))
+
+    def lose(self, name: str) -> None:
+        """An agent's connection closes."""
+        self.do(e.NodeLost(name, self.state.nodes[name].session, "its connection closed"))
+
+    def says(self, worker: str, message: m.WorkerMessage, age_s: float = 0.0) -> list[e.Action]:
+        """A worker says something."""
+        return self.do(e.NodeSays(worker.partition(".")[0], m.FromWorker(worker, message, age_s)))
+
+    def exits(self, worker: str, code: int) -> list[e.Action]:
+        """A worker's process ends."""
+        return self.do(e.NodeSays(worker.partition(".")[0], m.Exited(worker, code, ("last line",), "log")))
+
+    def started(self, worker: str) -> None:
+        """An agent started a worker, and its script called `hf.start`."""
+        node = worker.partition(".")[0]
+        self.do(e.NodeSays(node, m.Started(worker, 1, f"{worker}.log")))
+        self.says(worker, m.Attached())
+
+    def ready(self, worker: str, digest: str = "d0") -> None:
+        """A worker starts and gets ready."""
+        self.started(worker)
+        self.says(worker, m.Ready(digest, worker.partition(".")[0], 1, 2))
+
+    def parks(self, worker: str, committed: int | None, prepared: bool = False) -> None:
+        """A member is out of the newest generation."""
+        self.says(worker, m.Parked(self.state.number, committed, prepared))
+
+    def commit(self, committed: int) -> None:
+        """Every member commits."""
+        for worker in self.members():
+            self.says(worker, m.Progress(self.state.number, committed, 0.1))
+
+    def fails(self, worker: str, step: int, error: str = "ValueError", where: str = "train.py:7") -> None:
+        """User code raises in a step."""
+        trace = f"Traceback\n{error}: bad"
+        self.says(worker, m.Failed(self.state.number, step, int(Phase.FORWARD), error, "bad", trace, where))
+
+    def crash(self, away_s: float = 1.0) -> None:
+        """A new coordinator process takes over from the state as it was written."""
+        state = msgspec.msgpack.decode(msgspec.msgpack.encode(self.state), type=CoreState)
+        last_s = self.now
+        self.core = Core(state.spec, state)
+        self.do(e.Recovered(last_s), away_s)
+
+    def back(self, *nodes: str, **views: dict[str, Any]) -> None:
+        """Agents reconnect and tell the truth: `views` changes what a worker's view says (by its rank's name)."""
+        for name in nodes or tuple(n.name for n in self.core.alive_nodes()):
+            ours = [w for w in self.core.alive_workers() if w.node == name]
+            session = self.state.nodes[name].session.rpartition("-")[2]
+            slots = self.state.nodes[name].slots
+            self.node(name, session, slots, tuple(self.view(w.name, **views.get(w.node, {})) for w in ours))
+
+    def view(self, worker: str, **changes: Any) -> m.WorkerView:
+        """What an agent would say of a worker that is where the core thinks it is."""
+        known = self.state.workers[worker]
+        inside = known.phase is WorkerPhase.MEMBER
+        place = Place(self.state.number if inside else 0, known.committed or 0, int(Phase.FORWARD))
+        formed = self.state.number if inside else 0
+        view = m.WorkerView(
+            worker, known.slot, 1, formed, place, "S", 0.0, known.ready, known.ready is not None
+        )
+        return msgspec.structs.replace(view, **changes)
+
+    # ------------------------------------------------------------ what is there
+
+    @property
+    def state(self) -> CoreState:
+        """What the core remembers."""
+        return self.core.state
+
+    def members(self) -> list[str]:
+        """The newest generation in the order of its ranks."""
+        return [x.worker for x in self.state.generation.members] if self.state.generation else []
+
+    def workers(self, *phases: WorkerPhase) -> list[str]:
+        """Living workers, or those in some phases."""
+        found = self.core.workers_in(*phases) if phases else self.core.alive_workers()
+        return [w.name for w in found]
+
+    def worker_on(self, node: str) -> str:
+        """The living worker of a node's first slot."""
+        return next(w.name for w in self.core.alive_workers() if w.node == node and w.slot == 0)
+
+    def known(self, worker: str) -> Worker:
+        """What the core knows of a worker."""
+        return self.state.workers[worker]
+
+    def incidents(self) -> list[Incident]:
+        """All incidents."""
+        return self.state.incidents
+
+    def told(self, worker: str, kind: type[T], newest: bool = False) -> list[T]:
+        """Messages of one kind to a worker."""
+        return [
+            a.message.message
+            for a in (self.newest if newest else self.actions)
+            if isinstance(a, e.Send)
+            and isinstance(a.message, m.Tell)
+            and a.message.worker == worker
+            and isinstance(a.message.message, kind)
+        ]
+
+    def sent(self, kind: type[T], newest: bool = False) -> list[tuple[str, T]]:
+        """Messages of one kind to agents."""
+        actions = self.newest if newest else self.actions
+        return [(a.node, a.message) for a in actions if isinstance(a, e.Send) and isinstance(a.message, kind)]
+
+    def did(self, kind: type[T], newest: bool = False) -> list[T]:
+        """Actions of one kind."""
+        return [a for a in (self.newest if newest else self.actions) if isinstance(a, kind)]
+
+    def records(self, kind: str) -> list[dict[str, object]]:
+        """Entries of the ledger."""
+        return [a.fields for a in self.did(e.Record) if a.kind == kind]
+
+    def killed(self) -> set[str]:
+        """Workers that were ordered to be killed."""
+        return {k.worker for _, k in self.sent(m.KillWorker)}
+
+
+def running(nodes: int = 3, spares: int = 0, committed: int = 5, **spec: Any) -> Desk:
+    """A job at level 2 whose first generation has `nodes` members and some steps; spares are ready."""
+    desk = Desk(nodes, spares=spares, **spec)
+    slots = desk.core.spec.nproc
+    for i in range(nodes + spares):
+        desk.node(f"n{i}", slots=slots)
+    for worker in desk.workers():
+        desk.started(worker)
+    for worker in desk.workers():
+        desk.says(worker, m.Ready("d0", worker.partition(".")[0], 1, 2))
+    assert desk.state.phase is JobPhase.RUNNING
+    for worker in desk.members():
+        desk.says(worker, m.Joined(1, 0.01))
+    if committed:
+        desk.commit(committed)
+    return desk

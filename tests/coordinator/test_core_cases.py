@@ -1,0 +1,838 @@
+"""Level 2, one situation after the other: what the core does when this happens."""
+
+import msgspec
+import pytest
+from desk import Desk, running
+
+from holdfast.coordinator import events as e
+from holdfast.coordinator.state import JobPhase, WorkerPhase
+from holdfast.protocol import messages as m
+from holdfast.protocol.job import Durable
+from holdfast.protocol.page import Phase, Place
+
+
+def lose_worker_and_park(desk: Desk, worker: str, committed: int, prepared: bool = False) -> None:
+    desk.exits(worker, -9)
+    for other in desk.members():
+        if other != worker:
+            desk.parks(other, committed, prepared)
+
+
+# ---------------------------------------------------------------- the first generation
+
+
+def test_all_nodes_are_there_and_one_generation_forms():
+    desk = running(3, committed=0)
+    assert desk.members() == ["n0.0#1", "n1.0#2", "n2.0#3"]
+    assert [f.rank for w in desk.members() for f in desk.told(w, m.Form)] == [0, 1, 2]
+    assert not any(f.restore or f.apply for w in desk.members() for f in desk.told(w, m.Form))
+
+
+def test_models_that_were_built_differently_take_the_state_of_rank_0():
+    desk = Desk(2)
+    desk.node("n0")
+    desk.node("n1")
+    for worker in desk.workers():
+        desk.ready(worker, digest=worker)
+    first, second = (desk.told(w, m.Form)[0] for w in desk.members())
+    assert first.serve
+    assert not first.restore
+    assert second.restore
+    assert second.donors == (0,)
+
+
+def test_the_first_generation_waits_a_while_for_the_target_and_then_goes():
+    desk = Desk(3, min_nodes=2)
+    desk.node("n0")
+    desk.node("n1")
+    assert not desk.sent(m.StartWorker)
+    desk.wait(desk.core.timing.form_s + 0.1)
+    for worker in desk.workers():
+        desk.ready(worker)
+    assert desk.state.phase is JobPhase.GATHERING
+    desk.wait(desk.core.timing.form_s + 0.1)
+    assert len(desk.members()) == 2
+
+
+def test_a_checkpoint_on_disk_is_where_a_new_job_goes_on():
+    desk = Desk(2)
+    desk.do(e.DurableFound(Durable(40, "kept")))
+    desk.node("n0")
+    desk.node("n1")
+    for worker in desk.workers():
+        desk.ready(worker)
+    forms = [desk.told(w, m.Form)[0] for w in desk.members()]
+    assert [(f.restore, f.path, f.generation.start) for f in forms] == [(True, "kept", 40)] * 2
+
+
+def test_an_initial_node_that_never_comes_is_replaced():
+    desk = Desk(2, min_nodes=2)
+    desk.node("n0")
+    desk.wait(desk.core.timing.wait_s / 2 - 1.0)
+    assert not desk.did(e.ProvideNode)
+    desk.wait(2.0)
+    assert len(desk.did(e.ProvideNode)) == 1
+
+
+# ---------------------------------------------------------------- a worker or a node is lost
+
+
+def test_a_spare_takes_the_rank_of_the_dead_at_an_unchanged_world_size():
+    desk = running(3, spares=1)
+    desk.lose("n1")
+    assert {a.reason for w in ("n0.0#1", "n2.0#3") for a in desk.told(w, m.Break)} == {
+        "its connection closed"
+    }
+    desk.parks("n0.0#1", 5)
+    desk.parks("n2.0#3", 5)
+    assert desk.members() == ["n0.0#1", "n3.0#4", "n2.0#3"]
+    newcomer = desk.told("n3.0#4", m.Form)[0]
+    assert newcomer.restore
+    assert newcomer.donors == (0, 2)
+    assert desk.did(e.ReleaseNode)[0].node == "n1"
+    assert len(desk.did(e.ProvideNode)) == 1
+    desk.commit(6)
+    incident = desk.incidents()[0]
+    assert (incident.rung, incident.ranks, incident.open, incident.lost_steps) == ("spare", [1], False, 0)
+
+
+def test_without_a_spare_it_goes_on_smaller_and_grows_by_a_yield():
+    desk = running(3)
+    lose_worker_and_park(desk, "n1.0#2", 5)
+    assert desk.members() == ["n0.0#1", "n2.0#3"]
+    desk.ready("n1.0#4")
+    assert desk.members() == ["n0.0#1", "n2.0#3"]  # not before this generation was worth its start
+    desk.commit(6)
+    assert desk.told("n0.0#1", m.Yield)[0].generation == 2
+    assert desk.incidents()[0].open
+    desk.parks("n0.0#1", 7)
+    assert not desk.told("n2.0#3", m.Break, newest=True)
+    desk.parks("n2.0#3", 7)
+    assert desk.members() == ["n0.0#1", "n2.0#3", "n1.0#4"]
+    assert desk.told("n1.0#4", m.Form)[0].generation.start == 7
+    desk.commit(8)
+    assert not desk.incidents()[0].open
+
+
+def test_wait_for_spare_never_trains_smaller():
+    desk = running(3, wait_for_spare=True)
+    lose_worker_and_park(desk, "n1.0#2", 5)
+    assert desk.state.phase is JobPhase.GATHERING
+    desk.ready("n1.0#4")
+    assert desk.members() == ["n0.0#1", "n1.0#4", "n2.0#3"]
+
+
+def test_a_step_that_everyone_prepared_counts():
+    desk = running(3)
+    lose_worker_and_park(desk, "n1.0#2", 5, prepared=True)
+    forms = [desk.told(w, m.Form)[-1] for w in desk.members()]
+    assert [(f.apply, f.restore, f.generation.start) for f in forms] == [(True, False, 6)] * 2
+
+
+def test_one_that_committed_gives_to_one_that_did_not():
+    desk = running(3)
+    desk.exits("n1.0#2", -9)
+    desk.parks("n0.0#1", 6)
+    desk.parks("n2.0#3", 5)
+    assert desk.told("n2.0#3", m.Form)[-1].restore
+    assert desk.told("n2.0#3", m.Form)[-1].donors == (0,)
+    assert desk.told("n0.0#1", m.Form)[-1].serve
+
+
+def test_a_late_word_about_an_earlier_step_does_not_change_what_a_parked_worker_holds():
+    desk = running(3)
+    desk.exits("n1.0#2", -9)
+    desk.parks("n0.0#1", 7)
+    desk.says("n0.0#1", m.Progress(1, 6, 0.1), age_s=0.5)
+    desk.parks("n2.0#3", 6, prepared=True)
+    assert desk.state.generation.start == 7
+    assert desk.told("n2.0#3", m.Form)[-1].apply
+
+
+def test_a_death_while_a_generation_yields_frees_the_others():
+    desk = running(3)
+    lose_worker_and_park(desk, "n1.0#2", 5)
+    desk.ready("n1.0#4")
+    desk.commit(6)
+    desk.parks("n0.0#1", 7)  # its vote closed, the other's did not
+    desk.lose("n0")
+    assert desk.told("n2.0#3", m.Break, newest=True)
+
+
+def test_a_silent_node_is_lost_after_the_detection_time():
+    desk = running(3)
+    desk.wait(1.9, alive=("n0", "n2"))
+    assert desk.state.nodes["n1"].alive
+    desk.wait(0.3, alive=("n0", "n2"))
+    assert not desk.state.nodes["n1"].alive
+    assert desk.did(e.ReleaseNode)[0].reason == "silent for 2 s"
+
+
+def test_a_lost_node_that_speaks_is_fenced_once_and_comes_back_as_a_new_one():
+    desk = running(3)
+    desk.wait(2.2, alive=("n0", "n2"))
+    for _ in range(3):
+        desk.do(e.NodeSays("n1", m.Heartbeat()))
+    assert [n for n, _ in desk.sent(m.Fence)] == ["n1"]
+    desk.node("n1", session="1")
+    assert len(desk.sent(m.Fence)) == 2  # it said hello without having heard
+    desk.node("n1", session="2")
+    assert desk.state.nodes["n1"].alive
+    assert desk.sent(m.StartWorker, newest=True)[0][0] == "n1"
+
+
+def test_a_new_agent_on_the_same_machine_is_not_released_with_the_old_one():
+    desk = running(3)
+    desk.node("n1", session="2")
+    assert desk.state.nodes["n1"].alive
+    assert desk.state.workers["n1.0#2"].phase is WorkerPhase.GONE
+    assert not desk.did(e.ReleaseNode)
+
+
+def test_an_agent_of_another_version_is_refused():
+    desk = running(2)
+    desk.do(e.NodeJoined(m.Hello(m.PROTOCOL_VERSION + 1, "n9", "s", "n9", 1, 1)))
+    assert [n for n, _ in desk.sent(m.Shutdown)] == ["n9"]
+    assert "n9" not in desk.state.nodes
+    assert desk.records("node-refused")
+
+
+def test_torn_survivors_without_any_state_start_as_new_processes():
+    desk = running(2)
+    desk.exits("n0.0#1", -9)
+    desk.parks("n1.0#2", None)
+    assert desk.killed() == {"n1.0#2"}
+    for worker in desk.workers(WorkerPhase.STARTING):
+        desk.ready(worker)
+    forms = [desk.told(w, m.Form)[0] for w in desk.members()]
+    assert [(f.generation.start, f.restore) for f in forms] == [(0, False)] * len(forms)
+    assert desk.state.lost_steps == 5
+    assert desk.state.committed == 0
+
+
+def test_torn_survivors_go_on_from_the_disk_if_a_checkpoint_is_there():
+    desk = running(2)
+    desk.do(e.DurableFound(Durable(3, "kept")))
+    desk.exits("n0.0#1", -9)
+    desk.parks("n1.0#2", None)
+    assert desk.told("n1.0#2", m.Form)[-1].path == "kept"
+    assert desk.state.lost_steps == 2
+
+
+def test_a_break_that_nobody_explains_is_an_incident_too():
+    desk = running(2)
+    desk.says("n0.0#1", m.CollectiveError(1, 5, "timed out"))
+    desk.parks("n0.0#1", 5)
+    desk.parks("n1.0#2", 5)
+    desk.commit(6)
+    incident = desk.incidents()[0]
+    assert (incident.cause, incident.rung, incident.open) == (
+        "a collective failed",
+        "retry in process",
+        False,
+    )
+    assert not desk.killed()
+
+
+def test_collectives_that_fail_for_ever_end_the_job_with_its_state_saved():
+    desk = running(2)
+    attempts = 0
+    while desk.state.phase is not JobPhase.STOPPING:
+        number = desk.state.number
+        desk.says("n0.0#1", m.CollectiveError(number, 5, "unreachable"))
+        desk.parks("n0.0#1", 5)
+        desk.parks("n1.0#2", 5)
+        attempts += 1
+        while desk.state.number == number and desk.state.phase is JobPhase.GATHERING:
+            desk.wait(1.0)
+    assert 10 < attempts < 20
+    assert (
+        desk.state.stop_reason == f"no step could be finished in {attempts - 1} attempts: a collective failed"
+    )
+    assert desk.told("n0.0#1", m.Stop)[0].save_to == "checkpoint"
+
+
+# ---------------------------------------------------------------- user code and NaN
+
+
+def test_user_code_that_raises_is_retried_then_restarted_then_blamed():
+    desk = running(2)
+    desk.fails("n0.0#1", 5)
+    assert desk.incidents()[0].rung == "retry in process"
+    desk.parks("n0.0#1", 5)
+    desk.parks("n1.0#2", 5)
+    assert desk.members() == ["n0.0#1", "n1.0#2"]
+    desk.fails("n0.0#1", 5)
+    assert desk.killed() == {"n0.0#1"}
+    desk.parks("n1.0#2", 5)
+    assert desk.members() == ["n1.0#2"]
+    desk.ready("n0.0#3")
+    desk.says("n1.0#2", m.Progress(3, 6, 0.1))
+    desk.parks("n1.0#2", 6)
+    assert desk.members() == ["n1.0#2", "n0.0#3"]
+    desk.fails("n0.0#3", 5)
+    assert desk.state.outcome == "failed"
+    assert desk.state.stop_reason == "the same error at step 5 in 3 attempts on 2 workers"
+    assert desk.state.blame.cause == "ValueError: bad in forward"
+    assert desk.state.blame.rank == 0
+
+
+def test_not_a_number_on_all_ranks_at_once_is_retried_in_process():
+    desk = running(3)
+    for worker in desk.members():
+        desk.fails(worker, 5, "NonFiniteGradient", "step.py:1")
+    for worker in desk.members():
+        desk.parks(worker, 5)
+    assert len(desk.members()) == 3
+    assert desk.state.number == 2
+    assert not desk.killed()
+    assert [i.fault for i in desk.incidents()] == ["nan"]
+    desk.commit(6)
+    assert desk.state.outcome is None
+
+
+def test_not_a_number_again_is_the_scripts():
+    desk = running(3)
+    for attempt in (1, 2):
+        for worker in desk.members():
+            desk.says(
+                worker, m.Failed(attempt, 5, int(Phase.UPDATE), "NonFiniteGradient", "nan", "", "step.py:1")
+            )
+        for worker in desk.members():
+            desk.parks(worker, 5)
+    assert desk.state.outcome == "failed"
+    assert desk.told("n0.0#1", m.Stop)[0].save_to == "checkpoint"
+
+
+def test_what_an_agent_says_again_counts_once():
+    desk = running(2)
+    desk.fails("n0.0#1", 5)
+    desk.fails("n0.0#1", 5)
+    assert len(desk.incidents()) == 1
+    assert not desk.killed()
+
+
+def test_killed_by_an_injected_fault_says_nothing_about_the_script():
+    desk = running(4)
+    for _ in range(3):
+        worker = desk.members()[0]
+        desk.do(e.Injected("kill-worker", "kill-worker", None, worker))
+        lose_worker_and_park(desk, worker, 5)
+    assert desk.state.outcome is None
+    assert all(i.injected for i in desk.incidents())
+    assert not desk.state.failures
+
+
+def test_an_injection_that_is_heard_of_late_explains_the_incident():
+    desk = running(4)
+    desk.exits("n0.0#1", -9)
+    assert desk.state.failures
+    desk.do(e.Injected("kill-worker", "kill-worker", None, "n0.0#1"))
+    assert desk.incidents()[0].injected
+    assert not desk.state.failures
+
+
+# ---------------------------------------------------------------- workers that do not start
+
+
+def test_a_spare_that_cannot_start_does_not_disturb_the_job():
+    desk = running(2)
+    desk.node("n2")
+    for attempt in range(3):
+        worker = desk.worker_on("n2")
+        desk.started(worker)
+        desk.says(worker, m.Failed(0, None, 0, "CudaError", "ECC", "CudaError: ECC"))
+        desk.exits(worker, 1)
+        desk.wait(5.0)
+        assert (desk.state.nodes["n2"].alive, desk.state.outcome) == (attempt < 2, None)
+    assert desk.state.number == 1
+    assert desk.did(e.ReleaseNode)[0].node == "n2"
+    desk.node("n2", session="2")
+    assert [n for n, _ in desk.sent(m.Shutdown)] == ["n2"]
+
+
+def test_a_spare_that_is_slow_to_start_is_replaced_without_a_break():
+    desk = running(2)
+    desk.node("n2")
+    slow = desk.worker_on("n2")
+    for _ in range(160):
+        desk.wait(2.0)
+        desk.commit(desk.state.committed + 1)
+    assert slow in desk.killed()
+    assert desk.state.number == 1
+    assert desk.state.phase is JobPhase.RUNNING
+
+
+def test_the_same_error_before_the_first_step_on_two_nodes_is_the_scripts():
+    desk = Desk(2)
+    desk.node("n0")
+    desk.node("n1")
+    for worker in desk.workers():
+        desk.started(worker)
+    for worker in desk.workers():
+        desk.says(worker, m.Failed(0, None, 0, "KeyError", "'x'", "Traceback\nKeyError: 'x'"))
+        desk.exits(worker, 1)
+    assert desk.state.outcome == "failed"
+    assert desk.state.blame.cause == "KeyError: 'x'"
+    assert desk.state.blame.node == "n0"
+    assert desk.state.blame.tail == ["last line"]
+
+
+def test_the_budget_ends_restarts_and_then_the_job():
+    desk = running(2, min_nodes=2, max_restarts=1)
+    lose_worker_and_park(desk, "n0.0#1", 5)
+    desk.ready("n0.0#3")
+    desk.commit(6)
+    desk.exits("n0.0#3", -9)
+    desk.parks("n1.0#2", 6)
+    assert desk.state.outcome == "failed"
+    assert desk.state.stop_reason == "the restart budget is spent"
+    assert len(desk.sent(m.StartWorker)) == 3
+    assert desk.told("n1.0#2", m.Stop)[0].save_to == "checkpoint"
+
+
+def test_with_a_spent_budget_it_goes_on_smaller_as_long_as_it_may():
+    desk = running(3, max_restarts=0)
+    lose_worker_and_park(desk, "n0.0#1", 5)
+    assert desk.members() == ["n1.0#2", "n2.0#3"]
+    assert len(desk.sent(m.StartWorker)) == 3
+
+
+def test_an_engine_without_nodes_is_asked_again_after_a_while_only():
+    desk = running(2, committed=5)
+    desk.lose("n1")
+    desk.parks("n0.0#1", 5)
+    desk.do(e.NodeUnavailable("full"))
+    assert len(desk.did(e.ProvideNode)) == 1
+    desk.wait(desk.core.timing.form_s - 1)
+    assert len(desk.did(e.ProvideNode)) == 1
+    desk.wait(2.0)
+    assert len(desk.did(e.ProvideNode)) == 2
+    assert desk.state.replaced == 1
+
+
+def test_a_node_that_was_asked_for_and_never_comes_is_asked_for_again():
+    desk = running(2, min_nodes=2)
+    desk.lose("n1")
+    desk.parks("n0.0#1", 5)
+    desk.wait(desk.core.timing.wait_s / 2 + 1)
+    assert len(desk.did(e.ProvideNode)) == 2
+    desk.wait(desk.core.timing.wait_s / 2)
+    assert desk.state.stop_reason == "too few workers for 300 s"
+
+
+# ---------------------------------------------------------------- hangs
+
+
+def stall(desk: Desk, worker: str, **views: m.WorkerView) -> None:
+    """One agent says that its worker stands still; all answer."""
+    desk.do(e.NodeSays(worker.partition(".")[0], m.Stalled(worker, views[worker.partition(".")[0]])))
+    request = desk.sent(m.Inspect)[-1][1].request
+    for node, view in views.items():
+        desk.do(e.NodeSays(node, m.Views(request, (view,))))
+
+
+def at(desk: Desk, worker: str, phase: Phase, idle_s: float = 5.0, process: str = "S") -> m.WorkerView:
+    number = desk.state.number
+    median = desk.known(worker).median_s
+    return m.WorkerView(worker, 0, 1, number, Place(number, 5, int(phase)), process, idle_s, median_s=median)
+
+
+def test_who_holds_the_others_up_is_taken_out():
+    desk = running(3, spares=1)
+    views = {
+        "n0": at(desk, "n0.0#1", Phase.REDUCE),
+        "n1": at(desk, "n1.0#2", Phase.BACKWARD),
+        "n2": at(desk, "n2.0#3", Phase.REDUCE),
+    }
+    stall(desk, "n0.0#1", **views)
+    assert desk.killed() == {"n1.0#2"}
+    assert desk.incidents()[0].cause == "hang: stands still in backward while others wait for it"
+    assert desk.state.phase is JobPhase.BREAKING
+
+
+def test_a_first_step_may_compile_while_others_wait():
+    desk = running(3, committed=0)
+    views = {
+        "n0": at(desk, "n0.0#1", Phase.REDUCE, idle_s=60.0),
+        "n1": at(desk, "n1.0#2", Phase.FORWARD, idle_s=61.0),
+        "n2": at(desk, "n2.0#3", Phase.REDUCE, idle_s=60.0),
+    }
+    stall(desk, "n0.0#1", **views)
+    assert desk.state.phase is JobPhase.RUNNING
+    views["n1"] = at(desk, "n1.0#2", Phase.FORWARD, idle_s=301.0)
+    stall(desk, "n0.0#1", **views)
+    assert desk.killed() == {"n1.0#2"}
+
+
+def test_a_compiling_worker_has_time_to_leave_a_broken_generation():
+    desk = running(3, committed=0)
+    desk.exits("n2.0#3", -9)
+    desk.parks("n0.0#1", 0)
+    desk.wait(60.0)
+    assert desk.state.phase is JobPhase.BREAKING
+    desk.parks("n1.0#2", 0)
+    assert desk.members() == ["n0.0#1", "n1.0#2"]
+
+
+def test_a_worker_that_does_not_leave_a_broken_generation_is_taken_out():
+    desk = running(3)
+    desk.exits("n2.0#3", -9)
+    desk.parks("n0.0#1", 5)
+    desk.wait(3.1)
+    assert desk.killed() == {"n1.0#2"}
+    assert desk.members() == ["n0.0#1"]
+
+
+def test_a_stopped_worker_in_a_broken_generation_is_taken_out_at_once():
+    desk = running(3)
+    desk.exits("n2.0#3", -9)
+    desk.do(e.NodeSays("n1", m.Stalled("n1.0#2", at(desk, "n1.0#2", Phase.FORWARD, process="T"))))
+    assert desk.killed() == {"n1.0#2"}
+
+
+def test_a_stopped_spare_is_replaced_without_a_break():
+    desk = running(2, spares=1)
+    spare = desk.worker_on("n2")
+    desk.do(e.NodeSays("n2", m.Stalled(spare, desk.view(spare, process="T"))))
+    assert desk.killed() == {spare}
+    assert desk.state.phase is JobPhase.RUNNING
+    assert not desk.incidents()
+
+
+def test_nobody_differs_twice_is_retried_then_half_is_replaced_and_the_state_lives_on():
+    desk = running(4)
+    for attempt in range(3):
+        members = desk.members()
+        views = {w.partition(".")[0]: at(desk, w, Phase.REDUCE) for w in members}
+        stall(desk, members[0], **views)
+        assert desk.state.phase is JobPhase.BREAKING
+        killed = desk.killed()
+        for worker in members:
+            if worker not in killed:
+                desk.parks(worker, 5)
+        assert len(killed) == (2 if attempt == 2 else 0)
+    assert desk.state.lost_steps == 0
+    assert len(desk.members()) == 2
+
+
+def test_all_at_a_standstill_without_waiting_for_each_other_is_watched_for_a_while():
+    desk = running(2)
+    views = {w.partition(".")[0]: at(desk, w, Phase.DATA) for w in desk.members()}
+    for _ in range(9):
+        stall(desk, desk.members()[0], **views)
+    assert desk.state.phase is JobPhase.RUNNING
+    stall(desk, desk.members()[0], **views)
+    assert desk.state.phase is JobPhase.BREAKING
+
+
+def test_no_verdict_while_a_node_does_not_answer():
+    desk = running(3)
+    view = at(desk, "n0.0#1", Phase.VOTE)
+    desk.do(e.NodeSays("n0", m.Stalled("n0.0#1", view)))
+    desk.do(e.NodeSays("n0", m.Views(1, (view,))))
+    desk.do(e.NodeSays("n1", m.Views(1, (at(desk, "n1.0#2", Phase.REDUCE),))))
+    desk.wait(desk.core.timing.inspect_s + 0.1)
+    assert desk.records("stall-judged")[0]["reason"] == "not every worker was seen"
+    assert desk.state.phase is JobPhase.RUNNING
+
+
+# ---------------------------------------------------------------- the coordinator is lost
+
+
+def test_a_new_coordinator_adopts_the_running_generation():
+    desk = running(3)
+    desk.crash()
+    assert desk.newest == [a for a in desk.newest if isinstance(a, e.Record)]
+    desk.back()
+    assert desk.state.number == 1
+    assert not desk.told("n0.0#1", m.Form, newest=True)
+    desk.commit(6)
+    incident = desk.incidents()[0]
+    assert (incident.rung, incident.fault, incident.open) == ("coordinator", "kill-coordinator", False)
+    assert desk.state.phase is JobPhase.RUNNING
+
+
+def test_agents_that_do_not_come_back_are_lost():
+    desk = running(3)
+    desk.crash()
+    desk.back("n0", "n1")
+    desk.wait(desk.core.timing.adopt_s + 0.1, alive=("n0", "n1"))
+    assert not desk.state.nodes["n2"].alive
+    assert desk.state.phase is JobPhase.BREAKING
+
+
+def test_a_generation_that_nobody_heard_of_is_told_again():
+    desk = running(3)
+    lose_worker_and_park(desk, "n1.0#2", 5, prepared=True)
+    desk.crash()
+    desk.back("n0", n0={"formed": 1, "parked": m.Parked(1, 5, True)})
+    form = desk.told("n0.0#1", m.Form, newest=True)[0]
+    assert form.apply
+    assert form.generation.number == 2
+
+
+def test_a_yield_that_nobody_heard_of_is_told_again():
+    desk = running(3)
+    lose_worker_and_park(desk, "n1.0#2", 5)
+    desk.ready("n1.0#4")
+    desk.commit(6)
+    desk.crash()
+    desk.back("n0")
+    assert desk.told("n0.0#1", m.Yield, newest=True)
+    assert not desk.told("n0.0#1", m.Break, newest=True)
+
+
+def test_a_break_that_nobody_heard_of_is_told_again_and_gets_its_time():
+    desk = running(3)
+    desk.exits("n2.0#3", -9)
+    desk.crash(away_s=60.0)
+    assert not desk.killed()
+    desk.back("n0", "n1")
+    assert desk.told("n0.0#1", m.Break)
+    desk.parks("n0.0#1", 5)
+    desk.parks("n1.0#2", 5)
+    assert desk.members() == ["n0.0#1", "n1.0#2"]
+
+
+def test_a_stop_that_nobody_heard_of_is_told_again():
+    desk = running(2)
+    desk.do(e.StopRequested("enough"))
+    desk.parks("n0.0#1", 6)
+    desk.parks("n1.0#2", 6)
+    desk.crash()
+    desk.back("n0", n0={"parked": m.Parked(1, 6)})
+    assert desk.told("n0.0#1", m.Stop, newest=True)[0].save_to == "checkpoint"
+
+
+def test_a_worker_whose_start_was_lost_is_started_again_without_cost():
+    desk = running(2)
+    desk.node("n2")
+    lost = desk.worker_on("n2")
+    desk.crash()
+    desk.back("n0", "n1")
+    desk.node("n2")
+    assert lost in desk.killed()
+    assert desk.worker_on("n2") != lost
+    assert desk.state.restarts_used == 0
+
+
+def test_a_worker_that_ended_meanwhile_is_lost_when_its_end_is_told():
+    desk = running(2)
+    desk.crash()
+    view = desk.view("n0.0#1", process="X")
+    desk.node("n0", workers=(view,))
+    assert desk.known("n0.0#1").phase is WorkerPhase.MEMBER
+    desk.exits("n0.0#1", -9)
+    assert desk.state.phase is JobPhase.BREAKING
+
+
+def test_a_worker_that_an_agent_no_longer_knows_is_lost_after_a_while():
+    desk = running(2)
+    desk.crash()
+    desk.node("n0")
+    desk.back("n1")
+    desk.wait(1.9)
+    assert desk.known("n0.0#1").phase is WorkerPhase.MEMBER
+    desk.wait(0.2)
+    assert desk.known("n0.0#1").phase is WorkerPhase.GONE
+
+
+def test_steps_that_were_done_while_no_coordinator_listened_are_not_done_again():
+    desk = running(2)
+    desk.crash()
+    for name, worker in (("n0", "n0.0#1"), ("n1", "n1.0#2")):
+        desk.node(name, workers=(desk.view(worker, process="X", done=m.Done(40, "end", 0.1)),))
+        desk.exits(worker, 0)
+    assert desk.state.outcome == "finished"
+    assert desk.state.committed == 40
+
+
+def test_the_end_is_told_again_by_a_successor():
+    desk = running(1)
+    desk.says("n0.0#1", m.Done(6, "end", 0.1))
+    desk.exits("n0.0#1", 0)
+    assert [a.outcome for a in desk.did(e.End)] == ["finished"]
+    desk.crash()
+    assert [a.outcome for a in desk.did(e.End, newest=True)] == ["finished"]
+    desk.node("n0")
+    assert desk.sent(m.Shutdown, newest=True)[0][0] == "n0"
+
+
+def test_requests_for_nodes_are_made_again_by_a_successor_when_the_engine_can_hear():
+    desk = running(2)
+    desk.lose("n1")
+    desk.parks("n0.0#1", 5)
+    desk.crash()
+    assert not desk.did(e.ProvideNode, newest=True)
+    desk.back("n0")
+    desk.wait(desk.core.timing.adopt_s)
+    assert len(desk.did(e.ProvideNode)) == 2
+
+
+# ---------------------------------------------------------------- stop
+
+
+def stopped(desk: Desk) -> None:
+    for worker in desk.workers(WorkerPhase.PARKED):
+        if stop := desk.told(worker, m.Stop):
+            committed = desk.known(worker).committed + stop[0].apply
+            if stop[0].save_to:
+                desk.says(worker, m.Saved(committed, "checkpoint"))
+            desk.says(worker, m.Done(committed, "bits", None, stopped=True))
+    for worker in desk.workers(WorkerPhase.DONE):
+        desk.exits(worker, 0)
+
+
+def test_stop_while_running_ends_at_a_commit_and_saves_once():
+    desk = running(3)
+    desk.do(e.StopRequested("enough"))
+    assert all(desk.told(w, m.Yield) for w in desk.members())
+    for worker in desk.members():
+        desk.parks(worker, 6)
+    saving = [w for w in desk.members() if desk.told(w, m.Stop)]
+    assert saving == ["n0.0#1"]  # the others keep their copies until it is on disk
+    stopped(desk)
+    stopped(desk)
+    assert desk.state.durable == Durable(6, "checkpoint")
+    assert desk.did(e.End)[0].outcome == "stopped"
+
+
+def test_stop_while_gathering_the_first_generation():
+    desk = Desk(2)
+    desk.node("n0")
+    desk.node("n1")
+    desk.started("n0.0#1")
+    desk.do(e.StopRequested("enough"))
+    assert desk.killed() == {"n0.0#1", "n1.0#2"}
+    assert desk.did(e.End)[0].outcome == "stopped"
+
+
+def test_stop_while_breaking_saves_what_counts_after_all():
+    desk = running(3)
+    desk.exits("n1.0#2", -9)
+    desk.do(e.StopRequested("enough"))
+    desk.parks("n0.0#1", 5, prepared=True)
+    desk.parks("n2.0#3", 5, prepared=True)
+    stop = desk.told("n0.0#1", m.Stop)[0]
+    assert (stop.apply, stop.save_to) == (True, "checkpoint")
+    stopped(desk)
+    stopped(desk)
+    assert desk.state.durable.step == 6
+
+
+def test_a_saver_that_dies_is_followed_by_another():
+    desk = running(2)
+    desk.do(e.StopRequested("enough"))
+    desk.parks("n0.0#1", 6)
+    desk.parks("n1.0#2", 6)
+    desk.exits("n0.0#1", -9)
+    assert desk.told("n1.0#2", m.Stop)[0].save_to == "checkpoint"
+
+
+def test_a_saver_that_hangs_is_followed_by_another():
+    desk = running(2)
+    desk.do(e.StopRequested("enough"))
+    desk.parks("n0.0#1", 6)
+    desk.parks("n1.0#2", 6)
+    desk.wait(desk.core.timing.start_s + 1)
+    assert desk.killed() == {"n0.0#1"}
+    assert desk.told("n1.0#2", m.Stop)[0].save_to == "checkpoint"
+    desk.wait(desk.core.timing.start_s + 1)
+    assert desk.did(e.End)
+
+
+def test_a_step_that_does_not_end_is_dropped_when_the_job_stops():
+    desk = running(2)
+    desk.do(e.StopRequested("enough"))
+    desk.wait(desk.core.timing.stop_s + 0.1)
+    assert desk.told("n0.0#1", m.Break)
+    desk.parks("n0.0#1", 5)
+    desk.parks("n1.0#2", 5)
+    assert desk.told("n0.0#1", m.Stop)[0].save_to == "checkpoint"
+
+
+def test_nothing_is_saved_when_nothing_was_trained():
+    desk = running(2, committed=0)
+    desk.do(e.StopRequested("enough"))
+    desk.parks("n0.0#1", 0)
+    desk.parks("n1.0#2", 0)
+    assert [desk.told(w, m.Stop)[0].save_to for w in desk.members()] == [None, None]
+
+
+# ---------------------------------------------------------------- the last step
+
+
+def test_all_done_is_finished():
+    desk = running(2, spares=1)
+    for worker in desk.members():
+        desk.says(worker, m.Done(9, "bits", 0.5))
+    assert desk.killed() == {"n2.0#3"}
+    for worker in desk.members():
+        desk.exits(worker, 0)
+    assert desk.did(e.End)[0].outcome == "finished"
+    assert desk.state.restarts_used == 0
+
+
+def test_one_is_done_and_the_others_only_prepared():
+    desk = running(3)
+    desk.says("n0.0#1", m.Done(6, "bits", 0.5))
+    desk.exits("n1.0#2", -9)
+    desk.parks("n2.0#3", 5, prepared=True)
+    assert desk.told("n2.0#3", m.Stop)[0].apply
+    desk.says("n2.0#3", m.Done(6, "bits", 0.5, stopped=True))
+    desk.exits("n2.0#3", 0)
+    desk.exits("n0.0#1", 0)
+    assert desk.state.outcome == "finished"
+    assert {w.digest for w in desk.state.workers.values() if w.digest} == {"bits"}
+
+
+def test_a_script_that_fails_after_its_last_step_is_told_apart_from_a_machine_that_does():
+    for code, outcome in ((1, "failed"), (-9, "finished")):
+        desk = running(1)
+        desk.says("n0.0#1", m.Done(6, "bits", 0.5))
+        desk.exits("n0.0#1", code)
+        assert desk.state.outcome == outcome
+
+
+# ---------------------------------------------------------------- a month
+
+
+def test_a_long_run_stays_small():
+    desk = running(3)
+    largest = 0
+    for fault in range(400):
+        desk.wait(0.5)
+        name = desk.members()[fault % 3].partition(".")[0]
+        if fault % 2:
+            lose_worker_and_park(desk, desk.worker_on(name), desk.state.committed)
+            desk.state.restarts_used = 0
+        else:
+            desk.lose(name)
+            for worker in desk.members():
+                if desk.known(worker).phase is WorkerPhase.MEMBER:
+                    desk.parks(worker, desk.state.committed)
+            desk.state.replaced = 0
+            desk.node(f"m{fault}")
+        desk.commit(desk.state.committed + 1)
+        for worker in desk.workers(WorkerPhase.STARTING):
+            desk.ready(worker)
+        desk.commit(desk.state.committed + 1)
+        for worker in desk.members():
+            desk.parks(worker, desk.state.committed)
+        desk.commit(desk.state.committed + 1)
+        small = msgspec.structs.replace(desk.state, incidents=[], history=[])
+        largest = max(largest, len(msgspec.msgpack.encode(small)))
+    assert len(desk.incidents()) == 400
+    assert not any(i.open for i in desk.incidents())
+    assert largest < 64 << 10, largest
+    assert len(desk.state.workers) < 100
+    assert len(desk.state.nodes) < 100
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_the_state_survives_a_round_trip(nodes):
+    desk = running(nodes, spares=1)
+    desk.do(e.StopRequested("enough"))
+    encoded = msgspec.msgpack.encode(desk.state)
+    assert msgspec.msgpack.encode(msgspec.msgpack.decode(encoded, type=type(desk.state))) == encoded

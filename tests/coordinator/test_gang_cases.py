@@ -1,0 +1,210 @@
+"""Level 0, one situation after the other: scripts that do not know of Holdfast."""
+
+from desk import Desk
+
+from holdfast.coordinator import events as e
+from holdfast.coordinator.state import JobPhase
+from holdfast.protocol import messages as m
+
+
+def launched(nodes: int = 2, nproc: int = 1, spares: int = 0, **spec: object) -> Desk:
+    """A job whose first attempt runs."""
+    desk = Desk(nodes, nproc=nproc, spares=spares, **spec)
+    for i in range(nodes + spares):
+        desk.node(f"n{i}", slots=nproc)
+    assert desk.state.phase is JobPhase.RUNNING
+    return desk
+
+
+def end(desk: Desk, code: int = -15) -> None:
+    """Everyone who was told to end ends."""
+    for worker in desk.workers():
+        desk.exits(worker, code)
+
+
+def raises(desk: Desk, worker: str, error: str = "KeyError: 'x'") -> None:
+    kind, _, message = error.partition(": ")
+    desk.says(worker, m.Failed(0, None, 0, kind, message, f"Traceback\n{error}"))
+    desk.exits(worker, 1)
+
+
+def environments(desk: Desk) -> list[dict[str, str]]:
+    """The environment of every worker that was started, in order."""
+    return [order.env for _, order in desk.sent(m.StartWorker)]
+
+
+def test_all_start_together_with_torchruns_variables():
+    desk = launched(2, nproc=2)
+    found = environments(desk)
+    assert [env["RANK"] for env in found] == ["0", "1", "2", "3"]
+    assert [env["LOCAL_RANK"] for env in found] == ["0", "1", "0", "1"]
+    assert [env["GROUP_RANK"] for env in found] == ["0", "0", "1", "1"]
+    assert {env["WORLD_SIZE"] for env in found} == {"4"}
+    assert {env["MASTER_ADDR"] for env in found} == {"n0"}
+    assert len({env["MASTER_PORT"] for env in found}) == 1
+
+
+def test_a_death_ends_all_and_all_start_again_with_another_port():
+    desk = launched(2)
+    desk.exits("n0.0#1", -9)
+    assert desk.sent(m.KillWorker, newest=True) == [("n1", m.KillWorker("n1.0#2", 1.0))]
+    assert len(environments(desk)) == 2  # nobody starts before the last of the old attempt is gone
+    end(desk)
+    before, after = environments(desk)[:2], environments(desk)[2:]
+    assert [env["RANK"] for env in after] == ["0", "1"]
+    assert before[0]["MASTER_PORT"] != after[0]["MASTER_PORT"]
+    assert after[0]["TORCHELASTIC_RESTART_COUNT"] == "1"
+    assert desk.incidents()[0].rung == "restart of all workers"
+
+
+def test_exit_code_0_of_all_is_finished():
+    desk = launched(2)
+    desk.exits("n0.0#1", 0)
+    assert desk.state.phase is JobPhase.RUNNING
+    desk.exits("n1.0#2", 0)
+    assert desk.did(e.End)[0].outcome == "finished"
+    assert {n for n, _ in desk.sent(m.Shutdown)} == {"n0", "n1"}
+
+
+def test_a_restart_and_then_the_end():
+    desk = launched(2)
+    desk.exits("n1.0#2", 3)
+    end(desk)
+    for worker in desk.workers():
+        desk.exits(worker, 0)
+    assert desk.state.outcome == "finished"
+    assert desk.state.restarts_used == 1
+
+
+def test_progress_closes_the_incident():
+    desk = launched(2)
+    desk.exits("n1.0#2", -9)
+    end(desk)
+    desk.says("n0.0#3", m.Progress(2, 1, 0.1))
+    assert not desk.incidents()[0].open
+
+
+def test_a_lost_node_is_replaced_by_a_spare():
+    desk = launched(2, spares=1)
+    desk.lose("n0")
+    end(desk)
+    assert [n for n, _ in desk.sent(m.StartWorker)][2:] == ["n1", "n2"]
+    assert environments(desk)[2]["MASTER_ADDR"] == "n1"
+    assert len(desk.did(e.ProvideNode)) == 1
+
+
+def test_a_syntax_error_is_the_scripts_fault_and_the_first_one_is_shown():
+    desk = launched(2)
+    raises(desk, "n0.0#1", "SyntaxError: invalid syntax")
+    end(desk)
+    raises(desk, "n1.0#4", "SyntaxError: invalid syntax")
+    end(desk)
+    assert desk.state.outcome == "failed"
+    assert desk.state.stop_reason == "the same error in 2 attempts in a row"
+    assert (desk.state.blame.node, desk.state.blame.rank) == ("n0", 0)
+    assert desk.state.blame.cause == "SyntaxError: invalid syntax"
+    assert desk.did(e.End)[0].outcome == "failed"
+
+
+def test_two_deaths_far_apart_are_no_fault_of_the_script():
+    desk = launched(2)
+    for attempt in range(6):
+        desk.says(desk.members()[0], m.Progress(desk.state.number, 10 * (attempt + 1), 0.1))
+        desk.exits(desk.members()[attempt % 2], -9)
+        end(desk)
+    assert desk.state.outcome is None
+    assert desk.state.number == 7
+
+
+def test_a_node_whose_workers_fail_again_and_again_is_given_up():
+    desk = launched(2, spares=1)
+    for _ in range(3):
+        there = [w for w in desk.workers() if w.startswith("n0.")]
+        if not there:
+            break
+        raises(desk, there[0], "CudaError: ECC")
+        end(desk)
+    # a node with failures comes last: the spare took its place already
+    assert desk.state.nodes["n0"].failures == 1
+    desk = launched(2)
+    for _ in range(3):
+        raises(desk, desk.worker_on("n0"), "CudaError: ECC")
+        end(desk)
+    assert not desk.state.nodes["n0"].alive
+    assert desk.did(e.ReleaseNode)[0].reason == "its workers fail again and again: CudaError: ECC"
+
+
+def test_without_restarts_the_first_failure_is_the_last():
+    desk = launched(1, max_restarts=0)
+    raises(desk, "n0.0#1")
+    assert desk.state.stop_reason == "no restarts are allowed"
+    assert desk.did(e.End)[0].outcome == "failed"
+
+
+def test_the_budget_is_respected():
+    desk = launched(2, max_restarts=2)
+    for code in (3, 4, 5):
+        desk.exits(desk.members()[0], code)
+        end(desk)
+    assert desk.state.stop_reason == "the restart budget is spent"
+    assert desk.state.number == 3
+
+
+def test_no_nodes_and_none_to_be_had():
+    desk = launched(2, min_nodes=2, max_restarts=1)
+    desk.lose("n0")
+    end(desk)
+    desk.node("n2")
+    assert desk.state.number == 2
+    desk.lose("n2")
+    end(desk)
+    assert desk.state.outcome == "failed"
+
+
+def test_a_stopped_worker_restarts_all():
+    desk = launched(2)
+    view = desk.view("n1.0#2", process="T")
+    desk.do(e.NodeSays("n1", m.Stalled("n1.0#2", view)))
+    desk.do(e.NodeSays("n0", m.Views(1, (desk.view("n0.0#1"),))))
+    desk.do(e.NodeSays("n1", m.Views(1, (view,))))
+    assert desk.killed() == {"n0.0#1", "n1.0#2"}
+    assert desk.incidents()[0].ranks == [1]
+
+
+def test_stop_ends_all_with_a_grace():
+    desk = launched(2)
+    desk.do(e.StopRequested("enough"))
+    assert {k.grace_s for _, k in desk.sent(m.KillWorker)} == {desk.core.timing.stop_s / 2}
+    end(desk)
+    assert desk.did(e.End)[0].outcome == "stopped"
+
+
+def test_stop_does_not_wait_for_ever():
+    desk = launched(2)
+    desk.do(e.StopRequested("enough"))
+    desk.wait(desk.core.timing.stop_s + 0.1)
+    assert desk.did(e.End)[0].outcome == "stopped"
+
+
+def test_orders_to_end_that_were_lost_are_given_again_by_a_successor():
+    desk = launched(2)
+    desk.exits("n0.0#1", -9)
+    desk.crash()
+    desk.back("n1")
+    assert desk.sent(m.KillWorker, newest=True) == [("n1", m.KillWorker("n1.0#2"))]
+
+
+def test_who_was_told_to_end_is_no_member_at_level_2():
+    desk = launched(2)
+    desk.exits("n0.0#1", -9)
+    desk.says("n1.0#2", m.Attached())  # its last words were on the way already
+    desk.says("n1.0#2", m.Ready("d", "n1", 1, 2))
+    assert desk.state.level == 2
+    assert not desk.told("n1.0#2", m.Form)
+    for worker in desk.workers():
+        assert worker not in ("n0.0#1", "n1.0#2")
+        desk.ready(worker)
+    desk.exits("n1.0#2", -15)
+    assert desk.state.phase is JobPhase.RUNNING
+    desk.commit(1)
+    assert not any(i.open for i in desk.incidents())
