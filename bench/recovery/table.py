@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -29,6 +30,8 @@ class Column:
     digits: int
     target: float | None
     """What level 2 must stay below; lost steps must be 0."""
+    noisy: bool = False
+    """Compare the middle halves instead of the medians: two systems are level when these overlap."""
 
     def spread(self, system: Measured) -> Spread | None:
         return spread(self.values(system))
@@ -52,7 +55,7 @@ STALL = Column("stall", "stall\ns", _of_recoveries(lambda r: r.stall_s), 2, 0.5)
 NEW_WORK = Column("new work", "new work\ns", _of_recoveries(lambda r: r.new_work_s), 2, None)
 FULL = Column("full strength", "full\nstrength s", _of_recoveries(lambda r: r.full_s), 2, 1.5)
 LOST = Column("lost steps", "lost\nsteps", _of_recoveries(lambda r: r.lost_steps), 0, 0)
-STEP = Column("step / plain DDP", "step /\nplain DDP", Measured.ratios, 2, None)
+STEP = Column("step / plain DDP", "step /\nplain DDP", Measured.ratios, 2, None, noisy=True)
 COLUMNS = (STALL, FULL, LOST, NEW_WORK, STEP)
 COMPARED = (STALL, FULL, LOST, STEP)
 """The columns in which level 2 is to be ahead of every peer."""
@@ -130,7 +133,7 @@ def verdicts(ours: Measured, peers: Sequence[Measured]) -> list[str]:
     lines = []
     for column in COMPARED:
         mine = column.spread(ours)
-        rivals = [(found.median, peer.title) for peer in peers if (found := column.spread(peer)) is not None]
+        rivals = [(found.median, peer) for peer in peers if (found := column.spread(peer)) is not None]
         if mine is None:
             lines.append(f"{column.name}: Holdfast level 2 has no figure")
             continue
@@ -141,8 +144,27 @@ def verdicts(ours: Measured, peers: Sequence[Measured]) -> list[str]:
                 f"target {'<' if column.target else ''}{column.target:g}: {'met' if met else 'MISSED'}"
             )
         if rivals:
-            best, title = min(rivals)
-            standing = "ahead" if mine.median < best else "level" if mine.median == best else "BEHIND"
-            words.append(f"best peer {column.number(best)} ({title}): {standing}")
+            best, peer = min(rivals, key=lambda rival: rival[0])
+            standing = _standing(column, ours, peer)
+            words.append(f"best peer {column.number(best)} ({peer.title}): {standing}")
         lines.append("; ".join(words))
     return lines
+
+
+def _standing(column: Column, ours: Measured, peer: Measured) -> str:
+    mine, theirs = _middle(column, ours), _middle(column, peer)
+    if mine[1] < theirs[0]:
+        return "ahead"
+    if theirs[1] < mine[0]:
+        return "BEHIND"
+    return "level (within the noise)" if column.noisy else "level"
+
+
+def _middle(column: Column, system: Measured) -> tuple[float, float]:
+    """The range that is compared: of a noisy column the quartiles, else the median."""
+    values = column.values(system)
+    if column.noisy and len(values) > 1:
+        low, _, high = statistics.quantiles(values, n=4)
+        return low, high
+    median = statistics.median(values)
+    return median, median

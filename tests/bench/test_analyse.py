@@ -7,9 +7,11 @@ from dataclasses import asdict
 
 import pytest
 from bench.overhead import analyse as overhead
-from bench.recovery import analyse
+from bench.recovery import analyse, table
 from bench.recovery.events import NOT_PARTICIPATING, Commit, parse
-from bench.recovery.floor import last_of
+from bench.recovery.floor import PARAMETERS, last_of
+from bench.recovery.harness import Measured, Plan
+from rich.console import Console
 
 KILLED, FIRST, SECOND, NEWCOMER = 13, 11, 12, 14
 KILLED_AT = 10.5
@@ -167,3 +169,38 @@ def test_overhead_leaves_out_a_round_that_is_not_whole() -> None:
     assert overhead.compare(log).rounds == 1
     with pytest.raises(ValueError, match="no round"):
         overhead.compare(log[:3])
+
+
+def measured(name: str, title: str, stalls: list[float], steps: list[float]) -> Measured:
+    recoveries = [analyse.Recovery(stall, stall + 0.1, stall, lost_steps=0) for stall in stalls]
+    return Measured(name, title, "", recoveries=recoveries, step_s=steps, plain_step_s=[1.0] * len(steps))
+
+
+def test_verdicts_name_the_target_and_the_best_peer() -> None:
+    ours = measured("holdfast-2", "Holdfast", [0.4, 0.45, 0.5], [1.0, 1.02, 1.04, 1.1])
+    slow = measured("a", "Slow", [5.0], [0.99, 1.03, 1.05])
+    quick = measured("b", "Quick", [0.41], [1.4, 1.5, 1.6])
+    stall, full, lost, step = table.verdicts(ours, [slow, quick])
+    assert stall == "stall: 0.45; target <0.5: met; best peer 0.41 (Quick): BEHIND"
+    assert full == "full strength: 0.55; target <1.5: met; best peer 0.51 (Quick): BEHIND"
+    assert lost == "lost steps: 0; target 0: met; best peer 0 (Slow): level"
+    assert step == "step / plain DDP: 1.03; best peer 1.03 (Slow): level (within the noise)"
+
+
+def test_a_system_without_figures_has_a_row_and_its_error_below(capsys: pytest.CaptureFixture[str]) -> None:
+    broken = Measured("torchft", "torchft", "its flags", error="pip: no matching [distribution]")
+    console = Console(width=table.WIDTH)
+    table.print_results(console, Plan(), [broken], floor=None)
+    printed = capsys.readouterr().out
+    assert "could not be measured" in printed
+    assert "pip: no matching [distribution]" in printed
+    assert max(map(len, printed.splitlines())) <= table.WIDTH
+
+
+def test_the_floor_knows_the_size_of_the_model() -> None:
+    torch = pytest.importorskip("torch")
+    from bench.recovery import model
+
+    with torch.device("meta"):
+        network = model.build()
+    assert sum(p.numel() for p in network.parameters()) == PARAMETERS

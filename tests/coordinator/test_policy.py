@@ -1,110 +1,271 @@
-"""The pure decisions, exhaustively where that is possible."""
+"""Decisions as pure functions, one by one."""
 
-from itertools import permutations, product
+from itertools import product
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from holdfast.coordinator import policy
-from holdfast.coordinator.state import Failure
-from holdfast.protocol.messages import Generation, Member, WorkerView
-from holdfast.protocol.phases import Phase, Place
+from holdfast.coordinator.policy import (
+    NodeFault,
+    Report,
+    ScriptFault,
+    assign_ranks,
+    describe_exit,
+    failure_signature,
+    find_culprits,
+    gang_fault,
+    script_fault,
+    settle,
+)
+from holdfast.coordinator.state import Blame, Failure
+from holdfast.protocol.messages import Exited, Generation, Member, WorkerView
+from holdfast.protocol.page import Phase, Place
 
-REPORTS = [policy.Report(None), *(policy.Report(c, p) for c in (4, 5) for p in (False, True))]
+# ---------------------------------------------------------------- settle
+
+HOLDS = {
+    "nothing": Report(None),
+    "dropped": Report(5),
+    "prepared": Report(5, prepared=True),
+    "committed": Report(6),
+}
 
 
-@pytest.mark.parametrize("reports", list(product(REPORTS, repeat=3)))
-def test_settle_keeps_every_commit_and_moves_no_more_state_than_needed(reports):
-    given = {f"w{i}": r for i, r in enumerate(reports)}
-    outcome = policy.settle(given)
-    held = {w: r for w, r in given.items() if r.committed is not None}
-    if not held:
+@pytest.mark.parametrize("states", list(product(HOLDS, repeat=3)), ids="-".join)
+def test_settle_for_every_state_of_three_survivors(states):
+    """Design, section 5.4, in other words than the code's."""
+    names = dict(zip("abc", states, strict=True))
+    outcome = settle({w: HOLDS[s] for w, s in names.items()})
+    usable = {w for w, s in names.items() if s != "nothing"}
+    prepared = {w for w, s in names.items() if s == "prepared"}
+    if not usable:
         assert outcome.start is None
-        assert outcome.restore == set(given)
+        assert outcome.restore == set("abc")
+    elif "committed" in states or prepared == usable:
+        assert outcome.start == 6
+        assert outcome.apply == prepared
+        assert outcome.holders == prepared | {w for w, s in names.items() if s == "committed"}
+        assert outcome.restore == {w for w, s in names.items() if s in ("nothing", "dropped")}
+    else:
+        assert outcome.start == 5
+        assert outcome.apply == frozenset()
+        assert outcome.holders == usable
+        assert outcome.restore == set("abc") - usable
+
+
+reports = st.builds(Report, st.none() | st.integers(0, 9), st.booleans())
+
+
+@given(st.dictionaries(st.text("abcdefgh", min_size=1, max_size=2), reports, min_size=1))
+def test_settle_loses_no_commit_and_leaves_nobody_without_a_source(held):
+    outcome = settle(held)
+    committed = [r.committed for r in held.values() if r.committed is not None]
+    if not committed:
+        assert outcome.start is None
         return
-    newest = max(r.committed for r in held.values())
-    assert outcome.start in (newest, newest + 1)  # a committed step is never lost
-    after = {w: r.committed + (w in outcome.apply) for w, r in held.items()}
-    assert all(given[w].prepared for w in outcome.apply)  # nobody applies what it does not have
-    assert all(after[w] == outcome.start for w in outcome.holders)
-    assert outcome.holders  # someone brings the state
-    assert outcome.restore == {w for w in given if after.get(w) != outcome.start}
-    if outcome.start == newest + 1:
-        assert all(r == policy.Report(newest, True) for r in held.values())
+    assert max(committed) <= outcome.start <= max(committed) + 1
+    assert outcome.holders
+    assert outcome.holders.isdisjoint(outcome.restore)
+    assert outcome.holders | outcome.restore == set(held)
+    for worker in outcome.holders:
+        report = held[worker]
+        assert report.committed + (worker in outcome.apply) == outcome.start
+        assert worker not in outcome.apply or report.prepared
 
 
-def generation(*workers):
+# ---------------------------------------------------------------- ranks
+
+
+def generation(*workers: str) -> Generation:
     return Generation(1, tuple(Member(r, w, "n", 0) for r, w in enumerate(workers)))
 
 
-def test_at_an_unchanged_size_survivors_keep_their_ranks():
-    before = generation("a", "b", "c", "d")
-    assert policy.assign_ranks(before, ["d", "a", "c"], ["new"]) == ["a", "new", "c", "d"]
+def test_a_newcomer_takes_the_hole_at_the_same_size():
+    assert assign_ranks(generation("a", "b", "c"), ["c", "a"], ["x"]) == ["a", "x", "c"]
 
 
-def test_at_another_size_survivors_close_ranks():
-    assert policy.assign_ranks(generation("a", "b", "c"), ["c", "a"], []) == ["a", "c"]
-    assert policy.assign_ranks(generation("a", "b"), ["a", "b"], ["x"]) == ["a", "b", "x"]
-    assert policy.assign_ranks(None, [], ["x", "y"]) == ["x", "y"]
+def test_survivors_close_ranks_at_another_size():
+    assert assign_ranks(generation("a", "b", "c", "d"), ["d", "b"], []) == ["b", "d"]
+    assert assign_ranks(generation("a", "b", "c", "d"), ["d", "b"], ["x"]) == ["b", "d", "x"]
 
 
-@pytest.mark.parametrize("survivors", list(permutations("abc", 2)))
-def test_ranks_do_not_depend_on_the_order_of_reports(survivors):
-    before = generation("a", "b", "c")
-    assert policy.assign_ranks(before, list(survivors), ["n"]) == policy.assign_ranks(
-        before, sorted(survivors), ["n"]
-    )
+def test_the_first_generation_takes_them_as_they_come():
+    assert assign_ranks(None, [], ["x", "y"]) == ["x", "y"]
 
 
-def view(worker, phase, idle_s=9.0, process="S", collectives=1, committed=7):
-    place = Place(3, committed, int(phase), collectives, 1.0, 2.0, 3.0)
-    return WorkerView(worker, 0, 1, 3, place, process, idle_s, attached=True, median_s=0.1)
+def test_a_survivor_from_outside_the_last_generation_fills_a_hole():
+    assert assign_ranks(generation("a", "b", "c"), ["c", "z"], ["x"]) == ["z", "x", "c"]
 
 
-def culprits(*views, stacks=None):
+names = st.lists(st.sampled_from("abcdefgh"), unique=True, min_size=1)
+
+
+@given(names, st.data())
+def test_ranks_are_a_permutation_that_moves_nobody_without_need(before, data):
+    survivors = data.draw(st.permutations(data.draw(st.lists(st.sampled_from(before), unique=True))))
+    newcomers = data.draw(st.lists(st.sampled_from("uvwxyz"), unique=True))
+    if not survivors and not newcomers:
+        return
+    ranks = assign_ranks(generation(*before), survivors, newcomers)
+    assert sorted(ranks) == sorted([*survivors, *newcomers])
+    if len(ranks) == len(before):
+        assert all(ranks[r] == w for r, w in enumerate(before) if w in survivors)
+    else:
+        assert [w for w in ranks if w in survivors] == sorted(survivors, key=before.index)
+
+
+# ---------------------------------------------------------------- hangs
+
+
+def view(worker: str, phase: Phase, idle_s: float = 10.0, process: str = "S", **place: int) -> WorkerView:
+    where = Place(**({"generation": 3, "committed": 7, "collectives": 0} | place), phase=int(phase))
+    return WorkerView(worker, 0, 1, 3, where, process, idle_s)
+
+
+def culprits(
+    *views: WorkerView, stacks: dict[str, str] | None = None, complete: bool = True
+) -> tuple[str, ...]:
     allowed = {v.worker: 3.0 for v in views}
-    return policy.find_culprits(views, allowed, stacks or {}, complete=True).workers
+    return find_culprits(views, allowed, stacks or {}, complete).workers
 
 
-def test_a_stopped_process_is_named_first():
-    assert culprits(view("a", Phase.REDUCE), view("b", Phase.REDUCE, process="T")) == ("b",)
+@pytest.mark.parametrize("letter", ["T", "t"])
+def test_a_stopped_process_is_at_fault_whatever_it_did(letter):
+    assert culprits(view("a", Phase.REDUCE), view("b", Phase.REDUCE, process=letter)) == ("b",)
 
 
-def test_who_computes_while_others_wait_holds_them_up():
-    assert culprits(view("a", Phase.REDUCE), view("b", Phase.FORWARD), view("c", Phase.VOTE)) == ("b",)
+def test_who_computes_for_too_long_while_others_wait_is_at_fault():
+    views = (view("a", Phase.REDUCE), view("b", Phase.BACKWARD), view("c", Phase.VOTE))
+    assert culprits(*views) == ("b",)
+    assert culprits(*views, complete=False) == ("b",)
 
 
-def test_who_computes_and_moves_is_left_alone():
-    assert culprits(view("a", Phase.REDUCE), view("b", Phase.FORWARD, idle_s=0.1)) == ()
+def test_who_still_moves_is_not_at_fault():
+    assert culprits(view("a", Phase.REDUCE), view("b", Phase.BACKWARD, idle_s=0.2)) == ()
 
 
-def test_who_waits_at_an_earlier_point_is_behind():
-    assert culprits(view("a", Phase.REDUCE, collectives=3), view("b", Phase.REDUCE, collectives=1)) == ("b",)
+def test_who_waits_at_an_earlier_point_is_at_fault():
+    assert culprits(view("a", Phase.VOTE), view("b", Phase.REDUCE), view("c", Phase.VOTE)) == ("b",)
+    assert culprits(view("a", Phase.REDUCE, committed=8), view("b", Phase.VOTE)) == ("b",)
+    ahead = view("a", Phase.REDUCE, collectives=2)
+    assert culprits(
+        ahead, view("b", Phase.REDUCE, collectives=1), view("c", Phase.REDUCE, collectives=2)
+    ) == ("b",)
 
 
-def test_an_odd_stack_tells_who_differs():
+def test_nobody_is_called_behind_while_somebody_was_not_seen():
+    assert culprits(view("a", Phase.VOTE), view("b", Phase.REDUCE), complete=False) == ()
+
+
+def test_who_does_not_join_is_at_fault_before_who_waits_for_its_state():
+    views = (view("a", Phase.JOIN), view("b", Phase.TRANSFER), view("c", Phase.PARKED, generation=2))
+    assert culprits(*views) == ("c",)
+
+
+def test_alone_and_at_a_standstill():
+    assert culprits(view("a", Phase.FORWARD)) == ("a",)
+    assert culprits(view("a", Phase.FORWARD, idle_s=1.0)) == ()
+
+
+def test_the_odd_stack_is_at_fault_when_all_wait_at_one_point():
     views = [view(w, Phase.REDUCE) for w in "abc"]
-    assert culprits(*views, stacks={"a": "wait", "b": "wait", "c": "lock"}) == ("c",)
-    assert culprits(*views, stacks={"a": "wait", "b": "wait", "c": "wait"}) == ()
+    assert culprits(*views, stacks={"a": "poll", "b": "read", "c": "poll"}) == ("b",)
+    assert culprits(*views, stacks={"a": "poll", "b": "read", "c": "send"}) == ()
+    assert culprits(*views, stacks={"a": "poll", "b": "read"}) == ()
+    assert culprits(*views, stacks={"a": "poll", "b": "poll", "c": "poll"}) == ()
 
 
-def failure(step, signature, worker, generation):
-    return Failure(step, signature, worker, "n", generation)
+# ---------------------------------------------------------------- the script's fault or the machine's
 
 
-def test_the_same_error_after_a_retry_in_another_worker_is_the_scripts():
-    first = [failure(5, "E@x:1", "a", 1)]
-    assert policy.script_fault(first) is None
-    assert policy.script_fault([*first, failure(5, "E@x:1", "a", 2)]) is None
-    assert policy.script_fault([*first, failure(5, "E@x:1", "b", 1)]) is None  # all ranks at once: try again
-    assert policy.script_fault([*first, failure(5, "E@x:1", "b", 2)]) is not None
+def failure(
+    worker: str, generation: int, step: int | None = 7, error: str = "ValueError@train.py:3"
+) -> Failure:
+    return Failure(step, error, worker, worker.partition(".")[0], generation)
 
 
-def test_other_steps_and_other_causes_are_other_faults():
-    assert policy.script_fault([failure(5, "E@x:1", "a", 1), failure(6, "E@x:1", "b", 2)]) is None
-    assert policy.script_fault([failure(5, "E@x:1", "a", 1), failure(5, "F@x:1", "b", 2)]) is None
+def test_no_failure_is_nobodys():
+    assert script_fault([]) is None
+    assert gang_fault([]) is None
 
 
-def test_a_death_by_signal_must_repeat_three_times():
-    twice = [failure(5, "signal 11", "a", 1), failure(5, "signal 11", "b", 2)]
-    assert policy.script_fault(twice) is None
-    assert policy.script_fault([*twice, failure(5, "signal 11", "c", 3)]) is not None
+def test_the_same_step_and_error_again_on_a_second_worker_is_the_scripts():
+    assert script_fault([failure("n0.0#1", 1)]) is None
+    assert script_fault([failure("n0.0#1", 1), failure("n0.0#1", 2)]) is None
+    assert (
+        script_fault([failure("n0.0#1", 1), failure("n1.0#2", 1)]) is None
+    )  # all ranks at once: one attempt
+    fault = script_fault([failure("n0.0#1", 1), failure("n1.0#2", 2)])
+    assert fault == ScriptFault("the same error at step 7 in 2 attempts on 2 workers")
+
+
+@pytest.mark.parametrize("other", [{"step": 8}, {"error": "KeyError@train.py:3"}])
+def test_another_step_or_error_is_another_failure(other):
+    assert script_fault([failure("n0.0#1", 1), failure("n1.0#2", 2, **other)]) is None
+
+
+def test_a_signal_must_repeat_three_times():
+    deaths = [failure(f"n{i}.0#{i}", i, error="signal 11") for i in range(3)]
+    assert script_fault(deaths[:2]) is None
+    assert script_fault(deaths) is not None
+
+
+def test_before_the_first_step_two_nodes_must_agree():
+    one = failure("n0.0#1", 0, step=None, error="SyntaxError: invalid")
+    same_node = failure("n0.0#2", 0, step=None, error="SyntaxError: invalid")
+    other_node = failure("n1.0#3", 0, step=None, error="SyntaxError: invalid")
+    assert script_fault([one, same_node], nodes=2) is None
+    assert script_fault([one, same_node], nodes=1) is not None
+    assert script_fault([one, other_node], nodes=2) is not None
+    assert script_fault([one, other_node], nodes=2, trained=True) is None
+
+
+def test_level_0_counts_attempts_in_a_row():
+    first, second = failure("n0.0#1", 1, None), failure("n1.0#4", 2, None)
+    assert gang_fault([first], nodes=2) is None
+    assert gang_fault([first, second], nodes=2) == ScriptFault("the same error in 2 attempts in a row")
+    assert gang_fault([first, failure("n1.0#4", 3, None)], nodes=2) is None
+    assert gang_fault([first, failure("n1.0#4", 2, 9)], nodes=2) is None
+
+
+def test_level_0_two_workers_of_one_attempt_are_one_failure():
+    assert gang_fault([failure("n0.0#1", 1, None), failure("n1.0#2", 1, None)], nodes=2) is None
+
+
+def test_level_0_a_process_that_just_ends_says_less():
+    deaths = [failure(f"n{i % 2}.0#{i}", i, None, "exit code 2") for i in range(3)]
+    assert gang_fault(deaths[:2], nodes=2) is None
+    assert isinstance(gang_fault(deaths, nodes=2), ScriptFault)
+
+
+def test_level_0_a_node_that_fails_again_and_again_is_at_fault():
+    again = [failure(f"n0.0#{i}", i, None, "CudaError: ECC") for i in range(3)]
+    assert gang_fault(again[:2], nodes=2) is None
+    assert gang_fault(again, nodes=2) == NodeFault("n0")
+    assert isinstance(gang_fault(again, nodes=1), ScriptFault)
+
+
+def test_level_0_two_bad_nodes_in_turns_are_both_found():
+    turns = [failure(f"n{i % 2}.0#{i}", i, None, f"CudaError: ECC on n{i % 2}") for i in range(6)]
+    assert gang_fault(turns[:4], nodes=4) is None
+    assert gang_fault(turns[:5], nodes=4) == NodeFault("n0")
+    assert gang_fault(turns, nodes=4) == NodeFault("n1")
+
+
+# ---------------------------------------------------------------- how a process ended
+
+
+def test_exits_in_words():
+    assert describe_exit(-9) == "killed by signal 9 (SIGKILL)"
+    assert describe_exit(-64) == "killed by signal 64 (signal)"
+    assert describe_exit(3) == "exit code 3"
+
+
+def test_a_signature_is_the_exception_or_how_the_process_ended():
+    assert (
+        failure_signature(Blame("x", traceback="Traceback\n  ...\nKeyError: 'a'\n"), Exited("w", 1))
+        == "KeyError: 'a'"
+    )
+    assert failure_signature(Blame("x"), Exited("w", -11)) == "signal 11"
+    assert failure_signature(Blame("x"), Exited("w", 2)) == "exit code 2"

@@ -75,10 +75,12 @@ class Core:
         if s.level == 2:
             starting = self.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED)
             times += [w.started_s + self.timing.start_s for w in starting]
-        times += [d for d in (s.break_deadline_s, s.stop_deadline_s, s.inspect_deadline_s) if d is not None]
+        due = (s.break_deadline_s, s.stop_deadline_s, s.inspect_deadline_s, nodes.ask_again_s(self))
+        times += [d for d in due if d is not None]
         if s.phase is JobPhase.GATHERING and s.wait_deadline_s is not None:
             times.append(s.wait_deadline_s)
-        waits = (s.form_deadline_s, s.form_after_s, s.ask_after_s, s.start_after_s)
+        expected_s = nodes.expected_until_s(self)
+        waits = (s.form_deadline_s, s.form_after_s, s.ask_after_s, s.start_after_s, expected_s)
         times += [d for d in waits if d is not None and d > self.now]
         return min(times, default=None)
 
@@ -255,6 +257,9 @@ class Core:
         for worker in self.alive_workers():
             if worker.vanished_s is not None and now >= worker.vanished_s + self.timing.detection_s:
                 failures.lose_worker(self, worker, "its agent no longer knows it")
+        again_s = nodes.ask_again_s(self)
+        if again_s is not None and now >= again_s:
+            s.replacing = 0
         if s.inspect_deadline_s is not None and now >= s.inspect_deadline_s:
             hangs.judge(self)
         if s.level == 2:

@@ -238,7 +238,16 @@ def ask(core: Core) -> None:
     for _ in range(missing(core)):
         s.replacing += 1
         s.replaced += 1
+        s.asked_at_s = core.now
         core.act(ProvideNode(f"{len(core.alive_nodes())} of {wanted} nodes are left"))
+
+
+def ask_again_s(core: Core) -> float | None:
+    """When nodes that were asked for count as lost on the way: early when the job cannot train without."""
+    if not core.state.replacing:
+        return None
+    halves = 1 if core.state.phase is JobPhase.GATHERING else 4
+    return core.state.asked_at_s + halves * core.timing.wait_s / 2
 
 
 def missing(core: Core) -> int:
@@ -249,10 +258,15 @@ def missing(core: Core) -> int:
     return max(0, min(count, core.spec.max_restarts - s.replaced))
 
 
+def expected_until_s(core: Core) -> float:
+    """When nodes that the job was started with count as lost on the way."""
+    return core.state.began_s + core.timing.wait_s / 2
+
+
 def _expected(core: Core) -> int:
     """Nodes that the job was started with and that have not come yet."""
     s = core.state
-    if core.now >= s.began_s + core.timing.wait_s / 2:
+    if core.now >= expected_until_s(core):
         return 0
     return max(0, core.spec.max_nodes + core.spec.spares - s.joined)
 

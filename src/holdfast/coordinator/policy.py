@@ -88,8 +88,8 @@ def find_culprits(
 ) -> Verdict:
     """Who of the members of a generation that stands still is the odd one out.
 
-    In this order: stopped processes; workers that have not even begun to join, when others have; workers that
-    stand still while they compute, when others wait; the worker that is furthest behind among those that wait;
+    In this order: stopped processes; workers that have not even begun to join; workers that stand still while they
+    compute, when others wait; the worker that is furthest behind among those that wait;
     the one whose stack differs.
 
     allowed_s: per worker, how long it may stand still where it is. complete: every member was seen; without that
@@ -99,10 +99,9 @@ def find_culprits(
     if stopped:
         return Verdict(stopped, "its process is stopped")
     still = [v for v in views if v.idle_s >= allowed_s[v.worker]]
-    newest = max((v.place.generation for v in views), default=0)
-    absent = tuple(v.worker for v in still if v.place.generation < newest)
+    absent = tuple(v.worker for v in still if v.place.generation < v.formed)
     if absent:
-        return Verdict(absent, "does not join the generation that others wait in")
+        return Verdict(absent, "does not join the generation that it was told of")
     waiting = [v for v in views if v.place.phase in WAITING_PHASES]
     busy = [v for v in still if v.place.phase not in WAITING_PHASES]
     if busy and waiting:

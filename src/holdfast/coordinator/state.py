@@ -187,6 +187,7 @@ class CoreState(msgspec.Struct):
     replacing: int = 0
     replaced: int = 0
     joined: int = 0
+    asked_at_s: float = 0.0
     ask_after_s: float | None = None
     bad_starts: int = 0
     bad_start_at_s: float = 0.0

@@ -35,12 +35,16 @@ def request(core: Core, reason: str, outcome: str) -> None:
 
 
 def out_of_time(core: Core) -> None:
-    """The step in flight took too long: it is dropped and what was committed is saved. Later nothing waits."""
+    """The step in flight took too long: it is dropped and what was committed is saved, by another if need be."""
     s = core.state
     if s.level == 2 and s.phase is JobPhase.RUNNING:
         forming.break_generation(core, "stop")
     elif s.level == 2 and s.phase is JobPhase.BREAKING:
         failures.end_stuck(core)
+    elif s.level == 2 and any(w.name not in s.stops for w in core.workers_in(WorkerPhase.PARKED)):
+        stuck = [w for w in core.workers_in(WorkerPhase.PARKED) if w.name in s.stops]
+        failures.condemn(core, stuck, "did not save the state in time")
+        s.stop_deadline_s = core.now + core.timing.start_s
     elif s.level != 2 or s.phase is JobPhase.STOPPING:
         gang.end_all(core, grace_s=0.0)
         end(core)

@@ -13,8 +13,6 @@ from simcluster.worker import SIGKILL, Script, SimWorker, Trainer
 if TYPE_CHECKING:
     from simcluster.cluster import Cluster
 
-WATCHED = frozenset({Phase.JOIN, Phase.TRANSFER, Phase.FORWARD, Phase.REDUCE, Phase.VOTE, Phase.UPDATE})
-
 
 class Connection:
     """Two links. It ends for both sides, though not at the same time."""
@@ -53,6 +51,7 @@ class SimAgent:
         self._ended: set[str] = set()
         self._unwanted: set[str] = set()
         self._formed: dict[str, int] = {}
+        self._formed_s: dict[str, float] = {}
         self._said: dict[str, dict[str, m.WorkerMessage]] = {}
         self._stalled_s: dict[str, float] = {}
         self._connect()
@@ -182,23 +181,29 @@ class SimAgent:
         self.cluster.clock.after(self.cluster.plan.spec.timing.heartbeat_s, self._beat)
 
     def _watch(self, worker: SimWorker) -> None:
-        if self.cluster.plan.level == 0 and not worker.stopped:
+        """From its Form until it parks or is done, and as long as its process is stopped."""
+        said = self._said.get(worker.name, {})
+        inside = worker.name in self._formed and "Parked" not in said and "Done" not in said
+        if not (inside or worker.stopped):
             return
-        clock, timing = self.cluster.clock, self.cluster.plan.spec.timing
-        allowed = timing.stall_s(self.cluster.plan.step_s if worker.trained else None)
-        if (
-            not worker.trained
-            and not worker.stopped
-            and worker.phase not in WAITING_PHASES | {Phase.TRANSFER}
-        ):
-            allowed = timing.start_s  # a first step may compile
+        now, timing = self.cluster.clock.now, self.cluster.plan.spec.timing
+        since = max(worker.moved_s, self._formed_s.get(worker.name, 0.0))
         told_s = self._stalled_s.get(worker.name, 0.0)
-        if not (worker.stopped or worker.phase in WATCHED):
-            return
-        if clock.now - worker.moved_s < allowed or clock.now - told_s < timing.stall_floor_s:
-            return
-        self._stalled_s[worker.name] = clock.now
-        self.send(m.Stalled(worker.name, self.view(worker)))
+        if now - since >= self._allowed_s(worker) and now - told_s >= timing.stall_floor_s:
+            self._stalled_s[worker.name] = now
+            self.send(m.Stalled(worker.name, self.view(worker)))
+
+    def _allowed_s(self, worker: SimWorker) -> float:
+        timing = self.cluster.plan.spec.timing
+        if worker.stopped:
+            return timing.stall_floor_s
+        if worker.trained:
+            return timing.stall_s(self.cluster.plan.step_s)
+        if worker.phase in (Phase.REDUCE, Phase.VOTE):
+            return max(timing.stall_floor_s, timing.stall_factor * worker.own_s)
+        if worker.phase in WAITING_PHASES or worker.phase is Phase.TRANSFER:
+            return timing.stall_floor_s
+        return timing.start_s  # a first step may compile
 
     # ------------------------------------------------------------ orders
 
@@ -223,6 +228,8 @@ class SimAgent:
                 worker = self.workers.get(name)
                 if isinstance(said, m.Form):
                     self._formed[name] = max(self._formed.get(name, 0), said.generation.number)
+                    self._formed_s[name] = self.cluster.clock.now
+                    self._said.setdefault(name, {}).pop("Parked", None)
                 if worker is not None and worker.alive:
                     worker.hear(said)
             case m.Inspect(request):

@@ -43,6 +43,7 @@ class Checks:
         self._starts: dict[tuple[str, str, int], int] = {}
         self._provided = 0
         self._late = False
+        self._gathered_s = 0.0
         self._committed = 0
         self._lost = 0
         self._number = 0
@@ -295,13 +296,20 @@ class Checks:
     def alive(self) -> None:
         """After the faults training goes on."""
         plan = self.cluster.plan
-        since = max(self.newest_s, self.formed_s, self.cluster.began_s + plan.faults_until_s)
+        over_s = self.cluster.began_s + plan.faults_until_s
+        since = max(self.newest_s, self.formed_s, over_s)
         bound_s = PROGRESS_BOUND_S
         self._late = self._late or any(w.running_late for w in self.cluster.workers.values())
         if self._late:
             bound_s += plan.spec.timing.start_s
-        if self.formed == 0:
-            bound_s += plan.spec.timing.wait_s / 2  # a node of the first hour may never have come
+        state = self.last_state()
+        if state.phase is JobPhase.GATHERING:
+            bound_s += plan.spec.timing.wait_s / 2  # a node that was on its way may never come
+            self._gathered_s = self.cluster.clock.now
+        else:
+            since = max(since, self._gathered_s)
+        if state.stop_reason is not None:
+            return  # no more steps: the end has deadlines of its own
         if plan.level == 2 and self.cluster.clock.now - since > bound_s:
             self.fail("no step was committed for %g s after the last fault", bound_s)
 

@@ -45,6 +45,7 @@ class Faults:
         self.slow = self._nan_next = False
         self._flaky_left, self._torn_until_s = 0, 0.0
         self._triggers.clear()
+        self.cluster.service.calm()
         for worker in self.cluster.workers.values():
             if isinstance(worker, Trainer):
                 worker.armed.clear()
@@ -187,9 +188,12 @@ class Faults:
             self._told("stop-worker", lambda: target.freeze(stopped=True), target.agent.name, target.name)
 
     def _freeze_worker(self, worker: SimWorker | None) -> None:
-        """A deadlock in which the process looks alive: nothing in it answers any more."""
+        """A deadlock in which the process looks alive: nothing in it answers any more.
+
+        Before `hf.start` and after the last step nobody could tell that from a script that takes its time.
+        """
         target = self._pick(worker)
-        if target is not None and self.cluster.plan.level == 2 and target.phase is not Phase.DONE:
+        if isinstance(target, Trainer) and target.phase not in (Phase.STARTUP, Phase.DONE):
             target.freeze(stopped=False)
 
     def _arm(self, worker: SimWorker | None, fault: str) -> None:

@@ -160,6 +160,10 @@ class Service:
         if self.up:
             self._dies_between = True
 
+    def calm(self) -> None:
+        """A crash that has not happened yet does not happen."""
+        self._dies_between = False
+
     def crash(self) -> None:
         """The process dies now and a new one starts in a while."""
         if self.core is None:
