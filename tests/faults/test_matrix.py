@@ -8,11 +8,9 @@ import pytest
 from conftest import STEPS
 from harness import TINY, run
 
-from holdfast.protocol.faults import FaultKind
+from holdfast.protocol.faults import FaultKind, parse_fault
 
 PHASES = ("forward", "backward", "reduce", "vote", "update", "commit")
-# Not in the default run until one open hang (a node lost in the vote of the very first step) is mended.
-pytestmark = pytest.mark.nightly
 KINDS = [k for k in FaultKind if k is not FaultKind.KILL_COORDINATOR]
 
 
@@ -27,8 +25,8 @@ def test_a_fault_in_every_phase_changes_no_bit(kind, tmp_path, undisturbed):
     assert ran.report["final"] == undisturbed.report["final"]
     assert ran.losses() == undisturbed.losses()
     assert ran.report["steps"]["lost"] == 0
-    seen = {i["fault"] for i in ran.report["incidents"]}
-    assert seen == set(faults), ran.output[-3000:]
+    seen = {parse_fault(i["fault"]) for i in ran.report["incidents"]}
+    assert seen == {parse_fault(fault) for fault in faults}, ran.output[-3000:]
     for incident in ran.report["incidents"]:
         assert incident["injected"], incident
         assert incident["stall_s"] is not None, incident
