@@ -1,6 +1,10 @@
 """Groups of real workers as threads of one process: each has its own mesh and its own gloo."""
 
+import ctypes
+import socket
+import struct
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,6 +17,7 @@ from holdfast.train.mesh import MeshListener
 from holdfast.train.reduction import GradientSum
 
 TOKEN = "secret"
+SYN_SENT = 2
 
 
 class Cluster:
@@ -31,10 +36,13 @@ class Cluster:
             ),
         )
 
+    def group(self, generation: Generation, rank: int) -> Group:
+        return Group(generation, rank, "127.0.0.1", self.listeners[rank])
+
     def join(self, number: int) -> list[Group]:
         generation = self.generation(number)
-        groups = [Group(generation, rank, "127.0.0.1") for rank in range(self.size)]
-        list(self.pool.map(lambda g: g.connect(self.listeners[g.rank], TOKEN), groups))
+        groups = [self.group(generation, rank) for rank in range(self.size)]
+        list(self.pool.map(lambda g: g.connect(TOKEN), groups))
         return groups
 
     def each(self, work, groups):
@@ -116,11 +124,11 @@ def test_a_broken_mesh_frees_who_waits(cluster):
 
 def test_a_member_that_never_connects_does_not_hold_the_others_after_a_break(cluster):
     generation = cluster.generation(3)
-    group = Group(generation, 0, "127.0.0.1")
+    group = cluster.group(generation, 0)
 
     def connect():
         with pytest.raises(CollectiveFailed):
-            group.connect(cluster.listeners[0], TOKEN)
+            group.connect(TOKEN)
         return True
 
     waiting = cluster.pool.submit(connect)
@@ -128,12 +136,44 @@ def test_a_member_that_never_connects_does_not_hold_the_others_after_a_break(clu
     assert waiting.result(timeout=10)
 
 
+def test_a_break_that_comes_before_the_connecting_ends_it(cluster):
+    group = cluster.group(cluster.generation(3), 0)
+    group.abort()
+    waiting = cluster.pool.submit(group.connect, TOKEN)
+    with pytest.raises(CollectiveFailed):
+        waiting.result(timeout=10)
+
+
+def _tcp_state(sock: socket.socket) -> int:
+    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+
+
+def test_a_member_whose_machine_is_silent_does_not_hold_the_others_after_a_break(cluster):
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        ignore_all = struct.pack("HBBI", 0x06, 0, 0, 0)  # a packet filter that keeps nothing: no answer, no RST
+        code = ctypes.create_string_buffer(ignore_all)
+        program = struct.pack("HxxxxxxP", 1, ctypes.addressof(code))
+        deaf.setsockopt(socket.SOL_SOCKET, 26, program)  # SO_ATTACH_FILTER
+        first = Member(0, "w0", "n0", 0, "127.0.0.1", deaf.getsockname()[1])
+        rest = cluster.generation(3).members[1:]
+        group = cluster.group(Generation(3, (first, *rest), 0), 1)
+        waiting = cluster.pool.submit(group.connect, TOKEN)
+        while [_tcp_state(sock) for sock in group.mesh.sockets()] != [SYN_SENT]:
+            threading.Event().wait(0.001)  # the kernel tells nobody when it has sent it
+        began = time.monotonic()
+        group.abort()
+        with pytest.raises(CollectiveFailed):
+            waiting.result(timeout=10)
+        assert time.monotonic() - began < 3.0  # the connection's own time-out is 5 s
+        group.close()
+
+
 def test_a_stranger_without_the_token_is_not_let_in(cluster):
     generation = cluster.generation(1, ranks=[0, 1])
-    host, guest = Group(generation, 0, "127.0.0.1"), Group(generation, 1, "127.0.0.1")
-    waiting = cluster.pool.submit(host.connect, cluster.listeners[0], TOKEN)
+    host, guest = cluster.group(generation, 0), cluster.group(generation, 1)
+    waiting = cluster.pool.submit(host.connect, TOKEN)
     with pytest.raises(CollectiveFailed):
-        guest.connect(cluster.listeners[1], "wrong")
+        guest.connect("wrong")
     host.abort()
     with pytest.raises(CollectiveFailed):
         waiting.result(timeout=10)

@@ -19,6 +19,8 @@ KEPT = 512
 STRIKES = 3
 """So many volleys of workers in a row that did not get ready, and their node is given up."""
 
+LEFT_BEHIND = "did not leave the broken generation"
+
 LIKE_A_SCRIPT = ("segfault", "exit", "raise")
 """Injected faults that stand for an error of the script's. The others are the machine's: they blame nobody."""
 
@@ -238,7 +240,7 @@ def end_stuck(core: Core) -> None:
         patient = []
     if patient:
         s.break_deadline_s = until_s
-    condemn(core, [w for w in stuck if w not in patient], "did not leave the broken generation")
+    condemn(core, [w for w in stuck if w not in patient], LEFT_BEHIND)
 
 
 # ---------------------------------------------------------------- injected faults

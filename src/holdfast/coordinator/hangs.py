@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from holdfast.coordinator import failures, forming, gang, incidents, policy
-from holdfast.coordinator.state import JobPhase, WorkerPhase
+from holdfast.coordinator.state import JobPhase, Worker, WorkerPhase
 from holdfast.protocol import messages as m
 from holdfast.protocol.phases import WAITING_PHASES, Phase
 
@@ -46,6 +46,9 @@ def stalled(core: Core, name: str, view: m.WorkerView) -> None:
     if view.process in "Tt" and not running and s.level == 2:
         failures.condemn(core, [worker], "its process is stopped")
         return
+    if _left_behind(core, worker, view):
+        failures.condemn(core, [worker], failures.LEFT_BEHIND)
+        return
     if not running or s.inspect_deadline_s is not None:
         return
     s.inspect_request += 1
@@ -54,6 +57,16 @@ def stalled(core: Core, name: str, view: m.WorkerView) -> None:
     core.record("stalled", worker=name, node=worker.node, step=s.committed)
     for node in sorted(core.inspection.unheard):
         core.send(node, m.Inspect(s.inspect_request))
+
+
+def _left_behind(core: Core, worker: Worker, view: m.WorkerView) -> bool:
+    """It still waits for its peers, though the generation has long been broken. (One that computes its first
+    step may be compiling, and will come.)"""
+    s = core.state
+    if s.phase is not JobPhase.BREAKING or worker.phase is not WorkerPhase.MEMBER:
+        return False
+    waits = min(view.idle_s, core.now - s.broke_at_s)
+    return view.place.phase in WAITING_PHASES and waits >= MARGIN * core.timing.stall_s(core.median_s())
 
 
 def inspected(core: Core, message: m.Views) -> None:

@@ -27,24 +27,23 @@ GLOO_TIMEOUT = timedelta(minutes=30)
 class Group:
     """One generation's connections. Built in two parts, so that `abort` works while `connect` runs."""
 
-    def __init__(self, generation: Generation, rank: int, host: str) -> None:
+    def __init__(self, generation: Generation, rank: int, host: str, listener: MeshListener) -> None:
         self.generation = generation.number
         self.rank = rank
         self.size = len(generation.members)
         self.mesh = Mesh(generation, rank)
         self._host = host
-        self._listener: MeshListener | None = None
+        self._listener = listener
         self._before: set[str] = set()
         self._after: set[str] | None = None
         self._gloo: Any = None
         self._aborted = False
 
-    def connect(self, listener: MeshListener, token: str) -> None:
+    def connect(self, token: str) -> None:
         """Connects to every member. Raises CollectiveFailed when one is gone or the generation breaks."""
         if self.size == 1:
             return
-        self._listener = listener
-        self.mesh.connect(listener, token)
+        self.mesh.connect(self._listener, token)
         store = MeshStore(self.mesh)
         self._before = set(socket_inodes())
         try:
@@ -65,8 +64,7 @@ class Group:
     def abort(self) -> None:
         """Frees every call that waits for a peer. Safe from any thread, more than once."""
         self._aborted = True
-        if self._listener is not None:
-            self._listener.release(self.generation)
+        self._listener.release(self.generation)
         self.mesh.abort()
         now = socket_inodes()
         ours = (set(now) if self._after is None else self._after) - self._before
@@ -80,8 +78,7 @@ class Group:
         if gloo is not None:
             gloo.abort()
         self.mesh.close()
-        if self._listener is not None:
-            self._listener.release(self.generation)
+        self._listener.release(self.generation)
 
 
 def _gloo(store: MeshStore, rank: int, size: int, host: str) -> Any:

@@ -147,9 +147,9 @@ class Replica:
         elif self.committed is None:
             self.committed = generation.start
         self._page.enter(Phase.JOIN)
-        self.group = Group(generation, form.rank, self.link.start.host)
+        self.group = Group(generation, form.rank, self.link.start.host, self._listener)
         self.link.guard(generation.number, self.group.abort)
-        self.group.connect(self._listener, self.link.token)
+        self.group.connect(self.link.token)
         self.link.check(generation.number)
         self._page.committed = self.committed or 0
         self._page.beat()
