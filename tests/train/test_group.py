@@ -1,6 +1,8 @@
 """Groups of real workers as threads of one process: each has its own mesh and its own gloo."""
 
+import contextlib
 import ctypes
+import random
 import socket
 import struct
 import threading
@@ -12,6 +14,7 @@ import torch
 
 from holdfast.errors import CollectiveFailed
 from holdfast.protocol.messages import Generation, Member
+from holdfast.train import group as group_module
 from holdfast.train.group import Group
 from holdfast.train.mesh import MeshListener
 from holdfast.train.reduction import GradientSum
@@ -94,7 +97,7 @@ def test_gloo_sums_over_the_group(cluster):
 
     def add(group):
         tensor = torch.full((1000,), float(group.rank + 1))
-        group.allreduce(tensor).wait()
+        group.wait(group.allreduce(tensor))
         return tensor[0].item()
 
     assert cluster.each(add, groups) == [6.0] * 3
@@ -119,6 +122,61 @@ def test_a_broken_mesh_frees_who_waits(cluster):
     assert cluster.each(wait, groups) == ["free", "free", "silent"]
     for group in groups:
         group.abort()
+        group.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_abort_at_any_moment_frees_every_all_reduce(seed, cluster):
+    """Also the one whose bytes are half sent: gloo itself would leave it waiting for its time-out."""
+    rng = random.Random(seed)
+    for number in range(1, 13):
+        groups = cluster.join(number)
+        size = rng.choice([100, 30_000, 1_000_000])
+        tensors = [torch.ones(size) for _ in groups]
+        order = rng.sample(groups, 3)[: rng.choice([2, 3])]  # with two of three nobody can finish
+        works = {group.rank: group.allreduce(tensors[group.rank]) for group in order}
+        threading.Event().wait(
+            rng.random() * rng.choice([0.0, 0.001, 0.01])
+        )  # so that bytes are on their way
+        for group in rng.sample(groups, 3):
+            group.abort()
+
+        def leave(group, works=works):
+            began = time.monotonic()
+            work = works.get(group.rank)
+            if work is not None:
+                with contextlib.suppress(CollectiveFailed):
+                    group.wait(work)
+                group.drain(work)
+            group.close()
+            return time.monotonic() - began
+
+        assert max(cluster.each(leave, groups)) < 5.0, f"seed {seed}, generation {number}"
+
+
+def test_a_member_that_dies_while_gloo_connects_does_not_hold_the_others(cluster, monkeypatch):
+    """The others wait for its connection, which nobody can shut down because it is not there."""
+    connecting, real = threading.Barrier(3), group_module._gloo
+
+    def gloo(store, rank, size, host):
+        connecting.wait()
+        if rank == 0:
+            raise RuntimeError("died here")
+        return real(store, rank, size, host)
+
+    monkeypatch.setattr(group_module, "_gloo", gloo)
+    groups = [cluster.group(cluster.generation(1), rank) for rank in range(3)]
+    waiting = [cluster.pool.submit(group.connect, TOKEN) for group in groups]
+    with pytest.raises(CollectiveFailed, match="died here"):
+        waiting[0].result(timeout=10)
+    began = time.monotonic()
+    for group in groups:
+        group.abort()
+    for other in waiting[1:]:
+        with pytest.raises(CollectiveFailed):
+            other.result(timeout=10)
+    assert time.monotonic() - began < 5.0  # gloo would try for CONNECT_TIMEOUT
+    for group in groups:
         group.close()
 
 
@@ -150,7 +208,9 @@ def _tcp_state(sock: socket.socket) -> int:
 
 def test_a_member_whose_machine_is_silent_does_not_hold_the_others_after_a_break(cluster):
     with socket.create_server(("127.0.0.1", 0)) as deaf:
-        ignore_all = struct.pack("HBBI", 0x06, 0, 0, 0)  # a packet filter that keeps nothing: no answer, no RST
+        ignore_all = struct.pack(
+            "HBBI", 0x06, 0, 0, 0
+        )  # a packet filter that keeps nothing: no answer, no RST
         code = ctypes.create_string_buffer(ignore_all)
         program = struct.pack("HxxxxxxP", 1, ctypes.addressof(code))
         deaf.setsockopt(socket.SOL_SOCKET, 26, program)  # SO_ATTACH_FILTER

@@ -3,12 +3,19 @@
 `ProcessGroupGloo.abort` does not free a call that waits for a silent peer, and gloo's own time-out is minutes
 long. Shutting down this process's own sockets of the generation does, within milliseconds, and needs no
 privilege. They are those that appeared while the group was built.
+
+It does not free all of them: gloo tells a closed connection to the operations that are still queued, but not
+to one whose bytes are half sent or half received (`Pair::signalException` in gloo/transport/tcp/pair.cc looks
+at neither `rx_` nor the unbound buffers in `tx_`), and a connection that is still being made has no socket to
+shut down. Nobody may wait for those, so the main thread waits for gloo in a way that an abort ends too, and
+what gloo still holds then is left to it: see `wait` and `drain`.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,12 +23,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from holdfast.errors import CollectiveFailed
+from holdfast.errors import CollectiveFailed, HoldfastError
 from holdfast.protocol.messages import Generation
 from holdfast.train.mesh import Mesh, MeshListener, MeshStore
 
 GLOO_TIMEOUT = timedelta(minutes=30)
 """Never waited for: the coordinator breaks a generation that stands still long before."""
+
+CONNECT_TIMEOUT = timedelta(seconds=20)
+"""How long gloo may connect. Not waited for after an abort."""
+
+WAIT_SLICE = timedelta(milliseconds=50)
+"""How late the main thread may notice an abort of which gloo did not tell it. Gloo has no wait that another
+thread can end; a slice costs 0.1 to 0.2 ms of a core."""
+
+DRAIN = timedelta(milliseconds=200)
+"""How long gloo may take to let go of a tensor once its sockets are shut down (its loop ticks every 10 ms)."""
+
+_abandoned: list[object] = []
+"""Process groups with an operation that nobody will ever end: destroying one would wait for it."""
 
 
 class Group:
@@ -37,7 +57,9 @@ class Group:
         self._before: set[str] = set()
         self._after: set[str] | None = None
         self._gloo: Any = None
+        self._stuck = False
         self._aborted = False
+        self._news = threading.Condition()
 
     def connect(self, token: str) -> None:
         """Connects to every member. Raises CollectiveFailed when one is gone or the generation breaks."""
@@ -47,9 +69,7 @@ class Group:
         store = MeshStore(self.mesh)
         self._before = set(socket_inodes())
         try:
-            self._gloo = _gloo(store, self.rank, self.size, self._host)
-        except RuntimeError as error:
-            raise CollectiveFailed(f"gloo cannot connect: {first_line(error)}") from error
+            self._gloo = self._built(store)
         finally:
             self._after = set(socket_inodes())
         store.finish()
@@ -57,13 +77,71 @@ class Group:
             self.abort()
             raise CollectiveFailed("the generation broke while its members connected")
 
+    def _built(self, store: MeshStore) -> Any:
+        """Gloo's connections. A thread makes them, because nothing frees one that waits for a lost peer."""
+        results: list[Any] = []
+
+        def build() -> None:
+            result: Any = CollectiveFailed("nothing was built")
+            try:
+                result = _gloo(store, self.rank, self.size, self._host)
+            except (
+                RuntimeError,
+                OSError,
+                HoldfastError,
+            ) as error:  # gloo's or, through the store, the mesh's
+                result = error
+            finally:
+                with self._news:
+                    results.append(result)
+                    self._news.notify_all()
+
+        threading.Thread(target=build, name="holdfast-connect", daemon=True).start()
+        with self._news:
+            self._news.wait_for(lambda: results or self._aborted)
+        if not results:
+            raise CollectiveFailed("the generation broke while its members connected")
+        if isinstance(results[0], Exception):
+            raise CollectiveFailed(f"gloo cannot connect: {first_line(results[0])}") from results[0]
+        return results[0]
+
     def allreduce(self, tensor: torch.Tensor) -> Any:
-        """Starts the sum of `tensor` over all members, in place; returns a Work to wait for."""
-        return self._gloo.allreduce([tensor], dist.AllreduceOptions())
+        """Starts the sum of `tensor` over all members, in place; returns a Work for `wait`."""
+        options = dist.AllreduceOptions()
+        options.timeout = GLOO_TIMEOUT
+        return self._gloo.allreduce([tensor], options)
+
+    def wait(self, work: Any) -> None:
+        """Waits for what `allreduce` started.
+
+        Raises:
+            CollectiveFailed: a peer is gone, or `abort` was called.
+        """
+        while True:
+            try:
+                work.wait(WAIT_SLICE)
+                return
+            except RuntimeError as error:
+                if work.is_completed():
+                    raise CollectiveFailed(first_line(error)) from error
+                if self._aborted:
+                    raise CollectiveFailed("the generation broke") from error
+
+    def drain(self, work: Any) -> bool:
+        """After `abort`: waits until gloo has let go of the tensor. False if it never will: the tensor is lost."""
+        try:
+            work.wait(DRAIN)
+        except RuntimeError:
+            if not work.is_completed():
+                self._stuck = True
+                return False
+        return True
 
     def abort(self) -> None:
         """Frees every call that waits for a peer. Safe from any thread, more than once."""
-        self._aborted = True
+        with self._news:
+            self._aborted = True
+            self._news.notify_all()
         self._listener.release(self.generation)
         self.mesh.abort()
         now = socket_inodes()
@@ -75,7 +153,9 @@ class Group:
     def close(self) -> None:
         """Gives everything back, after `abort` or when no member needs the group any more."""
         gloo, self._gloo = self._gloo, None
-        if gloo is not None:
+        if self._stuck:
+            _abandoned.append(gloo)
+        elif gloo is not None:
             gloo.abort()
         self.mesh.close()
         self._listener.release(self.generation)
@@ -85,7 +165,7 @@ def _gloo(store: MeshStore, rank: int, size: int, host: str) -> Any:
     backend: Any = dist.ProcessGroupGloo
     options = backend._Options()
     options._devices = [backend.create_device(hostname=host)]
-    options._timeout = GLOO_TIMEOUT
+    options._timeout = CONNECT_TIMEOUT
     return backend(store, rank, size, options)
 
 

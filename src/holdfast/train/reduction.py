@@ -25,17 +25,21 @@ CACHE_BLOCK = 1 << 16
 
 class _Bucket:
     def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
-        first = parameters[0]
-        total = sum(p.numel() for p in parameters)
-        self.flat = torch.zeros(total, dtype=first.dtype, device=first.device)
         self.parameters = parameters
-        self.views = []
-        offset = 0
-        for p in parameters:
-            self.views.append(self.flat[offset : offset + p.numel()].view_as(p))
-            offset += p.numel()
         self.missing = len(parameters)
         self.work: Any = None
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Takes new memory, when gloo keeps the old."""
+        first = self.parameters[0]
+        total = sum(p.numel() for p in self.parameters)
+        self.flat = torch.zeros(total, dtype=first.dtype, device=first.device)
+        self.views = []
+        offset = 0
+        for p in self.parameters:
+            self.views.append(self.flat[offset : offset + p.numel()].view_as(p))
+            offset += p.numel()
 
 
 class GradientSum:
@@ -48,11 +52,7 @@ class GradientSum:
         """`changed` is called at every launch and completion: the worker's sign of life."""
         chosen = [p for p in parameters if p.requires_grad]
         self._buckets = [_Bucket(group) for group in _grouped(chosen)]
-        self._place = {
-            p: (bucket, view)
-            for bucket in self._buckets
-            for p, view in zip(bucket.parameters, bucket.views, strict=True)
-        }
+        self._place = {p: (bucket, i) for bucket in self._buckets for i, p in enumerate(bucket.parameters)}
         self._group: Group | None = None
         self._next = 0
         self._filled: set[torch.nn.Parameter] = set()
@@ -76,7 +76,8 @@ class GradientSum:
 
     def _arrived(self, p: torch.Tensor) -> None:
         assert isinstance(p, torch.nn.Parameter)
-        bucket, view = self._place[p]
+        bucket, index = self._place[p]
+        view = bucket.views[index]
         grad = p.grad
         if grad is not None and grad is not view:
             view.copy_(grad)
@@ -109,6 +110,7 @@ class GradientSum:
 
     def flush(self, group: Group) -> None:
         """Launches what the backward passes left over (parameters that took no part)."""
+        self._group = group
         while self._next < len(self._buckets):
             self._launch(self._buckets[self._next], group)
 
@@ -123,10 +125,8 @@ class GradientSum:
         squares = 0.0
         for bucket in self._buckets:
             if bucket.work is not None:
-                try:
-                    bucket.work.wait()
-                except RuntimeError as error:
-                    raise CollectiveFailed(first_line(error)) from error
+                assert self._group is not None
+                self._group.wait(bucket.work)
                 self._changed()
             squares += _scale_and_square(bucket.flat, scale())
         return math.sqrt(squares) if squares >= 0 else math.nan
@@ -142,15 +142,12 @@ class GradientSum:
         """Whether this rank's own gradients are finite. Call before `last` lets them go."""
         return all(p.grad is None or bool(p.grad.isfinite().all()) for p in self._place)
 
-    def drain(self) -> None:
-        """After an abort: waits until gloo has let go of the buckets."""
+    def drain(self, group: Group) -> None:
+        """After an abort: waits until gloo has let go of the buckets; takes new ones for those it keeps."""
         for bucket in self._buckets:
             work, bucket.work = bucket.work, None
-            if work is not None:
-                try:
-                    work.wait()
-                except RuntimeError:
-                    continue
+            if work is not None and not group.drain(work):
+                bucket.allocate()
 
 
 def _grouped(parameters: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:

@@ -207,7 +207,7 @@ class Replica:
         self._page.enter(Phase.PARKED)
         if hasattr(self, "group"):
             self.group.abort()
-            self.gradients.drain()
+            self.gradients.drain(self.group)
             self.link.unguard()
             self.group.close()
         step = self._last
