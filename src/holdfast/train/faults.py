@@ -9,6 +9,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from holdfast.protocol.faults import ArmedFault, FaultKind
 from holdfast.protocol.messages import FaultFired
@@ -82,27 +83,40 @@ def happen(kind: FaultKind, poison: Callable[[], None]) -> None:
             poison()
         case FaultKind.KILL_NODE | FaultKind.STOP_NODE:
             threading.Event().wait()
-        case FaultKind.DROP_NODE | FaultKind.KILL_COORDINATOR:
+        case FaultKind.DROP_NODE:
+            drop_traffic()  # now, so that it strikes in this phase; the agent makes the others deaf
+        case FaultKind.KILL_COORDINATOR:
             return
 
 
 def drop_traffic() -> None:
     """Makes every TCP connection of this process deaf: incoming packets vanish, acknowledgements with them.
 
-    A classic BPF program that keeps 0 bytes of every packet is attached to each socket; nothing is closed, so
-    the other side sees what a cut cable shows it.
+    A classic BPF program that keeps 0 bytes of every packet is attached to each socket, also to those that
+    Python connects from now on; nothing is closed, so the other side sees what a cut cable shows it.
     """
-    program = struct.pack("HBBI", 0x06, 0, 0, 0)  # BPF_RET | BPF_K, keep 0 bytes
-    buffer = ctypes.create_string_buffer(program)
-    filter_spec = struct.pack("HxxxxxxP", 1, ctypes.addressof(buffer))
     for fd in socket_inodes().values():
         try:
             sock = socket.socket(fileno=os.dup(fd))
         except OSError:
             continue
         with sock:
-            if sock.family in (socket.AF_INET, socket.AF_INET6):
-                try:
-                    sock.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, filter_spec)
-                except OSError:
-                    continue
+            _deafen(sock)
+    connect = socket.socket.connect
+
+    def connect_deaf(self: socket.socket, address: Any) -> None:
+        _deafen(self)
+        connect(self, address)
+
+    setattr(socket.socket, "connect", connect_deaf)  # noqa: B010
+
+
+def _deafen(sock: socket.socket) -> None:
+    program = struct.pack("HBBI", 0x06, 0, 0, 0)  # BPF_RET | BPF_K, keep 0 bytes
+    buffer = ctypes.create_string_buffer(program)
+    filter_spec = struct.pack("HxxxxxxP", 1, ctypes.addressof(buffer))
+    if sock.family in (socket.AF_INET, socket.AF_INET6):
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, filter_spec)
+        except OSError:
+            return
