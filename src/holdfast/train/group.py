@@ -13,6 +13,7 @@ what gloo still holds then is left to it: see `wait` and `drain`.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import threading
@@ -39,9 +40,6 @@ thread can end; a slice costs 0.1 to 0.2 ms of a core."""
 
 DRAIN = timedelta(milliseconds=200)
 """How long gloo may take to let go of a tensor once its sockets are shut down (its loop ticks every 10 ms)."""
-
-_abandoned: list[object] = []
-"""Process groups with an operation that nobody will ever end: destroying one would wait for it."""
 
 
 class Group:
@@ -154,7 +152,7 @@ class Group:
         """Gives everything back, after `abort` or when no member needs the group any more."""
         gloo, self._gloo = self._gloo, None
         if self._stuck:
-            _abandoned.append(gloo)
+            abandon(gloo)
         elif gloo is not None:
             gloo.abort()
         self.mesh.close()
@@ -195,6 +193,11 @@ def shut_down(fd: int) -> None:
                 sock.shutdown(socket.SHUT_RDWR)
         except OSError:
             return
+
+
+def abandon(group: object) -> None:
+    """Keeps a process group for ever, also when Python ends: destroying it would wait for its operations."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def first_line(error: BaseException) -> str:

@@ -1,9 +1,9 @@
 """Sums gradients over the replicas while the backward pass still runs.
 
-Parameters are grouped into flat buckets in the reverse order of their registration, the first one small
-(as DistributedDataParallel does: Li et al., VLDB 2020, section 3.2.3). `parameter.grad` is a view into its
-bucket, so nothing is copied between accumulation, reduction and the optimizer. Buckets are launched in one
-fixed order on all ranks.
+Parameters are grouped into buckets in the reverse order of their registration, the first one small (as
+DistributedDataParallel does: Li et al., VLDB 2020, section 3.2.3). Small gradients are copied once into the flat
+memory of their bucket, of which `parameter.grad` is a view from then on; a large one is a bucket of its own and
+is summed where autograd put it. Buckets are launched in one fixed order on all ranks.
 """
 
 from __future__ import annotations
@@ -19,13 +19,19 @@ from holdfast.train.group import Group, first_line
 
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
-CACHE_BLOCK = 1 << 16
+DIRECT_BYTES = 4 << 20
+"""A gradient of this size costs more to copy than a call of its own to gloo."""
+CACHE_BLOCK = 1 << 17
 """Elements that are scaled and summed at a time, so that the second pass finds them in the cache."""
 
 
 class _Bucket:
+    """Parameters that are summed together. `flat` is what gloo sums: memory that the bucket owns or, with
+    `direct`, the gradient of the only parameter."""
+
     def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
         self.parameters = parameters
+        self.direct = _is_large(parameters[0])
         self.missing = len(parameters)
         self.work: Any = None
         self.allocate()
@@ -33,13 +39,31 @@ class _Bucket:
     def allocate(self) -> None:
         """Takes new memory, when gloo keeps the old."""
         first = self.parameters[0]
+        self.views: list[torch.Tensor] = []
+        if self.direct:
+            self.flat = torch.zeros(0, dtype=first.dtype, device=first.device)
+            return
         total = sum(p.numel() for p in self.parameters)
         self.flat = torch.zeros(total, dtype=first.dtype, device=first.device)
-        self.views = []
         offset = 0
         for p in self.parameters:
             self.views.append(self.flat[offset : offset + p.numel()].view_as(p))
             offset += p.numel()
+
+    def fill(self, filled: set[torch.nn.Parameter]) -> None:
+        """Makes `flat` whole: a parameter that took no part in any backward pass has a gradient of 0."""
+        if self.direct:
+            p = self.parameters[0]
+            grad = torch.zeros_like(p) if p.grad is None else p.grad
+            if not grad.is_contiguous():
+                grad = grad.contiguous()
+            p.grad = grad
+            self.flat = grad.view(-1)
+            return
+        for p, view in zip(self.parameters, self.views, strict=True):
+            if p not in filled:
+                view.zero_()
+                p.grad = view
 
 
 class GradientSum:
@@ -77,12 +101,12 @@ class GradientSum:
     def _arrived(self, p: torch.Tensor) -> None:
         assert isinstance(p, torch.nn.Parameter)
         bucket, index = self._place[p]
-        view = bucket.views[index]
-        grad = p.grad
-        if grad is not None and grad is not view:
-            view.copy_(grad)
-            p.grad = view
-            self._filled.add(p)
+        if not bucket.direct:
+            view, grad = bucket.views[index], p.grad
+            if grad is not None and grad is not view:
+                view.copy_(grad)
+                p.grad = view
+                self._filled.add(p)
         if self._group is not None:
             bucket.missing -= 1
             if bucket.missing == 0:
@@ -93,10 +117,7 @@ class GradientSum:
             self._launch(self._buckets[self._next], group)
 
     def _launch(self, bucket: _Bucket, group: Group) -> None:
-        for p, view in zip(bucket.parameters, bucket.views, strict=True):
-            if p not in self._filled:
-                view.zero_()
-                p.grad = view
+        bucket.fill(self._filled)
         if self.poison:
             bucket.flat[0] = math.nan
             self.poison = False
@@ -158,6 +179,9 @@ def _grouped(parameters: list[torch.nn.Parameter]) -> list[list[torch.nn.Paramet
         key = (p.dtype, p.device)
         size = p.numel() * p.element_size()
         limit = FIRST_BUCKET_BYTES if len(buckets) <= 1 else BUCKET_BYTES
+        if _is_large(p):
+            buckets.append([p])
+            continue
         bucket, used = open_buckets.get(key, (None, 0))
         if bucket is None or used + size > limit:
             bucket, used = [], 0
@@ -165,6 +189,10 @@ def _grouped(parameters: list[torch.nn.Parameter]) -> list[list[torch.nn.Paramet
         bucket.append(p)
         open_buckets[key] = (bucket, used + size)
     return buckets
+
+
+def _is_large(p: torch.Tensor) -> bool:
+    return p.numel() * p.element_size() >= DIRECT_BYTES
 
 
 def _scale_and_square(flat: torch.Tensor, scale: float) -> float:
