@@ -204,3 +204,12 @@ def test_secrets_are_never_shown(holdfast, job):
         said = holdfast(*command)
         assert token not in said.out + said.err
         assert SECRET not in said.out + said.err
+
+
+def test_report_as_a_picture(holdfast, job, tmp_path):
+    picture = tmp_path / "report.svg"
+    said = holdfast("report", "--job", "done", "--picture", str(picture))
+    assert said.code == 0
+    drawn = picture.read_text()
+    assert drawn.startswith("<svg")
+    assert "outcome" in drawn

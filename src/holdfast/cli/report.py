@@ -17,6 +17,7 @@ def report(
     curve: Annotated[
         Path | None, typer.Option("--curve", help="Draw the loss with the incidents into this PNG.")
     ] = None,
+    picture: Annotated[Path | None, typer.Option("--picture", help="Draw the tables into this SVG.")] = None,
     baseline: Annotated[
         str | None, typer.Option("--baseline", help="With --curve: a second job, drawn for comparison.")
     ] = None,
@@ -37,6 +38,11 @@ def report(
         from holdfast.observe.tables import print_report
 
         print_report(shown, folder, sys.stdout)
+    if picture is not None:
+        from holdfast.observe.tables import draw_report
+
+        draw_report(shown, folder, picture)
+        sys.stderr.write(f"the tables are in {picture}\n")
     if curve is not None:
         from holdfast.observe.curve import draw_curve
 

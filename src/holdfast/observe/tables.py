@@ -33,6 +33,15 @@ def print_report(report: Report, job_dir: Path, stream: IO[str]) -> None:
     stream.flush()
 
 
+def draw_report(report: Report, job_dir: Path, path: Path) -> None:
+    """Writes the tables as they look in a terminal into an SVG picture."""
+    console = Console(
+        file=io.StringIO(), width=WIDTH, record=True, force_terminal=True, color_system="truecolor"
+    )
+    console.print(report_view(report, job_dir), crop=False)
+    console.save_svg(str(path), title=f"holdfast report --job {job_dir.name}")
+
+
 def report_view(report: Report, job_dir: Path) -> RenderableType:
     """Header, incidents, where their time went; the closing error last."""
     parts: list[RenderableType] = [_header(report, job_dir)]

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from holdfast.errors import CollectiveFailed, HoldfastError
+from holdfast.errors import CollectiveFailed
 from holdfast.protocol.messages import Generation
 from holdfast.train.mesh import Mesh, MeshListener, MeshStore
 
@@ -83,11 +83,7 @@ class Group:
             result: Any = CollectiveFailed("nothing was built")
             try:
                 result = _gloo(store, self.rank, self.size, self._host)
-            except (
-                RuntimeError,
-                OSError,
-                HoldfastError,
-            ) as error:  # gloo's or, through the store, the mesh's
+            except Exception as error:  # noqa: BLE001 - gloo's or, through the store, the mesh's; told below
                 result = error
             finally:
                 with self._news:
