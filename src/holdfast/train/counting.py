@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import deque
@@ -48,5 +49,11 @@ class StepCounter:
             median = statistics.median(self._durations) if self._durations else None
             generation = int(self._link.start.env.get("HOLDFAST_GENERATION", "0"))
             self._link.send(Progress(generation, self._steps, median))
+        self._faults.poison = lambda: _poison(optimizer)
         for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE, Phase.COMMIT):
             self._faults.reach(phase, self._steps)
+
+
+def _poison(optimizer: Any) -> None:
+    """What an update with a gradient of NaN leaves behind, in one parameter of this rank's."""
+    optimizer.param_groups[0]["params"][0].data.view(-1)[:1] = math.nan
