@@ -484,6 +484,22 @@ def test_a_worker_that_does_not_leave_a_broken_generation_is_taken_out():
     assert desk.members() == ["n0.0#1"]
 
 
+def test_one_that_waits_on_in_a_broken_generation_has_no_more_than_a_stall_even_in_its_first_step():
+    desk = running(3, committed=0)
+    desk.exits("n2.0#3", -9)
+    desk.parks("n0.0#1", 0)
+    waits = at(desk, "n1.0#2", Phase.REDUCE)
+    desk.do(
+        e.NodeSays("n1", m.Stalled("n1.0#2", waits))
+    )  # its standstill began before the break: it has time
+    assert not desk.killed()
+    desk.wait(desk.core.timing.stall_floor_s)
+    desk.do(e.NodeSays("n1", m.Stalled("n1.0#2", at(desk, "n1.0#2", Phase.FORWARD))))  # this one computes
+    assert not desk.killed()
+    desk.do(e.NodeSays("n1", m.Stalled("n1.0#2", waits)))
+    assert desk.killed() == {"n1.0#2"}
+
+
 def test_a_stopped_worker_in_a_broken_generation_is_taken_out_at_once():
     desk = running(3)
     desk.exits("n2.0#3", -9)
