@@ -11,7 +11,8 @@ setup: $(STAMP)
 # torch first and pinned: with it in place, no later requirement can pull a second build.
 $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("Holdfast needs Python 3.11 or newer; set PYTHON=...") if sys.version_info < (3, 11) else 0'
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	  echo "Python's venv is not whole here; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train,plot,dev]'
 	touch $(STAMP)
