@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from holdfast.checkpoint import disk
 from holdfast.errors import ChecksumError, StateError, UsageError
 from holdfast.train import durable, state
 
@@ -87,7 +88,7 @@ def test_other_objects_are_refused():
 def test_a_checkpoint_on_disk_comes_back(tmp_path):
     old, fresh = trained(), trained(seed=1, steps=0)
     path = durable.save(state.capture(old, 12), tmp_path)
-    assert [d.step for d in durable.find(tmp_path)] == [12]
+    assert [d.step for d in disk.find(tmp_path)] == [12]
     assert durable.restore(fresh, path) == 12
     assert state.digest(fresh) == state.digest(old)
 
@@ -112,11 +113,11 @@ def test_a_checkpoint_that_is_cut_short_is_refused(tmp_path):
 def test_a_folder_without_its_manifest_does_not_exist(tmp_path):
     durable.save(state.capture(trained(), 1), tmp_path)
     (tmp_path / "step-9").mkdir()
-    assert [d.step for d in durable.find(tmp_path)] == [1]
+    assert [d.step for d in disk.find(tmp_path)] == [1]
 
 
 def test_the_newest_two_are_kept(tmp_path):
     things = trained()
     for step in (1, 2, 3, 4):
         durable.save(state.capture(things, step), tmp_path)
-    assert [d.step for d in durable.find(tmp_path)] == [3, 4]
+    assert [d.step for d in disk.find(tmp_path)] == [3, 4]

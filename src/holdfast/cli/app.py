@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from holdfast.cli import events, fault, logs, report, run, status, stop
+from holdfast.cli import checkpoint, events, fault, logs, report, run, status, stop
 from holdfast.cli.torchrun import RunCommand
 from holdfast.errors import HoldfastError, UsageError
 
@@ -28,6 +28,7 @@ app.command("logs")(logs.logs)
 app.command("report")(report.report)
 app.command("fault")(fault.fault)
 app.command("stop")(stop.stop)
+app.add_typer(checkpoint.app, name="checkpoint")
 
 
 def _version(asked: bool) -> None:

@@ -7,11 +7,13 @@ import os
 import re
 import secrets
 import shutil
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
 import msgspec
 
+from holdfast.checkpoint.disk import newest_whole
 from holdfast.errors import UsageError
 from holdfast.protocol.job import Durable, JobSpec
 
@@ -102,8 +104,11 @@ class JobFolder:
                 f"a job named {name!r} is running: see `holdfast status --job {name}`, or choose another --job"
             ) from None
 
-    def prepare(self, spec: JobSpec) -> Durable | None:
-        """Makes the folder ready for a start; returns the checkpoint to go on from, if there is one."""
+    def prepare(self, spec: JobSpec, note: Callable[[str], None] = lambda text: None) -> Durable | None:
+        """Makes the folder ready for a start; returns the newest whole checkpoint, to go on from, if there is one.
+
+        `note` is told of checkpoints that are not whole.
+        """
         if self._outcome() == "finished":
             shutil.rmtree(self.path / "checkpoint", ignore_errors=True)
         self._put_away()
@@ -113,7 +118,7 @@ class JobFolder:
         with os.fdopen(fd, "w") as out:
             out.write(secrets.token_urlsafe(32))
         (self.path / "spec.json").write_bytes(msgspec.json.format(msgspec.json.encode(spec)))
-        return newest_checkpoint(self.path / "checkpoint")
+        return newest_whole(self.path / "checkpoint", lambda why: note(f"passed over: {why}"))
 
     def _outcome(self) -> str | None:
         try:
@@ -149,13 +154,3 @@ class JobFolder:
     def close(self) -> None:
         """Gives the lock back."""
         os.close(self.lock)
-
-
-def newest_checkpoint(folder: Path) -> Durable | None:
-    """The newest checkpoint that has its manifest."""
-    found = []
-    for path in folder.glob("step-*"):
-        number = path.name.removeprefix("step-")
-        if number.isdigit() and (path / "manifest.json").is_file():
-            found.append(Durable(int(number), str(path)))
-    return max(found, key=lambda d: d.step, default=None)

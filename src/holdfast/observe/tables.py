@@ -33,6 +33,19 @@ def print_report(report: Report, job_dir: Path, stream: IO[str]) -> None:
     stream.flush()
 
 
+def print_table(stream: IO[str], heads: Sequence[str], rows: Sequence[Sequence[str]], right: int = 0) -> None:
+    """A plain table; the first `right` columns are figures, the last column may be folded."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for i, head in enumerate(heads):
+        last = i == len(heads) - 1
+        table.add_column(head, justify="right" if i < right else "left", no_wrap=not last, overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    text = io.StringIO()
+    Console(file=text, width=WIDTH).print(table, crop=False)
+    stream.write("".join(line.rstrip() + "\n" for line in text.getvalue().splitlines()))
+
+
 def draw_report(report: Report, job_dir: Path, path: Path) -> None:
     """Writes the tables as they look in a terminal into an SVG picture."""
     console = Console(

@@ -36,6 +36,26 @@ def count(value: int | None) -> str:
     return UNKNOWN if value is None else f"{value:,}"
 
 
+def size(nbytes: int | None) -> str:
+    """`1.50 GB`, `39.1 MB`, `512 B`: powers of 1000, as disks and networks are sold."""
+    if nbytes is None:
+        return UNKNOWN
+    value, unit = float(nbytes), "B"
+    for larger in ("kB", "MB", "GB", "TB", "PB"):
+        if value < 999.5:
+            break
+        value, unit = value / 1000, larger
+    if unit == "B":
+        return f"{nbytes} B"
+    return (
+        f"{value:.2f} {unit}"
+        if value < 9.995
+        else f"{value:.1f} {unit}"
+        if value < 99.95
+        else f"{value:.0f} {unit}"
+    )
+
+
 def rate(value: float | None) -> str:
     """`4.90 steps/s`."""
     if value is None:

@@ -14,29 +14,11 @@ import msgspec
 import torch
 import xxhash
 
+from holdfast.checkpoint.layout import Manifest, TensorSpec
 from holdfast.errors import StateError, UsageError
 
 Protected = Mapping[str, Any]
 """Name to an object with `state_dict` and `load_state_dict`."""
-
-
-class TensorSpec(msgspec.Struct, frozen=True):
-    """One tensor: its place in the row of bytes."""
-
-    path: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
-
-
-class Manifest(msgspec.Struct, frozen=True):
-    """What the bytes mean. tree: nested [kind, value] pairs, see `_pack`."""
-
-    step: int
-    tree: Any
-    tensors: tuple[TensorSpec, ...]
-    nbytes: int
 
 
 class Image:

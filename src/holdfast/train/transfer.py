@@ -25,9 +25,10 @@ from urllib.parse import parse_qs, urlsplit
 import msgspec
 import xxhash
 
+from holdfast.checkpoint.layout import Manifest
 from holdfast.errors import ChecksumError, StateError
 from holdfast.protocol.messages import Generation, Member
-from holdfast.train.state import Image, Manifest, Protected, targets
+from holdfast.train.state import Image, Protected, targets
 
 CHUNK_BYTES = 4 << 20
 DIGEST_BYTES = 8

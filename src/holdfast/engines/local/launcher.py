@@ -56,7 +56,7 @@ class Launcher:
             UsageError: the port is taken.
             HoldfastError: the coordinator cannot be kept running.
         """
-        durable = self._folder.prepare(self._spec)
+        durable = self._folder.prepare(self._spec, self._view.note)
         if durable:
             self._view.note(f"going on from step {durable.step} ({durable.path})")
         loop = asyncio.get_running_loop()
