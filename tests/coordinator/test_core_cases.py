@@ -465,6 +465,49 @@ def test_a_first_step_may_compile_while_others_wait():
     assert desk.killed() == {"n1.0#2"}
 
 
+def test_work_of_the_scripts_own_is_no_hang_however_its_stack_differs():
+    desk = running(3)
+    desk.says("n0.0#1", m.Aside(True))
+    views = {"n0": at(desk, "n0.0#1", Phase.ASIDE, idle_s=60.0)}
+    views |= {n: at(desk, w, Phase.REDUCE, idle_s=60.0) for n, w in (("n1", "n1.0#2"), ("n2", "n2.0#3"))}
+    desk.do(e.NodeSays("n1", m.Stalled("n1.0#2", views["n1"])))
+    request = desk.sent(m.Inspect)[-1][1].request
+    stacks = {"n0": "evaluate", "n1": "wait", "n2": "wait"}
+    for node, view in views.items():
+        desk.do(e.NodeSays(node, m.Views(request, (view,), {view.worker: stacks[node]})))
+    assert desk.records("stall-judged")[-1]["reason"] == "some are at work: aside"
+    assert desk.state.phase is JobPhase.RUNNING
+    assert not desk.killed()
+
+
+def test_work_of_the_scripts_own_may_last_after_a_break_but_not_for_ever():
+    desk = running(3)
+    desk.wait(1000.0)
+    desk.says("n0.0#1", m.Aside(True))
+    desk.exits("n2.0#3", -9)
+    desk.parks("n1.0#2", 5)
+    desk.ready(desk.worker_on("n2"))
+    desk.wait(0.9 * desk.core.timing.start_s)
+    assert desk.state.phase is JobPhase.BREAKING
+    desk.crash()
+    desk.back("n0", "n1", "n2", n0={"place": Place(desk.state.number, 5, int(Phase.ASIDE))})
+    assert desk.known("n0.0#1").aside
+    desk.wait(0.2 * desk.core.timing.start_s)
+    assert desk.killed() == {"n0.0#1"}
+    assert desk.state.phase is not JobPhase.BREAKING
+
+
+def test_work_of_the_scripts_own_that_ends_lets_the_others_go_on():
+    desk = running(3)
+    desk.says("n0.0#1", m.Aside(True))
+    desk.exits("n2.0#3", -9)
+    desk.parks("n1.0#2", 5)
+    desk.wait(60.0)
+    desk.says("n0.0#1", m.Aside(False))
+    desk.parks("n0.0#1", 5)
+    assert desk.members() == ["n0.0#1", "n1.0#2"]
+
+
 def test_a_compiling_worker_has_time_to_leave_a_broken_generation():
     desk = running(3, committed=0)
     desk.exits("n2.0#3", -9)

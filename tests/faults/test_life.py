@@ -106,3 +106,23 @@ def test_level_0_restarts_from_warm_processes(tmp_path):
     assert ran.kinds().count("started") == 2
     assert ran.report["incidents"][0]["full_strength_s"] is not None
     assert "finished at 60" in ran.output
+
+
+def test_an_evaluation_between_two_steps_is_no_hang(tmp_path, undisturbed):
+    """Rank 0 is away for many times the detection time; a worker that is killed meanwhile waits for it too."""
+    script = tmp_path / "train_aside.py"
+    text = TINY.read_text().replace("        run.log(loss=step.loss)\n", EVALUATE)
+    script.write_text(text.replace("import sys\n", "import sys\nimport time\n"))
+    faults = ["--fault", "kill-worker:rank=1,step=81,phase=forward"]
+    ran = run(tmp_path, "--nnodes", 3, "--spares", 1, "--detection", 0.5, *faults, script, STEPS)
+    assert ran.code == 0, ran.output[-3000:]
+    assert ran.report["final"] == undisturbed.report["final"]
+    assert ran.losses() == undisturbed.losses()
+    assert [i["cause"] for i in ran.report["incidents"]] == ["killed by signal 9 (SIGKILL)"]
+
+
+EVALUATE = """        run.log(loss=step.loss)
+        if run.rank == 0 and step.committed and step.index in (40, 80):
+            with run.aside():
+                time.sleep(3.0)  # stands for an evaluation
+"""

@@ -227,6 +227,8 @@ class WorkerProcess:
             if self.median_s is None:
                 return float("inf")
             return max(20 * self._timing.detection_s, 4 * self._timing.stall_s(self.median_s))
+        if place.phase == Phase.ASIDE:
+            return self._timing.start_s
         if self.median_s is not None:
             return self._timing.stall_s(self.median_s)
         if place.phase in (Phase.REDUCE, Phase.VOTE):

@@ -197,6 +197,8 @@ class Core:
                     incidents.joined(self.state, self.now, message)
             case m.Progress():
                 self._progress(worker, message, age_s)
+            case m.Aside(on):
+                worker.aside = on
             case m.Parked():
                 forming.parked(self, worker, message)
             case m.Failed():

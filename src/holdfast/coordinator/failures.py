@@ -228,18 +228,20 @@ def end_late_starters(core: Core) -> None:
 def end_stuck(core: Core) -> None:
     """Members that did not leave the broken generation in time are taken out.
 
-    One that has not finished a step yet may be compiling: it has the time of a start for that.
+    One that has not finished a step yet may be compiling, and one may be at work of the script's own: both have
+    the time of a start for that.
     """
     s = core.state
     s.break_deadline_s = None
     stuck = [w for w in core.alive_workers() if w.phase is WorkerPhase.MEMBER or w.name in s.stops]
     stuck = [w for w in stuck if w.phase in (WorkerPhase.MEMBER, WorkerPhase.PARKED)]
-    until_s = s.formed_at_s + core.timing.start_s
-    patient = [w for w in stuck if w.median_s is None and w.joined == s.number]
-    if s.stop_reason is not None or core.now >= until_s:
-        patient = []
+    until_s = {w.name: s.broke_at_s + core.timing.start_s for w in stuck if w.aside}
+    for worker in stuck:
+        if worker.median_s is None and worker.joined == s.number:
+            until_s.setdefault(worker.name, s.formed_at_s + core.timing.start_s)
+    patient = [w for w in stuck if s.stop_reason is None and core.now < until_s.get(w.name, 0.0)]
     if patient:
-        s.break_deadline_s = until_s
+        s.break_deadline_s = min(until_s[w.name] for w in patient)
     condemn(core, [w for w in stuck if w not in patient], LEFT_BEHIND)
 
 

@@ -74,7 +74,7 @@ def parked(core: Core, worker: Worker, message: m.Parked) -> None:
         return
     if worker.phase is not WorkerPhase.MEMBER:
         return
-    worker.phase = WorkerPhase.PARKED
+    worker.phase, worker.aside = WorkerPhase.PARKED, False
     worker.committed, worker.prepared = message.committed, message.prepared
     s.committed = max(s.committed, message.committed or 0)
     if s.phase is not JobPhase.RUNNING:

@@ -103,7 +103,10 @@ def judge(core: Core) -> None:
 
 
 def _allowed_s(core: Core, view: m.WorkerView) -> float:
-    """How long a worker may stand still where it is. Its first step may compile for as long as a start takes."""
+    """How long a worker may stand still where it is. Its first step may compile for as long as a start takes, and
+    work of the script's own between two steps may take as long."""
+    if view.place.phase == Phase.ASIDE:
+        return core.timing.start_s
     if view.median_s is None and view.place.phase in _COMPILING:
         return core.timing.start_s
     return MARGIN * core.timing.stall_s(view.median_s)

@@ -8,6 +8,7 @@ from holdfast.coordinator import failures, forming, gang, incidents, stopping
 from holdfast.coordinator.events import ProvideNode, ReleaseNode
 from holdfast.coordinator.state import JobPhase, Node, Worker, WorkerPhase
 from holdfast.protocol import messages as m
+from holdfast.protocol.phases import Phase
 
 if TYPE_CHECKING:
     from holdfast.coordinator.core import Core
@@ -160,6 +161,7 @@ def _never_started(core: Core, worker: Worker) -> None:
 def _catch_up(core: Core, worker: Worker, view: m.WorkerView) -> None:
     if view.median_s is not None:
         worker.median_s = view.median_s
+    worker.aside = view.place.phase == Phase.ASIDE
     if view.attached:
         core.attached(worker)
     if view.ready:

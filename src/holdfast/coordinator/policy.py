@@ -111,6 +111,9 @@ def find_culprits(
         return Verdict((), "not every worker was seen")
     if len(busy) == len(views) == 1:
         return Verdict((busy[0].worker,), f"stands still in {Phase(busy[0].place.phase).name.lower()}")
+    at_work = {v.place.phase for v in views if v not in still and v.place.phase not in WAITING_PHASES}
+    if at_work:
+        return Verdict((), f"some are at work: {', '.join(sorted(Phase(p).name.lower() for p in at_work))}")
     if waiting and len(still) == len(views):
         least = min(_advance(v) for v in waiting)
         behind = tuple(v.worker for v in waiting if _advance(v) == least)

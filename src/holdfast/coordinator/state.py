@@ -63,7 +63,8 @@ class Node(msgspec.Struct):
 class Worker(msgspec.Struct):
     """One training process. `name` is `node.slot#incarnation` and never used twice.
 
-    joined: the newest generation that it is connected to. vanished_s: since when its agent no longer has it, while how it ended is not known yet.
+    joined: the newest generation that it is connected to. vanished_s: since when its agent no longer has it, while
+    how it ended is not known yet. aside: it does work of the script's own between two steps.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Worker(msgspec.Struct):
     told_to_end: bool = False
     exited: bool = False
     joined: int = 0
+    aside: bool = False
     vanished_s: float | None = None
     digest: str | None = None
     loss: float | None = None

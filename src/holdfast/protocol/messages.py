@@ -148,6 +148,12 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     stopped: bool = False
 
 
+class Aside(msgspec.Struct, frozen=True, tag="aside"):
+    """The script begins (or ends) work of its own between two steps, which may take long."""
+
+    on: bool
+
+
 WorkerMessage = (
     Warm
     | Attached
@@ -160,6 +166,7 @@ WorkerMessage = (
     | FaultFired
     | Saved
     | Done
+    | Aside
 )
 
 

@@ -23,6 +23,7 @@ class Phase(IntEnum):
     COMMIT = 10
     PARKED = 11  # out of a broken generation, waiting for the next
     DONE = 12
+    ASIDE = 13  # the script's own work between two steps, announced by `run.aside`
 
 
 WAITING_PHASES = frozenset({Phase.REDUCE, Phase.VOTE, Phase.JOIN, Phase.PARKED, Phase.IDLE, Phase.DONE})

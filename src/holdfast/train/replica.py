@@ -10,7 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from holdfast.errors import CollectiveFailed, JobStopped, NonFiniteGradient, StateError, StepFault
+from holdfast.errors import (
+    CollectiveFailed,
+    JobStopped,
+    NonFiniteGradient,
+    StateError,
+    StepFault,
+    UsageError,
+)
 from holdfast.protocol import messages as m
 from holdfast.protocol.phases import Phase
 from holdfast.train import durable, state
@@ -284,6 +291,13 @@ class Replica:
         median = statistics.median(self._durations) if self._durations else None
         metrics, self.metrics = self.metrics, {}
         self.link.send(m.Progress(self.generation, self.committed or 0, median, losses, metrics))
+
+    def aside(self, on: bool) -> None:
+        """The script begins or ends work of its own between two steps."""
+        if on and self._page.phase not in (Phase.COMMIT, Phase.JOIN):
+            raise UsageError("run.aside() is for work between two steps: leave `with step` first")
+        self.link.send(m.Aside(on))
+        self._page.enter(Phase.ASIDE if on else Phase.COMMIT)
 
     def after_commit(self) -> None:
         """Between two steps: a generation that was asked to end does so, without a loss."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -107,6 +108,25 @@ class Run:
         """Reports figures of the step that was just left; ignored when it did not count."""
         if self._step is not None and self._step.committed and self._replica is not None:
             self._replica.metrics.update({k: float(v) for k, v in values.items()})
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """For work between two steps that takes longer than a step: evaluation, a checkpoint of one's own.
+
+        Without it a worker that is away for `max(3 s, 5 median steps)` while others wait for it counts as hung and
+        is replaced; with it that takes as long as a start may (5 minutes by default).
+
+        Raises:
+            UsageError: inside `with step`.
+        """
+        if self._replica is None:
+            yield
+            return
+        self._replica.aside(True)
+        try:
+            yield
+        finally:
+            self._replica.aside(False)
 
     def _enroll(self, modules: list[torch.nn.Module], micro_batches: int) -> Replica:
         if self._replica is not None:
