@@ -126,3 +126,37 @@ EVALUATE = """        run.log(loss=step.loss)
             with run.aside():
                 time.sleep(3.0)  # stands for an evaluation
 """
+
+
+def level_0(tmp_path, between_steps: str, *options: object):
+    script = tmp_path / "train_ddp.py"
+    text = (HERE / "train_ddp.py").read_text()
+    script.write_text(text.replace("    optimizer.step()\n", "    optimizer.step()\n" + between_steps))
+    return run(
+        tmp_path, "--nnodes", 2, "--spares", 1, "--detection", 0.2, *options, script, 60, tmp_path / "ck"
+    )
+
+
+def test_level_0_leaves_a_rank_alone_that_computes_between_two_steps(tmp_path):
+    """An evaluation on rank 0 of twice the time after which a standstill is a hang."""
+    ran = level_0(tmp_path, EVALUATE_0)
+    assert ran.code == 0, ran.output[-3000:]
+    assert ran.report["incidents"] == []
+    assert "stall-judged" in ran.kinds()  # it was looked at
+
+
+def test_level_0_finds_a_deadlock(tmp_path):
+    ran = level_0(tmp_path, "", "--fault", "deadlock:rank=1,step=20")
+    assert ran.code == 0, ran.output[-3000:]
+    (incident,) = ran.report["incidents"]
+    assert incident["cause"].startswith("hang")
+    assert incident["detect_s"] < 10.0
+    assert "finished at 60" in ran.output
+
+
+EVALUATE_0 = """    if dist.get_rank() == 0 and step == 20:
+        import time
+        end = time.monotonic() + 8.0
+        while time.monotonic() < end:
+            model(x)
+"""

@@ -18,6 +18,8 @@ from holdfast.protocol.phases import WAITING_PHASES, Phase, Place
 
 _codec: Codec[m.WorkerMessage] = Codec(m.WorkerMessage)
 TAIL_LINES = 20
+BUSY_SHARE = 0.03
+"""Of a core. Gloo's waiting threads use less than 1%."""
 
 
 class WorkerProcess:
@@ -58,6 +60,8 @@ class WorkerProcess:
         self._leaving: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._stopped_since: float | None = None
+        self._cpu: tuple[float, float] | None = None
+        self._busy = False
         self._pidfd = os.pidfd_open(self.pid)
         self._loop.add_reader(self._pidfd, self._ended)
         self._reading = asyncio.create_task(self._read())
@@ -172,6 +176,7 @@ class WorkerProcess:
             self.parked,
             self.done,
             self.median_s,
+            self._busy,
         )
 
     def check_stopped(self) -> None:
@@ -201,6 +206,8 @@ class WorkerProcess:
     def _watch(self, delay_s: float | None = None) -> None:
         """It moved: from now on it may stand still for as long as a stall takes to be one."""
         self._unwatch()
+        if delay_s is None:
+            self._cpu, self._busy = None, False
         wait = self._timing.stall_s(self.median_s) if delay_s is None else delay_s
         self._timer = self._loop.call_later(wait, self._maybe_stalled)
 
@@ -208,6 +215,8 @@ class WorkerProcess:
         self._timer = None
         if self.gone or self.parked is not None or self.done is not None:
             return
+        if not self.attached:
+            self._sample_cpu()
         view = self.view()
         allowed = self._allowed_s(view)
         if view.idle_s < allowed:
@@ -216,11 +225,19 @@ class WorkerProcess:
         self._stalled(self, view)
         self._watch(self._timing.stall_floor_s)
 
+    def _sample_cpu(self) -> None:
+        """Whether it used the processor since the last look: between two looks lie seconds."""
+        now, used_s = time.monotonic(), cpu_s(self.pid)
+        if self._cpu is not None and now > self._cpu[0]:
+            self._busy = (used_s - self._cpu[1]) / (now - self._cpu[0]) >= BUSY_SHARE
+        self._cpu = now, used_s
+
     def _allowed_s(self, view: m.WorkerView) -> float:
         """How long it may stand still where it is.
 
         Without a median (a first step may compile for minutes) only waiting counts, against the time that the
-        worker itself needed to get there. A script at level 0 may well pause for a checkpoint, so it gets more.
+        worker itself needed to get there. A script at level 0 may well pause for a checkpoint, so it gets more; and
+        one that computes meanwhile is left alone for longer, but that is for the core to decide.
         """
         place = view.place
         if not self.attached:
@@ -237,6 +254,18 @@ class WorkerProcess:
         if place.phase in WAITING_PHASES or place.phase == Phase.TRANSFER:
             return self._timing.stall_floor_s
         return float("inf")
+
+
+def cpu_s(pid: int) -> float:
+    """Seconds of processor time that a process and its descendants have used; 0 when it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+        children = [p.read_text().split() for p in Path(f"/proc/{pid}/task").glob("*/children")]
+    except OSError:
+        return 0.0
+    fields = text[text.rindex(")") + 2 :].split()
+    own = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # utime, stime, and of children that ended
+    return own + sum(cpu_s(int(child)) for row in children for child in row)
 
 
 def process_state(pid: int) -> str:

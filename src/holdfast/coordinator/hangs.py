@@ -19,6 +19,9 @@ RETRIES = 2
 PATIENT_ROUNDS = 10
 """So often a hang is looked at in which nobody waits for anybody: all may be reading a slow file system."""
 
+LOOK_AGAIN = 15
+"""So many detection times after a look at level 0 that found somebody at work comes the next."""
+
 MARGIN = 0.9
 """Of the time that a worker may stand still: those that wait for it began to a little later."""
 
@@ -49,7 +52,7 @@ def stalled(core: Core, name: str, view: m.WorkerView) -> None:
     if _left_behind(core, worker, view):
         failures.condemn(core, [worker], failures.LEFT_BEHIND)
         return
-    if not running or s.inspect_deadline_s is not None:
+    if not running or s.inspect_deadline_s is not None or core.now < s.look_again_s:
         return
     s.inspect_request += 1
     s.inspect_deadline_s = core.now + core.timing.inspect_s
@@ -95,11 +98,21 @@ def judge(core: Core) -> None:
     core.record("stall-judged", workers=list(verdict.workers), reason=verdict.reason)
     culprits = [s.workers[w] for w in verdict.workers if s.workers[w].phase is WorkerPhase.MEMBER]
     if s.level != 2:
+        if _at_work(core, {w.name for w in culprits}):
+            s.look_again_s = core.now + LOOK_AGAIN * core.timing.detection_s
+            return
         gang.stalled(core, culprits, verdict.reason)
     elif culprits:
         failures.condemn(core, culprits, f"hang: {verdict.reason}")
     elif not inspection.unheard and all(_at_rest(v, allowed) for v in inspection.views):
         _nobody_differs(core)
+
+
+def _at_work(core: Core, suspects: set[str]) -> bool:
+    """At level 0 nobody says where in a step it is. A suspect (everyone, if none is named) that uses the processor
+    may evaluate or save, for as long as a start may take."""
+    views = [v for v in core.inspection.views if v.worker in suspects or not suspects]
+    return any(v.busy and v.process not in "TtXZ" and v.idle_s < core.timing.start_s for v in views)
 
 
 def _allowed_s(core: Core, view: m.WorkerView) -> float:

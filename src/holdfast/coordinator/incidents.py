@@ -15,6 +15,13 @@ INJECTION_AGE_S = 60.0
 """An injected fault that no incident claimed within this time had no effect that anyone saw."""
 
 
+HANG = "hang"
+"""How the cause of an incident begins in which somebody stood still."""
+
+STANDSTILLS = ("deadlock", "hold-gil", "stop-worker", "stop-node")
+"""Injected faults that show as a hang; of two workers at level 0 nobody can say which one it is."""
+
+
 def open_incident(
     state: CoreState,
     now: float,
@@ -28,7 +35,8 @@ def open_incident(
 ) -> Incident:
     """Enters a new incident. An injected fault of the same worker, node or kind explains when it began."""
     names = list(workers)
-    injection = _claim(state, now, node, names, kind)
+    unnamed_hang = cause.startswith(HANG) and node is None
+    injection = _claim(state, now, node, names, kind, unnamed_hang)
     generation = state.generation
     ranks = [r for w in names if generation and (r := generation.rank_of(w)) is not None]
     incident = Incident(
@@ -51,7 +59,7 @@ def open_incident(
 
 
 def _claim(
-    state: CoreState, now: float, node: str | None, workers: list[str], kind: str | None
+    state: CoreState, now: float, node: str | None, workers: list[str], kind: str | None, unnamed_hang: bool
 ) -> Injection | None:
     state.injections = [i for i in state.injections if now - i.at_s < INJECTION_AGE_S]
     for injection in state.injections:
@@ -60,6 +68,7 @@ def _claim(
             or (injection.node is not None and injection.node == node)
             or (injection.kind == kind == "nan")
             or (injection.kind == kind == "kill-coordinator")
+            or (unnamed_hang and injection.kind in STANDSTILLS)
         ):
             state.injections.remove(injection)
             return injection

@@ -213,4 +213,5 @@ class CoreState(msgspec.Struct):
     stop_deadline_s: float | None = None
     inspect_request: int = 0
     inspect_deadline_s: float | None = None
+    look_again_s: float = 0.0
     stall_rounds: int = 0

@@ -256,6 +256,7 @@ class WorkerView(msgspec.Struct, frozen=True):
     formed: number of the newest generation whose Form the agent passed on.
     process: letter of /proc/PID/stat ('T' is stopped), 'X' when it is gone.
     idle_s: since the agent last saw its page move.
+    busy: since then it, or a process that it started, has used the processor.
     """
 
     worker: str
@@ -270,6 +271,7 @@ class WorkerView(msgspec.Struct, frozen=True):
     parked: Parked | None = None
     done: Done | None = None
     median_s: float | None = None
+    busy: bool = False
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
