@@ -197,6 +197,8 @@ class SimAgent:
         timing = self.cluster.plan.spec.timing
         if worker.stopped:
             return timing.stall_floor_s
+        if worker.phase is Phase.ASIDE:
+            return timing.start_s
         if worker.trained:
             return timing.stall_s(self.cluster.plan.step_s)
         if worker.phase in (Phase.REDUCE, Phase.VOTE):

@@ -298,7 +298,7 @@ class Checks:
         plan = self.cluster.plan
         over_s = self.cluster.began_s + plan.faults_until_s
         since = max(self.newest_s, self.formed_s, over_s)
-        bound_s = PROGRESS_BOUND_S
+        bound_s = PROGRESS_BOUND_S + 4 * plan.aside_s
         self._late = self._late or any(w.running_late for w in self.cluster.workers.values())
         if self._late:
             bound_s += plan.spec.timing.start_s

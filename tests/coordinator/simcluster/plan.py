@@ -23,6 +23,8 @@ class Plan:
     micro_batches: int = 6
     step_s: float = 0.2
     compile_s: float = 0.0
+    asides: float = 0.0  # how often a worker does work of the script's own after a step
+    aside_s: float = 0.0
     torn_end: bool = False
     start_s: float = 1.0
     latency_s: float = 0.002
@@ -138,6 +140,9 @@ def plan_for(seed: int, level: int | None = None) -> Plan:
         release_fails=rng.choice((0.0, 0.5)),
         tells_injections=rng.choice((1.0, 1.0, 0.5)),
     )
+    own = random.Random(-1 - seed)  # drawn apart: the schedules of the seeds stay what they were
+    if own.random() < 0.15:
+        plan.asides, plan.aside_s = own.choice((0.02, 0.1)), own.choice((2.0, 10.0, 30.0))
     kinds, weights = list(FAULTS), list(FAULTS.values())
     if rng.random() < 0.25:
         kinds, weights = [rng.choice(SINGLE)], [1]

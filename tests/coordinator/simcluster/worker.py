@@ -43,7 +43,7 @@ class SimWorker:
 
     @property
     def running_late(self) -> bool:
-        """It stands still in what might be its first step: that is given the time of a start."""
+        """It stands still in what might be its first step, or work of the script's: that has the time of a start."""
         return False
 
     @property
@@ -126,7 +126,7 @@ class Trainer(SimWorker):
     @property
     def running_late(self) -> bool:
         stuck = (self.frozen and not self.stopped) or (self.hurt and not self.cluster.plan.repeats)
-        return self.alive and stuck and not self.trained
+        return self.alive and stuck and (not self.trained or self.phase is Phase.ASIDE)
 
     # ------------------------------------------------------------ start
 
@@ -207,7 +207,7 @@ class Trainer(SimWorker):
     def _break(self) -> None:
         """The control thread frees the main thread from a collective; elsewhere it looks by itself."""
         self.broken = True
-        if self.phase is Phase.UPDATE or self.hurt:
+        if self.phase in (Phase.UPDATE, Phase.ASIDE) or self.hurt:
             if self.hurt:
                 self._park()
             return
@@ -405,6 +405,18 @@ class Trainer(SimWorker):
             self._park()
         elif step + 1 >= self.cluster.until:
             self._finish()
+        elif self.cluster.plan.asides and self.cluster.rng.random() < self.cluster.plan.asides:
+            self.enter(Phase.ASIDE)
+            self.say(m.Aside(True))
+            self.later(self.cluster.rng.uniform(0.1, 1.0) * self.cluster.plan.aside_s, self._come_back)
+        else:
+            self._begin_step()
+
+    def _come_back(self) -> None:
+        self.say(m.Aside(False))
+        self.enter(Phase.COMMIT)
+        if self.broken:
+            self._park()
         else:
             self._begin_step()
 
