@@ -125,6 +125,28 @@ def test_a_broken_mesh_frees_who_waits(cluster):
         group.close()
 
 
+def test_a_sum_that_ends_just_after_a_slice_of_waiting_is_no_failure(cluster):
+    """The slice raises, and by the time that anyone looks the work is complete."""
+    (group, *_) = groups = cluster.join(1)
+
+    class Work:
+        waits = 0
+
+        def wait(self, timeout=None):
+            self.waits += 1
+            if timeout is not None:
+                raise RuntimeError("Operation timed out!")
+
+        def is_completed(self):
+            return self.waits >= 3
+
+    work = Work()
+    group.wait(work)
+    assert work.waits == 4
+    for group in groups:
+        group.close()
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_an_abort_at_any_moment_frees_every_all_reduce(seed, cluster):
     """Also the one whose bytes are half sent: gloo itself would leave it waiting for its time-out."""

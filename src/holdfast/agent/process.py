@@ -19,7 +19,7 @@ from holdfast.protocol.phases import WAITING_PHASES, Phase, Place
 _codec: Codec[m.WorkerMessage] = Codec(m.WorkerMessage)
 TAIL_LINES = 20
 BUSY_SHARE = 0.03
-"""Of a core. Gloo's waiting threads use less than 1%."""
+"""Of a core. A rank that only waits in gloo stays below it."""
 
 
 class WorkerProcess:

@@ -116,10 +116,15 @@ class Group:
                 work.wait(WAIT_SLICE)
                 return
             except RuntimeError as error:
-                if work.is_completed():
-                    raise CollectiveFailed(first_line(error)) from error
-                if self._aborted:
-                    raise CollectiveFailed("the generation broke") from error
+                if not work.is_completed():
+                    if self._aborted:
+                        raise CollectiveFailed("the generation broke") from error
+                    continue
+            try:
+                work.wait()  # it ended, perhaps well and just after the slice: now it says how
+                return
+            except RuntimeError as error:
+                raise CollectiveFailed(first_line(error)) from error
 
     def drain(self, work: Any) -> bool:
         """After `abort`: waits until gloo has let go of the tensor. False if it never will: the tensor is lost."""
