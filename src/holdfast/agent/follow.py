@@ -39,9 +39,13 @@ class LogFollower:
     def _copy(self) -> None:
         if self._path is None:
             return
-        with self._path.open("rb") as log:
-            log.seek(self._offsets.get(self._path, 0))
-            data = log.read()
+        try:
+            with self._path.open("rb") as log:
+                log.seek(self._offsets.get(self._path, 0))
+                data = log.read()
+        except FileNotFoundError:
+            self._path = None  # somebody removed it
+            return
         self._offsets[self._path] = self._offsets.get(self._path, 0) + len(data)
         try:
             sys.stdout.buffer.write(data)
