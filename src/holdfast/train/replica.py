@@ -21,6 +21,7 @@ from holdfast.errors import (
 from holdfast.protocol import messages as m
 from holdfast.protocol.phases import Phase
 from holdfast.train import durable, state
+from holdfast.train.buffers import Buffers
 from holdfast.train.faults import FaultPlan
 from holdfast.train.group import Group
 from holdfast.train.link import Link
@@ -69,8 +70,7 @@ class Replica:
         host = link.start.host
         self._listener = MeshListener(host, link.token)
         self._donor = DonorServer(host, link.token)
-        self._buffers = state.buffers_of(protected)
-        self._buffers_before: list[object] = []
+        self._buffers = Buffers(state.buffers_of(protected))
         self._durations: deque[float] = deque(maxlen=MEDIAN_OVER)
         self._losses: deque[tuple[int, float, float]] = deque(maxlen=KEPT_LOSSES)
         self._unsent: list[tuple[int, float, float]] = []
@@ -165,7 +165,7 @@ class Replica:
         self.link.send(m.Joined(generation.number, join_s, restore_s, restored))
 
     def _image(self) -> state.Image:
-        return state.capture(self._protected, self.committed or 0, copy_buffers=True)
+        return state.capture(self._protected, self.committed or 0, self._buffers.copy_of)
 
     def _restore(self, form: m.Form) -> tuple[int, float]:
         """Fetches the state of the generation's start; until it is whole this worker holds none."""
@@ -182,6 +182,7 @@ class Replica:
             assert form.path is not None
             durable.restore(self._protected, Path(form.path))
             restored = sum(f.stat().st_size for f in Path(form.path).iterdir())
+        self._buffers.forget()
         self.committed = form.generation.start
         return restored, time.monotonic() - began
 
@@ -237,7 +238,7 @@ class Replica:
     def begin_step(self) -> None:
         """The step starts from what was committed."""
         self.gradients.begin()
-        self._buffers_before = [b.clone() for b in self._buffers]
+        self._buffers.keep()
         self._page.enter(Phase.DATA)
 
     def enter(self, phase: Phase, step: int) -> None:
@@ -346,8 +347,7 @@ class Replica:
 
     def _roll_back(self) -> None:
         """The step is dropped: parameters are untouched, buffers become what they were before it."""
-        for buffer, before in zip(self._buffers, self._buffers_before, strict=False):
-            buffer.copy_(before)  # type: ignore[arg-type]
+        self._buffers.put_back()
 
     def _poison(self) -> None:
         self.gradients.poison = True

@@ -7,7 +7,7 @@ Nothing in it is pickled.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -47,17 +47,19 @@ def check_protected(objects: Protected) -> None:
             )
 
 
-def capture(objects: Protected, step: int, copy_buffers: bool = False) -> Image:
+def capture(
+    objects: Protected, step: int, copy_buffer: Callable[[torch.Tensor], torch.Tensor] | None = None
+) -> Image:
     """The state of the objects, without copying contiguous CPU tensors.
 
     Args:
-        copy_buffers: copy module buffers, which a forward pass may change while the image is read.
+        copy_buffer: copies a module's buffer, which a forward pass may change while the image is read.
 
     Raises:
         UsageError: a value that is neither plain nor a tensor; the message has its path.
     """
     tensors: list[tuple[str, torch.Tensor]] = []
-    tree = {name: _pack(_state_of(thing, copy_buffers), name, tensors) for name, thing in objects.items()}
+    tree = {name: _pack(_state_of(thing, copy_buffer), name, tensors) for name, thing in objects.items()}
     specs, offset = [], 0
     for path, tensor in tensors:
         nbytes = tensor.numel() * tensor.element_size()
@@ -148,11 +150,11 @@ def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().contiguous()
 
 
-def _state_of(thing: Any, copy_buffers: bool) -> Any:
+def _state_of(thing: Any, copy_buffer: Callable[[torch.Tensor], torch.Tensor] | None) -> Any:
     state = thing.state_dict()
-    if copy_buffers and isinstance(thing, torch.nn.Module):
+    if copy_buffer is not None and isinstance(thing, torch.nn.Module):
         buffers = {name for name, _ in thing.named_buffers()}
-        return {k: v.clone() if k in buffers else v for k, v in state.items()}
+        return {k: copy_buffer(v) if k in buffers else v for k, v in state.items()}
     return state
 
 
