@@ -213,3 +213,4 @@ def test_report_as_a_picture(holdfast, job, tmp_path):
     drawn = picture.read_text()
     assert drawn.startswith("<svg")
     assert "outcome" in drawn
+    assert "url(http" not in drawn  # nothing is loaded from elsewhere

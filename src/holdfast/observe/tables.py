@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -52,7 +53,11 @@ def draw_report(report: Report, job_dir: Path, path: Path) -> None:
         file=io.StringIO(), width=WIDTH, record=True, force_terminal=True, color_system="truecolor"
     )
     console.print(report_view(report, job_dir), crop=False)
-    console.save_svg(str(path), title=f"holdfast report --job {job_dir.name}")
+    drawn = console.export_svg(title=f"holdfast report --job {job_dir.name}")
+    fonts = (
+        r"@font-face \{.*?\}\s*"  # would be loaded from a server of somebody's; any monospaced font will do
+    )
+    path.write_text(re.sub(fonts, "", drawn, flags=re.DOTALL), encoding="utf-8")
 
 
 def report_view(report: Report, job_dir: Path) -> RenderableType:
