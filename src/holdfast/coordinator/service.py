@@ -132,13 +132,19 @@ class Coordinator:
         strikes = self._injector.formed(state, now) if formed else []
         strikes += self._injector.due(state, now)
         entries = self._keep(event, actions, now)
-        starts = any(isinstance(a, ev.Send) and isinstance(a.message, m.StartWorker) for a in actions)
-        for strike in [] if starts else strikes:
+        begun = {
+            a.message.worker
+            for a in actions
+            if isinstance(a, ev.Send) and isinstance(a.message, m.StartWorker)
+        }
+        early = [s for s in strikes if getattr(s.message, "worker", None) not in begun]
+        for strike in early:
             self._strike(strike)  # before the Form: a fault may wait for the joining itself
         for action in actions:
             self._do(action)
-        for strike in strikes if starts else []:
-            self._strike(strike)
+        for strike in strikes:
+            if strike not in early:
+                self._strike(strike)  # nobody can be told anything before it is started
         for entry in entries:
             self._announce("event", entry)
         self._plan_tick()
