@@ -49,12 +49,15 @@ def train(counter: StepCounter, steps: int) -> torch.nn.Parameter:
 
 def test_steps_are_counted_and_told(agent):
     ours, counter, _, page = agent
-    train(counter, 3)
+    counter.every_s = 3600.0
+    train(counter, 5)
     codec: Codec[m.WorkerMessage] = Codec(m.WorkerMessage)
-    first = codec.read(ours)
-    assert isinstance(first, m.Progress)
-    assert first.committed == 1
-    assert page.read().committed == 3
+    first, second = codec.read(ours), codec.read(ours)
+    assert isinstance(first, m.Progress) and isinstance(second, m.Progress)
+    assert (first.committed, first.median_s) == (1, None)
+    assert second.committed == 2
+    assert second.median_s is not None  # a worker that stops right after must be found
+    assert page.read().committed == 5
 
 
 def test_a_second_optimizer_does_not_count(agent):

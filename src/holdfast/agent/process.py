@@ -242,7 +242,7 @@ class WorkerProcess:
         place = view.place
         if not self.attached:
             if self.median_s is None:
-                return float("inf")
+                return self._timing.start_s if place.committed else float("inf")
             return max(20 * self._timing.detection_s, 4 * self._timing.stall_s(self.median_s))
         if place.phase == Phase.ASIDE:
             return self._timing.start_s

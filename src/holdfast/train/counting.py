@@ -25,7 +25,8 @@ class StepCounter:
         self._optimizer: int | None = None
         self._steps = 0
         self._last = time.perf_counter()
-        self._sent = 0.0
+        self._sent = -math.inf
+        self.every_s = PROGRESS_EVERY_S
         self._durations: deque[float] = deque(maxlen=31)
 
     def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -44,8 +45,8 @@ class StepCounter:
         page = self._link.page
         page.committed = self._steps
         page.enter(Phase.FORWARD)
-        if now - self._sent >= PROGRESS_EVERY_S:
-            self._sent = now
+        if self._steps == 2 or now - self._sent >= self.every_s:
+            self._sent = now  # the second is always told: without its duration nobody knows what a standstill is
             median = statistics.median(self._durations) if self._durations else None
             generation = int(self._link.start.env.get("HOLDFAST_GENERATION", "0"))
             self._link.send(Progress(generation, self._steps, median))
