@@ -53,7 +53,8 @@ def test_steps_are_counted_and_told(agent):
     train(counter, 5)
     codec: Codec[m.WorkerMessage] = Codec(m.WorkerMessage)
     first, second = codec.read(ours), codec.read(ours)
-    assert isinstance(first, m.Progress) and isinstance(second, m.Progress)
+    assert isinstance(first, m.Progress)
+    assert isinstance(second, m.Progress)
     assert (first.committed, first.median_s) == (1, None)
     assert second.committed == 2
     assert second.median_s is not None  # a worker that stops right after must be found
