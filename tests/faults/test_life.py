@@ -108,6 +108,15 @@ def test_level_0_restarts_from_warm_processes(tmp_path):
     assert "finished at 60" in ran.output
 
 
+@pytest.mark.parametrize("end", ["", "raise SystemExit(0)"])
+def test_files_left_open_by_the_script_are_complete(tmp_path, end):
+    """A worker ends without Python's teardown, which would have closed them."""
+    script, out = tmp_path / "script.py", tmp_path / "out.txt"
+    script.write_text(f"out = open({str(out)!r}, 'w')\nout.write('all of it')\n{end}\n")
+    assert run(tmp_path, script).code == 0
+    assert out.read_text() == "all of it"
+
+
 def test_an_evaluation_between_two_steps_is_no_hang(tmp_path, undisturbed):
     """Rank 0 is away for many times the detection time; a worker that is killed meanwhile waits for it too."""
     script = tmp_path / "train_aside.py"
