@@ -45,10 +45,9 @@ class StepCounter:
         page = self._link.page
         page.committed = self._steps
         page.enter(Phase.FORWARD)
+        # The second is always told: until the duration of a step is known nobody can call it a standstill.
         if self._steps == 2 or now - self._sent >= self.every_s:
-            self._sent = (
-                now  # the second is always told: without its duration nobody knows what a standstill is
-            )
+            self._sent = now
             median = statistics.median(self._durations) if self._durations else None
             generation = int(self._link.start.env.get("HOLDFAST_GENERATION", "0"))
             self._link.send(Progress(generation, self._steps, median))
