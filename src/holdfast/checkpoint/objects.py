@@ -1,0 +1,418 @@
+"""The object tier: a bucket of S3 or of what speaks like it, of Google, or of Azure, and `memory://` for tests.
+
+An object appears when all of it is there: a store keeps the parts of an upload apart until it is completed. So
+nothing is written beside a name and renamed, and no condition is put on a write (stores differ in what they honour);
+checkpoints name their files by content, and their manifest is one small object that is put in one request.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+import obstore
+from obstore.exceptions import BaseError
+from obstore.store import MemoryStore, ObjectStore, from_url
+
+from holdfast.errors import StateError, TierError, UsageError
+
+SCHEMES = ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "memory")
+
+PATIENCE_S = 90.0
+"""A request that has had no success in this time, with all its retries, fails. Longer than a store takes to scale up
+when it answers SlowDown; short enough that a save which cannot end does not hold up the next one."""
+PART_BYTES = 8 << 20
+"""One part of an upload, and one read. S3 takes no part below 5 MiB. A request has PATIENCE_S / 3: PARTS_IN_FLIGHT of
+8 MiB pass in it where a rank is left with no more than 2.3 MB/s."""
+PARTS_IN_FLIGHT = 8
+"""Parts of one file under way at once; memory in flight is two more, times PART_BYTES: one is being filled, and one
+waits."""
+MAX_PARTS = 9_000
+"""S3 takes 10,000 parts; parts of larger files grow."""
+
+CREDENTIALS = {
+    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (and AWS_SESSION_TOKEN if they are temporary), or give "
+    "the machine a role; profiles are not read: aws configure export-credentials --format env prints one",
+    "gs": "set GOOGLE_APPLICATION_CREDENTIALS to the file of an account, or give the machine one",
+    "az": "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or give the machine an identity",
+}
+FAMILIES = {"s3a": "s3", "azure": "az", "adl": "az", "abfs": "az", "abfss": "az"}
+
+NO_BUCKET = r"NoSuchBucket|ContainerNotFound|bucket does not exist"
+# What an error's text holds, and what to do about it; the first that fits. Stores say the cause in codes of their own
+# and the library hands them on as text only.
+ADVICE = (
+    (
+        r"169\.254\.|metadata\.google|token request|MissingToken|[Mm]issing credential",
+        "no credentials were found: {credentials}",
+    ),
+    (
+        NO_BUCKET,
+        "the bucket is not there: create it, or correct the URL",
+    ),
+    (r"RequestTimeTooSkewed", "this machine's clock differs from the store's: set it (NTP)"),
+    (r"Expired|TokenRefreshRequired", "the credentials have expired: renew them ({credentials})"),
+    (
+        r"InvalidAccessKeyId|SignatureDoesNotMatch|InvalidToken|AuthenticationFailed|InvalidAuthenticationInfo|code: 401",
+        "the credentials are not accepted: {credentials}",
+    ),
+    (
+        r"code: 403|AccessDenied|AuthorizationFailure",
+        "access is denied: these credentials need leave to list, read, write and delete below this URL",
+    ),
+    (
+        r"BareRedirect|PermanentRedirect|AuthorizationHeaderMalformed",
+        "the bucket is in another region: set AWS_REGION to it",
+    ),
+    (
+        r"BadScheme|builder error|RelativeUrl",
+        "the endpoint is no URL: give it as https://host:port (AWS_ENDPOINT_URL)",
+    ),
+    (
+        r"code: 507|QuotaExceeded|StorageFull|InsufficientStorage",
+        "the store is full: make room, keep fewer checkpoints, or choose another one",
+    ),
+    (
+        r"kind: Timeout|TimedOut",
+        "no answer in time: is the store up, and the network fast enough? The next checkpoint tries again",
+    ),
+    (
+        r"BrokenPipe|ConnectionReset|IncompleteBody|IncompleteMessage|kind: Interrupted|kind: Decode",
+        "the connection broke again and again: look at the network and what is between here and the store",
+    ),
+    (
+        r"kind: Connect|dns error|error sending request",
+        "no connection: is the endpoint right (AWS_ENDPOINT_URL), the store up, and is there a network?",
+    ),
+    (
+        r"SlowDown|InternalError|ServiceUnavailable|code: 429|code: 5",
+        "the store is overloaded or down: the next checkpoint tries again; save less often if it stays so",
+    ),
+    (r"code: 404", "the bucket is not there: create it, or correct the URL"),
+)
+
+_memory_stores: dict[str, ObjectStore] = {}  # the bytes behind a memory:// URL live as long as the process
+
+
+class ObjectTier:
+    """Files as objects below a URL: `s3://bucket/folder`, `gs://`, `az://`, `abfs://`, or `memory://name`.
+
+    Credentials, region and endpoint come from the environment, as each vendor names them (for a store that speaks
+    like S3: AWS_ENDPOINT_URL). An upload that fails is aborted. One whose process dies leaves its parts, unseen but
+    paid for: give the bucket a rule that aborts incomplete uploads after a day.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        patience_s: float = PATIENCE_S,
+        part_bytes: int = PART_BYTES,
+        parts_in_flight: int = PARTS_IN_FLIGHT,
+        **options: Any,
+    ) -> None:
+        """Nothing is asked of the store yet: see `check`.
+
+        Args:
+            patience_s: a request fails when it has had no success for so long, with all its retries.
+            part_bytes: size of an upload's parts and of one read; S3 wants 5 MiB at least.
+            parts_in_flight: how many at once, for each file that is written or read.
+            options: what `obstore.store.from_url` takes, such as `endpoint`, `region` or `client_options`; they go
+                before the environment.
+
+        Raises:
+            UsageError: the URL or an option is none.
+        """
+        scheme = _checked(url)
+        self.url = url.rstrip("/") if "://" in url.rstrip("/") else url
+        self._credentials = CREDENTIALS.get(FAMILIES.get(scheme, scheme), "")
+        self._part_bytes = part_bytes
+        self._in_flight = parts_in_flight
+        self._store = _opened(self.url, scheme, patience_s, options)
+
+    def check(self) -> None:
+        """Lists, writes, reads and removes a small object.
+
+        Raises:
+            TierError: one of them failed: no bucket, no or wrong credentials, no connection, and what to do.
+        """
+        name, data = f".check-{uuid.uuid4().hex}", uuid.uuid4().bytes
+        self.folders()
+        self.publish(name, data)
+        try:
+            same = self.read(name) == data
+        except StateError:
+            same = False
+        finally:
+            self.remove(name)
+        if not same:
+            raise TierError(
+                f"the object tier {self.url} does not give back what was just written: a cache or proxy in between, "
+                "or a store without read-after-write consistency; choose another one"
+            )
+
+    def folders(self) -> list[str]:
+        """The names of the folders at the top."""
+        with self._said("listed"):
+            return sorted(obstore.list_with_delimiter(self._store)["common_prefixes"])
+
+    def size(self, name: str) -> int | None:
+        """Bytes of an object; None when it is not there."""
+        with self._said(f"asked for {name}"):
+            meta = self._meta(name)
+            return None if meta is None else meta[0]
+
+    def read(self, name: str) -> bytes:
+        """A small object, whole.
+
+        Raises:
+            StateError: it is not there.
+            TierError: it cannot be read.
+        """
+        with self._said(f"read ({name})"), self._there(name):
+            return bytes(obstore.get(self._store, name).bytes())
+
+    def read_into(self, name: str, offset: int, view: memoryview) -> None:
+        """Fills `view` from byte `offset` on; a large one by several requests at once.
+
+        Raises:
+            StateError: the object is not there, or ends before.
+            TierError: it cannot be read.
+        """
+        view = view.cast("B")
+        lows = range(0, len(view), self._part_bytes)
+        if not lows and self.size(name) is None:
+            raise StateError(f"{self.url}/{name} is not there")
+        if len(lows) <= 1:
+            for low in lows:
+                self._read_part(name, offset + low, view)
+            return
+        with ThreadPoolExecutor(min(self._in_flight, len(lows))) as pool:
+            parts = [
+                pool.submit(self._read_part, name, offset + low, view[low : low + self._part_bytes])
+                for low in lows
+            ]
+            try:
+                for part in parts:
+                    part.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+    def write(
+        self,
+        name: str,
+        pieces: Iterable[memoryview],
+        nbytes: int,
+        seen: Callable[[int], None] = lambda n: None,
+    ) -> None:
+        """Sent in parts, several at once; each is retried by itself. The object appears when all have arrived.
+
+        Raises:
+            StateError: the pieces are not `nbytes` together; nothing appears.
+            TierError: the store cannot take it; nothing appears.
+        """
+        part_bytes = max(self._part_bytes, -(-nbytes // MAX_PARTS))
+        parts = _parts(name, pieces, nbytes, part_bytes, seen)
+        if nbytes <= part_bytes:
+            self.publish(name, b"".join(parts))
+            return
+        with self._said(f"written ({name})"):
+            before = self._meta(name)
+            try:
+                obstore.put(
+                    self._store,
+                    name,
+                    parts,
+                    use_multipart=True,
+                    chunk_size=part_bytes,
+                    max_concurrency=self._in_flight,
+                )
+            except FileNotFoundError:
+                # The answer to the completion was lost; asked again, some stores do not know the upload any more.
+                now = self._meta(name)
+                if now is None or now == before or now[0] != nbytes:
+                    raise
+
+    def publish(self, name: str, data: bytes) -> None:
+        """One request, never in parts: the object is there whole, or as it was before.
+
+        Raises:
+            TierError: the store cannot take it.
+        """
+        with self._said(f"written ({name})"):
+            # A copy: `memory://` keeps the very buffer that it is given.
+            obstore.put(self._store, name, bytes(data), use_multipart=False)
+
+    def remove(self, name: str) -> None:
+        """Removes an object; one that is not there is removed already."""
+        with self._said(f"cleared ({name})"):
+            try:
+                obstore.delete(self._store, name)
+            except FileNotFoundError as error:
+                if _is_bucket(str(error)):
+                    raise
+
+    def remove_folder(self, name: str) -> None:
+        """Removes all objects below a name, up to a thousand with each request."""
+        with self._said(f"cleared ({name})"):
+            paths = [meta["path"] for found in obstore.list(self._store, name) for meta in found]
+            if paths:
+                obstore.delete(self._store, paths)
+
+    def _meta(self, name: str) -> tuple[int, str | None, object] | None:
+        """Size and what changes when an object is replaced; None when it is not there."""
+        try:
+            meta = obstore.head(self._store, name)
+        except FileNotFoundError:
+            return None
+        return meta["size"], meta["e_tag"], meta["last_modified"]
+
+    def _read_part(self, name: str, offset: int, view: memoryview) -> None:
+        with self._said(f"read ({name})"), self._there(name):
+            try:
+                got = memoryview(obstore.get_range(self._store, name, start=offset, length=len(view)))
+            except BaseError as error:
+                if re.search(r"code: 416|InvalidRange|StartTooLarge", str(error)):
+                    raise StateError(
+                        f"{self.url}/{name} is cut short: it ends before byte {offset}"
+                    ) from error
+                raise
+        if len(got) != len(view):
+            raise StateError(f"{self.url}/{name} is cut short: it ends at byte {offset + len(got)}")
+        view[:] = got
+
+    @contextmanager
+    def _there(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError as error:
+            if _is_bucket(str(error)):
+                raise
+            raise StateError(f"{self.url}/{name} is not there") from error
+
+    @contextmanager
+    def _said(self, what: str) -> Iterator[None]:
+        """Turns the library's errors into one that says what to do."""
+        try:
+            yield
+        except (BaseError, OSError) as error:
+            advice = _advice(str(error)).format(credentials=self._credentials)
+            raise TierError(
+                f"the object tier {self.url} could not be {what}: {advice} [{_short(str(error))}]"
+            ) from error
+
+
+def _checked(url: str) -> str:
+    """The scheme of a URL that names a place in a store."""
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise UsageError(
+            f"{url}: no URL of an object store ({error}); give one like s3://bucket/folder"
+        ) from error
+    place = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"  # without what may be a secret
+    if parts.scheme not in SCHEMES:
+        raise UsageError(
+            f"{place}: no object store is called {parts.scheme!r}; there are {', '.join(SCHEMES)}"
+        )
+    if parts.scheme != "memory" and not parts.netloc:
+        raise UsageError(f"{place}: no bucket is named; give one like {parts.scheme}://bucket/folder")
+    if parts.query or parts.fragment or ("@" in parts.netloc and not parts.scheme.startswith("abfs")):
+        raise UsageError(
+            f"{place}: keys do not belong into a URL, and so no ?, # or @; put them into the environment"
+        )
+    if ".." in parts.path.split("/") or "//" in parts.path:
+        raise UsageError(f"{place}: empty names and .. do not name a folder of an object store")
+    return parts.scheme
+
+
+def _opened(url: str, scheme: str, patience_s: float, options: dict[str, Any]) -> ObjectStore:
+    """The library's store. Raises UsageError."""
+    if scheme == "memory":
+        if options:
+            raise UsageError(f"{url}: memory takes no options, and {', '.join(options)} was given")
+        return _memory_stores.setdefault(url, MemoryStore())
+    # A request that stalls is given a third of the time, and retries begin in the first half of it: with the longest
+    # pause before the last one that is 1/2 + 1/6 + 1/3.
+    client = {
+        "timeout": timedelta(seconds=patience_s / 3),
+        "connect_timeout": timedelta(seconds=min(5, patience_s / 6)),
+    }
+    backoff = {
+        "init_backoff": timedelta(seconds=min(0.1, patience_s / 60)),
+        "max_backoff": timedelta(seconds=patience_s / 6),
+        "base": 2,
+    }
+    retry = {"max_retries": 10, "retry_timeout": timedelta(seconds=patience_s / 2), "backoff": backoff}
+    if _endpoint(options).startswith("http://"):
+        client["allow_http"] = True  # type: ignore[assignment]
+    given = {
+        **options,
+        "client_options": {**client, **options.get("client_options", {})},
+        "retry_config": {**retry, **options.get("retry_config", {})},
+    }
+    try:
+        return from_url(url, **given)
+    except (BaseError, ValueError, TypeError) as error:
+        why = _short(str(error))
+        if "Account must be specified" in why:
+            why = "which account? Set AZURE_STORAGE_ACCOUNT_NAME, or give abfss://container@account.dfs.core.windows.net"
+        raise UsageError(f"{url}: {why}") from error
+
+
+def _endpoint(options: dict[str, Any]) -> str:
+    """Who writes http:// there means it; the library wants to be told a second time."""
+    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+    given = [options.get(k) for k in ("endpoint", "endpoint_url", "aws_endpoint", "aws_endpoint_url")]
+    return next((str(e) for e in [*given, *map(os.environ.get, names)] if e), "")
+
+
+def _parts(
+    name: str, pieces: Iterable[memoryview], nbytes: int, part_bytes: int, seen: Callable[[int], None]
+) -> Iterator[bytearray]:
+    """Copies pieces of any size into parts of one size, each in memory of its own.
+
+    Copies, because the library sends from the buffer that it is given when the iterator has long gone on, and the
+    pieces' owner may reuse it. The last part is not handed out before the number of bytes is known to be right.
+
+    Raises:
+        StateError: the pieces are not `nbytes` together.
+    """
+    done, part, filled = 0, bytearray(min(part_bytes, nbytes)), 0
+    for piece in pieces:
+        data, at = piece.cast("B"), 0
+        if done + len(data) > nbytes:
+            raise StateError(f"{name}: more than {nbytes} bytes came")
+        while at < len(data):
+            if filled == len(part):
+                yield part
+                seen(filled)
+                part, filled = bytearray(min(part_bytes, nbytes - done)), 0
+            step = min(len(part) - filled, len(data) - at)
+            part[filled : filled + step] = data[at : at + step]
+            at, filled, done = at + step, filled + step, done + step
+    if done != nbytes:
+        raise StateError(f"{name}: {done} bytes came, not {nbytes}")
+    yield part
+    seen(filled)
+
+
+def _advice(text: str) -> str:
+    return next((advice for pattern, advice in ADVICE if re.search(pattern, text)), "it failed")
+
+
+def _is_bucket(text: str) -> bool:
+    return re.search(NO_BUCKET, text) is not None
+
+
+def _short(text: str) -> str:
+    """The library's words without its inner state, and without queries, which may hold a signature."""
+    return re.sub(r"\?\S+", "", text.split("\n\nDebug source", 1)[0]).strip()

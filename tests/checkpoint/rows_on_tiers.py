@@ -1,0 +1,67 @@
+"""Checkpoints for tests: rows of known bytes, saved as ranks save them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from holdfast.checkpoint.archive import Archive
+from holdfast.checkpoint.layout import Index, Manifest, Shard, TensorSpec, encode_head
+from holdfast.checkpoint.sums import sums_of
+from holdfast.checkpoint.tier import Tier
+
+
+def row_of(step: int, rank: int, nbytes: int = 100_000) -> bytes:
+    """Bytes that differ from step to step and rank to rank, and from chunk to chunk."""
+    block = b"".join((step * 1009 + rank * 31 + i).to_bytes(4, "little") for i in range(257))
+    return (block * (nbytes // len(block) + 1))[:nbytes]
+
+
+def head_of(step: int, data: bytes) -> tuple[bytes, bytes]:
+    """A head that names two tensors, and the checksums in it."""
+    half = len(data) // 2
+    tensors = (
+        TensorSpec("model.a", "uint8", (half,), 0, half),
+        TensorSpec("model.b", "uint8", (len(data) - half,), half, len(data) - half),
+    )
+    sums = sums_of(memoryview(data))
+    return encode_head(Index(step, [], tensors, len(data)), sums), sums
+
+
+def in_pieces(data: bytes, nbytes: int = 30_001) -> Iterator[memoryview]:
+    """As a saver may do it: the same memory again for every piece."""
+    scratch = bytearray(nbytes)
+    for low in range(0, len(data), nbytes):
+        piece = data[low : low + nbytes]
+        scratch[: len(piece)] = piece
+        yield memoryview(scratch)[: len(piece)]
+
+
+def save_rank(archive: Archive, step: int, rank: int, nbytes: int = 100_000) -> Shard:
+    """One rank's part."""
+    data = row_of(step, rank, nbytes)
+    head, sums = head_of(step, data)
+    return archive.save_shard(step, rank, head, sums, in_pieces(data), len(data))
+
+
+def save(archive: Archive, step: int, world: int = 2, nbytes: int = 100_000) -> Manifest:
+    """A whole checkpoint."""
+    return archive.commit(step, [save_rank(archive, step, rank, nbytes) for rank in range(world)])
+
+
+def loaded(archive: Archive, step: int) -> list[bytes]:
+    """The rows of a checkpoint, read as a loader reads them."""
+    shards = archive.manifest(step).shards
+    rows = [archive.row(s, archive.head(s)) for s in shards]
+    return [bytes(row.fetch(0, row.nbytes)) for row in rows]
+
+
+def replaced(tier: Tier, name: str, data: bytes) -> None:
+    """Damage: other bytes under a name."""
+    tier.write(name, [memoryview(data)], len(data))
+
+
+def flip(tier: Tier, name: str, at: int) -> None:
+    """Damage: one bit."""
+    data = bytearray(tier.read(name))
+    data[at] ^= 1
+    replaced(tier, name, bytes(data))

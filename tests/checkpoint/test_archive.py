@@ -1,0 +1,138 @@
+"""Whole or not there: what is wrong with a checkpoint is said, wherever it is. See also `test_tiers`."""
+
+import json
+import uuid
+
+import msgspec
+import pytest
+from rows_on_tiers import flip, head_of, in_pieces, loaded, replaced, row_of, save
+
+from holdfast.checkpoint.archive import Archive, tensors_of
+from holdfast.checkpoint.layout import (
+    CHUNK_BYTES,
+    FORMAT,
+    MANIFEST,
+    Head,
+    Shard,
+    decode_head,
+    digest,
+    encode_manifest,
+    folder_of,
+)
+from holdfast.checkpoint.policy import Retention
+from holdfast.errors import ChecksumError, StateError
+
+NAME = f"{folder_of(3)}/{MANIFEST}"
+
+
+@pytest.fixture
+def archive():
+    return Archive(f"memory://{uuid.uuid4().hex}")
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, CHUNK_BYTES, CHUNK_BYTES + 1, 5 * CHUNK_BYTES - 1])
+def test_a_whole_one(archive, nbytes):
+    seen = []
+    manifest = save(archive, 3, world=1, nbytes=nbytes)
+    assert archive.verify(3, seen.append) == archive.manifest(3) == manifest
+    assert [sum(seen), manifest.nbytes] == [nbytes, nbytes]
+    assert loaded(archive, 3) == [row_of(3, 0, nbytes)]
+
+
+@pytest.mark.parametrize("at", range(0, 3 * CHUNK_BYTES + 5, 7001))
+def test_every_flipped_bit_is_found_and_named(archive, at):
+    shard = save(archive, 3, world=1, nbytes=3 * CHUNK_BYTES + 5).shards[0]
+    flip(archive.tier, shard.row.name, at)
+    with pytest.raises(ChecksumError, match=r"bytes (\d+) to (\d+) \(model\.[ab].*were changed") as caught:
+        archive.verify(3)
+    begin = at // CHUNK_BYTES * CHUNK_BYTES
+    assert f"bytes {begin} to {min(begin + CHUNK_BYTES, 3 * CHUNK_BYTES + 5)} " in str(caught.value)
+
+
+def test_one_that_is_too_long(archive):
+    shard = save(archive, 3).shards[1]
+    replaced(archive.tier, shard.row.name, row_of(3, 1) + b"x")
+    with pytest.raises(StateError, match="longer: 100001 of 100000"):
+        archive.verify(3)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[1]", '{"manifest": 3}', '{"xxh3": "00", "manifest": {}}', "\x00\xff"]
+)
+def test_a_manifest_that_is_none(archive, text):
+    save(archive, 3)
+    archive.tier.publish(NAME, text.encode())
+    with pytest.raises(StateError, match="no manifest"):
+        archive.verify(3)
+
+
+def test_a_manifest_that_somebody_edited(archive):
+    save(archive, 3)
+    said = json.loads(archive.tier.read(NAME))
+    said["manifest"]["shards"] = said["manifest"]["shards"][:1]
+    archive.tier.publish(NAME, json.dumps(said).encode())
+    with pytest.raises(ChecksumError, match="was changed"):
+        archive.verify(3)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"world": 3}, "does not name every shard of 3"),
+        ({"format": FORMAT + 1}, "update it"),
+        ({"step": 4}, "was the folder renamed"),
+    ],
+)
+def test_a_manifest_whose_figures_do_not_fit(archive, change, why):
+    manifest = save(archive, 3)
+    archive.tier.publish(NAME, encode_manifest(msgspec.structs.replace(manifest, **change)))
+    with pytest.raises(StateError, match=why):
+        archive.verify(3)
+
+
+def test_a_head_whose_figures_do_not_fit(archive):
+    shard = save(archive, 3, world=1).shards[0]
+    head = archive.head(shard)
+    data = msgspec.msgpack.encode(Head(head.index, head.sums[:-8]))
+    part = msgspec.structs.replace(shard.head, nbytes=len(data), xxh3=digest(data))
+    with pytest.raises(StateError, match="3 checksums for 100000 bytes"):
+        decode_head(data, part, "it")
+
+
+def test_heads_of_equal_rows_share_one(archive):
+    data = row_of(3, 0)
+    head, sums = head_of(3, data)
+    first = archive.save_shard(3, 0, head, sums, in_pieces(data), len(data))
+    second = archive.save_head(Shard(1, first.head, first.row), head)
+    manifest = archive.commit(3, [second, first])
+    seen = []
+    archive.verify(3, seen.append)
+    assert [sum(seen), manifest.nbytes, manifest.world] == [len(data), len(data), 2]
+    assert [t.path for t in tensors_of(map(archive.head, manifest.shards))] == ["model.a", "model.b"] * 2
+
+
+def test_a_step_that_is_saved_again_leaves_the_older_files(archive):
+    before = save(archive, 3, world=1)
+    data = row_of(99, 0)
+    head, sums = head_of(3, data)
+    after = archive.save_shard(3, 0, head, sums, in_pieces(data), len(data))
+    assert archive.verify(3) == before  # until the new one is committed
+    assert {after.row.name, after.head.name}.isdisjoint(
+        {before.shards[0].row.name, before.shards[0].head.name}
+    )
+    archive.commit(3, [after])
+    assert loaded(archive, 3) == [data]
+
+
+def test_foreign_folders_are_left_alone(archive):
+    for name in ("notes/a", "step-x/a", "step-/a", "a"):
+        archive.tier.publish(name, b"x")
+    save(archive, 3)
+    save(archive, 7)
+    archive.prune(Retention(keep=1))
+    assert [archive.steps(), archive.tier.folders()] == [[7], ["notes", "step-", "step-7", "step-x"]]
+    assert archive.tier.size("a") == 1
+
+
+def test_nothing_there(archive):
+    assert [archive.steps(), archive.newest_whole(), archive.prune(Retention())] == [[], None, []]
