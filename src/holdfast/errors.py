@@ -5,6 +5,7 @@ HoldfastError
 ├── ProtocolError         a frame or message that this version does not understand
 ├── StateError            training state that cannot be captured, sent or loaded
 │   └── ChecksumError     bytes arrived that are not the bytes that were sent
+├── TierError             a checkpoint tier cannot be read or written; training goes on without it
 ├── NonFiniteGradient     the reduced gradient holds NaN or Inf; the step is retried
 ├── StepFault             a step cannot be finished in this generation; swallowed by `with step`
 │   ├── GenerationBroken  the coordinator ended the generation
@@ -31,6 +32,10 @@ class StateError(HoldfastError):
 
 class ChecksumError(StateError):
     """Bytes differ from what their checksum says. The transfer is repeated from another donor."""
+
+
+class TierError(HoldfastError):
+    """A tier of checkpoints is full, not there, not permitted, or does not answer. The message says what to do."""
 
 
 class NonFiniteGradient(HoldfastError):

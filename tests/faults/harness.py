@@ -31,6 +31,13 @@ class Ran:
         finally:
             store.close()
 
+    def steps(self) -> list[int]:
+        store = Store(self.job_dir / "job.sqlite", read_only=True)
+        try:
+            return [s.step for s in store.steps()]
+        finally:
+            store.close()
+
     def kinds(self) -> list[str]:
         store = Store(self.job_dir / "job.sqlite", read_only=True)
         try:

@@ -22,6 +22,9 @@ def main() -> int:
     parser.add_argument("--preload", default="torch")
     parser.add_argument("--detection", type=float, default=Timing().detection_s)
     parser.add_argument("--stall-factor", type=float, default=Timing().stall_factor)
+    parser.add_argument("--memory", type=Path, required=True, help="folder of the snapshot memory")
+    parser.add_argument("--memory-bytes", type=int, default=0, help="its budget; 0: half of what is free")
+    parser.add_argument("--rack", help="what fails together with this node; its snapshots go elsewhere")
     parser.add_argument("--lifeline", type=int)
     given = parser.parse_args()
     config = AgentConfig(
@@ -31,6 +34,9 @@ def main() -> int:
         given.host,
         tuple(given.preload.split(",")),
         Timing(given.detection, given.stall_factor),
+        given.memory,
+        given.memory_bytes,
+        given.rack,
     )
     os.umask(0o077)
     asyncio.run(_run(config, given.lifeline))

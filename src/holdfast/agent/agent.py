@@ -16,7 +16,9 @@ from holdfast.agent.follow import LogFollower
 from holdfast.agent.link import CoordinatorLink
 from holdfast.agent.pool import WarmPool
 from holdfast.agent.process import WorkerProcess
+from holdfast.agent.snapshots import SnapshotKeeper
 from holdfast.agent.stacks import innermost
+from holdfast.errors import TierError
 from holdfast.protocol import messages as m
 from holdfast.protocol.faults import NODE_FAULTS, ArmedFault, FaultKind
 from holdfast.protocol.job import Timing
@@ -29,7 +31,7 @@ STACKS_WAIT_S = 0.15
 
 @dataclass(frozen=True)
 class AgentConfig:
-    """What an agent is started with."""
+    """What an agent is started with. memory: the folder of its snapshot memory."""
 
     node: str
     job_dir: Path
@@ -37,6 +39,9 @@ class AgentConfig:
     host: str
     preload: tuple[str, ...]
     timing: Timing
+    memory: Path
+    budget_bytes: int = 0
+    rack: str | None = None
 
 
 class Agent:
@@ -58,6 +63,7 @@ class Agent:
         self._tasks: set[asyncio.Task[None]] = set()
         self._ports = _free_ports(config.host, PORTS_OFFERED)
         self._follower = LogFollower()
+        self._keeper: SnapshotKeeper | None = None
         self._link = CoordinatorLink(
             config.job_dir,
             token_file.read_text().strip(),
@@ -77,13 +83,25 @@ class Agent:
         loop.add_signal_handler(signal.SIGINT, lambda: None)
         if lifeline is not None:
             loop.add_reader(lifeline, self._launcher_gone, lifeline)
+        self._keeper = await asyncio.to_thread(self._open_memory)
         await self._pool.start()
         conversation = asyncio.create_task(self._link.run())
         await self._over.wait()
         await self._end_workers()
         conversation.cancel()
+        if self._keeper is not None:
+            await self._keeper.close()
         await self._pool.close()
         self._follower.close()
+
+    def _open_memory(self) -> SnapshotKeeper | None:
+        config = self._config
+        token = self._token_file.read_text().strip()
+        try:
+            return SnapshotKeeper(config.memory, config.budget_bytes, config.host, token, self._link.send)
+        except TierError as error:
+            print(f"holdfast agent {config.node}: no snapshots here: {error}", flush=True)
+            return None
 
     # ------------------------------------------------------------ the coordinator's wishes
 
@@ -99,6 +117,9 @@ class Agent:
             os.getpid(),
             self._ports,
             views,
+            self._keeper.port if self._keeper else 0,
+            self._keeper.copies() if self._keeper else (),
+            config.rack,
         )
 
     def _take(self, order: m.ToAgent) -> None:
@@ -120,6 +141,16 @@ class Agent:
                 self._spawn(self._inspect(request))
             case m.RunFault(fault, name):
                 self._spawn(self._run_fault(fault, name))
+            case m.Replicate() if self._keeper:
+                self._spawn(self._keeper.replicate(order))
+            case m.StoreShard() if self._keeper:
+                self._spawn(self._keeper.store(order))
+            case m.Publish() if self._keeper:
+                self._spawn(self._keeper.publish(order))
+            case m.SnapshotWhole(step) if self._keeper:
+                self._keeper.pool.whole(step)
+            case m.ForgetSnapshots(step) if self._keeper:
+                self._keeper.pool.forget(step)
             case m.Fence(reason):
                 print(f"holdfast agent {self._config.node}: fenced: {reason}", flush=True)
                 self._fence()
@@ -180,11 +211,24 @@ class Agent:
     # ------------------------------------------------------------ what workers do
 
     def _said(self, worker: WorkerProcess, message: m.WorkerMessage) -> None:
+        if isinstance(message, m.SlotWanted):
+            self._spawn(self._give_slot(worker, message))
+            return
+        if isinstance(message, m.SlotFilled):
+            if self._keeper is not None:
+                self._spawn(self._keeper.slot_filled(worker.name, message))
+            return
         if isinstance(message, m.Failed):
             self._follower.append_quietly(worker.log, message.traceback)
         self._link.send(m.FromWorker(worker.name, message))
         if isinstance(message, m.FaultFired):
             self._spawn(self._let_happen(worker, message))
+
+    async def _give_slot(self, worker: WorkerProcess, message: m.SlotWanted) -> None:
+        if self._keeper is None:
+            worker.tell(m.SlotGiven(message.key, None, "this node has no snapshot memory"))
+        else:
+            worker.tell(await self._keeper.slot_wanted(worker.name, message))
 
     def _stalled(self, worker: WorkerProcess, view: m.WorkerView) -> None:
         self._link.send(m.Stalled(worker.name, view))
@@ -192,6 +236,8 @@ class Agent:
     def _exited(self, worker: WorkerProcess, message: m.Exited) -> None:
         if self._workers.get(worker.name) is worker:
             del self._workers[worker.name]
+        if self._keeper is not None:
+            self._keeper.gone(worker.name)
         self._link.send(message)
 
     def _child_changed(self) -> None:

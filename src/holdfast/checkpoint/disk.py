@@ -1,95 +1,147 @@
-"""Checkpoints in a folder: which there are, and which are whole.
-
-`FOLDER/step-N/` holds `state.bin` (the row of bytes) and `manifest.json`, written last; the folder appears under
-its name by one rename. A checkpoint is whole if its manifest can be read and every chunk of its bytes has the
-checksum that the manifest names.
-"""
+"""The disk tier: a folder, of this machine or of a shared file system."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import errno
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-import msgspec
-import xxhash
+from holdfast.errors import StateError, TierError
 
-from holdfast.checkpoint.layout import Saved
-from holdfast.errors import ChecksumError, StateError
-from holdfast.protocol.job import Durable
-
-MANIFEST = "manifest.json"
-DATA = "state.bin"
-
-
-def find(folder: Path) -> list[Durable]:
-    """The checkpoints below a folder that have a manifest, oldest first. Whether they are whole is not looked at."""
-    found = []
-    for path in folder.glob("step-*"):
-        number = path.name.removeprefix("step-")
-        if number.isdigit() and (path / MANIFEST).is_file():
-            found.append(Durable(int(number), str(path)))
-    return sorted(found, key=lambda d: d.step)
+WRITE_BYTES = 8 << 20
+ADVICE = {
+    errno.ENOSPC: "the disk is full: make room, keep fewer checkpoints, or choose another folder",
+    errno.EDQUOT: "the quota is used up: make room, keep fewer checkpoints, or choose another folder",
+    errno.EACCES: "no permission: choose a folder of yours, or change its owner",
+    errno.EPERM: "no permission: choose a folder of yours, or change its owner",
+    errno.EROFS: "the file system is read-only: choose another folder",
+    errno.EEXIST: "there is a file where a folder should be: choose another folder",
+    errno.ENOTDIR: "there is a file where a folder should be: choose another folder",
+}
 
 
-def read_manifest(path: Path) -> Saved:
-    """The manifest of the checkpoint in folder `path`.
+class DiskTier:
+    """Files below a folder, written beside their names and renamed when they are durable."""
 
-    Raises:
-        StateError: there is none, it cannot be read, or it says what cannot be.
-    """
-    try:
-        saved = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Saved)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise StateError(f"{path} is no checkpoint: {error}") from error
-    size, total = saved.chunk_bytes, saved.manifest.nbytes
-    if size <= 0 or len(saved.chunks) != -(-total // size):
-        raise StateError(f"{path}/{MANIFEST} names {len(saved.chunks)} checksums for {total} bytes")
-    return saved
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.absolute()
+        self.url = str(self.folder)
 
+    def check(self) -> None:
+        """Writes and removes a small file."""
+        self.publish(f".check-{uuid.uuid4().hex}", b"holdfast")
 
-def verify(path: Path, seen: Callable[[int], None] = lambda nbytes: None) -> Saved:
-    """Reads every byte; returns the manifest of a whole checkpoint. `seen` is told of every chunk's bytes.
+    def folders(self) -> list[str]:
+        """The names of the folders at the top."""
+        with self._said("listed"):
+            if not self.folder.exists():
+                return []
+            return sorted(e.name for e in os.scandir(self.folder) if e.is_dir())
 
-    Raises:
-        StateError: no checkpoint, cut short, or unreadable.
-        ChecksumError: bytes were changed; the message says which.
-    """
-    saved = read_manifest(path)
-    total = saved.manifest.nbytes
-    try:
-        with (path / DATA).open("rb") as data:
-            for number, expected in enumerate(saved.chunks):
-                chunk = data.read(min(saved.chunk_bytes, total - number * saved.chunk_bytes))
-                check_chunk(chunk, number, expected, saved, path)
-                seen(len(chunk))
-            if data.read(1):
-                raise StateError(f"{path}/{DATA} is longer than the {total} bytes of its manifest")
-    except OSError as error:
-        raise StateError(f"{path}/{DATA} cannot be read: {error}") from error
-    return saved
-
-
-def check_chunk(chunk: bytes | memoryview, number: int, expected: str, saved: Saved, path: Path) -> None:
-    """Raises StateError or ChecksumError unless this is chunk `number` as it was saved."""
-    low = number * saved.chunk_bytes
-    high = min(low + saved.chunk_bytes, saved.manifest.nbytes)
-    if len(chunk) < high - low:
-        raise StateError(
-            f"{path}/{DATA} is cut short: it ends at byte {low + len(chunk)} of {saved.manifest.nbytes}"
-        )
-    if xxhash.xxh3_64_hexdigest(chunk) != expected:
-        names = [t.path for t in saved.manifest.tensors if t.offset < high and t.offset + t.nbytes > low]
-        held = f" ({names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''})" if names else ""
-        raise ChecksumError(f"{path}/{DATA}: bytes {low} to {high}{held} were changed")
-
-
-def newest_whole(folder: Path, passed_over: Callable[[str], None] = lambda why: None) -> Durable | None:
-    """The newest checkpoint whose every byte is as it was saved; `passed_over` is told why newer ones are not it."""
-    for durable in reversed(find(folder)):
+    def size(self, name: str) -> int | None:
+        """Bytes of a file; None when it is not there."""
         try:
-            verify(Path(durable.path))
-        except (StateError, ChecksumError) as error:
-            passed_over(str(error))
-        else:
-            return durable
-    return None
+            with self._said(f"asked for {name}"):
+                return (self.folder / name).stat().st_size
+        except StateError:
+            return None
+
+    def read(self, name: str) -> bytes:
+        """A small file, whole."""
+        with self._said(f"read ({name})"):
+            return (self.folder / name).read_bytes()
+
+    def read_into(self, name: str, offset: int, view: memoryview) -> None:
+        """Fills `view` from byte `offset` on."""
+        with self._said(f"read ({name})"), (self.folder / name).open("rb", buffering=0) as file:
+            at = 0
+            while at < len(view):
+                got = os.preadv(file.fileno(), [view[at : at + WRITE_BYTES]], offset + at)
+                if not got:
+                    raise StateError(f"{self.folder / name} is cut short: it ends at byte {offset + at}")
+                at += got
+
+    def write(
+        self,
+        name: str,
+        pieces: Iterable[memoryview],
+        nbytes: int,
+        seen: Callable[[int], None] = lambda n: None,
+    ) -> None:
+        """Written to a file beside it, made durable, renamed."""
+        with self._said(f"written ({name})"), self._replacing(name) as fd:
+            done = 0
+            for piece in pieces:
+                at = 0
+                while at < len(piece):
+                    wrote = os.write(fd, piece[at : at + WRITE_BYTES])
+                    at, done = at + wrote, done + wrote
+                    seen(wrote)
+            if done != nbytes:
+                raise StateError(f"{name}: {done} bytes came, not {nbytes}")
+
+    def publish(self, name: str, data: bytes) -> None:
+        """Written beside it, made durable, renamed."""
+        self.write(name, [memoryview(data)], len(data))
+        if name.startswith(".check-"):
+            self.remove(name)
+
+    def remove(self, name: str) -> None:
+        """Removes a file; one that is not there is removed already."""
+        with self._said(f"cleared ({name})"):
+            (self.folder / name).unlink(missing_ok=True)
+
+    def remove_folder(self, name: str) -> None:
+        """Removes a folder and all files in it."""
+        with self._said(f"cleared ({name})"):
+            if (self.folder / name).exists():
+                shutil.rmtree(self.folder / name)
+
+    @contextmanager
+    def _replacing(self, name: str) -> Iterator[int]:
+        path = self.folder / name
+        _make_folder(path.parent)
+        work = path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}")
+        fd = os.open(work, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            try:
+                yield fd
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            work.rename(path)
+            _sync_folder(path.parent)
+        except BaseException:
+            work.unlink(missing_ok=True)
+            raise
+
+    @contextmanager
+    def _said(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise StateError(f"{error.filename or self.folder} is not there") from error
+        except OSError as error:
+            advice = ADVICE.get(error.errno or 0, error.strerror or str(error))
+            raise TierError(f"the disk tier {self.folder} could not be {what}: {advice}") from error
+
+
+def _make_folder(path: Path) -> None:
+    """A new folder is durable when the one around it is."""
+    if not path.is_dir():
+        _make_folder(path.parent)
+        path.mkdir(exist_ok=True)
+        _sync_folder(path.parent)
+
+
+def _sync_folder(path: Path) -> None:
+    """A rename is durable when its folder is."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,6 +1,12 @@
-"""What a checkpoint's bytes mean: a tree of plain values, and each tensor's place in one long row of bytes.
+"""What a checkpoint is made of, in plain values. Free of torch, so it can be listed and verified without it.
 
-Free of torch, so that checkpoints can be listed and verified without it.
+    step-40/
+      rank-0.9f31c2d4.bin     a *row*: the bytes of one rank's tensors, one after the other
+      rank-0.9f31c2d4.head    its *head*: what the bytes mean, and a checksum of every chunk of them (msgpack)
+      manifest.json           which heads and rows make up the checkpoint; written last
+
+A checkpoint exists when its manifest does. Files are named by their content, so that writing a step again (after
+a fault took it back) never touches what an older manifest refers to.
 """
 
 from __future__ import annotations
@@ -8,20 +14,38 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import xxhash
+
+from holdfast.errors import ChecksumError, StateError
+from holdfast.protocol.snapshots import Part, Shard
+
+FORMAT = 1
+CHUNK_BYTES = 32 << 10
+"""What one checksum covers. A reader of a slice must read whole chunks: with 1 MB slices (2 ranks' shards of a
+large layer read by 8) 32 KiB cost 4% more bytes than needed, and 64 KiB 7%; hashing goes at 15 GB/s and 20 GB/s
+(one EPYC core)."""
+
+MANIFEST = "manifest.json"
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
-    """One tensor: its place in the row of bytes. dtype: torch's name without `torch.`."""
+    """One tensor, or one piece of a sharded one, and its place in the row.
+
+    dtype: torch's name without `torch.`. shape: of the piece. whole, start: the shape of the tensor that it is a
+    piece of, and where in it the piece begins; empty for a tensor that is not sharded.
+    """
 
     path: str
     dtype: str
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    whole: tuple[int, ...] = ()
+    start: tuple[int, ...] = ()
 
 
-class Manifest(msgspec.Struct, frozen=True):
-    """What the bytes mean. tree: nested [kind, value] pairs, see `holdfast.train.state`."""
+class Index(msgspec.Struct, frozen=True):
+    """What the bytes of a row mean. tree: nested [kind, value] pairs, see `holdfast.train.state`."""
 
     step: int
     tree: Any
@@ -29,9 +53,109 @@ class Manifest(msgspec.Struct, frozen=True):
     nbytes: int
 
 
-class Saved(msgspec.Struct, frozen=True):
-    """A checkpoint's `manifest.json`. chunks: xxh3_64 of every `chunk_bytes` of `state.bin`, in hex."""
+class Head(msgspec.Struct, frozen=True):
+    """A row's index, and the xxh3_64 of every CHUNK_BYTES of it, 8 bytes each."""
 
-    manifest: Manifest
+    index: Index
+    sums: bytes
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """A whole checkpoint. world: ranks that saved it; saved_at: UTC, ISO 8601."""
+
+    format: int
+    step: int
+    world: int
     chunk_bytes: int
-    chunks: tuple[str, ...]
+    saved_at: str
+    shards: tuple[Shard, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows, shared ones counted once."""
+        return sum({s.row.name: s.row.nbytes for s in self.shards}.values())
+
+
+class _Signed(msgspec.Struct):
+    xxh3: str
+    manifest: msgspec.Raw
+
+
+def folder_of(step: int) -> str:
+    """The folder of a checkpoint."""
+    return f"step-{step}"
+
+
+def step_of(folder: str) -> int | None:
+    """The step of a checkpoint's folder; None for any other name."""
+    number = folder.removeprefix("step-")
+    return int(number) if folder.startswith("step-") and number.isdigit() else None
+
+
+def digest(data: bytes | memoryview) -> str:
+    """xxh3 (128 bits, hex)."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def parts_of(step: int, rank: int, head: bytes, sums: bytes, row_bytes: int, row: str = "") -> Shard:
+    """The names and digests of one rank's files. row: the name of a row of equal bytes, to share it."""
+    row_digest, head_digest = digest(sums), digest(head)
+    name = row or f"{folder_of(step)}/rank-{rank}.{row_digest[:8]}.bin"
+    return Shard(
+        rank,
+        Part(f"{folder_of(step)}/rank-{rank}.{head_digest[:8]}.head", len(head), head_digest),
+        Part(name, row_bytes, row_digest),
+    )
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """JSON with its own checksum."""
+    raw = msgspec.json.encode(manifest)
+    return msgspec.json.format(msgspec.json.encode(_Signed(digest(raw), msgspec.Raw(raw))), indent=1)
+
+
+def decode_manifest(data: bytes, where: str) -> Manifest:
+    """Reads what `encode_manifest` wrote.
+
+    Raises:
+        StateError: it is none, or of a later version.
+        ChecksumError: it was changed.
+    """
+    try:
+        signed = msgspec.json.decode(data, type=_Signed)
+        raw = msgspec.json.encode(msgspec.json.decode(signed.manifest))
+        manifest = msgspec.json.decode(raw, type=Manifest)
+    except msgspec.MsgspecError as error:
+        raise StateError(f"{where} is no manifest of a checkpoint: {error}") from error
+    if digest(raw) != signed.xxh3:
+        raise ChecksumError(f"{where} was changed: its checksum does not fit")
+    if manifest.format > FORMAT:
+        raise StateError(
+            f"{where} has format {manifest.format}; this version reads up to {FORMAT}: update it"
+        )
+    if sorted(s.rank for s in manifest.shards) != list(range(manifest.world)):
+        raise StateError(f"{where} does not name every shard of {manifest.world}")
+    return manifest
+
+
+def encode_head(index: Index, sums: bytes) -> bytes:
+    """msgpack."""
+    return msgspec.msgpack.encode(Head(index, sums))
+
+
+def decode_head(data: bytes | memoryview, part: Part, where: str) -> Head:
+    """Reads a head.
+
+    Raises:
+        ChecksumError: it is not what the manifest names.
+        StateError: it fits its checksum, but says what cannot be.
+    """
+    if len(data) != part.nbytes or digest(data) != part.xxh3:
+        raise ChecksumError(f"{where} was changed: its checksum does not fit")
+    try:
+        head = msgspec.msgpack.decode(data, type=Head)
+    except msgspec.MsgspecError as error:
+        raise StateError(f"{where} is no head of a shard: {error}") from error
+    if len(head.sums) != 8 * -(-head.index.nbytes // CHUNK_BYTES):
+        raise StateError(f"{where} names {len(head.sums) // 8} checksums for {head.index.nbytes} bytes")
+    return head

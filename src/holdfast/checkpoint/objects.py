@@ -25,12 +25,13 @@ from holdfast.errors import StateError, TierError, UsageError
 
 SCHEMES = ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "memory")
 
-PATIENCE_S = 90.0
-"""A request that has had no success in this time, with all its retries, fails. Longer than a store takes to scale up
-when it answers SlowDown; short enough that a save which cannot end does not hold up the next one."""
+PATIENCE_S = 45.0
+"""A request that has had no success in this time, with all its retries, fails; an upload is then given as long again to
+be aborted. So a store that stalls costs a minute, at most one and a half: short enough that a save which cannot end
+does not hold up the next one."""
 PART_BYTES = 8 << 20
 """One part of an upload, and one read. S3 takes no part below 5 MiB. A request has PATIENCE_S / 3: PARTS_IN_FLIGHT of
-8 MiB pass in it where a rank is left with no more than 2.3 MB/s."""
+8 MiB pass in it where a rank is left with no more than 5 MB/s."""
 PARTS_IN_FLIGHT = 8
 """Parts of one file under way at once; memory in flight is two more, times PART_BYTES: one is being filled, and one
 waits."""

@@ -11,39 +11,48 @@ import typer
 from holdfast.cli.common import AsJson, JobName
 
 if TYPE_CHECKING:
-    from holdfast.protocol.job import Durable
+    from holdfast.checkpoint.archive import Archive
 
 app = typer.Typer(no_args_is_help=True, help="What is saved: list it, look into it, verify it.")
 Place = Annotated[
-    Path | None, typer.Argument(help="A folder of checkpoints, or one checkpoint; without it the job's.")
+    str | None,
+    typer.Argument(
+        help="A folder or URL of checkpoints, or one checkpoint; without it all tiers of the job."
+    ),
 ]
 
 
 @app.command("ls")
 def ls(place: Place = None, job: JobName = None, as_json: AsJson = False) -> None:
     """Lists the checkpoints, oldest first."""
-    from holdfast.checkpoint.disk import read_manifest
     from holdfast.errors import StateError
+    from holdfast.observe import units
     from holdfast.observe.tables import print_table
 
     rows: list[dict[str, Any]] = []
-    for durable in _find(place, job):
-        row: dict[str, Any] = {"step": durable.step, "bytes": None, "tensors": None, "path": durable.path}
+    for archive, step in _find(place, job):
+        row: dict[str, Any] = {"step": step, "bytes": None, "world": None, "saved_at": None}
+        row["place"] = archive.where(step)
         try:
-            manifest = read_manifest(Path(durable.path)).manifest
-            row |= {"bytes": manifest.nbytes, "tensors": len(manifest.tensors)}
+            manifest = archive.manifest(step)
+            row |= {"bytes": manifest.nbytes, "world": manifest.world, "saved_at": manifest.saved_at}
         except StateError as error:
             row["trouble"] = str(error)
         rows.append(row)
     if as_json:
         _print_json(rows)
         return
-    from holdfast.observe import units
-
     cells = [
-        (units.count(r["step"]), units.size(r["bytes"]), units.count(r["tensors"]), r["path"]) for r in rows
+        (
+            units.count(r["step"]),
+            units.size(r["bytes"]),
+            units.count(r["world"]),
+            (r["saved_at"] or units.UNKNOWN)[:19],
+            r["place"],
+        )
+        for r in rows
     ]
-    print_table(sys.stdout, ("step", "size", "tensors", "path"), cells, right=3)
+    print_table(sys.stdout, ("step", "size", "ranks", "saved (UTC)", "place"), cells, right=3)
 
 
 @app.command("show")
@@ -51,37 +60,48 @@ def show(place: Place = None, job: JobName = None, as_json: AsJson = False) -> N
     """Shows every tensor of one checkpoint; of several the newest."""
     import msgspec
 
-    from holdfast.checkpoint.disk import read_manifest
     from holdfast.observe import units
     from holdfast.observe.tables import print_table
 
-    newest = _find(place, job)[-1]
-    manifest = read_manifest(Path(newest.path)).manifest
+    archive, step = _find(place, job)[-1]
+    manifest = archive.manifest(step)
+    heads = [archive.head(shard) for shard in manifest.shards]
     if as_json:
-        _print_json(msgspec.to_builtins(manifest))
+        shards = [{"rank": rank, "index": msgspec.to_builtins(h.index)} for rank, h in enumerate(heads)]
+        _print_json({"manifest": msgspec.to_builtins(manifest), "shards": shards})
         return
-    total = units.size(manifest.nbytes)
-    sys.stdout.write(f"step {newest.step}: {len(manifest.tensors)} tensors, {total} in {newest.path}\n")
-    cells = [(t.path, t.dtype, "x".join(map(str, t.shape)), units.size(t.nbytes)) for t in manifest.tensors]
-    print_table(sys.stdout, ("tensor", "dtype", "shape", "size"), cells, right=0)
+    count = sum(len(h.index.tensors) for h in heads)
+    size, ranks = units.size(manifest.nbytes), units.plural(manifest.world, "rank")
+    sys.stdout.write(f"step {step}: {count} tensors of {ranks}, {size} in {archive.where(step)}\n")
+    cells = [
+        (str(rank), t.path, t.dtype, "x".join(map(str, t.shape)), _piece(t), units.size(t.nbytes))
+        for rank, head in enumerate(heads)
+        for t in head.index.tensors
+    ]
+    print_table(sys.stdout, ("rank", "tensor", "dtype", "shape", "piece of", "size"), cells, right=1)
+
+
+def _piece(spec: Any) -> str:
+    if not spec.whole:
+        return ""
+    return "x".join(map(str, spec.whole)) + " at " + ",".join(map(str, spec.start))
 
 
 @app.command("verify")
 def verify(place: Place = None, job: JobName = None, as_json: AsJson = False) -> None:
     """Reads every byte of every checkpoint. The exit code is 1 if one of them is not whole."""
-    from holdfast.checkpoint import disk
-    from holdfast.errors import ChecksumError, StateError
+    from holdfast.errors import StateError, TierError
     from holdfast.observe.bytecount import ByteCount
 
     results: list[dict[str, Any]] = []
-    for durable in _find(place, job):
-        path = Path(durable.path)
+    for archive, step in _find(place, job):
+        result: dict[str, Any] = {"step": step, "place": archive.where(step)}
         try:
-            with ByteCount(sys.stderr, f"step {durable.step}") as progress:
-                nbytes = disk.verify(path, progress.add).manifest.nbytes
-            results.append({"step": durable.step, "path": str(path), "whole": True, "bytes": nbytes})
-        except (StateError, ChecksumError) as error:
-            results.append({"step": durable.step, "path": str(path), "whole": False, "why": str(error)})
+            with ByteCount(sys.stderr, f"step {step}") as progress:
+                result |= {"whole": True, "bytes": archive.verify(step, progress.add).nbytes}
+        except (StateError, TierError) as error:
+            result |= {"whole": False, "why": str(error)}
+        results.append(result)
     if as_json:
         _print_json(results)
     else:
@@ -91,32 +111,77 @@ def verify(place: Place = None, job: JobName = None, as_json: AsJson = False) ->
         raise typer.Exit(1)
 
 
-def _find(place: Path | None, job: str | None) -> list[Durable]:
+@app.command("prune")
+def prune(
+    place: Place = None,
+    job: JobName = None,
+    keep: Annotated[int, typer.Option("--keep", min=1, help="Keep the newest so many.")] = 2,
+    keep_every: Annotated[
+        int, typer.Option("--keep-every", min=0, help="And for ever those whose step this divides; 0: none.")
+    ] = 0,
+) -> None:
+    """Removes checkpoints that need not be kept. The newest always stays."""
+    from holdfast.checkpoint.policy import Retention
+    from holdfast.errors import UsageError
+    from holdfast.observe.units import plural
+
+    for archive, only in _archives(place, job):
+        if only is not None:
+            raise UsageError(f"{place} is one checkpoint: name the folder that it is in")
+        gone = archive.prune(Retention(keep, keep_every))
+        steps = f": {', '.join(map(str, gone))}" if gone else ""
+        sys.stdout.write(f"{archive.tier.url}: {plural(len(gone), 'checkpoint')} removed{steps}\n")
+
+
+def job_archives(folder: Path) -> list[Archive]:
+    """Every durable tier of a job, from its specification."""
+    import msgspec
+
+    from holdfast.checkpoint.archive import Archive
+    from holdfast.protocol.job import JobSpec
+
+    spec = msgspec.json.decode((folder / "spec.json").read_bytes(), type=JobSpec)
+    return [Archive(tier.url) for tier in spec.saving.tiers]
+
+
+def _archives(place: str | None, job: str | None) -> list[tuple[Archive, int | None]]:
+    """The tiers that are meant, and the step if only one checkpoint of it is."""
+    from holdfast.checkpoint.archive import Archive
+    from holdfast.checkpoint.layout import step_of
+    from holdfast.engines import jobs
+    from holdfast.errors import UsageError
+
+    if place is None:
+        return [(archive, None) for archive in job_archives(jobs.existing(job))]
+    parent, _, name = place.rstrip("/").rpartition("/")
+    step = step_of(name)
+    if "://" not in place and not Path(place).is_dir():
+        raise UsageError(
+            f"{place} is no folder: give a folder of checkpoints or a URL, or leave it out and give --job"
+        )
+    if step is not None:
+        return [(Archive(parent or "."), step)]
+    return [(Archive(place), None)]
+
+
+def _find(place: str | None, job: str | None) -> list[tuple[Archive, int]]:
     """The checkpoints that are meant, oldest first; at least one.
 
     Raises:
         UsageError: there is none.
     """
-    from holdfast.checkpoint import disk
-    from holdfast.engines import jobs
+    from holdfast.checkpoint.layout import MANIFEST
     from holdfast.errors import UsageError
-    from holdfast.protocol.job import Durable
 
-    folder = jobs.existing(job) / "checkpoint" if place is None else place
-    if place is not None and not place.is_dir():
-        raise UsageError(
-            f"{place} is no folder: give a folder of checkpoints, or leave it out and give --job"
-        )
-    number = folder.name.removeprefix("step-")
-    if (folder / disk.MANIFEST).is_file() and number.isdigit():
-        return [Durable(int(number), str(folder))]
-    found = disk.find(folder)
+    tiers = _archives(place, job)
+    found = [(a, s) for a, only in tiers for s in a.steps() if only in (None, s)]
     if not found:
+        there = ", ".join(a.tier.url for a, _ in tiers)
         what = (
-            f"the job has saved nothing yet in {folder}" if place is None else f"no checkpoint is in {folder}"
+            f"the job has saved nothing yet in {there}" if place is None else f"no checkpoint is in {place}"
         )
-        raise UsageError(f"{what}; a checkpoint is a folder step-N with a {disk.MANIFEST}")
-    return found
+        raise UsageError(f"{what}; a checkpoint is a folder step-N with a {MANIFEST}")
+    return sorted(found, key=lambda x: x[1])
 
 
 def _print_json(value: object) -> None:

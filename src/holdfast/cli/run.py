@@ -44,6 +44,26 @@ def run(
     fault: Annotated[
         list[str] | None, typer.Option("--fault", help="Inject a fault: KIND[:key=value,...].")
     ] = None,
+    checkpoint: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--checkpoint",
+            help="Folder or URL for checkpoints: URL[,every=auto|STEPS|10m][,keep=2][,keep-every=STEPS].",
+        ),
+    ] = None,
+    snapshot_every: Annotated[
+        str,
+        typer.Option("--snapshot-every", help="Copy the state to memory: auto, STEPS, 30s, or 0 for never."),
+    ] = "auto",
+    copies: Annotated[
+        int, typer.Option("--copies", help="Other nodes that keep a copy of each snapshot in memory.")
+    ] = 1,
+    snapshot_memory: Annotated[
+        str,
+        typer.Option(
+            "--snapshot-memory", help="Of each node, for example 8G; by default half of what is free."
+        ),
+    ] = "",
     report: Annotated[Path | None, typer.Option("--report", help="Write the report as JSON.")] = None,
     no_ui: Annotated[bool, typer.Option("--no-ui", help="Plain lines instead of the live view.")] = False,
     max_restarts: Annotated[
@@ -79,6 +99,10 @@ def run(
             detection_s=detection,
             stall_factor=stall_factor,
             port=port,
+            snapshot_every=snapshot_every,
+            copies=copies,
+            snapshot_memory=snapshot_memory,
+            checkpoints=tuple(checkpoint or ()),
         )
     )
     outcome = _run(spec, no_ui, port, report)

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast.cli.memory import available_bytes, check_memory
+from holdfast.cli.saving import plan_saving
 from holdfast.engines import jobs
 from holdfast.errors import UsageError
 from holdfast.protocol.faults import FaultSpec, parse_fault
@@ -41,6 +42,10 @@ class Options(msgspec.Struct, frozen=True):
     detection_s: float = Timing().detection_s
     stall_factor: float = Timing().stall_factor
     port: int = 0
+    snapshot_every: str = "auto"
+    copies: int = 1
+    snapshot_memory: str = ""
+    checkpoints: tuple[str, ...] = ()
 
 
 def plan(given: Options) -> JobSpec:
@@ -54,8 +59,9 @@ def plan(given: Options) -> JobSpec:
     _check_numbers(given)
     faults = tuple(_fault(text, high, nproc, given.spares) for text in given.faults)
     script = _find_script(given.script, given.module)
+    name = jobs.check_name(given.job) if given.job else jobs.default_name(given.script)
     spec = JobSpec(
-        name=jobs.check_name(given.job) if given.job else jobs.default_name(given.script),
+        name=name,
         script=script,
         args=given.args,
         module=given.module,
@@ -70,6 +76,13 @@ def plan(given: Options) -> JobSpec:
         max_restarts=given.max_restarts,
         cwd=str(Path.cwd()),
         timing=Timing(given.detection_s, given.stall_factor),
+        saving=plan_saving(
+            given.snapshot_every,
+            given.copies,
+            given.snapshot_memory,
+            given.checkpoints,
+            jobs.job_dir(name) / "checkpoint",
+        ),
     )
     _check_report(given.report)
     check_memory(high + given.spares, nproc, available_bytes())

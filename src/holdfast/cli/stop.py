@@ -12,16 +12,16 @@ def stop(job: JobName = None) -> None:
     """Stops a job after the step in flight, saves its state, and waits until it has ended."""
     import asyncio
 
-    from holdfast.checkpoint.disk import find
+    from holdfast.cli.checkpoint import job_archives
     from holdfast.cli.report import read_report
     from holdfast.engines import jobs
 
     folder = jobs.existing(job)
     asyncio.run(_stop(folder))
     ended = read_report(folder)
-    saved = max(find(folder / "checkpoint"), key=lambda d: d.step, default=None)
+    saved = max((step for archive in job_archives(folder) for step in archive.steps()), default=None)
     name = folder.name
-    go_on = f"; `holdfast run --job {name} ...` goes on from step {saved.step}" if saved else ""
+    go_on = f"; `holdfast run --job {name} ...` goes on from step {saved}" if saved is not None else ""
     sys.stdout.write(f"the job {name} {ended['outcome']} at step {ended['steps']['committed']}{go_on}\n")
 
 

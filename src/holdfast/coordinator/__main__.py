@@ -23,12 +23,12 @@ def main() -> int:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--durable-step", type=int)
-    parser.add_argument("--durable-path")
+    parser.add_argument("--durable-url")
     parser.add_argument("--lifeline", type=int)
     given = parser.parse_args()
     os.umask(0o077)
     spec = msgspec.json.decode((given.job_dir / "spec.json").read_bytes(), type=JobSpec)
-    durable = Durable(given.durable_step, given.durable_path) if given.durable_path else None
+    durable = Durable(given.durable_step, given.durable_url) if given.durable_url else None
     try:
         asyncio.run(_serve(given.job_dir, spec, durable, given.host, given.port, given.lifeline))
     except OSError as error:

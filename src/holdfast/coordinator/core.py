@@ -9,7 +9,7 @@ one decision is made of). Their functions take the core first.
 
 from __future__ import annotations
 
-from holdfast.coordinator import failures, forming, gang, hangs, incidents, nodes, stopping
+from holdfast.coordinator import failures, forming, gang, hangs, incidents, nodes, saving, stopping
 from holdfast.coordinator.events import (
     Action,
     DurableFound,
@@ -182,6 +182,14 @@ class Core:
                 hangs.stalled(self, worker_name, view)
             case m.Views():
                 hangs.inspected(self, message)
+            case m.Held(copy):
+                saving.held(self, node, copy)
+            case m.NotHeld(key, reason):
+                saving.not_held(self, node, key, reason)
+            case m.Stored():
+                saving.stored(self, message)
+            case m.Published():
+                saving.published(self, message)
             case _:
                 pass
 
@@ -207,6 +215,8 @@ class Core:
                 forming.collective_error(self, worker, message)
             case m.Saved():
                 stopping.saved(self, worker, message)
+            case m.SnapshotSought(request):
+                saving.sought(self, worker, request)
             case m.Done():
                 stopping.done(self, worker, message)
             case _:

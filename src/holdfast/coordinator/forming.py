@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from holdfast.coordinator import failures, incidents, nodes, policy, stopping
-from holdfast.coordinator.state import JobPhase, Worker, WorkerPhase
+from holdfast.coordinator import failures, incidents, nodes, policy, saving, stopping
+from holdfast.coordinator.state import JobPhase, Snapshot, Worker, WorkerPhase
 from holdfast.protocol import messages as m
+from holdfast.protocol.job import Durable
+from holdfast.protocol.snapshots import Copy, Holder
 
 if TYPE_CHECKING:
     from holdfast.coordinator.core import Core
@@ -120,7 +122,8 @@ def try_form(core: Core) -> None:
     if s.form_after_s is not None and core.now < s.form_after_s:
         return
     survivors = core.workers_in(WorkerPhase.PARKED)
-    if survivors and s.durable is None and all(w.committed is None for w in survivors):
+    nothing_saved = s.durable is None and saving.newest_whole(core, world=1) is None
+    if survivors and nothing_saved and all(w.committed is None for w in survivors):
         _start_over(core, survivors)
         survivors = []
     ready = core.workers_in(WorkerPhase.READY)
@@ -171,22 +174,32 @@ def _form(core: Core, survivors: list[Worker], fresh: list[Worker]) -> None:
     ranks = policy.assign_ranks(
         s.generation if survivors else None, [w.name for w in survivors], [w.name for w in fresh]
     )
-    durable = None
+    durable, snapshot = None, None
     if outcome.start is None:
-        durable = s.durable
-        start = durable.step if durable else 0
-        holders = frozenset(ranks) if durable else frozenset(ranks[:1])
+        durable, snapshot = s.durable, saving.newest_whole(core, world=1)
+        if snapshot is not None and durable is not None and durable.step > snapshot.step:
+            snapshot = None
+        saved = snapshot or durable
+        start = saved.step if saved else 0
+        holders = frozenset(ranks) if saved else frozenset(ranks[:1])
         reference = _digest(core, ranks[0])
-        restore = frozenset(w for w in ranks if durable or _digest(core, w) != reference)
+        restore = frozenset(w for w in ranks if saved or _digest(core, w) != reference)
         _count_lost(core, start)
+        saving.went_back(core, start)
     else:
         start, holders, restore = outcome.start, outcome.holders, outcome.restore
     s.number += 1
     members = tuple(_member(r, s.workers[w]) for r, w in enumerate(ranks))
     s.generation = m.Generation(s.number, members, start)
-    donors = () if durable else tuple(r for r, w in enumerate(ranks) if w in holders)[:MAX_DONORS]
+    live = durable is None and snapshot is None
+    donors = tuple(r for r, w in enumerate(ranks) if w in holders)[:MAX_DONORS] if live else ()
+    savers = saving.savers(core, members)
     s.forms = {}
     for rank, name in enumerate(ranks):
+        copy: Copy | None = None
+        sources: tuple[Holder, ...] = ()
+        if snapshot is not None:
+            copy, sources = saving.sources(core, snapshot, 0, s.workers[name].node)
         form = m.Form(
             s.generation,
             rank,
@@ -194,7 +207,11 @@ def _form(core: Core, survivors: list[Worker], fresh: list[Worker]) -> None:
             restore=name in restore,
             serve=bool(restore) and rank in donors,
             donors=donors if name in restore else (),
-            path=durable.path if durable else None,
+            copy=copy,
+            holders=sources,
+            durable=durable,
+            saves=rank in savers,
+            mtbf_s=saving.mean_time_between_failures_s(core),
         )
         _enroll(core, s.workers[name], form, start)
     s.phase, s.generation_committed, s.committed = JobPhase.RUNNING, start, max(start, s.committed)
@@ -213,8 +230,15 @@ def _form(core: Core, survivors: list[Worker], fresh: list[Worker]) -> None:
         workers=ranks,
         restore=sorted(restore),
         applied=bool(outcome.apply),
-        source="disk" if durable else "live" if outcome.start is not None else "fresh",
+        source=_source(outcome, snapshot, durable),
     )
+
+
+def _source(outcome: policy.Outcome, snapshot: Snapshot | None, durable: Durable | None) -> str:
+    """Where those that hold no state get it from."""
+    if outcome.start is not None:
+        return "live"
+    return "memory" if snapshot else "disk" if durable else "fresh"
 
 
 def _enroll(core: Core, worker: Worker, form: m.Form, start: int) -> None:

@@ -40,6 +40,7 @@ def environment(core: Core, node: Node, slot: int, rank: int, world: int) -> dic
         "HOLDFAST_NODE": node.name,
         "HOLDFAST_TARGET": str(spec.target),
         "HOLDFAST_GENERATION": str(core.state.number),
+        "HOLDFAST_SNAPSHOT_EVERY": spec.saving.memory,
     }
 
 

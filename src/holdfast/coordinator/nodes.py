@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from holdfast.coordinator import failures, forming, gang, incidents, stopping
+from holdfast.coordinator import failures, forming, gang, incidents, saving, stopping
 from holdfast.coordinator.events import ProvideNode, ReleaseNode
 from holdfast.coordinator.state import JobPhase, Node, Worker, WorkerPhase
 from holdfast.protocol import messages as m
@@ -42,6 +42,7 @@ def joined(core: Core, hello: m.Hello) -> None:
         lose(core, known, "a new agent took its place", release=False)
     s.nodes.pop(hello.node, None)
     node = Node(hello.node, hello.session, hello.host, hello.slots, core.now, ports=hello.ports)
+    node.rack = hello.rack
     node.failures = known.failures if known else 0
     s.nodes[hello.node] = node
     s.joined += known is None
@@ -82,6 +83,7 @@ def lose(core: Core, node: Node, cause: str, release: bool = True) -> None:
         core.record("incident-opened", **incidents.describe(s, incident))
     for worker in ours:
         worker.phase = WorkerPhase.GONE
+    saving.node_lost(core, node)
     if release:
         core.act(ReleaseNode(node.name, cause))
     if s.level != 2:
@@ -146,6 +148,7 @@ def _reconcile(core: Core, node: Node, hello: m.Hello) -> None:
                 core.send(node.name, m.KillWorker(view.worker))
         else:
             _catch_up(core, known, view)
+    saving.joined(core, node, hello)
 
 
 def _never_started(core: Core, worker: Worker) -> None:

@@ -45,6 +45,7 @@ def build_report(state: CoreState, steps: list[StepRow], now: float) -> dict[str
             "params_xxh3": next(iter(digests)) if len(digests) == 1 else None,
             "replicas_equal": len(digests) == 1 if digests else None,
         },
+        "saved": msgspec.to_builtins(state.durable) if state.durable else None,
     }
 
 

@@ -11,6 +11,7 @@ import msgspec
 
 from holdfast.protocol.job import Durable, JobSpec
 from holdfast.protocol.messages import Form, Generation, Ready, Stop
+from holdfast.protocol.snapshots import Copy, Shard
 
 
 class JobPhase(StrEnum):
@@ -58,6 +59,8 @@ class Node(msgspec.Struct):
     struck_at_s: float = 0.0
     fenced: bool = False
     refused: str | None = None
+    rack: str | None = None
+    snapshot_port: int = 0
 
 
 class Worker(msgspec.Struct):
@@ -158,13 +161,51 @@ class Injection(msgspec.Struct):
     worker: str | None = None
 
 
+class HeldShard(msgspec.Struct):
+    """A shard of a snapshot, the nodes that hold it, and those that were asked to hold it too."""
+
+    copy: Copy
+    nodes: list[str] = []
+    asked: list[str] = []
+
+
+class Snapshot(msgspec.Struct):
+    """What workers copied at one step. Replicas whose bytes differ (in buffers) give several of one rank.
+
+    refused: nodes that could not keep a shard of it.
+    """
+
+    step: int
+    generation: int
+    world: int
+    began_s: float
+    shards: list[HeldShard] = []
+    refused: list[str] = []
+    whole: bool = False
+
+
+class Storing(msgspec.Struct):
+    """A checkpoint on its way to a durable tier, or the last one that came there.
+
+    waiting: rank to the node that writes its shard; -1: the manifest.
+    """
+
+    tier: str
+    step: int
+    began_s: float
+    took_s: float | None = None
+    waiting: dict[int, str] = {}
+    shards: list[Shard] = []
+
+
 class CoreState(msgspec.Struct):
     """Everything that the core remembers.
 
     broke_cause: why the newest generation broke, until an incident explains it. fruitless: generations in a row
     that broke without a commit and without anyone to blame. bad_starts: volleys of workers in a row that died
     before they were ready. joined: nodes that ever came. stops: who was told to leave, and how. waiting: the ledger
-    says that the job waits for workers.
+    says that the job waits for workers. stored: tier to the last checkpoint that came there (or was tried).
+    skipped: shards that no node could keep since the last whole snapshot.
     """
 
     spec: JobSpec
@@ -181,6 +222,13 @@ class CoreState(msgspec.Struct):
     generation_committed: int = 0
     lost_steps: int = 0
     durable: Durable | None = None
+    snapshots: list[Snapshot] = []
+    buddy_groups: list[list[str]] = []
+    short_of_copies: bool = False
+    skipped: int = 0
+    storing: list[Storing] = []
+    stored: dict[str, Storing] = {}
+    failing_tiers: list[str] = []
     incidents: list[Incident] = []
     failures: list[Failure] = []
     blames: dict[str, Blame] = {}

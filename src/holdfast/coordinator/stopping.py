@@ -13,8 +13,6 @@ from holdfast.protocol.job import Durable
 if TYPE_CHECKING:
     from holdfast.coordinator.core import Core
 
-SAVE_TO = "checkpoint"
-
 # ---------------------------------------------------------------- why
 
 
@@ -54,9 +52,12 @@ def out_of_time(core: Core) -> None:
 
 
 def saved(core: Core, worker: Worker, message: m.Saved) -> None:
-    """A checkpoint is whole on disk."""
-    core.state.durable = Durable(message.step, message.path)
-    core.record("saved", step=message.step, path=message.path, worker=worker.name)
+    """A checkpoint is whole in a durable tier, or could not be written there."""
+    if message.error is not None:
+        core.record("tier-failed", url=message.url, step=message.step, reason=message.error)
+        return
+    core.state.durable = Durable(message.step, message.url)
+    core.record("saved", step=message.step, url=message.url, worker=worker.name)
 
 
 def done(core: Core, worker: Worker, message: m.Done) -> None:
@@ -130,7 +131,8 @@ def advance(core: Core) -> None:
                 failures.end_worker(core, worker, counts=False)
         for worker in holders[:1] if todo else holders:
             apply = worker.name in outcome.apply
-            _stop(core, worker, m.Stop(apply=apply, save_to=SAVE_TO if todo else None))
+            tiers = core.spec.saving.tiers
+            _stop(core, worker, m.Stop(apply=apply, save_to=tiers[0] if todo and tiers else None))
     if not core.alive_workers():
         end(core)
 

@@ -12,9 +12,10 @@ from datetime import datetime
 from pathlib import Path
 
 import msgspec
+import xxhash
 
-from holdfast.checkpoint.disk import newest_whole
-from holdfast.errors import UsageError
+from holdfast.checkpoint.archive import Archive
+from holdfast.errors import HoldfastError, UsageError
 from holdfast.protocol.job import Durable, JobSpec
 
 KEEP_LEDGERS = 5
@@ -28,6 +29,13 @@ def home() -> Path:
 def job_dir(name: str) -> Path:
     """The folder of a job."""
     return home() / "jobs" / name
+
+
+def memory_root() -> Path:
+    """Where snapshot memory is: a folder of this user's and this home's in `$HOLDFAST_MEMORY`, by default
+    `/dev/shm`."""
+    base = Path(os.environ.get("HOLDFAST_MEMORY") or "/dev/shm") / f"holdfast-{os.getuid()}"
+    return base / xxhash.xxh3_64_hexdigest(str(home().absolute()).encode())
 
 
 def default_name(script: str) -> str:
@@ -87,6 +95,28 @@ def is_running(folder: Path) -> bool:
     return False
 
 
+def _newest(spec: JobSpec, passed_over: Callable[[str], None]) -> Durable | None:
+    """The newest whole checkpoint of all durable tiers; the first tier where several have it."""
+    found: list[Durable] = []
+    for tier in spec.saving.tiers:
+        try:
+            manifest = Archive(tier.url).newest_whole(passed_over)
+        except HoldfastError as error:
+            passed_over(f"{tier.url}: {error}")
+            continue
+        if manifest is not None:
+            found.append(Durable(manifest.step, tier.url))
+    return max(found, key=lambda d: d.step, default=None)
+
+
+def _sweep_memory() -> None:
+    """Gives the memory of jobs back that were killed, and whose folder is not there any more."""
+    known = {p.parent.name + "-" + p.read_text() for p in (home() / "jobs").glob("*/identity")}
+    for folder in memory_root().glob("*"):
+        if folder.name not in known:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 class JobFolder:
     """A job's folder, locked for as long as launcher or coordinator live."""
 
@@ -104,6 +134,14 @@ class JobFolder:
                 f"a job named {name!r} is running: see `holdfast status --job {name}`, or choose another --job"
             ) from None
 
+    @property
+    def memory(self) -> Path:
+        """The job's snapshot memory. The identity keeps a new job from adopting what one of its name left."""
+        path = self.path / "identity"
+        if not path.exists():
+            path.write_text(secrets.token_hex(4))
+        return memory_root() / f"{self.path.name}-{path.read_text()}"
+
     def prepare(self, spec: JobSpec, note: Callable[[str], None] = lambda text: None) -> Durable | None:
         """Makes the folder ready for a start; returns the newest whole checkpoint, to go on from, if there is one.
 
@@ -111,6 +149,8 @@ class JobFolder:
         """
         if self._outcome() == "finished":
             shutil.rmtree(self.path / "checkpoint", ignore_errors=True)
+            (self.path / "identity").unlink(missing_ok=True)
+        _sweep_memory()
         self._put_away()
         token = self.path / "token"
         token.unlink(missing_ok=True)
@@ -118,7 +158,7 @@ class JobFolder:
         with os.fdopen(fd, "w") as out:
             out.write(secrets.token_urlsafe(32))
         (self.path / "spec.json").write_bytes(msgspec.json.format(msgspec.json.encode(spec)))
-        return newest_whole(self.path / "checkpoint", lambda why: note(f"passed over: {why}"))
+        return _newest(spec, lambda why: note(f"passed over: {why}"))
 
     def _outcome(self) -> str | None:
         try:

@@ -67,8 +67,7 @@ def report_view(report: Report, job_dir: Path) -> RenderableType:
     if incidents:
         parts += [Text(), _incidents(incidents), Text(), _durations(incidents)]
     if report.get("outcome") == "failed" or report.get("blame"):
-        saved = any((job_dir / "checkpoint").glob("step-*/manifest.json"))
-        parts += [Text(), closing(report, saved)]
+        parts += [Text(), closing(report, saved=bool(report.get("saved")))]
     return Group(*parts)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from holdfast.observe.units import clip, clip_path, plural, ranks, seconds
+from holdfast.observe.units import clip, clip_path, plural, ranks, seconds, size
 
 Fields = Mapping[str, Any]
 
-DROPPED = frozenset({"worker-started", "worker-done", "collective-error", "level"})
+DROPPED = frozenset({"worker-started", "worker-done", "collective-error", "level", "snapshot"})
 """Kinds that people need not read as they happen; `holdfast events --all` shows them."""
 
 LINE_WIDTH = 77
@@ -28,7 +28,7 @@ def event_line(entry: Mapping[str, Any], everything: bool = False, width: int = 
     everything: kinds that are usually dropped get a line too.
     """
     kind, fields = entry["kind"], entry["fields"]
-    line = "" if kind in DROPPED else _sentence(kind, fields)
+    line = "" if kind in DROPPED and not everything else _sentence(kind, fields)
     return clip(line or (_as_written(kind, fields) if everything else ""), width)
 
 
@@ -86,13 +86,16 @@ def _started(f: Fields) -> str:
     return f"{plural(f['world'], 'worker')} started{again}"
 
 
+_SAVED_IN = {"disk": "the checkpoint on disk", "memory": "a snapshot in memory"}
+
+
 def _formed(f: Fields) -> str:
     line = f"generation {f['generation']}: {plural(f['world'], 'worker')} from step {f['start']}"
     if f.get("applied"):
         line += ", the step in flight counts"
     restored = f.get("restore") or []
-    if f["source"] == "disk":
-        return f"{line}, state from the checkpoint on disk"
+    if f["source"] in ("disk", "memory"):
+        return f"{line}, state from {_SAVED_IN[f['source']]}"
     if restored:
         names = ", ".join(restored) if len(restored) <= 2 else plural(len(restored), "worker")
         return f"{line}, {names} restored from peers"
@@ -174,7 +177,24 @@ def _stall_judged(f: Fields) -> str:
 
 def _saved(f: Fields) -> str:
     line = f"step {f['step']} is saved in "
-    return line + clip_path(f["path"], LINE_WIDTH - len(line))
+    return line + clip_path(f["url"], LINE_WIDTH - len(line))
+
+
+def _snapshot(f: Fields) -> str:
+    took = f"{size(f['nbytes'])} after {seconds(f['took_s'])}"
+    return f"snapshot of step {f['step']}: in the memory of {plural(f['nodes'], 'node')}, {took}"
+
+
+def _snapshot_skipped(f: Fields) -> str:
+    return f"no snapshot of step {f['step']} on {f['node']}: {f['reason']}"
+
+
+def _few_copies(f: Fields) -> str:
+    return f"snapshots are in the memory of {plural(f['nodes'], 'node')} only, not {f['wanted']}: there are no more"
+
+
+def _tier_failed(f: Fields) -> str:
+    return f"step {f['step']} was not saved: {f['reason']}"
 
 
 def _waiting(f: Fields) -> str:
@@ -215,6 +235,10 @@ _SENTENCES: dict[str, Callable[[Fields], str]] = {
     "stalled": _stalled,
     "stall-judged": _stall_judged,
     "saved": _saved,
+    "snapshot": _snapshot,
+    "snapshot-skipped": _snapshot_skipped,
+    "few-copies": _few_copies,
+    "tier-failed": _tier_failed,
     "waiting": _waiting,
     "restart": _restart,
     "stop-requested": _stop_requested,

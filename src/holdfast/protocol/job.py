@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from holdfast.protocol.faults import FaultSpec
+from holdfast.protocol.snapshots import Saving
 
 
 class Timing(msgspec.Struct, frozen=True):
@@ -85,6 +86,7 @@ class JobSpec(msgspec.Struct, frozen=True):
     max_restarts: int = 100
     cwd: str = "."
     timing: Timing = Timing()
+    saving: Saving = Saving()
 
     @property
     def target(self) -> int:
@@ -98,7 +100,12 @@ class JobSpec(msgspec.Struct, frozen=True):
 
 
 class Durable(msgspec.Struct, frozen=True):
-    """A checkpoint on disk: `step` committed steps, in folder `path`."""
+    """A checkpoint in the durable tier `url`, of `step` committed steps."""
 
     step: int
-    path: str
+    url: str
+
+    @property
+    def place(self) -> str:
+        """For people."""
+        return f"{self.url}/step-{self.step}"

@@ -10,9 +10,11 @@ from __future__ import annotations
 import msgspec
 
 from holdfast.protocol.faults import ArmedFault
+from holdfast.protocol.job import Durable
 from holdfast.protocol.phases import Place
+from holdfast.protocol.snapshots import Copy, DurableTier, Holder, Key, Shard
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -133,10 +135,11 @@ class FaultFired(msgspec.Struct, frozen=True, tag="fault-fired"):
 
 
 class Saved(msgspec.Struct, frozen=True, tag="saved"):
-    """A durable checkpoint is whole on disk."""
+    """A checkpoint is whole in a durable tier. error: it could not be written, and why."""
 
     step: int
-    path: str
+    url: str
+    error: str | None = None
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
@@ -154,8 +157,35 @@ class Aside(msgspec.Struct, frozen=True, tag="aside"):
     on: bool
 
 
+class SlotWanted(msgspec.Struct, frozen=True, tag="slot-wanted"):
+    """The worker wants to copy its shard, `nbytes` of it, into snapshot memory (agent only)."""
+
+    key: Key
+    nbytes: int
+
+
+class SlotFilled(msgspec.Struct, frozen=True, tag="slot-filled"):
+    """The copy is complete (agent only). index: msgpack of `checkpoint.layout.Index`; None: it was given up.
+
+    stall_s: how long training stood still for it.
+    """
+
+    key: Key
+    index: bytes | None
+    stall_s: float = 0.0
+
+
+class SnapshotSought(msgspec.Struct, frozen=True, tag="snapshot-sought"):
+    """A script wants to load: which is the newest whole checkpoint, and who has it?"""
+
+    request: int
+
+
 WorkerMessage = (
-    Warm
+    SlotWanted
+    | SlotFilled
+    | SnapshotSought
+    | Warm
     | Attached
     | Ready
     | Joined
@@ -193,9 +223,10 @@ class Form(msgspec.Struct, frozen=True, tag="form"):
     """Join this generation.
 
     apply: apply the prepared gradient first (the step counts after all).
-    restore: fetch the state at `generation.start`: from the ranks in `donors`, or, when there are none, from
-    the durable checkpoint `path`.
+    restore: fetch the state at `generation.start`: from the ranks in `donors`; when there are none from snapshot
+    memory, `copy` held by `holders`, nearest first; else from the durable checkpoint.
     serve: be a donor, so publish the state.
+    saves: copy snapshots into this node's memory; mtbf_s: what `auto` goes by.
     """
 
     generation: Generation
@@ -204,7 +235,11 @@ class Form(msgspec.Struct, frozen=True, tag="form"):
     restore: bool = False
     serve: bool = False
     donors: tuple[int, ...] = ()
-    path: str | None = None
+    copy: Copy | None = None
+    holders: tuple[Holder, ...] = ()
+    durable: Durable | None = None
+    saves: bool = False
+    mtbf_s: float = 0.0
 
 
 class Break(msgspec.Struct, frozen=True, tag="break"):
@@ -221,10 +256,10 @@ class Yield(msgspec.Struct, frozen=True, tag="yield"):
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """Leave `run.steps`. apply: as in Form. save_to: write a durable checkpoint into this folder first."""
+    """Leave `run.steps`. apply: as in Form. save_to: write a durable checkpoint there first."""
 
     apply: bool = False
-    save_to: str | None = None
+    save_to: DurableTier | None = None
 
 
 class Arm(msgspec.Struct, frozen=True, tag="arm"):
@@ -243,7 +278,23 @@ class DropTraffic(msgspec.Struct, frozen=True, tag="drop-traffic"):
     """Injected: every connection of this worker goes silent without closing."""
 
 
-ToWorker = Form | Break | Yield | Stop | Arm | Ack | DropTraffic | Start
+class SlotGiven(msgspec.Struct, frozen=True, tag="slot-given"):
+    """The slot for a snapshot. path: None when there is none, and why."""
+
+    key: Key
+    path: str | None
+    reason: str = ""
+
+
+class SnapshotFound(msgspec.Struct, frozen=True, tag="snapshot-found"):
+    """The newest whole checkpoint: in memory, every shard with its holders; else the durable one; else neither."""
+
+    request: int
+    copies: tuple[tuple[Copy, tuple[Holder, ...]], ...] = ()
+    durable: Durable | None = None
+
+
+ToWorker = SlotGiven | SnapshotFound | Form | Break | Yield | Stop | Arm | Ack | DropTraffic | Start
 
 
 # ---------------------------------------------------------------- agent -> coordinator
@@ -285,6 +336,9 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     pid: int
     ports: tuple[int, ...] = ()
     workers: tuple[WorkerView, ...] = ()
+    snapshot_port: int = 0
+    copies: tuple[Copy, ...] = ()
+    rack: str | None = None
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
@@ -334,7 +388,54 @@ class Views(msgspec.Struct, frozen=True, tag="views"):
     stacks: dict[str, str] = {}
 
 
-AgentMessage = Hello | Heartbeat | FromWorker | Started | Exited | Stalled | Views | FaultFired
+class Held(msgspec.Struct, frozen=True, tag="held"):
+    """A shard is complete in this node's memory, its checksums known. stall_s: what it cost training (0: a copy
+    from a peer). took_s: from its begin on."""
+
+    copy: Copy
+    stall_s: float = 0.0
+    took_s: float = 0.0
+
+
+class NotHeld(msgspec.Struct, frozen=True, tag="not-held"):
+    """A shard could not be kept here: no memory, or no holder gave it whole."""
+
+    key: Key
+    reason: str
+
+
+class Stored(msgspec.Struct, frozen=True, tag="stored"):
+    """A shard is in a durable tier; `shard` None: it could not be written, and why."""
+
+    tier: str
+    key: Key
+    shard: Shard | None
+    reason: str = ""
+    took_s: float = 0.0
+
+
+class Published(msgspec.Struct, frozen=True, tag="published"):
+    """The manifest is written: the checkpoint exists. error: it could not be, and why."""
+
+    tier: str
+    step: int
+    error: str | None = None
+
+
+AgentMessage = (
+    Held
+    | NotHeld
+    | Stored
+    | Published
+    | Hello
+    | Heartbeat
+    | FromWorker
+    | Started
+    | Exited
+    | Stalled
+    | Views
+    | FaultFired
+)
 
 
 # ---------------------------------------------------------------- coordinator -> agent
@@ -391,4 +492,52 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     reason: str
 
 
-ToAgent = StartWorker | KillWorker | Tell | Inspect | RunFault | Fence | Shutdown
+class Replicate(msgspec.Struct, frozen=True, tag="replicate"):
+    """Keep a copy of this shard, too; `holders` have it."""
+
+    copy: Copy
+    holders: tuple[Holder, ...]
+
+
+class SnapshotWhole(msgspec.Struct, frozen=True, tag="snapshot-whole"):
+    """The snapshot of this step is whole: older ones are not needed."""
+
+    step: int
+
+
+class ForgetSnapshots(msgspec.Struct, frozen=True, tag="forget-snapshots"):
+    """Training goes on from this step: what was saved of later ones never happened."""
+
+    above_step: int
+
+
+class StoreShard(msgspec.Struct, frozen=True, tag="store-shard"):
+    """Write a shard that is held here to a durable tier. row: of equal bytes, written by another; only the head."""
+
+    tier: str
+    key: Key
+    row: str = ""
+
+
+class Publish(msgspec.Struct, frozen=True, tag="publish"):
+    """Every shard is in the tier: write the manifest, then remove what need not be kept."""
+
+    tier: DurableTier
+    step: int
+    shards: tuple[Shard, ...]
+
+
+ToAgent = (
+    Replicate
+    | SnapshotWhole
+    | ForgetSnapshots
+    | StoreShard
+    | Publish
+    | StartWorker
+    | KillWorker
+    | Tell
+    | Inspect
+    | RunFault
+    | Fence
+    | Shutdown
+)

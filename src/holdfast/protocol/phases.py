@@ -24,6 +24,7 @@ class Phase(IntEnum):
     PARKED = 11  # out of a broken generation, waiting for the next
     DONE = 12
     ASIDE = 13  # the script's own work between two steps, announced by `run.aside`
+    SNAPSHOT = 14  # the state is being copied beside a step (a phase of faults, not of the page)
 
 
 WAITING_PHASES = frozenset({Phase.REDUCE, Phase.VOTE, Phase.JOIN, Phase.PARKED, Phase.IDLE, Phase.DONE})

@@ -1,91 +1,82 @@
-"""A plain checkpoint on disk: what survives the whole job until the tiers of `checkpoint` are built.
+"""Live tensors to and from a durable tier, without a detour over snapshot memory.
 
-`holdfast.checkpoint.disk` describes the format; here the live tensors are written and read.
+For the one checkpoint that a job writes when it ends early, and for a start from a tier.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
-import shutil
-from pathlib import Path
+from collections.abc import Callable
 
-import msgspec
-import xxhash
-
-from holdfast.checkpoint.disk import DATA, MANIFEST, check_chunk, find, read_manifest
-from holdfast.checkpoint.layout import Saved
-from holdfast.errors import HoldfastError, StateError
+from holdfast.checkpoint.archive import Archive
+from holdfast.checkpoint.layout import encode_head
+from holdfast.checkpoint.policy import Retention
+from holdfast.checkpoint.pull import Pull
+from holdfast.checkpoint.rows import WINDOW_BYTES, Row
+from holdfast.checkpoint.sums import sums_of_pieces
+from holdfast.errors import StateError
+from holdfast.protocol.snapshots import Part
 from holdfast.train.state import Image, Protected, load, targets
 
-CHUNK_BYTES = 4 << 20
-KEEP = 2
 
-
-def save(image: Image, folder: Path) -> Path:
-    """Writes the image below `folder`; returns the checkpoint's path. Keeps the newest two."""
-    step = image.manifest.step
-    final = folder / f"step-{step}"
-    work = folder / f".step-{step}.{os.getpid()}"
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
-    digests = []
-    with (work / DATA).open("wb") as out:
-        for low in range(0, image.manifest.nbytes, CHUNK_BYTES):
-            row = xxhash.xxh3_64()
-            for piece in image.pieces(low, min(low + CHUNK_BYTES, image.manifest.nbytes)):
-                row.update(piece)
-                out.write(piece)
-            digests.append(row.hexdigest())
-        out.flush()
-        os.fsync(out.fileno())
-    with (work / MANIFEST).open("wb") as out:
-        out.write(msgspec.json.encode(Saved(image.manifest, CHUNK_BYTES, tuple(digests))))
-        out.flush()
-        os.fsync(out.fileno())
-    shutil.rmtree(final, ignore_errors=True)
-    work.rename(final)
-    for old in sorted(find(folder), key=lambda d: d.step)[:-KEEP]:
-        shutil.rmtree(old.path, ignore_errors=True)
-    return final
-
-
-def restore(objects: Protected, path: Path) -> int:
-    """Loads a checkpoint into the objects; returns its step and verifies every byte.
+def save(image: Image, url: str, retention: Retention) -> str:
+    """Writes the image as a checkpoint of one shard; returns its place. Prunes what need not be kept.
 
     Raises:
-        StateError: unreadable, cut short or of other objects.
-        ChecksumError: its bytes were changed.
+        TierError: the tier cannot take it.
     """
-    saved = read_manifest(path)
-    total = saved.manifest.nbytes
-    image = targets(objects, saved.manifest)
-    try:
-        data = (path / DATA).open("rb")
-    except OSError as error:
-        raise StateError(f"{path}/{DATA} cannot be read: {error}") from error
-    with data:
-        if os.fstat(data.fileno()).st_size != total:
-            raise StateError(f"{path}/{DATA} is cut short: it should have {total} bytes")
-        if total:
-            with mmap.mmap(data.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as row:
-                _copy(image, row, saved, path)
+    archive = Archive(url)
+    index = image.index
+    sums = sums_of_pieces(image.pieces(0, index.nbytes))
+    shard = archive.save_shard(
+        index.step, 0, encode_head(index, sums), sums, image.pieces(0, index.nbytes), index.nbytes
+    )
+    archive.commit(index.step, [shard])
+    archive.prune(retention)
+    return archive.where(index.step)
+
+
+def restore(objects: Protected, url: str, step: int) -> int:
+    """Loads shard 0 of a checkpoint into the objects; returns its bytes. Every one of them is verified.
+
+    Raises:
+        StateError: unreadable, cut short, changed, or of other objects.
+    """
+    archive = Archive(url)
+    shard = archive.manifest(step).shards[0]
+    head = archive.head(shard)
+    image = targets(objects, head.index)
+    fill(image, archive.row(shard, head))
     load(objects, image)
-    return saved.manifest.step
+    return head.index.nbytes
 
 
-def _copy(image: Image, row: memoryview, saved: Saved, path: Path) -> None:
-    size = saved.chunk_bytes
-    for number, expected in enumerate(saved.chunks):
-        low = number * size
-        chunk = row[low : min(low + size, saved.manifest.nbytes)]
-        try:
-            check_chunk(chunk, number, expected, saved, path)
-        except HoldfastError:
-            chunk.release()
-            raise
-        at = 0
-        for piece in image.pieces(low, low + len(chunk)):
-            piece[:] = chunk[at : at + len(piece)]
-            at += len(piece)
-        chunk.release()
+def pull_image(objects: Protected, pull: Pull, part: Part, alive: Callable[[], None]) -> Image:
+    """A snapshot from memory, into the live tensors where they fit. `alive` is called after every window.
+
+    Raises:
+        StateError: no holder has it whole.
+    """
+    _, head = pull.head(part)
+    image = targets(objects, head.index)
+
+    def take(row: Row, low: int, high: int) -> None:
+        _put(image, low, row.fetch(low, high))
+        alive()
+
+    pull.run(head, take)
+    return image
+
+
+def fill(image: Image, row: Row) -> None:
+    """Brings a row's bytes into an image."""
+    if row.nbytes != image.index.nbytes:
+        raise StateError(f"the row has {row.nbytes} bytes, its index {image.index.nbytes}")
+    for low in range(0, row.nbytes, WINDOW_BYTES):
+        _put(image, low, row.fetch(low, min(low + WINDOW_BYTES, row.nbytes)))
+
+
+def _put(image: Image, low: int, window: memoryview) -> None:
+    at = 0
+    for piece in image.pieces(low, low + len(window)):
+        piece[:] = window[at : at + len(piece)]
+        at += len(piece)

@@ -15,6 +15,7 @@ from holdfast.protocol import messages as m
 from holdfast.protocol.faults import ArmedFault
 from holdfast.protocol.frames import Codec, pack
 from holdfast.protocol.page import ProgressPage
+from holdfast.protocol.snapshots import Key
 
 _orders: Codec[m.ToWorker] = Codec(m.ToWorker)
 
@@ -42,6 +43,8 @@ class Link:
         self._broken_reason = ""
         self._yielding = 0
         self._acked: set[str] = set()
+        self._slot: m.SlotGiven | None = None
+        self._found: m.SnapshotFound | None = None
         self._abort: Callable[[], None] | None = None
         self.on_arm: Callable[[tuple[ArmedFault, ...]], None] = lambda faults: None
         self.on_drop: Callable[[], None] = lambda: None
@@ -105,6 +108,20 @@ class Link:
         with self._news:
             self._news.wait_for(lambda: fault in self._acked)
 
+    def wait_slot(self, key: Key, timeout_s: float) -> m.SlotGiven | None:
+        """The agent's answer to SlotWanted; None when it does not come in time."""
+        with self._news:
+            self._news.wait_for(lambda: self._slot is not None and self._slot.key == key, timeout_s)
+            given = self._slot
+            return given if given is not None and given.key == key else None
+
+    def wait_found(self, request: int, timeout_s: float) -> m.SnapshotFound | None:
+        """The coordinator's answer to SnapshotSought; None when it does not come in time."""
+        with self._news:
+            self._news.wait_for(lambda: self._found is not None and self._found.request == request, timeout_s)
+            found = self._found
+            return found if found is not None and found.request == request else None
+
     # ------------------------------------------------------------ the reading thread
 
     def _read(self) -> None:
@@ -139,6 +156,10 @@ class Link:
                     self._yielding = max(self._yielding, generation)
                 case m.Ack(fault):
                     self._acked.add(fault)
+                case m.SlotGiven():
+                    self._slot = order
+                case m.SnapshotFound():
+                    self._found = order
                 case _:
                     pass
             self._news.notify_all()

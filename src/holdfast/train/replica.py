@@ -10,16 +10,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from holdfast.checkpoint.policy import Retention
+from holdfast.checkpoint.pull import Pull
 from holdfast.errors import (
     CollectiveFailed,
+    HoldfastError,
     JobStopped,
     NonFiniteGradient,
     StateError,
     StepFault,
+    TierError,
     UsageError,
 )
 from holdfast.protocol import messages as m
 from holdfast.protocol.phases import Phase
+from holdfast.protocol.snapshots import DurableTier
 from holdfast.train import durable, state
 from holdfast.train.buffers import Buffers
 from holdfast.train.faults import FaultPlan
@@ -27,6 +32,7 @@ from holdfast.train.group import Group
 from holdfast.train.link import Link
 from holdfast.train.mesh import MeshListener
 from holdfast.train.reduction import GradientSum
+from holdfast.train.snapshots import Snapshots
 from holdfast.train.transfer import DonorServer, Fetch
 
 if TYPE_CHECKING:
@@ -71,6 +77,7 @@ class Replica:
         self._listener = MeshListener(host, link.token)
         self._donor = DonorServer(host, link.token)
         self._buffers = Buffers(state.buffers_of(protected))
+        self._snapshots = Snapshots(link, faults)
         self._durations: deque[float] = deque(maxlen=MEDIAN_OVER)
         self._losses: deque[tuple[int, float, float]] = deque(maxlen=KEPT_LOSSES)
         self._unsent: list[tuple[int, float, float]] = []
@@ -146,6 +153,7 @@ class Replica:
     def _join(self, form: m.Form) -> None:
         began = time.monotonic()
         generation = form.generation
+        self._snapshots.join(form)
         self._donor.publish(self.generation, self._image() if form.serve and not form.restore else None)
         restored = 0
         restore_s = None
@@ -171,17 +179,16 @@ class Replica:
         """Fetches the state of the generation's start; until it is whole this worker holds none."""
         began = time.monotonic()
         self.committed = None
+        self._snapshots.before_update()
         self._page.enter(Phase.TRANSFER)
         self._faults.reach(Phase.TRANSFER, form.generation.start)
         if form.donors:
-            image = self._fetch(form)
-            self.link.check(form.generation.number)
-            state.load(self._protected, image)
-            restored = image.manifest.nbytes
+            restored = self._load(form, self._fetch(form))
+        elif form.copy is not None:
+            restored = self._load(form, self._from_memory(form))
         else:
-            assert form.path is not None
-            durable.restore(self._protected, Path(form.path))
-            restored = sum(f.stat().st_size for f in Path(form.path).iterdir())
+            assert form.durable is not None
+            restored = durable.restore(self._protected, form.durable.url, form.durable.step)
         self._buffers.forget()
         self.committed = form.generation.start
         return restored, time.monotonic() - began
@@ -192,6 +199,21 @@ class Replica:
         try:
             return fetch.run(self._protected)
         except StateError as error:
+            raise CollectiveFailed(str(error)) from error
+
+    def _load(self, form: m.Form, image: state.Image) -> int:
+        self.link.check(form.generation.number)
+        state.load(self._protected, image)
+        return image.index.nbytes
+
+    def _from_memory(self, form: m.Form) -> state.Image:
+        """The snapshot, from this node's memory or another's."""
+        assert form.copy is not None
+        pull = Pull(form.copy.key, form.holders, self.link.token)
+        self.link.guard(form.generation.number, pull.abort)
+        try:
+            return durable.pull_image(self._protected, pull, form.copy.shard.head, self._still(form))
+        except (StateError, TierError) as error:
             raise CollectiveFailed(str(error)) from error
 
     def _still(self, form: m.Form) -> Callable[[], None]:
@@ -228,15 +250,24 @@ class Replica:
     def _leave(self, order: m.Stop) -> None:
         self._settle(order.apply)
         if order.save_to is not None and self.committed is not None:
-            image = state.capture(self._protected, self.committed)
-            path = durable.save(image, Path(self.link.start.env["HOLDFAST_JOB_DIR"]) / order.save_to)
-            self.link.send(m.Saved(self.committed, str(path)))
+            self._save(order.save_to, self.committed)
         raise JobStopped("the job was asked to stop")
+
+    def _save(self, tier: DurableTier, step: int) -> None:
+        error = None
+        try:
+            durable.save(
+                state.capture(self._protected, step), tier.url, Retention(tier.keep, tier.keep_every)
+            )
+        except HoldfastError as trouble:
+            error = str(trouble)
+        self.link.send(m.Saved(step, tier.url, error))
 
     # ------------------------------------------------------------ a step
 
     def begin_step(self) -> None:
         """The step starts from what was committed."""
+        self._snapshots.begin(self.committed or 0, self._image)
         self.gradients.begin()
         self._buffers.keep()
         self._page.enter(Phase.DATA)
@@ -259,14 +290,22 @@ class Replica:
     def vote(self, step: int) -> None:
         """Closes the reduction: returns when every member holds the complete gradient.
 
-        The word also carries whether the generation is to end at this commit, so all leave together.
+        The word also carries whether the generation is to end at this commit, so all leave together, and rank 0's
+        whether it is to be saved.
         """
         ends = 1.0 if self.link.yielding(self.generation) else 0.0
+        saves = 1.0 if self.rank == 0 and self._snapshots.due(step + 1) else 0.0
         mesh = self.group.mesh
-        mesh.say(step, 1.0, ends, 0.0)
+        mesh.say(step, 1.0, ends, saves)
         self.alive()
-        words = mesh.hear(step, (1.0, ends, 0.0))
+        words = mesh.hear(step, (1.0, ends, saves))
         self._ends_here = any(e > 0 for _, e, _ in words)
+        if any(x > 0 for _, _, x in words):
+            self._snapshots.want()
+
+    def before_update(self) -> None:
+        """The state is about to change."""
+        self._snapshots.before_update()
 
     def commit(self, step: Step) -> None:
         """The step counts: notes it, and tells the agent now and then."""
@@ -356,6 +395,7 @@ class Replica:
 
     def done(self, stopped: bool) -> None:
         """All steps are done: says what this worker ends with."""
+        self._snapshots.close()
         if self.link.failed:
             return
         self._flush_losses()

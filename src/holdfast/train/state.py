@@ -1,6 +1,6 @@
 """The protected state as a tree of plain values with tensors at its leaves.
 
-An image is a manifest (the tree, and each tensor's shape and place in one long row of bytes) and the bytes
+An image is a index (the tree, and each tensor's shape and place in one long row of bytes) and the bytes
 themselves, which stay where they are: in the live tensors. Peers, disk and digests all use the same image.
 Nothing in it is pickled.
 """
@@ -14,7 +14,7 @@ import msgspec
 import torch
 import xxhash
 
-from holdfast.checkpoint.layout import Manifest, TensorSpec
+from holdfast.checkpoint.layout import Index, TensorSpec
 from holdfast.errors import StateError, UsageError
 
 Protected = Mapping[str, Any]
@@ -22,16 +22,16 @@ Protected = Mapping[str, Any]
 
 
 class Image:
-    """State at one step: a manifest and one buffer per tensor, in the manifest's order."""
+    """State at one step: a index and one buffer per tensor, in the index's order."""
 
-    def __init__(self, manifest: Manifest, tensors: list[torch.Tensor]) -> None:
-        self.manifest = manifest
+    def __init__(self, index: Index, tensors: list[torch.Tensor]) -> None:
+        self.index = index
         self.tensors = tensors
         self._buffers = [buffer_of(t) for t in tensors]
 
     def pieces(self, start: int, stop: int) -> Iterator[memoryview]:
         """The bytes [start, stop) of the row, as views into the tensors."""
-        for spec, buffer in zip(self.manifest.tensors, self._buffers, strict=True):
+        for spec, buffer in zip(self.index.tensors, self._buffers, strict=True):
             low, high = max(start, spec.offset), min(stop, spec.offset + spec.nbytes)
             if low < high:
                 yield buffer[low - spec.offset : high - spec.offset]
@@ -65,17 +65,17 @@ def capture(
         nbytes = tensor.numel() * tensor.element_size()
         specs.append(TensorSpec(path, str(tensor.dtype)[6:], tuple(tensor.shape), offset, nbytes))
         offset += nbytes
-    return Image(Manifest(step, tree, tuple(specs), offset), [_on_cpu(t) for _, t in tensors])
+    return Image(Index(step, tree, tuple(specs), offset), [_on_cpu(t) for _, t in tensors])
 
 
-def targets(objects: Protected, manifest: Manifest) -> Image:
-    """Tensors to receive a manifest's bytes: the live ones where they fit, new ones elsewhere."""
+def targets(objects: Protected, index: Index) -> Image:
+    """Tensors to receive a index's bytes: the live ones where they fit, new ones elsewhere."""
     live: list[tuple[str, torch.Tensor]] = []
     for name, thing in objects.items():
         _pack(thing.state_dict(), name, live)
     fitting = dict(live)
     chosen = []
-    for spec in manifest.tensors:
+    for spec in index.tensors:
         dtype = getattr(torch, spec.dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise StateError(f"{spec.path}: this torch knows no dtype {spec.dtype!r}")
@@ -90,7 +90,7 @@ def targets(objects: Protected, manifest: Manifest) -> Image:
         chosen.append(
             tensor.detach() if fits and tensor is not None else torch.empty(spec.shape, dtype=dtype)
         )
-    return Image(manifest, chosen)
+    return Image(index, chosen)
 
 
 def load(objects: Protected, image: Image) -> None:
@@ -99,7 +99,7 @@ def load(objects: Protected, image: Image) -> None:
     Raises:
         StateError: the image holds other objects than these, or one refuses its part.
     """
-    tree: dict[str, Any] = image.manifest.tree
+    tree: dict[str, Any] = image.index.tree
     if set(tree) != set(objects):
         raise StateError(f"the state holds {sorted(tree)}, this script protects {sorted(objects)}")
     for name, thing in objects.items():
@@ -112,7 +112,7 @@ def load(objects: Protected, image: Image) -> None:
 def digest(objects: Protected) -> str:
     """xxh3 (64 bits) over tree and bytes: equal digests mean equal state."""
     image = capture(objects, 0)
-    return _hash(image, msgspec.msgpack.encode(image.manifest))
+    return _hash(image, msgspec.msgpack.encode(image.index))
 
 
 def parameters_digest(objects: Protected) -> str:
@@ -141,7 +141,7 @@ def buffer_of(tensor: torch.Tensor) -> memoryview:
 
 def _hash(image: Image, head: bytes) -> str:
     row = xxhash.xxh3_64(head)
-    for piece in image.pieces(0, image.manifest.nbytes):
+    for piece in image.pieces(0, image.index.nbytes):
         row.update(piece)
     return row.hexdigest()
 

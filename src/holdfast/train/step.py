@@ -147,6 +147,7 @@ class Step:
         assert self._update is not None
         late_s = time.perf_counter() - self._prepared_s
         replica.enter(Phase.UPDATE, self.index)
+        replica.before_update()
         self.torn = True
         self._update()
         self.torn = False

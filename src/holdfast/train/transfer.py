@@ -2,7 +2,7 @@
 
 Donors serve plain HTTP with the job's token, straight from their live tensors; `curl` can read it too:
 
-    GET /state/manifest?generation=7            the manifest, JSON
+    GET /state/index?generation=7            the index, JSON
     GET /state/bytes?generation=7  Range: ...   chunks of at most CHUNK_BYTES, each followed by its xxh3_64
 
 Serving needs no pause: until the newcomer has its state it cannot vote, and no donor can change a parameter
@@ -25,7 +25,7 @@ from urllib.parse import parse_qs, urlsplit
 import msgspec
 import xxhash
 
-from holdfast.checkpoint.layout import Manifest
+from holdfast.checkpoint.layout import Index
 from holdfast.errors import ChecksumError, StateError
 from holdfast.protocol.messages import Generation, Member
 from holdfast.train.state import Image, Protected, targets
@@ -87,8 +87,8 @@ class DonorServer:
                 image = donor._wait(int(number)) if number.isdigit() else None
                 if image is None:
                     self.send_error(410, "this generation is not served here")
-                elif url.path == "/state/manifest":
-                    self._send(msgspec.json.encode(image.manifest))
+                elif url.path == "/state/index":
+                    self._send(msgspec.json.encode(image.index))
                 elif url.path == "/state/bytes":
                     self._send_range(image, int(number))
                 else:
@@ -102,8 +102,8 @@ class DonorServer:
 
             def _send_range(self, image: Image, generation: int) -> None:
                 wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-                start, stop = (int(wanted[1]), int(wanted[2]) + 1) if wanted else (0, image.manifest.nbytes)
-                if not 0 <= start < stop <= image.manifest.nbytes:
+                start, stop = (int(wanted[1]), int(wanted[2]) + 1) if wanted else (0, image.index.nbytes)
+                if not 0 <= start < stop <= image.index.nbytes:
                     self.send_error(416)
                     return
                 chunks = -(-(stop - start) // CHUNK_BYTES)
@@ -165,9 +165,9 @@ class Fetch:
         Raises:
             StateError: no donor could give it, with the last donor's reason.
         """
-        manifest = self._manifest()
-        image = targets(objects, manifest)
-        stripes = _stripes(manifest.nbytes, len(self._members))
+        index = self._index()
+        image = targets(objects, index)
+        stripes = _stripes(index.nbytes, len(self._members))
         if not stripes:
             return image
         with ThreadPoolExecutor(len(stripes), thread_name_prefix="holdfast-fetch") as pool:
@@ -179,12 +179,12 @@ class Fetch:
                 job.result()
         return image
 
-    def _manifest(self) -> Manifest:
+    def _index(self) -> Index:
         reasons = []
         for member in self._members:
             try:
-                with self._get(member, "/state/manifest") as response:
-                    return msgspec.json.decode(response.read(), type=Manifest)
+                with self._get(member, "/state/index") as response:
+                    return msgspec.json.decode(response.read(), type=Index)
             except (OSError, http.client.HTTPException, StateError, msgspec.MsgspecError) as error:
                 reasons.append(f"rank {member.rank} on {member.node}: {error}")
         raise StateError(f"no donor gave its state: {'; '.join(reasons)}")

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from holdfast.checkpoint.memory import remove_memory
 from holdfast.protocol.job import JobSpec
 
 HOST = "127.0.0.1"
@@ -18,8 +19,9 @@ CLOSE_S = 5.0
 class LocalEngine:
     """Starts agents and ends them. `output` gets what they print (rank 0's output among it)."""
 
-    def __init__(self, spec: JobSpec, job_dir: Path, output: Callable[[bytes], None]) -> None:
-        self._spec, self._job_dir, self._output = spec, job_dir, output
+    def __init__(self, spec: JobSpec, job_dir: Path, memory: Path, output: Callable[[bytes], None]) -> None:
+        """memory: the folder of the job's snapshot memory; every node has a folder in it."""
+        self._spec, self._job_dir, self._memory, self._output = spec, job_dir, memory, output
         self._lifeline, self._held = os.pipe()
         self._agents: dict[str, asyncio.subprocess.Process] = {}
         self._reading: set[asyncio.Task[None]] = set()
@@ -41,6 +43,8 @@ class LocalEngine:
             f"--preload={','.join(spec.preload)}",
             f"--detection={spec.timing.detection_s}",
             f"--stall-factor={spec.timing.stall_factor}",
+            f"--memory={self._memory / name}",
+            f"--memory-bytes={spec.saving.budget_bytes}",
             f"--lifeline={self._lifeline}",
             pass_fds=(self._lifeline,),
             stdin=asyncio.subprocess.DEVNULL,
@@ -61,10 +65,12 @@ class LocalEngine:
         await process.wait()
 
     async def release(self, node: str) -> None:
-        """Kills the agent; the kernel then kills its workers."""
+        """Kills the agent; the kernel then kills its workers. A machine that is lost takes its memory with it."""
         process = self._agents.pop(node, None)
         if process is not None:
             _signal(process, signal.SIGKILL)
+            await process.wait()
+            await asyncio.to_thread(remove_memory, self._memory / node)
 
     async def close(self) -> None:
         """Ends what is left: first by asking, then by SIGKILL."""
@@ -77,6 +83,7 @@ class LocalEngine:
             for process in self._agents.values():
                 _signal(process, signal.SIGKILL)
         await asyncio.gather(*self._reading)
+        await asyncio.to_thread(remove_memory, self._memory)
         os.close(self._held)
         os.close(self._lifeline)
 

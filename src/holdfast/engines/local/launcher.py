@@ -40,9 +40,10 @@ class View(Protocol):
 class Launcher:
     """Runs one job on this machine."""
 
+    _engine: LocalEngine
+
     def __init__(self, spec: JobSpec, folder: JobFolder, view: View, port: int = 0) -> None:
         self._spec, self._folder, self._view, self._port = spec, folder, view, port
-        self._engine = LocalEngine(spec, folder.path, view.output)
         self._coordinator: asyncio.subprocess.Process | None = None
         self._lifeline, self._held = os.pipe()
         self._interrupts = 0
@@ -57,8 +58,9 @@ class Launcher:
             HoldfastError: the coordinator cannot be kept running.
         """
         durable = self._folder.prepare(self._spec, self._view.note)
+        self._engine = LocalEngine(self._spec, self._folder.path, self._folder.memory, self._view.output)
         if durable:
-            self._view.note(f"going on from step {durable.step} ({durable.path})")
+            self._view.note(f"going on from step {durable.step} ({durable.place})")
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, self._interrupted)
         loop.add_signal_handler(signal.SIGTERM, self._interrupted)
@@ -80,7 +82,7 @@ class Launcher:
     # ------------------------------------------------------------ the coordinator
 
     async def _start_coordinator(self, durable: Durable | None) -> None:
-        extra = [f"--durable-step={durable.step}", f"--durable-path={durable.path}"] if durable else []
+        extra = [f"--durable-step={durable.step}", f"--durable-url={durable.url}"] if durable else []
         self._coordinator = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",

@@ -1,0 +1,197 @@
+"""The node's snapshot memory at work: slots for its workers, copies for and from other nodes, durable tiers.
+
+Whatever takes long (checksums, transfers, writes) runs in a few threads; the agent's loop only starts it and tells
+the coordinator how it ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from holdfast.checkpoint.archive import Archive
+from holdfast.checkpoint.layout import Index, parts_of
+from holdfast.checkpoint.memory import Slot, SlotPool, default_budget
+from holdfast.checkpoint.peers import SnapshotServer
+from holdfast.checkpoint.policy import Retention
+from holdfast.checkpoint.pull import Pull, replicate
+from holdfast.checkpoint.rows import WINDOW_BYTES
+from holdfast.errors import HoldfastError, TierError
+from holdfast.protocol import messages as m
+from holdfast.protocol.snapshots import Copy, Key, Shard
+
+THREADS = 3
+T = TypeVar("T")
+
+
+class SnapshotKeeper:
+    """Owns the node's slots, the server that shows them, and the threads that work on them."""
+
+    def __init__(
+        self,
+        folder: Path,
+        budget_bytes: int,
+        host: str,
+        token: str,
+        send: Callable[[m.AgentMessage], None],
+    ) -> None:
+        """Adopts what an agent before it left in `folder`. Blocks for as long as summing that up takes.
+
+        Raises:
+            TierError: there can be no snapshot memory here.
+        """
+        self._send, self._token = send, token
+        self.pool = SlotPool(folder, budget_bytes)
+        if not budget_bytes:
+            self.pool.budget_bytes = default_budget(folder) + self.pool.nbytes
+        self._server = SnapshotServer(self.pool, host, token)
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="holdfast-snapshot")
+        self._filling: dict[str, tuple[Key, Slot, float]] = {}
+        self._asked: dict[str, Key] = {}
+        self._pulls: set[Pull] = set()
+        self._archives: dict[str, Archive] = {}
+
+    @property
+    def port(self) -> int:
+        """Where the slots are served."""
+        return self._server.port
+
+    def copies(self) -> tuple[Copy, ...]:
+        """What is held here."""
+        return tuple(_copy_of(s) for s in self.pool.held())
+
+    async def close(self) -> None:
+        """Ends what is under way and gives the memory back: the job is over. (A killed agent leaves it.)"""
+        self._server.close()
+        for pull in list(self._pulls):
+            pull.abort()
+        await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
+        self.pool.close()
+
+    # ------------------------------------------------------------ this node's workers
+
+    async def slot_wanted(self, worker: str, message: m.SlotWanted) -> m.SlotGiven:
+        """A slot for a worker's copy, its pages present."""
+        self.gone(worker)  # it gave up what it had begun
+        self._asked[worker] = message.key
+        try:
+            slot = await self._run(self.pool.begin, message.key, message.nbytes)
+        except TierError as error:
+            self._send(m.NotHeld(message.key, str(error)))
+            return m.SlotGiven(message.key, None, str(error))
+        if self._asked.get(worker) != message.key:
+            self.pool.drop(slot)  # the worker ended meanwhile
+            return m.SlotGiven(message.key, None, "taken back")
+        self._filling[worker] = (message.key, slot, time.monotonic())
+        return m.SlotGiven(message.key, str(slot.path))
+
+    async def slot_filled(self, worker: str, message: m.SlotFilled) -> None:
+        """The copy is complete: from now on it counts, whatever becomes of the worker."""
+        key, slot, began_s = self._filling.get(worker, (None, None, 0.0))
+        if slot is None or key != message.key:
+            return
+        del self._filling[worker]
+        try:
+            if message.index is None:
+                raise TierError("the worker gave it up")
+            index = msgspec.msgpack.decode(message.index, type=Index)
+            await self._run(self.pool.seal, slot, index)
+        except (HoldfastError, msgspec.MsgspecError) as error:
+            self.pool.drop(slot)
+            self._send(m.NotHeld(message.key, str(error)))
+            return
+        self._send(m.Held(_copy_of(slot), message.stall_s, time.monotonic() - began_s))
+
+    def gone(self, worker: str) -> None:
+        """A worker ended: what it had not finished does not count."""
+        self._asked.pop(worker, None)
+        key, slot, _ = self._filling.pop(worker, (None, None, 0.0))
+        if slot is not None and key is not None:
+            self.pool.drop(slot)
+            self._send(m.NotHeld(key, "its worker ended before the copy was complete"))
+
+    # ------------------------------------------------------------ the coordinator's wishes
+
+    async def replicate(self, order: m.Replicate) -> None:
+        """Keeps a copy of another node's shard."""
+        key, part = order.copy.key, order.copy.shard.head
+        pull = Pull(key, order.holders, self._token)
+        self._pulls.add(pull)
+        began_s = time.monotonic()
+        try:
+            slot = await self._run(replicate, self.pool, pull, part)
+        except HoldfastError as error:
+            self._send(m.NotHeld(key, str(error)))
+        else:
+            self._send(m.Held(_copy_of(slot), 0.0, time.monotonic() - began_s))
+        finally:
+            self._pulls.discard(pull)
+
+    def store(self, order: m.StoreShard) -> Coroutine[None, None, None]:
+        """Writes a shard to a durable tier. The slot is held from this call on, before it could be used again."""
+        held = ExitStack()
+        try:
+            slot = held.enter_context(self.pool.reading(order.key))
+        except HoldfastError as error:
+            return self._answer(m.Stored(order.tier, order.key, None, str(error)))
+        return self._store_held(order, slot, held)
+
+    async def _answer(self, message: m.AgentMessage) -> None:
+        self._send(message)
+
+    async def _store_held(self, order: m.StoreShard, slot: Slot, held: ExitStack) -> None:
+        began_s = time.monotonic()
+        with held:
+            try:
+                shard = await self._run(self._store, order, slot)
+            except HoldfastError as error:
+                self._send(m.Stored(order.tier, order.key, None, str(error)))
+            else:
+                self._send(m.Stored(order.tier, order.key, shard, "", time.monotonic() - began_s))
+
+    def _store(self, order: m.StoreShard, slot: Slot) -> Shard:
+        archive, key = self._archive(order.tier), order.key
+        if order.row:
+            shard = parts_of(key.step, key.rank, slot.head, slot.sums, slot.row_bytes, order.row)
+            return archive.save_head(shard, slot.head)
+        with slot.row as row:
+            pieces = _windows(row)
+            return archive.save_shard(key.step, key.rank, slot.head, slot.sums, pieces, slot.row_bytes)
+
+    async def publish(self, order: m.Publish) -> None:
+        """The checkpoint exists from now on; what need not be kept goes."""
+        tier = order.tier
+        error: str | None = None
+        try:
+            archive = self._archive(tier.url)
+            await self._run(archive.commit, order.step, order.shards)
+            await self._run(archive.prune, Retention(tier.keep, tier.keep_every))
+        except HoldfastError as trouble:
+            error = str(trouble)
+        self._send(m.Published(tier.url, order.step, error))
+
+    def _archive(self, url: str) -> Archive:
+        if url not in self._archives:
+            self._archives[url] = Archive(url)
+        return self._archives[url]
+
+    async def _run(self, function: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+
+
+def _copy_of(slot: Slot) -> Copy:
+    key = slot.key
+    return Copy(key, parts_of(key.step, key.rank, slot.head, slot.sums, slot.row_bytes))
+
+
+def _windows(row: memoryview) -> Iterator[memoryview]:
+    for low in range(0, len(row), WINDOW_BYTES):
+        with row[low : low + WINDOW_BYTES] as window:
+            yield window

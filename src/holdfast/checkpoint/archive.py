@@ -1,0 +1,198 @@
+"""The checkpoints of one durable tier: which there are, which are whole, and how one comes to be.
+
+A checkpoint is whole if its manifest and heads are as they were written, and every chunk of its rows has the
+checksum that its head names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime
+
+from holdfast.checkpoint.layout import (
+    CHUNK_BYTES,
+    FORMAT,
+    MANIFEST,
+    Head,
+    Manifest,
+    TensorSpec,
+    decode_head,
+    decode_manifest,
+    encode_manifest,
+    folder_of,
+    parts_of,
+    step_of,
+)
+from holdfast.checkpoint.policy import Retention
+from holdfast.checkpoint.rows import WINDOW_BYTES, Row, TierSource
+from holdfast.checkpoint.sums import damaged
+from holdfast.checkpoint.tier import Tier, open_tier
+from holdfast.errors import ChecksumError, StateError, TierError
+from holdfast.protocol.snapshots import Shard
+
+Said = Callable[[str], None]
+
+
+class Archive:
+    """Reads and writes the checkpoints of a tier. Every method blocks and may be called from any thread."""
+
+    def __init__(self, tier: Tier | str) -> None:
+        self.tier = open_tier(tier) if isinstance(tier, str) else tier
+
+    # ------------------------------------------------------------ what is there
+
+    def steps(self) -> list[int]:
+        """Steps with a manifest, oldest first. Whether they are whole is not looked at."""
+        steps = [s for s in map(step_of, self.tier.folders()) if s is not None]
+        return sorted(s for s in steps if self.tier.size(f"{folder_of(s)}/{MANIFEST}") is not None)
+
+    def where(self, step: int) -> str:
+        """A checkpoint's place, for people."""
+        return f"{self.tier.url}/{folder_of(step)}"
+
+    def manifest(self, step: int) -> Manifest:
+        """What the checkpoint of a step is made of.
+
+        Raises:
+            StateError: there is none, or it cannot be read.
+            ChecksumError: the manifest was changed.
+        """
+        where = f"{self.where(step)}/{MANIFEST}"
+        manifest = decode_manifest(self.tier.read(f"{folder_of(step)}/{MANIFEST}"), where)
+        if manifest.step != step:
+            raise StateError(f"{where} is of step {manifest.step}: was the folder renamed?")
+        return manifest
+
+    def head(self, shard: Shard) -> Head:
+        """A shard's head.
+
+        Raises:
+            StateError: it is not there, or was changed.
+        """
+        return decode_head(self.tier.read(shard.head.name), shard.head, f"{self.tier.url}/{shard.head.name}")
+
+    def row(self, shard: Shard, head: Head, passed_over: Said = lambda why: None) -> Row:
+        """A shard's bytes, verified as they are read."""
+        return Row([TierSource(self.tier, shard.row.name)], head.sums, head.index.nbytes, passed_over)
+
+    def verify(self, step: int, seen: Callable[[int], None] = lambda nbytes: None) -> Manifest:
+        """Reads every byte; returns the manifest of a whole checkpoint. `seen` is told of bytes as they are read.
+
+        Raises:
+            StateError: no checkpoint, cut short, or unreadable.
+            ChecksumError: bytes were changed; the message says which.
+        """
+        manifest = self.manifest(step)
+        rows = set()
+        for shard in manifest.shards:
+            head = self.head(shard)
+            if shard.row.name not in rows:
+                self._verify_row(shard, head, seen)
+                rows.add(shard.row.name)
+        return manifest
+
+    def _verify_row(self, shard: Shard, head: Head, seen: Callable[[int], None]) -> None:
+        where, nbytes = f"{self.tier.url}/{shard.row.name}", head.index.nbytes
+        size = self.tier.size(shard.row.name)
+        if size is None:
+            raise StateError(f"{where} is not there")
+        if size != nbytes:
+            raise StateError(
+                f"{where} is {'cut short' if size < nbytes else 'longer'}: {size} of {nbytes} bytes"
+            )
+        scratch = memoryview(bytearray(min(WINDOW_BYTES, nbytes)))
+        for low in range(0, nbytes, WINDOW_BYTES):
+            view = scratch[: min(WINDOW_BYTES, nbytes - low)]
+            self.tier.read_into(shard.row.name, low, view)
+            for begin, end in damaged(view, low, head.sums):
+                held = _named(
+                    [t.path for t in head.index.tensors if t.offset < end and t.offset + t.nbytes > begin]
+                )
+                raise ChecksumError(f"{where}: bytes {begin} to {end}{held} were changed")
+            seen(len(view))
+
+    def newest_whole(self, passed_over: Said = lambda why: None) -> Manifest | None:
+        """The newest checkpoint whose every byte is as it was saved; `passed_over` is told why newer ones are not."""
+        for step in reversed(self.steps()):
+            try:
+                return self.verify(step)
+            except (StateError, TierError) as error:
+                passed_over(str(error))
+        return None
+
+    # ------------------------------------------------------------ how one comes to be
+
+    def save_shard(
+        self,
+        step: int,
+        rank: int,
+        head: bytes,
+        sums: bytes,
+        pieces: Iterable[memoryview],
+        nbytes: int,
+        seen: Callable[[int], None] = lambda n: None,
+    ) -> Shard:
+        """Writes one rank's part; it counts when a manifest names it.
+
+        Raises:
+            TierError: the tier cannot take it.
+        """
+        shard = parts_of(step, rank, head, sums, nbytes)
+        if self.tier.size(shard.row.name) != nbytes:
+            self.tier.write(shard.row.name, pieces, nbytes, seen)
+        return self.save_head(shard, head)
+
+    def save_head(self, shard: Shard, head: bytes) -> Shard:
+        """Writes only a head: the row is another rank's, with equal bytes."""
+        self.tier.write(shard.head.name, [memoryview(head)], len(head))
+        return shard
+
+    def commit(self, step: int, shards: Sequence[Shard]) -> Manifest:
+        """From now on the checkpoint exists.
+
+        Raises:
+            StateError: a shard is missing.
+            TierError: the tier cannot take the manifest.
+        """
+        ordered = tuple(sorted(shards, key=lambda s: s.rank))
+        if [s.rank for s in ordered] != list(range(len(ordered))) or not ordered:
+            raise StateError(
+                f"step {step}: shards of ranks {[s.rank for s in ordered]} are no whole checkpoint"
+            )
+        saved_at = datetime.now(UTC).isoformat(timespec="seconds")
+        manifest = Manifest(FORMAT, step, len(ordered), CHUNK_BYTES, saved_at, ordered)
+        self.tier.publish(f"{folder_of(step)}/{MANIFEST}", encode_manifest(manifest))
+        return manifest
+
+    # ------------------------------------------------------------ how one ends
+
+    def remove(self, step: int) -> None:
+        """Removes a checkpoint: first it ceases to exist, then its bytes go."""
+        self.tier.remove(f"{folder_of(step)}/{MANIFEST}")
+        self.tier.remove_folder(folder_of(step))
+
+    def prune(self, retention: Retention) -> list[int]:
+        """Removes what need not be kept; never the newest. Returns the steps removed."""
+        gone = retention.superfluous(self.steps())
+        for step in gone:
+            self.remove(step)
+        newest = max(self.steps(), default=None)
+        for folder in self.tier.folders():  # begun, never finished, and passed by since
+            begun = step_of(folder)
+            if begun is None or newest is None or begun >= newest:
+                continue
+            if self.tier.size(f"{folder}/{MANIFEST}") is None:
+                self.tier.remove_folder(folder)
+        return gone
+
+
+def tensors_of(heads: Iterable[Head]) -> list[TensorSpec]:
+    """All tensors, in the order of the ranks."""
+    return [t for head in heads for t in head.index.tensors]
+
+
+def _named(names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f" ({names[0]}{more})"

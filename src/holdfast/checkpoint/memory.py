@@ -1,0 +1,386 @@
+"""Snapshot memory: slots in shared memory that a node's agent owns and its workers copy into.
+
+A slot is a plain file in a folder of a memory file system, so it outlives the worker that filled it and the agent
+too: a new agent adopts what it finds. (Python's `multiprocessing.shared_memory` would be unlinked when an attached
+worker is killed.) The agent allocates a slot's pages before a worker sees it, because filling cold pages takes ten
+times as long as the copy.
+
+    [header, 4096 bytes][row, to the next 4096][head]
+
+The header says what the slot holds. `WRITING` while a worker copies; `SEALED` when the copy is complete and its
+checksums are known: only then does the slot count. Slots are used in turn, and never one that the newest whole
+snapshot lives in.
+"""
+
+from __future__ import annotations
+
+import enum
+import mmap
+import os
+import shutil
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from holdfast.checkpoint.layout import Head, Index, decode_head, digest, encode_head
+from holdfast.checkpoint.sums import sums_of
+from holdfast.errors import StateError, TierError
+from holdfast.protocol.snapshots import Key, Part
+
+PAGE = 4096
+_HEADER = struct.Struct(
+    "<8sIIqqiiQQ16s"
+)  # magic, version, state, step, generation, rank, world, row, head, digest
+_MAGIC = b"holdfast"
+_VERSION = 1
+SLOTS_PER_SHARD = 2
+RESERVE_BYTES = 64 << 20
+"""Left free in the memory file system, whatever the budget says."""
+
+
+class SlotState(enum.IntEnum):
+    """What a slot holds."""
+
+    FREE = 0
+    WRITING = 1
+    SEALED = 2
+
+
+_NOTHING = Key(0, 0, 0, 1)
+
+
+@dataclass
+class Slot:
+    """One slot, as its owner sees it. memory: mapped once, for a new mapping's page faults cost more than a copy.
+
+    users: readers that it must not be changed under.
+    """
+
+    path: Path
+    capacity: int
+    memory: mmap.mmap | None = None
+    state: SlotState = SlotState.FREE
+    key: Key = _NOTHING
+    row_bytes: int = 0
+    head: bytes = b""
+    sums: bytes = b""
+    users: int = 0
+
+    @property
+    def row(self) -> memoryview:
+        """The row's bytes, writable."""
+        if self.memory is None:
+            return memoryview(b"")
+        return memoryview(self.memory)[PAGE : PAGE + self.row_bytes]
+
+    @property
+    def row_digest(self) -> str:
+        """xxh3 of the row's checksums: equal digests mean equal bytes."""
+        return digest(self.sums)
+
+
+class SlotPool:
+    """All slots of one node. Thread-safe; methods that copy or sum block for as long as that takes.
+
+    Attributes:
+        skipped: snapshots that found no slot.
+    """
+
+    def __init__(self, folder: Path, budget_bytes: int) -> None:
+        """Takes the folder over, with every sealed slot in it whose head can be read.
+
+        Raises:
+            TierError: the folder cannot be made, or belongs to somebody else.
+        """
+        self.folder = folder
+        self.budget_bytes = budget_bytes
+        self.skipped = 0
+        self._lock = threading.RLock()
+        self._slots: list[Slot] = []
+        self._whole_step = -1
+        self._number = 0
+        _own_folder(folder)
+        self._adopt()
+
+    # ------------------------------------------------------------ writing
+
+    def begin(self, key: Key, row_bytes: int) -> Slot:
+        """A slot to copy a shard into. It is WRITING until `seal` or `drop`.
+
+        Raises:
+            TierError: memory is short, or the snapshots before are still on their way; this one is to be skipped.
+        """
+        with self._lock:
+            slot = self._free_slot(key, row_bytes) or self._allocate(key, row_bytes)
+            slot.state, slot.key, slot.row_bytes = SlotState.WRITING, key, row_bytes
+            slot.head = slot.sums = b""
+            _write_header(slot)
+            return slot
+
+    def seal(self, slot: Slot, index: Index) -> None:
+        """The copy is complete: sums it up and lets it count.
+
+        Raises:
+            StateError: the index is not of this row.
+        """
+        if index.nbytes != slot.row_bytes or index.step != slot.key.step:
+            raise StateError(f"the index is of step {index.step}, {index.nbytes} bytes; the slot is not")
+        with slot.row as row:
+            sums = sums_of(row)
+        self._sealed(slot, encode_head(index, sums), sums)
+
+    def received(self, slot: Slot, head: bytes, sums: bytes) -> None:
+        """The row came from a peer and was verified against `sums`."""
+        self._sealed(slot, head, sums)
+
+    def _sealed(self, slot: Slot, head: bytes, sums: bytes) -> None:
+        with self._lock:
+            if slot.state is not SlotState.WRITING:
+                raise StateError("the slot was taken back meanwhile")
+            slot.head, slot.sums = head, sums
+            with slot.path.open("r+b") as file:
+                file.seek(_head_at(slot.row_bytes))
+                file.write(head)
+            slot.state = SlotState.SEALED
+            _write_header(slot)
+
+    def drop(self, slot: Slot) -> None:
+        """What the slot holds does not count any more."""
+        with self._lock:
+            slot.state = SlotState.FREE
+            slot.head = slot.sums = b""
+            _write_header(slot)
+
+    # ------------------------------------------------------------ what is held
+
+    def held(self) -> list[Slot]:
+        """Sealed slots, oldest step first."""
+        with self._lock:
+            return sorted((s for s in self._slots if s.state is SlotState.SEALED), key=lambda s: s.key)
+
+    def writing(self) -> list[Slot]:
+        """Slots that a copy goes on in."""
+        with self._lock:
+            return [s for s in self._slots if s.state is SlotState.WRITING]
+
+    @contextmanager
+    def reading(self, key: Key) -> Iterator[Slot]:
+        """Keeps a sealed slot as it is while it is read.
+
+        Raises:
+            StateError: it is not held here (any more).
+        """
+        with self._lock:
+            slot = next((s for s in self._slots if s.state is SlotState.SEALED and s.key == key), None)
+            if slot is None:
+                raise StateError(f"no snapshot of step {key.step}, rank {key.rank} is held here")
+            slot.users += 1
+        try:
+            yield slot
+        finally:
+            with self._lock:
+                slot.users -= 1
+
+    def whole(self, step: int) -> None:
+        """The snapshot of this step is whole: older ones are not needed any more."""
+        with self._lock:
+            self._whole_step = max(self._whole_step, step)
+
+    def forget(self, above_step: int) -> None:
+        """Training goes on from `above_step`: what was saved of later steps never happened."""
+        with self._lock:
+            self._whole_step = min(self._whole_step, above_step)
+            for slot in self._slots:
+                if slot.state is SlotState.SEALED and slot.key.step > above_step:
+                    self.drop(slot)
+
+    @property
+    def nbytes(self) -> int:
+        """Shared memory that the slots take."""
+        with self._lock:
+            return sum(s.capacity for s in self._slots)
+
+    def close(self) -> None:
+        """Gives all memory back."""
+        with self._lock:
+            self._slots.clear()
+            remove_memory(self.folder)
+
+    # ------------------------------------------------------------ slots
+
+    def _free_slot(self, key: Key, row_bytes: int) -> Slot | None:
+        """The smallest free slot that fits; else one whose snapshot is not needed any more."""
+        fitting = [s for s in self._slots if s.capacity >= row_bytes and not s.users]
+        free = [s for s in fitting if s.state is SlotState.FREE and s.capacity <= 2 * row_bytes + PAGE]
+        if free:
+            return min(free, key=lambda s: s.capacity)
+        return next((s for s in fitting if self._dispensable(s, key)), None)
+
+    def _dispensable(self, slot: Slot, key: Key) -> bool:
+        """A newer one is whole, or it is of a generation that broke before it became whole."""
+        if slot.state is not SlotState.SEALED:
+            return False
+        older = slot.key.step < self._whole_step
+        stale = slot.key.step > self._whole_step and slot.key.generation < key.generation
+        again = slot.key.step >= key.step and slot.key.rank == key.rank
+        return older or stale or (again and slot.key.step != self._whole_step)
+
+    def _allocate(self, key: Key, row_bytes: int) -> Slot:
+        mine = [
+            s for s in self._slots if s.state is not SlotState.FREE and s.key.rank == key.rank and not s.users
+        ]
+        if len(mine) >= SLOTS_PER_SHARD:
+            self.skipped += 1
+            raise TierError(
+                f"the snapshots of steps {sorted(s.key.step for s in mine)} are still being copied to other tiers"
+            )
+        need = max(PAGE, _head_at(row_bytes))
+        self._make_room(need, key)
+        self._number += 1
+        slot = Slot(self.folder / f"{os.getpid()}-{self._number}.slot", row_bytes)
+        try:
+            with slot.path.open("x+b") as file:
+                os.posix_fallocate(file.fileno(), 0, need)
+                slot.memory = _map(file.fileno(), row_bytes)
+        except OSError as error:
+            slot.path.unlink(missing_ok=True)
+            self.skipped += 1
+            raise TierError(f"no memory for a snapshot of {need >> 20} MiB: {error.strerror}") from error
+        self._slots.append(slot)
+        return slot
+
+    def _make_room(self, need: int, key: Key) -> None:
+        """Within the budget and what the memory file system has left."""
+        for slot in sorted(self._slots, key=lambda s: s.key):
+            if self._room() >= need:
+                return
+            if not slot.users and (slot.state is SlotState.FREE or self._dispensable(slot, key)):
+                self._slots.remove(slot)
+                slot.path.unlink(missing_ok=True)
+        if self._room() < need:
+            self.skipped += 1
+            raise TierError(
+                f"a snapshot of {need >> 20} MiB does not fit: the slots take {self.nbytes >> 20} of "
+                f"{self.budget_bytes >> 20} MiB, and {free_bytes(self.folder) >> 20} MiB of memory are free"
+            )
+
+    def _room(self) -> int:
+        return min(self.budget_bytes - self.nbytes, free_bytes(self.folder) - RESERVE_BYTES)
+
+    # ------------------------------------------------------------ adoption
+
+    def _adopt(self) -> None:
+        """Takes over what an agent before left here. A slot that is not sealed, or not readable, is given back."""
+        for path in sorted(self.folder.glob("*.slot")):
+            slot = _read_slot(path)
+            if slot is None:
+                path.unlink(missing_ok=True)
+            else:
+                self._slots.append(slot)
+
+
+def _map(file: int, row_bytes: int) -> mmap.mmap:
+    """Header and row, every page of it present from now on."""
+    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+    return mmap.mmap(file, PAGE + row_bytes, flags=flags)
+
+
+def map_slot(path: Path, row_bytes: int) -> mmap.mmap:
+    """A slot in the worker's address space: the row begins at byte PAGE.
+
+    Raises:
+        TierError: the slot is gone.
+    """
+    try:
+        with path.open("r+b") as file:
+            return _map(file.fileno(), row_bytes)
+    except (OSError, ValueError) as error:
+        raise TierError(f"the snapshot memory {path} is gone: {error}") from error
+
+
+def remove_memory(folder: Path) -> None:
+    """Gives a folder of slots back, and the folders above it that are empty then."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for above in list(folder.parents)[:3]:
+        try:
+            above.rmdir()
+        except OSError:
+            return
+
+
+def free_bytes(folder: Path) -> int:
+    """What the file system of a folder has left."""
+    stat = os.statvfs(folder)
+    return stat.f_bavail * stat.f_frsize
+
+
+def default_budget(folder: Path) -> int:
+    """Half of what the memory file system has left now: the other half is the workers'."""
+    return free_bytes(folder) // 2
+
+
+def _head_at(row_bytes: int) -> int:
+    return PAGE + -(-row_bytes // PAGE) * PAGE
+
+
+def _own_folder(folder: Path) -> None:
+    """Makes it, and those above it that are missing, for nobody else's eyes."""
+    try:
+        for made in (*reversed(folder.parents), folder):
+            if not made.exists():
+                made.mkdir(mode=0o700, exist_ok=True)
+        stat = folder.lstat()
+    except OSError as error:
+        raise TierError(f"no snapshot memory in {folder}: {error.strerror}; set HOLDFAST_MEMORY") from error
+    if stat.st_uid != os.getuid() or stat.st_mode & 0o077:
+        raise TierError(f"{folder} is open to others: remove it, or set HOLDFAST_MEMORY to another folder")
+
+
+def _fields(slot: Slot) -> bytes:
+    key = slot.key
+    checked = _HEADER.pack(
+        _MAGIC, _VERSION, slot.state, key.step, key.generation, key.rank, key.world, slot.row_bytes,
+        len(slot.head), xxhash.xxh3_128_digest(slot.head),
+    )  # fmt: skip
+    return checked + xxhash.xxh3_64_digest(checked)
+
+
+def _write_header(slot: Slot) -> None:
+    with slot.path.open("r+b", buffering=0) as file:
+        file.write(_fields(slot))
+
+
+def _read_slot(path: Path) -> Slot | None:
+    """A sealed slot of an earlier agent's, its row not yet looked at; None when it holds nothing whole."""
+    try:
+        with path.open("rb") as file:
+            fields = file.read(_HEADER.size + 8)
+            checked, own = fields[: _HEADER.size], fields[_HEADER.size :]
+            if len(own) < 8 or xxhash.xxh3_64_digest(checked) != own:
+                return None
+            magic, version, state, step, _, rank, world, row_bytes, head_bytes, head_digest = _HEADER.unpack(
+                checked
+            )
+            if (magic, version, state) != (_MAGIC, _VERSION, SlotState.SEALED):
+                return None
+            file.seek(_head_at(row_bytes))
+            data = file.read(head_bytes)
+        part = Part(path.name, head_bytes, head_digest.hex())
+        head: Head = decode_head(data, part, str(path))
+    except (OSError, StateError, struct.error):
+        return None
+    try:
+        with path.open("r+b") as file:
+            memory = _map(file.fileno(), row_bytes)
+    except (OSError, ValueError):
+        return None
+    slot = Slot(
+        path, row_bytes, memory, SlotState.SEALED, Key(step, 0, rank, world), row_bytes, data, head.sums
+    )
+    with slot.row as row:
+        return slot if sums_of(row) == head.sums else None

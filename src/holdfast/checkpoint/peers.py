@@ -1,0 +1,210 @@
+"""Snapshots over the network: every agent serves its slots, peers and workers read them.
+
+Plain HTTP with the job's token, straight out of the shared memory; `curl` can read it too:
+
+    GET /snapshots                                            what is held here, JSON
+    GET /snapshots/STEP/GENERATION/RANK/WORLD/head            msgpack, see `layout.Head`
+    GET /snapshots/STEP/GENERATION/RANK/WORLD/row  Range: ... bytes
+
+The reader verifies the row against the sums in the head, and the head against the digest that its agent reported.
+"""
+
+from __future__ import annotations
+
+import hmac
+import http.client
+import os
+import re
+import select
+import socket
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import msgspec
+
+from holdfast.checkpoint.layout import Head, decode_head, digest
+from holdfast.checkpoint.memory import PAGE, Slot, SlotPool
+from holdfast.errors import StateError, TierError
+from holdfast.protocol.snapshots import Key, Part
+
+CONNECT_S = 5.0
+STALL_S = 20.0
+"""A peer that sends nothing for so long is given up; the next source is read."""
+
+
+class SnapshotServer:
+    """Serves a pool's sealed slots until closed. Owns its threads."""
+
+    def __init__(self, pool: SlotPool, host: str, token: str) -> None:
+        self._pool, self._token = pool, token
+        self._open: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._server = ThreadingHTTPServer((host, 0), self._handler())
+        self._server.daemon_threads = True
+        self.port: int = self._server.server_address[1]
+        threading.Thread(target=self._server.serve_forever, name="holdfast-snapshots", daemon=True).start()
+
+    def close(self) -> None:
+        """Ends every transfer."""
+        self._server.shutdown()
+        self._server.server_close()
+        with self._lock:
+            for connection in self._open:
+                try:
+                    connection.shutdown(socket.SHUT_RDWR)
+                except OSError:
+                    continue
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            timeout = STALL_S
+
+            def setup(self) -> None:
+                super().setup()
+                self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                with server._lock:
+                    server._open.add(self.connection)
+
+            def finish(self) -> None:
+                with server._lock:
+                    server._open.discard(self.connection)
+                super().finish()
+
+            def do_GET(self) -> None:
+                given = self.headers.get("Authorization", "")
+                if not hmac.compare_digest(given, f"Bearer {server._token}"):
+                    self.send_error(401, "send the job's token: Authorization: Bearer TOKEN")
+                    return
+                if self.path == "/snapshots":
+                    self._send(msgspec.json.encode([s.key for s in server._pool.held()]))
+                    return
+                wanted = re.fullmatch(r"/snapshots/(\d+)/(\d+)/(\d+)/(\d+)/(head|row)", self.path)
+                if not wanted:
+                    self.send_error(404)
+                    return
+                key = Key(*(int(wanted[i]) for i in range(1, 5)))
+                try:
+                    with server._pool.reading(key) as slot:
+                        if wanted[5] == "head":
+                            self._send(slot.head)
+                        else:
+                            self._send_row(slot)
+                except StateError as error:
+                    self.send_error(410, str(error))
+
+            def _send(self, body: bytes) -> None:
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def _send_row(self, slot: Slot) -> None:
+                wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+                start, stop = (int(wanted[1]), int(wanted[2]) + 1) if wanted else (0, slot.row_bytes)
+                if not 0 <= start < stop <= slot.row_bytes:
+                    self.send_error(416)
+                    return
+                self.send_response(206)
+                self.send_header("Content-Length", str(stop - start))
+                self.end_headers()
+                self.wfile.flush()
+                with slot.path.open("rb") as file:
+                    self.connection.settimeout(STALL_S)
+                    at = start
+                    while at < stop:
+                        sent = _sendfile(self.connection, file.fileno(), PAGE + at, stop - at)
+                        if not sent:
+                            self.close_connection = True
+                            return
+                        at += sent
+
+            def log_message(self, format: str, *args: object) -> None:
+                return
+
+        return Handler
+
+
+def _sendfile(connection: socket.socket, file: int, offset: int, count: int) -> int:
+    """As much as the kernel takes now; waits until it takes something, 0 when the peer is gone."""
+    poll = select.poll()
+    poll.register(connection.fileno(), select.POLLOUT)
+    while True:
+        try:
+            return os.sendfile(connection.fileno(), file, offset, count)
+        except BlockingIOError:
+            if not poll.poll(STALL_S * 1000):
+                return 0
+        except OSError:
+            return 0
+
+
+class Peer:
+    """One agent's snapshots, read over one connection that is kept. Not thread-safe: one for every thread."""
+
+    def __init__(self, host: str, port: int, token: str, key: Key, where: str = "") -> None:
+        self.where = where or f"memory of {host}:{port}"
+        self._path = f"/snapshots/{key.step}/{key.generation}/{key.rank}/{key.world}"
+        self._token = token
+        self._connection = http.client.HTTPConnection(host, port, timeout=CONNECT_S)
+
+    def head(self, part: Part | None = None) -> tuple[bytes, Head]:
+        """The shard's head. part: what it must be.
+
+        Raises:
+            TierError: the peer does not answer, or does not hold it.
+            ChecksumError: it is another.
+        """
+        data = self._get("head", None, None)
+        part = part or Part("", len(data), digest(data))
+        return data, decode_head(data, part, self.where)
+
+    def read_into(self, low: int, view: memoryview) -> None:
+        """Fills `view` with the row's bytes from `low` on.
+
+        Raises:
+            TierError: the peer does not answer, or does not hold it any more.
+        """
+        if len(view):
+            self._get("row", (low, low + len(view)), view)
+
+    def _get(self, what: str, span: tuple[int, int] | None, view: memoryview | None) -> bytes:
+        headers = {"Authorization": f"Bearer {self._token}"}
+        if span:
+            headers["Range"] = f"bytes={span[0]}-{span[1] - 1}"
+        try:
+            self._connection.request("GET", f"{self._path}/{what}", headers=headers)
+            if self._connection.sock is not None:
+                self._connection.sock.settimeout(STALL_S)
+            response = self._connection.getresponse()
+            if response.status not in (200, 206):
+                response.read()
+                raise TierError(f"{self.where} answered {response.status} {response.reason}")
+            if view is None:
+                return response.read()
+            while view:
+                got = response.readinto(view)
+                if not got:
+                    raise TierError(f"{self.where} closed the connection")
+                view = view[got:]
+            return b""
+        except (OSError, http.client.HTTPException) as error:
+            self._connection.close()
+            raise TierError(f"{self.where} does not answer: {error}") from error
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def abort(self) -> None:
+        """Ends a read that another thread waits in."""
+        if self._connection.sock is not None:
+            try:
+                self._connection.sock.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                return
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._connection.close()

@@ -1,0 +1,135 @@
+"""Bringing a row here over several connections at once: into a slot, or wherever the caller puts its bytes."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from holdfast.checkpoint.layout import Head
+from holdfast.checkpoint.memory import Slot, SlotPool
+from holdfast.checkpoint.peers import Peer
+from holdfast.checkpoint.rows import WINDOW_BYTES, Row
+from holdfast.errors import HoldfastError, StateError
+from holdfast.protocol.snapshots import Holder, Key, Part
+
+STREAMS = 2
+"""Connections to one peer: one fills two thirds of what loopback carries, two all of it."""
+
+
+@dataclass
+class Pull:
+    """One transfer of one shard from its holders, nearest first. `abort` ends it from another thread."""
+
+    key: Key
+    holders: Sequence[Holder]
+    token: str
+    streams: int = STREAMS
+    fetched_bytes: int = 0
+    passed_over: Callable[[str], None] = lambda why: None
+    _peers: set[Peer] = field(default_factory=set)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _aborted: bool = False
+
+    def head(self, part: Part | None = None) -> tuple[bytes, Head]:
+        """The shard's head, as bytes and decoded. part: what it must be.
+
+        Raises:
+            StateError: nobody gives it.
+        """
+        reasons = []
+        for peer in self._connect(0):
+            try:
+                return peer.head(part)
+            except HoldfastError as error:
+                reasons.append(f"{peer.where}: {error}")
+            finally:
+                self._let_go(peer)
+        raise StateError("; ".join(reasons) or f"nobody holds the snapshot of step {self.key.step}")
+
+    def run(self, head: Head, take: Callable[[Row, int, int], None]) -> None:
+        """Calls `take(row, low, high)` for every window, from several threads; it reads these bytes from the row.
+
+        Raises:
+            StateError: no holder has them whole, or the transfer was aborted.
+        """
+        nbytes = head.index.nbytes
+        windows = iter(range(0, nbytes, WINDOW_BYTES))
+        claim = threading.Lock()
+
+        def stream(number: int) -> None:
+            peers = self._connect(number)
+            row = Row(peers, head.sums, nbytes, self.passed_over)
+            try:
+                while True:
+                    with claim:
+                        low = next(windows, None)
+                    if low is None:
+                        return
+                    if self._aborted:
+                        raise StateError("the transfer was ended")
+                    take(row, low, min(low + WINDOW_BYTES, nbytes))
+            finally:
+                with self._lock:
+                    self.fetched_bytes += row.fetched_bytes
+                for peer in peers:
+                    self._let_go(peer)
+
+        count = max(1, min(self.streams * len(self.holders), -(-nbytes // WINDOW_BYTES)))
+        if count == 1:
+            stream(0)
+            return
+        with ThreadPoolExecutor(count, thread_name_prefix="holdfast-pull") as pool:
+            for job in [pool.submit(stream, i) for i in range(count)]:
+                job.result()
+
+    def abort(self) -> None:
+        """Ends the transfer at once."""
+        with self._lock:
+            self._aborted = True
+            for peer in self._peers:
+                peer.abort()
+
+    def _connect(self, first: int) -> list[Peer]:
+        """A connection to every holder, made when it is used; the streams begin with different ones."""
+        with self._lock:
+            if self._aborted:
+                raise StateError("the transfer was ended")
+            order = list(itertools.islice(itertools.cycle(self.holders), first, first + len(self.holders)))
+            peers = [Peer(h.host, h.port, self.token, self.key, f"the memory of {h.node}") for h in order]
+            self._peers.update(peers)
+            return peers
+
+    def _let_go(self, peer: Peer) -> None:
+        with self._lock:
+            self._peers.discard(peer)
+        peer.close()
+
+
+def replicate(pool: SlotPool, pull: Pull, part: Part) -> Slot:
+    """Brings a snapshot into a slot of this node's. Blocks for as long as the transfer takes.
+
+    Args:
+        part: the head that its owner reported.
+
+    Raises:
+        TierError: no memory for it here.
+        StateError: no holder has it whole.
+    """
+    data, head = pull.head(part)
+    slot = pool.begin(pull.key, head.index.nbytes)
+    try:
+        with slot.row as target:
+
+            def take(row: Row, low: int, high: int) -> None:
+                with target[low:high] as view:
+                    row.fetch_into(low, view)
+
+            pull.run(head, take)
+        pool.received(slot, data, head.sums)
+    except BaseException:
+        pool.drop(slot)
+        raise
+    return slot

@@ -1,0 +1,67 @@
+"""Snapshots and checkpoints as the messages name them."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Key(msgspec.Struct, frozen=True, order=True):
+    """Which snapshot of which shard. generation: of the workers that took it; 0 for one from an earlier run."""
+
+    step: int
+    generation: int
+    rank: int
+    world: int
+
+
+class Part(msgspec.Struct, frozen=True):
+    """A file of a checkpoint. xxh3 (128 bits, hex): of a head's bytes; for a row, of its chunks' sums."""
+
+    name: str
+    nbytes: int
+    xxh3: str
+
+
+class Shard(msgspec.Struct, frozen=True):
+    """What one rank saved. Ranks with equal bytes share a row."""
+
+    rank: int
+    head: Part
+    row: Part
+
+
+class Copy(msgspec.Struct, frozen=True):
+    """A shard in a node's snapshot memory. The names of its parts are those that a durable tier will give them."""
+
+    key: Key
+    shard: Shard
+
+
+class Holder(msgspec.Struct, frozen=True):
+    """An agent that holds a shard, and where it serves it."""
+
+    node: str
+    host: str
+    port: int
+
+
+class DurableTier(msgspec.Struct, frozen=True):
+    """Where checkpoints go and which are kept. every: a cadence as `checkpoint.policy.parse_cadence` reads it.
+
+    keep: the newest so many; keep_every: and for ever the steps that it divides (0: none).
+    """
+
+    url: str
+    every: str = "auto"
+    keep: int = 2
+    keep_every: int = 0
+
+
+class Saving(msgspec.Struct, frozen=True):
+    """What a job saves. memory: cadence of snapshots; copies: other nodes that keep each; budget_bytes: of every
+    node's snapshot memory, 0 for half of what is free."""
+
+    memory: str = "auto"
+    copies: int = 1
+    budget_bytes: int = 0
+    tiers: tuple[DurableTier, ...] = ()

@@ -1,0 +1,160 @@
+"""Snapshots of a replica: its state is copied into the agent's memory while the next step computes.
+
+Parameters and moments do not change from one update to the next, so the copy runs beside the forward and backward
+pass; the update waits for it, and nothing else does. Rank 0 decides when; its word travels with the vote, so that
+all who save do so at the same commit.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from mmap import mmap
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from holdfast.checkpoint.memory import PAGE, map_slot
+from holdfast.checkpoint.policy import best_interval_s, parse_cadence
+from holdfast.errors import StateError, TierError
+from holdfast.protocol import messages as m
+from holdfast.protocol.phases import Phase
+from holdfast.protocol.snapshots import Key
+from holdfast.train.faults import FaultPlan
+from holdfast.train.link import Link
+from holdfast.train.state import Image
+
+SLOT_WAIT_S = 0.05
+"""So long an update waits for a slot that the agent has not given yet; then the snapshot is given up."""
+
+LEAST_COST_S = 0.001
+"""What a snapshot is thought to cost at least, so that `auto` does not take one in every step of a tiny model."""
+
+COPY_BYTES = 16 << 20
+"""Copied between two looks at whether the copy is still wanted."""
+
+
+class SlotMaps:
+    """The agent's slots in this process's address space. A slot stays mapped: its pages are present then."""
+
+    def __init__(self) -> None:
+        self._maps: dict[str, mmap] = {}
+
+    def row(self, path: str, nbytes: int) -> memoryview:
+        """The row of a slot. Raises TierError when the slot is gone."""
+        memory = self._maps.get(path)
+        if memory is None or len(memory) < PAGE + nbytes:
+            memory = self._maps[path] = map_slot(Path(path), nbytes)
+        for old in [p for p in self._maps if p != path and not Path(p).exists()]:
+            del self._maps[old]  # the agent gave its memory back
+        return memoryview(memory)[PAGE : PAGE + nbytes]
+
+
+class Snapshots:
+    """Takes snapshots as the job wants them. Used by the main thread; owns the thread that copies."""
+
+    def __init__(self, link: Link, faults: FaultPlan) -> None:
+        self._link, self._faults = link, faults
+        self._cadence = parse_cadence(link.start.env.get("HOLDFAST_SNAPSHOT_EVERY", "0"))
+        self._saves = False
+        self._generation = 0
+        self._mtbf_s = 0.0
+        self._last_s = time.monotonic()
+        self._costs: deque[float] = deque(maxlen=15)
+        self._maps = SlotMaps()
+        self._wanted = False
+        self._copying: threading.Thread | None = None
+        self._given_up = threading.Event()
+        self._copied = threading.Event()
+        self._stall_s = 0.0
+
+    def join(self, form: m.Form) -> None:
+        """A new generation: whether this worker saves, and what `auto` goes by."""
+        self._saves, self._mtbf_s = form.saves, form.mtbf_s
+        self._generation, self._wanted = form.generation.number, False
+
+    def due(self, committed: int) -> bool:
+        """Rank 0: is the state after `committed` steps to be saved?"""
+        cost_s = max(LEAST_COST_S, statistics.median(self._costs)) if self._costs else LEAST_COST_S
+        interval_s = best_interval_s(cost_s, self._mtbf_s) if self._mtbf_s else float("inf")
+        return self._cadence.due(committed, time.monotonic() - self._last_s, interval_s)
+
+    def want(self) -> None:
+        """The vote said so: the next step begins with a snapshot."""
+        self._wanted = True
+        self._last_s = time.monotonic()
+
+    def begin(self, step: int, capture: Callable[[], Image]) -> None:
+        """Before a step: begins the copy, if one is wanted and this worker saves."""
+        if not self._wanted:
+            return
+        self._wanted = False
+        if not self._saves:
+            return
+        began_s = time.perf_counter()
+        self.before_update()
+        image = capture()
+        key = Key(step, self._generation, 0, 1)
+        self._link.send(m.SlotWanted(key, image.index.nbytes))
+        self._given_up.clear()
+        self._copied.clear()
+        work = threading.Thread(target=self._copy, args=(key, image), name="holdfast-snapshot", daemon=True)
+        self._copying = work
+        self._stall_s = time.perf_counter() - began_s
+        work.start()
+
+    def before_update(self) -> None:
+        """Nothing may change the state while it is copied: waits for the copy, or gives it up."""
+        work = self._copying
+        if work is None:
+            return
+        began_s = time.perf_counter()
+        self._copied.wait()
+        self._stall_s += time.perf_counter() - began_s
+        self._costs.append(self._stall_s)
+        self._copying = None
+
+    def close(self) -> None:
+        """No more snapshots; one that is on its way is given up."""
+        self._given_up.set()
+        self.before_update()
+
+    # ------------------------------------------------------------ the copying thread
+
+    def _copy(self, key: Key, image: Image) -> None:
+        index: bytes | None = None
+        try:
+            given = self._link.wait_slot(key, SLOT_WAIT_S)
+            if given is not None and given.path is not None:
+                with self._maps.row(given.path, image.index.nbytes) as row:
+                    self._faults.reach(Phase.SNAPSHOT, key.step)
+                    if copy_into(row, image, self._given_up.is_set):
+                        index = msgspec.msgpack.encode(image.index)
+        except (TierError, StateError):
+            index = None  # the agent says why: its slot is gone
+        finally:
+            self._copied.set()
+            self._link.send(m.SlotFilled(key, index, self._stall_s))
+
+
+def copy_into(row: memoryview, image: Image, given_up: Callable[[], bool] = lambda: False) -> bool:
+    """Copies an image's bytes into a row, without holding the GIL. False when it was given up."""
+    target = np.frombuffer(row, dtype=np.uint8)
+    try:
+        at = 0
+        for piece in image.pieces(0, image.index.nbytes):
+            source: Any = np.frombuffer(piece, dtype=np.uint8)
+            for low in range(0, len(source), COPY_BYTES):
+                if given_up():
+                    return False
+                part = source[low : low + COPY_BYTES]
+                np.copyto(target[at : at + len(part)], part)
+                at += len(part)
+    finally:
+        del target
+    return True

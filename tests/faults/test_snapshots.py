@@ -1,0 +1,77 @@
+"""Snapshots of a running job: what survives when everything is killed at once, and what is left afterwards."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from conftest import STEPS
+from harness import TINY, finish, leftovers, run, start
+from test_life import signal_when_gone, wait_for
+
+MEMORY = Path("/dev/shm") / f"holdfast-{os.getuid()}"
+EVERY = 10
+
+
+def kill_all(home, process):
+    """Launcher, coordinator, agents and workers, all at once."""
+    left = leftovers(home)
+    fds = [os.pidfd_open(pid) for pid in left if pid != process.pid]
+    for pid in left:
+        os.kill(pid, signal.SIGSTOP)  # nobody is to see another one's end
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    process.communicate()
+    for fd in fds:
+        signal_when_gone(fd)
+
+
+def paused_at(home, step, *options):
+    """The tiny job, standing still at a step."""
+    fault = f"stop-worker:rank=0,step={step}"
+    process = start(home, "--nnodes", 3, "--detection", 60, "--fault", fault, *options, TINY, STEPS)
+    wait_for(process, "injecting")
+    return process
+
+
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+def test_a_job_that_is_killed_whole_goes_on_from_its_newest_snapshot(tmp_path, undisturbed, tier):
+    every = f",every={EVERY}" if tier == "disk" else ",every=0"
+    options = ["--snapshot-every", EVERY, "--checkpoint", f"{tmp_path / 'saved'}{every}"]
+    process = paused_at(tmp_path, 65, *options)
+    kill_all(tmp_path, process)
+    if tier == "disk":
+        remove_memory_of(tmp_path)
+    second = run(tmp_path, "--nnodes", 3, *options, TINY, STEPS)
+    assert second.code == 0, second.output[-3000:]
+    start_step = second.steps()[0]
+    assert 65 - 2 * EVERY <= start_step <= 65
+    assert second.losses() == undisturbed.losses()[start_step:]
+    assert second.report["final"] == undisturbed.report["final"]
+    assert not memory_of(tmp_path)
+
+
+def memory_of(home):
+    from holdfast.engines import jobs
+
+    before = os.environ.get("HOLDFAST_HOME")
+    os.environ["HOLDFAST_HOME"] = str(home)
+    try:
+        return list(jobs.memory_root().glob("*/*/*.slot"))
+    finally:
+        os.environ.pop("HOLDFAST_HOME") if before is None else os.environ.update(HOLDFAST_HOME=before)
+
+
+def remove_memory_of(home):
+    for slot in memory_of(home):
+        slot.unlink()
+
+
+def test_ctrl_c_leaves_no_memory_behind(tmp_path):
+    process = start(tmp_path, "--nnodes", 2, "--snapshot-every", EVERY, TINY, 1_000_000)
+    wait_for(process, "generation 1")
+    wait_for(process, "training")
+    assert memory_of(tmp_path)
+    process.send_signal(signal.SIGINT)
+    assert finish(process, tmp_path).report["outcome"] == "stopped"
+    assert not memory_of(tmp_path)
