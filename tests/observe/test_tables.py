@@ -94,12 +94,10 @@ def test_the_closing_error_comes_last_and_whole(failed):
     assert " ".join(end.split()).endswith("fix the script.")
 
 
-def test_a_saved_job_is_told_how_to_go_on(failed, tmp_path):
-    saved = tmp_path / "checkpoint" / "step-12"
-    saved.mkdir(parents=True)
-    (saved / "manifest.json").write_text("{}")
-    assert "--job demo goes on from the newest saved step" in " ".join(shown(failed, tmp_path).split())
+def test_a_saved_job_is_told_how_to_go_on(failed):
     assert "goes on" not in shown(failed)
+    failed["saved"] = {"step": 12, "url": "s3://bucket/run"}
+    assert "--job demo goes on from the newest saved step" in " ".join(shown(failed).split())
 
 
 def test_a_finished_job_has_no_closing_error(report):

@@ -40,7 +40,10 @@ SAMPLES = {
     "worker-ended": {"workers": ["node1.0#1"], "cause": "not ready within 300 s"},
     "stalled": {"worker": "node1.0#1", "node": "node1", "step": 120},
     "stall-judged": {"workers": ["node1.0#1"], "reason": "its process is stopped"},
-    "saved": {"step": 120, "path": LONG, "worker": "node1.0#1"},
+    "saved": {"step": 120, "url": LONG, "worker": "node1.0#1"},
+    "snapshot-skipped": {"step": 120, "node": "node1", "rank": 0, "reason": "no memory for a snapshot of 90 MiB"},
+    "few-copies": {"nodes": 1, "wanted": 2},
+    "tier-failed": {"step": 120, "url": LONG, "reason": "the disk is full: make room"},
     "waiting": {"workers": 1, "target": 4},
     "restart": {"generation": 2, "reason": "killed by signal 9 (SIGKILL)"},
     "stop-requested": {"reason": "interrupted", "outcome": "stopped"},
@@ -105,6 +108,12 @@ def test_what_is_dropped_is_there_for_who_wants_everything():
     for kind in DROPPED:
         assert line(kind, {"worker": "node1.0#1"}) == ""
         assert "node1.0#1" in line(kind, {"worker": "node1.0#1"}, everything=True)
+
+
+def test_a_snapshot_is_told_to_who_wants_everything():
+    fields = {"step": 40, "nbytes": 5 << 20, "nodes": 2, "took_s": 0.02}
+    said = line("snapshot", fields, everything=True)
+    assert said == "snapshot of step 40: in the memory of 2 nodes, 5.24 MB after 20 ms"
 
 
 def test_a_ledger_of_another_version_is_shown_as_it_is():

@@ -1,8 +1,9 @@
 import pytest
 import torch
 
-from holdfast.checkpoint import disk
-from holdfast.errors import ChecksumError, StateError, UsageError
+from holdfast.checkpoint.archive import Archive
+from holdfast.checkpoint.policy import Retention
+from holdfast.errors import StateError, UsageError
 from holdfast.train import durable, state
 
 
@@ -20,7 +21,7 @@ def trained(seed: int = 0, steps: int = 2):
 
 
 def copy_bytes(source: state.Image, target: state.Image) -> None:
-    total = source.manifest.nbytes
+    total = source.index.nbytes
     data = b"".join(bytes(p) for p in source.pieces(0, total))
     at = 0
     for piece in target.pieces(0, total):
@@ -31,7 +32,7 @@ def copy_bytes(source: state.Image, target: state.Image) -> None:
 def test_state_goes_into_a_fresh_replica_bit_by_bit():
     old, fresh = trained(), trained(seed=1, steps=0)
     image = state.capture(old, step=7)
-    target = state.targets(fresh, image.manifest)
+    target = state.targets(fresh, image.index)
     copy_bytes(image, target)
     state.load(fresh, target)
     assert state.digest(fresh) == state.digest(old)
@@ -41,14 +42,14 @@ def test_state_goes_into_a_fresh_replica_bit_by_bit():
 
 def test_live_tensors_are_received_into_directly():
     old, fresh = trained(), trained(seed=1)
-    target = state.targets(fresh, state.capture(old, 0).manifest)
+    target = state.targets(fresh, state.capture(old, 0).index)
     pointers = {t.data_ptr() for t in target.tensors}
     assert all(p.data_ptr() in pointers for p in fresh["model"].parameters())
 
 
 def test_pieces_cover_any_range_once():
     image = state.capture(trained(), 0)
-    total = image.manifest.nbytes
+    total = image.index.nbytes
     whole = b"".join(bytes(p) for p in image.pieces(0, total))
     assert len(whole) == total
     parts = b"".join(
@@ -60,9 +61,9 @@ def test_pieces_cover_any_range_once():
 def test_buffers_are_copied_when_they_may_change_while_they_are_read():
     things = trained()
     image = state.capture(things, 0, torch.clone)
-    before = b"".join(bytes(p) for p in image.pieces(0, image.manifest.nbytes))
+    before = b"".join(bytes(p) for p in image.pieces(0, image.index.nbytes))
     things["model"](torch.randn(5, 8))  # moves the running statistics
-    assert b"".join(bytes(p) for p in image.pieces(0, image.manifest.nbytes)) == before
+    assert b"".join(bytes(p) for p in image.pieces(0, image.index.nbytes)) == before
 
 
 def test_what_cannot_be_protected_is_refused_with_its_path():
@@ -85,39 +86,38 @@ def test_other_objects_are_refused():
         state.load({"net": torch.nn.Linear(2, 2)}, image)
 
 
+def saved(folder, things, step=1):
+    durable.save(state.capture(things, step), str(folder), Retention())
+    return next((folder / f"step-{step}").glob("*.bin"))
+
+
 def test_a_checkpoint_on_disk_comes_back(tmp_path):
     old, fresh = trained(), trained(seed=1, steps=0)
-    path = durable.save(state.capture(old, 12), tmp_path)
-    assert [d.step for d in disk.find(tmp_path)] == [12]
-    assert durable.restore(fresh, path) == 12
+    saved(tmp_path, old, 12)
+    assert Archive(str(tmp_path)).steps() == [12]
+    assert durable.restore(fresh, str(tmp_path), 12) == state.capture(old, 12).index.nbytes
     assert state.digest(fresh) == state.digest(old)
 
 
 def test_a_flipped_bit_is_found(tmp_path):
-    path = durable.save(state.capture(trained(), 1), tmp_path)
-    data = bytearray((path / "state.bin").read_bytes())
+    row = saved(tmp_path, trained())
+    data = bytearray(row.read_bytes())
     data[len(data) // 2] ^= 1
-    (path / "state.bin").write_bytes(data)
-    with pytest.raises(ChecksumError, match="were changed"):
-        durable.restore(trained(seed=1), path)
+    row.write_bytes(data)
+    with pytest.raises(StateError, match="were changed"):
+        durable.restore(trained(seed=1), str(tmp_path), 1)
 
 
 def test_a_checkpoint_that_is_cut_short_is_refused(tmp_path):
-    path = durable.save(state.capture(trained(), 1), tmp_path)
-    with (path / "state.bin").open("r+b") as file:
+    row = saved(tmp_path, trained())
+    with row.open("r+b") as file:
         file.truncate(10)
     with pytest.raises(StateError, match="cut short"):
-        durable.restore(trained(seed=1), path)
-
-
-def test_a_folder_without_its_manifest_does_not_exist(tmp_path):
-    durable.save(state.capture(trained(), 1), tmp_path)
-    (tmp_path / "step-9").mkdir()
-    assert [d.step for d in disk.find(tmp_path)] == [1]
+        durable.restore(trained(seed=1), str(tmp_path), 1)
 
 
 def test_the_newest_two_are_kept(tmp_path):
     things = trained()
     for step in (1, 2, 3, 4):
-        durable.save(state.capture(things, step), tmp_path)
-    assert [d.step for d in disk.find(tmp_path)] == [3, 4]
+        saved(tmp_path, things, step)
+    assert Archive(str(tmp_path)).steps() == [3, 4]

@@ -53,8 +53,8 @@ def test_stripes_from_several_donors_arrive_whole(donors):
     image = fetch(generation_of(donors), (0, 1, 2), {"big": target}, lambda: beats.append(1))
     state.load({"big": target}, image)
     assert state.digest({"big": target}) == state.digest({"big": source})
-    assert image.manifest.step == 7
-    assert len(beats) >= image.manifest.nbytes // transfer.CHUNK_BYTES
+    assert image.index.step == 7
+    assert len(beats) >= image.index.nbytes // transfer.CHUNK_BYTES
 
 
 def test_a_dead_donor_is_replaced_by_the_next(donors):

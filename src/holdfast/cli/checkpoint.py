@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from holdfast.checkpoint.archive import Archive
 
 app = typer.Typer(no_args_is_help=True, help="What is saved: list it, look into it, verify it.")
+PLACE_WIDTH = 40
 Place = Annotated[
     str | None,
     typer.Argument(
@@ -48,7 +49,7 @@ def ls(place: Place = None, job: JobName = None, as_json: AsJson = False) -> Non
             units.size(r["bytes"]),
             units.count(r["world"]),
             (r["saved_at"] or units.UNKNOWN)[:19],
-            r["place"],
+            units.clip_path(r["place"], PLACE_WIDTH),
         )
         for r in rows
     ]
