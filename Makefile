@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.holdfast-ready
 
-.PHONY: setup demo test lint clean
+.PHONY: setup demo test s3-test lint clean
 
 setup: $(STAMP)
 
@@ -22,6 +22,10 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest
+
+# Against a real S3 server, which it starts, with its packages where they are missing (Debian 12 or newer, as root).
+s3-test: setup
+	tests/s3/with-store.sh $(BIN)/python -m pytest -m s3 tests/s3
 
 lint: setup
 	$(BIN)/ruff check .

@@ -332,6 +332,6 @@ def test_other_stores_open(url):
 
 
 def test_it_is_bounded_and_needs_no_torch():
-    assert PATIENCE_S <= 90
+    assert 2 * PATIENCE_S <= 90  # one patience for the upload, one for its abortion
     code = "import sys, holdfast.checkpoint.objects as o; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
