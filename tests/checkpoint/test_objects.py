@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import tracemalloc
+from datetime import timedelta
 
 import pytest
 from rows_on_tiers import in_pieces, loaded, row_of, save, save_rank
@@ -15,6 +16,7 @@ from holdfast.checkpoint.tier import open_tier
 from holdfast.errors import StateError, TierError, UsageError
 
 PART_BYTES = 64 << 10
+SOON = {"init_backoff": timedelta(seconds=0.005), "max_backoff": timedelta(seconds=0.05), "base": 2}
 KEYS = {"access_key_id": "a", "secret_access_key": "b", "region": "us-east-1"}
 
 
@@ -25,8 +27,9 @@ def server():
 
 
 def tier_of(server, url="s3://bucket/runs/one", patience_s=20.0, **options):
+    retry = {"backoff": SOON, **options.pop("retry_config", {})}
     given = {"endpoint": server.endpoint, "part_bytes": PART_BYTES, **KEYS, **options}
-    return ObjectTier(url, patience_s=patience_s, **given)
+    return ObjectTier(url, patience_s=patience_s, retry_config=retry, **given)
 
 
 @pytest.fixture

@@ -54,10 +54,7 @@ ADVICE = (
         r"169\.254\.|metadata\.google|token request|MissingToken|[Mm]issing credential",
         "no credentials were found: {credentials}",
     ),
-    (
-        NO_BUCKET,
-        "the bucket is not there: create it, or correct the URL",
-    ),
+    (NO_BUCKET, "the bucket is not there: create it, or correct the URL"),
     (r"RequestTimeTooSkewed", "this machine's clock differs from the store's: set it (NTP)"),
     (r"Expired|TokenRefreshRequired", "the credentials have expired: renew them ({credentials})"),
     (
@@ -347,12 +344,13 @@ def _opened(url: str, scheme: str, patience_s: float, options: dict[str, Any]) -
         "timeout": timedelta(seconds=patience_s / 3),
         "connect_timeout": timedelta(seconds=min(5, patience_s / 6)),
     }
+    # A pause is drawn between the first one and 3 times the last one: half as long again on average.
     backoff = {
         "init_backoff": timedelta(seconds=min(0.1, patience_s / 60)),
         "max_backoff": timedelta(seconds=patience_s / 6),
-        "base": 2,
+        "base": 3,
     }
-    retry = {"max_retries": 10, "retry_timeout": timedelta(seconds=patience_s / 2), "backoff": backoff}
+    retry = {"max_retries": 1000, "retry_timeout": timedelta(seconds=patience_s / 2), "backoff": backoff}
     if _endpoint(options).startswith("http://"):
         client["allow_http"] = True  # type: ignore[assignment]
     given = {
