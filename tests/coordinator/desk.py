@@ -12,15 +12,26 @@ from holdfast.coordinator.state import CoreState, Incident, JobPhase, Worker, Wo
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.page import Phase, Place
+from holdfast.protocol.snapshots import Copy, DurableTier, Holder, Key, Part, Saving, Shard
 
 T = TypeVar("T")
+
+TIER = DurableTier("checkpoint")
+
+
+def copy_of(step: int, generation: int = 1, rank: int = 0, world: int = 1, bits: str = "a") -> Copy:
+    """A shard in snapshot memory; equal `bits` stand for equal bytes."""
+    head = Part(f"step-{step}/head-{rank}", 10, f"h{rank}{bits}")
+    row = Part(f"step-{step}/row-{rank}", 1000, bits)
+    return Copy(Key(step, generation, rank, world), Shard(rank, head, row))
 
 
 class Desk:
     """One core, its clock, and everything that it asked for."""
 
     def __init__(self, nodes: int = 3, **spec: Any) -> None:
-        spec = {"name": "job", "script": "train.py", "min_nodes": 1, "max_nodes": nodes} | spec
+        defaults = {"name": "job", "script": "train.py", "min_nodes": 1, "max_nodes": nodes}
+        spec = defaults | {"saving": Saving(tiers=(TIER,))} | spec
         self.core = Core(JobSpec(**spec))
         self.now = 1000.0
         self.actions: list[e.Action] = []
@@ -50,13 +61,19 @@ class Desk:
             self.do(e.Tick(), min(step, max(0.0, (due or until) - self.now), until - self.now) or 1e-6)
 
     def node(
-        self, name: str, session: str = "1", slots: int = 1, workers: tuple[m.WorkerView, ...] = ()
+        self,
+        name: str,
+        session: str = "1",
+        slots: int = 1,
+        workers: tuple[m.WorkerView, ...] = (),
+        copies: tuple[Copy, ...] = (),
+        rack: str | None = None,
+        port: int = 7000,
     ) -> None:
-        """An agent says hello."""
-        hello = m.Hello(
-            m.PROTOCOL_VERSION, name, f"{name}-{session}", name, slots, 1, (29500, 29501), workers
-        )
-        self.do(e.NodeJoined(hello))
+        """An agent says hello. port: of its snapshot memory; 0 when it has none."""
+        ports = (29500, 29501)
+        identity = (m.PROTOCOL_VERSION, name, f"{name}-{session}", name, slots, 1, ports)
+        self.do(e.NodeJoined(m.Hello(*identity, workers, port, copies, rack)))
 
     def lose(self, name: str) -> None:
         """An agent's connection closes."""
@@ -102,13 +119,20 @@ class Desk:
         self.core = Core(state.spec, state)
         self.do(e.Recovered(last_s), away_s)
 
-    def back(self, *nodes: str, **views: dict[str, Any]) -> None:
-        """Agents reconnect and tell the truth: `views` changes what a worker's view says (by its rank's name)."""
+    def back(
+        self, *nodes: str, held: dict[str, tuple[Copy, ...]] | None = None, **views: dict[str, Any]
+    ) -> None:
+        """Agents reconnect and tell the truth: `views` changes what a worker's view says (by its rank's name).
+
+        held: what each has in its memory; None: what the core thinks.
+        """
         for name in nodes or tuple(n.name for n in self.core.alive_nodes()):
             ours = [w for w in self.core.alive_workers() if w.node == name]
             session = self.state.nodes[name].session.rpartition("-")[2]
-            slots = self.state.nodes[name].slots
-            self.node(name, session, slots, tuple(self.view(w.name, **views.get(w.node, {})) for w in ours))
+            known = self.state.nodes[name]
+            copies = self.held(name) if held is None else held.get(name, ())
+            seen = tuple(self.view(w.name, **views.get(w.node, {})) for w in ours)
+            self.node(name, session, known.slots, seen, copies, known.rack, known.snapshot_port)
 
     def view(self, worker: str, **changes: Any) -> m.WorkerView:
         """What an agent would say of a worker that is where the core thinks it is."""
@@ -120,6 +144,52 @@ class Desk:
             worker, known.slot, 1, formed, place, "S", 0.0, known.ready, known.ready is not None
         )
         return msgspec.structs.replace(view, **changes)
+
+    # ------------------------------------------------------------ snapshots
+
+    def holds(self, node: str, *copies: Copy) -> list[e.Action]:
+        """A node has shards in its memory."""
+        for copy in copies:
+            self.do(e.NodeSays(node, m.Held(copy)))
+        return self.newest
+
+    def refuses(self, node: str, copy: Copy, reason: str = "no memory") -> list[e.Action]:
+        """A node could not keep a shard."""
+        return self.do(e.NodeSays(node, m.NotHeld(copy.key, reason)))
+
+    def snapshot(self, step: int, *nodes: str, generation: int | None = None, bits: str = "a") -> Copy:
+        """The replicas on these nodes save the same."""
+        copy = copy_of(step, self.state.number if generation is None else generation, bits=bits)
+        for node in nodes:
+            self.holds(node, copy)
+        return copy
+
+    def stores(self, reason: str | None = None, publishes: bool = True, tier: str = TIER.url) -> None:
+        """The nodes do what they were asked for a tier; `reason`: or cannot."""
+        for node, order in self.sent(m.StoreShard):
+            storing = next((x for x in self.state.storing if x.tier == tier), None)
+            if storing is None or order.tier != tier or storing.waiting.get(order.key.rank) != node:
+                continue
+            if order.key.step != storing.step:
+                continue
+            shard = copy_of(order.key.step, rank=order.key.rank).shard
+            said = m.Stored(tier, order.key, None if reason else shard, reason or "")
+            self.do(e.NodeSays(node, said))
+        if publishes and (orders := self.sent(m.Publish, newest=True)):
+            node, publish = orders[0]
+            self.do(e.NodeSays(node, m.Published(tier, publish.step)))
+
+    def held(self, node: str) -> tuple[Copy, ...]:
+        """What the core thinks that a node holds."""
+        return tuple(h.copy for x in self.state.snapshots for h in x.shards if node in h.nodes)
+
+    def whole(self) -> list[int]:
+        """Steps of the whole snapshots, oldest first."""
+        return [x.step for x in self.state.snapshots if x.whole]
+
+    def holders(self, node: str = "") -> tuple[Holder, ...]:
+        """Where the newest Form of a node's worker says that the snapshot is."""
+        return self.told(self.worker_on(node), m.Form)[-1].holders
 
     # ------------------------------------------------------------ what is there
 
@@ -178,12 +248,14 @@ class Desk:
         return {k.worker for _, k in self.sent(m.KillWorker)}
 
 
-def running(nodes: int = 3, spares: int = 0, committed: int = 5, **spec: Any) -> Desk:
+def running(
+    nodes: int = 3, spares: int = 0, committed: int = 5, racks: tuple[str | None, ...] = (), **spec: Any
+) -> Desk:
     """A job at level 2 whose first generation has `nodes` members and some steps; spares are ready."""
     desk = Desk(nodes, spares=spares, **spec)
     slots = desk.core.spec.nproc
     for i in range(nodes + spares):
-        desk.node(f"n{i}", slots=slots)
+        desk.node(f"n{i}", slots=slots, rack=racks[i] if i < len(racks) else None)
     for worker in desk.workers():
         desk.started(worker)
     for worker in desk.workers():

@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from desk import Desk, running
+from desk import TIER, Desk, running
 
 from holdfast.coordinator import events as e
 from holdfast.coordinator.state import JobPhase, WorkerPhase
@@ -62,7 +62,7 @@ def test_a_checkpoint_on_disk_is_where_a_new_job_goes_on():
     for worker in desk.workers():
         desk.ready(worker)
     forms = [desk.told(w, m.Form)[0] for w in desk.members()]
-    assert [(f.restore, f.path, f.generation.start) for f in forms] == [(True, "kept", 40)] * 2
+    assert [(f.restore, f.durable, f.generation.start) for f in forms] == [(True, Durable(40, "kept"), 40)] * 2
 
 
 def test_an_initial_node_that_never_comes_is_replaced():
@@ -215,7 +215,7 @@ def test_torn_survivors_go_on_from_the_disk_if_a_checkpoint_is_there():
     desk.do(e.DurableFound(Durable(3, "kept")))
     desk.exits("n0.0#1", -9)
     desk.parks("n1.0#2", None)
-    assert desk.told("n1.0#2", m.Form)[-1].path == "kept"
+    assert desk.told("n1.0#2", m.Form)[-1].durable == Durable(3, "kept")
     assert desk.state.lost_steps == 2
 
 
@@ -249,7 +249,7 @@ def test_collectives_that_fail_for_ever_end_the_job_with_its_state_saved():
     assert (
         desk.state.stop_reason == f"no step could be finished in {attempts - 1} attempts: a collective failed"
     )
-    assert desk.told("n0.0#1", m.Stop)[0].save_to == "checkpoint"
+    assert desk.told("n0.0#1", m.Stop)[0].save_to == TIER
 
 
 # ---------------------------------------------------------------- user code and NaN
@@ -301,7 +301,7 @@ def test_not_a_number_again_is_the_scripts():
         for worker in desk.members():
             desk.parks(worker, 5)
     assert desk.state.outcome == "failed"
-    assert desk.told("n0.0#1", m.Stop)[0].save_to == "checkpoint"
+    assert desk.told("n0.0#1", m.Stop)[0].save_to == TIER
 
 
 def test_what_an_agent_says_again_counts_once():
@@ -388,7 +388,7 @@ def test_the_budget_ends_restarts_and_then_the_job():
     assert desk.state.outcome == "failed"
     assert desk.state.stop_reason == "the restart budget is spent"
     assert len(desk.sent(m.StartWorker)) == 3
-    assert desk.told("n1.0#2", m.Stop)[0].save_to == "checkpoint"
+    assert desk.told("n1.0#2", m.Stop)[0].save_to == TIER
 
 
 def test_with_a_spent_budget_it_goes_on_smaller_as_long_as_it_may():
@@ -661,7 +661,7 @@ def test_a_stop_that_nobody_heard_of_is_told_again():
     desk.parks("n1.0#2", 6)
     desk.crash()
     desk.back("n0", n0={"parked": m.Parked(1, 6)})
-    assert desk.told("n0.0#1", m.Stop, newest=True)[0].save_to == "checkpoint"
+    assert desk.told("n0.0#1", m.Stop, newest=True)[0].save_to == TIER
 
 
 def test_a_worker_whose_start_was_lost_is_started_again_without_cost():
@@ -774,7 +774,7 @@ def test_stop_while_breaking_saves_what_counts_after_all():
     desk.parks("n0.0#1", 5, prepared=True)
     desk.parks("n2.0#3", 5, prepared=True)
     stop = desk.told("n0.0#1", m.Stop)[0]
-    assert (stop.apply, stop.save_to) == (True, "checkpoint")
+    assert (stop.apply, stop.save_to) == (True, TIER)
     stopped(desk)
     stopped(desk)
     assert desk.state.durable.step == 6
@@ -786,7 +786,7 @@ def test_a_saver_that_dies_is_followed_by_another():
     desk.parks("n0.0#1", 6)
     desk.parks("n1.0#2", 6)
     desk.exits("n0.0#1", -9)
-    assert desk.told("n1.0#2", m.Stop)[0].save_to == "checkpoint"
+    assert desk.told("n1.0#2", m.Stop)[0].save_to == TIER
 
 
 def test_a_saver_that_hangs_is_followed_by_another():
@@ -796,7 +796,7 @@ def test_a_saver_that_hangs_is_followed_by_another():
     desk.parks("n1.0#2", 6)
     desk.wait(desk.core.timing.start_s + 1)
     assert desk.killed() == {"n0.0#1"}
-    assert desk.told("n1.0#2", m.Stop)[0].save_to == "checkpoint"
+    assert desk.told("n1.0#2", m.Stop)[0].save_to == TIER
     desk.wait(desk.core.timing.start_s + 1)
     assert desk.did(e.End)
 
@@ -808,7 +808,7 @@ def test_a_step_that_does_not_end_is_dropped_when_the_job_stops():
     assert desk.told("n0.0#1", m.Break)
     desk.parks("n0.0#1", 5)
     desk.parks("n1.0#2", 5)
-    assert desk.told("n0.0#1", m.Stop)[0].save_to == "checkpoint"
+    assert desk.told("n0.0#1", m.Stop)[0].save_to == TIER
 
 
 def test_nothing_is_saved_when_nothing_was_trained():
