@@ -9,19 +9,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from holdfast import data
+    from holdfast import checkpoint, data
     from holdfast.train.run import Run, start
     from holdfast.train.step import Step
 
-__all__ = ["Run", "Step", "data", "start"]
+__all__ = ["Run", "Step", "checkpoint", "data", "start"]
 __version__ = "0.1.0"
 
 _HOMES = {"Run": "holdfast.train.run", "start": "holdfast.train.run", "Step": "holdfast.train.step"}
 
 
 def __getattr__(name: str) -> object:
-    if name == "data":
-        return import_module("holdfast.data")
+    if name in ("checkpoint", "data"):
+        return import_module(f"holdfast.{name}")
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'holdfast' has no attribute {name!r}")

@@ -303,6 +303,22 @@ def map_slot(path: Path, row_bytes: int) -> mmap.mmap:
         raise TierError(f"the snapshot memory {path} is gone: {error}") from error
 
 
+class SlotMaps:
+    """The agent's slots in this process's address space. A slot stays mapped: its pages are present then."""
+
+    def __init__(self) -> None:
+        self._maps: dict[str, mmap.mmap] = {}
+
+    def row(self, path: str, nbytes: int) -> memoryview:
+        """The row of a slot. Raises TierError when the slot is gone."""
+        memory = self._maps.get(path)
+        if memory is None or len(memory) < PAGE + nbytes:
+            memory = self._maps[path] = map_slot(Path(path), nbytes)
+        for old in [p for p in self._maps if p != path and not Path(p).exists()]:
+            del self._maps[old]  # the agent gave its memory back
+        return memoryview(memory)[PAGE : PAGE + nbytes]
+
+
 def remove_memory(folder: Path) -> None:
     """Gives a folder of slots back, and the folders above it that are empty then."""
     shutil.rmtree(folder, ignore_errors=True)

@@ -54,6 +54,7 @@ class Row:
         self.fetched_bytes = 0
         self._sums = sums
         self._sources = list(sources)
+        self._all = tuple(sources)
         self._passed_over = passed_over
         self._lock = threading.Lock()
 
@@ -75,6 +76,13 @@ class Row:
             self._fill(low, view)
         else:
             view[:] = self.fetch(low, low + len(view))
+
+    def close(self) -> None:
+        """Closes the sources that have a connection."""
+        for source in self._all:
+            close = getattr(source, "close", None)
+            if close is not None:
+                close()
 
     def _fill(self, low: int, view: memoryview) -> None:
         reasons = []

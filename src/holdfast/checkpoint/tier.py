@@ -6,12 +6,17 @@ blocks; it raises TierError when the tier cannot do it, with what to do about it
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
 
+from holdfast.checkpoint.policy import parse_cadence
 from holdfast.errors import UsageError
+from holdfast.protocol.snapshots import DurableTier
+
+TIER_EXAMPLE = "s3://bucket/run,every=10m,keep=3,keep-every=10000"
 
 
 class Tier(Protocol):
@@ -84,3 +89,32 @@ def open_tier(url: str | Path) -> Tier:
             f"{text}: no tier is called {parts.scheme}; give a folder, or one of {', '.join(SCHEMES)}"
         )
     return ObjectTier(text)
+
+
+def parse_tier(text: str, every: str = "auto") -> DurableTier:
+    """`URL[,every=CADENCE][,keep=N][,keep-every=STEPS]`; `every` is what holds when it is not given.
+
+    Raises:
+        UsageError: no place, an option that is none of it, or a value that cannot be.
+    """
+    url, *options = text.split(",")
+    if not url:
+        raise UsageError(f"{text!r}: no folder or URL, for example {TIER_EXAMPLE}")
+    fields: dict[str, str] = {}
+    for option in options:
+        name, equals, value = option.partition("=")
+        if name not in ("every", "keep", "keep-every") or not equals or name in fields:
+            raise UsageError(f"{text!r}: {option!r} is no option of it, for example {TIER_EXAMPLE}")
+        fields[name] = value
+    for name in ("keep", "keep-every"):
+        if not re.fullmatch(r"\d+", fields.get(name, "1")):
+            raise UsageError(f"{text!r}: {name} is a whole number, for example {TIER_EXAMPLE}")
+    if int(fields.get("keep", "2")) < 1:
+        raise UsageError(f"{text!r}: keep at least 1, the newest")
+    every = fields.get("every", every)
+    try:
+        parse_cadence(every)
+    except UsageError as error:
+        raise UsageError(f"{text!r}: every: {error}") from error
+    place = url if "://" in url else str(Path(url).absolute())
+    return DurableTier(place, every, int(fields.get("keep", "2")), int(fields.get("keep-every", "0")))

@@ -187,9 +187,9 @@ class Core:
             case m.NotHeld(key, reason):
                 saving.not_held(self, node, key, reason)
             case m.Stored():
-                saving.stored(self, message)
+                saving.stored(self, node, message)
             case m.Published():
-                saving.published(self, message)
+                saving.published(self, node, message)
             case _:
                 pass
 

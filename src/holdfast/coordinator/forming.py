@@ -66,6 +66,9 @@ def collective_error(core: Core, worker: Worker, message: m.CollectiveError) -> 
         return
     if worker.phase is WorkerPhase.MEMBER:
         core.record("collective-error", worker=worker.name, step=message.step, detail=message.detail)
+        copy = s.forms[worker.name].copy
+        if copy is not None and message.step < 0 and s.phase is JobPhase.RUNNING:
+            saving.unread(core, copy)
         break_generation(core, "a collective failed")
 
 
@@ -93,6 +96,7 @@ def gather(core: Core) -> None:
     """Everyone has left the generation."""
     s = core.state
     s.phase, s.break_deadline_s, s.yielding = JobPhase.GATHERING, None, False
+    saving.spread(core)  # what members would have saved themselves is asked of others now
     cause, s.broke_cause = s.broke_cause, None
     if (
         cause is None

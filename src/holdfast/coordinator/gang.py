@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from holdfast.coordinator import failures, incidents, nodes, policy, stopping
 from holdfast.coordinator.state import Blame, JobPhase, Node, Worker, WorkerPhase
 from holdfast.protocol import messages as m
@@ -41,6 +43,7 @@ def environment(core: Core, node: Node, slot: int, rank: int, world: int) -> dic
         "HOLDFAST_TARGET": str(spec.target),
         "HOLDFAST_GENERATION": str(core.state.number),
         "HOLDFAST_SNAPSHOT_EVERY": spec.saving.memory,
+        "HOLDFAST_TIERS": msgspec.json.encode([t.url for t in spec.saving.tiers]).decode(),
     }
 
 

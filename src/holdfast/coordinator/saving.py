@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.checkpoint import placement
 from holdfast.checkpoint.policy import best_interval_s, mtbf_s, parse_cadence
-from holdfast.coordinator.state import HeldShard, Node, Snapshot, Storing, Worker
+from holdfast.coordinator.state import HeldShard, JobPhase, Node, Rewind, Snapshot, Storing, Worker
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import Durable
 from holdfast.protocol.snapshots import Copy, DurableTier, Holder, Key, Shard
@@ -28,24 +28,45 @@ STORE_COST = 0.05
 STORE_MTBF = 10
 """The whole job is lost so many times less often than a worker."""
 
+KEPT_PARTIAL = 4
+"""Snapshots that are not whole yet. More are on their way only when the older of them will never be whole."""
+
+KEPT_REWINDS = 16
+"""Of more, the two oldest count as one that forgets what either does."""
+
+MAX_UNREAD = 3
+"""So many generations may fail to read a snapshot that the core thinks is held; then an older one is taken."""
+
 # ---------------------------------------------------------------- what agents say
 
 
 def held(core: Core, node: Node, copy: Copy) -> None:
     """A node has a shard in its memory."""
-    snapshot = _snapshot(core, copy.key)
-    if snapshot is None:  # a latecomer of one that a newer one has replaced
+    snapshot = _take(core, node, copy)
+    if snapshot is not None:
+        _spread(core, snapshot)
+    elif happened(core, copy.key) and _newest_step(core) >= copy.key.step:  # a newer one has replaced it
         core.send(node.name, m.SnapshotWhole(_newest_step(core)))
-        return
+
+
+def _take(core: Core, node: Node, copy: Copy) -> Snapshot | None:
+    """Notes who holds a shard; None when it is of no use."""
+    snapshot = _snapshot(core, copy.key)
+    if snapshot is None:
+        return None
+    if snapshot.given_up:
+        core.send(node.name, m.ForgetSnapshots(snapshot.step - 1))
+        return None
     entry = next((h for h in snapshot.shards if h.copy == copy), None)
     if entry is None:
         entry = HeldShard(copy)
         snapshot.shards.append(entry)
+    for other in snapshot.shards:
+        if node.name in other.asked and other.copy.key == copy.key:
+            other.asked.remove(node.name)
     if node.name not in entry.nodes:
         entry.nodes.append(node.name)
-    if node.name in entry.asked:
-        entry.asked.remove(node.name)
-    _spread(core, snapshot)
+    return snapshot
 
 
 def not_held(core: Core, node: Node, key: Key, reason: str) -> None:
@@ -56,45 +77,82 @@ def not_held(core: Core, node: Node, key: Key, reason: str) -> None:
     snapshot = _snapshot(core, key)
     if snapshot is None:
         return
-    snapshot.refused.append(node.name)
+    if node.name not in snapshot.refused:
+        snapshot.refused.append(node.name)
     for entry in snapshot.shards:
-        if node.name in entry.asked:
+        if node.name in entry.asked and entry.copy.key == key:
             entry.asked.remove(node.name)
-    _spread(core, snapshot)
+    held_by_any = any(h.copy.key.rank == key.rank for h in snapshot.shards)
+    if core.state.level != 2 and not held_by_any and not snapshot.whole:
+        _give_up(core, snapshot)
+    else:
+        _spread(core, snapshot)
+
+
+def _give_up(core: Core, snapshot: Snapshot) -> None:
+    """The only rank that could bring a shard does not: the memory of the others is freed for the next snapshot."""
+    snapshot.given_up = True
+    for name in dict.fromkeys(n for h in snapshot.shards for n in h.nodes):
+        core.send(name, m.ForgetSnapshots(snapshot.step - 1))
+    for later in core.state.snapshots:
+        if later.step >= snapshot.step:
+            later.shards = []  # forgotten with it, where it was not whole either
 
 
 def node_lost(core: Core, node: Node) -> None:
     """What it held is gone; the copies that are left are brought up to their number again."""
-    s = core.state
-    for snapshot in s.snapshots:
+    for snapshot in core.state.snapshots:
         for entry in snapshot.shards:
             entry.asked = [n for n in entry.asked if n != node.name]
-            if node.name in entry.nodes:
-                entry.nodes.remove(node.name)
-        snapshot.shards = [h for h in snapshot.shards if h.nodes]
-    s.snapshots = [x for x in s.snapshots if x.shards]
-    for snapshot in s.snapshots:
-        _spread(core, snapshot)
-    for storing in list(s.storing):
-        if node.name in storing.waiting.values():
-            s.storing.remove(storing)  # the next whole snapshot is stored instead
+            entry.nodes = [n for n in entry.nodes if n != node.name]
+    _drop_lost(core)
+    spread(core)
+    for storing in list(core.state.storing):
+        if node.name not in storing.waiting.values():
+            continue
+        if storing.void:
+            _answered(core, storing, node)
+        else:
+            core.state.storing.remove(storing)  # the next whole snapshot is stored instead
 
 
 def joined(core: Core, node: Node, hello: m.Hello) -> None:
-    """A node says what it holds: a new agent that adopted its memory, or one that knows a coordinator before this."""
+    """A node says what it holds: a new agent that adopted its memory, or one that knows a coordinator before this.
+
+    Either side may have missed messages of the other, so what was asked of it is asked again, and what it must have
+    been told is told again.
+    """
     node.snapshot_port = hello.snapshot_port
     there = {(c.key, c.shard.row.xxh3) for c in hello.copies}
     for snapshot in core.state.snapshots:
         for entry in snapshot.shards:
-            if node.name in entry.nodes and (entry.copy.key, entry.copy.shard.row.xxh3) not in there:
-                entry.nodes.remove(node.name)
-        snapshot.shards = [h for h in snapshot.shards if h.nodes]
-    core.state.snapshots = [x for x in core.state.snapshots if x.shards]
+            entry.asked = [n for n in entry.asked if n != node.name]
+            if (entry.copy.key, entry.copy.shard.row.xxh3) not in there:
+                entry.nodes = [n for n in entry.nodes if n != node.name]
+    _drop_lost(core)
+    # It keeps nothing of a generation that a rewind began, so it may not have heard of that rewind. Whatever it
+    # holds of later steps is then of generations before, and never happened.
+    missed = [r for r in core.state.rewinds if not any(c.key.generation >= r.number for c in hello.copies)]
+    if missed and node.snapshot_port:
+        core.send(node.name, m.ForgetSnapshots(missed[0].start))
+    if node.snapshot_port and (newest := _newest_step(core)) >= 0:
+        core.send(node.name, m.SnapshotWhole(newest))
     for copy in hello.copies:
-        held(core, node, copy)
+        _take(core, node, copy)
+    spread(core)
+    for storing in list(core.state.storing):
+        if storing.void:
+            _answered(core, storing, node)
+        else:
+            _order(core, storing, node.name)
 
 
 # ---------------------------------------------------------------- copies in memory
+
+
+def happened(core: Core, key: Key) -> bool:
+    """Whether training, as it goes on now, came through the state that a shard is of."""
+    return all(key.generation >= r.number or key.step <= r.start for r in core.state.rewinds)
 
 
 def _newest_step(core: Core) -> int:
@@ -102,69 +160,111 @@ def _newest_step(core: Core) -> int:
 
 
 def _snapshot(core: Core, key: Key) -> Snapshot | None:
-    """The snapshot that a shard is of, a new one if need be; None when a newer one is whole already."""
+    """The snapshot that a shard is of, a new one if need be; None when it is of no use."""
+    s = core.state
     wanted = (key.step, key.generation, key.world)
-    for snapshot in core.state.snapshots:
+    for snapshot in s.snapshots:
         if (snapshot.step, snapshot.generation, snapshot.world) == wanted:
             return snapshot
-    if key.step <= _newest_step(core):
+    if key.step <= _newest_step(core) or not happened(core, key):
         return None
-    core.state.snapshots.append(Snapshot(key.step, key.generation, key.world, core.now))
-    return core.state.snapshots[-1]
+    new = Snapshot(key.step, key.generation, key.world, core.now)
+    s.snapshots.append(new)
+    partial = sorted((x for x in s.snapshots if not x.whole), key=lambda x: (x.step, x.generation))
+    for old in partial[:-KEPT_PARTIAL]:
+        s.snapshots.remove(old)
+    return new if new in s.snapshots else None
+
+
+def _drop_lost(core: Core) -> None:
+    """Forgets snapshots of which nothing is left, and whole ones of which a shard is gone."""
+    s = core.state
+    for snapshot in s.snapshots:
+        snapshot.shards = [h for h in snapshot.shards if h.nodes]
+    s.snapshots = [x for x in s.snapshots if (_has_all(x) if x.whole else x.shards or x.given_up)]
+
+
+def _has_all(snapshot: Snapshot) -> bool:
+    return {h.copy.key.rank for h in snapshot.shards} == set(range(snapshot.world))
 
 
 def savers(core: Core, members: tuple[m.Member, ...]) -> frozenset[int]:
-    """Ranks of a generation of replicas that take the snapshots: enough of them, on different nodes, so that
-    nothing needs to be sent; they hold the same."""
-    chosen: dict[str, int] = {}
+    """Ranks of a generation of replicas that take the snapshots: enough of them, on different nodes and in different
+    racks where there are such, so that nothing needs to be sent; they hold the same."""
+    first: dict[str, int] = {}
     for member in members:
-        if len(chosen) <= core.spec.saving.copies:
-            chosen.setdefault(member.node, member.rank)
-    return frozenset(chosen.values())
+        if core.state.nodes[member.node].snapshot_port:
+            first.setdefault(member.node, member.rank)
+    chosen: list[str] = []
+    for name in first:
+        if not _shares_rack(core, name, chosen):
+            chosen.append(name)
+    chosen += [n for n in first if n not in chosen]
+    return frozenset(first[n] for n in chosen[: core.spec.saving.copies + 1])
+
+
+def _shares_rack(core: Core, name: str, others: list[str]) -> bool:
+    rack = core.state.nodes[name].rack
+    return rack is not None and any(core.state.nodes[n].rack == rack for n in others)
+
+
+def spread(core: Core) -> None:
+    """Asks for every copy that is missing."""
+    for snapshot in list(core.state.snapshots):
+        _spread(core, snapshot)
 
 
 def _spread(core: Core, snapshot: Snapshot) -> None:
     """Asks for the copies that are missing; a snapshot that misses none is whole."""
+    s = core.state
+    if snapshot not in s.snapshots or snapshot.given_up or s.phase in (JobPhase.STOPPING, JobPhase.ENDED):
+        return
     complete = True
     for rank in range(snapshot.world):
         entries = [h for h in snapshot.shards if h.copy.key.rank == rank]
         if not entries:
-            return
-        best = max(entries, key=lambda h: len(h.nodes))
-        missing = core.spec.saving.copies + 1 - len(best.nodes)
-        if missing <= 0:
-            continue
-        if core.state.level == 2 and len(entries) == 1 and _expected(core, snapshot, best):
             complete = False
             continue
-        for name in _buddies(core, snapshot, best)[: missing - len(best.asked)]:
+        there = [n for h in entries for n in h.nodes]
+        asked = [n for h in entries for n in h.asked]
+        missing = core.spec.saving.copies + 1 - len(set(there))
+        if missing <= 0:
+            continue
+        if _expected(core, snapshot, there):
+            complete = False
+            continue
+        best = max(entries, key=lambda h: len(h.nodes))
+        taken = [*there, *asked, *snapshot.refused]
+        for name in _buddies(core, best, taken)[: max(0, missing - len(asked))]:
             best.asked.append(name)
+            asked.append(name)
             core.send(name, m.Replicate(best.copy, _holders(core, best)))
-        if best.asked:
+        if asked:
             complete = False
     if complete and not snapshot.whole:
         _whole(core, snapshot)
 
 
-def _expected(core: Core, snapshot: Snapshot, entry: HeldShard) -> bool:
+def _expected(core: Core, snapshot: Snapshot, there: list[str]) -> bool:
     """Another member copies the same just now."""
-    g = core.state.generation
-    if g is None or snapshot.generation != g.number:
+    s = core.state
+    g = s.generation
+    running = s.phase in (JobPhase.RUNNING, JobPhase.BREAKING)
+    if s.level != 2 or g is None or snapshot.generation != g.number or not running:
         return False
     nodes = {g.members[rank].node for rank in savers(core, g.members)}
-    there = {n.name for n in core.alive_nodes()}
-    return any(n in there and n not in entry.nodes and n not in snapshot.refused for n in nodes)
+    return any(s.nodes[n].alive and n not in there and n not in snapshot.refused for n in nodes)
 
 
-def _buddies(core: Core, snapshot: Snapshot, entry: HeldShard) -> list[str]:
-    """Nodes that may keep another copy, the owner's own buddies first."""
+def _buddies(core: Core, entry: HeldShard, taken: list[str]) -> list[str]:
+    """Nodes that may keep another copy, the owner's own buddies first, then those in other racks."""
     s = core.state
     alive = [n for n in core.alive_nodes() if n.snapshot_port]
     placed = placement.place({n.name: n.rack for n in alive}, core.spec.saving.copies, s.buddy_groups)
     s.buddy_groups = [list(g) for g in placed.groups]
     first = [b for n in entry.nodes for b in placed.buddies.get(n, ())]
-    order = list(dict.fromkeys([*first, *(n.name for n in alive)]))
-    return [n for n in order if n not in (*entry.nodes, *entry.asked, *snapshot.refused)]
+    others = sorted((n.name for n in alive), key=lambda n: _shares_rack(core, n, entry.nodes))
+    return [n for n in dict.fromkeys([*first, *others]) if n not in taken]
 
 
 def _holders(core: Core, entry: HeldShard) -> tuple[Holder, ...]:
@@ -177,7 +277,8 @@ def _whole(core: Core, snapshot: Snapshot) -> None:
     snapshot.whole = True
     s.skipped = 0
     copies = min(
-        max(len(h.nodes) for h in snapshot.shards if h.copy.key.rank == r) for r in range(snapshot.world)
+        len({n for h in snapshot.shards if h.copy.key.rank == r for n in h.nodes})
+        for r in range(snapshot.world)
     )
     rows = {h.copy.shard.row.xxh3: h.copy.shard.row.nbytes for h in snapshot.shards}
     core.record(
@@ -206,11 +307,7 @@ def _whole(core: Core, snapshot: Snapshot) -> None:
 
 def newest_whole(core: Core, world: int | None = None) -> Snapshot | None:
     """The newest snapshot of which every shard is held by a node that lives."""
-    there = [
-        x
-        for x in core.state.snapshots
-        if {h.copy.key.rank for h in x.shards} == set(range(x.world)) and world in (None, x.world)
-    ]
+    there = [x for x in core.state.snapshots if _has_all(x) and world in (None, x.world)]
     return max(there, key=lambda x: (x.step, x.generation), default=None)
 
 
@@ -221,17 +318,32 @@ def sources(core: Core, snapshot: Snapshot, rank: int, node: str) -> tuple[Copy,
     return best.copy, tuple(sorted(_holders(core, best), key=lambda h: h.node != node))
 
 
+def unread(core: Core, copy: Copy) -> None:
+    """A worker could not read a snapshot from any of its holders: a node may have less than the core thinks."""
+    s, key = core.state, copy.key
+    for snapshot in list(s.snapshots):
+        if (snapshot.step, snapshot.generation, snapshot.world) == (key.step, key.generation, key.world):
+            snapshot.unread += 1
+            if snapshot.unread >= MAX_UNREAD:
+                s.snapshots.remove(snapshot)
+                core.record("snapshot-unreadable", step=snapshot.step, generation=snapshot.generation)
+
+
 def went_back(core: Core, start: int) -> None:
-    """Training goes on from `start`, and not from live state: later snapshots are of a past that did not happen."""
+    """The next generation goes on from `start`, and not from live state: what was saved of later steps is of a past
+    that did not happen. It may still be reported, and by agents that did not hear this."""
     s = core.state
-    s.storing = [x for x in s.storing if x.step <= start]
+    s.rewinds = [r for r in s.rewinds if r.start < start] + [Rewind(s.number + 1, start)]
+    if len(s.rewinds) > KEPT_REWINDS:
+        s.rewinds[:2] = [Rewind(s.rewinds[1].number, s.rewinds[0].start)]
+    for storing in s.storing:
+        storing.void = storing.void or storing.step > start
     for tier, last in list(s.stored.items()):
         if last.step > start:
             s.stored[tier] = Storing(tier, start, last.began_s)
-    if any(x.step > start for x in s.snapshots):
-        s.snapshots = [x for x in s.snapshots if x.step <= start]
-        for node in core.alive_nodes():
-            core.send(node.name, m.ForgetSnapshots(start))
+    s.snapshots = [x for x in s.snapshots if x.step <= start]
+    for node in core.alive_nodes():  # also those that hold nothing: they know which snapshot was whole
+        core.send(node.name, m.ForgetSnapshots(start))
 
 
 def sought(core: Core, worker: Worker, request: int) -> None:
@@ -282,54 +394,80 @@ def _auto_s(core: Core, last: Storing | None) -> float:
 
 
 def _store(core: Core, tier: DurableTier, snapshot: Snapshot) -> None:
-    s = core.state
-    storing = Storing(tier.url, snapshot.step, core.now)
+    storing = Storing(tier.url, snapshot.step, core.now, snapshot.generation, snapshot.world)
     rows: dict[str, Shard] = {}
     for rank in range(snapshot.world):
         copy, holders = sources(core, snapshot, rank, "")
-        owner = holders[rank % len(holders)].node
         first = rows.setdefault(copy.shard.row.xxh3, copy.shard)
-        shared = "" if first is copy.shard else first.row.name
-        storing.waiting[rank] = owner
-        core.send(owner, m.StoreShard(tier.url, copy.key, shared))
-    s.storing.append(storing)
+        if first is not copy.shard:
+            storing.rows[rank] = first.row.name
+        storing.waiting[rank] = holders[rank % len(holders)].node
+    core.state.storing.append(storing)
+    for name in dict.fromkeys(storing.waiting.values()):
+        _order(core, storing, name)
 
 
-def stored(core: Core, message: m.Stored) -> None:
+def _order(core: Core, storing: Storing, name: str) -> None:
+    """Asks a node for all that is waited for from it."""
+    for rank, node in storing.waiting.items():
+        if node != name:
+            continue
+        if rank < 0:
+            tier = next(t for t in core.spec.saving.tiers if t.url == storing.tier)
+            shards = tuple(sorted(storing.shards, key=lambda x: x.rank))
+            core.send(name, m.Publish(tier, storing.step, shards))
+        else:
+            key = Key(storing.step, storing.generation, rank, storing.world)
+            core.send(name, m.StoreShard(storing.tier, key, storing.rows.get(rank, "")))
+
+
+def _answered(core: Core, storing: Storing, node: Node, rank: int | None = None) -> None:
+    """One less to wait for (rank None: nothing more comes from this node) of a checkpoint that nobody wants."""
+    storing.waiting = {r: n for r, n in storing.waiting.items() if n != node.name or rank not in (None, r)}
+    if not storing.waiting:
+        core.state.storing.remove(storing)
+
+
+def stored(core: Core, node: Node, message: m.Stored) -> None:
     """A shard is in a tier, or could not be brought there."""
-    s = core.state
-    storing = next((x for x in s.storing if x.tier == message.tier and x.step == message.key.step), None)
-    if storing is None:
-        return
-    if message.shard is None:
-        _failed(core, storing, message.reason)
-        return
-    node = storing.waiting.pop(message.key.rank, None)
-    storing.shards = [x for x in storing.shards if x.rank != message.shard.rank] + [message.shard]
-    if not storing.waiting and node is not None:
-        tier = next(t for t in core.spec.saving.tiers if t.url == storing.tier)
-        shards = tuple(sorted(storing.shards, key=lambda x: x.rank))
-        storing.waiting[-1] = node
-        core.send(node, m.Publish(tier, storing.step, shards))
+    key = message.key
+    for storing in list(core.state.storing):
+        if (storing.tier, storing.step, storing.generation) != (message.tier, key.step, key.generation):
+            continue
+        if storing.waiting.get(key.rank) != node.name:
+            continue
+        if storing.void:
+            _answered(core, storing, node, key.rank)
+        elif message.shard is None:
+            _failed(core, storing, message.reason)
+        else:
+            del storing.waiting[key.rank]
+            storing.shards.append(message.shard)
+            if not storing.waiting:
+                storing.waiting[-1] = node.name
+                _order(core, storing, node.name)
 
 
-def published(core: Core, message: m.Published) -> None:
+def published(core: Core, node: Node, message: m.Published) -> None:
     """A checkpoint exists, or its manifest could not be written."""
     s = core.state
-    storing = next((x for x in s.storing if x.tier == message.tier and x.step == message.step), None)
-    if message.error is not None:
-        if storing is not None:
+    asked = [
+        x for x in s.storing if (x.tier, x.step, x.waiting.get(-1)) == (message.tier, message.step, node.name)
+    ]
+    for storing in asked:
+        if storing.void:
+            _answered(core, storing, node)
+            continue
+        if message.error is not None:
             _failed(core, storing, message.error)
-        return
-    if storing is not None:
+            continue
         s.storing.remove(storing)
         storing.took_s = core.now - storing.began_s
         s.stored[storing.tier] = storing
-    if s.durable is None or s.durable.step <= message.step:
-        s.durable = Durable(message.step, message.tier)
-    s.failing_tiers = [t for t in s.failing_tiers if t != message.tier]
-    took_s = round(storing.took_s, 4) if storing and storing.took_s else None
-    core.record("saved", step=message.step, url=message.tier, took_s=took_s)
+        if s.durable is None or s.durable.step <= message.step:
+            s.durable = Durable(message.step, message.tier)
+        s.failing_tiers = [t for t in s.failing_tiers if t != message.tier]
+        core.record("saved", step=message.step, url=message.tier, took_s=round(storing.took_s, 4))
 
 
 def _failed(core: Core, storing: Storing, reason: str) -> None:

@@ -172,7 +172,8 @@ class HeldShard(msgspec.Struct):
 class Snapshot(msgspec.Struct):
     """What workers copied at one step. Replicas whose bytes differ (in buffers) give several of one rank.
 
-    refused: nodes that could not keep a shard of it.
+    refused: nodes that could not keep a shard of it. given_up: a shard is missing and nobody will bring it.
+    unread: generations in a row that could not be restored from it.
     """
 
     step: int
@@ -182,20 +183,35 @@ class Snapshot(msgspec.Struct):
     shards: list[HeldShard] = []
     refused: list[str] = []
     whole: bool = False
+    given_up: bool = False
+    unread: int = 0
+
+
+class Rewind(msgspec.Struct):
+    """Generation `number` did not go on from live state but from step `start`: later steps of those before it never
+    happened."""
+
+    number: int
+    start: int
 
 
 class Storing(msgspec.Struct):
     """A checkpoint on its way to a durable tier, or the last one that came there.
 
-    waiting: rank to the node that writes its shard; -1: the manifest.
+    waiting: rank to the node that writes its shard; -1: the manifest. rows: rank to the row that it shares.
+    void: training went back behind it; it is only waited for, so that nothing of it is taken for a later one's.
     """
 
     tier: str
     step: int
     began_s: float
+    generation: int = 0
+    world: int = 1
     took_s: float | None = None
     waiting: dict[int, str] = {}
+    rows: dict[int, str] = {}
     shards: list[Shard] = []
+    void: bool = False
 
 
 class CoreState(msgspec.Struct):
@@ -205,7 +221,7 @@ class CoreState(msgspec.Struct):
     that broke without a commit and without anyone to blame. bad_starts: volleys of workers in a row that died
     before they were ready. joined: nodes that ever came. stops: who was told to leave, and how. waiting: the ledger
     says that the job waits for workers. stored: tier to the last checkpoint that came there (or was tried).
-    skipped: shards that no node could keep since the last whole snapshot.
+    skipped: shards that no node could keep since the last whole snapshot. rewinds: oldest first, their starts rising.
     """
 
     spec: JobSpec
@@ -223,6 +239,7 @@ class CoreState(msgspec.Struct):
     lost_steps: int = 0
     durable: Durable | None = None
     snapshots: list[Snapshot] = []
+    rewinds: list[Rewind] = []
     buddy_groups: list[list[str]] = []
     short_of_copies: bool = False
     skipped: int = 0

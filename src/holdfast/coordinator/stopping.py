@@ -124,15 +124,15 @@ def advance(core: Core) -> None:
     if waiting and not _saving(core):
         outcome = policy.settle({w.name: policy.Report(w.committed, w.prepared) for w in waiting})
         s.committed = max(s.committed, outcome.start or 0)
-        todo = outcome.start and (s.durable is None or s.durable.step < outcome.start)
+        tier = core.spec.saving.tiers[0] if core.spec.saving.tiers else None
+        todo = tier and outcome.start and (s.durable is None or s.durable.step < outcome.start)
         holders = [w for w in waiting if w.name in outcome.holders]
         for worker in waiting:
             if worker not in holders:
                 failures.end_worker(core, worker, counts=False)
         for worker in holders[:1] if todo else holders:
             apply = worker.name in outcome.apply
-            tiers = core.spec.saving.tiers
-            _stop(core, worker, m.Stop(apply=apply, save_to=tiers[0] if todo and tiers else None))
+            _stop(core, worker, m.Stop(apply=apply, save_to=tier if todo else None))
     if not core.alive_workers():
         end(core)
 

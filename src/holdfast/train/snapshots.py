@@ -12,14 +12,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from mmap import mmap
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from holdfast.checkpoint.memory import PAGE, map_slot
+from holdfast.checkpoint.memory import SlotMaps
 from holdfast.checkpoint.policy import best_interval_s, parse_cadence
 from holdfast.errors import StateError, TierError
 from holdfast.protocol import messages as m
@@ -37,22 +35,6 @@ LEAST_COST_S = 0.001
 
 COPY_BYTES = 16 << 20
 """Copied between two looks at whether the copy is still wanted."""
-
-
-class SlotMaps:
-    """The agent's slots in this process's address space. A slot stays mapped: its pages are present then."""
-
-    def __init__(self) -> None:
-        self._maps: dict[str, mmap] = {}
-
-    def row(self, path: str, nbytes: int) -> memoryview:
-        """The row of a slot. Raises TierError when the slot is gone."""
-        memory = self._maps.get(path)
-        if memory is None or len(memory) < PAGE + nbytes:
-            memory = self._maps[path] = map_slot(Path(path), nbytes)
-        for old in [p for p in self._maps if p != path and not Path(p).exists()]:
-            del self._maps[old]  # the agent gave its memory back
-        return memoryview(memory)[PAGE : PAGE + nbytes]
 
 
 class Snapshots:

@@ -59,7 +59,7 @@ def capture(
         UsageError: a value that is neither plain nor a tensor; the message has its path.
     """
     tensors: list[tuple[str, torch.Tensor]] = []
-    tree = {name: _pack(_state_of(thing, copy_buffer), name, tensors) for name, thing in objects.items()}
+    tree = {name: pack(_state_of(thing, copy_buffer), name, tensors) for name, thing in objects.items()}
     specs, offset = [], 0
     for path, tensor in tensors:
         nbytes = tensor.numel() * tensor.element_size()
@@ -72,7 +72,7 @@ def targets(objects: Protected, index: Index) -> Image:
     """Tensors to receive a index's bytes: the live ones where they fit, new ones elsewhere."""
     live: list[tuple[str, torch.Tensor]] = []
     for name, thing in objects.items():
-        _pack(thing.state_dict(), name, live)
+        pack(thing.state_dict(), name, live)
     fitting = dict(live)
     chosen = []
     for spec in index.tensors:
@@ -104,7 +104,7 @@ def load(objects: Protected, image: Image) -> None:
         raise StateError(f"the state holds {sorted(tree)}, this script protects {sorted(objects)}")
     for name, thing in objects.items():
         try:
-            thing.load_state_dict(_unpack(tree[name], image.tensors))
+            thing.load_state_dict(unpack(tree[name], image.tensors))
         except (RuntimeError, ValueError, KeyError) as error:
             raise StateError(f"{name} refuses its state: {error}") from error
 
@@ -158,18 +158,22 @@ def _state_of(thing: Any, copy_buffer: Callable[[torch.Tensor], torch.Tensor] | 
     return state
 
 
-def _pack(value: Any, path: str, tensors: list[tuple[str, torch.Tensor]]) -> Any:
-    """A tree of ["x", plain], ["T", tensor number], ["d", [[key, tree]]], ["l", [tree]], ["t", [tree]]."""
+def pack(value: Any, path: str, tensors: list[tuple[str, torch.Tensor]]) -> Any:
+    """A tree of ["x", plain], ["T", tensor number], ["d", [[key, tree]]], ["l", [tree]], ["t", [tree]].
+
+    Raises:
+        UsageError: a value that is neither plain nor a tensor.
+    """
     if isinstance(value, torch.Tensor):
         tensors.append((path, value))
         return ["T", len(tensors) - 1]
     if value is None or isinstance(value, bool | int | float | str):
         return ["x", value]
     if isinstance(value, Mapping):
-        return ["d", [[_key(k, path), _pack(v, f"{path}.{k}", tensors)] for k, v in value.items()]]
+        return ["d", [[_key(k, path), pack(v, f"{path}.{k}", tensors)] for k, v in value.items()]]
     if isinstance(value, list | tuple):
         kind = "l" if isinstance(value, list) else "t"
-        return [kind, [_pack(v, f"{path}.{i}", tensors) for i, v in enumerate(value)]]
+        return [kind, [pack(v, f"{path}.{i}", tensors) for i, v in enumerate(value)]]
     raise UsageError(
         f"cannot protect {path}: a {type(value).__name__} is neither a tensor nor a plain value; "
         "keep None, bool, int, float, str, list, tuple, dict and tensors in the state"
@@ -182,18 +186,25 @@ def _key(key: Any, path: str) -> str | int:
     raise UsageError(f"cannot protect {path}: the key {key!r} is neither a string nor a whole number")
 
 
-def _unpack(tree: Any, tensors: list[torch.Tensor]) -> Any:
+def unpack(tree: Any, tensors: list[Any], inlined: Callable[[Any], Any] = lambda value: value) -> Any:
+    """Puts a packed tree together again. inlined: makes a tensor of a leaf that holds its bytes.
+
+    Raises:
+        StateError: a tree of another version.
+    """
     kind, value = tree
     match kind:
         case "T":
             return tensors[value]
         case "x":
             return value
+        case "b":
+            return inlined(value)
         case "d":
-            return {k: _unpack(v, tensors) for k, v in value}
+            return {k: unpack(v, tensors, inlined) for k, v in value}
         case "l":
-            return [_unpack(v, tensors) for v in value]
+            return [unpack(v, tensors, inlined) for v in value]
         case "t":
-            return tuple(_unpack(v, tensors) for v in value)
+            return tuple(unpack(v, tensors, inlined) for v in value)
         case _:
             raise StateError(f"a state tree of another version: {kind!r}")

@@ -56,6 +56,11 @@ def attach() -> Attachment | None:
     return _attachment[0]
 
 
+def link() -> Link | None:
+    """The link to this worker's agent; None outside of a job."""
+    return _attachment[0].link if _attachment else None
+
+
 def alone() -> Attachment:
     """A job of one: the messages go to a thread of this process that plays agent and coordinator."""
     ours, theirs = socket.socketpair()

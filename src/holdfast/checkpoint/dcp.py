@@ -1,0 +1,349 @@
+"""The tiers as storage of torch.distributed.checkpoint: a StorageWriter and a StorageReader.
+
+dcp.save(state, checkpoint_id="step-100", storage_writer=hf.checkpoint.TieredWriter())
+dcp.load(state, storage_reader=hf.checkpoint.TieredReader())
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import re
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from holdfast.checkpoint.api import copy_tensors, place_for, wait_for_copy
+from holdfast.checkpoint.flat import inlined
+from holdfast.checkpoint.found import Found
+from holdfast.checkpoint.layout import Index, TensorSpec
+from holdfast.checkpoint.places import say
+from holdfast.checkpoint.regions import Region, dtype_of, read_regions
+from holdfast.errors import StateError, TierError
+from holdfast.train.state import unpack
+
+BYTES = "bytes"
+"""The dtype of what a planner gave as a stream of bytes."""
+
+Id = str | os.PathLike[str] | None
+
+
+def step_of_id(checkpoint_id: Id) -> int | None:
+    """The step that a checkpoint's id names: its last number, as in `run/step-100`; None without one."""
+    numbers = re.findall(r"\d+", str(checkpoint_id).rstrip("/").rpartition("/")[2]) if checkpoint_id else []
+    return int(numbers[-1]) if numbers else None
+
+
+class TieredWriter(StorageWriter):
+    """Saves into the tiers, see `holdfast.checkpoint.save`.
+
+    `dcp.save` returns when every rank's part is with its agent, or, without a job, when the checkpoint is in the
+    durable tier. The step is the number in `checkpoint_id` (`step-100`), or what `step` is set to, or one more than
+    at the last save.
+    """
+
+    def __init__(self, to: str | None = None, step: int | None = None) -> None:
+        """to: without a job: the durable tier, as for `save`."""
+        self.step = step
+        self._to = to
+        self._saved = -1
+
+    def reset(self, checkpoint_id: Id = None) -> None:
+        """A new checkpoint begins."""
+        named = step_of_id(checkpoint_id)
+        if named is not None:
+            self.step = named
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing is agreed on between ranks."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """As it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """As they are."""
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Copies this rank's items into memory.
+
+        Raises:
+            TierError: there was no memory for it; the message says why.
+        """
+        wait_for_copy()
+        step = self.step if self.step is not None else self._saved + 1
+        tensors: list[torch.Tensor] = []
+        specs: list[TensorSpec] = []
+        offset = 0
+        for item in plan.items:
+            tensor = _resolve(item, planner)
+            spec = _spec_of(item, tensor, offset)
+            specs.append(spec)
+            tensors.append(tensor)
+            offset += spec.nbytes
+        index = Index(step, {}, tuple(specs), offset)
+        place = place_for(self._to)
+        if not place.put(index, lambda row: copy_tensors(row, tensors)):
+            raise TierError(f"step {step} was not saved: see the message before")
+        self._saved = step
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(
+            [WriteResult(item.index, spec.nbytes, None) for item, spec in zip(plan.items, specs, strict=True)]
+        )
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """The coordinator of the job, or the saving thread, writes the manifest; here it is waited for."""
+        place_for(self._to).flush()
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """An id with a number in it."""
+        return step_of_id(checkpoint_id) is not None
+
+
+class TieredReader(StorageReader):
+    """Loads from the nearest tier that has the checkpoint whole, into any sharding; only the bytes that are needed.
+
+    Attributes:
+        found: what is being read; its `fetched_bytes` grows.
+    """
+
+    def __init__(self, source: str | None = None, step: int | None = None) -> None:
+        """source: without a job: the durable tier. step: this one; by default the newest, or what `checkpoint_id`
+        names."""
+        self.found: Found | None = None
+        self._step, self._source = step, source
+
+    def reset(self, checkpoint_id: Id = None) -> None:
+        """A new load begins."""
+        named = step_of_id(checkpoint_id)
+        if named is not None:
+            self._step = named
+        self.found = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Finds the checkpoint.
+
+        Raises:
+            StateError: there is none, or none that is whole.
+        """
+        wait_for_copy()
+        place = place_for(self._source)
+        reasons: list[str] = []
+        for found in place.candidates(reasons.append):
+            if self._step in (None, found.step):
+                self.found = found
+                break
+        for why in reasons:
+            say(f"rank {place.rank}: passed over: {why}")
+        if self.found is None:
+            wanted = "" if self._step is None else f" of step {self._step}"
+            raise StateError(
+                f"no whole checkpoint{wanted} was found{': ' if reasons else ''}{'; '.join(reasons)}"
+            )
+        return metadata_of(self.found)
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Nothing is agreed on between ranks."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """As it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """As they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads every item.
+
+        Raises:
+            StateError: bytes that no source has whole, or objects that are no plain values.
+        """
+        found = self.found
+        assert found is not None
+        reader = place_for(self._source).rank
+        values = _values(found)
+        regions: list[Region] = []
+        targets: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = []
+        streams: list[tuple[ReadItem, torch.Tensor]] = []
+        for item in plan.items:
+            fqn = item.storage_index.fqn
+            if item.type is LoadItemType.BYTE_IO:
+                if fqn in values:
+                    planner.load_bytes(item, _pickled(values[fqn]))
+                    continue
+                owner, spec = found.pieces(fqn, reader)[0]
+                data = torch.empty(spec.nbytes, dtype=torch.uint8)
+                stream = TensorSpec(spec.path, "uint8", (spec.nbytes,), spec.offset, spec.nbytes)
+                regions.append(Region(owner, stream, (0,), data))
+                streams.append((item, data))
+                continue
+            target = planner.resolve_tensor(item).detach()
+            if fqn in values:
+                box = _box(item.storage_offsets, item.lengths)
+                targets.append((item, target, values[fqn][box]))
+                continue
+            owner, spec = _piece(found, item, reader)
+            dtype = dtype_of(spec)
+            direct = target.device.type == "cpu" and target.dtype == dtype
+            into = target if direct else torch.empty(tuple(item.lengths), dtype=dtype)
+            regions.append(Region(owner, spec, tuple(item.storage_offsets), into))
+            targets.append((item, target, into))
+        read_regions(found, regions)
+        with torch.no_grad():
+            for item, target, into in targets:
+                if into is not target:
+                    target.copy_(into)
+                planner.commit_tensor(item, target)
+        for item, data in streams:
+            planner.load_bytes(item, _harmless(data, item.storage_index.fqn))
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """An id with a number in it."""
+        return step_of_id(checkpoint_id) is not None
+
+
+def metadata_of(found: Found) -> Metadata:
+    """What torch.distributed.checkpoint plans a load with."""
+    entries: dict[str, Any] = {}
+    for path in found.paths():
+        pieces = [spec for _, spec in found.pieces(path)]
+        first = pieces[0]
+        if first.dtype == BYTES:
+            entries[path] = BytesStorageMetadata()
+            continue
+        chunks = [
+            ChunkStorageMetadata(torch.Size(s.start or (0,) * len(s.shape)), torch.Size(s.shape))
+            for s in pieces
+        ]
+        size = torch.Size(first.whole or first.shape)
+        entries[path] = TensorStorageMetadata(TensorProperties(dtype=dtype_of(first)), size, chunks)
+    for path, value in _values(found).items():
+        if isinstance(value, torch.Tensor):
+            chunk = ChunkStorageMetadata(torch.Size((0,) * value.dim()), value.shape)
+            entries[path] = TensorStorageMetadata(TensorProperties(dtype=value.dtype), value.shape, [chunk])
+        else:
+            entries[path] = BytesStorageMetadata()
+    return Metadata(entries)
+
+
+def _values(found: Found) -> dict[str, Any]:
+    """What `holdfast.checkpoint.save` keeps with the index: plain values and small tensors, by their path."""
+    values: dict[str, Any] = {}
+
+    def walk(tree: Any, path: str) -> None:
+        kind, value = tree
+        if kind == "d":
+            for key, part in value:
+                walk(part, f"{path}.{key}")
+        elif kind in ("l", "t") and not _is_plain(tree):
+            for number, part in enumerate(value):
+                walk(part, f"{path}.{number}")
+        elif kind in ("l", "t"):
+            values[path] = unpack(tree, [])
+        elif kind == "b":
+            values[path] = inlined(value)
+        elif kind == "x":
+            values[path] = value
+
+    for name, tree in found.heads[0].index.tree.items():
+        walk(tree, name)
+    return values
+
+
+def _is_plain(tree: Any) -> bool:
+    """A list without tensors and dicts in it is one value to torch's planners."""
+    kind, value = tree
+    return kind == "x" or (kind in ("l", "t") and all(map(_is_plain, value)))
+
+
+def _piece(found: Found, item: ReadItem, reader: int) -> tuple[int, TensorSpec]:
+    """The saved piece that an item reads from."""
+    offset = tuple(item.storage_index.offset or ())
+    for owner, spec in found.pieces(item.storage_index.fqn, reader):
+        if (spec.start or (0,) * len(spec.shape)) == (offset or (0,) * len(spec.shape)):
+            return owner, spec
+    raise StateError(f"{item.storage_index.fqn}: the checkpoint has no piece at {offset}")
+
+
+def _resolve(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
+    data = planner.resolve_data(item)
+    if item.type is WriteItemType.BYTE_IO:
+        assert isinstance(data, io.BytesIO)
+        return torch.frombuffer(bytearray(data.getbuffer()), dtype=torch.uint8)
+    assert isinstance(data, torch.Tensor)
+    return data.detach()
+
+
+def _spec_of(item: WriteItem, tensor: torch.Tensor, offset: int) -> TensorSpec:
+    fqn, nbytes = item.index.fqn, tensor.numel() * tensor.element_size()
+    if item.type is WriteItemType.BYTE_IO:
+        return TensorSpec(fqn, BYTES, (nbytes,), offset, nbytes)
+    data = item.tensor_data
+    assert data is not None
+    shape, whole = tuple(data.chunk.sizes), tuple(data.size)
+    piece = shape != whole
+    return TensorSpec(
+        fqn,
+        str(tensor.dtype)[6:],
+        shape,
+        offset,
+        nbytes,
+        whole if piece else (),
+        tuple(data.chunk.offsets) if piece else (),
+    )
+
+
+def _box(offsets: torch.Size, lengths: torch.Size) -> tuple[slice, ...]:
+    return tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
+
+
+def _pickled(value: Any) -> io.BytesIO:
+    """A plain value in the form in which planners expect objects."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    stream.seek(0)
+    return stream
+
+
+def _harmless(data: torch.Tensor, fqn: str) -> io.BytesIO:
+    """An object's bytes for the planner, which unpickles them: only if torch's own unpickler of plain values and
+    tensors can read them, which refuses everything that could run code."""
+    raw = bytes(data.numpy())
+    try:
+        torch.load(io.BytesIO(raw), weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        raise StateError(
+            f"{fqn} is an object that could run code when it is loaded: save plain values and tensors, or allow its "
+            f"class with torch.serialization.add_safe_globals ({str(error).splitlines()[0]})"
+        ) from error
+    return io.BytesIO(raw)

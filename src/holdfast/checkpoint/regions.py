@@ -1,0 +1,188 @@
+"""Parts of saved tensors into live ones: only the bytes that are needed, in few large reads."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from holdfast.checkpoint.found import Found
+from holdfast.checkpoint.layout import CHUNK_BYTES, TensorSpec
+from holdfast.checkpoint.rows import Row
+from holdfast.errors import StateError
+
+READ_BYTES = 16 << 20
+"""The largest read; what lies closer together than a checksum's chunk is read at once."""
+
+THREADS = 4
+MOST_RUNS = 4096
+"""A part of a piece in more runs than this is cut from the range around all of them."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """A box of a saved piece: where it begins, and the tensor of its size that is to receive it."""
+
+    rank: int
+    spec: TensorSpec
+    offsets: tuple[int, ...]
+    target: torch.Tensor
+
+
+@dataclass
+class _Buffer:
+    """A region's bytes as they come in, and how many are still missing."""
+
+    region: Region
+    data: torch.Tensor
+    cut: tuple[tuple[slice, ...], tuple[int, ...]] | None
+    missing: int
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Bytes of the row, and where they go in a buffer."""
+
+    low: int
+    nbytes: int
+    buffer: _Buffer
+    at: int
+
+
+def dtype_of(spec: TensorSpec) -> torch.dtype:
+    """Raises StateError for a dtype that this torch does not have."""
+    dtype = getattr(torch, spec.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise StateError(f"{spec.path}: this torch knows no dtype {spec.dtype!r}")
+    return dtype
+
+
+def read_regions(found: Found, regions: Sequence[Region], threads: int = THREADS) -> None:
+    """Fills every region's target.
+
+    Raises:
+        StateError: bytes that no source has whole; targets may be partly filled then.
+    """
+    by_rank: dict[int, list[_Run]] = {}
+    for region in regions:
+        by_rank.setdefault(region.rank, []).extend(_runs_of(region))
+    reads = [(rank, read) for rank, runs in by_rank.items() for read in _merged(runs)]
+    if not reads:
+        return
+    todo = iter(reads)
+    lock = threading.Lock()
+
+    def work() -> None:
+        rows: dict[int, Row] = {}
+        try:
+            while True:
+                with lock:
+                    job = next(todo, None)
+                if job is None:
+                    return
+                rank, runs = job
+                if rank not in rows:
+                    rows[rank] = found.open_row(rank)
+                _read(rows[rank], runs, lock)
+        finally:
+            with lock:
+                found.fetched_bytes += sum(r.fetched_bytes for r in rows.values())
+            for row in rows.values():
+                row.close()
+
+    count = min(threads, len(reads))
+    with ThreadPoolExecutor(count, thread_name_prefix="holdfast-load") as pool:
+        for job in [pool.submit(work) for _ in range(count)]:
+            job.result()
+
+
+def _read(row: Row, runs: list[_Run], lock: threading.Lock) -> None:
+    low = runs[0].low
+    data = row.fetch(low, max(r.low + r.nbytes for r in runs))
+    whole = torch.frombuffer(data, dtype=torch.uint8)
+    for run in runs:
+        run.buffer.data[run.at : run.at + run.nbytes] = whole[run.low - low : run.low - low + run.nbytes]
+        with lock:
+            run.buffer.missing -= run.nbytes
+            complete = run.buffer.missing == 0
+        if complete:
+            _deliver(run.buffer)
+
+
+def _deliver(buffer: _Buffer) -> None:
+    region = buffer.region
+    value = buffer.data.view(dtype_of(region.spec))
+    if buffer.cut is not None:
+        slices, shape = buffer.cut
+        value = value.view(shape)[slices]
+    with torch.no_grad():
+        region.target.copy_(value.view(region.target.shape) if buffer.cut is None else value)
+
+
+def _runs_of(region: Region) -> Iterator[_Run]:
+    """The row's bytes that make up a region, in contiguous runs."""
+    spec, lengths = region.spec, tuple(region.target.shape)
+    item = dtype_of(spec).itemsize
+    if any(n == 0 for n in lengths):
+        return
+    if any(o + n > s for o, n, s in zip(region.offsets, lengths, spec.shape, strict=True)):
+        raise StateError(f"{spec.path}: {lengths} at {region.offsets} is not within {spec.shape}")
+    inner = len(lengths)  # dimensions from `inner` on are taken whole
+    while inner > 0 and lengths[inner - 1] == spec.shape[inner - 1]:
+        inner -= 1
+    outer = max(0, inner - 1)
+    strides = [math.prod(spec.shape[d + 1 :]) for d in range(len(lengths))]
+    run_items = math.prod(lengths[outer:])
+    count = math.prod(lengths[:outer])
+    begin = sum(o * s for o, s in zip(region.offsets, strides, strict=True))
+    if count > MOST_RUNS:
+        yield _covering(region, item)
+        return
+    nbytes = math.prod(lengths) * item
+    buffer = _Buffer(region, torch.empty(nbytes, dtype=torch.uint8), None, nbytes)
+    for number in range(count):
+        at, rest = begin, number
+        for d in range(outer - 1, -1, -1):
+            rest, step = divmod(rest, lengths[d])
+            at += step * strides[d]
+        yield _Run(spec.offset + at * item, run_items * item, buffer, number * run_items * item)
+
+
+def _covering(region: Region, item: int) -> _Run:
+    """All rows of the piece that the region has a part of, at once."""
+    spec, lengths = region.spec, tuple(region.target.shape)
+    row_bytes = math.prod(spec.shape[1:]) * item
+    first, count = region.offsets[0], lengths[0]
+    nbytes = count * row_bytes
+    slices = (
+        slice(0, count),
+        *(slice(o, o + n) for o, n in zip(region.offsets[1:], lengths[1:], strict=True)),
+    )
+    buffer = _Buffer(
+        region, torch.empty(nbytes, dtype=torch.uint8), (slices, (count, *spec.shape[1:])), nbytes
+    )
+    return _Run(spec.offset + first * row_bytes, nbytes, buffer, 0)
+
+
+def _merged(runs: list[_Run]) -> Iterator[list[_Run]]:
+    """Runs that are read at once: neighbours, up to READ_BYTES. A longer run is cut."""
+    pieces: list[_Run] = []
+    for run in runs:
+        for at in range(0, run.nbytes, READ_BYTES):
+            nbytes = min(READ_BYTES, run.nbytes - at)
+            pieces.append(_Run(run.low + at, nbytes, run.buffer, run.at + at))
+    pieces.sort(key=lambda r: r.low)
+    group: list[_Run] = []
+    end = 0
+    for piece in pieces:
+        if group and (piece.low - end >= CHUNK_BYTES or piece.low + piece.nbytes - group[0].low > READ_BYTES):
+            yield group
+            group = []
+        group.append(piece)
+        end = max(end, piece.low + piece.nbytes) if len(group) > 1 else piece.low + piece.nbytes
+    if group:
+        yield group
