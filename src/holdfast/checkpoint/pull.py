@@ -19,7 +19,7 @@ STREAMS = 2
 """Connections to one peer: one fills two thirds of what loopback carries, two all of it."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Pull:
     """One transfer of one shard from its holders, nearest first. `abort` ends it from another thread."""
 
