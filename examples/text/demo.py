@@ -1,7 +1,8 @@
 """The demonstration behind `make demo`: training that failures do not stop, and the proof that nothing was lost.
 
-First two short runs, one undisturbed and one in which a worker and a node are killed: their losses and final
-parameters must be equal to the bit. Then the main job, on 4 nodes and 1 spare, in which a node is killed, a
+First short runs: one undisturbed, one in which a worker and a node are killed, and one of which everything is killed
+at once and which goes on from a snapshot in memory. Their losses and final parameters must be equal to the bit. Then
+the main job, on 4 nodes and 1 spare, in which a node is killed, a
 worker is stopped and the coordinator is killed. Everything is written below out/demo. The exit code is 1 if a
 check fails.
 """
@@ -30,6 +31,7 @@ ENVIRONMENT = os.environ | {"HOLDFAST_HOME": str(HOME)}
 EXACT_STEPS = 60
 EXACT = ("--nnodes", "2", "--spares", "1", "--wait-for-spare")
 EXACT_MODEL = ("--dim", "96", "--layers", "2", "--heads", "4", "--seq-len", "64", "--global-batch", "16")
+SNAPSHOT_EVERY = 10
 EXACT_FAULTS = ("--fault", "kill-worker:rank=1,step=20", "--fault", "kill-node:rank=0,step=40")
 
 MAIN = ("--nnodes", "2:4", "--spares", "1")
@@ -54,7 +56,9 @@ def main() -> int:
 
     title("1. Two short runs, one with faults: are they equal to the bit?")
     exact = compare_runs()
-    title("2. The main job: 4 nodes and 1 spare; a node, a worker and the coordinator are struck")
+    title("2. A third, of which every process is killed at once: does it go on where it was?")
+    exact |= kill_everything()
+    title("3. The main job: 4 nodes and 1 spare; a node, a worker and the coordinator are struck")
     checks = exact | run_main_job()
     holdfast("report", "--job", "main", "--curve", str(OUT / "loss.png"), quiet=True)
 
@@ -90,6 +94,56 @@ def compare_runs() -> dict[str, bool]:
         f"short runs: {len(incidents)} incidents, all recovered": len(incidents) >= 2
         and recovered(incidents),
     }
+
+
+def kill_everything() -> dict[str, bool]:
+    """Kills launcher, coordinator, agents and workers after some snapshots, and starts the job again."""
+    options = (*EXACT, "--snapshot-every", str(SNAPSHOT_EVERY))
+    script = (TRAIN, "--steps", str(EXACT_STEPS), *EXACT_MODEL, *CACHE)
+    training = run("killed", *options, *script)
+    events = follow("killed", training)
+    for _ in range(3):
+        wait_for(events, "snapshot")
+    kill_tree(training.pid)
+    training.wait()
+    done = max(losses("killed"), default=0)
+    print(f"\nkilled after step {done}: everything at once; the same command again\n", flush=True)
+    run("killed", *options, *script).wait()
+    again, calm = losses("killed"), losses("calm")
+    begin = min(again, default=0)
+    lost = max(0, done + 1 - begin)
+    same = {step: loss for step, loss in calm.items() if step >= begin}
+    hashes = {job: report(job)["final"]["params_xxh3"] for job in ("calm", "killed")}
+    return {
+        f"killed whole: went on from step {begin}, {lost} steps lost (a snapshot every {SNAPSHOT_EVERY})": (
+            begin > 0 and lost <= SNAPSHOT_EVERY
+        ),
+        "killed whole: losses from there and final parameters bit-identical to the undisturbed run": (
+            again == same and hashes["calm"] is not None and hashes["calm"] == hashes["killed"]
+        ),
+    }
+
+
+def kill_tree(pid: int) -> None:
+    """SIGKILL to a process and all that descend from it, stopped first, so that none sees another one's end."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                text = (entry / "stat").read_text()
+            except OSError:
+                continue
+            parents[int(entry.name)] = int(text[text.rindex(")") + 2 :].split()[1])
+    tree, before = {pid}, 0
+    while len(tree) > before:
+        before = len(tree)
+        tree |= {child for child, parent in parents.items() if parent in tree}
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for one in tree:
+            try:
+                os.kill(one, number)
+            except ProcessLookupError:
+                continue
 
 
 def losses(job: str) -> dict[int, float]:
