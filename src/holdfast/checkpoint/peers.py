@@ -142,13 +142,19 @@ def _sendfile(connection: socket.socket, file: int, offset: int, count: int) -> 
 
 
 class Peer:
-    """One agent's snapshots, read over one connection that is kept. Not thread-safe: one for every thread."""
+    """One agent's snapshot of one shard, read over one connection that is kept. Not thread-safe: one for every thread.
+
+    Attributes:
+        ahead: where a reader that goes on from byte to byte will end: so far is asked for at once.
+    """
 
     def __init__(self, host: str, port: int, token: str, key: Key, where: str = "") -> None:
         self.where = where or f"memory of {host}:{port}"
         self._path = f"/snapshots/{key.step}/{key.generation}/{key.rank}/{key.world}"
         self._token = token
         self._connection = http.client.HTTPConnection(host, port, timeout=CONNECT_S)
+        self._coming: tuple[http.client.HTTPResponse, int, int] | None = None  # from byte to byte, exclusive
+        self.ahead = 0
 
     def head(self, part: Part | None = None) -> tuple[bytes, Head]:
         """The shard's head. part: what it must be.
@@ -157,7 +163,11 @@ class Peer:
             TierError: the peer does not answer, or does not hold it.
             ChecksumError: it is another.
         """
-        data = self._get("head", None, None)
+        try:
+            data = self._answer("head", {}).read()
+        except (OSError, http.client.HTTPException) as error:
+            self.close()
+            raise TierError(f"{self.where} does not answer: {error}") from error
         part = part or Part("", len(data), digest(data))
         return data, decode_head(data, part, self.where)
 
@@ -167,35 +177,42 @@ class Peer:
         Raises:
             TierError: the peer does not answer, or does not hold it any more.
         """
-        if len(view):
-            self._get("row", (low, low + len(view)), view)
-
-    def _get(self, what: str, span: tuple[int, int] | None, view: memoryview | None) -> bytes:
-        headers = {"Authorization": f"Bearer {self._token}"}
-        if span:
-            headers["Range"] = f"bytes={span[0]}-{span[1] - 1}"
+        high = low + len(view)
+        if not len(view):
+            return
         try:
-            self._connection.request("GET", f"{self._path}/{what}", headers=headers)
-            if self._connection.sock is not None:
-                self._connection.sock.settimeout(STALL_S)
-            response = self._connection.getresponse()
-            if response.status not in (200, 206):
-                response.read()
-                raise TierError(f"{self.where} answered {response.status} {response.reason}")
-            if view is None:
-                return response.read()
+            if self._coming is None or self._coming[1] != low or self._coming[2] < high:
+                self._ask(low, max(high, self.ahead))
+            assert self._coming is not None
+            response, _, end = self._coming
             while view:
                 got = response.readinto(view)
                 if not got:
                     raise TierError(f"{self.where} closed the connection")
                 view = view[got:]
-            return b""
+            self._coming = (response, high, end) if high < end else None
         except (OSError, http.client.HTTPException) as error:
-            self._connection.close()
+            self.close()
             raise TierError(f"{self.where} does not answer: {error}") from error
         except BaseException:
-            self._connection.close()
+            self.close()
             raise
+
+    def _ask(self, low: int, high: int) -> None:
+        if self._coming is not None:  # what is still to come of another range is not wanted any more
+            self.close()
+        self._coming = self._answer("row", {"Range": f"bytes={low}-{high - 1}"}), low, high
+
+    def _answer(self, what: str, headers: dict[str, str]) -> http.client.HTTPResponse:
+        headers["Authorization"] = f"Bearer {self._token}"
+        self._connection.request("GET", f"{self._path}/{what}", headers=headers)
+        if self._connection.sock is not None:
+            self._connection.sock.settimeout(STALL_S)
+        response = self._connection.getresponse()
+        if response.status not in (200, 206):
+            response.read()
+            raise TierError(f"{self.where} answered {response.status} {response.reason}")
+        return response
 
     def abort(self) -> None:
         """Ends a read that another thread waits in."""
@@ -206,5 +223,6 @@ class Peer:
                 return
 
     def close(self) -> None:
-        """Closes the connection."""
+        """Closes the connection; the next read makes it anew."""
+        self._coming = None
         self._connection.close()

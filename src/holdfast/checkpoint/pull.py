@@ -50,34 +50,35 @@ class Pull:
         raise StateError("; ".join(reasons) or f"nobody holds the snapshot of step {self.key.step}")
 
     def run(self, head: Head, take: Callable[[Row, int, int], None]) -> None:
-        """Calls `take(row, low, high)` for every window, from several threads; it reads these bytes from the row.
+        """Calls `take(row, low, high)` for every window, from several threads; it reads these bytes from the row. Each
+        thread has a stripe of its own, so that one request serves all of it.
 
         Raises:
             StateError: no holder has them whole, or the transfer was aborted.
         """
         nbytes = head.index.nbytes
-        windows = iter(range(0, nbytes, WINDOW_BYTES))
-        claim = threading.Lock()
+        windows = -(-nbytes // WINDOW_BYTES)
+        count = max(1, min(self.streams * len(self.holders), windows))
+        edges = [windows * i // count * WINDOW_BYTES for i in range(count)] + [nbytes]
 
         def stream(number: int) -> None:
+            low, end = edges[number], edges[number + 1]
             peers = self._connect(number)
             row = Row(peers, head.sums, nbytes, self.passed_over)
+            for peer in peers:
+                peer.ahead = end
             try:
-                while True:
-                    with claim:
-                        low = next(windows, None)
-                    if low is None:
-                        return
+                while low < end:
                     if self._aborted:
                         raise StateError("the transfer was ended")
-                    take(row, low, min(low + WINDOW_BYTES, nbytes))
+                    take(row, low, min(low + WINDOW_BYTES, end))
+                    low += WINDOW_BYTES
             finally:
                 with self._lock:
                     self.fetched_bytes += row.fetched_bytes
                 for peer in peers:
                     self._let_go(peer)
 
-        count = max(1, min(self.streams * len(self.holders), -(-nbytes // WINDOW_BYTES)))
         if count == 1:
             stream(0)
             return
