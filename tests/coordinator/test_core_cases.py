@@ -62,7 +62,9 @@ def test_a_checkpoint_on_disk_is_where_a_new_job_goes_on():
     for worker in desk.workers():
         desk.ready(worker)
     forms = [desk.told(w, m.Form)[0] for w in desk.members()]
-    assert [(f.restore, f.durable, f.generation.start) for f in forms] == [(True, Durable(40, "kept"), 40)] * 2
+    assert [(f.restore, f.durable, f.generation.start) for f in forms] == [
+        (True, Durable(40, "kept"), 40)
+    ] * 2
 
 
 def test_an_initial_node_that_never_comes_is_replaced():

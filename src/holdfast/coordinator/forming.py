@@ -183,6 +183,8 @@ def _form(core: Core, survivors: list[Worker], fresh: list[Worker]) -> None:
         durable, snapshot = s.durable, saving.newest_whole(core, world=1)
         if snapshot is not None and durable is not None and durable.step > snapshot.step:
             snapshot = None
+        elif snapshot is not None:
+            durable = None
         saved = snapshot or durable
         start = saved.step if saved else 0
         holders = frozenset(ranks) if saved else frozenset(ranks[:1])

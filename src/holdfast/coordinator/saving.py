@@ -28,8 +28,9 @@ STORE_COST = 0.05
 STORE_MTBF = 10
 """The whole job is lost so many times less often than a worker."""
 
-KEPT_PARTIAL = 4
-"""Snapshots that are not whole yet. More are on their way only when the older of them will never be whole."""
+KEPT_PARTIAL = 8
+"""Of snapshots that are not whole yet: so many that could be restored, and so many that could not. A node keeps two
+at a time, and few nodes save, so more are never of use."""
 
 KEPT_REWINDS = 16
 """Of more, the two oldest count as one that forgets what either does."""
@@ -42,9 +43,8 @@ MAX_UNREAD = 3
 
 def held(core: Core, node: Node, copy: Copy) -> None:
     """A node has a shard in its memory."""
-    snapshot = _take(core, node, copy)
-    if snapshot is not None:
-        _spread(core, snapshot)
+    if _take(core, node, copy) is not None:
+        spread(core)  # of older ones nothing more comes from this node
     elif happened(core, copy.key) and _newest_step(core) >= copy.key.step:  # a newer one has replaced it
         core.send(node.name, m.SnapshotWhole(_newest_step(core)))
 
@@ -86,7 +86,7 @@ def not_held(core: Core, node: Node, key: Key, reason: str) -> None:
     if core.state.level != 2 and not held_by_any and not snapshot.whole:
         _give_up(core, snapshot)
     else:
-        _spread(core, snapshot)
+        spread(core)
 
 
 def _give_up(core: Core, snapshot: Snapshot) -> None:
@@ -135,24 +135,31 @@ def joined(core: Core, node: Node, hello: m.Hello) -> None:
     missed = [r for r in core.state.rewinds if not any(c.key.generation >= r.number for c in hello.copies)]
     if missed and node.snapshot_port:
         core.send(node.name, m.ForgetSnapshots(missed[0].start))
-    if node.snapshot_port and (newest := _newest_step(core)) >= 0:
-        core.send(node.name, m.SnapshotWhole(newest))
-    for copy in hello.copies:
-        _take(core, node, copy)
-    spread(core)
     for storing in list(core.state.storing):
         if storing.void:
             _answered(core, storing, node)
         else:
             _order(core, storing, node.name)
+    for copy in hello.copies:
+        _take(core, node, copy)
+    before = _newest_step(core)
+    spread(core)
+    if node.snapshot_port and before >= 0 and before == _newest_step(core):
+        core.send(node.name, m.SnapshotWhole(before))
 
 
 # ---------------------------------------------------------------- copies in memory
 
 
 def happened(core: Core, key: Key) -> bool:
-    """Whether training, as it goes on now, came through the state that a shard is of."""
-    return all(key.generation >= r.number or key.step <= r.start for r in core.state.rewinds)
+    """Whether training, as it goes on now, came through the state that a shard is of.
+
+    What a new agent adopted has lost its generation, and may even be of an earlier run.
+    """
+    s = core.state
+    if not key.generation and s.number and s.level == 2 and key.step > s.committed:
+        return False
+    return all(key.generation >= r.number or key.step <= r.start for r in s.rewinds)
 
 
 def _newest_step(core: Core) -> int:
@@ -168,12 +175,24 @@ def _snapshot(core: Core, key: Key) -> Snapshot | None:
             return snapshot
     if key.step <= _newest_step(core) or not happened(core, key):
         return None
+    if not _makes_room(core, key):
+        return None
     new = Snapshot(key.step, key.generation, key.world, core.now)
     s.snapshots.append(new)
+    return new
+
+
+def _makes_room(core: Core, key: Key) -> bool:
+    """One more snapshot is begun, which nobody holds yet. False: of those that are not whole, newer ones are kept."""
+    s = core.state
     partial = sorted((x for x in s.snapshots if not x.whole), key=lambda x: (x.step, x.generation))
-    for old in partial[:-KEPT_PARTIAL]:
+    held = [x for x in partial if _has_all(x)]
+    begun = [x for x in partial if not _has_all(x)]
+    if len(held) >= KEPT_PARTIAL and held[-KEPT_PARTIAL].step > key.step:
+        return False
+    for old in held[:-KEPT_PARTIAL] + begun[: max(0, len(begun) - KEPT_PARTIAL + 1)]:
         s.snapshots.remove(old)
-    return new if new in s.snapshots else None
+    return True
 
 
 def _drop_lost(core: Core) -> None:
@@ -209,8 +228,8 @@ def _shares_rack(core: Core, name: str, others: list[str]) -> bool:
 
 
 def spread(core: Core) -> None:
-    """Asks for every copy that is missing."""
-    for snapshot in list(core.state.snapshots):
+    """Asks for every copy that is missing, of the newest snapshot first: it makes the older ones superfluous."""
+    for snapshot in sorted(core.state.snapshots, key=lambda x: (-x.step, -x.generation)):
         _spread(core, snapshot)
 
 
@@ -252,8 +271,10 @@ def _expected(core: Core, snapshot: Snapshot, there: list[str]) -> bool:
     running = s.phase in (JobPhase.RUNNING, JobPhase.BREAKING)
     if s.level != 2 or g is None or snapshot.generation != g.number or not running:
         return False
+    newer = [x for x in s.snapshots if x.generation == snapshot.generation and x.step > snapshot.step]
+    further = {n for x in newer for n in (*x.refused, *(n for h in x.shards for n in h.nodes))}
     nodes = {g.members[rank].node for rank in savers(core, g.members)}
-    return any(s.nodes[n].alive and n not in there and n not in snapshot.refused for n in nodes)
+    return any(s.nodes[n].alive and n not in (*there, *snapshot.refused, *further) for n in nodes)
 
 
 def _buddies(core: Core, entry: HeldShard, taken: list[str]) -> list[str]:
@@ -333,6 +354,8 @@ def went_back(core: Core, start: int) -> None:
     """The next generation goes on from `start`, and not from live state: what was saved of later steps is of a past
     that did not happen. It may still be reported, and by agents that did not hear this."""
     s = core.state
+    if not s.number and not start:
+        return  # the very beginning
     s.rewinds = [r for r in s.rewinds if r.start < start] + [Rewind(s.number + 1, start)]
     if len(s.rewinds) > KEPT_REWINDS:
         s.rewinds[:2] = [Rewind(s.rewinds[1].number, s.rewinds[0].start)]
