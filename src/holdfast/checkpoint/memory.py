@@ -14,6 +14,7 @@ snapshot lives in.
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import mmap
 import os
@@ -39,8 +40,13 @@ _HEADER = struct.Struct(
 _MAGIC = b"holdfast"
 _VERSION = 1
 SLOTS_PER_SHARD = 2
+POPULATE_BYTES = 64 << 20
+MADV_POPULATE_WRITE = 23
 RESERVE_BYTES = 64 << 20
 """Left free in the memory file system, whatever the budget says."""
+
+
+_libc = ctypes.CDLL(None)
 
 
 class SlotState(enum.IntEnum):
@@ -116,11 +122,13 @@ class SlotPool:
             TierError: memory is short, or the snapshots before are still on their way; this one is to be skipped.
         """
         with self._lock:
-            slot = self._free_slot(key, row_bytes) or self._allocate(key, row_bytes)
+            slot = self._free_slot(key, row_bytes) or self._planned(key, row_bytes)
             slot.state, slot.key, slot.row_bytes = SlotState.WRITING, key, row_bytes
             slot.head = slot.sums = b""
-            _write_header(slot)
-            return slot
+        if slot.memory is None:
+            self._bring_in(slot)
+        _write_header(slot)
+        return slot
 
     def seal(self, slot: Slot, index: Index) -> None:
         """The copy is complete: sums it up and lets it count.
@@ -230,7 +238,8 @@ class SlotPool:
         again = slot.key.step >= key.step and slot.key.rank == key.rank
         return older or stale or (again and slot.key.step != self._whole_step)
 
-    def _allocate(self, key: Key, row_bytes: int) -> Slot:
+    def _planned(self, key: Key, row_bytes: int) -> Slot:
+        """A new slot, counted from now on; its memory is still to be brought in."""
         mine = [
             s for s in self._slots if s.state is not SlotState.FREE and s.key.rank == key.rank and not s.users
         ]
@@ -239,20 +248,26 @@ class SlotPool:
             raise TierError(
                 f"the snapshots of steps {sorted(s.key.step for s in mine)} are still being copied to other tiers"
             )
-        need = max(PAGE, _head_at(row_bytes))
-        self._make_room(need, key)
+        self._make_room(_head_at(row_bytes), key)
         self._number += 1
-        slot = Slot(self.folder / f"{os.getpid()}-{self._number}.slot", row_bytes)
+        path = self.folder / f"{os.getpid()}-{self._number}.slot"
+        slot = Slot(path, row_bytes, None, SlotState.WRITING, key, row_bytes)
+        self._slots.append(slot)
+        return slot
+
+    def _bring_in(self, slot: Slot) -> None:
+        """Makes a planned slot's file, all its pages present. Takes half a second for a GiB: not under the lock."""
+        need = _head_at(slot.capacity)
         try:
             with slot.path.open("x+b") as file:
                 os.posix_fallocate(file.fileno(), 0, need)
-                slot.memory = _map(file.fileno(), row_bytes)
+                slot.memory = _map(file.fileno(), slot.capacity)
         except OSError as error:
+            with self._lock:
+                self._slots.remove(slot)
+                self.skipped += 1
             slot.path.unlink(missing_ok=True)
-            self.skipped += 1
             raise TierError(f"no memory for a snapshot of {need >> 20} MiB: {error.strerror}") from error
-        self._slots.append(slot)
-        return slot
 
     def _make_room(self, need: int, key: Key) -> None:
         """Within the budget and what the memory file system has left."""
@@ -286,8 +301,19 @@ class SlotPool:
 
 def _map(file: int, row_bytes: int) -> mmap.mmap:
     """Header and row, every page of it present from now on."""
-    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-    return mmap.mmap(file, PAGE + row_bytes, flags=flags)
+    memory = mmap.mmap(file, PAGE + row_bytes)
+    _populate(memory)
+    return memory
+
+
+def _populate(memory: mmap.mmap) -> None:
+    """Brings all pages in. Not with MAP_POPULATE: Python's mmap keeps the GIL during the call, and half a second for
+    every GiB is as good as dead to an agent that must say that it lives."""
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    for low in range(0, len(memory), POPULATE_BYTES):
+        size = min(POPULATE_BYTES, len(memory) - low)
+        if _libc.madvise(ctypes.c_void_p(begin + low), ctypes.c_size_t(size), MADV_POPULATE_WRITE):
+            return  # a kernel before 5.14: the pages come in with the first copy
 
 
 def map_slot(path: Path, row_bytes: int) -> mmap.mmap:

@@ -33,8 +33,11 @@ SLOT_WAIT_S = 0.05
 LEAST_COST_S = 0.001
 """What a snapshot is thought to cost at least, so that `auto` does not take one in every step of a tiny model."""
 
+SLOT_GIVEN_S = 60.0
+"""The first slot of a large state takes its time: the agent brings its pages in."""
+
 COPY_BYTES = 16 << 20
-"""Copied between two looks at whether the copy is still wanted."""
+"""Copied by one call."""
 
 
 class Snapshots:
@@ -50,10 +53,7 @@ class Snapshots:
         self._costs: deque[float] = deque(maxlen=15)
         self._maps = SlotMaps()
         self._wanted = False
-        self._copying: threading.Thread | None = None
-        self._given_up = threading.Event()
-        self._copied = threading.Event()
-        self._stall_s = 0.0
+        self._current: _Copying | None = None
 
     def join(self, form: m.Form) -> None:
         """A new generation: whether this worker saves, and what `auto` goes by."""
@@ -83,60 +83,82 @@ class Snapshots:
         image = capture()
         key = Key(step, self._generation, 0, 1)
         self._link.send(m.SlotWanted(key, image.index.nbytes))
-        self._given_up.clear()
-        self._copied.clear()
-        work = threading.Thread(target=self._copy, args=(key, image), name="holdfast-snapshot", daemon=True)
-        self._copying = work
-        self._stall_s = time.perf_counter() - began_s
-        work.start()
+        copying = self._current = _Copying(key, image)
+        copying.stall_s = time.perf_counter() - began_s
+        threading.Thread(target=self._copy, args=(copying,), name="holdfast-snapshot", daemon=True).start()
 
     def before_update(self) -> None:
         """Nothing may change the state while it is copied: waits for the copy, or gives it up."""
-        work = self._copying
-        if work is None:
-            return
-        began_s = time.perf_counter()
-        self._copied.wait()
-        self._stall_s += time.perf_counter() - began_s
-        self._costs.append(self._stall_s)
-        self._copying = None
+        copying, self._current = self._current, None
+        if copying is not None:
+            began_s = time.perf_counter()
+            copying.end()
+            copying.stall_s += time.perf_counter() - began_s
+            self._costs.append(copying.stall_s)
 
     def close(self) -> None:
-        """No more snapshots; one that is on its way is given up."""
-        self._given_up.set()
+        """No more snapshots; one that has not begun is given up."""
         self.before_update()
 
-    # ------------------------------------------------------------ the copying thread
-
-    def _copy(self, key: Key, image: Image) -> None:
+    def _copy(self, copying: _Copying) -> None:
+        """The copying thread. The first slot and its mapping may take a while: unless the update is quicker."""
         index: bytes | None = None
+        key, image = copying.key, copying.image
         try:
-            given = self._link.wait_slot(key, SLOT_WAIT_S)
+            given = self._link.wait_slot(key, SLOT_GIVEN_S)
             if given is not None and given.path is not None:
                 with self._maps.row(given.path, image.index.nbytes) as row:
-                    self._faults.reach(Phase.SNAPSHOT, key.step)
-                    if copy_into(row, image, self._given_up.is_set):
+                    if copying.begin():
+                        self._faults.reach(Phase.SNAPSHOT, key.step)
+                        copy_into(row, image)
                         index = msgspec.msgpack.encode(image.index)
         except (TierError, StateError):
             index = None  # the agent says why: its slot is gone
         finally:
-            self._copied.set()
-            self._link.send(m.SlotFilled(key, index, self._stall_s))
+            copying.done()
+            self._link.send(m.SlotFilled(key, index, copying.stall_s))
 
 
-def copy_into(row: memoryview, image: Image, given_up: Callable[[], bool] = lambda: False) -> bool:
-    """Copies an image's bytes into a row, without holding the GIL. False when it was given up."""
+class _Copying:
+    """One copy: begun by its own thread, waited for or given up by the main thread."""
+
+    def __init__(self, key: Key, image: Image) -> None:
+        self.key, self.image = key, image
+        self.stall_s = 0.0
+        self._news = threading.Condition()
+        self._begun = self._over = False
+
+    def begin(self) -> bool:
+        """From now on the state is read; False when it was given up."""
+        with self._news:
+            self._begun = not self._over
+            self._news.notify_all()
+            return self._begun
+
+    def done(self) -> None:
+        """The state is not read any more."""
+        with self._news:
+            self._over = True
+            self._news.notify_all()
+
+    def end(self) -> None:
+        """Returns when the state is not read, and will not be."""
+        with self._news:
+            if not self._news.wait_for(lambda: self._begun or self._over, SLOT_WAIT_S):
+                self._over = True
+            self._news.wait_for(lambda: self._over)
+
+
+def copy_into(row: memoryview, image: Image) -> None:
+    """Copies an image's bytes into a row, without holding the GIL."""
     target = np.frombuffer(row, dtype=np.uint8)
     try:
         at = 0
         for piece in image.pieces(0, image.index.nbytes):
             source: Any = np.frombuffer(piece, dtype=np.uint8)
             for low in range(0, len(source), COPY_BYTES):
-                if given_up():
-                    return False
                 part = source[low : low + COPY_BYTES]
                 np.copyto(target[at : at + len(part)], part)
                 at += len(part)
     finally:
         del target
-    return True
