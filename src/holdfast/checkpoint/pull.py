@@ -40,12 +40,15 @@ class Pull:
             StateError: nobody gives it.
         """
         reasons = []
-        for peer in self._connect(0):
-            try:
-                return peer.head(part)
-            except HoldfastError as error:
-                reasons.append(f"{peer.where}: {error}")
-            finally:
+        peers = self._connect(0)
+        try:
+            for peer in peers:
+                try:
+                    return peer.head(part)
+                except HoldfastError as error:
+                    reasons.append(str(error))
+        finally:
+            for peer in peers:
                 self._let_go(peer)
         raise StateError("; ".join(reasons) or f"nobody holds the snapshot of step {self.key.step}")
 
@@ -60,6 +63,7 @@ class Pull:
         windows = -(-nbytes // WINDOW_BYTES)
         count = max(1, min(self.streams * len(self.holders), windows))
         edges = [windows * i // count * WINDOW_BYTES for i in range(count)] + [nbytes]
+        failed = threading.Event()  # then the others need not go on
 
         def stream(number: int) -> None:
             low, end = edges[number], edges[number + 1]
@@ -68,11 +72,14 @@ class Pull:
             for peer in peers:
                 peer.ahead = end
             try:
-                while low < end:
+                while low < end and not failed.is_set():
                     if self._aborted:
                         raise StateError("the transfer was ended")
                     take(row, low, min(low + WINDOW_BYTES, end))
                     low += WINDOW_BYTES
+            except BaseException:
+                failed.set()
+                raise
             finally:
                 with self._lock:
                     self.fetched_bytes += row.fetched_bytes
@@ -109,7 +116,7 @@ class Pull:
         peer.close()
 
 
-def replicate(pool: SlotPool, pull: Pull, part: Part) -> Slot:
+def replicate(pool: SlotPool, pull: Pull, part: Part | None) -> Slot:
     """Brings a snapshot into a slot of this node's. Blocks for as long as the transfer takes.
 
     Args:

@@ -5,7 +5,10 @@ For the one checkpoint that a job writes when it ends early, and for a start fro
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+
+import numpy as np
 
 from holdfast.checkpoint.archive import Archive
 from holdfast.checkpoint.layout import encode_head
@@ -50,7 +53,7 @@ def restore(objects: Protected, url: str, step: int) -> int:
     return head.index.nbytes
 
 
-def pull_image(objects: Protected, pull: Pull, part: Part, alive: Callable[[], None]) -> Image:
+def pull_image(objects: Protected, pull: Pull, part: Part | None, alive: Callable[[], None]) -> Image:
     """A snapshot from memory, into the live tensors where they fit. `alive` is called after every window.
 
     Raises:
@@ -58,9 +61,14 @@ def pull_image(objects: Protected, pull: Pull, part: Part, alive: Callable[[], N
     """
     _, head = pull.head(part)
     image = targets(objects, head.index)
+    scratch = threading.local()
 
     def take(row: Row, low: int, high: int) -> None:
-        _put(image, low, row.fetch(low, high))
+        if not hasattr(scratch, "buffer"):
+            scratch.buffer = memoryview(bytearray(WINDOW_BYTES))
+        window = scratch.buffer[: high - low]
+        row.fetch_into(low, window)
+        _put(image, low, window)
         alive()
 
     pull.run(head, take)
@@ -71,12 +79,16 @@ def fill(image: Image, row: Row) -> None:
     """Brings a row's bytes into an image."""
     if row.nbytes != image.index.nbytes:
         raise StateError(f"the row has {row.nbytes} bytes, its index {image.index.nbytes}")
+    buffer = memoryview(bytearray(min(WINDOW_BYTES, row.nbytes)))
     for low in range(0, row.nbytes, WINDOW_BYTES):
-        _put(image, low, row.fetch(low, min(low + WINDOW_BYTES, row.nbytes)))
+        window = buffer[: min(WINDOW_BYTES, row.nbytes - low)]
+        row.fetch_into(low, window)
+        _put(image, low, window)
 
 
 def _put(image: Image, low: int, window: memoryview) -> None:
+    """Copies without holding the GIL: other streams go on meanwhile."""
     at = 0
     for piece in image.pieces(low, low + len(window)):
-        piece[:] = window[at : at + len(piece)]
+        np.copyto(np.frombuffer(piece, np.uint8), np.frombuffer(window[at : at + len(piece)], np.uint8))
         at += len(piece)
