@@ -1,0 +1,296 @@
+"""`python -m bench.checkpoint`: what saving and loading cost, against memory, sockets and torch's own ways."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from bench import machine
+from bench.checkpoint import reshard
+from bench.processes import Children, Group, stop_signals
+from bench.progress import Progress
+from bench.recovery.analyse import Spread, spread
+from bench.recovery.environments import ROOT, versions
+from bench.recovery.systems.base import worker_environment
+
+HERE = Path(__file__).parent
+SECTIONS = ("stall", "slowdown", "transfer", "reshard")
+WIDTH = 100
+PEERS = {
+    "warm memcpy": "warm memcpy (the floor)",
+    "holdfast": "hf.checkpoint.save",
+    "holdfast overlapped": "hf.checkpoint.save(overlap=True)",
+}
+
+
+class Failed(Exception):
+    """A part did not end well. The message is for the user."""
+
+
+def main() -> int:
+    chosen = options()
+    console = Console(width=WIDTH)
+    console.print(machine.describe().line(), highlight=False)
+    found = versions(Path(sys.executable), ["torch", "holdfast"])
+    console.print(
+        ", ".join(f"{name} {version}" for name, version in found.items())
+        + f"; {chosen.ranks} ranks of {chosen.mib} MiB; {chosen.repetitions} repetitions; "
+        f"load average at the start {machine.load():.1f}",
+        highlight=False,
+    )
+    raw: dict[str, Any] = {}
+    children, progress, cpu = Children(), Progress(), machine.ForeignCpu()
+    failed = False
+    with stop_signals(), cpu, children, tempfile.TemporaryDirectory(prefix="bench-checkpoint-") as scratch:
+        for section in chosen.sections:
+            try:
+                with children.group() as processes:
+                    lines = RUN[section](processes, chosen, Path(scratch), progress)
+            except Failed as error:
+                console.print(f"{section}: {error}", style="red", markup=False)
+                failed = True
+                continue
+            raw[section] = lines
+            for table, note in SHOW[section](lines):
+                console.print(table)
+                console.print(note, style="dim")
+    console.print(
+        f"Load average at the end: {machine.load():.1f}; {cpu.share:.0%} of the CPU went to other processes",
+        highlight=False,
+    )
+    if chosen.json:
+        chosen.json.write_text(json.dumps({"machine": asdict(machine.describe()) | found, "raw": raw}))
+    return 1 if failed else 0
+
+
+def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.checkpoint", description=__doc__)
+    parser.add_argument(
+        "--sections", default=",".join(SECTIONS), help=f"of {', '.join(SECTIONS)} (default: all)"
+    )
+    parser.add_argument("--mib", type=int, default=1024, help="state of every rank (default: 1024)")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--timeout-s", type=float, default=1200.0, help="for one section")
+    parser.add_argument("--json", type=Path, help="write every measurement to this file")
+    chosen = parser.parse_args(arguments)
+    chosen.sections = chosen.sections.split(",")
+    unknown = set(chosen.sections) - set(SECTIONS)
+    if unknown:
+        parser.error(f"there is no section {unknown.pop()!r}; there are: {', '.join(SECTIONS)}")
+    return chosen
+
+
+# ---------------------------------------------------------------- running
+
+
+def _under_holdfast(
+    processes: Group, script: str, chosen: argparse.Namespace, scratch: Path, progress: Progress, *extra: str
+) -> list[dict[str, Any]]:
+    """A script on every rank, each on a node of its own; the lines that they wrote, and the memory that was taken."""
+    output, home = scratch / f"{script}.out", scratch / "home"
+    for old in scratch.glob(f"{script}.out-*"):
+        old.unlink()
+    argv = [
+        sys.executable,
+        "-m",
+        "holdfast.cli",
+        "run",
+        "--job",
+        script,
+        "--no-ui",
+        "--nnodes",
+        str(chosen.ranks),
+    ]
+    argv += [str(HERE / f"{script}.py"), "--mib", str(chosen.mib), "--output", str(output), *extra]
+    log = ROOT / "out" / "checkpoint" / f"{script}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.unlink(missing_ok=True)
+    process = processes.spawn(argv, worker_environment(sys.executable) | {"HOLDFAST_HOME": str(home)}, log)
+    most = 0
+    deadline = time.monotonic() + chosen.timeout_s
+    while process.poll() is None:
+        if time.monotonic() > deadline:
+            raise Failed(f"not done within {chosen.timeout_s:.0f} s; log {log}")
+        progress(f"{script}: {_last_line(log)}")
+        most = max(most, _slot_bytes(home))
+        time.sleep(0.2)
+    if process.returncode:
+        raise Failed(f"ended with {process.returncode}; log {log}")
+    lines = [
+        json.loads(line) for path in scratch.glob(f"{script}.out-*") for line in path.read_text().splitlines()
+    ]
+    return [*lines, {"slot_bytes": most, "state_bytes": chosen.ranks * chosen.mib << 20}]
+
+
+def _slot_bytes(home: Path) -> int:
+    """What the job's slots take just now, on all its nodes."""
+    identities = {p.parent.name + "-" + p.read_text() for p in home.glob("jobs/*/identity")}
+    total = 0
+    for folder in Path("/dev/shm").glob("holdfast-*/*/*"):
+        if folder.name in identities:
+            for slot in folder.glob("*/*.slot"):
+                try:
+                    total += slot.stat().st_blocks * 512
+                except FileNotFoundError:
+                    continue
+    return total
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    return lines[-1][:60] if lines else "starting"
+
+
+def run_stall(
+    processes: Group, chosen: argparse.Namespace, scratch: Path, progress: Progress
+) -> list[dict[str, Any]]:
+    folder = scratch / "peers"
+    folder.mkdir()
+    extra = ("--repetitions", str(chosen.repetitions), "--folder", str(folder))
+    return _under_holdfast(processes, "stall", chosen, scratch, progress, *extra)
+
+
+def run_slowdown(
+    processes: Group, chosen: argparse.Namespace, scratch: Path, progress: Progress
+) -> list[dict[str, Any]]:
+    return _under_holdfast(
+        processes, "slowdown", chosen, scratch, progress, "--blocks", str(chosen.repetitions)
+    )
+
+
+def run_transfer(
+    processes: Group, chosen: argparse.Namespace, scratch: Path, progress: Progress
+) -> list[dict[str, Any]]:
+    progress("transfer: plain sockets, replication, recovery")
+    command = [sys.executable, "-m", "bench.checkpoint.streams", "--mib", str(chosen.mib)]
+    command += ["--repetitions", str(chosen.repetitions)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=chosen.timeout_s
+    )
+    if done.returncode:
+        raise Failed(done.stderr.strip().splitlines()[-1] if done.stderr else "it failed")
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def run_reshard(
+    processes: Group, chosen: argparse.Namespace, scratch: Path, progress: Progress
+) -> list[dict[str, Any]]:
+    results = []
+    for savers, readers in ((4, 3), (2, 8)):
+        progress(f"reshard: {savers} to {readers} ranks")
+        results.append(asdict(reshard.measure(chosen.mib, savers, readers)))
+    return results
+
+
+RUN = {"stall": run_stall, "slowdown": run_slowdown, "transfer": run_transfer, "reshard": run_reshard}
+
+
+# ---------------------------------------------------------------- showing
+
+Shown = Iterable[tuple[Table, str]]
+
+
+def show_stall(lines: list[dict[str, Any]]) -> Shown:
+    measured = [x for x in lines if "method" in x]
+    slowest: dict[str, list[float]] = {}
+    complete: dict[str, list[float]] = {}
+    for method in dict.fromkeys(x["method"] for x in measured):
+        ranks: dict[int, list[dict[str, Any]]] = {}
+        for x in measured:
+            if x["method"] == method:
+                ranks.setdefault(x["rank"], []).append(x)
+        slowest[method] = [max(x["stall_s"] for x in same) for same in zip(*ranks.values(), strict=True)]
+        ends = [[x["complete_s"] for x in same] for same in zip(*ranks.values(), strict=True)]
+        complete[method] = [max(e) for e in ends if None not in e]
+    floor = spread(slowest["warm memcpy"])
+    table = _table("Stall of the training loop", ("way to save", "stall", "of memcpy", "complete after"))
+    for method, values in slowest.items():
+        taken = spread(v for v in values if v == v)  # a snapshot that was skipped has no figure
+        share = f"{taken.median / floor.median:.2f}" if taken and floor else "–"
+        table.add_row(PEERS.get(method, method), _cell(taken), share, _cell(spread(complete[method])))
+    memory = next(x for x in lines if "slot_bytes" in x)
+    yield (
+        table,
+        "Stall: until the state may be changed again, of the slowest rank; median (min–max). Complete: in two nodes' "
+        "memory for Holdfast, in the page cache for the others. The overlapped one copies beside a computation of "
+        f"0.5 s; its stall is what that took longer. Slots took {memory['slot_bytes'] / memory['state_bytes']:.2f} "
+        "times the state at most, on all nodes, two copies of every shard included.",
+    )
+
+
+def show_slowdown(lines: list[dict[str, Any]]) -> Shown:
+    blocks = [x for x in lines if "saves" in x and x["rank"] == 0]
+    on = spread(x["step_s"] for x in blocks if x["saves"])
+    off = spread(x["step_s"] for x in blocks if not x["saves"])
+    table = _table("Training beside snapshots, one every 10 steps", ("", "a step", "of without"))
+    table.add_row("without", _cell(off, 4), "1.000")
+    table.add_row("with", _cell(on, 4), f"{on.median / off.median:.3f}" if on and off else "–")
+    saved = sum(x["saved"] for x in blocks)
+    yield (
+        table,
+        f"Blocks of 20 steps, in turn, in the same processes; {saved} snapshots were taken by rank 0.",
+    )
+
+
+def show_transfer(lines: list[dict[str, Any]]) -> Shown:
+    ways: dict[str, list[float]] = {}
+    for x in lines:
+        ways.setdefault(x["way"], []).append(x["took_s"])
+    nbytes = lines[0]["nbytes"]
+    medians = {way: spread(values) for way, values in ways.items()}
+    best = min(s.median for way, s in medians.items() if way.startswith("sockets") and s)
+    table = _table("One shard from a peer's memory", ("way", "time", "GB/s", "of the fastest sockets"))
+    for way, taken in medians.items():
+        assert taken is not None
+        speed = f"{nbytes / taken.median / 1e9:.2f}"
+        table.add_row(way, _cell(taken), speed, f"{best / taken.median:.0%}")
+    yield (
+        table,
+        "sockets N: the same bytes over N plain connections, nothing checked. replicate: into a slot, every checksum "
+        "verified. recover: into live tensors, from the loss on. dcp.load: of the same state from the page cache.",
+    )
+
+
+def show_reshard(lines: list[dict[str, Any]]) -> Shown:
+    table = _table(
+        "Loading into another world size", ("ranks", "bytes needed", "bytes fetched", "more than needed")
+    )
+    for x in lines:
+        more = x["fetched"] / x["needed"] - 1
+        table.add_row(
+            f"{x['savers']} to {x['readers']}", f"{x['needed']:,}", f"{x['fetched']:,}", f"{more:.1%}"
+        )
+    yield table, "Tensors cut along their first dimension, as FSDP2 cuts them; over all readers."
+
+
+SHOW = {"stall": show_stall, "slowdown": show_slowdown, "transfer": show_transfer, "reshard": show_reshard}
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number == 0 else "right")
+    return table
+
+
+def _cell(taken: Spread | None, digits: int = 3) -> str:
+    if taken is None:
+        return "–"
+    return f"{taken.median:.{digits}f} ({taken.low:.{digits}f}–{taken.high:.{digits}f})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
