@@ -44,3 +44,8 @@ def test_the_schedules_are_eventful():
     assert sum(s.generations for s in ran) > 250
     assert sum(s.crashes for s in ran) > 40
     assert sum(s.committed for s in ran) > 1000
+    restored = Counter(source for s in ran for source, times in s.restored for _ in range(times))
+    assert restored["memory"] > 20
+    assert restored["disk"] > 20
+    assert sum(s.snapshots for s in ran) > 1000
+    assert sum(s.checkpoints for s in ran) > 300

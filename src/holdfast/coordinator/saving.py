@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from holdfast.coordinator.core import Core
 
 KEPT_WHOLE = 2
-"""The newest whole snapshot, and the one before it while a newer one is on its way."""
+"""The newest whole snapshot, and the one before it (whole or not) for when all its holders are lost at once."""
 
 STORE_COST = 0.05
 """What writing a checkpoint behind running training takes away from it, as a share of the time it takes."""
@@ -236,7 +236,9 @@ def spread(core: Core) -> None:
 def _spread(core: Core, snapshot: Snapshot) -> None:
     """Asks for the copies that are missing; a snapshot that misses none is whole."""
     s = core.state
-    if snapshot not in s.snapshots or snapshot.given_up or s.phase in (JobPhase.STOPPING, JobPhase.ENDED):
+    superseded = snapshot.step < _newest_step(core)
+    ending = s.phase in (JobPhase.STOPPING, JobPhase.ENDED)
+    if snapshot not in s.snapshots or snapshot.given_up or superseded or ending:
         return
     complete = True
     for rank in range(snapshot.world):
@@ -314,10 +316,10 @@ def _whole(core: Core, snapshot: Snapshot) -> None:
     if copies < core.spec.saving.copies + 1 and not s.short_of_copies:
         core.record("few-copies", nodes=copies, wanted=core.spec.saving.copies + 1)
     s.short_of_copies = copies < core.spec.saving.copies + 1
-    whole = [x for x in s.snapshots if x.whole]
-    newest = max(whole, key=lambda x: (x.step, x.generation))
-    keep = sorted(whole, key=lambda x: (x.step, x.generation))[-KEPT_WHOLE:]
-    s.snapshots = [x for x in s.snapshots if x in keep or (not x.whole and x.step > newest.step)]
+    newest = max((x for x in s.snapshots if x.whole), key=lambda x: (x.step, x.generation))
+    older = [x for x in s.snapshots if _has_all(x) and x.step <= newest.step]
+    keep = sorted(older, key=lambda x: (x.step, x.generation))[-KEPT_WHOLE:]
+    s.snapshots = [x for x in s.snapshots if x in keep or x.step > newest.step]
     for node in core.alive_nodes():
         core.send(node.name, m.SnapshotWhole(newest.step))
     store_due(core)

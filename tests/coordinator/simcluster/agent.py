@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from holdfast.protocol import messages as m
 from holdfast.protocol.phases import WAITING_PHASES, Phase
 from simcluster.clock import Link
+from simcluster.memory import SimMemory
 from simcluster.worker import SIGKILL, Script, SimWorker, Trainer
 
 if TYPE_CHECKING:
@@ -54,6 +55,9 @@ class SimAgent:
         self._formed_s: dict[str, float] = {}
         self._said: dict[str, dict[str, m.WorkerMessage]] = {}
         self._stalled_s: dict[str, float] = {}
+        rng, plan = cluster.saving_rng, cluster.plan
+        self.memory = SimMemory(self, plan.snapshot_every > 0 and rng.random() >= plan.no_memory)
+        self.rack = f"r{rng.randrange(plan.racks)}" if plan.racks else None
         self._connect()
         self._beat()
 
@@ -97,9 +101,8 @@ class SimAgent:
     def _hello(self) -> m.Hello:
         views = tuple(self.view(w) for w in self.workers.values() if w.alive or self.cluster.plan.repeats)
         slots = self.cluster.plan.spec.nproc
-        return m.Hello(
-            m.PROTOCOL_VERSION, self.name, self.session, self.host, slots, 1, (29500, 29501), views
-        )
+        identity = (m.PROTOCOL_VERSION, self.name, self.session, self.host, slots, 1, (29500, 29501))
+        return m.Hello(*identity, views, self.memory.port, self.memory.copies(), self.rack)
 
     def disconnected(self, connection: Connection) -> None:
         """The other side closed the connection, or died."""
@@ -236,6 +239,16 @@ class SimAgent:
                     worker.hear(said)
             case m.Inspect(request):
                 self.send(m.Views(request, tuple(self.view(w) for w in self.workers.values())))
+            case m.Replicate():
+                self.memory.replicate(message)
+            case m.StoreShard():
+                self.memory.store(message)
+            case m.Publish():
+                self.memory.publish(message)
+            case m.SnapshotWhole(step):
+                self.memory.whole(step)
+            case m.ForgetSnapshots(step):
+                self.memory.forget(step)
             case m.Fence():
                 self._fenced()
             case m.Shutdown():
@@ -263,4 +276,5 @@ class SimAgent:
         for worker in workers:
             worker.die(SIGKILL)
         self.sessions += 1
+        self.memory.comes_back()
         self.send(self._hello())

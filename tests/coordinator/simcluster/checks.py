@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import msgspec
 
 from holdfast.coordinator import events as e
-from holdfast.coordinator import incidents
+from holdfast.coordinator import incidents, nodes
 from holdfast.coordinator.core import Core
 from holdfast.coordinator.state import CoreState, JobPhase, WorkerPhase
 from holdfast.protocol import messages as m
+from holdfast.protocol.job import Durable
 from holdfast.protocol.phases import Phase
 from simcluster.plan import FOREVER
+from simcluster.saved import SavedChecks
 
 if TYPE_CHECKING:
     from simcluster.agent import SimAgent
@@ -37,10 +39,14 @@ class Checks:
         self.formed = 0
         self.formed_s = 0.0
         self.records: dict[str, int] = {}
+        self.saved = SavedChecks(self)
         self._canon: dict[int, int] = {}
+        self._lines: dict[int, int] = {}
+        self._line = 0
         self._lineage = 0
         self._began: dict[tuple[int, int], int] = {}
         self._starts: dict[tuple[str, str, int], int] = {}
+        self._early = 0
         self._provided = 0
         self._late = False
         self._gathered_s = 0.0
@@ -84,6 +90,7 @@ class Checks:
             if not isinstance(action, e.Record):
                 cluster.log("core -> %s", action)
             self._check_action(action, state)
+        self.saved.handled(event, actions, state)
         lost = state.lost_steps - self._lost
         self.require(
             state.committed >= self._committed - lost or state.number != self._number,
@@ -126,11 +133,48 @@ class Checks:
                         state.number,
                         spec.max_restarts + 1,
                     )
-                if kind == "formed" and fields["source"] == "fresh" and not self.cluster.plan.equal_starts:
-                    self._canon.clear()
-                    self._lineage = state.number
+                if kind == "formed":
+                    self._goes_on(state.number, str(fields["source"]), fields["start"])
             case _:
                 pass
+
+    def _goes_on(self, number: int, source: str, start: object) -> None:
+        """A generation goes on from live state, or from an earlier step: then the later ones never happened."""
+        assert isinstance(start, int)
+        if source != "live":
+            self._line = number
+            self.newest = min(self.newest, start)
+            if not self.cluster.plan.equal_starts:
+                fresh = source == "fresh"
+                self._canon = {} if fresh else {s: b for s, b in self._canon.items() if s <= start}
+                self._lineage = number
+        self._lines[number] = self._line
+
+    def line_of(self, number: int) -> int:
+        """The line of history that a generation is on: it is named after the first generation on it."""
+        return self._lines[number]
+
+    def canon_bits(self, step: int) -> int | None:
+        """The state after so many steps, as training went. None: it never came there."""
+        if step == self.cluster.plan.durable_step and step not in self._canon:
+            return self.cluster.chain(step)
+        return self._canon.get(step)
+
+    def published_state(self, durable: Durable) -> tuple[int, int]:
+        """What a start reads from a tier."""
+        step, bits = self.cluster.durables.get((durable.url, durable.step), (durable.step, None))
+        if bits is None:
+            self.fail("%s is not there, or torn", durable)
+        return step, bits
+
+    def restored(self, worker: Trainer, step: int, bits: int) -> None:
+        """A worker has its state from snapshot memory or a tier: it is what was committed at that step."""
+        assert worker.form is not None
+        if worker.seen < self._lineage or self._condemned(worker.name):
+            return
+        start = worker.form.generation.start
+        self.require(step == start, "%s restored step %d, not %d", worker.name, step, start)
+        self.require(bits == self.canon_bits(step), "%s restored other bits of step %d", worker.name, step)
 
     def _check_formed(self, core: Core) -> None:
         """Who may be in, and from where they go on."""
@@ -182,7 +226,11 @@ class Checks:
         for form in state.forms.values():
             if not form.restore:
                 continue
-            self.require(bool(form.donors) != (form.path is not None), "no source for rank %d", form.rank)
+            sources = (bool(form.donors), form.copy is not None, form.durable is not None)
+            self.require(sum(sources) == 1, "the sources of rank %d are %s", form.rank, sources)
+            self.require(
+                form.copy is None or bool(form.holders), "nobody holds the copy of rank %d", form.rank
+            )
             for rank in form.donors:
                 donor = state.forms[generation.members[rank].worker]
                 self.require(donor.serve and not donor.restore, "rank %d is no donor", rank)
@@ -212,7 +260,10 @@ class Checks:
         self._starts[key] = self._starts.get(key, 0) + 1
         spec = self.cluster.plan.spec
         extra = sum(n - 1 for n in self._starts.values())
+        if self.formed == 0:
+            self._early = extra  # all of them at once, for one restart of the budget
         allowed = spec.max_restarts * (spec.target if self.formed == 0 else 1) + spec.target
+        allowed += self._early if self.formed else 0
         self.require(extra <= allowed, "%d workers were started again, %d may be", extra, allowed)
 
     def _condemned(self, name: str) -> bool:
@@ -324,6 +375,7 @@ class Checks:
         )
         if state.outcome == "finished" and plan.level == 2:
             self._check_finished(state)
+        self.saved.final(state)
         if state.outcome == "stopped" and plan.level == 2:
             self._check_stopped(state)
         self.require([i.id for i in state.incidents] == list(range(1, len(state.incidents) + 1)), "ids")
@@ -336,9 +388,8 @@ class Checks:
                     name,
                     value,
                 )
-        self.require(
-            len(state.workers) <= 40 + 4 * plan.spec.target, "%d workers are kept", len(state.workers)
-        )
+        most = 2 * nodes.KEPT_GONE + 4 * plan.spec.target
+        self.require(len(state.workers) <= most, "%d workers are kept", len(state.workers))
 
     def _outcomes(self, state: CoreState) -> set[str]:
         plan, reason = self.cluster.plan, state.stop_reason or ""
@@ -376,7 +427,7 @@ class Checks:
 
     def _check_stopped(self, state: CoreState) -> None:
         quiet = self.cluster.clock.now - self.cluster.faults.last_s > 15.0
-        if quiet and self.newest > 0:
+        if quiet and self.newest > 0 and self.cluster.plan.spec.saving.tiers:
             durable = state.durable
             self.require(
                 durable is not None and durable.step == self.newest, "saved %s, not %d", durable, self.newest

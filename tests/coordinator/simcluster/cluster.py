@@ -10,6 +10,7 @@ from holdfast.coordinator import events as e
 from holdfast.coordinator.state import JobPhase
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import Durable
+from holdfast.protocol.snapshots import Copy, Holder
 from simcluster.agent import SimAgent
 from simcluster.checks import Checks
 from simcluster.clock import Clock
@@ -23,6 +24,9 @@ TRACE_LINES = 60
 EXTRA_STEPS = 5
 """After the faults, once at full strength, every job still trains this many steps."""
 
+EXTRA_SAVED_STEPS = 40
+"""With snapshots, this many: time for several of them."""
+
 
 class Cluster:
     """Everything that exists in one schedule."""
@@ -30,12 +34,14 @@ class Cluster:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.rng = random.Random(plan.seed * 2 + 1)
+        self.saving_rng = random.Random(-2_000_003 - plan.seed)
         self.clock = Clock()
         self.began_s = self.clock.now
         self.trace: deque[tuple[float, str, tuple[Any, ...]]] = deque(maxlen=TRACE_LINES)
         self.until = plan.steps
         self.whole_s = self.began_s
-        self.durables: dict[str, tuple[int, int]] = {}
+        self.durables: dict[tuple[str, int], tuple[int, int | None]] = {}
+        self.files: dict[tuple[str, str], int] = {}
         self.agents: dict[str, SimAgent] = {}
         self.workers: dict[str, SimWorker] = {}
         self.attempts: dict[str, frozenset[str]] = {}
@@ -48,7 +54,7 @@ class Cluster:
         self.service = Service(self)
         self.service.handle(e.Tick())
         if plan.durable_step is not None and plan.level == 2:
-            self.durables["before"] = (plan.durable_step, self.chain(plan.durable_step))
+            self.durables[("before", plan.durable_step)] = (plan.durable_step, self.chain(plan.durable_step))
             if plan.steps != FOREVER:
                 self.until += plan.durable_step
             self.service.handle(e.DurableFound(Durable(plan.durable_step, "before")))
@@ -76,9 +82,26 @@ class Cluster:
         self._roots += 1
         return self._roots
 
-    def next_bits(self, step: int, bits: int, contents: frozenset[int]) -> int:
-        """The state after one update: a function of the state, the step and the data, and of nothing else."""
-        return hash((bits, step, len(contents), sum(contents))) & ((1 << 60) - 1)
+    def next_bits(self, step: int, bits: int, contents: frozenset[int], line: int = 0) -> int:
+        """The state after one update: a function of the state, the step and the data, and of nothing else.
+
+        line: but where nothing is promised to be exact, steps that are done again come out differently.
+        """
+        if self.plan.equal_starts:
+            line = 0
+        return hash((bits, step, len(contents), sum(contents), line)) & ((1 << 60) - 1)
+
+    def read_memory(self, reader: SimAgent, copy: Copy, holders: tuple[Holder, ...]) -> int | None:
+        """A shard from the memory of the first node that has it and can be reached."""
+        for holder in holders:
+            agent = self.agents.get(holder.node)
+            if agent is None or not agent.alive:
+                continue
+            if agent is not reader and (agent.cut or reader.cut):
+                continue
+            if (bits := agent.memory.read(copy)) is not None:
+                return bits
+        return None
 
     def chain(self, steps: int) -> int:
         """The state after so many steps without any fault, from root 1."""
@@ -187,7 +210,8 @@ class Cluster:
             if self.plan.budget_is_small and self.clock.now - self.began_s > patience_s:
                 whole = True  # it may never be again
             if began and whole:
-                self.until = self.checks.newest + EXTRA_STEPS
+                extra = EXTRA_SAVED_STEPS if self.plan.snapshot_every else EXTRA_STEPS
+                self.until = self.checks.newest + extra
                 self.whole_s = self.clock.now
                 self.log("the last step is %d", self.until)
         self.clock.after(0.25, self._watch)

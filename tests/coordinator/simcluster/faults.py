@@ -92,6 +92,7 @@ class Faults:
             "kill-coordinator": self._kill_coordinator,
             "join-node": lambda w: self._join(),
             "bad-node": self._make_bad,
+            "kill-all-workers": lambda w: self._kill_all(),
         }
         strikes[kind](worker)
 
@@ -128,6 +129,7 @@ class Faults:
         cluster = self.cluster
         told = cluster.rng.random() < cluster.plan.tells_injections
         event = e.Injected(f"sim-{kind}", kind, node, worker)
+        heard = cluster.service.up
         if told and cluster.rng.random() < 0.7:
             cluster.service.handle(event)
             strike()
@@ -135,7 +137,7 @@ class Faults:
             strike()
             if told:
                 cluster.clock.after(cluster.rng.uniform(0.0, 0.05), cluster.service.handle, event)
-        return told
+        return told and heard
 
     def _kill_worker(self, worker: SimWorker | None) -> None:
         target = self._pick(worker)
@@ -147,6 +149,20 @@ class Faults:
             code = -9  # what a script does after its last step is not asked here
         if not self._told("kill-worker", lambda: target.die(code), target.agent.name, target.name):
             self.untold.append(target.name)
+
+    def _kill_all(self) -> None:
+        """Nothing live is left to go on from. The coordinator is told of all of it or of nothing."""
+        cluster = self.cluster
+        struck = [w for a in cluster.agents.values() if a.alive for w in a.living() if w.running]
+        told = cluster.service.up and cluster.rng.random() < cluster.plan.tells_injections
+        for target in struck if told else ():
+            cluster.service.handle(
+                e.Injected("sim-kill-worker", "kill-worker", target.agent.name, target.name)
+            )
+        for target in struck:
+            target.die(-9)
+        if not told or not cluster.service.up:
+            self.untold.extend(w.name for w in struck)
 
     def _kill_spare(self, worker: SimWorker | None) -> None:
         core = self.cluster.service.core

@@ -5,7 +5,10 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+import msgspec
+
 from holdfast.protocol.job import JobSpec, Timing
+from holdfast.protocol.snapshots import DurableTier, Saving
 
 FOREVER = 1 << 40
 
@@ -42,6 +45,14 @@ class Plan:
     engine_refuses: float = 0.0
     release_fails: float = 0.0
     tells_injections: float = 1.0
+    snapshot_every: int = 0  # steps; 0: never
+    copy_s: float = 0.05
+    pull_s: float = 0.2
+    store_s: float = 0.5
+    hold_fails: float = 0.0  # how often a copy into snapshot memory comes to nothing
+    tier_fails: float = 0.0
+    no_memory: float = 0.0  # how many nodes have no snapshot memory
+    racks: int = 0  # that nodes stand in; 0: nobody knows
 
     @property
     def coordinator_dies(self) -> bool:
@@ -95,6 +106,9 @@ MOMENTS = (
 """Points at which a second fault hurts most: a trigger strikes there instead of at a time."""
 
 
+SAVED_MOMENTS = (*MOMENTS, "published", "held")
+
+
 def plan_for(seed: int, level: int | None = None) -> Plan:
     """The schedule of a seed. One in eight is at level 0."""
     rng = random.Random(seed)
@@ -112,6 +126,7 @@ def plan_for(seed: int, level: int | None = None) -> Plan:
         wait_for_spare=rng.random() < 0.15,
         max_restarts=rng.choice((0, 2, 6)) if rng.random() < 0.1 else 100,
         timing=Timing(detection_s=2.0),
+        saving=Saving(memory="0", tiers=(DurableTier("checkpoint", "0"),)),
     )
     window = rng.choice((4.0, 8.0, 12.0))
     plan = Plan(
@@ -150,4 +165,31 @@ def plan_for(seed: int, level: int | None = None) -> Plan:
         plan.faults.append((rng.uniform(0.0, window), kind))
     for kind in rng.choices(kinds, weights, k=rng.choice((0, 0, 1, 1, 2, 3))):
         plan.triggers.append((rng.choice(MOMENTS), rng.randint(1, 6), kind))
+    if level == 2:
+        _draw_saving(plan, window)
     return plan
+
+
+def _draw_saving(plan: Plan, window: float) -> None:
+    """Snapshots, tiers, and faults that leave nothing else to go on from. Drawn apart, too."""
+    rng = random.Random(-1_000_003 - plan.seed)
+    if rng.random() < 0.35:
+        return
+    cadences = ("1", "2", "5", "0.5s", "3s", "auto", "0")
+    urls = ("checkpoint", "archive")[: rng.choice((0, 1, 1, 1, 2))]
+    tiers = tuple(DurableTier(url, rng.choice(cadences)) for url in urls)
+    plan.snapshot_every = rng.choice((1, 1, 2, 4))
+    plan.copy_s = rng.choice((0.01, 0.05, 0.5))
+    plan.pull_s = rng.choice((0.05, 0.3, 2.0))
+    plan.store_s = rng.choice((0.05, 0.5, 2.0))
+    plan.hold_fails = rng.choice((0.0, 0.0, 0.1, 0.3))
+    plan.tier_fails = rng.choice((0.0, 0.0, 0.2))
+    plan.no_memory = rng.choice((0.0, 0.0, 0.0, 0.3))
+    plan.racks = rng.choice((0, 0, 1, 2))
+    saving = Saving(str(plan.snapshot_every), rng.choice((0, 1, 1, 1, 2)), 0, tiers)
+    plan.spec = msgspec.structs.replace(plan.spec, saving=saving)
+    for _ in range(rng.choice((0, 0, 1, 1, 2))):
+        plan.faults.append((rng.uniform(0.0, window), "kill-all-workers"))
+    for _ in range(rng.choice((0, 0, 0, 1, 2))):
+        kind = rng.choice(("kill-all-workers", "kill-all-workers", "kill-node", "kill-coordinator", "torn"))
+        plan.triggers.append((rng.choice(SAVED_MOMENTS), rng.randint(1, 6), kind))

@@ -24,6 +24,9 @@ class Summary:
     incidents: int
     crashes: int
     committed: int
+    restored: tuple[tuple[str, int], ...] = ()
+    snapshots: int = 0
+    checkpoints: int = 0
 
 
 def run_seed(seed: int, level: int | None = None) -> Summary:
@@ -51,4 +54,7 @@ def run_seed(seed: int, level: int | None = None) -> Summary:
         len(state.incidents),
         service.crashes,
         state.committed,
+        tuple(sorted(cluster.checks.saved.restored_from.items())),
+        cluster.checks.records.get("snapshot", 0),
+        cluster.checks.records.get("saved", 0),
     )

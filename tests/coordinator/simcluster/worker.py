@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.protocol import messages as m
 from holdfast.protocol.phases import Phase, Place
+from holdfast.protocol.snapshots import DurableTier
+from holdfast.protocol.snapshots import Key as SnapshotKey
 
 if TYPE_CHECKING:
     from simcluster.agent import SimAgent
@@ -114,6 +116,8 @@ class Trainer(SimWorker):
         self.deaf_in: str | None = None
         self.collectives = 0
         self.yields_in = 0
+        self.line = 0
+        self.wanted = False
         self.contents: frozenset[int] = frozenset()
         self.agreed = False
         self.broken = False
@@ -180,7 +184,8 @@ class Trainer(SimWorker):
         self.cluster.checks.formed_worker(self, form)
         self.ticket += 1
         self.seen, self.form, self.waits_for = generation.number, form, None
-        self.broken = self.hurt = self.agreed = False
+        self.broken = self.hurt = self.agreed = self.wanted = False
+        self.line = self.cluster.checks.line_of(generation.number)
         self.deaf_in = None
         if form.apply:
             self._apply()
@@ -201,7 +206,7 @@ class Trainer(SimWorker):
         assert self.held is not None
         step, bits = self.held
         self.prepared = False
-        self.held = (step + 1, self.cluster.next_bits(step, bits, self.contents))
+        self.held = (step + 1, self.cluster.next_bits(step, bits, self.contents, self.line))
         self.cluster.checks.committed(self)
 
     def _break(self) -> None:
@@ -251,11 +256,11 @@ class Trainer(SimWorker):
         else:
             self._finish(stopped=True)
 
-    def _saved(self, path: str) -> None:
+    def _saved(self, tier: DurableTier) -> None:
         assert self.held is not None
-        self.cluster.durables[path] = self.held
+        self.cluster.durables[(tier.url, self.held[0])] = self.held
         self.cluster.moment("saved", self)
-        self.say(m.Saved(self.held[0], path))
+        self.say(m.Saved(self.held[0], tier.url))
         self._finish(stopped=True)
 
     def _finish(self, stopped: bool = False) -> None:
@@ -273,8 +278,8 @@ class Trainer(SimWorker):
         """The state comes before the connections: a donor serves from the moment it heard of the generation."""
         assert self.form is not None
         rng, start = self.cluster.rng, self.form.generation.start
-        if self.form.path is not None:
-            self.later(rng.uniform(0.01, 0.5), self._fetched, self.cluster.durables[self.form.path])
+        if self.form.copy is not None or self.form.durable is not None:
+            self.later(rng.uniform(0.01, 0.5), self._load_saved, self.form)
             return
         assert self.plane is not None
         members = self.form.generation.members
@@ -285,6 +290,19 @@ class Trainer(SimWorker):
             self._part(m.CollectiveError(self.seen, -1, "no donor could give the state"))
         else:
             self.later(0.05, self._fetch)
+
+    def _load_saved(self, form: m.Form) -> None:
+        """From snapshot memory, or from a durable tier."""
+        if form.copy is not None:
+            step, bits = form.copy.key.step, self.cluster.read_memory(self.agent, form.copy, form.holders)
+            if bits is None:
+                self._part(m.CollectiveError(self.seen, -1, "nobody has the snapshot whole"))
+                return
+        else:
+            assert form.durable is not None
+            step, bits = self.cluster.checks.published_state(form.durable)
+        self.cluster.checks.restored(self, step, bits)
+        self._fetched((step, bits))
 
     def _fetch_ends(self, names: list[str]) -> None:
         assert self.form is not None
@@ -322,6 +340,8 @@ class Trainer(SimWorker):
             self._reduced(step)
         else:
             self.agreed = any(payloads.values())
+            every = self.cluster.plan.snapshot_every
+            self.wanted = every > 0 and (step + 1) % every == 0
             self.cluster.moment("voted", self)
             self.enter(Phase.UPDATE)
             self.later(self.cluster.rng.uniform(0.0, 0.01), self._update)
@@ -334,10 +354,18 @@ class Trainer(SimWorker):
         assert self.held is not None
         self.collectives = 0
         self.cluster.checks.step_began(self)
+        self._save()
         self.enter(Phase.FORWARD)
         compile_s = 0.0 if self.trained else self.cluster.rng.uniform(0.0, 1.0) * self.cluster.plan.compile_s
         self.own_s = compile_s + self.cluster.rng.uniform(0.5, 1.5) * self.cluster.plan.step_s
         self.later(self.own_s, self._computed)
+
+    def _save(self) -> None:
+        """The state is copied into the node's memory while this step computes."""
+        assert self.held is not None
+        if self.wanted and self.form is not None and self.form.saves:
+            self.agent.memory.take(self, SnapshotKey(self.held[0], self.seen, 0, 1), self.held[1])
+        self.wanted = False
 
     def _fires(self, fault: str, step: int) -> bool:
         if fault not in self.armed:
@@ -396,7 +424,7 @@ class Trainer(SimWorker):
             self.held = None
             self._raise(step, Phase.UPDATE, "RuntimeError", f"torn:{self.name}")
             return
-        self.held = (step + 1, self.cluster.next_bits(step, bits, self.contents))
+        self.held = (step + 1, self.cluster.next_bits(step, bits, self.contents, self.line))
         self.cluster.checks.committed(self)
         self.enter(Phase.COMMIT)
         self.trained = True

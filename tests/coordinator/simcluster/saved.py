@@ -1,0 +1,180 @@
+"""Invariants of snapshots and checkpoints: who holds what as far as the coordinator was told, and of which history."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from holdfast.coordinator import events as e
+from holdfast.coordinator import saving
+from holdfast.coordinator.state import CoreState, JobPhase
+from holdfast.protocol import messages as m
+from holdfast.protocol.snapshots import Copy, Key
+from simcluster.plan import FOREVER
+
+if TYPE_CHECKING:
+    from simcluster.checks import Checks
+
+Taken = tuple[int, int]
+"""Step and generation of a snapshot."""
+
+
+class SavedChecks:
+    """Keeps its own books of what was said, and compares what the core makes of it."""
+
+    def __init__(self, checks: Checks) -> None:
+        self.checks = checks
+        self.durable_step = 0
+        self.restored_from: dict[str, int] = {}
+        self._holds: dict[str, set[Key]] = {}
+        self._asked: set[tuple[str, Key]] = set()
+        self._whole: list[Taken] = []
+        self._orders: dict[tuple[str, int], str] = {}
+
+    def handled(self, event: e.Event, actions: list[e.Action], state: CoreState) -> None:
+        """After every event."""
+        self._hear(event, state)
+        for name in [n for n in self._holds if n not in state.nodes or not state.nodes[n].alive]:
+            self._lose(name)
+        for action in actions:  # before what is forgotten for its sake
+            if isinstance(action, e.Record) and action.kind == "formed" and action.fields["source"] != "live":
+                self._check_start(_number(action.fields, "start"), str(action.fields["source"]))
+        for action in actions:
+            self._check(action, state)
+        self._check_size(state)
+
+    # ------------------------------------------------------------ what was said
+
+    def _hear(self, event: e.Event, state: CoreState) -> None:
+        match event:
+            case e.NodeJoined(hello):
+                node = state.nodes.get(hello.node)
+                if node is not None and node.alive and node.session == hello.session:
+                    self._lose(hello.node, keeps_orders=True)
+                    self._holds[hello.node] = {c.key for c in hello.copies}
+            case e.NodeSays(name, m.Held(copy)) if name in self._holds:
+                self._holds[name].add(copy.key)
+                self._asked.discard((name, copy.key))
+            case e.NodeSays(name, m.NotHeld(key)) if name in self._holds:
+                self._asked.discard((name, key))
+            case e.NodeSays(name, m.Published(tier, step, None)) if self._orders.get((tier, step)) == name:
+                self.durable_step = max(self.durable_step, step)
+            case e.DurableFound(durable):
+                self.durable_step = durable.step
+            case _:
+                pass
+
+    def _lose(self, name: str, keeps_orders: bool = False) -> None:
+        self._holds.pop(name, None)
+        self._asked = {(n, key) for n, key in self._asked if n != name}
+        if not keeps_orders:
+            self._orders = {at: n for at, n in self._orders.items() if n != name}
+
+    def _is_held(self, taken: Taken) -> bool:
+        return any((k.step, k.generation) == taken for held in self._holds.values() for k in held)
+
+    # ------------------------------------------------------------ what the core makes of it
+
+    def _check(self, action: e.Action, state: CoreState) -> None:
+        require = self.checks.require
+        match action:
+            case e.Send(node, m.ForgetSnapshots(step)):
+                held = self._holds.get(node, set())
+                held -= {k for k in held if k.step > step}
+                self._asked = {(n, key) for n, key in self._asked if n != node or key.step <= step}
+            case e.Send(node, m.Replicate(copy, holders)):
+                self._check_asked(node, copy)
+                require(bool(holders), "%s is to copy step %d from nobody", node, copy.key.step)
+                require(node not in {h.node for h in holders}, "%s is to copy from itself", node)
+            case e.Send(_, m.SnapshotWhole(step)):
+                known = [x for x in state.snapshots if x.step == step and x.whole]
+                require(bool(known), "step %d is called whole and is not known", step)
+                there = {h.copy.key.rank for x in known for h in x.shards if h.nodes}
+                require(there == set(range(known[0].world)), "step %d is called whole, held: %s", step, there)
+                held = any(self._is_held((x.step, x.generation)) for x in known)
+                require(held, "step %d is called whole and nobody holds it", step)
+            case e.Send(node, m.Publish(tier, step, shards)):
+                bits = self.checks.canon_bits(step)
+                require(bits is not None, "step %d is to be published and did not happen", step)
+                require(all(x.row.xxh3 == f"{bits:x}" for x in shards), "other bits of step %d", step)
+                self._orders[(tier.url, step)] = node
+            case e.Record("snapshot", fields):
+                self._whole = [*self._whole, (_number(fields, "step"), _number(fields, "generation"))]
+                self._whole = sorted(self._whole)[-saving.KEPT_WHOLE :]
+            case e.Record("snapshot-unreadable", fields):
+                gone = (_number(fields, "step"), _number(fields, "generation"))
+                self._whole = [x for x in self._whole if x != gone]
+            case e.Record("saved", fields):
+                step = _number(fields, "step")
+                durables = self.checks.cluster.durables
+                there = durables.get((str(fields["url"]), step))
+                require(there is not None, "step %d is called saved and is not there", step)
+                require(
+                    there is not None and there[1] == self.checks.canon_bits(step),
+                    "saved other bits: %s",
+                    there,
+                )
+                self.durable_step = max(self.durable_step, step)
+            case _:
+                pass
+
+    def _check_asked(self, node: str, copy: Copy) -> None:
+        """Nobody is asked to hold twice the same, unless it may not have heard."""
+        key = copy.key
+        self.checks.require(
+            key not in self._holds.get(node, set()), "%s holds step %d already", node, key.step
+        )
+        self.checks.require(
+            (node, key) not in self._asked, "%s was asked for step %d already", node, key.step
+        )
+        self._asked.add((node, key))
+
+    def _check_start(self, start: int, source: str) -> None:
+        """Nothing newer than where training goes on from is known to be safe."""
+        self.restored_from[source] = self.restored_from.get(source, 0) + 1
+        safe = max((step for step, g in self._whole if self._is_held((step, g))), default=0)
+        self.checks.require(start >= safe, "starts at %d, and a whole snapshot has step %d", start, safe)
+        self.checks.require(
+            start >= self.durable_step, "starts at %d, and a checkpoint has %d", start, self.durable_step
+        )
+        self._whole = [x for x in self._whole if x[0] <= start]
+        self._orders = {at: n for at, n in self._orders.items() if at[1] <= start}
+
+    def _check_size(self, state: CoreState) -> None:
+        require, nodes = self.checks.require, len(state.nodes)
+        most = saving.KEPT_WHOLE + 2 * saving.KEPT_PARTIAL + 1
+        require(len(state.snapshots) <= most, "%d snapshots are kept", len(state.snapshots))
+        require(len(state.rewinds) <= saving.KEPT_REWINDS, "%d rewinds", len(state.rewinds))
+        require(len(state.storing) <= len(state.spec.saving.tiers), "stored at once: %s", state.storing)
+        for snapshot in state.snapshots:
+            require(len(snapshot.shards) <= snapshot.world * nodes, "shards of %d", snapshot.step)
+            require(
+                len(snapshot.refused) <= len(set(snapshot.refused)), "refused twice: %s", snapshot.refused
+            )
+            for entry in snapshot.shards:
+                require(bool(entry.nodes), "a shard of %d without a holder", snapshot.step)
+                require(all(state.nodes[n].alive for n in entry.nodes), "a lost node holds %d", snapshot.step)
+
+    def final(self, state: CoreState) -> None:
+        """Undisturbed, snapshots become whole."""
+        cluster = self.checks.cluster
+        plan, after_s = cluster.plan, cluster.whole_s + 5.0
+        memories = [a for a in cluster.agents.values() if a.alive and a.memory.there]
+        if state.outcome != "finished" or not plan.snapshot_every or plan.hold_fails or plan.no_memory:
+            return
+        if (
+            plan.steps != FOREVER
+            or not memories
+            or cluster.clock.now < after_s
+            or state.phase is not JobPhase.ENDED
+        ):
+            return
+        newest = max((step for step, _ in self._whole), default=0)
+        self.checks.require(
+            newest > cluster.until - 30, "the newest whole snapshot is of %d of %d", newest, cluster.until
+        )
+
+
+def _number(fields: dict[str, object], name: str) -> int:
+    value = fields[name]
+    assert isinstance(value, int)
+    return value
