@@ -12,6 +12,11 @@ from holdfast.agent.agent import Agent, AgentConfig
 from holdfast.protocol.job import Timing
 
 
+SWITCH_S = 0.0005
+"""Threads that sum and send snapshots hold the interpreter for a moment at a time; the loop that workers and the
+coordinator wait for gets its turn ten times sooner than by default."""
+
+
 def main() -> int:
     """Runs the agent until the job is over."""
     parser = argparse.ArgumentParser(prog="holdfast.agent")
@@ -39,6 +44,7 @@ def main() -> int:
         given.rack,
     )
     os.umask(0o077)
+    sys.setswitchinterval(SWITCH_S)
     asyncio.run(_run(config, given.lifeline))
     return 0
 
