@@ -45,6 +45,13 @@ class Ran:
         finally:
             store.close()
 
+    def fields(self, kind: str) -> list[dict]:
+        store = Store(self.job_dir / "job.sqlite", read_only=True)
+        try:
+            return [e.fields for e in store.events() if e.kind == kind]
+        finally:
+            store.close()
+
 
 def start(home: Path, *args: object, job: str = "job") -> subprocess.Popen[str]:
     """Starts the launcher; its report goes to HOME/JOB.json."""

@@ -11,6 +11,7 @@ from test_life import signal_when_gone, wait_for
 
 MEMORY = Path("/dev/shm") / f"holdfast-{os.getuid()}"
 EVERY = 10
+NIGHTLY = pytest.mark.nightly
 
 
 def kill_all(home, process):
@@ -49,6 +50,62 @@ def test_a_job_that_is_killed_whole_goes_on_from_its_newest_snapshot(tmp_path, u
     assert second.losses() == undisturbed.losses()[start_step:]
     assert second.report["final"] == undisturbed.report["final"]
     assert not memory_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "kind", ["kill-node", *(pytest.param(k, marks=NIGHTLY) for k in ("kill-worker", "deadlock", "stop-node"))]
+)
+def test_a_fault_in_the_middle_of_a_copy_changes_no_bit(tmp_path, undisturbed, kind):
+    """Two faults, in both savers; the copy that was cut off never counts, and later ones do."""
+    faults = [
+        "--fault",
+        f"{kind}:rank=0,phase=snapshot,step=40",
+        "--fault",
+        f"{kind}:rank=1,phase=snapshot,step=90",
+    ]
+    options = ["--nnodes", 3, "--spares", 1, "--snapshot-every", EVERY, "--detection", 0.5]
+    ran = run(tmp_path, *options, *faults, TINY, STEPS)
+    assert ran.code == 0, ran.output[-3000:]
+    assert len(ran.report["incidents"]) == 2
+    assert ran.report["final"] == undisturbed.report["final"]
+    assert ran.losses() == undisturbed.losses()
+    whole = ran.fields("snapshot")
+    assert len({f["step"] for f in whole} & {100, 110, 120, 130, 140}) >= 2
+    assert not memory_of(tmp_path)
+
+
+def flip(path, at):
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def newest_slots(home):
+    """Slots by the step in their header, the newest first."""
+    import struct
+
+    def step(path):
+        return struct.unpack_from("<q", path.read_bytes()[:32], 16)[0]
+
+    return sorted(memory_of(home), key=step, reverse=True)
+
+
+@pytest.mark.parametrize("where", [4096 + 1000, *(pytest.param(at, marks=NIGHTLY) for at in (0, 20, -5))])
+def test_a_bit_that_flipped_in_memory_costs_one_copy(tmp_path, undisturbed, where):
+    """In the header, its step, the row, the head: the other node has the snapshot whole."""
+    options = ["--snapshot-every", EVERY, "--checkpoint", f"{tmp_path / 'saved'},every=0"]
+    process = paused_at(tmp_path, 65, *options)
+    kill_all(tmp_path, process)
+    damaged = newest_slots(tmp_path)[0]
+    flip(damaged, where % damaged.stat().st_size)
+    second = run(tmp_path, "--nnodes", 3, *options, TINY, STEPS)
+    assert second.code == 0, second.output[-3000:]
+    start_step = second.steps()[0]
+    assert 65 - 2 * EVERY <= start_step <= 65
+    assert second.losses() == undisturbed.losses()[start_step:]
+    assert second.report["final"] == undisturbed.report["final"]
 
 
 def memory_of(home):
@@ -101,7 +158,7 @@ def tiers_undisturbed(tmp_path_factory):
     return ends(ran)
 
 
-@pytest.mark.parametrize("fault", ["kill-worker", "kill-node"])
+@pytest.mark.parametrize("fault", [pytest.param("kill-worker", marks=NIGHTLY), "kill-node"])
 def test_two_lines_at_level_0_go_on_from_memory(tmp_path, tiers_undisturbed, fault):
     """A node takes its ranks' shards with it; its buddy has them. (Two ranks: a sum of three depends on how DDP
     cuts its buckets, which it does anew after every start.)"""

@@ -32,7 +32,7 @@ NODE_FAULTS = frozenset({FaultKind.KILL_NODE, FaultKind.STOP_NODE, FaultKind.DRO
 """Faults of a whole node: its agent does them."""
 
 PHASES = {p.name.lower(): p for p in (Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE, Phase.VOTE, Phase.UPDATE)}
-PHASES |= {"commit": Phase.COMMIT, "transfer": Phase.TRANSFER}
+PHASES |= {"commit": Phase.COMMIT, "transfer": Phase.TRANSFER, "snapshot": Phase.SNAPSHOT}
 _KEYS = ("rank", "node", "step", "after", "every", "phase", "times", "seed")
 _EXAMPLE = "for example --fault kill-node:node=2,step=40 or --fault kill-worker:every=8s,times=4"
 
