@@ -114,7 +114,7 @@ class DiskTier:
             finally:
                 os.close(fd)
             work.rename(path)
-            _sync_folder(path.parent)
+            sync_folder(path.parent)
         except BaseException:
             work.unlink(missing_ok=True)
             raise
@@ -135,10 +135,10 @@ def _make_folder(path: Path) -> None:
     if not path.is_dir():
         _make_folder(path.parent)
         path.mkdir(exist_ok=True)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
 
 
-def _sync_folder(path: Path) -> None:
+def sync_folder(path: Path) -> None:
     """A rename is durable when its folder is."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from holdfast.cli import checkpoint, events, fault, logs, report, run, status, stop
+from holdfast.cli import checkpoint, events, fault, logs, portable, report, run, status, stop
 from holdfast.cli.torchrun import RunCommand
 from holdfast.errors import HoldfastError, UsageError
 
@@ -28,6 +28,8 @@ app.command("logs")(logs.logs)
 app.command("report")(report.report)
 app.command("fault")(fault.fault)
 app.command("stop")(stop.stop)
+checkpoint.app.command("export")(portable.export)
+checkpoint.app.command("import")(portable.import_)
 app.add_typer(checkpoint.app, name="checkpoint")
 
 

@@ -1,0 +1,78 @@
+"""Checkpoints for tests, of states as several ranks save them."""
+
+from __future__ import annotations
+
+import msgspec
+import torch
+
+from holdfast.checkpoint.archive import Archive
+from holdfast.checkpoint.flat import Flat, flatten
+from holdfast.checkpoint.layout import Index, TensorSpec, encode_head
+from holdfast.checkpoint.sums import sums_of_pieces
+from holdfast.train.state import buffer_of
+
+
+def save_states(archive: Archive, step: int, states: list[dict]) -> None:
+    """Every rank's state; a `Piece` in it is one of a sharded tensor."""
+    save_flats(archive, step, [flat_of(state, step) for state in states])
+
+
+def save_flats(archive: Archive, step: int, flats: list[Flat]) -> None:
+    shards = []
+    for rank, flat in enumerate(flats):
+        pieces = [buffer_of(t.contiguous()) for t in flat.tensors]
+        sums = sums_of_pieces(pieces)
+        head = encode_head(flat.index, sums)
+        shards.append(archive.save_shard(step, rank, head, sums, pieces, flat.index.nbytes))
+    archive.commit(step, shards)
+
+
+class Piece(torch.Tensor):
+    """The part of a whole tensor that a rank has."""
+
+    @staticmethod
+    def of(whole: torch.Tensor, low: int, high: int) -> Piece:
+        """Rows of it."""
+        piece = whole[low:high].contiguous().as_subclass(Piece)
+        piece.whole = tuple(whole.shape)
+        piece.start = (low, *(0 for _ in whole.shape[1:]))
+        return piece
+
+
+def flat_of(state: dict, step: int) -> Flat:
+    """As `flatten`, which is given no DTensors here."""
+    flat = flatten(state, step)
+    pieces = dict(_pieces(state, ""))
+    assert all(any(s.path == path for s in flat.index.tensors) for path in pieces), "too small to be a piece"
+    specs = tuple(
+        msgspec.structs.replace(s, whole=pieces[s.path].whole, start=pieces[s.path].start)
+        if s.path in pieces
+        else s
+        for s in flat.index.tensors
+    )
+    return Flat(
+        msgspec.structs.replace(flat.index, tensors=specs),
+        [t.as_subclass(torch.Tensor) for t in flat.tensors],
+    )
+
+
+def flat_rank(step: int, tensors: dict[str, torch.Tensor]) -> Flat:
+    """What a rank of torch.distributed.checkpoint writes: no tree."""
+    specs, offset = [], 0
+    for path, tensor in tensors.items():
+        nbytes = tensor.numel() * tensor.element_size()
+        whole, start = getattr(tensor, "whole", ()), getattr(tensor, "start", ())
+        specs.append(
+            TensorSpec(path, str(tensor.dtype)[6:], tuple(tensor.shape), offset, nbytes, whole, start)
+        )
+        offset += nbytes
+    plain = [t.as_subclass(torch.Tensor) for t in tensors.values()]
+    return Flat(Index(step, {}, tuple(specs), offset), plain)
+
+
+def _pieces(value: object, path: str) -> list[tuple[str, Piece]]:
+    if isinstance(value, Piece):
+        return [(path, value)]
+    if isinstance(value, dict):
+        return [p for k, v in value.items() for p in _pieces(v, f"{path}.{k}" if path else str(k))]
+    return []
