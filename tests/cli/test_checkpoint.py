@@ -1,6 +1,7 @@
 """`holdfast checkpoint` on what a job has saved."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -55,7 +56,8 @@ def test_show(holdfast, saved):
 
 
 def test_verify(holdfast, saved):
-    assert holdfast("checkpoint", "verify").out == "step 4: whole\nstep 8: whole\n"
+    told = f"step 4: whole\nstep 8: whole\nthe newest whole one: {saved}/step-8\n"
+    assert holdfast("checkpoint", "verify").out == told
     data = row_of(saved / "step-8")
     data.write_bytes(b"x" + data.read_bytes()[1:])
     said = holdfast("checkpoint", "verify")
@@ -63,7 +65,103 @@ def test_verify(holdfast, saved):
     assert "step 4: whole\n" in said.out
     assert "step 8: NOT WHOLE" in said.out
     assert "net.weight" in said.out
-    assert holdfast("checkpoint", "verify", str(saved / "step-4")).code == 0
+    assert said.out.endswith(f"the newest whole one: {saved}/step-4\n")
+    said = holdfast("checkpoint", "verify", str(saved / "step-4"))
+    assert [said.code, said.out] == [0, "step 4: whole\n"]
+    row_of(saved / "step-4").unlink()
+    assert holdfast("checkpoint", "verify").out.endswith("none of them is whole\n")
+
+
+def test_verify_tells_programs(holdfast, saved):
+    row_of(saved / "step-8").write_bytes(b"")
+    said = holdfast("checkpoint", "verify", "--json")
+    assert said.code == 1
+    four, eight = json.loads(said.out)
+    assert four == {"step": 4, "place": f"{saved}/step-4", "whole": True, "bytes": 32}
+    assert [eight["step"], eight["whole"]] == [8, False]
+    assert "cut short: 0 of 32 bytes" in eight["why"]
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_a_place(holdfast, saved, scheme):
+    place = f"{scheme}{saved}"
+    assert [r["step"] for r in json.loads(holdfast("checkpoint", "ls", place, "--json").out)] == [4, 8]
+    assert holdfast("checkpoint", "show", f"{place}/step-4").out.startswith("step 4: 2 tensors")
+    assert holdfast("checkpoint", "verify", f"{place}/step-8/").out == "step 8: whole\n"
+    assert holdfast("checkpoint", "prune", place, "--keep", "1").out == f"{saved}: 1 checkpoint removed: 4\n"
+
+
+def test_show_tells_programs(holdfast, saved):
+    told = json.loads(holdfast("checkpoint", "show", "--json").out)
+    assert [told["manifest"]["step"], told["manifest"]["world"]] == [8, 1]
+    names = [t["path"] for t in told["shards"][0]["index"]["tensors"]]
+    assert names == ["net.weight", "net.bias"]
+
+
+def test_a_newest_one_that_is_damaged(holdfast, saved):
+    """It is listed, and said what it is; it takes no whole one along."""
+    (saved / "step-8" / "manifest.json").write_text("{}")
+    said = holdfast("checkpoint", "ls")
+    assert [line.split()[:2] for line in said.out.splitlines()[1:]] == [["4", "32"], ["8", "–"]]
+    assert "step 8 is not whole" in said.err
+    assert "no manifest" in json.loads(holdfast("checkpoint", "ls", "--json").out)[1]["trouble"]
+    said = holdfast("checkpoint", "show")
+    assert [said.code, said.out] == [1, ""]
+    assert "step-8/manifest.json is no manifest of a checkpoint" in said.err
+    said = holdfast("checkpoint", "prune", "--keep", "1")
+    assert said.code == 1
+    assert "newest checkpoint is not whole" in said.err
+    assert sorted(d.name for d in saved.iterdir()) == ["step-4", "step-8"]
+    assert holdfast("checkpoint", "prune", "--keep", "1", "--no-verify").code == 0
+    assert [d.name for d in saved.iterdir()] == ["step-8"]
+
+
+@pytest.fixture
+def two_tiers(home, tmp_path):
+    """A job with two tiers, which have one step in common."""
+    tiers = [tmp_path / "near", tmp_path / "far"]
+    folder = JobFolder("done")
+    folder.prepare(
+        JobSpec("done", "train.py", saving=Saving(tiers=tuple(DurableTier(str(t)) for t in tiers)))
+    )
+    for step, tier in ((4, 1), (8, 0), (8, 1)):
+        image = state.capture({"net": torch.nn.Linear(3, 2)}, step)
+        durable.save(image, str(tiers[tier]), Retention())
+    folder.close()
+    return tiers
+
+
+def test_two_tiers(holdfast, two_tiers):
+    near, far = two_tiers
+    places = [r["place"] for r in json.loads(holdfast("checkpoint", "ls", "--json").out)]
+    assert places == [f"{far}/step-4", f"{near}/step-8", f"{far}/step-8"]
+    assert f"in {near}/step-8\n" in holdfast("checkpoint", "show").out
+    assert holdfast("checkpoint", "verify").out == (
+        f"step 4 in {far}/step-4: whole\nstep 8 in {near}/step-8: whole\nstep 8 in {far}/step-8: whole\n"
+        f"the newest whole one: {near}/step-8\n"
+    )
+    row_of(near / "step-8").write_bytes(b"")
+    assert holdfast("checkpoint", "verify").out.endswith(f"the newest whole one: {far}/step-8\n")
+    said = holdfast("checkpoint", "prune", "--keep", "1")
+    assert said.out == f"{near}: 0 checkpoints removed\n{far}: 1 checkpoint removed: 4\n"
+
+
+def test_a_tier_that_cannot_be_read(holdfast, two_tiers):
+    near, far = two_tiers
+    shutil.rmtree(near)
+    near.write_text("no folder")
+    said = holdfast("checkpoint", "ls", "--json")
+    assert [r["place"] for r in json.loads(said.out)] == [f"{far}/step-4", f"{far}/step-8"]
+    assert f"passed over: the disk tier {near}" in said.err
+    said = holdfast("checkpoint", "verify")
+    assert said.code == 1
+    assert said.out.count(": whole") == 2
+    shutil.rmtree(far)
+    far.write_text("no folder")
+    said = holdfast("checkpoint", "ls")
+    assert [said.code, said.out] == [1, ""]
+    assert str(near) in said.err
+    assert str(far) in said.err
 
 
 def test_the_next_start_takes_the_older_whole_one(home, saved):

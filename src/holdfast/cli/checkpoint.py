@@ -31,7 +31,7 @@ def ls(place: Place = None, job: JobName = None, as_json: AsJson = False) -> Non
     from holdfast.observe.tables import print_table
 
     rows: list[dict[str, Any]] = []
-    for archive, step in _find(place, job):
+    for archive, step in find(place, job):
         row: dict[str, Any] = {"step": step, "bytes": None, "world": None, "saved_at": None}
         row["place"] = archive.where(step)
         try:
@@ -54,6 +54,9 @@ def ls(place: Place = None, job: JobName = None, as_json: AsJson = False) -> Non
         for r in rows
     ]
     print_table(sys.stdout, ("step", "size", "ranks", "saved (UTC)", "place"), cells, right=3)
+    for r in rows:
+        if "trouble" in r:
+            _note(f"step {r['step']} is not whole: {r['trouble']}")
 
 
 @app.command("show")
@@ -64,7 +67,7 @@ def show(place: Place = None, job: JobName = None, as_json: AsJson = False) -> N
     from holdfast.observe import units
     from holdfast.observe.tables import print_table
 
-    archive, step = _find(place, job)[-1]
+    archive, step = _newest(find(place, job))
     manifest = archive.manifest(step)
     heads = [archive.head(shard) for shard in manifest.shards]
     if as_json:
@@ -95,7 +98,9 @@ def verify(place: Place = None, job: JobName = None, as_json: AsJson = False) ->
     from holdfast.observe.bytecount import ByteCount
 
     results: list[dict[str, Any]] = []
-    for archive, step in _find(place, job):
+    unreadable: list[str] = []
+    found = find(place, job, unreadable)
+    for archive, step in found:
         result: dict[str, Any] = {"step": step, "place": archive.where(step)}
         try:
             with ByteCount(sys.stderr, f"step {step}") as progress:
@@ -106,10 +111,23 @@ def verify(place: Place = None, job: JobName = None, as_json: AsJson = False) ->
     if as_json:
         _print_json(results)
     else:
+        several = len({archive.tier.url for archive, _ in found}) > 1
         for r in results:
-            sys.stdout.write(f"step {r['step']}: {'whole' if r['whole'] else 'NOT WHOLE: ' + r['why']}\n")
-    if not all(r["whole"] for r in results):
+            where = f" in {r['place']}" if several else ""
+            how = "whole" if r["whole"] else f"NOT WHOLE: {r['why']}"
+            sys.stdout.write(f"step {r['step']}{where}: {how}\n")
+        if len(results) > 1:
+            sys.stdout.write(_newest_whole(results))
+    if unreadable or not all(r["whole"] for r in results):
         raise typer.Exit(1)
+
+
+def _newest_whole(results: list[dict[str, Any]]) -> str:
+    whole = [r for r in results if r["whole"]]
+    if not whole:
+        return "none of them is whole\n"
+    step = whole[-1]["step"]
+    return f"the newest whole one: {next(r['place'] for r in whole if r['step'] == step)}\n"
 
 
 @app.command("prune")
@@ -120,18 +138,40 @@ def prune(
     keep_every: Annotated[
         int, typer.Option("--keep-every", min=0, help="And for ever those whose step this divides; 0: none.")
     ] = 0,
+    verified: Annotated[
+        bool, typer.Option("--verify/--no-verify", help="First read the newest, which stays, whole.")
+    ] = True,
 ) -> None:
-    """Removes checkpoints that need not be kept. The newest always stays."""
+    """Removes checkpoints that need not be kept. The newest always stays; nothing goes if it is not whole."""
     from holdfast.checkpoint.policy import Retention
     from holdfast.errors import UsageError
     from holdfast.observe.units import plural
 
+    retention = Retention(keep, keep_every)
     for archive, only in _archives(place, job):
         if only is not None:
             raise UsageError(f"{place} is one checkpoint: name the folder that it is in")
-        gone = archive.prune(Retention(keep, keep_every))
+        if verified and retention.superfluous(archive.steps()):
+            _check_newest(archive)
+        gone = archive.prune(retention)
         steps = f": {', '.join(map(str, gone))}" if gone else ""
         sys.stdout.write(f"{archive.tier.url}: {plural(len(gone), 'checkpoint')} removed{steps}\n")
+
+
+def _check_newest(archive: Archive) -> None:
+    """Raises StateError when the newest checkpoint is not whole: older ones may be the only whole ones."""
+    from holdfast.errors import StateError
+    from holdfast.observe.bytecount import ByteCount
+
+    step = archive.steps()[-1]
+    try:
+        with ByteCount(sys.stderr, f"step {step}") as progress:
+            archive.verify(step, progress.add)
+    except StateError as error:
+        raise StateError(
+            f"the newest checkpoint is not whole: {error}. Nothing was removed from {archive.tier.url}: remove "
+            f"{archive.where(step)} first, or give --no-verify"
+        ) from error
 
 
 def job_archives(folder: Path) -> list[Archive]:
@@ -165,17 +205,34 @@ def _archives(place: str | None, job: str | None) -> list[tuple[Archive, int | N
     return [(Archive(place), None)]
 
 
-def _find(place: str | None, job: str | None) -> list[tuple[Archive, int]]:
-    """The checkpoints that are meant, oldest first; at least one.
+def find(
+    place: str | None, job: str | None, unreadable: list[str] | None = None
+) -> list[tuple[Archive, int]]:
+    """The checkpoints that are meant, oldest first, of one step the job's first tier first; at least one.
+
+    Args:
+        unreadable: gets the reasons of tiers that cannot be read. They are passed over, and said, while another can.
 
     Raises:
         UsageError: there is none.
+        TierError: there is none in the tiers that can be read.
     """
     from holdfast.checkpoint.layout import MANIFEST
-    from holdfast.errors import UsageError
+    from holdfast.errors import TierError, UsageError
 
     tiers = _archives(place, job)
-    found = [(a, s) for a, only in tiers for s in a.steps() if only in (None, s)]
+    reasons = [] if unreadable is None else unreadable
+    found: list[tuple[Archive, int]] = []
+    for archive, only in tiers:
+        try:
+            found += [(archive, s) for s in archive.steps() if only in (None, s)]
+        except TierError as error:
+            if len(tiers) == 1:
+                raise
+            reasons.append(str(error))
+            _note(f"passed over: {error}")
+    if not found and reasons:
+        raise TierError("; ".join(reasons))
     if not found:
         there = ", ".join(a.tier.url for a, _ in tiers)
         what = (
@@ -183,6 +240,15 @@ def _find(place: str | None, job: str | None) -> list[tuple[Archive, int]]:
         )
         raise UsageError(f"{what}; a checkpoint is a folder step-N with a {MANIFEST}")
     return sorted(found, key=lambda x: x[1])
+
+
+def _newest(found: list[tuple[Archive, int]]) -> tuple[Archive, int]:
+    """The newest checkpoint, of the first tier that has it."""
+    return next((archive, step) for archive, step in found if step == found[-1][1])
+
+
+def _note(text: str) -> None:
+    sys.stderr.write(f"holdfast: {text}\n")
 
 
 def _print_json(value: object) -> None:
