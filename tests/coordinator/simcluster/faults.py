@@ -93,6 +93,7 @@ class Faults:
             "join-node": lambda w: self._join(),
             "bad-node": self._make_bad,
             "kill-all-workers": lambda w: self._kill_all(),
+            "silence-holders": lambda w: self._silence_holders(),
         }
         strikes[kind](worker)
 
@@ -163,6 +164,13 @@ class Faults:
             target.die(-9)
         if not told or not cluster.service.up:
             self.untold.extend(w.name for w in struck)
+
+    def _silence_holders(self) -> None:
+        """Every node that holds a snapshot is cut off, and comes back with it when the job has gone on without."""
+        for agent in [a for a in self.cluster.agents.values() if a.alive and a.memory.copies()]:
+            agent.silence(True, True)
+            self._silenced.append(agent)
+            self.cluster.clock.after(self.cluster.rng.choice((2.5, 4.0, 8.0)), self._heal, agent)
 
     def _kill_spare(self, worker: SimWorker | None) -> None:
         core = self.cluster.service.core

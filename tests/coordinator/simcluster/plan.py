@@ -193,3 +193,5 @@ def _draw_saving(plan: Plan, window: float) -> None:
     for _ in range(rng.choice((0, 0, 0, 1, 2))):
         kind = rng.choice(("kill-all-workers", "kill-all-workers", "kill-node", "kill-coordinator", "torn"))
         plan.triggers.append((rng.choice(SAVED_MOMENTS), rng.randint(1, 6), kind))
+    if rng.random() < 0.3:
+        plan.faults.append((rng.uniform(0.3, 1.0) * window, "silence-holders"))
