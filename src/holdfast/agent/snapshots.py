@@ -7,6 +7,8 @@ the coordinator how it ended.
 from __future__ import annotations
 
 import asyncio
+import sys
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,12 +24,14 @@ from holdfast.checkpoint.memory import Slot, SlotPool, default_budget
 from holdfast.checkpoint.peers import SnapshotServer
 from holdfast.checkpoint.policy import Retention
 from holdfast.checkpoint.pull import Pull, replicate
-from holdfast.checkpoint.rows import WINDOW_BYTES
 from holdfast.errors import HoldfastError, TierError
 from holdfast.protocol import messages as m
-from holdfast.protocol.snapshots import Copy, Key, Shard
+from holdfast.protocol.snapshots import Copy, DurableTier, Key, Shard
 
 THREADS = 3
+"""For the node's own workers, for copies from other nodes, and for durable tiers: so many each. A tier that does not
+answer must not hold up a snapshot."""
+
 T = TypeVar("T")
 
 
@@ -52,7 +56,11 @@ class SnapshotKeeper:
         if not budget_bytes:
             self.pool.budget_bytes = default_budget(folder) + self.pool.nbytes
         self._server = SnapshotServer(self.pool, host, token)
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="holdfast-snapshot")
+        self._own, self._copying, self._storing = (
+            ThreadPoolExecutor(THREADS, thread_name_prefix=f"holdfast-{what}")
+            for what in ("snapshot", "replicate", "store")
+        )
+        self._closing = threading.Event()
         self._filling: dict[str, tuple[Key, Slot, float]] = {}
         self._asked: dict[str, Key] = {}
         self._pulls: set[Pull] = set()
@@ -69,10 +77,12 @@ class SnapshotKeeper:
 
     async def close(self) -> None:
         """Ends what is under way and gives the memory back: the job is over. (A killed agent leaves it.)"""
-        self._server.close()
+        self._closing.set()
         for pull in list(self._pulls):
             pull.abort()
-        await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
+        await asyncio.to_thread(self._server.close)
+        for threads in (self._own, self._copying, self._storing):
+            await asyncio.to_thread(threads.shutdown, cancel_futures=True)
         self.pool.close()
 
     # ------------------------------------------------------------ this node's workers
@@ -82,12 +92,13 @@ class SnapshotKeeper:
         self.gone(worker)  # it gave up what it had begun
         self._asked[worker] = message.key
         try:
-            slot = await self._run(self.pool.begin, message.key, message.nbytes)
+            slot = await self._run(self._own, self.pool.begin, message.key, message.nbytes)
         except TierError as error:
             self._send(m.NotHeld(message.key, str(error)))
             return m.SlotGiven(message.key, None, str(error))
         if self._asked.get(worker) != message.key:
             self.pool.drop(slot)  # the worker ended meanwhile
+            self._send(m.NotHeld(message.key, "its worker ended before it had a slot"))
             return m.SlotGiven(message.key, None, "taken back")
         self._filling[worker] = (message.key, slot, time.monotonic())
         return m.SlotGiven(message.key, str(slot.path))
@@ -102,7 +113,7 @@ class SnapshotKeeper:
             if message.index is None:
                 raise TierError("the worker gave it up")
             index = msgspec.msgpack.decode(message.index, type=Index)
-            await self._run(self.pool.seal, slot, index)
+            await self._run(self._own, self.pool.seal, slot, index)
         except (HoldfastError, msgspec.MsgspecError) as error:
             self.pool.drop(slot)
             self._send(m.NotHeld(message.key, str(error)))
@@ -122,12 +133,18 @@ class SnapshotKeeper:
     async def replicate(self, order: m.Replicate) -> None:
         """Keeps a copy of another node's shard."""
         key, part = order.copy.key, order.copy.shard.head
+        have = next((c for c in self.copies() if c.key == key and c.shard.head.xxh3 == part.xxh3), None)
+        if have is not None:  # asked again, by a coordinator that may not have heard the answer
+            self._send(m.Held(have))
+            return
+        if any(p.key == key for p in self._pulls):
+            return
         pull = Pull(key, order.holders, self._token)
         self._pulls.add(pull)
         began_s = time.monotonic()
         try:
-            slot = await self._run(replicate, self.pool, pull, part)
-        except HoldfastError as error:
+            slot = await self._run(self._copying, replicate, self.pool, pull, part)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the coordinator waits for an answer
             self._send(m.NotHeld(key, str(error)))
         else:
             self._send(m.Held(_copy_of(slot), 0.0, time.monotonic() - began_s))
@@ -150,8 +167,8 @@ class SnapshotKeeper:
         began_s = time.monotonic()
         with held:
             try:
-                shard = await self._run(self._store, order, slot)
-            except HoldfastError as error:
+                shard = await self._run(self._storing, self._store, order, slot)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the coordinator waits for an answer
                 self._send(m.Stored(order.tier, order.key, None, str(error)))
             else:
                 self._send(m.Stored(order.tier, order.key, shard, "", time.monotonic() - began_s))
@@ -161,9 +178,15 @@ class SnapshotKeeper:
         if order.row:
             shard = parts_of(key.step, key.rank, slot.head, slot.sums, slot.row_bytes, order.row)
             return archive.save_head(shard, slot.head)
-        with slot.row as row:
-            pieces = _windows(row)
-            return archive.save_shard(key.step, key.rank, slot.head, slot.sums, pieces, slot.row_bytes)
+        return archive.save_shard(
+            key.step, key.rank, slot.head, slot.sums, self._until_closed(slot), slot.row_bytes
+        )
+
+    def _until_closed(self, slot: Slot) -> Iterator[memoryview]:
+        for piece in slot.pieces():
+            if self._closing.is_set():
+                raise TierError("the job was over before all of it was written")
+            yield piece
 
     async def publish(self, order: m.Publish) -> None:
         """The checkpoint exists from now on; what need not be kept goes."""
@@ -171,27 +194,29 @@ class SnapshotKeeper:
         error: str | None = None
         try:
             archive = self._archive(tier.url)
-            await self._run(archive.commit, order.step, order.shards)
-            await self._run(archive.prune, Retention(tier.keep, tier.keep_every))
-        except HoldfastError as trouble:
+            await self._run(self._storing, archive.commit, order.step, order.shards)
+            await self._run(self._storing, self._prune, archive, tier, order.step)
+        except Exception as trouble:  # noqa: BLE001 - whatever it is, the coordinator waits for an answer
             error = str(trouble)
         self._send(m.Published(tier.url, order.step, error))
+
+    def _prune(self, archive: Archive, tier: DurableTier, step: int) -> None:
+        """What need not be kept goes; that it cannot takes nothing from the checkpoint that exists now."""
+        try:
+            archive.prune(Retention(tier.keep, tier.keep_every))
+        except HoldfastError as error:
+            text = f"step {step} is saved, but older checkpoints could not be removed: {error}"
+            print(f"holdfast agent: {text}", file=sys.stderr, flush=True)
 
     def _archive(self, url: str) -> Archive:
         if url not in self._archives:
             self._archives[url] = Archive(url)
         return self._archives[url]
 
-    async def _run(self, function: Callable[..., T], *args: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+    async def _run(self, threads: ThreadPoolExecutor, function: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(threads, function, *args)
 
 
 def _copy_of(slot: Slot) -> Copy:
     key = slot.key
     return Copy(key, parts_of(key.step, key.rank, slot.head, slot.sums, slot.row_bytes))
-
-
-def _windows(row: memoryview) -> Iterator[memoryview]:
-    for low in range(0, len(row), WINDOW_BYTES):
-        with row[low : low + WINDOW_BYTES] as window:
-            yield window

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,21 +19,24 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from holdfast.checkpoint.flat import Leaf, flatten, leaf_of, plain, rebuild
+from holdfast.checkpoint.flat import LARGE, Leaf, flatten, leaf_of, plain, rebuild
 from holdfast.checkpoint.found import Found
 from holdfast.checkpoint.layout import Index, TensorSpec
 from holdfast.checkpoint.places import AgentPlace, LonePlace, Place, say
 from holdfast.checkpoint.regions import Region, dtype_of, read_regions
 from holdfast.checkpoint.tier import parse_tier
-from holdfast.errors import StateError, TierError, UsageError
+from holdfast.errors import HoldfastError, StateError, TierError, UsageError
 from holdfast.train import worker
 from holdfast.train.state import pack
 
 MOST_DIFFERENCES = 20
 COPY_BYTES = 16 << 20
 
-_places: dict[str, Place] = {}
+_places: dict[tuple[str, int, int, int], Place] = {}
+"""By where to, rank, world and store: a script may load before it makes its process group, and make another."""
+
 _copying: list[threading.Thread] = []
+_loads = itertools.count(1)
 
 
 def save(state: Mapping[str, Any], step: int, *, to: str | None = None, overlap: bool = False) -> bool:
@@ -62,12 +66,14 @@ def save(state: Mapping[str, Any], step: int, *, to: str | None = None, overlap:
     if not overlap:
         return place.put(flat.index, lambda row: copy_tensors(row, flat.tensors))
     _hook_optimizers()
-    thread = threading.Thread(
-        target=place.put,
-        args=(flat.index, lambda row: copy_tensors(row, flat.tensors)),
-        name="holdfast-copy",
-        daemon=True,
-    )
+
+    def copy_beside() -> None:
+        try:
+            place.put(flat.index, lambda row: copy_tensors(row, flat.tensors))
+        except Exception as error:  # noqa: BLE001 - nobody waits for this thread's errors; training goes on
+            say(f"rank {place.rank}: no snapshot of step {step}: {error!r}")
+
+    thread = threading.Thread(target=copy_beside, name="holdfast-copy", daemon=True)
     _copying.append(thread)
     thread.start()
     return True
@@ -81,6 +87,9 @@ def load(
     It is read from the nearest tier that has it whole, shard by shard: memory of the node's agent, of another node,
     disk, object store. The number of ranks and the sharding may be others than at its saving.
 
+    The ranks of a process group agree on what they load: call it after `init_process_group`. Before it, or without
+    one, every rank takes the newest that it can read.
+
     Args:
         state: as for `save`. Tensors are filled in place, plain values replaced, objects given their state dict.
         source: without a job: the tier; by default $HOLDFAST_CHECKPOINT.
@@ -91,9 +100,9 @@ def load(
 
     Raises:
         StateError: checkpoints are there, but none could be loaded; or it is of another model: the message lists the
-            differences, and nothing was changed.
+            differences, and nothing was changed; or an object refused its part.
     """
-    wait_for_copy()
+    flush()
     place = place_for(source)
     reasons: list[str] = []
 
@@ -101,25 +110,54 @@ def load(
         reasons.append(why)
         say(f"rank {place.rank}: passed over: {why}")
 
-    for found in place.candidates(passed_over):
-        if step is not None and found.step != step:
-            continue
-        differences = compare(state, found, place.rank)
-        if differences:
-            more = len(differences) - MOST_DIFFERENCES
-            shown = "\n  ".join(
-                [*differences[:MOST_DIFFERENCES], *([f"and {more} more"] if more > 0 else [])]
-            )
-            raise StateError(f"{found.where} is of another state than this; nothing was loaded:\n  {shown}")
+    candidates = (f for f in place.candidates(passed_over) if step in (None, f.step))
+    number = next(_loads)
+    found = next(candidates, None)
+    for attempt in itertools.count():
+        about = f"load/{number}/{attempt}"
+        found = _agreed(place, found, candidates, about)
+        if found is None:
+            break
+        tensors: list[torch.Tensor] = []
+        trouble: HoldfastError | None = None
         try:
-            _fill(state, found, place.rank)
-        except (StateError, TierError) as error:
-            passed_over(f"{found.where}: {error}")
-            continue
-        return found.step
+            _check(state, found, place.rank)
+            tensors = _read(state, found, place.rank)
+        except HoldfastError as error:
+            trouble = error
+        lasting = trouble is not None and not isinstance(trouble, _Unread)
+        troubles = place.ranks.gather(f"{about}/read", [str(trouble or ""), lasting])
+        if lasting and trouble is not None:
+            raise trouble
+        for rank, (why, ends) in enumerate(troubles):
+            if ends:
+                raise StateError(f"rank {rank}: {why}")
+        if not any(why for why, _ in troubles):
+            _give(state, found, place.rank, tensors)
+            return found.step
+        if trouble is not None:  # the others may stay with it: this rank may have it from elsewhere
+            passed_over(f"{found.where}: {trouble}")
+            found = next(candidates, None)
     if reasons:
         raise StateError(f"no checkpoint could be loaded: {'; '.join(reasons)}")
     return None
+
+
+def _agreed(place: Place, found: Found | None, candidates: Iterator[Found], about: str) -> Found | None:
+    """The newest candidate, this rank's `found` or a later one, that every rank has. None when there is none."""
+    for attempt in itertools.count():
+        mine = [found.step, found.identity] if found is not None else [-1, ""]
+        offers = place.ranks.gather(f"{about}/{attempt}", mine)
+        oldest = min(offers)
+        if all(offer == oldest for offer in offers) or oldest[0] < 0:
+            return found if oldest[0] >= 0 else None
+        if mine != oldest:
+            found = next(candidates, None)
+    raise AssertionError("unreachable")
+
+
+class _Unread(StateError):
+    """A checkpoint of which bytes cannot be had; an older one may do."""
 
 
 def flush() -> None:
@@ -142,25 +180,23 @@ def place_for(to: str | None) -> Place:
     """This rank's place; made at the first use."""
     to = to or os.environ.get("HOLDFAST_CHECKPOINT") or ""
     link = worker.link()
-    key = "agent" if link is not None else to
+    rank, world, store = 0, 1, None
+    if dist.is_available() and dist.is_initialized():
+        rank, world = dist.get_rank(), dist.get_world_size()
+        store = dist.distributed_c10d._get_default_store()
+    key = ("agent" if link is not None else to, rank, world, id(store))
     if key not in _places:
-        _places[key] = AgentPlace(link) if link is not None else _alone(to)
+        _places[key] = AgentPlace(link, store) if link is not None else _alone(to, rank, world, store)
     return _places[key]
 
 
-def _alone(to: str) -> LonePlace:
+def _alone(to: str, rank: int, world: int, store: Any) -> LonePlace:
     if not to:
         raise UsageError(
             "nowhere to save to: start the script with `holdfast run`, give save(..., to='folder or URL'), "
             "or set HOLDFAST_CHECKPOINT"
         )
-    tier = parse_tier(to, every="1")
-    if dist.is_available() and dist.is_initialized():
-        store: Any = dist.distributed_c10d._get_default_store()
-        while hasattr(store, "underlying_store"):
-            store = store.underlying_store
-        return LonePlace((tier,), dist.get_rank(), dist.get_world_size(), store.clone())
-    return LonePlace((tier,), 0, 1)
+    return LonePlace((parse_tier(to, every="1"),), rank, world, store, to)
 
 
 # ---------------------------------------------------------------- copying
@@ -174,7 +210,8 @@ def copy_tensors(row: memoryview, tensors: Sequence[torch.Tensor]) -> None:
         nbytes = tensor.numel() * tensor.element_size()
         if nbytes:
             if tensor.device.type == "cpu" and tensor.is_contiguous():
-                source = tensor.reshape(-1).view(torch.uint8).numpy()
+                flat = tensor.as_strided((tensor.numel(),), (1,))  # a single element may have any stride
+                source = flat.view(torch.uint8).numpy()
                 for low in range(0, nbytes, COPY_BYTES):
                     high = min(low + COPY_BYTES, nbytes)
                     np.copyto(target[at + low : at + high], source[low:high])
@@ -209,10 +246,13 @@ def compare(state: Mapping[str, Any], found: Found, rank: int) -> list[str]:
     differences = [f"{name}: is not in the checkpoint" for name in state if name not in saved]
     differences += [f"{name}: is only in the checkpoint" for name in saved if name not in state]
     for name, value in state.items():
+        if name in saved and isinstance(value, torch.optim.Optimizer):
+            differences += _other_groups(name, value, index)
         if name not in saved or not _is_strict(value):
             continue
         mine = _leaves(name, value)
-        theirs = _saved_leaves(name, index, found)
+        theirs = _saved_leaves(name, index, found, rank)
+        _let_plain_be(mine, theirs)
         differences += [f"{p}: is not in the checkpoint" for p in mine if p not in theirs]
         differences += [f"{p}: is only in the checkpoint" for p in theirs if p not in mine]
         differences += [
@@ -246,6 +286,28 @@ def _leaves(name: str, value: Any) -> dict[str, Kind]:
     return leaves
 
 
+def _let_plain_be(mine: dict[str, Kind], theirs: dict[str, Kind]) -> None:
+    """Plain values are replaced, so it does not matter which there are: a list of losses grows. But a tensor where
+    there is a plain value is a difference."""
+    for one, other in ((mine, theirs), (theirs, mine)):
+        for path in [p for p, kind in one.items() if kind is None and other.get(p) is None]:
+            del one[path]
+            other.pop(path, None)
+
+
+def _other_groups(name: str, optimizer: torch.optim.Optimizer, index: Index) -> list[str]:
+    """Differences of an optimizer's groups of parameters, at which it would refuse its state."""
+    try:
+        groups = rebuild(dict(index.tree[name][1])["param_groups"], [None] * len(index.tensors))
+        theirs = [len(g["params"]) for g in groups]
+    except (KeyError, TypeError):
+        return [f"{name}: is no optimizer's state in the checkpoint"]
+    mine = [len(g["params"]) for g in optimizer.param_groups]
+    if mine == theirs:
+        return []
+    return [f"{name}: groups of {theirs} parameters in the checkpoint, of {mine} here"]
+
+
 def _plain_paths(tree: Any, path: str) -> list[str]:
     kind, value = tree
     if kind == "d":
@@ -255,8 +317,8 @@ def _plain_paths(tree: Any, path: str) -> list[str]:
     return [path] if kind == "x" else []
 
 
-def _saved_leaves(name: str, index: Index, found: Found) -> dict[str, Kind]:
-    """Every leaf of a name in the checkpoint."""
+def _saved_leaves(name: str, index: Index, found: Found, rank: int) -> dict[str, Kind]:
+    """Every leaf of a name in the checkpoint, as a rank reads it."""
     leaves: dict[str, Kind] = {}
 
     def walk(tree: Any, path: str) -> None:
@@ -267,10 +329,10 @@ def _saved_leaves(name: str, index: Index, found: Found) -> dict[str, Kind]:
         elif kind in ("l", "t"):
             for i, v in enumerate(value):
                 walk(v, f"{path}.{i}")
-        elif kind == "b":
+        elif kind == "b" and value[0] != LARGE:
             leaves[path] = (value[0], tuple(value[1]))
         elif kind == "T":
-            spec = found.pieces(path)[0][1]
+            spec = found.pieces(path, rank)[0][1]
             leaves[path] = (spec.dtype, spec.whole or spec.shape)
         else:
             leaves[path] = None
@@ -284,8 +346,22 @@ def _own_head(found: Found, rank: int) -> Index:
     return found.heads[rank if rank < found.world else rank % found.world].index
 
 
-def _fill(state: MutableMapping[str, Any], found: Found, rank: int) -> None:
-    """Reads everything that this rank needs, then gives every object its part."""
+def _check(state: Mapping[str, Any], found: Found, rank: int) -> None:
+    """Raises StateError when a checkpoint is of another state."""
+    differences = compare(state, found, rank)
+    if differences:
+        more = len(differences) - MOST_DIFFERENCES
+        shown = "\n  ".join([*differences[:MOST_DIFFERENCES], *([f"and {more} more"] if more > 0 else [])])
+        raise StateError(f"{found.where} is of another state than this; nothing was loaded:\n  {shown}")
+
+
+def _read(state: Mapping[str, Any], found: Found, rank: int) -> list[torch.Tensor]:
+    """Reads everything that this rank needs; tensors that are there are filled.
+
+    Raises:
+        UsageError: a tensor of which it cannot be known what is needed.
+        _Unread: no source has all of it.
+    """
     index = _own_head(found, rank)
     live: list[tuple[str, torch.Tensor]] = []
     for name, value in state.items():
@@ -304,15 +380,34 @@ def _fill(state: MutableMapping[str, Any], found: Found, rank: int) -> None:
                 )
             target = torch.empty(spec.shape, dtype=dtype_of(spec))
         tensors.append(target)
-        regions += regions_of(found, leaf_of(spec.path, target), rank, late)
-    read_regions(found, regions)
+        try:
+            regions += regions_of(found, leaf_of(spec.path, target), rank, late)
+        except StateError as error:
+            raise _Unread(str(error)) from error
+    try:
+        read_regions(found, regions)
+    except (StateError, TierError) as error:
+        raise _Unread(str(error)) from error
     with torch.no_grad():
         for ours, staged in late:
             ours.copy_(staged)
+    return tensors
+
+
+def _give(state: MutableMapping[str, Any], found: Found, rank: int, tensors: list[torch.Tensor]) -> None:
+    """Gives every object its part.
+
+    Raises:
+        StateError: one refuses it.
+    """
+    index = _own_head(found, rank)
     for name, value in list(state.items()):
         loaded = rebuild(index.tree[name], tensors)
         if hasattr(value, "load_state_dict"):
-            value.load_state_dict(loaded)
+            try:
+                value.load_state_dict(loaded)
+            except (RuntimeError, ValueError, KeyError, TypeError) as error:
+                raise StateError(f"{name} refuses its state from {found.where}: {error}") from error
         else:
             state[name] = _replaced(value, loaded)
 
@@ -324,9 +419,17 @@ def _fits(target: torch.Tensor, spec: TensorSpec) -> bool:
 def _replaced(value: Any, loaded: Any) -> Any:
     """Tensors that were filled in place stay the same objects, so do dicts and lists that hold them."""
     if isinstance(value, dict) and isinstance(loaded, dict):
+        for key in [k for k in value if k not in loaded]:
+            del value[key]
         for key in loaded:
             value[key] = _replaced(value.get(key), loaded[key])
         return value
+    if isinstance(value, list | tuple) and isinstance(loaded, list | tuple):
+        there = [_replaced(a, b) for a, b in itertools.zip_longest(value, loaded)][: len(loaded)]
+        if isinstance(value, list):
+            value[:] = there
+            return value
+        return tuple(there)
     if isinstance(value, torch.Tensor) and isinstance(loaded, torch.Tensor) and value is not loaded:
         with torch.no_grad():
             value.copy_(loaded)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import io
 import os
-import pickle
 import re
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -59,20 +59,19 @@ class TieredWriter(StorageWriter):
 
     `dcp.save` returns when every rank's part is with its agent, or, without a job, when the checkpoint is in the
     durable tier. The step is the number in `checkpoint_id` (`step-100`), or what `step` is set to, or one more than
-    at the last save.
+    at the last save. Every rank of the default process group takes part.
     """
 
     def __init__(self, to: str | None = None, step: int | None = None) -> None:
         """to: without a job: the durable tier, as for `save`."""
         self.step = step
         self._to = to
-        self._saved = -1
+        self._named: int | None = None
+        self._saved = 0
 
     def reset(self, checkpoint_id: Id = None) -> None:
         """A new checkpoint begins."""
-        named = step_of_id(checkpoint_id)
-        if named is not None:
-            self.step = named
+        self._named = step_of_id(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing is agreed on between ranks."""
@@ -92,7 +91,8 @@ class TieredWriter(StorageWriter):
             TierError: there was no memory for it; the message says why.
         """
         wait_for_copy()
-        step = self.step if self.step is not None else self._saved + 1
+        step = next(s for s in (self._named, self.step, self._saved + 1) if s is not None)
+        self._named = None
         tensors: list[torch.Tensor] = []
         specs: list[TensorSpec] = []
         offset = 0
@@ -143,8 +143,9 @@ class TieredReader(StorageReader):
             self._step = named
         self.found = None
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Finds the checkpoint.
+    def read_metadata(self, *args: Any, **more: Any) -> Metadata:
+        """Finds the checkpoint. (With an argument called kwargs, torch would take an error for the wish to be asked
+        again by rank.)
 
         Raises:
             StateError: there is none, or none that is whole.
@@ -171,11 +172,20 @@ class TieredReader(StorageReader):
         """Nothing is agreed on between ranks."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """As it is."""
-        return plan
+        """Says what this rank found."""
+        assert self.found is not None
+        return replace(plan, storage_data=(self.found.step, self.found.identity, self.found.where))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """As they are."""
+        """As they are.
+
+        Raises:
+            StateError: the ranks found different checkpoints.
+        """
+        found = [plan.storage_data for plan in plans]
+        if len({(step, identity) for step, identity, _ in found}) > 1:
+            where = "; ".join(f"rank {rank}: {where}" for rank, (_, _, where) in enumerate(found))
+            raise StateError(f"the ranks found different checkpoints, name one by its step: {where}")
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -336,14 +346,13 @@ def _pickled(value: Any) -> io.BytesIO:
 
 
 def _harmless(data: torch.Tensor, fqn: str) -> io.BytesIO:
-    """An object's bytes for the planner, which unpickles them: only if torch's own unpickler of plain values and
-    tensors can read them, which refuses everything that could run code."""
-    raw = bytes(data.numpy())
+    """An object's bytes for the planner, which unpickles whatever it is given: not those that were saved, but those of
+    the object that torch's own unpickler made of them, which refuses everything that could run code."""
     try:
-        torch.load(io.BytesIO(raw), weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        value = torch.load(io.BytesIO(bytes(data.numpy())), weights_only=True)
+    except Exception as error:
         raise StateError(
             f"{fqn} is an object that could run code when it is loaded: save plain values and tensors, or allow its "
-            f"class with torch.serialization.add_safe_globals ({str(error).splitlines()[0]})"
+            f"class with torch.serialization.add_safe_globals ({str(error).partition(chr(10))[0]})"
         ) from error
-    return io.BytesIO(raw)
+    return _pickled(value)

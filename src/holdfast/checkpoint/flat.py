@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,10 @@ from holdfast.train.state import pack, unpack
 SMALL_BYTES = 8 << 10
 """Smaller tensors (states of random generators and the like) go with the plain values, so that ranks that differ in
 nothing else have equal rows, which are stored once."""
+
+
+LARGE = "int"
+"""In the place of a dtype: a whole number of more than 64 bits, as NumPy's generators have, in decimal digits."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +49,15 @@ def flatten(state: Mapping[str, Any], step: int) -> Flat:
     """
     found: list[tuple[str, torch.Tensor]] = []
     tree = {name: pack(plain(value), name, found) for name, value in state.items()}
+    twice = [path for path, count in Counter(path for path, _ in found).items() if count > 1]
+    if twice:
+        raise UsageError(f"two tensors of the state have the path {twice[0]}: rename one")
     kept: dict[int, int] = {}
     small: dict[int, list[Any]] = {}
     leaves: list[Leaf] = []
     for number, (path, tensor) in enumerate(found):
         if not isinstance(tensor, DTensor) and tensor.numel() * tensor.element_size() <= SMALL_BYTES:
-            small[number] = _inline(tensor)
+            small[number] = _inline(path, tensor)
         else:
             kept[number] = len(leaves)
             leaves.append(leaf_of(path, tensor))
@@ -59,7 +67,7 @@ def flatten(state: Mapping[str, Any], step: int) -> Flat:
         dtype, shape = str(leaf.local.dtype)[6:], tuple(leaf.local.shape)
         specs.append(TensorSpec(leaf.path, dtype, shape, offset, nbytes, leaf.whole, leaf.start))
         offset += nbytes
-    tree = {name: _renumber(value, kept, small) for name, value in tree.items()}
+    tree = {name: _final(value, name, kept, small) for name, value in tree.items()}
     return Flat(Index(step, tree, tuple(specs), offset), [leaf.local for leaf in leaves])
 
 
@@ -77,7 +85,7 @@ def leaf_of(path: str, tensor: torch.Tensor) -> Leaf:
         UsageError: a DTensor whose placement keeps no contiguous box of it (or sums that are still to be reduced).
     """
     if not isinstance(tensor, DTensor):
-        return Leaf(path, tensor.detach())
+        return Leaf(path, _strided(path, tensor))
     local = tensor.to_local().detach()
     start = _start_of(tensor, local)
     if start is None:
@@ -101,9 +109,11 @@ def _start_of(tensor: DTensor, local: torch.Tensor) -> tuple[int, ...] | None:
     return _starts[key]
 
 
-def inlined(leaf: list[Any]) -> torch.Tensor:
-    """The tensor of a leaf that went with the plain values."""
+def inlined(leaf: list[Any]) -> Any:
+    """The tensor, or the large whole number, of a leaf that went with the plain values."""
     dtype, shape, data = leaf
+    if dtype == LARGE:
+        return int(data)
     value = (
         torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
     )
@@ -115,20 +125,65 @@ def rebuild(tree: Any, tensors: list[Any]) -> Any:
     return unpack(tree, tensors, inlined)
 
 
-def _inline(tensor: torch.Tensor) -> list[Any]:
-    value = tensor.detach().cpu().contiguous()
+def _strided(path: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as bytes in memory.
+
+    Raises:
+        UsageError: it is none: sparse, quantized, without data, or a piece of a kind that is not known here.
+    """
+    piece = hasattr(tensor, "local_shards")
+    if piece or tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        what = type(tensor).__name__ if piece else f"{tensor.layout} {tensor.dtype} tensor on {tensor.device}"
+        raise UsageError(f"{path}: a {what} cannot be saved; save a dense tensor or a DTensor")
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+def _inline(path: str, tensor: torch.Tensor) -> list[Any]:
+    value = _strided(path, tensor).cpu().clone(memory_format=torch.contiguous_format)
     data = bytes(value.reshape(-1).view(torch.uint8).numpy()) if value.numel() else b""
     return ["b", [str(value.dtype)[6:], list(value.shape), data]]
 
 
-def _renumber(tree: Any, kept: Mapping[int, int], small: Mapping[int, list[Any]]) -> Any:
+def _final(tree: Any, path: str, kept: Mapping[int, int], small: Mapping[int, list[Any]]) -> Any:
+    """The tree as it is saved: the row's tensors by their number there, plain values that every reader can read."""
     kind, value = tree
     match kind:
         case "T":
             return small[value] if value in small else ["T", kept[value]]
         case "d":
-            return ["d", [[k, _renumber(v, kept, small)] for k, v in value]]
+            return ["d", [[_key(k, path), _final(v, f"{path}.{k}", kept, small)] for k, v in value]]
         case "l" | "t":
-            return [kind, [_renumber(v, kept, small) for v in value]]
+            return [kind, [_final(v, f"{path}.{i}", kept, small) for i, v in enumerate(value)]]
         case _:
-            return tree
+            return _exact(value, path)
+
+
+def _key(key: Any, path: str) -> str | int:
+    kind, value = _exact(key, path)
+    if kind != "x":
+        raise UsageError(f"{path}: the key {key} has more than 64 bits")
+    exact: str | int = value
+    return exact
+
+
+def _exact(value: Any, path: str) -> list[Any]:
+    """A leaf of a plain value, and of no subclass of it (numpy's floats, enumerations).
+
+    Raises:
+        UsageError: text that is not Unicode.
+    """
+    if value is None or isinstance(value, bool):
+        return ["x", value]
+    if isinstance(value, float):
+        return ["x", float.__float__(value)]
+    if isinstance(value, int):
+        number = int.__int__(value)
+        if -(1 << 63) <= number < 1 << 64:
+            return ["x", number]
+        return ["b", [LARGE, [], str(number).encode()]]
+    text = str.__str__(value)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{path}: {text!r} cannot be saved: {error}") from error
+    return ["x", text]

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.checkpoint.archive import Archive
-from holdfast.checkpoint.layout import Head, TensorSpec
+from holdfast.checkpoint.layout import Head, TensorSpec, digest
 from holdfast.checkpoint.peers import Peer
 from holdfast.checkpoint.pull import Pull
 from holdfast.checkpoint.rows import Row
 from holdfast.errors import StateError
-from holdfast.protocol.snapshots import Copy, Holder
+from holdfast.protocol.snapshots import Copy, Holder, Shard
 
 Said = Callable[[str], None]
 
@@ -20,6 +20,7 @@ Said = Callable[[str], None]
 class Found:
     """A whole checkpoint. heads: by rank. open_row: a rank's row over connections of its own, to be closed.
 
+    identity: of what was saved, wherever it is read from.
     fetched_bytes: what was read of its rows.
     """
 
@@ -27,6 +28,7 @@ class Found:
     where: str
     heads: list[Head]
     open_row: Callable[[int], Row]
+    identity: str = ""
     fetched_bytes: int = 0
     _pieces: dict[str, list[tuple[int, TensorSpec]]] = field(default_factory=dict)
 
@@ -50,7 +52,9 @@ class Found:
         Where several ranks saved the same piece, a reader of the same rank reads its own; others spread over them.
         """
         by_place: dict[tuple[int, ...], list[tuple[int, TensorSpec]]] = {}
-        for rank, spec in self._pieces.get(path, []):
+        there = self._pieces.get(path, [])
+        # A rank that has nothing of a tensor may say that it begins where another one's piece does.
+        for rank, spec in [p for p in there if p[1].nbytes] or there:
             by_place.setdefault(spec.start, []).append((rank, spec))
         return [
             next((p for p in same if p[0] == reader), same[reader % len(same)]) for same in by_place.values()
@@ -76,6 +80,7 @@ def find_in_archive(archive: Archive, step: int, passed_over: Said = lambda why:
         archive.where(step),
         heads,
         lambda rank: archive.row(manifest.shards[rank], heads[rank], passed_over),
+        _identity(manifest.shards),
     )
 
 
@@ -88,6 +93,8 @@ def find_in_memory(
         StateError: a shard's head cannot be had from any of its holders.
     """
     ordered = sorted(shards, key=lambda s: s[0].key.rank)
+    if [c.key.rank for c, _ in ordered] != list(range(ordered[0][0].key.world)):
+        raise StateError(f"the snapshot of step {ordered[0][0].key.step} is not whole in memory")
     heads = [Pull(c.key, holders, token).head(c.shard.head)[1] for c, holders in ordered]
 
     def open_row(rank: int) -> Row:
@@ -97,4 +104,14 @@ def find_in_memory(
 
     step = ordered[0][0].key.step
     nodes = sorted({h.node for _, holders in ordered for h in holders[:1]})
-    return Found(step, f"step {step} in the memory of {', '.join(nodes)}", heads, open_row)
+    return Found(
+        step,
+        f"step {step} in the memory of {', '.join(nodes)}",
+        heads,
+        open_row,
+        _identity([c.shard for c, _ in ordered]),
+    )
+
+
+def _identity(shards: Sequence[Shard]) -> str:
+    return digest("".join(s.head.xxh3 for s in shards).encode())

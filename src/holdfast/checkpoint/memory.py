@@ -19,8 +19,10 @@ import enum
 import mmap
 import os
 import shutil
+import stat
 import struct
 import threading
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,9 +30,9 @@ from pathlib import Path
 
 import xxhash
 
-from holdfast.checkpoint.layout import Head, Index, decode_head, digest, encode_head
-from holdfast.checkpoint.sums import sums_of
-from holdfast.errors import StateError, TierError
+from holdfast.checkpoint.layout import CHUNK_BYTES, Head, Index, decode_head, digest, encode_head
+from holdfast.checkpoint.sums import damaged, sums_of
+from holdfast.errors import ChecksumError, StateError, TierError
 from holdfast.protocol.snapshots import Key, Part
 
 PAGE = 4096
@@ -40,6 +42,8 @@ _HEADER = struct.Struct(
 _MAGIC = b"holdfast"
 _VERSION = 1
 SLOTS_PER_SHARD = 2
+PIECE_BYTES = 128 * CHUNK_BYTES
+MAKE_ATTEMPTS = 100
 POPULATE_BYTES = 64 << 20
 MADV_POPULATE_WRITE = 23
 RESERVE_BYTES = 64 << 20
@@ -84,6 +88,23 @@ class Slot:
             return memoryview(b"")
         return memoryview(self.memory)[PAGE : PAGE + self.row_bytes]
 
+    def pieces(self) -> Iterator[memoryview]:
+        """The row, piece by piece, each verified: memory that went bad is not to replace a checkpoint that is good.
+
+        Raises:
+            ChecksumError: it is not as it was summed up.
+        """
+        with self.row as row:
+            for low in range(0, len(row), PIECE_BYTES):
+                with row[low : low + PIECE_BYTES] as piece:
+                    bad = next(damaged(piece, low, self.sums), None)
+                    if bad is not None:
+                        raise ChecksumError(
+                            f"the snapshot of step {self.key.step}, rank {self.key.rank} changed in memory: "
+                            f"bytes {bad[0]} to {bad[1]}"
+                        )
+                    yield piece
+
     @property
     def row_digest(self) -> str:
         """xxh3 of the row's checksums: equal digests mean equal bytes."""
@@ -109,8 +130,7 @@ class SlotPool:
         self._lock = threading.RLock()
         self._slots: list[Slot] = []
         self._whole_step = -1
-        self._number = 0
-        _own_folder(folder)
+        own_folder(folder)
         self._adopt()
 
     # ------------------------------------------------------------ writing
@@ -122,7 +142,10 @@ class SlotPool:
             TierError: memory is short, or the snapshots before are still on their way; this one is to be skipped.
         """
         with self._lock:
-            slot = self._free_slot(key, row_bytes) or self._planned(key, row_bytes)
+            try:
+                slot = self._free_slot(key, row_bytes) or self._planned(key, row_bytes)
+            except OSError as error:
+                raise TierError(f"the snapshot memory {self.folder} is gone: {error.strerror}") from error
             slot.state, slot.key, slot.row_bytes = SlotState.WRITING, key, row_bytes
             slot.head = slot.sums = b""
         if slot.memory is None:
@@ -131,10 +154,11 @@ class SlotPool:
         return slot
 
     def seal(self, slot: Slot, index: Index) -> None:
-        """The copy is complete: sums it up and lets it count.
+        """The copy is complete: sums it up and lets it count. The slot is still to be dropped when this raises.
 
         Raises:
             StateError: the index is not of this row.
+            TierError: memory is short, or gone.
         """
         if index.nbytes != slot.row_bytes or index.step != slot.key.step:
             raise StateError(f"the index is of step {index.step}, {index.nbytes} bytes; the slot is not")
@@ -150,10 +174,13 @@ class SlotPool:
         with self._lock:
             if slot.state is not SlotState.WRITING:
                 raise StateError("the slot was taken back meanwhile")
+            try:
+                with slot.path.open("r+b") as file:
+                    file.seek(_head_at(slot.row_bytes))
+                    file.write(head)
+            except OSError as error:
+                raise TierError(f"no memory for a snapshot's head: {error.strerror}") from error
             slot.head, slot.sums = head, sums
-            with slot.path.open("r+b") as file:
-                file.seek(_head_at(slot.row_bytes))
-                file.write(head)
             slot.state = SlotState.SEALED
             _write_header(slot)
 
@@ -229,28 +256,30 @@ class SlotPool:
             return min(free, key=lambda s: s.capacity)
         return next((s for s in fitting if self._dispensable(s, key)), None)
 
-    def _dispensable(self, slot: Slot, key: Key) -> bool:
-        """A newer one is whole, or it is of a generation that broke before it became whole."""
+    def _dispensable(self, slot: Slot, key: Key, short: bool = False) -> bool:
+        """A newer one is whole, or it is of a generation that broke before it became whole. Of an adopted one nobody
+        may have said yet that it is whole: it goes only when memory is short."""
         if slot.state is not SlotState.SEALED:
             return False
         older = slot.key.step < self._whole_step
-        stale = slot.key.step > self._whole_step and slot.key.generation < key.generation
+        first = 0 if short else 1
+        stale = slot.key.step > self._whole_step and first <= slot.key.generation < key.generation
         again = slot.key.step >= key.step and slot.key.rank == key.rank
         return older or stale or (again and slot.key.step != self._whole_step)
 
     def _planned(self, key: Key, row_bytes: int) -> Slot:
         """A new slot, counted from now on; its memory is still to be brought in."""
-        mine = [
-            s for s in self._slots if s.state is not SlotState.FREE and s.key.rank == key.rank and not s.users
-        ]
+        shard = [s for s in self._slots if s.key.rank == key.rank and not s.users]
+        for slot in [s for s in shard if self._dispensable(s, key)]:  # too small: the state has grown
+            self._give_back(slot)
+        mine = [s for s in shard if s.state is not SlotState.FREE and not self._dispensable(s, key, True)]
         if len(mine) >= SLOTS_PER_SHARD:
             self.skipped += 1
             raise TierError(
                 f"the snapshots of steps {sorted(s.key.step for s in mine)} are still being copied to other tiers"
             )
         self._make_room(_head_at(row_bytes), key)
-        self._number += 1
-        path = self.folder / f"{os.getpid()}-{self._number}.slot"
+        path = self.folder / f"{uuid.uuid4().hex}.slot"  # an adopted one may be of a process with our number
         slot = Slot(path, row_bytes, None, SlotState.WRITING, key, row_bytes)
         self._slots.append(slot)
         return slot
@@ -267,22 +296,25 @@ class SlotPool:
                 self._slots.remove(slot)
                 self.skipped += 1
             slot.path.unlink(missing_ok=True)
-            raise TierError(f"no memory for a snapshot of {need >> 20} MiB: {error.strerror}") from error
+            raise TierError(f"no memory for a snapshot of {-(-need >> 20)} MiB: {error.strerror}") from error
 
     def _make_room(self, need: int, key: Key) -> None:
         """Within the budget and what the memory file system has left."""
         for slot in sorted(self._slots, key=lambda s: s.key):
             if self._room() >= need:
                 return
-            if not slot.users and (slot.state is SlotState.FREE or self._dispensable(slot, key)):
-                self._slots.remove(slot)
-                slot.path.unlink(missing_ok=True)
+            if not slot.users and (slot.state is SlotState.FREE or self._dispensable(slot, key, True)):
+                self._give_back(slot)
         if self._room() < need:
             self.skipped += 1
             raise TierError(
-                f"a snapshot of {need >> 20} MiB does not fit: the slots take {self.nbytes >> 20} of "
+                f"a snapshot of {-(-need >> 20)} MiB does not fit: the slots take {self.nbytes >> 20} of "
                 f"{self.budget_bytes >> 20} MiB, and {free_bytes(self.folder) >> 20} MiB of memory are free"
             )
+
+    def _give_back(self, slot: Slot) -> None:
+        self._slots.remove(slot)
+        slot.path.unlink(missing_ok=True)
 
     def _room(self) -> int:
         return min(self.budget_bytes - self.nbytes, free_bytes(self.folder) - RESERVE_BYTES)
@@ -346,19 +378,21 @@ class SlotMaps:
 
 
 def remove_memory(folder: Path) -> None:
-    """Gives a folder of slots back, and the folders above it that are empty then."""
+    """Gives a folder of slots back, and those of the folders above it that Holdfast made and that are empty then."""
     shutil.rmtree(folder, ignore_errors=True)
     for above in list(folder.parents)[:3]:
         try:
             above.rmdir()
         except OSError:
             return
+        if above.name == f"holdfast-{os.getuid()}":
+            return
 
 
 def free_bytes(folder: Path) -> int:
     """What the file system of a folder has left."""
-    stat = os.statvfs(folder)
-    return stat.f_bavail * stat.f_frsize
+    system = os.statvfs(folder)
+    return system.f_bavail * system.f_frsize
 
 
 def default_budget(folder: Path) -> int:
@@ -370,17 +404,34 @@ def _head_at(row_bytes: int) -> int:
     return PAGE + -(-row_bytes // PAGE) * PAGE
 
 
-def _own_folder(folder: Path) -> None:
-    """Makes it, and those above it that are missing, for nobody else's eyes."""
+def own_folder(folder: Path) -> None:
+    """Makes it, and those above it that are missing, for nobody else's eyes.
+
+    Raises:
+        TierError: it cannot be made, or others could read or exchange it.
+    """
     try:
-        for made in (*reversed(folder.parents), folder):
-            if not made.exists():
-                made.mkdir(mode=0o700, exist_ok=True)
-        stat = folder.lstat()
+        _make_folder(folder)
+        kind = folder.lstat()
+        above = next((p.stat() for p in folder.parents if p.stat().st_uid != os.getuid()), None)
     except OSError as error:
         raise TierError(f"no snapshot memory in {folder}: {error.strerror}; set HOLDFAST_MEMORY") from error
-    if stat.st_uid != os.getuid() or stat.st_mode & 0o077:
+    exchangeable = above is not None and above.st_uid and not above.st_mode & stat.S_ISVTX
+    if not stat.S_ISDIR(kind.st_mode) or kind.st_uid != os.getuid() or kind.st_mode & 0o077 or exchangeable:
         raise TierError(f"{folder} is open to others: remove it, or set HOLDFAST_MEMORY to another folder")
+
+
+def _make_folder(folder: Path) -> None:
+    """Whoever ends at the same moment removes the folders above it that are empty: then they are made again."""
+    for attempt in range(MAKE_ATTEMPTS):
+        try:
+            for made in (*reversed(folder.parents), folder):
+                if not made.exists():
+                    made.mkdir(mode=0o700, exist_ok=True)
+            return
+        except FileNotFoundError:
+            if attempt == MAKE_ATTEMPTS - 1:
+                raise
 
 
 def _fields(slot: Slot) -> bytes:
@@ -393,8 +444,9 @@ def _fields(slot: Slot) -> bytes:
 
 
 def _write_header(slot: Slot) -> None:
-    with slot.path.open("r+b", buffering=0) as file:
-        file.write(_fields(slot))
+    fields = _fields(slot)
+    assert slot.memory is not None
+    slot.memory[: len(fields)] = fields
 
 
 def _read_slot(path: Path) -> Slot | None:
@@ -416,13 +468,15 @@ def _read_slot(path: Path) -> Slot | None:
         head: Head = decode_head(data, part, str(path))
     except (OSError, StateError, struct.error):
         return None
+    if head.index.nbytes != row_bytes:
+        return None
     try:
         with path.open("r+b") as file:
-            memory = _map(file.fileno(), row_bytes)
+            capacity = os.fstat(file.fileno()).st_size - PAGE
+            memory = _map(file.fileno(), capacity)
     except (OSError, ValueError):
         return None
-    slot = Slot(
-        path, row_bytes, memory, SlotState.SEALED, Key(step, 0, rank, world), row_bytes, data, head.sums
-    )
+    key = Key(step, 0, rank, world)
+    slot = Slot(path, capacity, memory, SlotState.SEALED, key, row_bytes, data, head.sums)
     with slot.row as row:
         return slot if sums_of(row) == head.sums else None

@@ -17,6 +17,7 @@ import os
 import re
 import select
 import socket
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -39,21 +40,25 @@ class SnapshotServer:
         self._pool, self._token = pool, token
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
-        self._server = ThreadingHTTPServer((host, 0), self._handler())
-        self._server.daemon_threads = True
+        self._closed = False
+        self._server = _Server((host, 0), self._handler())
         self.port: int = self._server.server_address[1]
-        threading.Thread(target=self._server.serve_forever, name="holdfast-snapshots", daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, name="holdfast-snapshots", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
-        """Ends every transfer."""
-        self._server.shutdown()
-        self._server.server_close()
+        """Ends every transfer, and takes no more."""
         with self._lock:
+            self._closed = True
             for connection in self._open:
-                try:
-                    connection.shutdown(socket.SHUT_RDWR)
-                except OSError:
-                    continue
+                _shut(connection)
+        _shut(self._server.socket)  # which wakes the thread that waits for connections
+        self._thread.join()
+        self._server.server_close()
+
+    def _serve(self) -> None:
+        while not self._closed:
+            self._server.handle_request()
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         server = self
@@ -67,6 +72,8 @@ class SnapshotServer:
                 self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 with server._lock:
                     server._open.add(self.connection)
+                    if server._closed:
+                        _shut(self.connection)
 
             def finish(self) -> None:
                 with server._lock:
@@ -75,7 +82,7 @@ class SnapshotServer:
 
             def do_GET(self) -> None:
                 given = self.headers.get("Authorization", "")
-                if not hmac.compare_digest(given, f"Bearer {server._token}"):
+                if not hmac.compare_digest(given.encode(), f"Bearer {server._token}".encode()):
                     self.send_error(401, "send the job's token: Authorization: Bearer TOKEN")
                     return
                 if self.path == "/snapshots":
@@ -109,6 +116,7 @@ class SnapshotServer:
                     return
                 self.send_response(206)
                 self.send_header("Content-Length", str(stop - start))
+                self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{slot.row_bytes}")
                 self.end_headers()
                 self.wfile.flush()
                 with slot.path.open("rb") as file:
@@ -125,6 +133,30 @@ class SnapshotServer:
                 return
 
         return Handler
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 1024  # whole jobs begin to read at once; one that is turned away tries again a second later
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A reader that went away, or memory that was given back meanwhile: the reader knows."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
+
+
+def _shut(connection: socket.socket) -> None:
+    """Whoever waits in it, in any thread, goes on with an error."""
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return
+
+
+def _is_readable(connection: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(connection.fileno(), select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _sendfile(connection: socket.socket, file: int, offset: int, count: int) -> int:
@@ -154,6 +186,7 @@ class Peer:
         self._token = token
         self._connection = http.client.HTTPConnection(host, port, timeout=CONNECT_S)
         self._coming: tuple[http.client.HTTPResponse, int, int] | None = None  # from byte to byte, exclusive
+        self._aborted = False
         self.ahead = 0
 
     def head(self, part: Part | None = None) -> tuple[bytes, Head]:
@@ -205,22 +238,32 @@ class Peer:
 
     def _answer(self, what: str, headers: dict[str, str]) -> http.client.HTTPResponse:
         headers["Authorization"] = f"Bearer {self._token}"
+        self._connect()
         self._connection.request("GET", f"{self._path}/{what}", headers=headers)
-        if self._connection.sock is not None:
-            self._connection.sock.settimeout(STALL_S)
         response = self._connection.getresponse()
         if response.status not in (200, 206):
             response.read()
             raise TierError(f"{self.where} answered {response.status} {response.reason}")
         return response
 
+    def _connect(self) -> None:
+        """A connection that nothing was sent over for a while may have been closed at the other end."""
+        sock = self._connection.sock
+        if sock is not None and _is_readable(sock):
+            self.close()
+            sock = None
+        if sock is None and not self._aborted:
+            self._connection.connect()
+            self._connection.sock.settimeout(STALL_S)
+        if self._aborted:
+            raise TierError(f"the transfer from {self.where} was ended")
+
     def abort(self) -> None:
-        """Ends a read that another thread waits in."""
-        if self._connection.sock is not None:
-            try:
-                self._connection.sock.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                return
+        """Ends a read that another thread waits in, and every later one."""
+        self._aborted = True
+        sock = self._connection.sock
+        if sock is not None:
+            _shut(sock)
 
     def close(self) -> None:
         """Closes the connection; the next read makes it anew."""

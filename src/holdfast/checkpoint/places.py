@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import atexit
+import fcntl
 import itertools
 import os
 import queue
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,9 +21,9 @@ import msgspec
 from holdfast.checkpoint.archive import Archive
 from holdfast.checkpoint.found import Found, find_in_archive, find_in_memory
 from holdfast.checkpoint.layout import Index, encode_head
-from holdfast.checkpoint.memory import Slot, SlotMaps, SlotPool, default_budget, remove_memory
+from holdfast.checkpoint.memory import Slot, SlotMaps, SlotPool, default_budget, own_folder, remove_memory
 from holdfast.checkpoint.policy import Retention, parse_cadence
-from holdfast.checkpoint.rows import WINDOW_BYTES
+from holdfast.checkpoint.ranks import Ranks
 from holdfast.checkpoint.sums import sums_of
 from holdfast.errors import HoldfastError, StateError, TierError
 from holdfast.protocol import messages as m
@@ -34,10 +37,11 @@ Copy = Callable[[memoryview], None]
 
 
 class Place(Protocol):
-    """A rank's place. rank, world: of those that save together."""
+    """A rank's place. rank, world: of those that save together. ranks: how they agree on what to load."""
 
     rank: int
     world: int
+    ranks: Ranks
 
     def put(self, index: Index, copy: Copy) -> bool:
         """Calls `copy` with the row to fill, and keeps what it is filled with. False: skipped, and said why."""
@@ -81,16 +85,22 @@ class _Link(Protocol):
     def wait_found(self, request: int, timeout_s: float) -> m.SnapshotFound | None: ...
 
 
+_requests = itertools.count(1)
+
+
 class AgentPlace:
     """Under `holdfast run`: the agent keeps the shard, sends it to its buddies and to the durable tiers."""
 
-    def __init__(self, link: _Link) -> None:
+    def __init__(self, link: _Link, store: Any = None) -> None:
+        """store: a torch.distributed.Store of all ranks. Without one they cannot agree on what to load: each takes
+        the newest that it can read."""
         env = link.start.env
         self.rank, self.world = int(env.get("RANK", "0")), int(env.get("WORLD_SIZE", "1"))
+        self.ranks = Ranks("agent", self.rank, self.world if store is not None else 1, store)
+        self.store = store
         self._generation = int(env.get("HOLDFAST_GENERATION", "0"))
         self._tiers = msgspec.json.decode(env.get("HOLDFAST_TIERS", "[]"), type=list[str])
         self._link = link
-        self._requests = itertools.count(1)
         self._maps = SlotMaps()
         self._skipping = False
 
@@ -112,13 +122,16 @@ class AgentPlace:
             with self._maps.row(given.path, index.nbytes) as row:
                 copy(row)
             done = msgspec.msgpack.encode(index)
+        except TierError as error:
+            say(f"rank {self.rank}: no snapshot of step {index.step}: {error}")
+            return False
         finally:
             self._link.send(m.SlotFilled(key, done, time.perf_counter() - began_s))
         return True
 
     def candidates(self, passed_over: Callable[[str], None]) -> Iterator[Found]:
         """First what the coordinator knows to be in memory, then the durable tiers."""
-        request = next(self._requests)
+        request = next(_requests)
         self._link.send(m.SnapshotSought(request))
         found = self._link.wait_found(request, ASK_S)
         if found is None:
@@ -134,31 +147,47 @@ class AgentPlace:
         """The agent does the rest, whatever becomes of this process."""
 
 
+@dataclass
+class _Job:
+    """What the saving thread is to do. slot None: there is nothing to save, and why."""
+
+    number: int
+    index: Index
+    tiers: list[DurableTier]
+    slot: Slot | None = None
+    why_not: str = ""
+
+
 class LonePlace:
     """Without a job: a memory of this process's own, which ends with it, and durable tiers.
 
     One thread brings what was copied to the tiers. With torch.distributed every rank writes its own shard and rank 0
-    the manifest; they tell each other through the process group's store.
+    the manifest; they tell each other through the process group's store. Every rank answers for every checkpoint,
+    also one that it could not keep: the others wait for it.
     """
 
-    def __init__(self, tiers: tuple[DurableTier, ...], rank: int, world: int, store: Any = None) -> None:
-        """store: a torch.distributed.Store of all ranks; needed when there are several.
+    def __init__(
+        self, tiers: tuple[DurableTier, ...], rank: int, world: int, store: Any = None, name: str = ""
+    ) -> None:
+        """store: a torch.distributed.Store of all ranks; needed when there are several. name: of this place among
+        those that share the store.
 
         Raises:
             TierError: no memory to copy into.
         """
         self.rank, self.world = rank, world
-        self._tiers, self._store = tiers, store
+        self.ranks = Ranks(f"place/{name}", rank, world, store)
+        self._savers = Ranks(f"savers/{name}", rank, world, store)
+        self.store, self._tiers = store, tiers
         self._archives = {t.url: Archive(t.url) for t in tiers}
         self._last: dict[str, float] = {t.url: time.monotonic() for t in tiers}
-        root = Path(os.environ.get("HOLDFAST_MEMORY") or "/dev/shm") / f"holdfast-{os.getuid()}" / "alone"
-        _sweep(root)
-        folder = root / f"{os.getpid()}-{id(self):x}"
+        self._process = os.getpid()
+        self._owned, folder = _own_memory()
         self._pool = SlotPool(folder, 0)
         self._pool.budget_bytes = default_budget(folder)
-        self._newest: tuple[Slot, Index] | None = None
-        self._todo: queue.SimpleQueue[tuple[Slot, Index, list[DurableTier]] | None] = queue.SimpleQueue()
+        self._todo: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Condition()
+        self._numbers = itertools.count(1)
         self._pending = 0
         self._failing: set[str] = set()
         self._thread = threading.Thread(target=self._work, name="holdfast-saver", daemon=True)
@@ -167,36 +196,42 @@ class LonePlace:
 
     def put(self, index: Index, copy: Copy) -> bool:
         """Copies into a slot of this process's; durable tiers whose time has come follow behind."""
-        key = Key(index.step, 1, self.rank, self.world)
+        job = _Job(next(self._numbers), index, [])
+        job.tiers = self._due(job)
+        slot = None
         try:
-            slot = self._pool.begin(key, index.nbytes)
-        except TierError as error:
-            say(f"rank {self.rank}: no snapshot of step {index.step}: {error}")
-            return False
-        try:
+            slot = self._pool.begin(Key(index.step, 1, self.rank, self.world), index.nbytes)
             with slot.row as row:
                 copy(row)
-        except BaseException:
-            self._pool.drop(slot)
+        except TierError as error:
+            say(f"rank {self.rank}: no snapshot of step {index.step}: {error}")
+            job.why_not = str(error)
+            return False
+        except BaseException as error:
+            if slot is not None:
+                self._pool.drop(slot)
+            job.why_not = f"its copy failed: {error!r}"
             raise
-        due = self._due(index.step)
-        with self._lock:
-            self._pending += 1
-        self._todo.put((slot, index, due))
-        return True
+        else:
+            job.slot = slot
+            return True
+        finally:
+            with self._lock:
+                self._pending += 1
+            self._todo.put(job)
 
-    def _due(self, step: int) -> list[DurableTier]:
-        """Rank 0 decides, so that all ranks save the same."""
+    def _due(self, job: _Job) -> list[DurableTier]:
+        """Steps are the same on all ranks; of time rank 0 is the judge, so that all save the same."""
         now = time.monotonic()
-        due = [t for t in self._tiers if parse_cadence(t.every).due(step, now - self._last[t.url], AUTO_S)]
-        if self.world > 1:
-            if self.rank == 0:
-                self._store.set(f"holdfast/due/{step}", msgspec.json.encode([t.url for t in due]))
-            else:
-                urls = msgspec.json.decode(self._store.get(f"holdfast/due/{step}"))
-                due = [t for t in self._tiers if t.url in urls]
-        for tier in due:
-            self._last[tier.url] = now
+        due = []
+        for tier in self._tiers:
+            every = parse_cadence(tier.every)
+            passed = every.steps == 1 or every.due(job.index.step, now - self._last[tier.url], AUTO_S)
+            if every.auto or every.seconds:
+                passed = self.ranks.from_first(f"{job.number}/{tier.url}", passed)
+            if passed:
+                due.append(tier)
+                self._last[tier.url] = now
         return due
 
     def candidates(self, passed_over: Callable[[str], None]) -> Iterator[Found]:
@@ -210,77 +245,128 @@ class LonePlace:
             self._lock.wait_for(lambda: self._pending == 0 or not self._thread.is_alive())
 
     def close(self) -> None:
-        """Flushes, ends the thread and gives the memory back."""
+        """Flushes, ends the thread and gives the memory back. A forked child has neither."""
         atexit.unregister(self.close)
+        if os.getpid() != self._process:
+            return
         self.flush()
         self._todo.put(None)
         self._thread.join()
         self._pool.close()
+        os.close(self._owned)
 
     # ------------------------------------------------------------ the saving thread
 
     def _work(self) -> None:
         while (job := self._todo.get()) is not None:
-            slot, index, tiers = job
             try:
-                with slot.row as row:
-                    sums = sums_of(row)
-                self._pool.received(slot, encode_head(index, sums), sums)
-                for tier in tiers:
-                    self._store_in(tier, slot, index)
-                self._pool.whole(index.step)
-            except HoldfastError as error:
-                say(f"rank {self.rank}: step {index.step}: {error}")
+                self._seal(job)
+                for tier in job.tiers:
+                    self._store_in(tier, job)
+                self._pool.whole(job.index.step)
+            except Exception as error:  # noqa: BLE001 - without this thread nothing would be saved any more
+                say(f"rank {self.rank}: step {job.index.step} was not saved: {error!r}")
             finally:
                 with self._lock:
                     self._pending -= 1
                     self._lock.notify_all()
 
-    def _store_in(self, tier: DurableTier, slot: Slot, index: Index) -> None:
-        archive, step = self._archives[tier.url], index.step
-        answer: dict[str, Any]
+    def _seal(self, job: _Job) -> None:
+        if job.slot is None:
+            return
         try:
-            with self._pool.reading(slot.key), slot.row as row:
-                pieces = (row[low : low + WINDOW_BYTES] for low in range(0, len(row), WINDOW_BYTES))
-                shard = archive.save_shard(step, self.rank, slot.head, slot.sums, pieces, slot.row_bytes)
-            answer = {"shard": shard}
-        except HoldfastError as error:
-            answer = {"error": str(error)}
-        try:
-            shards = self._all_shards(tier, step, answer)
-            if shards:
-                archive.commit(step, shards)
-                archive.prune(Retention(tier.keep, tier.keep_every))
-            self._failing.discard(tier.url)
-        except HoldfastError as error:
-            if tier.url not in self._failing:
-                say(f"step {step} was not saved in {tier.url}: {error}")
-            self._failing.add(tier.url)
+            with job.slot.row as row:
+                sums = sums_of(row)
+            self._pool.received(job.slot, encode_head(job.index, sums), sums)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for an answer
+            self._pool.drop(job.slot)
+            job.slot, job.why_not = None, str(error)
+            if not job.tiers:
+                say(f"rank {self.rank}: step {job.index.step}: {error}")
 
-    def _all_shards(self, tier: DurableTier, step: int, answer: dict[str, Any]) -> list[Shard]:
-        """On rank 0 what every rank wrote; elsewhere nothing. Raises TierError when one of them could not."""
-        answers = [answer]
-        if self.world > 1:
-            name = f"holdfast/shard/{tier.url}/{step}"
-            self._store.set(f"{name}/{self.rank}", msgspec.msgpack.encode(answer))
-            if self.rank:
-                return []
-            answers = [msgspec.msgpack.decode(self._store.get(f"{name}/{r}")) for r in range(self.world)]
-        elif "error" not in answer:
-            return [answer["shard"]]
-        for rank, said in enumerate(answers):
-            if "error" in said:
-                raise TierError(f"rank {rank}: {said['error']}")
-        return [msgspec.convert(said["shard"], Shard) for said in answers]
+    def _store_in(self, tier: DurableTier, job: _Job) -> None:
+        archive, step, about = self._archives[tier.url], job.index.step, f"{job.number}/{tier.url}"
+        try:
+            said = self._savers.gather(f"{about}/shards", self._stored_shard(archive, job))
+            why_not = next((f"rank {r}: {x['error']}" for r, x in enumerate(said) if "error" in x), "")
+            if not why_not:
+                done = self._commit(archive, tier, step, said)
+                why_not = self._savers.from_first(f"{about}/done", done)
+        except TierError as error:
+            why_not = str(error)
+        if not why_not:
+            self._failing.discard(tier.url)
+        elif tier.url not in self._failing:
+            self._failing.add(tier.url)
+            if not self.rank or job.why_not:
+                say(f"step {step} was not saved in {tier.url}: {why_not}")
+
+    def _stored_shard(self, archive: Archive, job: _Job) -> dict[str, Any]:
+        """This rank's part, as the tier has it; or why not."""
+        slot = job.slot
+        if slot is None:
+            return {"error": job.why_not}
+        try:
+            with self._pool.reading(slot.key):
+                head, sums, nbytes = slot.head, slot.sums, slot.row_bytes
+                shard = archive.save_shard(job.index.step, self.rank, head, sums, slot.pieces(), nbytes)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for an answer
+            return {"error": str(error)}
+        return {"shard": msgspec.to_builtins(shard)}
+
+    def _commit(self, archive: Archive, tier: DurableTier, step: int, said: list[dict[str, Any]]) -> str:
+        """On rank 0: from now on the checkpoint exists. Returns why not."""
+        if self.rank:
+            return ""
+        try:
+            archive.commit(step, [msgspec.convert(x["shard"], Shard) for x in said])
+        except HoldfastError as error:
+            return str(error)
+        try:
+            archive.prune(Retention(tier.keep, tier.keep_every))
+        except HoldfastError as error:
+            say(f"step {step} was saved, but older ones could not be removed: {error}")
+        return ""
 
 
 AUTO_S = 60.0
 """What `auto` means where nobody measures failures."""
 
 
-def _sweep(root: Path) -> None:
-    """Gives back what processes left that were killed."""
-    for folder in root.glob("*-*"):
-        pid = folder.name.partition("-")[0]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
-            remove_memory(folder)
+def _own_memory() -> tuple[int, Path]:
+    """A folder that is this process's for as long as it holds the lock on the file descriptor, which it keeps. Gives
+    back what processes left that were killed. (Not told by their ids: memory may be shared by several containers.)
+
+    Raises:
+        TierError: there can be no memory here.
+    """
+    root = Path(os.environ.get("HOLDFAST_MEMORY") or "/dev/shm") / f"holdfast-{os.getuid()}" / "alone"
+    while True:
+        folder = root / uuid.uuid4().hex
+        own_folder(folder)
+        try:
+            lock = os.open(folder / LOCK, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise TierError(f"no snapshot memory in {folder}: {error.strerror}") from error
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if (folder / LOCK).exists():
+            break
+        os.close(lock)  # somebody who gives back what others left was here before the lock
+    for other in root.glob(f"*/{LOCK}"):
+        if other.parent != folder and _is_free(other):
+            remove_memory(other.parent)
+    return lock, folder
+
+
+LOCK = "owner.lock"
+
+
+def _is_free(lock: Path) -> bool:
+    try:
+        with lock.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

@@ -35,12 +35,14 @@ class Region:
 
 @dataclass
 class _Buffer:
-    """A region's bytes as they come in, and how many are still missing."""
+    """A region's bytes as they come in, and how many are still missing. There from its first byte to its last, so
+    that not all of a state is in memory twice."""
 
     region: Region
-    data: torch.Tensor
+    nbytes: int
     cut: tuple[tuple[slice, ...], tuple[int, ...]] | None
     missing: int
+    data: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -76,18 +78,23 @@ def read_regions(found: Found, regions: Sequence[Region], threads: int = THREADS
     todo = iter(reads)
     lock = threading.Lock()
 
+    failed = threading.Event()  # then the others need not go on
+
     def work() -> None:
         rows: dict[int, Row] = {}
         try:
             while True:
                 with lock:
                     job = next(todo, None)
-                if job is None:
+                if job is None or failed.is_set():
                     return
                 rank, runs = job
                 if rank not in rows:
                     rows[rank] = found.open_row(rank)
                 _read(rows[rank], runs, lock)
+        except BaseException:
+            failed.set()
+            raise
         finally:
             with lock:
                 found.fetched_bytes += sum(r.fetched_bytes for r in rows.values())
@@ -105,17 +112,22 @@ def _read(row: Row, runs: list[_Run], lock: threading.Lock) -> None:
     data = row.fetch(low, max(r.low + r.nbytes for r in runs))
     whole = torch.frombuffer(data, dtype=torch.uint8)
     for run in runs:
-        run.buffer.data[run.at : run.at + run.nbytes] = whole[run.low - low : run.low - low + run.nbytes]
+        buffer = run.buffer
         with lock:
-            run.buffer.missing -= run.nbytes
-            complete = run.buffer.missing == 0
+            if buffer.data is None:
+                buffer.data = torch.empty(buffer.nbytes, dtype=torch.uint8)
+        buffer.data[run.at : run.at + run.nbytes] = whole[run.low - low : run.low - low + run.nbytes]
+        with lock:
+            buffer.missing -= run.nbytes
+            complete = buffer.missing == 0
         if complete:
-            _deliver(run.buffer)
+            _deliver(buffer, buffer.data)
+            buffer.data = None
 
 
-def _deliver(buffer: _Buffer) -> None:
+def _deliver(buffer: _Buffer, data: torch.Tensor) -> None:
     region = buffer.region
-    value = buffer.data.view(dtype_of(region.spec))
+    value = data.view(dtype_of(region.spec))
     if buffer.cut is not None:
         slices, shape = buffer.cut
         value = value.view(shape)[slices]
@@ -143,7 +155,7 @@ def _runs_of(region: Region) -> Iterator[_Run]:
         yield _covering(region, item)
         return
     nbytes = math.prod(lengths) * item
-    buffer = _Buffer(region, torch.empty(nbytes, dtype=torch.uint8), None, nbytes)
+    buffer = _Buffer(region, nbytes, None, nbytes)
     for number in range(count):
         at, rest = begin, number
         for d in range(outer - 1, -1, -1):
@@ -162,9 +174,7 @@ def _covering(region: Region, item: int) -> _Run:
         slice(0, count),
         *(slice(o, o + n) for o, n in zip(region.offsets[1:], lengths[1:], strict=True)),
     )
-    buffer = _Buffer(
-        region, torch.empty(nbytes, dtype=torch.uint8), (slices, (count, *spec.shape[1:])), nbytes
-    )
+    buffer = _Buffer(region, nbytes, (slices, (count, *spec.shape[1:])), nbytes)
     return _Run(spec.offset + first * row_bytes, nbytes, buffer, 0)
 
 

@@ -62,8 +62,12 @@ class Row:
         """The bytes [low, high), verified.
 
         Raises:
-            StateError: no source has them whole; the message has every source's reason.
+            StateError: no source has them whole; the message has every source's reason. Or the row has no such bytes.
         """
+        if not 0 <= low <= high <= self.nbytes:
+            raise StateError(f"bytes {low} to {high} are not within a row of {self.nbytes}")
+        if low == high:
+            return memoryview(b"")
         begin, end = whole_chunks(low, high, self.nbytes)
         view = memoryview(bytearray(end - begin))
         self._fill(begin, view)
@@ -73,7 +77,8 @@ class Row:
         """The same, into `view`; bytes that are damaged everywhere may be left in it."""
         begin, end = whole_chunks(low, low + len(view), self.nbytes)
         if begin == low and end == low + len(view):
-            self._fill(low, view)
+            if len(view):
+                self._fill(low, view)
         else:
             view[:] = self.fetch(low, low + len(view))
 

@@ -1,0 +1,77 @@
+"""What the ranks of a process group tell each other about checkpoints: a few bytes, over the group's store."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from holdfast.errors import TierError
+
+
+class Ranks:
+    """Words to all ranks, each about something that has a name of its own. Blocks until they are there.
+
+    A store's client serves one call at a time, also one that waits: a thread that speaks needs a `Ranks` of its own,
+    or two threads of two ranks can wait for each other for ever.
+    """
+
+    def __init__(self, name: str, rank: int, world: int, store: Any = None) -> None:
+        """store: a torch.distributed.Store of all ranks; needed when there are several. `name` is the same on all."""
+        self.rank, self.world = rank, world
+        if world > 1:
+            self._store = store.clone()
+            session = (self._store.add(f"holdfast/{name}", 1) - 1) // world
+            self._name = f"holdfast/{name}/{session}"  # a group made anew may have the same store
+
+    def gather(self, about: str, value: Any) -> list[Any]:
+        """What every rank says, in the order of the ranks. Plain values.
+
+        Raises:
+            TierError: a rank did not say it within the store's time-out.
+        """
+        if self.world == 1:
+            return [value]
+        mine = msgspec.msgpack.encode(value)
+        name = f"{self._name}/{about}"
+        try:
+            if self.rank:
+                self._store.set(f"{name}/{self.rank}", mine)
+                together = self._store.get(f"{name}/all")
+            else:
+                others = [f"{name}/{rank}" for rank in range(1, self.world)]
+                together = msgspec.msgpack.encode([mine, *(self._store.get(n) for n in others)])
+                self._answer(f"{name}/all", together)
+                for other in others:
+                    self._store.delete_key(other)
+        except RuntimeError as error:
+            raise TierError(
+                f"rank {self.rank}: the other ranks did not answer: {_first_line(error)}"
+            ) from error
+        return [msgspec.msgpack.decode(part) for part in msgspec.msgpack.decode(together)]
+
+    def from_first(self, about: str, value: Any) -> Any:
+        """What rank 0 says; the values of the others do not matter.
+
+        Raises:
+            TierError: it did not say it within the store's time-out.
+        """
+        if self.world == 1:
+            return value
+        name = f"{self._name}/{about}"
+        try:
+            if self.rank:
+                return msgspec.msgpack.decode(self._store.get(name))
+            self._answer(name, msgspec.msgpack.encode(value))
+        except RuntimeError as error:
+            raise TierError(f"rank {self.rank}: rank 0 did not answer: {_first_line(error)}") from error
+        return value
+
+    def _answer(self, name: str, data: bytes) -> None:
+        """Rank 0 may hold the store, and end as soon as this returns: the others must be able to have it by then."""
+        self._store.set(name, data)
+        self._store.get(name)
+
+
+def _first_line(error: RuntimeError) -> str:
+    return (str(error).splitlines() or [""])[0]

@@ -1,0 +1,89 @@
+"""Snapshots for tests: rows of known bytes in slots, and a pool in memory that a test may damage."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+from rows_on_tiers import row_of
+
+from holdfast.checkpoint.layout import Index, TensorSpec, parts_of
+from holdfast.checkpoint.memory import PAGE, Slot, SlotPool
+from holdfast.protocol.snapshots import Copy, Key, Part
+
+BUDGET = 64 << 20
+SHM = Path("/dev/shm")
+
+
+def new_folder() -> Path:
+    """Where snapshot memory usually is, and three folders deep as an agent's is."""
+    return SHM / f"holdfast-test-{uuid.uuid4().hex}" / "job" / "node"
+
+
+def key_of(step: int, rank: int = 0, generation: int = 1, world: int = 1) -> Key:
+    return Key(step, generation, rank, world)
+
+
+def index_of(step: int, nbytes: int) -> Index:
+    half = nbytes // 2
+    tensors = (
+        TensorSpec("model.a", "uint8", (half,), 0, half),
+        TensorSpec("model.b", "uint8", (nbytes - half,), half, nbytes - half),
+    )
+    return Index(step, {}, tensors, nbytes)
+
+
+def fill(pool: SlotPool, key: Key, nbytes: int = 100_000) -> Slot:
+    """A slot that a worker has copied into."""
+    slot = pool.begin(key, nbytes)
+    with slot.row as row:
+        row[:] = row_of(key.step, key.rank, nbytes)
+    return slot
+
+
+def save(pool: SlotPool, key: Key, nbytes: int = 100_000) -> Slot:
+    """A snapshot that counts."""
+    slot = fill(pool, key, nbytes)
+    pool.seal(slot, index_of(key.step, nbytes))
+    return slot
+
+
+def copy_of(slot: Slot) -> Copy:
+    key = slot.key
+    return Copy(key, parts_of(key.step, key.rank, slot.head, slot.sums, slot.row_bytes))
+
+
+def part_of(slot: Slot) -> Part:
+    return copy_of(slot).shard.head
+
+
+def is_right(slot: Slot, nbytes: int = 100_000) -> bool:
+    """Whether its bytes are those of its key."""
+    with slot.row as row:
+        return bytes(row) == row_of(slot.key.step, slot.key.rank, nbytes)
+
+
+def flip(slot: Slot, at: int) -> None:
+    """Damage: one bit of the row."""
+    with slot.row as row:
+        row[at] ^= 1
+
+
+def flip_file(path: Path, at: int) -> None:
+    """Damage: one bit of a slot's file."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+
+
+ROW_AT = PAGE
+
+
+def steps_of(pool: SlotPool) -> list[int]:
+    return [s.key.step for s in pool.held()]
+
+
+def slot_files(folder: Path) -> int:
+    return len(list(folder.glob("*.slot")))
