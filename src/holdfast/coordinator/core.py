@@ -9,7 +9,7 @@ one decision is made of). Their functions take the core first.
 
 from __future__ import annotations
 
-from holdfast.coordinator import failures, forming, gang, hangs, incidents, nodes, saving, stopping
+from holdfast.coordinator import failures, forming, gang, hangs, incidents, nodes, saving, stopping, storing
 from holdfast.coordinator.events import (
     Action,
     DurableFound,
@@ -187,9 +187,9 @@ class Core:
             case m.NotHeld(key, reason):
                 saving.not_held(self, node, key, reason)
             case m.Stored():
-                saving.stored(self, node, message)
+                storing.stored(self, node, message)
             case m.Published():
-                saving.published(self, node, message)
+                storing.published(self, node, message)
             case _:
                 pass
 

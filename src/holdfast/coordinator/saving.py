@@ -1,8 +1,7 @@
-"""Snapshots and checkpoints: who keeps a copy of what, when a snapshot is whole, when it goes to a durable tier.
+"""Snapshots in memory: who keeps a copy of what, when one is whole, and which to go on from.
 
 A snapshot is whole when every shard of it is held by as many nodes as the job asks for (or as there are). Only then
-is the one before it given up. A durable checkpoint is begun from a whole snapshot, and exists when its manifest is
-published. Whatever a tier refuses is said and tried again with a later snapshot; training never waits for it.
+is the one before it given up. `storing` brings whole ones to durable tiers.
 """
 
 from __future__ import annotations
@@ -10,23 +9,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from holdfast.checkpoint import placement
-from holdfast.checkpoint.policy import best_interval_s, mtbf_s, parse_cadence
-from holdfast.coordinator.state import HeldShard, JobPhase, Node, Rewind, Snapshot, Storing, Worker
+from holdfast.checkpoint.policy import mtbf_s
+from holdfast.coordinator import storing
+from holdfast.coordinator.state import HeldShard, JobPhase, Node, Rewind, Snapshot, Worker
 from holdfast.protocol import messages as m
-from holdfast.protocol.job import Durable
-from holdfast.protocol.snapshots import Copy, DurableTier, Holder, Key, Shard
+from holdfast.protocol.snapshots import Copy, Holder, Key
 
 if TYPE_CHECKING:
     from holdfast.coordinator.core import Core
 
 KEPT_WHOLE = 2
 """The newest whole snapshot, and the one before it (whole or not) for when all its holders are lost at once."""
-
-STORE_COST = 0.05
-"""What writing a checkpoint behind running training takes away from it, as a share of the time it takes."""
-
-STORE_MTBF = 10
-"""The whole job is lost so many times less often than a worker."""
 
 KEPT_PARTIAL = 8
 """Of snapshots that are not whole yet: so many that could be restored, and so many that could not. A node keeps two
@@ -107,13 +100,7 @@ def node_lost(core: Core, node: Node) -> None:
             entry.nodes = [n for n in entry.nodes if n != node.name]
     _drop_lost(core)
     spread(core)
-    for storing in list(core.state.storing):
-        if node.name not in storing.waiting.values():
-            continue
-        if storing.void:
-            _answered(core, storing, node)
-        else:
-            core.state.storing.remove(storing)  # the next whole snapshot is stored instead
+    storing.node_lost(core, node)
 
 
 def joined(core: Core, node: Node, hello: m.Hello) -> None:
@@ -135,11 +122,7 @@ def joined(core: Core, node: Node, hello: m.Hello) -> None:
     missed = [r for r in core.state.rewinds if not any(c.key.generation >= r.number for c in hello.copies)]
     if missed and node.snapshot_port:
         core.send(node.name, m.ForgetSnapshots(missed[0].start))
-    for storing in list(core.state.storing):
-        if storing.void:
-            _answered(core, storing, node)
-        else:
-            _order(core, storing, node.name)
+    storing.joined(core, node)
     for copy in hello.copies:
         _take(core, node, copy)
     before = _newest_step(core)
@@ -322,7 +305,7 @@ def _whole(core: Core, snapshot: Snapshot) -> None:
     s.snapshots = [x for x in s.snapshots if x in keep or x.step > newest.step]
     for node in core.alive_nodes():
         core.send(node.name, m.SnapshotWhole(newest.step))
-    store_due(core)
+    storing.begin_due(core)
 
 
 # ---------------------------------------------------------------- where to go on from
@@ -361,11 +344,7 @@ def went_back(core: Core, start: int) -> None:
     s.rewinds = [r for r in s.rewinds if r.start < start] + [Rewind(s.number + 1, start)]
     if len(s.rewinds) > KEPT_REWINDS:
         s.rewinds[:2] = [Rewind(s.rewinds[1].number, s.rewinds[0].start)]
-    for storing in s.storing:
-        storing.void = storing.void or storing.step > start
-    for tier, last in list(s.stored.items()):
-        if last.step > start:
-            s.stored[tier] = Storing(tier, start, last.began_s)
+    storing.went_back(core, start)
     s.snapshots = [x for x in s.snapshots if x.step <= start]
     for node in core.alive_nodes():  # also those that hold nothing: they know which snapshot was whole
         core.send(node.name, m.ForgetSnapshots(start))
@@ -386,121 +365,3 @@ def mean_time_between_failures_s(core: Core) -> float:
     """What `auto` goes by: the job's own incidents, and a prior."""
     s = core.state
     return mtbf_s(len(s.incidents), core.now - s.began_s)
-
-
-# ---------------------------------------------------------------- durable tiers
-
-
-def store_due(core: Core) -> None:
-    """Begins to store the newest whole snapshot in every tier whose time has come."""
-    s = core.state
-    snapshot = max((x for x in s.snapshots if x.whole), key=lambda x: (x.step, x.generation), default=None)
-    if snapshot is None or s.stop_reason is not None:
-        return
-    for tier in core.spec.saving.tiers:
-        last = s.stored.get(tier.url)
-        if any(x.tier == tier.url for x in s.storing) or (last is not None and last.step >= snapshot.step):
-            continue
-        since_s = core.now - (last.began_s if last else s.began_s)
-        passed = parse_cadence(tier.every)
-        interval_s = _auto_s(core, last)
-        due = passed.due(snapshot.step, since_s, interval_s)
-        if passed.steps:  # snapshots may pass over the very step
-            due = snapshot.step // passed.steps > (last.step if last else 0) // passed.steps
-        if due:
-            _store(core, tier, snapshot)
-
-
-def _auto_s(core: Core, last: Storing | None) -> float:
-    """Between two stores: what loses least by Daly's formula, and never more than half of the time spent storing."""
-    took_s = last.took_s if last and last.took_s else 1.0
-    best_s = best_interval_s(STORE_COST * took_s, STORE_MTBF * mean_time_between_failures_s(core))
-    return max(best_s, 2 * took_s)
-
-
-def _store(core: Core, tier: DurableTier, snapshot: Snapshot) -> None:
-    storing = Storing(tier.url, snapshot.step, core.now, snapshot.generation, snapshot.world)
-    rows: dict[str, Shard] = {}
-    for rank in range(snapshot.world):
-        copy, holders = sources(core, snapshot, rank, "")
-        first = rows.setdefault(copy.shard.row.xxh3, copy.shard)
-        if first is not copy.shard:
-            storing.rows[rank] = first.row.name
-        storing.waiting[rank] = holders[rank % len(holders)].node
-    core.state.storing.append(storing)
-    for name in dict.fromkeys(storing.waiting.values()):
-        _order(core, storing, name)
-
-
-def _order(core: Core, storing: Storing, name: str) -> None:
-    """Asks a node for all that is waited for from it."""
-    for rank, node in storing.waiting.items():
-        if node != name:
-            continue
-        if rank < 0:
-            tier = next(t for t in core.spec.saving.tiers if t.url == storing.tier)
-            shards = tuple(sorted(storing.shards, key=lambda x: x.rank))
-            core.send(name, m.Publish(tier, storing.step, shards))
-        else:
-            key = Key(storing.step, storing.generation, rank, storing.world)
-            core.send(name, m.StoreShard(storing.tier, key, storing.rows.get(rank, "")))
-
-
-def _answered(core: Core, storing: Storing, node: Node, rank: int | None = None) -> None:
-    """One less to wait for (rank None: nothing more comes from this node) of a checkpoint that nobody wants."""
-    storing.waiting = {r: n for r, n in storing.waiting.items() if n != node.name or rank not in (None, r)}
-    if not storing.waiting:
-        core.state.storing.remove(storing)
-
-
-def stored(core: Core, node: Node, message: m.Stored) -> None:
-    """A shard is in a tier, or could not be brought there."""
-    key = message.key
-    for storing in list(core.state.storing):
-        if (storing.tier, storing.step, storing.generation) != (message.tier, key.step, key.generation):
-            continue
-        if storing.waiting.get(key.rank) != node.name:
-            continue
-        if storing.void:
-            _answered(core, storing, node, key.rank)
-        elif message.shard is None:
-            _failed(core, storing, message.reason)
-        else:
-            del storing.waiting[key.rank]
-            storing.shards.append(message.shard)
-            if not storing.waiting:
-                storing.waiting[-1] = node.name
-                _order(core, storing, node.name)
-
-
-def published(core: Core, node: Node, message: m.Published) -> None:
-    """A checkpoint exists, or its manifest could not be written."""
-    s = core.state
-    asked = [
-        x for x in s.storing if (x.tier, x.step, x.waiting.get(-1)) == (message.tier, message.step, node.name)
-    ]
-    for storing in asked:
-        if storing.void:
-            _answered(core, storing, node)
-            continue
-        if message.error is not None:
-            _failed(core, storing, message.error)
-            continue
-        s.storing.remove(storing)
-        storing.took_s = core.now - storing.began_s
-        s.stored[storing.tier] = storing
-        if s.durable is None or s.durable.step <= message.step:
-            s.durable = Durable(message.step, message.tier)
-        s.failing_tiers = [t for t in s.failing_tiers if t != message.tier]
-        core.record("saved", step=message.step, url=message.tier, took_s=round(storing.took_s, 4))
-
-
-def _failed(core: Core, storing: Storing, reason: str) -> None:
-    """Said once; tried again with a later snapshot, after the tier's usual time."""
-    s = core.state
-    s.storing.remove(storing)
-    last = s.stored.get(storing.tier)
-    s.stored[storing.tier] = Storing(storing.tier, last.step if last else 0, core.now)
-    if storing.tier not in s.failing_tiers:
-        s.failing_tiers.append(storing.tier)
-        core.record("tier-failed", url=storing.tier, step=storing.step, reason=reason)

@@ -189,6 +189,10 @@ def _snapshot_skipped(f: Fields) -> str:
     return f"no snapshot of step {f['step']} on {f['node']}: {f['reason']}"
 
 
+def _snapshot_unreadable(f: Fields) -> str:
+    return f"the snapshot of step {f['step']} could not be read from any node: an older one is taken"
+
+
 def _few_copies(f: Fields) -> str:
     return f"snapshots are in the memory of {plural(f['nodes'], 'node')} only, not {f['wanted']}: there are no more"
 
@@ -237,6 +241,7 @@ _SENTENCES: dict[str, Callable[[Fields], str]] = {
     "saved": _saved,
     "snapshot": _snapshot,
     "snapshot-skipped": _snapshot_skipped,
+    "snapshot-unreadable": _snapshot_unreadable,
     "few-copies": _few_copies,
     "tier-failed": _tier_failed,
     "waiting": _waiting,

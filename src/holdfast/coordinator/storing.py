@@ -1,0 +1,172 @@
+"""Checkpoints in durable tiers: begun from a whole snapshot, there when their manifest is.
+
+Whatever a tier refuses is said and tried again with a later snapshot; training never waits for it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from holdfast.checkpoint.policy import best_interval_s, parse_cadence
+from holdfast.coordinator import saving
+from holdfast.coordinator.state import Node, Snapshot, Storing
+from holdfast.protocol import messages as m
+from holdfast.protocol.job import Durable
+from holdfast.protocol.snapshots import DurableTier, Key, Shard
+
+if TYPE_CHECKING:
+    from holdfast.coordinator.core import Core
+
+STORE_COST = 0.05
+"""What writing a checkpoint behind running training takes away from it, as a share of the time it takes."""
+
+STORE_MTBF = 10
+"""The whole job is lost so many times less often than a worker."""
+
+
+def begin_due(core: Core) -> None:
+    """Begins to store the newest whole snapshot in every tier whose time has come."""
+    s = core.state
+    snapshot = max((x for x in s.snapshots if x.whole), key=lambda x: (x.step, x.generation), default=None)
+    if snapshot is None or s.stop_reason is not None:
+        return
+    for tier in core.spec.saving.tiers:
+        last = s.stored.get(tier.url)
+        if any(x.tier == tier.url for x in s.storing) or (last is not None and last.step >= snapshot.step):
+            continue
+        since_s = core.now - (last.began_s if last else s.began_s)
+        passed = parse_cadence(tier.every)
+        interval_s = _auto_s(core, last)
+        due = passed.due(snapshot.step, since_s, interval_s)
+        if passed.steps:  # snapshots may pass over the very step
+            due = snapshot.step // passed.steps > (last.step if last else 0) // passed.steps
+        if due:
+            _store(core, tier, snapshot)
+
+
+def _auto_s(core: Core, last: Storing | None) -> float:
+    """Between two stores: what loses least by Daly's formula, and never more than half of the time spent storing."""
+    took_s = last.took_s if last and last.took_s else 1.0
+    best_s = best_interval_s(STORE_COST * took_s, STORE_MTBF * saving.mean_time_between_failures_s(core))
+    return max(best_s, 2 * took_s)
+
+
+def _store(core: Core, tier: DurableTier, snapshot: Snapshot) -> None:
+    current = Storing(tier.url, snapshot.step, core.now, snapshot.generation, snapshot.world)
+    rows: dict[str, Shard] = {}
+    for rank in range(snapshot.world):
+        copy, holders = saving.sources(core, snapshot, rank, "")
+        first = rows.setdefault(copy.shard.row.xxh3, copy.shard)
+        if first is not copy.shard:
+            current.rows[rank] = first.row.name
+        current.waiting[rank] = holders[rank % len(holders)].node
+    core.state.storing.append(current)
+    for name in dict.fromkeys(current.waiting.values()):
+        _order(core, current, name)
+
+
+def _order(core: Core, current: Storing, name: str) -> None:
+    """Asks a node for all that is waited for from it."""
+    for rank, node in current.waiting.items():
+        if node != name:
+            continue
+        if rank < 0:
+            tier = next(t for t in core.spec.saving.tiers if t.url == current.tier)
+            shards = tuple(sorted(current.shards, key=lambda x: x.rank))
+            core.send(name, m.Publish(tier, current.step, shards))
+        else:
+            key = Key(current.step, current.generation, rank, current.world)
+            core.send(name, m.StoreShard(current.tier, key, current.rows.get(rank, "")))
+
+
+def _answered(core: Core, current: Storing, node: Node, rank: int | None = None) -> None:
+    """One less to wait for (rank None: nothing more comes from this node) of a checkpoint that nobody wants."""
+    current.waiting = {r: n for r, n in current.waiting.items() if n != node.name or rank not in (None, r)}
+    if not current.waiting:
+        core.state.storing.remove(current)
+
+
+def stored(core: Core, node: Node, message: m.Stored) -> None:
+    """A shard is in a tier, or could not be brought there."""
+    key = message.key
+    for current in list(core.state.storing):
+        if (current.tier, current.step, current.generation) != (message.tier, key.step, key.generation):
+            continue
+        if current.waiting.get(key.rank) != node.name:
+            continue
+        if current.void:
+            _answered(core, current, node, key.rank)
+        elif message.shard is None:
+            _failed(core, current, message.reason)
+        else:
+            del current.waiting[key.rank]
+            current.shards.append(message.shard)
+            if not current.waiting:
+                current.waiting[-1] = node.name
+                _order(core, current, node.name)
+
+
+def published(core: Core, node: Node, message: m.Published) -> None:
+    """A checkpoint exists, or its manifest could not be written."""
+    s = core.state
+    asked = [
+        x for x in s.storing if (x.tier, x.step, x.waiting.get(-1)) == (message.tier, message.step, node.name)
+    ]
+    for current in asked:
+        if current.void:
+            _answered(core, current, node)
+            continue
+        if message.error is not None:
+            _failed(core, current, message.error)
+            continue
+        s.storing.remove(current)
+        current.took_s = core.now - current.began_s
+        s.stored[current.tier] = current
+        if s.durable is None or s.durable.step <= message.step:
+            s.durable = Durable(message.step, message.tier)
+        s.failing_tiers = [t for t in s.failing_tiers if t != message.tier]
+        core.record("saved", step=message.step, url=message.tier, took_s=round(current.took_s, 4))
+
+
+def _failed(core: Core, current: Storing, reason: str) -> None:
+    """Said once; tried again with a later snapshot, after the tier's usual time."""
+    s = core.state
+    s.storing.remove(current)
+    last = s.stored.get(current.tier)
+    s.stored[current.tier] = Storing(current.tier, last.step if last else 0, core.now)
+    if current.tier not in s.failing_tiers:
+        s.failing_tiers.append(current.tier)
+        core.record("tier-failed", url=current.tier, step=current.step, reason=reason)
+
+
+# ---------------------------------------------------------------- nodes and history
+
+
+def node_lost(core: Core, node: Node) -> None:
+    """What it was writing does not come: the next whole snapshot is stored instead."""
+    for current in list(core.state.storing):
+        if node.name not in current.waiting.values():
+            continue
+        if current.void:
+            _answered(core, current, node)
+        else:
+            core.state.storing.remove(current)
+
+
+def joined(core: Core, node: Node) -> None:
+    """A node may have missed what it was asked for, or its answer was."""
+    for current in list(core.state.storing):
+        if current.void:
+            _answered(core, current, node)
+        else:
+            _order(core, current, node.name)
+
+
+def went_back(core: Core, start: int) -> None:
+    """What is being stored of later steps is of a past that did not happen."""
+    s = core.state
+    for current in s.storing:
+        current.void = current.void or current.step > start
+    for tier, last in list(s.stored.items()):
+        if last.step > start:
+            s.stored[tier] = Storing(tier, start, last.began_s)
