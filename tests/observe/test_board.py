@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from holdfast.observe.board import board, headline
+from holdfast.observe.board import board, headline, saved_line
 from holdfast.observe.progress import progress_line
 from holdfast.observe.rate import Rate
 from holdfast.protocol.job import JobSpec
@@ -61,6 +61,21 @@ def test_many_ranks_are_summed_up(status):
     status["nodes"] = []
     text = drawn(board(status, rows=10))
     assert "… and 90 more" in text
+
+
+def test_it_says_what_is_saved_and_how_old_it_is(status):
+    assert saved_line(status) is None
+    status["saving"] = {
+        "snapshot": {"step": 1200, "nodes": 2, "nbytes": 5, "took_s": 0.1, "age_s": 1.2},
+        "tiers": [
+            {"url": "/scratch/run", "step": 1000, "age_s": 45.0, "failing": False},
+            {"url": "s3://bucket/run", "step": None, "age_s": None, "failing": True},
+        ],
+    }
+    said = saved_line(status).plain
+    assert "step 1,200 in the memory of 2 nodes, 0:01 ago" in said
+    assert "step 1,000 in /scratch/run, 0:45 ago; s3://bucket/run FAILS" in said
+    assert max(map(len, drawn(board(status)).splitlines())) <= 100
 
 
 def test_unknown_is_a_dash(status):

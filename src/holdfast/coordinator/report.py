@@ -95,4 +95,38 @@ def build_status(state: CoreState, now: float) -> dict[str, Any]:
         ],
         "incidents": [incidents.describe(state, i) for i in state.incidents[-INCIDENTS_SHOWN:]],
         "blame": msgspec.to_builtins(state.blame) if state.blame else None,
+        "saving": _saving(state, now),
+    }
+
+
+def _saving(state: CoreState, now: float) -> dict[str, Any]:
+    """What is saved where, and how old it is. Durations in seconds; None: nothing yet."""
+    whole = [s for s in state.snapshots if s.whole]
+    newest = max(whole, key=lambda s: (s.step, s.generation), default=None)
+    tiers = []
+    for tier in state.spec.saving.tiers:
+        last = state.stored.get(tier.url)
+        there = last is not None and last.took_s is not None
+        tiers.append(
+            {
+                "url": tier.url,
+                "step": last.step if last is not None and there else None,
+                "age_s": round(now - last.began_s, 3) if last is not None and there else None,
+                "took_s": last.took_s if last is not None else None,
+                "under_way": any(s.tier == tier.url for s in state.storing),
+                "failing": tier.url in state.failing_tiers,
+            }
+        )
+    return {
+        "snapshot": None
+        if newest is None
+        else {
+            "step": newest.step,
+            "nodes": min((len(set(h.nodes)) for h in newest.shards), default=0),
+            "nbytes": sum({h.copy.shard.row.xxh3: h.copy.shard.row.nbytes for h in newest.shards}.values()),
+            "took_s": round((newest.whole_s or now) - newest.began_s, 4),
+            "age_s": round(now - (newest.whole_s or now), 3),
+        },
+        "skipped": state.skipped,
+        "tiers": tiers,
     }

@@ -280,7 +280,7 @@ def _holders(core: Core, entry: HeldShard) -> tuple[Holder, ...]:
 
 def _whole(core: Core, snapshot: Snapshot) -> None:
     s = core.state
-    snapshot.whole = True
+    snapshot.whole, snapshot.whole_s = True, core.now
     s.skipped = 0
     copies = min(
         len({n for h in snapshot.shards if h.copy.key.rank == r for n in h.nodes})

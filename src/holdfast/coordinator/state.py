@@ -185,6 +185,7 @@ class Snapshot(msgspec.Struct):
     whole: bool = False
     given_up: bool = False
     unread: int = 0
+    whole_s: float | None = None
 
 
 class Rewind(msgspec.Struct):

@@ -46,6 +46,9 @@ def board(status: Status, rate: float | None = None, rows: int = 40) -> Renderab
     rate: steps per second, where it was measured; else it follows from the median step.
     """
     parts: list[RenderableType] = [headline(status, rate), _people(status, rows)]
+    saved = saved_line(status)
+    if saved is not None:
+        parts.append(saved)
     if status["incidents"]:
         parts.append(_incidents(status))
     return Group(*parts)
@@ -66,6 +69,26 @@ def headline(status: Status, rate: float | None = None) -> Text:
     text.append(f"  {status['world']} of {status['target']} workers")
     text.append(f"  {units.clock(status['t_s'])}", style="dim")
     return text
+
+
+def saved_line(status: Status) -> Text | None:
+    """`saved  step 120 in the memory of 2 nodes, 1.2 s ago; step 100 in /scratch/run, 0:45 ago`; None: nothing."""
+    saving = status.get("saving") or {}
+    parts = []
+    if snapshot := saving.get("snapshot"):
+        nodes = units.plural(snapshot["nodes"], "node")
+        parts.append(
+            f"step {units.count(snapshot['step'])} in the memory of {nodes}, {units.clock(snapshot['age_s'])} ago"
+        )
+    for tier in saving.get("tiers", []):
+        place = units.clip_path(tier["url"], 30)
+        if tier["step"] is not None:
+            parts.append(f"step {units.count(tier['step'])} in {place}, {units.clock(tier['age_s'])} ago")
+        if tier["failing"]:
+            parts.append(f"{place} FAILS")
+    if not parts:
+        return None
+    return Text("saved  " + "; ".join(parts), style="dim", overflow="ellipsis", no_wrap=True)
 
 
 def job_word(status: Status) -> str:
