@@ -87,7 +87,8 @@ def leaf_of(path: str, tensor: torch.Tensor) -> Leaf:
     if not isinstance(tensor, DTensor):
         return Leaf(path, _strided(path, tensor))
     local = tensor.to_local().detach()
-    start = _start_of(tensor, local)
+    partial = any(p.is_partial() for p in tensor.placements)
+    start = None if partial else _start_of(tensor, local)
     if start is None:
         raise UsageError(
             f"{path}: a DTensor placed as {tensor.placements} is no single box of the whole tensor"

@@ -1,0 +1,547 @@
+"""An agent's snapshot memory at work: every wish is answered, and no answer is wrong about what is there."""
+
+import asyncio
+import errno
+import os
+import threading
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+from rows_on_tiers import row_of
+from snapshots_in_memory import BUDGET, flip, index_of, key_of, new_folder, slot_files, steps_of
+
+from holdfast.agent.snapshots import SnapshotKeeper
+from holdfast.checkpoint import peers
+from holdfast.checkpoint.archive import Archive
+from holdfast.checkpoint.layout import digest, parts_of
+from holdfast.checkpoint.memory import map_slot, remove_memory
+from holdfast.checkpoint.rows import WINDOW_BYTES
+from holdfast.checkpoint.sums import sums_of
+from holdfast.errors import TierError
+from holdfast.protocol import messages as m
+from holdfast.protocol.snapshots import Copy, DurableTier, Holder, Part
+
+TOKEN = "the-token"
+LARGE = 3 * WINDOW_BYTES + 77
+
+
+class Node:
+    """A keeper, and what it told the coordinator."""
+
+    def __init__(self, name="a", folder=None, budget=BUDGET):
+        self.said, self.name, self.folder = [], name, folder or new_folder()
+        self.keeper = SnapshotKeeper(self.folder, budget, "127.0.0.1", TOKEN, self.said.append)
+        self.holder = Holder(name, "127.0.0.1", self.keeper.port)
+
+    def last(self, kind):
+        assert isinstance(self.said[-1], kind), self.said
+        return self.said[-1]
+
+    async def begin(self, key, nbytes=100_000, worker="w0"):
+        return await self.keeper.slot_wanted(worker, m.SlotWanted(key, nbytes))
+
+    async def fill(self, key, nbytes=100_000, worker="w0", index=None):
+        """As a worker does it."""
+        given = await self.begin(key, nbytes, worker)
+        assert given.path is not None, given.reason
+        with map_slot(Path(given.path), nbytes) as memory:
+            memory[4096 : 4096 + nbytes] = row_of(key.step, key.rank, nbytes)
+        index = msgspec.msgpack.encode(index or index_of(key.step, nbytes))
+        await self.keeper.slot_filled(worker, m.SlotFilled(key, index, 0.25))
+        return self.said[-1]
+
+    async def held(self, key, nbytes=100_000, worker="w0"):
+        """A snapshot that counts; returns its copy."""
+        await self.fill(key, nbytes, worker)
+        return self.last(m.Held).copy
+
+    async def close(self):
+        await self.keeper.close()
+        assert not self.folder.parents[1].exists()
+
+
+@asynccontextmanager
+async def nodes(*names):
+    there = [Node(name) for name in names]
+    try:
+        yield there
+    finally:
+        for node in there:
+            await node.close()
+
+
+def run(scenario):
+    asyncio.run(asyncio.wait_for(scenario, 60))
+
+
+# ---------------------------------------------------------------- the node's own workers
+
+
+def test_a_copy_that_is_complete_counts_and_its_digests_are_right():
+    async def scenario():
+        async with nodes("a") as (a,):
+            key = key_of(10, rank=3, world=8)
+            await a.fill(key)
+            held = a.last(m.Held)
+            sums = sums_of(memoryview(row_of(10, 3)))
+            slot = a.keeper.pool.held()[0]
+            assert held.copy == Copy(key, parts_of(10, 3, slot.head, sums, 100_000))
+            assert [held.copy.shard.head.xxh3, held.stall_s] == [digest(slot.head), 0.25]
+            assert held.took_s > 0
+            assert a.keeper.copies() == (held.copy,)
+            assert len(a.said) == 1
+
+    run(scenario())
+
+
+def test_a_worker_that_ends_in_between_leaves_a_free_slot():
+    async def scenario():
+        async with nodes("a") as (a,):
+            given = await a.begin(key_of(10))
+            a.keeper.gone("w0")
+            assert a.last(m.NotHeld).key == key_of(10)
+            a.keeper.gone("w0")  # said once
+            await a.keeper.slot_filled("w0", m.SlotFilled(key_of(10), b"", 0.0))
+            assert [len(a.said), a.keeper.copies(), a.keeper.pool.writing()] == [1, (), []]
+            again = await a.begin(key_of(20), worker="w1")
+            assert again.path == given.path
+
+    run(scenario())
+
+
+def test_a_worker_that_ends_before_it_has_its_slot():
+    async def scenario():
+        async with nodes("a") as (a,):
+            wish = asyncio.create_task(a.begin(key_of(10)))
+            await asyncio.sleep(0)
+            a.keeper.gone("w0")
+            given = await wish
+            assert [given.path, given.reason] == [None, "taken back"]
+            assert a.last(m.NotHeld).key == key_of(10)
+            assert a.keeper.pool.writing() == []
+
+    run(scenario())
+
+
+def test_a_worker_that_wants_another_slot_gave_up_the_first():
+    async def scenario():
+        async with nodes("a") as (a,):
+            await a.begin(key_of(10))
+            await a.fill(key_of(20))
+            assert [type(x) for x in a.said] == [m.NotHeld, m.Held]
+            await a.keeper.slot_filled("w0", m.SlotFilled(key_of(10), b"", 0.0))  # too late
+            assert [len(a.said), steps_of(a.keeper.pool)] == [2, [20]]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("given", [None, b"", b"\xc1", b"\x93\x01\x02", "step", "nbytes"])
+def test_a_copy_whose_index_does_not_fit_does_not_count(given):
+    async def scenario():
+        async with nodes("a") as (a,):
+            await a.begin(key_of(10))
+            index = {
+                "step": msgspec.msgpack.encode(index_of(11, 100_000)),
+                "nbytes": msgspec.msgpack.encode(index_of(10, 5)),
+            }.get(given, given)
+            await a.keeper.slot_filled("w0", m.SlotFilled(key_of(10), index, 0.0))
+            assert a.last(m.NotHeld).key == key_of(10)
+            assert [a.keeper.copies(), a.keeper.pool.writing()] == [(), []]
+            await a.held(key_of(20))
+
+    run(scenario())
+
+
+def test_no_memory_is_said_to_both_sides():
+    async def scenario():
+        a = Node(budget=1 << 20)
+        given = await a.begin(key_of(10), 5 << 20)
+        assert [given.path, given.reason] == [None, a.last(m.NotHeld).reason]
+        assert "does not fit" in given.reason
+        await a.close()
+
+    run(scenario())
+
+
+# ---------------------------------------------------------------- other nodes
+
+
+def test_a_copy_of_another_nodes_shard():
+    async def scenario():
+        async with nodes("a", "b", "c") as (a, b, c):
+            copy = await a.held(key_of(10), LARGE)
+            await b.keeper.replicate(m.Replicate(copy, (a.holder,)))
+            assert b.last(m.Held).copy == copy
+            assert b.last(m.Held).stall_s == 0
+            flip(a.keeper.pool.held()[0], LARGE - 1)
+            flip(a.keeper.pool.held()[0], 1)
+            await c.keeper.replicate(m.Replicate(copy, (a.holder, b.holder)))
+            assert c.last(m.Held).copy == copy
+            with c.keeper.pool.held()[0].row as row:
+                assert bytes(row) == row_of(10, 0, LARGE)
+
+    run(scenario())
+
+
+def test_a_copy_that_cannot_be_had_is_said_and_takes_no_slot():
+    async def scenario():
+        async with nodes("a", "b") as (a, b):
+            copy = await a.held(key_of(10))
+            other = msgspec.structs.replace(copy.shard, head=Part("x", 5, "00" * 16))
+            for order in (
+                m.Replicate(Copy(key_of(11), copy.shard), (a.holder,)),
+                m.Replicate(Copy(copy.key, other), (a.holder,)),
+                m.Replicate(copy, ()),
+            ):
+                await b.keeper.replicate(order)
+                assert b.last(m.NotHeld).key == order.copy.key
+            assert [b.keeper.copies(), b.keeper.pool.nbytes] == [(), 0]
+
+    run(scenario())
+
+
+def test_an_order_that_is_repeated_is_answered_without_a_transfer():
+    async def scenario():
+        async with nodes("a", "b") as (a, b):
+            copy = await a.held(key_of(10))
+            await b.keeper.replicate(m.Replicate(copy, (a.holder,)))
+            await a.keeper.close()
+            await b.keeper.replicate(m.Replicate(copy, (a.holder,)))
+            assert [type(x) for x in b.said] == [m.Held, m.Held]
+            assert slot_files(b.folder) == 1
+
+    run(scenario())
+
+
+def test_an_order_that_is_repeated_while_it_is_carried_out_is_answered_once():
+    async def scenario():
+        async with nodes("a", "b") as (a, b):
+            copy = await a.held(key_of(10), LARGE)
+            order = m.Replicate(copy, (a.holder,))
+            await asyncio.gather(b.keeper.replicate(order), b.keeper.replicate(order))
+            assert [[type(x) for x in b.said], slot_files(b.folder)] == [[m.Held], 1]
+
+    run(scenario())
+
+
+# ---------------------------------------------------------------- durable tiers
+
+
+def tier_of(path, **options):
+    return DurableTier(str(path), **options)
+
+
+async def store(node, tmp_path, key, **options):
+    await node.keeper.store(m.StoreShard(str(tmp_path), key, **options))
+    return node.last(m.Stored)
+
+
+async def store_whole(node, tmp_path, step, world=1, **options):
+    """Stores and publishes what the node holds of a step."""
+    shards = [(await store(node, tmp_path, key_of(step, r, world=world))).shard for r in range(world)]
+    await node.keeper.publish(m.Publish(tier_of(tmp_path, **options), step, tuple(shards)))
+    return node.last(m.Published)
+
+
+def test_a_stored_and_published_checkpoint_verifies(tmp_path):
+    async def scenario():
+        async with nodes("a") as (a,):
+            for rank in range(2):
+                await a.held(key_of(10, rank, world=2), LARGE)
+            assert (await store_whole(a, tmp_path, 10, 2)).error is None
+            assert [x.took_s > 0 for x in a.said if isinstance(x, m.Stored)] == [True, True]
+            manifest = Archive(str(tmp_path)).verify(10)
+            assert manifest.shards == tuple(c.shard for c in a.keeper.copies())
+
+    run(scenario())
+
+
+def test_ranks_with_equal_bytes_share_a_row(tmp_path):
+    async def scenario():
+        async with nodes("a", "b") as (a, b):
+            same = index_of(10, 100_000)
+            await a.held(key_of(10, 0, world=2))
+            given = await b.begin(key_of(10, 1, world=2))
+            with map_slot(Path(given.path), 100_000) as memory:
+                memory[4096 : 4096 + 100_000] = row_of(10, 0)
+            filled = m.SlotFilled(key_of(10, 1, world=2), msgspec.msgpack.encode(same), 0.0)
+            await b.keeper.slot_filled("w0", filled)
+            first = (await store(a, tmp_path, key_of(10, 0, world=2))).shard
+            second = (await store(b, tmp_path, key_of(10, 1, world=2), row=first.row.name)).shard
+            assert [second.row, second.rank] == [first.row, 1]
+            await a.keeper.publish(m.Publish(tier_of(tmp_path), 10, (first, second)))
+            assert Archive(str(tmp_path)).verify(10).nbytes == 100_000
+            assert len(list(tmp_path.rglob("*.bin"))) == 1
+
+    run(scenario())
+
+
+def test_a_slot_that_is_gone_cannot_be_stored(tmp_path):
+    async def scenario():
+        async with nodes("a") as (a,):
+            said = await store(a, tmp_path, key_of(10))
+            assert [said.shard, said.key, said.tier] == [None, key_of(10), str(tmp_path)]
+            assert "no snapshot of step 10" in said.reason
+
+    run(scenario())
+
+
+class Gate:
+    """Holds up a write to a disk tier in the middle, until it is opened."""
+
+    def __init__(self, monkeypatch):
+        self.inside, self.open = threading.Event(), threading.Event()
+        real = os.write
+
+        def write(fd, data):
+            if len(data) > 10_000:
+                self.inside.set()
+                assert self.open.wait(30)
+            return real(fd, data)
+
+        monkeypatch.setattr(os, "write", write)
+
+    async def wait(self):
+        assert await asyncio.to_thread(self.inside.wait, 30)
+
+
+def test_a_slot_that_is_stored_is_not_overwritten_by_later_snapshots(tmp_path, monkeypatch):
+    async def scenario():
+        gate = Gate(monkeypatch)
+        async with nodes("a") as (a,):
+            await a.held(key_of(10))
+            a.keeper.pool.whole(10)
+            storing = asyncio.create_task(store(a, tmp_path, key_of(10)))
+            await gate.wait()
+            for step in (20, 30, 40):
+                await a.held(key_of(step))
+                a.keeper.pool.whole(step)
+            gate.open.set()
+            shard = (await storing).shard
+            await a.keeper.publish(m.Publish(tier_of(tmp_path), 10, (shard,)))
+            assert Archive(str(tmp_path)).verify(10).step == 10
+
+    run(scenario())
+
+
+def test_a_slot_is_kept_from_the_order_on_and_not_from_when_a_thread_has_time(tmp_path):
+    async def scenario():
+        async with nodes("a") as (a,):
+            await a.held(key_of(10))
+            work = a.keeper.store(m.StoreShard(str(tmp_path), key_of(10)))
+            a.keeper.pool.whole(10)
+            for step in (20, 30):
+                await a.held(key_of(step))
+                a.keeper.pool.whole(step)
+            await work
+            assert a.last(m.Stored).shard is not None
+
+    run(scenario())
+
+
+def test_tiers_that_do_not_answer_hold_up_no_snapshot(tmp_path, monkeypatch):
+    async def scenario():
+        gate = Gate(monkeypatch)
+        async with nodes("a", "b") as (a, b):
+            copy = await a.held(key_of(10), LARGE)
+            stores = [asyncio.create_task(store(a, tmp_path / str(i), key_of(10))) for i in range(6)]
+            await gate.wait()
+            await a.held(key_of(20))
+            other = await b.held(key_of(10, rank=1))
+            await a.keeper.replicate(m.Replicate(other, (b.holder,)))
+            assert a.last(m.Held).copy == other
+            gate.open.set()
+            await asyncio.gather(*stores)
+            assert copy.key == key_of(10)
+
+    run(scenario())
+
+
+def test_memory_that_went_bad_is_not_stored(tmp_path):
+    async def scenario():
+        async with nodes("a") as (a,):
+            await a.held(key_of(10), LARGE)
+            flip(a.keeper.pool.held()[0], LARGE - 1)
+            said = await store(a, tmp_path, key_of(10))
+            assert said.shard is None
+            assert "changed in memory" in said.reason
+            assert not list(tmp_path.rglob("*.bin"))
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("when", ["store", "publish"])
+def test_a_tier_that_fails_is_said_and_takes_nothing_from_earlier_checkpoints(
+    tmp_path, monkeypatch, when, number
+):
+    def refuse(fd, data):
+        raise OSError(number, os.strerror(number))
+
+    async def scenario():
+        async with nodes("a") as (a,):
+            await a.held(key_of(10))
+            assert (await store_whole(a, tmp_path, 10, keep=1)).error is None
+            await a.held(key_of(20))
+            real = os.write
+            if when == "store":
+                monkeypatch.setattr(os, "write", refuse)
+                assert (await store(a, tmp_path, key_of(20))).shard is None
+            else:
+                shard = (await store(a, tmp_path, key_of(20))).shard
+                monkeypatch.setattr(os, "write", refuse)
+                await a.keeper.publish(m.Publish(tier_of(tmp_path, keep=1), 20, (shard,)))
+                assert a.last(m.Published).step == 20
+                assert "disk tier" in a.last(m.Published).error
+            monkeypatch.setattr(os, "write", real)
+            archive = Archive(str(tmp_path))
+            assert [archive.steps(), archive.verify(10).step] == [[10], 10]
+            assert (await store_whole(a, tmp_path, 20, keep=1)).error is None
+            assert archive.steps() == [20]
+
+    run(scenario())
+
+
+def test_a_checkpoint_exists_although_older_ones_cannot_be_removed(tmp_path, monkeypatch, capsys):
+    def refuse(self, name):
+        raise TierError("no permission")
+
+    async def scenario():
+        async with nodes("a") as (a,):
+            for step in (10, 20):
+                await a.held(key_of(step))
+                monkeypatch.setattr("holdfast.checkpoint.disk.DiskTier.remove", refuse)
+                assert (await store_whole(a, tmp_path, step, keep=1)).error is None
+
+    run(scenario())
+    assert (
+        "step 20 is saved, but older checkpoints could not be removed: no permission"
+        in capsys.readouterr().err
+    )
+
+
+def test_shards_that_are_no_whole_checkpoint_are_not_published(tmp_path):
+    async def scenario():
+        async with nodes("a") as (a,):
+            await a.held(key_of(10, 1, world=2))
+            shard = (await store(a, tmp_path, key_of(10, 1, world=2))).shard
+            await a.keeper.publish(m.Publish(tier_of(tmp_path), 10, (shard,)))
+            assert "no whole checkpoint" in a.last(m.Published).error
+            assert Archive(str(tmp_path)).steps() == []
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("url", ["ftp://there/x", "/proc/nowhere"])
+def test_a_tier_that_cannot_be_is_said(url):
+    async def scenario():
+        async with nodes("a") as (a,):
+            await a.held(key_of(10))
+            said = await store(a, url, key_of(10))
+            assert [said.shard, bool(said.reason)] == [None, True]
+            await a.keeper.publish(m.Publish(DurableTier(url), 10, (parts_of(10, 0, b"", b"", 0),)))
+            assert a.last(m.Published).error
+
+    run(scenario())
+
+
+def test_a_fault_that_nobody_foresaw_is_an_answer_too(tmp_path, monkeypatch):
+    def broken(*args, **kwargs):
+        raise LookupError("a bug")
+
+    async def scenario():
+        async with nodes("a", "b") as (a, b):
+            copy = await a.held(key_of(10))
+            monkeypatch.setattr("holdfast.agent.snapshots.replicate", broken)
+            monkeypatch.setattr(Archive, "save_shard", broken)
+            monkeypatch.setattr(Archive, "commit", broken)
+            await b.keeper.replicate(m.Replicate(copy, (a.holder,)))
+            assert "a bug" in b.last(m.NotHeld).reason
+            assert "a bug" in (await store(a, tmp_path, key_of(10))).reason
+            await a.keeper.publish(m.Publish(tier_of(tmp_path), 10, (copy.shard,)))
+            assert "a bug" in a.last(m.Published).error
+
+    run(scenario())
+
+
+# ---------------------------------------------------------------- ends
+
+
+def test_close_ends_what_is_under_way_and_leaves_nothing(tmp_path, monkeypatch):
+    async def scenario():
+        a, b = Node("a"), Node("b")
+        copy = await a.held(key_of(10), LARGE)
+        gate = Gate(monkeypatch)
+        stands, go = threading.Event(), threading.Event()
+
+        def stand(connection, file, offset, count):
+            stands.set()
+            assert go.wait(30)
+            return 0
+
+        monkeypatch.setattr(peers, "_sendfile", stand)
+        other = await b.held(key_of(10, rank=1))
+        tasks = [
+            asyncio.create_task(b.keeper.replicate(m.Replicate(copy, (a.holder,)))),
+            asyncio.create_task(store(b, tmp_path, other.key)),
+        ]
+        assert await asyncio.to_thread(stands.wait, 30)
+        await gate.wait()
+        gate.open.set()
+        await b.close()
+        assert slot_files(b.folder) == 0
+        go.set()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert any(isinstance(x, m.NotHeld) and x.key == copy.key for x in b.said)
+        await a.close()
+
+    run(scenario())
+
+
+def test_what_an_agent_left_that_was_killed_is_adopted_and_told(tmp_path):
+    async def scenario():
+        first = Node("a")
+        copies = [await first.held(key_of(10, rank, generation=4, world=2), LARGE) for rank in (0, 1)]
+        await first.begin(key_of(20))
+        second = Node("a", first.folder)  # the first is dropped without a close
+        adopted = second.keeper.copies()
+        assert [c.key for c in adopted] == [key_of(10, rank, 0, 2) for rank in (0, 1)]
+        assert [c.shard for c in adopted] == [c.shard for c in copies]
+        third = Node("b")
+        await third.keeper.replicate(m.Replicate(adopted[0], (second.holder,)))
+        assert third.last(m.Held).copy == adopted[0]
+        shards = []
+        for c in adopted:
+            await second.keeper.store(m.StoreShard(str(tmp_path), c.key))
+            shards.append(second.last(m.Stored).shard)
+        await second.keeper.publish(m.Publish(tier_of(tmp_path), 10, tuple(shards)))
+        assert Archive(str(tmp_path)).verify(10).world == 2
+        await second.close()
+        await third.close()
+        first.keeper._server.close()
+
+    run(scenario())
+
+
+def test_half_of_what_is_free_and_what_was_adopted_is_the_default_budget():
+    async def scenario():
+        first = Node("a")
+        await first.held(key_of(10), LARGE)
+        second = Node("a", first.folder, budget=0)
+        assert second.keeper.pool.budget_bytes > LARGE
+        await second.held(key_of(20))
+        first.keeper._server.close()
+        await second.close()
+
+    run(scenario())
+
+
+def test_a_folder_that_is_open_to_others_is_no_memory():
+    folder = new_folder()
+    folder.mkdir(parents=True)
+    folder.chmod(0o755)
+    with pytest.raises(TierError, match="open to others"):
+        Node("a", folder)
+    remove_memory(folder)
