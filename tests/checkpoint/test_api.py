@@ -1,6 +1,7 @@
 """`hf.checkpoint.save` and `load`: what was saved comes back, into the same tensors, whatever it is made of."""
 
 import errno
+import multiprocessing
 import os
 import random
 import threading
@@ -549,6 +550,19 @@ def test_what_ended_processes_left_in_memory_is_given_back(to, memory):
     later(to, {"w": torch.ones(LARGE)}, 6)
     assert len(list(memory.rglob("*.slot"))) == 1
     assert len(list(memory.rglob("owner.lock"))) == 1
+
+
+def save_and_end(to):
+    save({"w": torch.ones(LARGE)}, 5, to=to)
+
+
+def test_a_process_of_multiprocessing_ends_when_its_saves_are_done(to, memory):
+    """Such processes end without atexit."""
+    child = multiprocessing.get_context("fork").Process(target=save_and_end, args=(to,))
+    child.start()
+    child.join(60)
+    assert [child.exitcode, Archive(to).steps()] == [0, [5]]
+    assert not list(memory.rglob("*"))
 
 
 def test_a_forked_child_does_not_give_its_parents_memory_back(to, memory):

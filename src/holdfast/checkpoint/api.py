@@ -191,6 +191,11 @@ def place_for(to: str | None) -> Place:
 
 
 def _alone(to: str, rank: int, world: int, store: Any) -> LonePlace:
+    if not to and "HOLDFAST_WORKER" in os.environ:
+        raise UsageError(
+            "only the worker itself can save into the memory of its node's agent, not a process that it started: "
+            "give dcp.async_save AsyncCheckpointerType.THREAD"
+        )
     if not to:
         raise UsageError(
             "nowhere to save to: start the script with `holdfast run`, give save(..., to='folder or URL'), "

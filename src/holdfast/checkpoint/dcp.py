@@ -114,8 +114,16 @@ class TieredWriter(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """The coordinator of the job, or the saving thread, writes the manifest; here it is waited for."""
-        place_for(self._to).flush()
+        """The coordinator of the job, or the saving thread, writes the manifest; here it is waited for.
+
+        Raises:
+            TierError: it is not in the durable tier.
+        """
+        place = place_for(self._to)
+        place.flush()
+        why = place.why_not(self._saved)
+        if why:
+            raise TierError(f"step {self._saved} was not saved: {why}")
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -51,6 +52,9 @@ class Place(Protocol):
 
     def flush(self) -> None:
         """Waits until what was put is where it is to be."""
+
+    def why_not(self, step: int) -> str:
+        """After a flush: why a step that was put is not in a durable tier that was to have it; else empty."""
 
 
 def say(text: str) -> None:
@@ -146,6 +150,10 @@ class AgentPlace:
     def flush(self) -> None:
         """The agent does the rest, whatever becomes of this process."""
 
+    def why_not(self, step: int) -> str:
+        """Never known here: the coordinator says it to whoever looks after the job."""
+        return ""
+
 
 @dataclass
 class _Job:
@@ -189,10 +197,11 @@ class LonePlace:
         self._lock = threading.Condition()
         self._numbers = itertools.count(1)
         self._pending = 0
-        self._failing: set[str] = set()
+        self._failing: dict[str, tuple[int, str]] = {}
         self._thread = threading.Thread(target=self._work, name="holdfast-saver", daemon=True)
         self._thread.start()
         atexit.register(self.close)
+        Finalize(None, self.close, exitpriority=10)  # processes of multiprocessing end without atexit
 
     def put(self, index: Index, copy: Copy) -> bool:
         """Copies into a slot of this process's; durable tiers whose time has come follow behind."""
@@ -244,10 +253,14 @@ class LonePlace:
         with self._lock:
             self._lock.wait_for(lambda: self._pending == 0 or not self._thread.is_alive())
 
+    def why_not(self, step: int) -> str:
+        """After a flush: why a step that was put is not in a durable tier that was to have it; else empty."""
+        return "; ".join(why for failed, why in self._failing.values() if failed == step)
+
     def close(self) -> None:
         """Flushes, ends the thread and gives the memory back. A forked child has neither."""
         atexit.unregister(self.close)
-        if os.getpid() != self._process:
+        if os.getpid() != self._process or not self._thread.is_alive():
             return
         self.flush()
         self._todo.put(None)
@@ -295,11 +308,11 @@ class LonePlace:
         except TierError as error:
             why_not = str(error)
         if not why_not:
-            self._failing.discard(tier.url)
-        elif tier.url not in self._failing:
-            self._failing.add(tier.url)
-            if not self.rank or job.why_not:
-                say(f"step {step} was not saved in {tier.url}: {why_not}")
+            self._failing.pop(tier.url, None)
+            return
+        if tier.url not in self._failing and (not self.rank or job.why_not):
+            say(f"step {step} was not saved in {tier.url}: {why_not}")
+        self._failing[tier.url] = (step, why_not)
 
     def _stored_shard(self, archive: Archive, job: _Job) -> dict[str, Any]:
         """This rank's part, as the tier has it; or why not."""
