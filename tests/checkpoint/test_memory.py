@@ -451,6 +451,7 @@ def test_a_link_or_a_file_is_no_folder(folder):
         SlotPool(folder, BUDGET)
     with pytest.raises(TierError, match="set HOLDFAST_MEMORY"):
         SlotPool(folder / "below", BUDGET)
+    folder.unlink()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make a folder somebody else's")

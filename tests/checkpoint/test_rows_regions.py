@@ -52,7 +52,7 @@ class Gone:
 ranges = st.tuples(st.integers(0, LENGTH), st.integers(0, LENGTH)).map(sorted)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=120)
 @given(st.lists(ranges, min_size=1, max_size=4))
 def test_any_range_comes_whole_in_whole_chunks_and_is_counted(spans):
     source = Bytes(DATA)
@@ -158,7 +158,7 @@ def boxes(draw):
     return tuple(shape), tuple(box)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(st.lists(st.tuples(boxes(), st.sampled_from(DTYPES), st.booleans()), min_size=1, max_size=4))
 def test_any_boxes_of_any_tensors(wanted):
     tensors = [random_tensor(shape, dtype, i) for i, ((shape, _), dtype, _) in enumerate(wanted)]
