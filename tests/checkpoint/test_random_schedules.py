@@ -143,10 +143,10 @@ class World:
         path = self.rng.choice(files)
         step = int(path.parent.name.removeprefix("step-"))
         size = path.stat().st_size
-        if self.rng.random() < 0.5:
+        if size and self.rng.random() < 0.5:
             flip_file(path, self.rng.randrange(size))
         else:
-            os.truncate(path, self.rng.randrange(size))
+            os.truncate(path, size // 2)
         self.stored.discard(step)
         self.damaged.add(step)
 
