@@ -226,7 +226,7 @@ def show_stall(lines: list[dict[str, Any]]) -> Shown:
         table,
         "Stall: until the state may be changed again, of the slowest rank; median (min–max). Complete: in two nodes' "
         "memory for Holdfast, in the page cache for the others. The overlapped one copies beside a computation of "
-        f"0.5 s; its stall is what that took longer. Slots took {memory['slot_bytes'] / memory['state_bytes']:.2f} "
+        f"0.5 s; its stall is the call and the wait afterwards. Slots took {memory['slot_bytes'] / memory['state_bytes']:.2f} "
         "times the state at most, on all nodes, two copies of every shard included.",
     )
 

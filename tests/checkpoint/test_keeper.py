@@ -507,7 +507,8 @@ def test_what_an_agent_left_that_was_killed_is_adopted_and_told(tmp_path):
         await first.begin(key_of(20))
         second = Node("a", first.folder)  # the first is dropped without a close
         adopted = second.keeper.copies()
-        assert [c.key for c in adopted] == [key_of(10, rank, 0, 2) for rank in (0, 1)]
+        assert [(c.key.step, c.key.rank, c.key.world) for c in adopted] == [(10, 0, 2), (10, 1, 2)]
+        assert adopted[0].key.generation == adopted[1].key.generation < 0
         assert [c.shard for c in adopted] == [c.shard for c in copies]
         third = Node("b")
         await third.keeper.replicate(m.Replicate(adopted[0], (second.holder,)))

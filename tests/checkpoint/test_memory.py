@@ -297,11 +297,27 @@ def test_sealed_slots_come_back_with_their_bytes_as_of_an_earlier_run(pool, fold
         save(pool, key_of(step, rank, generation=3, world=2))
     second = SlotPool(folder, BUDGET)
     held = second.held()
-    assert [s.key for s in held] == [key_of(s, r, 0, 2) for s, r in ((10, 0), (20, 0), (20, 1))]
+    assert [(s.key.step, s.key.rank, s.key.world) for s in held] == [(10, 0, 2), (20, 0, 2), (20, 1, 2)]
+    assert len({s.key.generation for s in held}) == 1
+    assert held[0].key.generation < 0
     assert all(is_right(s) for s in held)
     assert second.nbytes >= pool.nbytes
-    with second.reading(key_of(20, 1, 0, 2)) as slot:
+    with second.reading(held[2].key) as slot:
         assert b"".join(map(bytes, slot.pieces())) == row_of(20, 1)
+
+
+def test_adopted_slots_of_different_generations_or_runs_are_never_one_snapshot(pool, folder):
+    """Each began to count generations anew; mixed, their shards would be a state that never was."""
+    save(pool, key_of(10, rank=0, generation=3, world=4))
+    save(pool, key_of(10, rank=1, generation=4, world=4))
+    second = SlotPool(folder, BUDGET, run=7)
+    save(second, key_of(10, rank=2, generation=3, world=4))
+    save(second, key_of(10, rank=3, generation=3, world=4))
+    held = SlotPool(folder, BUDGET, run=8).held()
+    by_rank = {s.key.rank: s.key.generation for s in held}
+    assert by_rank[2] == by_rank[3]
+    assert len(set(by_rank.values())) == 3
+    assert {s.key.rank: s.key.generation for s in SlotPool(folder, BUDGET, run=9).held()} == by_rank
 
 
 def test_an_adopted_slot_keeps_its_file_when_the_new_owner_has_the_old_ones_number(pool, folder):

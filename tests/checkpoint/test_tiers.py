@@ -247,7 +247,8 @@ def test_retention(archive):
     assert archive.prune(Retention(keep=2, keep_every=20)) == [10, 30]
     assert archive.steps() == [20, 40, 50]
     assert sorted(archive.tier.folders()) == ["step-20", "step-40", "step-50", "step-60"]
-    assert archive.prune(Retention(keep=0)) == [20, 40]
+    assert archive.prune(Retention(keep=1), spare=20) == [40]  # training went back: 20 was saved just now
+    assert archive.prune(Retention(keep=0)) == [20]
     assert archive.newest_whole().step == 50
 
 

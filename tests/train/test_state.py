@@ -99,6 +99,12 @@ def test_a_checkpoint_on_disk_comes_back(tmp_path):
     assert state.digest(fresh) == state.digest(old)
 
 
+def test_one_element_may_have_any_stride():
+    element = torch.arange(10.0)[3:9:7]
+    assert element.stride() != (1,)
+    assert bytes(state.buffer_of(element)) == element.clone().numpy().tobytes()
+
+
 def test_a_flipped_bit_is_found(tmp_path):
     row = saved(tmp_path, trained())
     data = bytearray(row.read_bytes())

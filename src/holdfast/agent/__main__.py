@@ -11,7 +11,6 @@ from pathlib import Path
 from holdfast.agent.agent import Agent, AgentConfig
 from holdfast.protocol.job import Timing
 
-
 SWITCH_S = 0.0005
 """Threads that sum and send snapshots hold the interpreter for a moment at a time; the loop that workers and the
 coordinator wait for gets its turn ten times sooner than by default."""

@@ -226,7 +226,9 @@ class Agent:
 
     async def _give_slot(self, worker: WorkerProcess, message: m.SlotWanted) -> None:
         if self._keeper is None:
-            worker.tell(m.SlotGiven(message.key, None, "this node has no snapshot memory"))
+            reason = "this node has no snapshot memory"
+            self._link.send(m.NotHeld(message.key, reason))
+            worker.tell(m.SlotGiven(message.key, None, reason))
         else:
             worker.tell(await self._keeper.slot_wanted(worker.name, message))
 

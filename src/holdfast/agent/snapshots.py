@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import xxhash
 
 from holdfast.checkpoint.archive import Archive
 from holdfast.checkpoint.layout import Index, parts_of
 from holdfast.checkpoint.memory import Slot, SlotPool, default_budget
-from holdfast.checkpoint.peers import SnapshotServer
+from holdfast.checkpoint.peers import SnapshotServer, stand_back
 from holdfast.checkpoint.policy import Retention
 from holdfast.checkpoint.pull import Pull, replicate
 from holdfast.errors import HoldfastError, TierError
@@ -52,12 +53,13 @@ class SnapshotKeeper:
             TierError: there can be no snapshot memory here.
         """
         self._send, self._token = send, token
-        self.pool = SlotPool(folder, budget_bytes)
+        run = xxhash.xxh3_64_intdigest(token.encode())  # a new one for every start of the job
+        self.pool = SlotPool(folder, budget_bytes, run)
         if not budget_bytes:
             self.pool.budget_bytes = default_budget(folder) + self.pool.nbytes
         self._server = SnapshotServer(self.pool, host, token)
         self._own, self._copying, self._storing = (
-            ThreadPoolExecutor(THREADS, thread_name_prefix=f"holdfast-{what}")
+            ThreadPoolExecutor(THREADS, thread_name_prefix=f"holdfast-{what}", initializer=stand_back)
             for what in ("snapshot", "replicate", "store")
         )
         self._closing = threading.Event()
@@ -203,7 +205,7 @@ class SnapshotKeeper:
     def _prune(self, archive: Archive, tier: DurableTier, step: int) -> None:
         """What need not be kept goes; that it cannot takes nothing from the checkpoint that exists now."""
         try:
-            archive.prune(Retention(tier.keep, tier.keep_every))
+            archive.prune(Retention(tier.keep, tier.keep_every), spare=step)
         except HoldfastError as error:
             text = f"step {step} is saved, but older checkpoints could not be removed: {error}"
             print(f"holdfast agent: {text}", file=sys.stderr, flush=True)

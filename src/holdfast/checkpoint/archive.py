@@ -171,15 +171,16 @@ class Archive:
         self.tier.remove(f"{folder_of(step)}/{MANIFEST}")
         self.tier.remove_folder(folder_of(step))
 
-    def prune(self, retention: Retention) -> list[int]:
-        """Removes what need not be kept; never the newest. Returns the steps removed."""
-        gone = retention.superfluous(self.steps())
+    def prune(self, retention: Retention, spare: int | None = None) -> list[int]:
+        """Removes what need not be kept; never the newest, nor `spare`, which was saved just now (training may have
+        gone back behind what is newest). Returns the steps removed."""
+        gone = retention.superfluous(self.steps(), spare)
         for step in gone:
             self.remove(step)
         newest = max(self.steps(), default=None)
         for folder in self.tier.folders():  # begun, never finished, and passed by since
             begun = step_of(folder)
-            if begun is None or newest is None or begun >= newest:
+            if begun is None or newest is None or begun >= newest or begun == spare:
                 continue
             if self.tier.size(f"{folder}/{MANIFEST}") is None:
                 self.tier.remove_folder(folder)

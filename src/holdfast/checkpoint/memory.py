@@ -37,10 +37,10 @@ from holdfast.protocol.snapshots import Key, Part
 
 PAGE = 4096
 _HEADER = struct.Struct(
-    "<8sIIqqiiQQ16s"
-)  # magic, version, state, step, generation, rank, world, row, head, digest
+    "<8sIIqqiiQQ16sQ"
+)  # magic, version, state, step, generation, rank, world, row, head, digest, run
 _MAGIC = b"holdfast"
-_VERSION = 1
+_VERSION = 2
 SLOTS_PER_SHARD = 2
 PIECE_BYTES = 128 * CHUNK_BYTES
 MAKE_ATTEMPTS = 100
@@ -68,7 +68,7 @@ _NOTHING = Key(0, 0, 0, 1)
 class Slot:
     """One slot, as its owner sees it. memory: mapped once, for a new mapping's page faults cost more than a copy.
 
-    users: readers that it must not be changed under.
+    users: readers that it must not be changed under. run: which start of the job filled it.
     """
 
     path: Path
@@ -80,6 +80,7 @@ class Slot:
     head: bytes = b""
     sums: bytes = b""
     users: int = 0
+    run: int = 0
 
     @property
     def row(self) -> memoryview:
@@ -118,8 +119,12 @@ class SlotPool:
         skipped: snapshots that found no slot.
     """
 
-    def __init__(self, folder: Path, budget_bytes: int) -> None:
+    def __init__(self, folder: Path, budget_bytes: int, run: int = 0) -> None:
         """Takes the folder over, with every sealed slot in it whose head can be read.
+
+        Args:
+            run: a number (64 bits) of this start of the job, the same on every node. Generations count from 1 in
+                every run, so without it shards that two runs took at the same step could pass for one snapshot.
 
         Raises:
             TierError: the folder cannot be made, or belongs to somebody else.
@@ -127,6 +132,7 @@ class SlotPool:
         self.folder = folder
         self.budget_bytes = budget_bytes
         self.skipped = 0
+        self._run = run
         self._lock = threading.RLock()
         self._slots: list[Slot] = []
         self._whole_step = -1
@@ -147,6 +153,7 @@ class SlotPool:
             except OSError as error:
                 raise TierError(f"the snapshot memory {self.folder} is gone: {error.strerror}") from error
             slot.state, slot.key, slot.row_bytes = SlotState.WRITING, key, row_bytes
+            slot.run = self._run
             slot.head = slot.sums = b""
         if slot.memory is None:
             self._bring_in(slot)
@@ -262,8 +269,8 @@ class SlotPool:
         if slot.state is not SlotState.SEALED:
             return False
         older = slot.key.step < self._whole_step
-        first = 0 if short else 1
-        stale = slot.key.step > self._whole_step and first <= slot.key.generation < key.generation
+        told = short or slot.key.generation > 0
+        stale = slot.key.step > self._whole_step and told and slot.key.generation < key.generation
         again = slot.key.step >= key.step and slot.key.rank == key.rank
         return older or stale or (again and slot.key.step != self._whole_step)
 
@@ -438,7 +445,7 @@ def _fields(slot: Slot) -> bytes:
     key = slot.key
     checked = _HEADER.pack(
         _MAGIC, _VERSION, slot.state, key.step, key.generation, key.rank, key.world, slot.row_bytes,
-        len(slot.head), xxhash.xxh3_128_digest(slot.head),
+        len(slot.head), xxhash.xxh3_128_digest(slot.head), slot.run,
     )  # fmt: skip
     return checked + xxhash.xxh3_64_digest(checked)
 
@@ -449,6 +456,11 @@ def _write_header(slot: Slot) -> None:
     slot.memory[: len(fields)] = fields
 
 
+def _adopted(generation: int, run: int) -> int:
+    """The generation of an adopted slot: below those of any run, and another for every generation of every run."""
+    return -1 - (xxhash.xxh3_64_intdigest(struct.pack("<qQ", generation, run)) >> 24)
+
+
 def _read_slot(path: Path) -> Slot | None:
     """A sealed slot of an earlier agent's, its row not yet looked at; None when it holds nothing whole."""
     try:
@@ -457,8 +469,8 @@ def _read_slot(path: Path) -> Slot | None:
             checked, own = fields[: _HEADER.size], fields[_HEADER.size :]
             if len(own) < 8 or xxhash.xxh3_64_digest(checked) != own:
                 return None
-            magic, version, state, step, _, rank, world, row_bytes, head_bytes, head_digest = _HEADER.unpack(
-                checked
+            magic, version, state, step, generation, rank, world, row_bytes, head_bytes, head_digest, run = (
+                _HEADER.unpack(checked)
             )
             if (magic, version, state) != (_MAGIC, _VERSION, SlotState.SEALED):
                 return None
@@ -476,7 +488,7 @@ def _read_slot(path: Path) -> Slot | None:
             memory = _map(file.fileno(), capacity)
     except (OSError, ValueError):
         return None
-    key = Key(step, 0, rank, world)
-    slot = Slot(path, capacity, memory, SlotState.SEALED, key, row_bytes, data, head.sums)
+    key = Key(step, _adopted(generation, run), rank, world)
+    slot = Slot(path, capacity, memory, SlotState.SEALED, key, row_bytes, data, head.sums, run=run)
     with slot.row as row:
         return slot if sums_of(row) == head.sums else None

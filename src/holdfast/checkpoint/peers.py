@@ -33,6 +33,17 @@ STALL_S = 20.0
 """A peer that sends nothing for so long is given up; the next source is read."""
 
 
+MODEST_NICE = 10
+
+
+def stand_back() -> None:
+    """This thread leaves the processor to training: snapshots travel in what that leaves over."""
+    try:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), MODEST_NICE)
+    except OSError:
+        return
+
+
 class SnapshotServer:
     """Serves a pool's sealed slots until closed. Owns its threads."""
 
@@ -69,6 +80,7 @@ class SnapshotServer:
 
             def setup(self) -> None:
                 super().setup()
+                stand_back()
                 self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 with server._lock:
                     server._open.add(self.connection)
@@ -88,7 +100,7 @@ class SnapshotServer:
                 if self.path == "/snapshots":
                     self._send(msgspec.json.encode([s.key for s in server._pool.held()]))
                     return
-                wanted = re.fullmatch(r"/snapshots/(\d+)/(\d+)/(\d+)/(\d+)/(head|row)", self.path)
+                wanted = re.fullmatch(r"/snapshots/(\d+)/(-?\d+)/(\d+)/(\d+)/(head|row)", self.path)
                 if not wanted:
                     self.send_error(404)
                     return
@@ -137,7 +149,9 @@ class SnapshotServer:
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
-    request_queue_size = 1024  # whole jobs begin to read at once; one that is turned away tries again a second later
+    request_queue_size = (
+        1024  # whole jobs begin to read at once; one that is turned away tries again a second later
+    )
 
     def handle_error(self, request: object, client_address: object) -> None:
         """A reader that went away, or memory that was given back meanwhile: the reader knows."""

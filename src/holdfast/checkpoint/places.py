@@ -336,7 +336,7 @@ class LonePlace:
         except HoldfastError as error:
             return str(error)
         try:
-            archive.prune(Retention(tier.keep, tier.keep_every))
+            archive.prune(Retention(tier.keep, tier.keep_every), spare=step)
         except HoldfastError as error:
             say(f"step {step} was saved, but older ones could not be removed: {error}")
         return ""

@@ -16,10 +16,10 @@ class Retention(msgspec.Struct, frozen=True):
     keep: int = 2
     keep_every: int = 0
 
-    def superfluous(self, steps: Iterable[int]) -> list[int]:
-        """The steps that need not be kept, oldest first. Never the newest one."""
+    def superfluous(self, steps: Iterable[int], spare: int | None = None) -> list[int]:
+        """The steps that need not be kept, oldest first. Never the newest one, nor `spare`."""
         ordered = sorted(steps)
-        recent = set(ordered[-max(1, self.keep) :])
+        recent = {*ordered[-max(1, self.keep) :], spare}
         return [s for s in ordered if s not in recent and not (self.keep_every and s % self.keep_every == 0)]
 
 

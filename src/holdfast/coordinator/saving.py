@@ -140,7 +140,7 @@ def happened(core: Core, key: Key) -> bool:
     What a new agent adopted has lost its generation, and may even be of an earlier run.
     """
     s = core.state
-    if not key.generation and s.number and s.level == 2 and key.step > s.committed:
+    if key.generation < 1 and s.number and s.level == 2 and key.step > s.committed:
         return False
     return all(key.generation >= r.number or key.step <= r.start for r in s.rewinds)
 

@@ -6,7 +6,8 @@ import msgspec
 
 
 class Key(msgspec.Struct, frozen=True, order=True):
-    """Which snapshot of which shard. generation: of the workers that took it; 0 for one from an earlier run."""
+    """Which snapshot of which shard. generation: of the workers that took it; below 1 for one that an agent adopted,
+    and another for every generation of every run."""
 
     step: int
     generation: int

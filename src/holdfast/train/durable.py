@@ -34,7 +34,7 @@ def save(image: Image, url: str, retention: Retention) -> str:
         index.step, 0, encode_head(index, sums), sums, image.pieces(0, index.nbytes), index.nbytes
     )
     archive.commit(index.step, [shard])
-    archive.prune(retention)
+    archive.prune(retention, spare=index.step)
     return archive.where(index.step)
 
 

@@ -135,7 +135,10 @@ def buffer_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, writable."""
     if tensor.numel() == 0:
         return memoryview(bytearray(0))
-    row: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    flat = tensor.detach().as_strided(
+        (tensor.numel(),), (1,)
+    )  # one element may have any stride, and is contiguous
+    row: Any = flat.view(torch.uint8).numpy()
     return memoryview(row)
 
 

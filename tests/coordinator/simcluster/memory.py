@@ -70,7 +70,10 @@ class SimMemory:
             return
         self._whole_step = -1
         found = [s for s in self._slots if s.bits is not None] if fate < 0.8 else []
-        self._slots = [Slot(msgspec.structs.replace(s.key, generation=0), s.bits) for s in found]
+        self._slots = [
+            Slot(msgspec.structs.replace(s.key, generation=min(s.key.generation, -s.key.generation)), s.bits)
+            for s in found
+        ]
 
     def whole(self, step: int) -> None:
         """Older snapshots are not needed."""
