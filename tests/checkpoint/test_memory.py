@@ -309,15 +309,15 @@ def test_sealed_slots_come_back_with_their_bytes_as_of_an_earlier_run(pool, fold
 def test_adopted_slots_of_different_generations_or_runs_are_never_one_snapshot(pool, folder):
     """Each began to count generations anew; mixed, their shards would be a state that never was."""
     save(pool, key_of(10, rank=0, generation=3, world=4))
-    save(pool, key_of(10, rank=1, generation=4, world=4))
     second = SlotPool(folder, BUDGET, run=7)
+    save(second, key_of(10, rank=1, generation=3, world=4))
     save(second, key_of(10, rank=2, generation=3, world=4))
-    save(second, key_of(10, rank=3, generation=3, world=4))
-    held = SlotPool(folder, BUDGET, run=8).held()
-    by_rank = {s.key.rank: s.key.generation for s in held}
-    assert by_rank[2] == by_rank[3]
+    third = SlotPool(folder, BUDGET, run=8)
+    save(third, key_of(10, rank=3, generation=4, world=4))
+    by_rank = {s.key.rank: s.key.generation for s in SlotPool(folder, BUDGET, run=9).held()}
+    assert by_rank[1] == by_rank[2]
     assert len(set(by_rank.values())) == 3
-    assert {s.key.rank: s.key.generation for s in SlotPool(folder, BUDGET, run=9).held()} == by_rank
+    assert {s.key.rank: s.key.generation for s in SlotPool(folder, BUDGET, run=10).held()} == by_rank
 
 
 def test_an_adopted_slot_keeps_its_file_when_the_new_owner_has_the_old_ones_number(pool, folder):
