@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rows_on_tiers import row_of
 
-from holdfast.checkpoint.api import copy_tensors, regions_of
+from holdfast.checkpoint.api import copy_tensors
 from holdfast.checkpoint.flat import Leaf
 from holdfast.checkpoint.found import Found
 from holdfast.checkpoint.layout import CHUNK_BYTES, Head, Index, TensorSpec
+from holdfast.checkpoint.loading import regions_of
 from holdfast.checkpoint.regions import Region, read_regions
 from holdfast.checkpoint.rows import Row
 from holdfast.checkpoint.sums import sums_of

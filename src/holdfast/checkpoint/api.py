@@ -11,25 +11,16 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from holdfast.checkpoint.flat import LARGE, Leaf, flatten, leaf_of, plain, rebuild
+from holdfast.checkpoint.flat import flatten
 from holdfast.checkpoint.found import Found
-from holdfast.checkpoint.layout import Index, TensorSpec
+from holdfast.checkpoint.loading import Unread, check, give, read
 from holdfast.checkpoint.places import AgentPlace, LonePlace, Place, say
-from holdfast.checkpoint.regions import Region, dtype_of, read_regions
 from holdfast.checkpoint.tier import parse_tier
-from holdfast.errors import HoldfastError, StateError, TierError, UsageError
+from holdfast.errors import HoldfastError, StateError, UsageError
 from holdfast.train import worker
-from holdfast.train.state import pack
 
-MOST_DIFFERENCES = 20
 COPY_BYTES = 16 << 20
 
 _places: dict[tuple[str, int, int, int], Place] = {}
@@ -121,11 +112,11 @@ def load(
         tensors: list[torch.Tensor] = []
         trouble: HoldfastError | None = None
         try:
-            _check(state, found, place.rank)
-            tensors = _read(state, found, place.rank)
+            check(state, found, place.rank)
+            tensors = read(state, found, place.rank)
         except HoldfastError as error:
             trouble = error
-        lasting = trouble is not None and not isinstance(trouble, _Unread)
+        lasting = trouble is not None and not isinstance(trouble, Unread)
         troubles = place.ranks.gather(f"{about}/read", [str(trouble or ""), lasting])
         if lasting and trouble is not None:
             raise trouble
@@ -133,7 +124,7 @@ def load(
             if ends:
                 raise StateError(f"rank {rank}: {why}")
         if not any(why for why, _ in troubles):
-            _give(state, found, place.rank, tensors)
+            give(state, found, place.rank, tensors)
             return found.step
         if trouble is not None:  # the others may stay with it: this rank may have it from elsewhere
             passed_over(f"{found.where}: {trouble}")
@@ -154,10 +145,6 @@ def _agreed(place: Place, found: Found | None, candidates: Iterator[Found], abou
         if mine != oldest:
             found = next(candidates, None)
     raise AssertionError("unreachable")
-
-
-class _Unread(StateError):
-    """A checkpoint of which bytes cannot be had; an older one may do."""
 
 
 def flush() -> None:
@@ -234,244 +221,3 @@ def _hook_optimizers() -> None:
     if not _hooked:
         _hooked.append(True)
         register_optimizer_step_pre_hook(lambda *_: wait_for_copy())
-
-
-# ---------------------------------------------------------------- loading
-
-
-def compare(state: Mapping[str, Any], found: Found, rank: int) -> list[str]:
-    """What a checkpoint has otherwise than a state: names, shapes, dtypes. Objects other than modules decide for
-    themselves when they are given theirs."""
-    index = _own_head(found, rank)
-    if not index.tree and index.tensors:
-        raise UsageError(
-            f"{found.where} was saved by torch.distributed.checkpoint: load it with dcp.load and TieredReader"
-        )
-    saved = set(index.tree)
-    differences = [f"{name}: is not in the checkpoint" for name in state if name not in saved]
-    differences += [f"{name}: is only in the checkpoint" for name in saved if name not in state]
-    for name, value in state.items():
-        if name in saved and isinstance(value, torch.optim.Optimizer):
-            differences += _other_groups(name, value, index)
-        if name not in saved or not _is_strict(value):
-            continue
-        mine = _leaves(name, value)
-        theirs = _saved_leaves(name, index, found, rank)
-        _let_plain_be(mine, theirs)
-        differences += [f"{p}: is not in the checkpoint" for p in mine if p not in theirs]
-        differences += [f"{p}: is only in the checkpoint" for p in theirs if p not in mine]
-        differences += [
-            f"{path}: {_words(theirs[path])} in the checkpoint, {_words(mine[path])} here"
-            for path in mine
-            if path in theirs and mine[path] != theirs[path]
-        ]
-    return differences
-
-
-def _is_strict(value: Any) -> bool:
-    """Whether what is there must be what was saved. An optimizer that never took a step has no moments yet; it and
-    other objects judge for themselves."""
-    return isinstance(value, torch.nn.Module) or not hasattr(value, "load_state_dict")
-
-
-Kind = tuple[str, tuple[int, ...]] | None
-"""dtype and whole shape of a tensor; None: a plain value."""
-
-
-def _words(kind: Kind) -> str:
-    return "a plain value" if kind is None else f"{kind[0]} {'x'.join(map(str, kind[1])) or 'scalar'}"
-
-
-def _leaves(name: str, value: Any) -> dict[str, Kind]:
-    """Every leaf of a state that is there."""
-    found: list[tuple[str, torch.Tensor]] = []
-    tree = pack(plain(value), name, found)
-    leaves: dict[str, Kind] = dict.fromkeys(_plain_paths(tree, name))
-    leaves |= {path: (str(t.dtype)[6:], tuple(t.shape)) for path, t in found}
-    return leaves
-
-
-def _let_plain_be(mine: dict[str, Kind], theirs: dict[str, Kind]) -> None:
-    """Plain values are replaced, so it does not matter which there are: a list of losses grows. But a tensor where
-    there is a plain value is a difference."""
-    for one, other in ((mine, theirs), (theirs, mine)):
-        for path in [p for p, kind in one.items() if kind is None and other.get(p) is None]:
-            del one[path]
-            other.pop(path, None)
-
-
-def _other_groups(name: str, optimizer: torch.optim.Optimizer, index: Index) -> list[str]:
-    """Differences of an optimizer's groups of parameters, at which it would refuse its state."""
-    try:
-        groups = rebuild(dict(index.tree[name][1])["param_groups"], [None] * len(index.tensors))
-        theirs = [len(g["params"]) for g in groups]
-    except (KeyError, TypeError):
-        return [f"{name}: is no optimizer's state in the checkpoint"]
-    mine = [len(g["params"]) for g in optimizer.param_groups]
-    if mine == theirs:
-        return []
-    return [f"{name}: groups of {theirs} parameters in the checkpoint, of {mine} here"]
-
-
-def _plain_paths(tree: Any, path: str) -> list[str]:
-    kind, value = tree
-    if kind == "d":
-        return [p for k, v in value for p in _plain_paths(v, f"{path}.{k}")]
-    if kind in ("l", "t"):
-        return [p for i, v in enumerate(value) for p in _plain_paths(v, f"{path}.{i}")]
-    return [path] if kind == "x" else []
-
-
-def _saved_leaves(name: str, index: Index, found: Found, rank: int) -> dict[str, Kind]:
-    """Every leaf of a name in the checkpoint, as a rank reads it."""
-    leaves: dict[str, Kind] = {}
-
-    def walk(tree: Any, path: str) -> None:
-        kind, value = tree
-        if kind == "d":
-            for k, v in value:
-                walk(v, f"{path}.{k}")
-        elif kind in ("l", "t"):
-            for i, v in enumerate(value):
-                walk(v, f"{path}.{i}")
-        elif kind == "b" and value[0] != LARGE:
-            leaves[path] = (value[0], tuple(value[1]))
-        elif kind == "T":
-            spec = found.pieces(path, rank)[0][1]
-            leaves[path] = (spec.dtype, spec.whole or spec.shape)
-        else:
-            leaves[path] = None
-
-    walk(index.tree[name], name)
-    return leaves
-
-
-def _own_head(found: Found, rank: int) -> Index:
-    """Plain values come from the same rank where there is one."""
-    return found.heads[rank if rank < found.world else rank % found.world].index
-
-
-def _check(state: Mapping[str, Any], found: Found, rank: int) -> None:
-    """Raises StateError when a checkpoint is of another state."""
-    differences = compare(state, found, rank)
-    if differences:
-        more = len(differences) - MOST_DIFFERENCES
-        shown = "\n  ".join([*differences[:MOST_DIFFERENCES], *([f"and {more} more"] if more > 0 else [])])
-        raise StateError(f"{found.where} is of another state than this; nothing was loaded:\n  {shown}")
-
-
-def _read(state: Mapping[str, Any], found: Found, rank: int) -> list[torch.Tensor]:
-    """Reads everything that this rank needs; tensors that are there are filled.
-
-    Raises:
-        UsageError: a tensor of which it cannot be known what is needed.
-        _Unread: no source has all of it.
-    """
-    index = _own_head(found, rank)
-    live: list[tuple[str, torch.Tensor]] = []
-    for name, value in state.items():
-        pack(plain(value), name, live)
-    there = dict(live)
-    tensors: list[torch.Tensor] = []
-    regions: list[Region] = []
-    late: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for spec in index.tensors:
-        target = there.get(spec.path)
-        if target is None or not _fits(target, spec):
-            if spec.whole:
-                raise UsageError(
-                    f"{spec.path}: the checkpoint has it in pieces, and there is no DTensor here to say which are "
-                    "wanted; give the optimizer its state first (torch.distributed.checkpoint.state_dict)"
-                )
-            target = torch.empty(spec.shape, dtype=dtype_of(spec))
-        tensors.append(target)
-        try:
-            regions += regions_of(found, leaf_of(spec.path, target), rank, late)
-        except StateError as error:
-            raise _Unread(str(error)) from error
-    try:
-        read_regions(found, regions)
-    except (StateError, TierError) as error:
-        raise _Unread(str(error)) from error
-    with torch.no_grad():
-        for ours, staged in late:
-            ours.copy_(staged)
-    return tensors
-
-
-def _give(state: MutableMapping[str, Any], found: Found, rank: int, tensors: list[torch.Tensor]) -> None:
-    """Gives every object its part.
-
-    Raises:
-        StateError: one refuses it.
-    """
-    index = _own_head(found, rank)
-    for name, value in list(state.items()):
-        loaded = rebuild(index.tree[name], tensors)
-        if hasattr(value, "load_state_dict"):
-            try:
-                value.load_state_dict(loaded)
-            except (RuntimeError, ValueError, KeyError, TypeError) as error:
-                raise StateError(f"{name} refuses its state from {found.where}: {error}") from error
-        else:
-            state[name] = _replaced(value, loaded)
-
-
-def _fits(target: torch.Tensor, spec: TensorSpec) -> bool:
-    return str(target.dtype)[6:] == spec.dtype and tuple(target.shape) == (spec.whole or spec.shape)
-
-
-def _replaced(value: Any, loaded: Any) -> Any:
-    """Tensors that were filled in place stay the same objects, so do dicts and lists that hold them."""
-    if isinstance(value, dict) and isinstance(loaded, dict):
-        for key in [k for k in value if k not in loaded]:
-            del value[key]
-        for key in loaded:
-            value[key] = _replaced(value.get(key), loaded[key])
-        return value
-    if isinstance(value, list | tuple) and isinstance(loaded, list | tuple):
-        there = [_replaced(a, b) for a, b in itertools.zip_longest(value, loaded)][: len(loaded)]
-        if isinstance(value, list):
-            value[:] = there
-            return value
-        return tuple(there)
-    if isinstance(value, torch.Tensor) and isinstance(loaded, torch.Tensor) and value is not loaded:
-        with torch.no_grad():
-            value.copy_(loaded)
-        return value
-    return loaded
-
-
-def regions_of(
-    found: Found, leaf: Leaf, rank: int, late: list[tuple[torch.Tensor, torch.Tensor]]
-) -> list[Region]:
-    """The parts of saved pieces that make up what is here of a tensor, through the planner of
-    torch.distributed.checkpoint. late: gets a staged tensor for what is not in host memory.
-
-    Raises:
-        StateError: the pieces do not cover it.
-    """
-    pieces = found.pieces(leaf.path, rank)
-    local = leaf.local
-    if local.device.type != "cpu":
-        staged = torch.empty(local.shape, dtype=local.dtype)
-        late.append((local, staged))
-        local = staged
-    size = torch.Size(leaf.whole or tuple(local.shape))
-    chunks = [
-        ChunkStorageMetadata(torch.Size(s.start or (0,) * len(s.shape)), torch.Size(s.shape))
-        for _, s in pieces
-    ]
-    saved = TensorStorageMetadata(TensorProperties(dtype=local.dtype), size, chunks)
-    start = leaf.start or (0,) * local.dim()
-    mine = ChunkStorageMetadata(torch.Size(start), local.shape)
-    by_start = {tuple(c.offsets): piece for c, piece in zip(chunks, pieces, strict=True)}
-    regions, covered = [], 0
-    for item in create_read_items_for_chunk_list(leaf.path, saved, [mine]):
-        owner, spec = by_start[tuple(item.storage_index.offset or ())]
-        box = tuple(slice(o, o + n) for o, n in zip(item.dest_offsets, item.lengths, strict=True))
-        regions.append(Region(owner, spec, tuple(item.storage_offsets), local[box]))
-        covered += item.lengths.numel()
-    if covered != local.numel():
-        raise StateError(f"{leaf.path}: the checkpoint has {covered} of the {local.numel()} elements needed")
-    return regions

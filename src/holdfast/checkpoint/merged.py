@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from holdfast.checkpoint.api import regions_of
 from holdfast.checkpoint.dcp import BYTES
 from holdfast.checkpoint.flat import Leaf, inlined
 from holdfast.checkpoint.found import Found
 from holdfast.checkpoint.layout import CHUNK_BYTES, TensorSpec
+from holdfast.checkpoint.loading import regions_of
 from holdfast.checkpoint.regions import Region, dtype_of, read_regions
 from holdfast.checkpoint.sums import SUM_BYTES
 from holdfast.errors import StateError, UsageError
