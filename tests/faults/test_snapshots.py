@@ -1,6 +1,8 @@
 """Snapshots of a running job: what survives when everything is killed at once, and what is left afterwards."""
 
 import os
+import random
+import shutil
 import signal
 from pathlib import Path
 
@@ -8,6 +10,8 @@ import pytest
 from conftest import STEPS
 from harness import HERE, TINY, finish, leftovers, run, start
 from test_life import signal_when_gone, wait_for
+
+from holdfast.checkpoint.archive import Archive
 
 MEMORY = Path("/dev/shm") / f"holdfast-{os.getuid()}"
 EVERY = 10
@@ -170,4 +174,43 @@ def test_two_lines_at_level_0_go_on_from_memory(tmp_path, tiers_undisturbed, fau
     assert first == 0
     assert 620 - 3 * SAVES <= again <= 620
     assert ends(ran) == tiers_undisturbed
+    assert not memory_of(tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_random_row_of_disasters_changes_no_bit(tmp_path, undisturbed, seed):
+    """Faults in any phase, everything killed at once, memory lost or damaged in between; the seed says which."""
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    tier = tmp_path / "saved"
+    options = ["--snapshot-every", EVERY, "--checkpoint", f"{tier},every={2 * EVERY}", "--spares", 1]
+    saved_to = 0
+    for step in sorted(draw.sample(range(20, STEPS - 10), 3)):
+        kind = draw.choice(["kill-worker", "kill-node", "kill-coordinator"])
+        phase = "" if kind == "kill-coordinator" else f",phase={draw.choice(['snapshot', 'vote', 'update'])}"
+        where = "" if kind == "kill-coordinator" else f":rank={draw.randrange(2)}{phase},"
+        fault = f"{kind}{where or ':'}step={draw.randrange(saved_to // EVERY, step // EVERY) * EVERY}"
+        process = paused_at(tmp_path, step, *options, "--fault", fault)
+        kill_all(tmp_path, process)
+        newest = newest_slots(tmp_path)
+        match draw.choice(["nothing", "lost", "flip", "all lost"]):
+            case "lost" if newest:
+                shutil.rmtree(newest[0].parent)
+            case "flip" if newest:
+                flip(newest[0], draw.randrange(newest[0].stat().st_size))
+            case "all lost":
+                remove_memory_of(tmp_path)
+            case _:
+                pass
+        steps = Archive(str(tier)).steps()
+        assert all(Archive(str(tier)).verify(s).step == s for s in steps), "what was saved is whole"
+        saved_to = max(steps, default=0)
+    last = run(tmp_path, "--nnodes", 3, *options, TINY, STEPS)
+    assert last.code == 0, last.output[-3000:]
+    begin = last.steps()[0]
+    assert begin >= saved_to
+    assert last.losses() == undisturbed.losses()[begin:]
+    assert last.report["final"] == undisturbed.report["final"]
     assert not memory_of(tmp_path)
