@@ -7,6 +7,7 @@ the coordinator how it ended.
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import threading
 import time
@@ -22,7 +23,7 @@ import xxhash
 from holdfast.checkpoint.archive import Archive
 from holdfast.checkpoint.layout import Index, parts_of
 from holdfast.checkpoint.memory import Slot, SlotPool, default_budget
-from holdfast.checkpoint.peers import SnapshotServer, stand_back
+from holdfast.checkpoint.peers import SnapshotServer
 from holdfast.checkpoint.policy import Retention
 from holdfast.checkpoint.pull import Pull, replicate
 from holdfast.errors import HoldfastError, TierError
@@ -30,6 +31,7 @@ from holdfast.protocol import messages as m
 from holdfast.protocol.snapshots import Copy, DurableTier, Key, Shard
 
 THREADS = 3
+MODEST_NICE = 10
 """For the node's own workers, for copies from other nodes, and for durable tiers: so many each. A tier that does not
 answer must not hold up a snapshot."""
 
@@ -59,7 +61,7 @@ class SnapshotKeeper:
             self.pool.budget_bytes = default_budget(folder) + self.pool.nbytes
         self._server = SnapshotServer(self.pool, host, token)
         self._own, self._copying, self._storing = (
-            ThreadPoolExecutor(THREADS, thread_name_prefix=f"holdfast-{what}", initializer=stand_back)
+            ThreadPoolExecutor(THREADS, thread_name_prefix=f"holdfast-{what}", initializer=_stand_back)
             for what in ("snapshot", "replicate", "store")
         )
         self._closing = threading.Event()
@@ -222,3 +224,11 @@ class SnapshotKeeper:
 def _copy_of(slot: Slot) -> Copy:
     key = slot.key
     return Copy(key, parts_of(key.step, key.rank, slot.head, slot.sums, slot.row_bytes))
+
+
+def _stand_back() -> None:
+    """This thread leaves the processor to training: sums, copies and uploads take what that leaves over."""
+    try:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), MODEST_NICE)
+    except OSError:
+        return

@@ -33,17 +33,6 @@ STALL_S = 20.0
 """A peer that sends nothing for so long is given up; the next source is read."""
 
 
-MODEST_NICE = 10
-
-
-def stand_back() -> None:
-    """This thread leaves the processor to training: snapshots travel in what that leaves over."""
-    try:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), MODEST_NICE)
-    except OSError:
-        return
-
-
 class SnapshotServer:
     """Serves a pool's sealed slots until closed. Owns its threads."""
 
@@ -80,7 +69,6 @@ class SnapshotServer:
 
             def setup(self) -> None:
                 super().setup()
-                stand_back()
                 self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 with server._lock:
                     server._open.add(self.connection)

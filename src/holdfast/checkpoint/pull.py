@@ -15,8 +15,9 @@ from holdfast.checkpoint.rows import WINDOW_BYTES, Row
 from holdfast.errors import HoldfastError, StateError
 from holdfast.protocol.snapshots import Holder, Key, Part
 
-STREAMS = 2
-"""Connections to one peer: one fills two thirds of what loopback carries, two all of it."""
+STREAMS = 4
+"""Connections of one transfer. Two plain ones fill what loopback carries; where every chunk is summed as well, four
+keep the processors busy."""
 
 
 @dataclass(eq=False)
@@ -61,7 +62,7 @@ class Pull:
         """
         nbytes = head.index.nbytes
         windows = -(-nbytes // WINDOW_BYTES)
-        count = max(1, min(self.streams * len(self.holders), windows))
+        count = max(1, min(max(self.streams, len(self.holders)), windows))
         edges = [windows * i // count * WINDOW_BYTES for i in range(count)] + [nbytes]
         failed = threading.Event()  # then the others need not go on
 
