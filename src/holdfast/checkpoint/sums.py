@@ -37,13 +37,14 @@ def sums_of_pieces(pieces: Iterable[memoryview]) -> bytes:
 
 def damaged(data: memoryview, low: int, sums: bytes) -> Iterator[tuple[int, int]]:
     """The byte ranges of `data`, which begins at byte `low` of the row (a chunk's begin), that are not as summed."""
-    digest = xxhash.xxh3_64_digest
-    at = low // CHUNK_BYTES * SUM_BYTES
+    first = low // CHUNK_BYTES * SUM_BYTES
+    found = sums_of(data)
+    if found == sums[first : first + len(found)]:
+        return
     for begin in range(0, len(data), CHUNK_BYTES):
-        chunk = data[begin : begin + CHUNK_BYTES]
-        if digest(chunk) != sums[at : at + SUM_BYTES]:
-            yield low + begin, low + begin + len(chunk)
-        at += SUM_BYTES
+        at = begin // CHUNK_BYTES * SUM_BYTES
+        if found[at : at + SUM_BYTES] != sums[first + at : first + at + SUM_BYTES]:
+            yield low + begin, low + min(begin + CHUNK_BYTES, len(data))
 
 
 def whole_chunks(low: int, high: int, nbytes: int) -> tuple[int, int]:
