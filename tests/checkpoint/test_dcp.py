@@ -393,7 +393,7 @@ def saved_by_two(tmp_path_factory):
     return to
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_what_two_ranks_saved_loads_on_any_number(saved_by_two, world):
     assert together(load_any, world, saved_by_two) == [[[True] * 6] * 2] * world
 
@@ -452,7 +452,7 @@ def fsdp_load(to):
     return {"dcp": by_dcp, "own": full_of(model, optimizer), "step": got}
 
 
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.nightly), 3])
 def test_fsdp_models_and_their_optimizers_on_another_number_of_ranks(tmp_path_factory, world):
     to = str(tmp_path_factory.getbasetemp() / "fsdp")
     if not Path(to).exists():
