@@ -65,7 +65,9 @@ class SavedChecks:
 
     def _lose(self, name: str, keeps_orders: bool = False) -> None:
         self._holds.pop(name, None)
-        self._asked = {(n, key) for n, key in self._asked if n != name}
+        held = {key for keys in self._holds.values() for key in keys}
+        # Of what nobody holds any more the core knows nothing; a node that comes back with it begins anew.
+        self._asked = {(n, key) for n, key in self._asked if n != name and key in held}
         if not keeps_orders:
             self._orders = {at: n for at, n in self._orders.items() if n != name}
 
