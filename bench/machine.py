@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import platform
 import resource
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from rich.console import Console
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,13 @@ def _field(path: Path, name: str) -> str | None:
         if key.strip() == name:
             return value.strip()
     return None
+
+
+def introduce(console: Console, versions: Mapping[str, str], what: str) -> None:
+    """The lines above every benchmark: the machine, what was measured, and how busy it was before."""
+    console.print(describe().line(), highlight=False)
+    named = ", ".join(f"{name} {version}" for name, version in versions.items())
+    console.print(f"{named}; {what}; load average at the start {load():.1f}", highlight=False)
 
 
 def load() -> float:

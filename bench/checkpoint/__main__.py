@@ -42,13 +42,9 @@ class Failed(Exception):
 def main() -> int:
     chosen = options()
     console = Console(width=WIDTH)
-    console.print(machine.describe().line(), highlight=False)
     found = versions(Path(sys.executable), ["torch", "holdfast"])
-    console.print(
-        ", ".join(f"{name} {version}" for name, version in found.items())
-        + f"; {chosen.ranks} ranks of {chosen.mib} MiB; {chosen.repetitions} repetitions; "
-        f"load average at the start {machine.load():.1f}",
-        highlight=False,
+    machine.introduce(
+        console, found, f"{chosen.ranks} ranks of {chosen.mib} MiB; {chosen.repetitions} repetitions"
     )
     raw: dict[str, Any] = {}
     children, progress, cpu = Children(), Progress(), machine.ForeignCpu()

@@ -6,6 +6,7 @@ Appends one JSON line for every measurement of this rank to `--output`-RANK.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import logging
 import os
@@ -13,7 +14,7 @@ import shutil
 import sqlite3
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
@@ -48,11 +49,11 @@ def main() -> None:
     mesh = init_device_mesh("cpu", (world,))
     state = {f"t{i}": DTensor.from_local(t, mesh, [Shard(0)], run_check=False) for i, t in enumerate(local)}
     methods = _methods(state, local, given.folder, rank, given.compute_s)
+    if given.only:
+        methods = {name: methods[name] for name in given.only.split(",")}
     with Path(f"{given.output}-{rank}").open("a") as out:
         for repetition in range(-given.warm_up, given.repetitions):
             for name, method in methods.items():
-                if name not in given.only.split(",") and given.only:
-                    continue
                 shutil.rmtree(given.folder / name.replace(" ", "-"), ignore_errors=True)
                 dist.barrier()
                 stall_s, complete_s = method(repetition + given.warm_up + 1)
@@ -135,14 +136,7 @@ def _methods(
     return methods
 
 
-def _count() -> Iterator[int]:
-    number = 0
-    while True:
-        number += 1
-        yield number
-
-
-_numbers = _count()
+_numbers = itertools.count(1)
 
 
 def _async_save(

@@ -57,13 +57,8 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     chosen = options()
     console = Console(width=WIDTH)
-    console.print(machine.describe().line(), highlight=False)
     found = versions(Path(sys.executable), ["torch", "holdfast"])
-    console.print(
-        ", ".join(f"{name} {version}" for name, version in found.items())
-        + f"; gloo on loopback; load average at the start {machine.load():.1f}",
-        highlight=False,
-    )
+    machine.introduce(console, found, "gloo on loopback")
     results: dict[str, list[Comparison]] = {}
     raw: dict[str, list[list[dict[str, object]]]] = {}
     children, progress, cpu = Children(), Progress(), machine.ForeignCpu()

@@ -75,7 +75,7 @@ def main() -> None:
             seed=chosen.seed,
         )
         plans = [plan] if chosen.table == "first" else [replace(plan, **variant) for variant in SECOND]
-        _print_machine(console, chosen.systems)
+        machine.introduce(console, _versions(chosen.systems), "gloo on loopback")
         report = [_run(console, plan, chosen, bench) for plan in plans]
         console.print(f"Load average at the end: {machine.load():.1f}", highlight=False)
     if chosen.json:
@@ -99,14 +99,6 @@ def _versions(systems: Sequence[System]) -> dict[str, str]:
         if system.packages and system.trouble() is None:
             found |= environments.versions(system.python, system.packages)
     return found
-
-
-def _print_machine(console: Console, systems: Sequence[System]) -> None:
-    console.print(machine.describe().line(), highlight=False)
-    versions = ", ".join(f"{name} {version}" for name, version in _versions(systems).items())
-    console.print(
-        f"{versions}; gloo on loopback; load average at the start {machine.load():.1f}", highlight=False
-    )
 
 
 def _run(

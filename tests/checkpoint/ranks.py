@@ -70,4 +70,4 @@ if __name__ == "__main__":
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # gloo's threads and Python's teardown do not always agree: one exit in some hundred aborted
+    os._exit(0)  # gloo's threads and Python's teardown do not always agree: now and then an exit aborts

@@ -66,6 +66,23 @@ def test_buffers_are_copied_when_they_may_change_while_they_are_read():
     assert b"".join(bytes(p) for p in image.pieces(0, image.index.nbytes)) == before
 
 
+def test_what_other_objects_hold_is_copied_too_while_training_goes_on():
+    class Average:
+        def __init__(self):
+            self.mean = torch.zeros(3)
+
+        def state_dict(self):
+            return {"mean": self.mean}
+
+        def load_state_dict(self, given):
+            self.mean = given["mean"]
+
+    things = {"average": Average()}
+    live, kept = state.capture(things, 0), state.capture(things, 0, torch.clone)
+    things["average"].mean += 1.0  # as a forward pass may
+    assert [live.tensors[0].sum().item(), kept.tensors[0].sum().item()] == [3.0, 0.0]
+
+
 def test_what_cannot_be_protected_is_refused_with_its_path():
     class Odd:
         def state_dict(self):

@@ -83,8 +83,7 @@ class Agent:
         loop.add_signal_handler(signal.SIGINT, lambda: None)
         if lifeline is not None:
             loop.add_reader(lifeline, self._launcher_gone, lifeline)
-        self._keeper = await asyncio.to_thread(self._open_memory)
-        await self._pool.start()
+        self._keeper, _ = await asyncio.gather(asyncio.to_thread(self._open_memory), self._pool.start())
         conversation = asyncio.create_task(self._link.run())
         await self._over.wait()
         await self._end_workers()

@@ -15,7 +15,6 @@ from holdfast.checkpoint.layout import (
     MANIFEST,
     Head,
     Manifest,
-    TensorSpec,
     decode_head,
     decode_manifest,
     encode_manifest,
@@ -174,22 +173,16 @@ class Archive:
     def prune(self, retention: Retention, spare: int | None = None) -> list[int]:
         """Removes what need not be kept; never the newest, nor `spare`, which was saved just now (training may have
         gone back behind what is newest). Returns the steps removed."""
-        gone = retention.superfluous(self.steps(), spare)
+        steps = self.steps()
+        gone = retention.superfluous(steps, spare)
         for step in gone:
             self.remove(step)
-        newest = max(self.steps(), default=None)
+        newest = max(steps, default=-1)
         for folder in self.tier.folders():  # begun, never finished, and passed by since
             begun = step_of(folder)
-            if begun is None or newest is None or begun >= newest or begun == spare:
-                continue
-            if self.tier.size(f"{folder}/{MANIFEST}") is None:
+            if begun is not None and begun < newest and begun not in (*steps, spare):
                 self.tier.remove_folder(folder)
         return gone
-
-
-def tensors_of(heads: Iterable[Head]) -> list[TensorSpec]:
-    """All tensors, in the order of the ranks."""
-    return [t for head in heads for t in head.index.tensors]
 
 
 def _named(names: Sequence[str]) -> str:

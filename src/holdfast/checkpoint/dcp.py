@@ -38,9 +38,9 @@ from holdfast.checkpoint.flat import inlined
 from holdfast.checkpoint.found import Found
 from holdfast.checkpoint.layout import Index, TensorSpec
 from holdfast.checkpoint.places import say
-from holdfast.checkpoint.regions import Region, dtype_of, read_regions
+from holdfast.checkpoint.regions import Region, read_regions
 from holdfast.errors import StateError, TierError
-from holdfast.train.state import unpack
+from holdfast.train.state import dtype_of, leaves, unpack
 
 BYTES = "bytes"
 """The dtype of what a planner gave as a stream of bytes."""
@@ -277,24 +277,12 @@ def metadata_of(found: Found) -> Metadata:
 def _values(found: Found) -> dict[str, Any]:
     """What `holdfast.checkpoint.save` keeps with the index: plain values and small tensors, by their path."""
     values: dict[str, Any] = {}
-
-    def walk(tree: Any, path: str) -> None:
-        kind, value = tree
-        if kind == "d":
-            for key, part in value:
-                walk(part, f"{path}.{key}")
-        elif kind in ("l", "t") and not _is_plain(tree):
-            for number, part in enumerate(value):
-                walk(part, f"{path}.{number}")
-        elif kind in ("l", "t"):
-            values[path] = unpack(tree, [])
-        elif kind == "b":
-            values[path] = inlined(value)
-        elif kind == "x":
-            values[path] = value
-
     for name, tree in found.heads[0].index.tree.items():
-        walk(tree, name)
+        for path, kind, value in leaves(tree, name, _is_plain):
+            if kind in ("l", "t"):
+                values[path] = unpack([kind, value], [])
+            elif kind != "T":
+                values[path] = inlined(value) if kind == "b" else value
     return values
 
 

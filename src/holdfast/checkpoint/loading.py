@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from holdfast.checkpoint.flat import LARGE, Leaf, leaf_of, plain, rebuild
 from holdfast.checkpoint.found import Found
 from holdfast.checkpoint.layout import Index, TensorSpec
-from holdfast.checkpoint.regions import Region, dtype_of, read_regions
+from holdfast.checkpoint.regions import Region, read_regions
 from holdfast.errors import StateError, TierError, UsageError
-from holdfast.train.state import pack
+from holdfast.train.state import dtype_of, leaves, pack
 
 MOST_DIFFERENCES = 20
 
@@ -75,9 +75,8 @@ def _leaves(name: str, value: Any) -> dict[str, Kind]:
     """Every leaf of a state that is there."""
     found: list[tuple[str, torch.Tensor]] = []
     tree = pack(plain(value), name, found)
-    leaves: dict[str, Kind] = dict.fromkeys(_plain_paths(tree, name))
-    leaves |= {path: (str(t.dtype)[6:], tuple(t.shape)) for path, t in found}
-    return leaves
+    kinds: dict[str, Kind] = {path: None for path, kind, _ in leaves(tree, name) if kind == "x"}
+    return kinds | {path: (str(t.dtype)[6:], tuple(t.shape)) for path, t in found}
 
 
 def _let_plain_be(mine: dict[str, Kind], theirs: dict[str, Kind]) -> None:
@@ -102,37 +101,18 @@ def _other_groups(name: str, optimizer: torch.optim.Optimizer, index: Index) -> 
     return [f"{name}: groups of {theirs} parameters in the checkpoint, of {mine} here"]
 
 
-def _plain_paths(tree: Any, path: str) -> list[str]:
-    kind, value = tree
-    if kind == "d":
-        return [p for k, v in value for p in _plain_paths(v, f"{path}.{k}")]
-    if kind in ("l", "t"):
-        return [p for i, v in enumerate(value) for p in _plain_paths(v, f"{path}.{i}")]
-    return [path] if kind == "x" else []
-
-
 def _saved_leaves(name: str, index: Index, found: Found, rank: int) -> dict[str, Kind]:
     """Every leaf of a name in the checkpoint, as a rank reads it."""
-    leaves: dict[str, Kind] = {}
-
-    def walk(tree: Any, path: str) -> None:
-        kind, value = tree
-        if kind == "d":
-            for k, v in value:
-                walk(v, f"{path}.{k}")
-        elif kind in ("l", "t"):
-            for i, v in enumerate(value):
-                walk(v, f"{path}.{i}")
-        elif kind == "b" and value[0] != LARGE:
-            leaves[path] = (value[0], tuple(value[1]))
+    kinds: dict[str, Kind] = {}
+    for path, kind, value in leaves(index.tree[name], name):
+        if kind == "b" and value[0] != LARGE:
+            kinds[path] = (value[0], tuple(value[1]))
         elif kind == "T":
             spec = found.pieces(path, rank)[0][1]
-            leaves[path] = (spec.dtype, spec.whole or spec.shape)
+            kinds[path] = (spec.dtype, spec.whole or spec.shape)
         else:
-            leaves[path] = None
-
-    walk(index.tree[name], name)
-    return leaves
+            kinds[path] = None
+    return kinds
 
 
 def _own_head(found: Found, rank: int) -> Index:

@@ -30,7 +30,7 @@ from pathlib import Path
 
 import xxhash
 
-from holdfast.checkpoint.layout import CHUNK_BYTES, Head, Index, decode_head, digest, encode_head
+from holdfast.checkpoint.layout import CHUNK_BYTES, Head, Index, decode_head, encode_head
 from holdfast.checkpoint.sums import damaged, sums_of
 from holdfast.errors import ChecksumError, StateError, TierError
 from holdfast.protocol.snapshots import Key, Part
@@ -105,11 +105,6 @@ class Slot:
                             f"bytes {bad[0]} to {bad[1]}"
                         )
                     yield piece
-
-    @property
-    def row_digest(self) -> str:
-        """xxh3 of the row's checksums: equal digests mean equal bytes."""
-        return digest(self.sums)
 
 
 class SlotPool:
@@ -384,6 +379,11 @@ class SlotMaps:
         return memoryview(memory)[PAGE : PAGE + nbytes]
 
 
+def memory_base() -> Path:
+    """This user's folder of snapshot memory: in `$HOLDFAST_MEMORY`, by default in `/dev/shm`."""
+    return Path(os.environ.get("HOLDFAST_MEMORY") or "/dev/shm") / f"holdfast-{os.getuid()}"
+
+
 def remove_memory(folder: Path) -> None:
     """Gives a folder of slots back, and those of the folders above it that Holdfast made and that are empty then."""
     shutil.rmtree(folder, ignore_errors=True)
@@ -392,7 +392,7 @@ def remove_memory(folder: Path) -> None:
             above.rmdir()
         except OSError:
             return
-        if above.name == f"holdfast-{os.getuid()}":
+        if above == memory_base():
             return
 
 

@@ -21,10 +21,10 @@ from holdfast.checkpoint.flat import Leaf, inlined
 from holdfast.checkpoint.found import Found
 from holdfast.checkpoint.layout import CHUNK_BYTES, TensorSpec
 from holdfast.checkpoint.loading import regions_of
-from holdfast.checkpoint.regions import Region, dtype_of, read_regions
+from holdfast.checkpoint.regions import Region, read_regions
 from holdfast.checkpoint.sums import SUM_BYTES
 from holdfast.errors import StateError, UsageError
-from holdfast.train.state import pack
+from holdfast.train.state import dtype_of, leaves, pack
 
 RANK_NAME = re.compile(r"rank-(\d+)")
 Plain = bool | int | float | str | None
@@ -181,25 +181,16 @@ class _State:
     def leaves(self, only: str) -> dict[str, _Leaf]:
         """By dotted path."""
         found: dict[str, _Leaf] = {}
-
-        def walk(tree: Any, path: str) -> None:
-            kind, value = tree
-            if kind == "d":
-                for key, part in value:
-                    walk(part, f"{path}.{key}")
-            elif kind in ("l", "t"):
-                for number, part in enumerate(value):
-                    walk(part, f"{path}.{number}")
-            elif path.startswith(only):
+        for name, tree in self.tree.items():
+            for path, kind, value in leaves(tree, name):
+                if not path.startswith(only):
+                    continue
                 if path in found:
                     raise StateError(
                         f"{self.where}: two entries are called {path}: an exported name could mean either; "
                         "leave them out with --only, or save them under other keys"
                     )
                 found[path] = self._leaf(kind, value)
-
-        for name, tree in self.tree.items():
-            walk(tree, name)
         return found
 
     def named(self, names: Mapping[str, tuple[str, str]], only: str) -> dict[str, Tree]:

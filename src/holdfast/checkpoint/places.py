@@ -22,7 +22,15 @@ import msgspec
 from holdfast.checkpoint.archive import Archive
 from holdfast.checkpoint.found import Found, find_in_archive, find_in_memory
 from holdfast.checkpoint.layout import Index, encode_head
-from holdfast.checkpoint.memory import Slot, SlotMaps, SlotPool, default_budget, own_folder, remove_memory
+from holdfast.checkpoint.memory import (
+    Slot,
+    SlotMaps,
+    SlotPool,
+    default_budget,
+    memory_base,
+    own_folder,
+    remove_memory,
+)
 from holdfast.checkpoint.policy import Retention, parse_cadence
 from holdfast.checkpoint.ranks import Ranks
 from holdfast.checkpoint.sums import sums_of
@@ -353,7 +361,7 @@ def _own_memory() -> tuple[int, Path]:
     Raises:
         TierError: there can be no memory here.
     """
-    root = Path(os.environ.get("HOLDFAST_MEMORY") or "/dev/shm") / f"holdfast-{os.getuid()}" / "alone"
+    root = memory_base() / "alone"
     while True:
         folder = root / uuid.uuid4().hex
         own_folder(folder)

@@ -14,6 +14,7 @@ from holdfast.checkpoint.found import Found
 from holdfast.checkpoint.layout import CHUNK_BYTES, TensorSpec
 from holdfast.checkpoint.rows import Row
 from holdfast.errors import StateError
+from holdfast.train.state import dtype_of
 
 READ_BYTES = 16 << 20
 """The largest read; what lies closer together than a checksum's chunk is read at once."""
@@ -53,14 +54,6 @@ class _Run:
     nbytes: int
     buffer: _Buffer
     at: int
-
-
-def dtype_of(spec: TensorSpec) -> torch.dtype:
-    """Raises StateError for a dtype that this torch does not have."""
-    dtype = getattr(torch, spec.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise StateError(f"{spec.path}: this torch knows no dtype {spec.dtype!r}")
-    return dtype
 
 
 def read_regions(found: Found, regions: Sequence[Region], threads: int = THREADS) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from holdfast.cli.common import AsJson, JobName
+from holdfast.cli.common import AsJson, JobName, write_json
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.archive import Archive
@@ -41,7 +41,7 @@ def ls(place: Place = None, job: JobName = None, as_json: AsJson = False) -> Non
             row["trouble"] = str(error)
         rows.append(row)
     if as_json:
-        _print_json(rows)
+        write_json(rows)
         return
     cells = [
         (
@@ -72,7 +72,7 @@ def show(place: Place = None, job: JobName = None, as_json: AsJson = False) -> N
     heads = [archive.head(shard) for shard in manifest.shards]
     if as_json:
         shards = [{"rank": rank, "index": msgspec.to_builtins(h.index)} for rank, h in enumerate(heads)]
-        _print_json({"manifest": msgspec.to_builtins(manifest), "shards": shards})
+        write_json({"manifest": msgspec.to_builtins(manifest), "shards": shards})
         return
     count = sum(len(h.index.tensors) for h in heads)
     size, ranks = units.size(manifest.nbytes), units.plural(manifest.world, "rank")
@@ -109,7 +109,7 @@ def verify(place: Place = None, job: JobName = None, as_json: AsJson = False) ->
             result |= {"whole": False, "why": str(error)}
         results.append(result)
     if as_json:
-        _print_json(results)
+        write_json(results)
     else:
         several = len({archive.tier.url for archive, _ in found}) > 1
         for r in results:
@@ -249,9 +249,3 @@ def _newest(found: list[tuple[Archive, int]]) -> tuple[Archive, int]:
 
 def _note(text: str) -> None:
     sys.stderr.write(f"holdfast: {text}\n")
-
-
-def _print_json(value: object) -> None:
-    import msgspec
-
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=1).decode() + "\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,13 @@ if TYPE_CHECKING:
 
 JobName = Annotated[str | None, typer.Option("--job", help="The job's name; without it the newest.")]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
+
+
+def write_json(value: object) -> None:
+    """What `--json` asks for."""
+    import msgspec
+
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=1).decode() + "\n")
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from holdfast.cli.common import AsJson, JobName, ledger
+from holdfast.cli.common import AsJson, JobName, ledger, write_json
 
 
 def report(
@@ -31,9 +31,7 @@ def report(
     folder = jobs.existing(job)
     shown = read_report(folder)
     if as_json:
-        import msgspec
-
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(shown), indent=1).decode() + "\n")
+        write_json(shown)
     else:
         from holdfast.observe.tables import print_report
 

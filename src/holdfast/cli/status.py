@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from holdfast.cli.common import AsJson, JobName, ledger
+from holdfast.cli.common import AsJson, JobName, ledger, write_json
 
 WIDTH = 100
 
@@ -18,7 +18,7 @@ def status(job: JobName = None, as_json: AsJson = False) -> None:
     folder = jobs.existing(job)
     shown = read_status(folder)
     if as_json:
-        _write_json(shown)
+        write_json(shown)
     else:
         _show(shown)
 
@@ -60,12 +60,6 @@ def stored_status(folder: Path) -> dict[str, Any]:
     if steps:
         shown["step"] = max(shown["step"], steps[-1].step + 1)
     return shown
-
-
-def _write_json(value: object) -> None:
-    import msgspec
-
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=1).decode() + "\n")
 
 
 def _show(shown: dict[str, Any]) -> None:

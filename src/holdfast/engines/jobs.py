@@ -15,6 +15,7 @@ import msgspec
 import xxhash
 
 from holdfast.checkpoint.archive import Archive
+from holdfast.checkpoint.memory import memory_base, remove_memory
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.protocol.job import Durable, JobSpec
 
@@ -32,10 +33,8 @@ def job_dir(name: str) -> Path:
 
 
 def memory_root() -> Path:
-    """Where snapshot memory is: a folder of this user's and this home's in `$HOLDFAST_MEMORY`, by default
-    `/dev/shm`."""
-    base = Path(os.environ.get("HOLDFAST_MEMORY") or "/dev/shm") / f"holdfast-{os.getuid()}"
-    return base / xxhash.xxh3_64_hexdigest(str(home().absolute()).encode())
+    """Where snapshot memory of this user's and this home's jobs is."""
+    return memory_base() / xxhash.xxh3_64_hexdigest(str(home().absolute()).encode())
 
 
 def default_name(script: str) -> str:
@@ -114,7 +113,7 @@ def _sweep_memory() -> None:
     known = {p.parent.name + "-" + p.read_text() for p in (home() / "jobs").glob("*/identity")}
     for folder in memory_root().glob("*"):
         if folder.name not in known:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_memory(folder)
 
 
 class JobFolder:

@@ -7,6 +7,7 @@ all who save do so at the same commit.
 
 from __future__ import annotations
 
+import math
 import statistics
 import threading
 import time
@@ -49,6 +50,7 @@ class Snapshots:
         self._saves = False
         self._generation = 0
         self._mtbf_s = 0.0
+        self._interval_s = math.inf
         self._last_s = time.monotonic()
         self._costs: deque[float] = deque(maxlen=15)
         self._maps = SlotMaps()
@@ -59,12 +61,16 @@ class Snapshots:
         """A new generation: whether this worker saves, and what `auto` goes by."""
         self._saves, self._mtbf_s = form.saves, form.mtbf_s
         self._generation, self._wanted = form.generation.number, False
+        self._choose_interval()
 
     def due(self, committed: int) -> bool:
         """Rank 0: is the state after `committed` steps to be saved?"""
+        return self._cadence.due(committed, time.monotonic() - self._last_s, self._interval_s)
+
+    def _choose_interval(self) -> None:
+        """What `auto` means from now on: by what snapshots have cost, and how often the job has failed."""
         cost_s = max(LEAST_COST_S, statistics.median(self._costs)) if self._costs else LEAST_COST_S
-        interval_s = best_interval_s(cost_s, self._mtbf_s) if self._mtbf_s else float("inf")
-        return self._cadence.due(committed, time.monotonic() - self._last_s, interval_s)
+        self._interval_s = best_interval_s(cost_s, self._mtbf_s) if self._mtbf_s else math.inf
 
     def want(self) -> None:
         """The vote said so: the next step begins with a snapshot."""
@@ -95,6 +101,7 @@ class Snapshots:
             copying.end()
             copying.stall_s += time.perf_counter() - began_s
             self._costs.append(copying.stall_s)
+            self._choose_interval()
 
     def close(self) -> None:
         """No more snapshots; one that has not begun is given up."""

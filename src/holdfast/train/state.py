@@ -1,6 +1,6 @@
 """The protected state as a tree of plain values with tensors at its leaves.
 
-An image is a index (the tree, and each tensor's shape and place in one long row of bytes) and the bytes
+An image is an index (the tree, and each tensor's shape and place in one long row of bytes) and the bytes
 themselves, which stay where they are: in the live tensors. Peers, disk and digests all use the same image.
 Nothing in it is pickled.
 """
@@ -22,7 +22,7 @@ Protected = Mapping[str, Any]
 
 
 class Image:
-    """State at one step: a index and one buffer per tensor, in the index's order."""
+    """State at one step: an index and one buffer per tensor, in the index's order."""
 
     def __init__(self, index: Index, tensors: list[torch.Tensor]) -> None:
         self.index = index
@@ -53,13 +53,19 @@ def capture(
     """The state of the objects, without copying contiguous CPU tensors.
 
     Args:
-        copy_buffer: copies a module's buffer, which a forward pass may change while the image is read.
+        copy_buffer: the image is read while training goes on. It copies a module's buffer, which a forward pass may
+            change meanwhile; what other objects than modules and optimizers hold is copied here, for the same reason.
 
     Raises:
         UsageError: a value that is neither plain nor a tensor; the message has its path.
     """
     tensors: list[tuple[str, torch.Tensor]] = []
-    tree = {name: pack(_state_of(thing, copy_buffer), name, tensors) for name, thing in objects.items()}
+    tree: dict[str, Any] = {}
+    for name, thing in objects.items():
+        before = len(tensors)
+        tree[name] = pack(_state_of(thing, copy_buffer), name, tensors)
+        if copy_buffer is not None and not isinstance(thing, torch.nn.Module | torch.optim.Optimizer):
+            tensors[before:] = [(path, tensor.detach().clone()) for path, tensor in tensors[before:]]
     specs, offset = [], 0
     for path, tensor in tensors:
         nbytes = tensor.numel() * tensor.element_size()
@@ -69,16 +75,14 @@ def capture(
 
 
 def targets(objects: Protected, index: Index) -> Image:
-    """Tensors to receive a index's bytes: the live ones where they fit, new ones elsewhere."""
+    """Tensors to receive an index's bytes: the live ones where they fit, new ones elsewhere."""
     live: list[tuple[str, torch.Tensor]] = []
     for name, thing in objects.items():
         pack(thing.state_dict(), name, live)
     fitting = dict(live)
     chosen = []
     for spec in index.tensors:
-        dtype = getattr(torch, spec.dtype, None)
-        if not isinstance(dtype, torch.dtype):
-            raise StateError(f"{spec.path}: this torch knows no dtype {spec.dtype!r}")
+        dtype = dtype_of(spec)
         tensor = fitting.get(spec.path)
         fits = (
             tensor is not None
@@ -135,9 +139,8 @@ def buffer_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, writable."""
     if tensor.numel() == 0:
         return memoryview(bytearray(0))
-    flat = tensor.detach().as_strided(
-        (tensor.numel(),), (1,)
-    )  # one element may have any stride, and is contiguous
+    # One element may have any stride, and is contiguous.
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
     row: Any = flat.view(torch.uint8).numpy()
     return memoryview(row)
 
@@ -159,6 +162,26 @@ def _state_of(thing: Any, copy_buffer: Callable[[torch.Tensor], torch.Tensor] | 
         buffers = {name for name, _ in thing.named_buffers()}
         return {k: copy_buffer(v) if k in buffers else v for k, v in state.items()}
     return state
+
+
+def leaves(
+    tree: Any, path: str, undivided: Callable[[Any], bool] = lambda tree: False
+) -> Iterator[tuple[str, str, Any]]:
+    """Every leaf of a packed tree: its dotted path, kind and value. undivided: subtrees that count as one leaf."""
+    kind, value = tree
+    if kind in ("d", "l", "t") and not undivided(tree):
+        for key, part in value if kind == "d" else enumerate(value):
+            yield from leaves(part, f"{path}.{key}", undivided)
+    else:
+        yield path, kind, value
+
+
+def dtype_of(spec: TensorSpec) -> torch.dtype:
+    """Raises StateError for a dtype that this torch does not have."""
+    dtype = getattr(torch, spec.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise StateError(f"{spec.path}: this torch knows no dtype {spec.dtype!r}")
+    return dtype
 
 
 def pack(value: Any, path: str, tensors: list[tuple[str, torch.Tensor]]) -> Any:

@@ -45,7 +45,7 @@ _attachment: list[Attachment] = []
 
 _kept: list[object] = []
 """What the script left in its globals, until the process ends. Taking a process group apart, which gloo does when
-the last reference goes, waits for peers that may have left: one in thirty runs of a small DDP script hung there."""
+the last reference goes, waits for peers that may have left: now and then a small DDP script hung there."""
 
 
 def attach() -> Attachment | None:
