@@ -47,6 +47,7 @@ class Pull:
                 try:
                     return peer.head(part)
                 except HoldfastError as error:
+                    self._check_aborted()
                     reasons.append(str(error))
         finally:
             for peer in peers:
@@ -69,17 +70,17 @@ class Pull:
         def stream(number: int) -> None:
             low, end = edges[number], edges[number + 1]
             peers = self._connect(number)
-            row = Row(peers, head.sums, nbytes, self.passed_over)
+            row = Row(peers, head.sums, nbytes, self._pass_over)
             for peer in peers:
                 peer.ahead = end
             try:
                 while low < end and not failed.is_set():
-                    if self._aborted:
-                        raise StateError("the transfer was ended")
+                    self._check_aborted()
                     take(row, low, min(low + WINDOW_BYTES, end))
                     low += WINDOW_BYTES
             except BaseException:
                 failed.set()
+                self._check_aborted()  # its connections were shut: what they say of it is no fault of a holder's
                 raise
             finally:
                 with self._lock:
@@ -104,12 +105,19 @@ class Pull:
     def _connect(self, first: int) -> list[Peer]:
         """A connection to every holder, made when it is used; the streams begin with different ones."""
         with self._lock:
-            if self._aborted:
-                raise StateError("the transfer was ended")
+            self._check_aborted()
             order = list(itertools.islice(itertools.cycle(self.holders), first, first + len(self.holders)))
             peers = [Peer(h.host, h.port, self.token, self.key, f"the memory of {h.node}") for h in order]
             self._peers.update(peers)
             return peers
+
+    def _check_aborted(self) -> None:
+        if self._aborted:
+            raise StateError("the transfer was ended")
+
+    def _pass_over(self, why: str) -> None:
+        if not self._aborted:
+            self.passed_over(why)
 
     def _let_go(self, peer: Peer) -> None:
         with self._lock:
