@@ -11,12 +11,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from holdfast import checkpoint, data
     from holdfast.train.run import Run, start
+    from holdfast.train.scaling import adascale_gain, scale_lr
     from holdfast.train.step import Step
 
-__all__ = ["Run", "Step", "checkpoint", "data", "start"]
+__all__ = ["Run", "Step", "adascale_gain", "checkpoint", "data", "scale_lr", "start"]
 __version__ = "0.1.0"
 
-_HOMES = {"Run": "holdfast.train.run", "start": "holdfast.train.run", "Step": "holdfast.train.step"}
+_HOMES = {
+    "Run": "holdfast.train.run",
+    "start": "holdfast.train.run",
+    "Step": "holdfast.train.step",
+    "adascale_gain": "holdfast.train.scaling",
+    "scale_lr": "holdfast.train.scaling",
+}
 
 
 def __getattr__(name: str) -> object:

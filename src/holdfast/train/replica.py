@@ -31,6 +31,7 @@ from holdfast.train.faults import FaultPlan
 from holdfast.train.group import Group
 from holdfast.train.link import Link
 from holdfast.train.mesh import MeshListener
+from holdfast.train.position import NAME, Position
 from holdfast.train.reduction import GradientSum
 from holdfast.train.snapshots import Snapshots
 from holdfast.train.transfer import DonorServer, Fetch
@@ -189,6 +190,9 @@ class Replica:
         else:
             assert form.durable is not None
             restored = durable.restore(self._protected, form.durable.url, form.durable.step)
+        position = self._protected.get(NAME)
+        if isinstance(position, Position):
+            position.adapt(self._protected)
         self._buffers.forget()
         self.committed = form.generation.start
         return restored, time.monotonic() - began

@@ -15,6 +15,7 @@ from holdfast.data.order import SampleOrder
 from holdfast.errors import UsageError
 from holdfast.train import state, worker
 from holdfast.train.faults import FaultPlan
+from holdfast.train.position import NAME, BatchChanged, Position
 from holdfast.train.reduction import GradientSum
 from holdfast.train.replica import Replica
 from holdfast.train.step import Step
@@ -35,6 +36,7 @@ class Run:
         self._protected: dict[str, Any] = {}
         self._replica: Replica | None = None
         self._step: Step | None = None
+        self._position: Position | None = None
         local = int(os.environ.get("LOCAL_RANK", "0"))
         cuda = torch.cuda.is_available()
         self.device = torch.device("cuda", local % torch.cuda.device_count()) if cuda else torch.device("cpu")
@@ -55,6 +57,11 @@ class Run:
         return self._replica.generation if self._replica else 0
 
     @property
+    def samples(self) -> int:
+        """Samples in all committed steps: what a schedule advances by, whatever the global batch was or becomes."""
+        return self._position.samples if self._position else 0
+
+    @property
     def stopped(self) -> bool:
         """Whether the job was asked to stop before its last step."""
         return self._replica is not None and self._replica.stopped
@@ -68,11 +75,22 @@ class Run:
         """
         if self._replica is not None:
             raise UsageError("run.protect() came after run.steps(); protect everything before the first step")
+        if NAME in objects:
+            raise UsageError(
+                f"run.protect({NAME}=...): the name is taken by the position in the data; choose another"
+            )
         state.check_protected(objects)
         self._protected.update(objects)
 
     def steps(
-        self, data: Any, *, global_batch: int, micro_batch: int, until: int, seed: int = 0
+        self,
+        data: Any,
+        *,
+        global_batch: int,
+        micro_batch: int,
+        until: int,
+        seed: int = 0,
+        batch_changed: BatchChanged = "refuse",
     ) -> Iterator[Step]:
         """Yields one `Step` after the other until `until` are committed, each to be used in a `with`.
 
@@ -85,17 +103,23 @@ class Run:
             micro_batch: samples per forward pass; divides global_batch.
             until: number of steps.
             seed: of the sample order and of the randomness inside micro-batches.
+            batch_changed: what becomes of the learning rates of the protected optimizers and schedulers when the job
+                goes on from a state that was made with another global batch: "keep", "linear" or "sqrt" (see
+                `holdfast.scale_lr`). "refuse": such a state is refused. The data goes on at the next sample.
 
         Raises:
-            UsageError: no module is protected, or sizes that do not fit; before anything is computed.
+            UsageError: no module is protected, or sizes that do not fit; before anything is computed. A saved state
+                of another global batch, seed or data set.
         """
         batches = _DatasetBatches(data, global_batch, micro_batch, seed, self.device)
         modules = [t for t in self._protected.values() if isinstance(t, torch.nn.Module)]
         if not modules:
             raise UsageError("nothing to train: call run.protect(model=model, optimizer=optimizer) first")
-        replica = self._enroll(modules, batches.count())
+        position = Position(global_batch, seed, getattr(data, "fingerprint", None), batch_changed)
+        self._position = position
+        replica = self._enroll(modules, batches.count(), position)
         while not replica.stopped and (replica.committed or 0) < until:
-            self._step = Step(replica, batches, replica.committed or 0, seed)
+            self._step = Step(replica, batches, replica.committed or 0, seed, position)
             try:
                 yield self._step
             except GeneratorExit:  # the script left the loop early: on purpose, or by an error
@@ -128,7 +152,7 @@ class Run:
         finally:
             self._replica.aside(False)
 
-    def _enroll(self, modules: list[torch.nn.Module], micro_batches: int) -> Replica:
+    def _enroll(self, modules: list[torch.nn.Module], micro_batches: int, position: Position) -> Replica:
         if self._replica is not None:
             raise UsageError("run.steps() is called once per run; put epochs into `until`")
         target = self._attachment.target
@@ -143,7 +167,7 @@ class Run:
         replica = Replica(
             self._attachment.link,
             self._attachment.faults,
-            self._protected,
+            self._protected | {NAME: position},
             gradients,
             self._attachment.alone,
         )
@@ -168,7 +192,7 @@ class _DatasetBatches:
         self._data = data
         self._order = SampleOrder(len(data), seed)
         self._global_batch, self._micro_batch = global_batch, micro_batch
-        self._steps_ahead = max(1, ORDERED_AHEAD // global_batch)
+        self._ahead = max(1, ORDERED_AHEAD // global_batch) * global_batch
         self._ordered: tuple[int, np.ndarray] | None = None
         self._device = device
 
@@ -176,9 +200,9 @@ class _DatasetBatches:
         """Micro-batches in a global batch."""
         return self._global_batch // self._micro_batch
 
-    def load(self, step: int, micro: int) -> Any:
-        """Micro-batch number `micro` of the step."""
-        ids = self._samples(step)[micro * self._micro_batch : (micro + 1) * self._micro_batch]
+    def load(self, position: int, micro: int) -> Any:
+        """Micro-batch number `micro` of the step that begins at this sample."""
+        ids = self._samples(position)[micro * self._micro_batch : (micro + 1) * self._micro_batch]
         if hasattr(self._data, "batch"):
             batch = self._data.batch(ids)
         else:
@@ -187,16 +211,14 @@ class _DatasetBatches:
             return batch
         return type(batch)(part.to(self._device, non_blocking=True) for part in batch)
 
-    def _samples(self, step: int) -> np.ndarray:
-        """Sample ids of one step's global batch. Some steps are put in order at a time: that costs little more
-        than one."""
-        block, row = divmod(step, self._steps_ahead)
-        if self._ordered is None or self._ordered[0] != block:
-            count = self._steps_ahead * self._global_batch
-            positions = np.arange(block * count, (block + 1) * count)
-            self._ordered = block, self._order.at_many(positions).reshape(self._steps_ahead, -1)
-        samples: np.ndarray = self._ordered[1][row]
-        return samples
+    def _samples(self, position: int) -> np.ndarray:
+        """Sample ids of the global batch that begins there. Those of some steps are put in order at a time: that costs
+        little more than one."""
+        first, ids = self._ordered or (0, np.empty(0, np.int64))
+        if not first <= position <= first + len(ids) - self._global_batch:
+            first, ids = position, self._order.at_many(np.arange(position, position + self._ahead))
+            self._ordered = first, ids
+        return ids[position - first : position - first + self._global_batch]
 
 
 def start(main: Callable[[Run], object]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,14 +15,15 @@ from holdfast.errors import NonFiniteGradient, UsageError
 from holdfast.protocol.phases import Phase
 
 if TYPE_CHECKING:
+    from holdfast.train.position import Position
     from holdfast.train.replica import Replica
 
 
 class Batches(Protocol):
     """Where a step's micro-batches come from."""
 
-    def load(self, step: int, micro: int) -> Any:
-        """Micro-batch number `micro` of the step, on the run's device."""
+    def load(self, position: int, micro: int) -> Any:
+        """Micro-batch number `micro` of the step that begins at sample `position`, on the run's device."""
         ...
 
     def count(self) -> int:
@@ -34,12 +36,14 @@ class Step:
 
     Attributes:
         index: number of the step, from 0.
+        samples: how many samples were committed before it.
         committed: whether it counts. After a swallowed fault that is decided on leaving the `with`.
         loss: global mean loss (sum of losses over sum of weights); NaN until the step is reduced.
     """
 
-    def __init__(self, replica: Replica, batches: Batches, index: int, seed: int) -> None:
+    def __init__(self, replica: Replica, batches: Batches, index: int, seed: int, position: Position) -> None:
         self.index = index
+        self.samples = position.samples
         self.committed = False
         self.loss = math.nan
         self.took_s = 0.0
@@ -49,6 +53,7 @@ class Step:
         self._replica = replica
         self._batches = batches
         self._seed = seed
+        self._position = position
         self._weight = 0.0
         self._loss_sum = 0.0
         self._left = 0
@@ -73,7 +78,7 @@ class Step:
             replica.check()
             replica.enter(Phase.DATA, self.index)
             seed_generators(micro_seed(self._seed, self.index, micro))
-            batch = self._batches.load(self.index, micro)
+            batch = self._batches.load(self.samples, micro)
             replica.enter(Phase.FORWARD, self.index)
             yield batch
 
@@ -132,7 +137,7 @@ class Step:
             )
         if max_grad_norm is not None:
             gradients.clip(norm, max_grad_norm)
-        self._update = lambda: _update(optimizer, scheduler)
+        self._update = partial(self._updated, optimizer, scheduler)
         self.prepared = True
         self._prepared_s = time.perf_counter()
         replica.enter(Phase.VOTE, self.index)
@@ -156,6 +161,12 @@ class Step:
         self.took_s = time.perf_counter() - self._began_s - (late_s if self._waited else 0.0)
         replica.enter(Phase.COMMIT, self.index)
         replica.commit(self)
+
+    def _updated(self, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+        optimizer.step()
+        self._position.advance()
+        if scheduler is not None:  # which may ask for `run.samples`: those with this step
+            scheduler.step()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -214,9 +225,3 @@ def micro_seed(seed: int, step: int, micro: int) -> int:
 
 
 _MASK = (1 << 64) - 1
-
-
-def _update(optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
-    optimizer.step()
-    if scheduler is not None:
-        scheduler.step()

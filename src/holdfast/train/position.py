@@ -1,0 +1,90 @@
+"""Where a run stands in its data: part of the protected state, so it is saved, moved and committed with the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+import torch
+
+from holdfast.errors import UsageError
+from holdfast.train.scaling import scale_lr
+
+NAME = "holdfast"
+"""Under this name the position is in the protected state."""
+
+BatchChanged = Literal["refuse", "keep", "linear", "sqrt"]
+
+
+class Position:
+    """Samples that are committed, and what gives that number its meaning.
+
+    Counted in samples, not in steps: so a change of the global batch neither repeats nor skips one.
+
+    Attributes:
+        samples: how many samples were trained on in committed steps.
+    """
+
+    def __init__(
+        self, global_batch: int, seed: int, fingerprint: str | None, batch_changed: BatchChanged
+    ) -> None:
+        """fingerprint: of the data set, if it has one."""
+        if batch_changed not in get_args(BatchChanged):
+            raise UsageError(
+                f"batch_changed={batch_changed!r}; choose one of {', '.join(map(repr, get_args(BatchChanged)))}"
+            )
+        self.samples = 0
+        self._global_batch = self._saved_batch = global_batch
+        self._seed = seed
+        self._fingerprint = fingerprint
+        self._batch_changed = batch_changed
+
+    def advance(self) -> None:
+        """A step was committed."""
+        self.samples += self._global_batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """A few plain values, the same on every worker."""
+        return {
+            "samples": self.samples,
+            "global_batch": self._saved_batch,
+            "seed": self._seed,
+            "data": self._fingerprint,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from there.
+
+        Raises:
+            UsageError: the state was made with another global batch, seed or data set, and nobody said what then.
+        """
+        batch = state["global_batch"]
+        if batch != self._global_batch and self._batch_changed == "refuse":
+            raise UsageError(
+                f"run.steps(global_batch={self._global_batch}): the saved state was made with {batch}; say what "
+                'becomes of the learning rate: batch_changed="keep", "linear" or "sqrt" (see holdfast.scale_lr)'
+            )
+        if state["seed"] != self._seed:
+            raise UsageError(
+                f"run.steps(seed={self._seed}): the saved state was made with seed {state['seed']}, which gives "
+                "another order of samples; use the same seed"
+            )
+        if state["data"] != self._fingerprint:
+            raise UsageError(
+                f"the data set has the fingerprint {self._fingerprint}, the saved state was made with "
+                f"{state['data']}: give the same files and the same seq_len, or start a new job"
+            )
+        self.samples = int(state["samples"])
+        self._saved_batch = int(batch)
+
+    def adapt(self, protected: Mapping[str, Any]) -> None:
+        """After all state is loaded: follows the rule for a changed global batch, once."""
+        factor = self._global_batch / self._saved_batch
+        self._saved_batch = self._global_batch
+        if factor == 1.0 or self._batch_changed not in ("linear", "sqrt"):
+            return
+        schedulers = [t for t in protected.values() if isinstance(t, torch.optim.lr_scheduler.LRScheduler)]
+        for thing in protected.values():
+            if isinstance(thing, torch.optim.Optimizer):
+                own = [s for s in schedulers if s.optimizer is thing]
+                scale_lr(thing, factor, self._batch_changed, *own)
