@@ -132,7 +132,7 @@ def measure(root: Path, port: int, plain: int, nbytes: int, mib: int, repetition
 
     def recovered() -> None:
         pull = Pull(KEY, holders, TOKEN)
-        image = durable.pull_image({"state": mine}, pull, None, lambda: None)
+        image = durable.pull_image({"state": mine}, pull, None, lambda *_: None)
         state.load({"state": mine}, image)
 
     def dcp_loaded() -> None:

@@ -4,12 +4,14 @@ HoldfastError
 ├── UsageError            bad input: refused before anything starts; the message says what to do
 ├── ProtocolError         a frame or message that this version does not understand
 ├── StateError            training state that cannot be captured, sent or loaded
-│   └── ChecksumError     bytes arrived that are not the bytes that were sent
+│   ├── ChecksumError     bytes arrived that are not the bytes that were sent
+│   └── UnreadError       a checkpoint of which bytes cannot be had; an older one may do
 ├── TierError             a checkpoint tier cannot be read or written; training goes on without it
 ├── NonFiniteGradient     the reduced gradient holds NaN or Inf; the step is retried
 ├── StepFault             a step cannot be finished in this generation; swallowed by `with step`
 │   ├── GenerationBroken  the coordinator ended the generation
 │   └── CollectiveFailed  a collective with the other replicas failed: evidence, not a verdict
+│       └── StateLost     what the generation was to go on from is damaged: another try would find the same
 └── JobStopped            the job was asked to stop; `run.steps` ends quietly
 """
 
@@ -34,6 +36,10 @@ class ChecksumError(StateError):
     """Bytes differ from what their checksum says. The transfer is repeated from another donor."""
 
 
+class UnreadError(StateError):
+    """A checkpoint cannot be read whole. An older one, or another tier's, may do."""
+
+
 class TierError(HoldfastError):
     """A tier of checkpoints is full, not there, not permitted, or does not answer. The message says what to do."""
 
@@ -52,6 +58,10 @@ class GenerationBroken(StepFault):
 
 class CollectiveFailed(StepFault):
     """A collective with the other replicas raised; the coordinator decides who is at fault."""
+
+
+class StateLost(CollectiveFailed):
+    """The checkpoint that the generation was to go on from is damaged; the coordinator takes an older one."""
 
 
 class JobStopped(HoldfastError):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from holdfast.checkpoint.archive import Archive
 from holdfast.checkpoint.layout import Index, Manifest, Shard, TensorSpec, encode_head
 from holdfast.checkpoint.sums import sums_of
 from holdfast.checkpoint.tier import Tier
+from holdfast.errors import StateError
 
 
 def row_of(step: int, rank: int, nbytes: int = 100_000) -> bytes:
@@ -53,6 +54,16 @@ def loaded(archive: Archive, step: int) -> list[bytes]:
     shards = archive.manifest(step).shards
     rows = [archive.row(s, archive.head(s)) for s in shards]
     return [bytes(row.fetch(0, row.nbytes)) for row in rows]
+
+
+def newest_whole(archive: Archive, passed_over: Callable[[str], None] = lambda why: None) -> int | None:
+    """The newest step of which every byte is as it was saved."""
+    for step in reversed(archive.steps()):
+        try:
+            return archive.verify(step).step
+        except StateError as error:
+            passed_over(str(error))
+    return None
 
 
 def replaced(tier: Tier, name: str, data: bytes) -> None:

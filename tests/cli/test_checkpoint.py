@@ -168,10 +168,10 @@ def test_the_next_start_takes_the_older_whole_one(home, saved):
     row_of(saved / "step-8").write_bytes(b"")
     folder = JobFolder("done")
     notes = []
-    durable_found = folder.prepare(spec(folder), notes.append)
+    resume = folder.prepare(spec(folder), notes.append)
     folder.close()
-    assert durable_found is not None
-    assert durable_found.step == 4
+    assert [d.step for d in resume.checkpoints] == [4]
+    assert list(resume.passed_over) == [n.removeprefix("passed over: ") for n in notes]
     assert len(notes) == 1
     assert "step-8" in notes[0]
     assert "cut short" in notes[0]

@@ -72,6 +72,15 @@ def test_plain_speaks_ever_more_rarely_and_is_awake_after_an_event(plain, clock,
     assert "training: step 1,234" in lines(capsys)[0]
 
 
+def test_plain_says_how_far_the_fetching_of_the_state_is(plain, clock, status, capsys):
+    for worker, restored in zip(status["workers"], ([3_000_000_000, 12_000_000_000], None), strict=False):
+        worker |= {"state": "restoring", "restored": restored}
+    clock.now += 2.5
+    plain.status(status)
+    said = lines(capsys)[0]
+    assert said.endswith("2 of 2 workers fetch the state of step 1,234: 3.00 GB of 12.0 GB")
+
+
 def test_plain_knows_the_time_of_the_job(plain, clock, status, capsys):
     plain.status(status)
     clock.now += 2.5

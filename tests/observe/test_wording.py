@@ -43,6 +43,8 @@ SAMPLES = {
     "saved": {"step": 120, "url": LONG, "worker": "node1.0#1"},
     "snapshot-skipped": {"step": 120, "node": "node1", "rank": 0, "reason": "no memory for a snapshot of 90 MiB"},
     "few-copies": {"nodes": 1, "wanted": 2},
+    "checkpoint-unread": {"step": 120, "url": LONG, "reason": f"{LONG}: bytes 0 to 32768 were changed",
+                          "instead": f"{LONG}/step-80"},
     "snapshot-unreadable": {"step": 120, "generation": 3},
     "tier-failed": {"step": 120, "url": LONG, "reason": "the disk is full: make room"},
     "waiting": {"workers": 1, "target": 4},

@@ -41,8 +41,8 @@ def generation_of(donors, number=4):
     return Generation(number, members, start=7)
 
 
-def fetch(generation, ranks, objects, alive=lambda: None, token=TOKEN):
-    return Fetch(generation, ranks, token, alive).run(objects)
+def fetch(generation, ranks, objects, seen=lambda nbytes, total: None, token=TOKEN):
+    return Fetch(generation, ranks, token, seen).run(objects)
 
 
 def test_stripes_from_several_donors_arrive_whole(donors):
@@ -50,11 +50,13 @@ def test_stripes_from_several_donors_arrive_whole(donors):
     for donor in donors:
         donor.publish(4, state.capture({"big": source}, 7))
     beats = []
-    image = fetch(generation_of(donors), (0, 1, 2), {"big": target}, lambda: beats.append(1))
+    image = fetch(generation_of(donors), (0, 1, 2), {"big": target}, lambda *how_far: beats.append(how_far))
     state.load({"big": target}, image)
     assert state.digest({"big": target}) == state.digest({"big": source})
     assert image.index.step == 7
     assert len(beats) >= image.index.nbytes // transfer.CHUNK_BYTES
+    assert sum(nbytes for nbytes, _ in beats) == image.index.nbytes
+    assert {total for _, total in beats} == {image.index.nbytes}
 
 
 def test_a_dead_donor_is_replaced_by_the_next(donors):
@@ -110,7 +112,7 @@ def test_an_older_generation_is_gone(donors):
 def test_a_broken_generation_ends_the_transfer(donors):
     donors[0].publish(4, state.capture({"big": Big(0)}, 7))
 
-    def broken():
+    def broken(nbytes, total):
         raise GenerationBroken("meanwhile")
 
     with pytest.raises(GenerationBroken):
@@ -119,7 +121,7 @@ def test_a_broken_generation_ends_the_transfer(donors):
 
 def test_abort_frees_a_reader_whose_donor_is_silent(donors):
     # the donor waits for a generation that is never published: the reader hangs until it is aborted
-    reading = Fetch(generation_of(donors, number=9), (0,), TOKEN, lambda: None)
+    reading = Fetch(generation_of(donors, number=9), (0,), TOKEN, lambda *_: None)
     failed = []
 
     def read():

@@ -14,7 +14,7 @@ from holdfast.protocol import messages as m
 from holdfast.protocol.frames import Codec, pack
 from holdfast.protocol.job import Timing
 from holdfast.protocol.page import ProgressPage
-from holdfast.protocol.phases import WAITING_PHASES, Phase, Place
+from holdfast.protocol.phases import SLOW_PHASES, WAITING_PHASES, Phase, Place
 
 _codec: Codec[m.WorkerMessage] = Codec(m.WorkerMessage)
 TAIL_LINES = 20
@@ -244,7 +244,7 @@ class WorkerProcess:
             if self.median_s is None:
                 return self._timing.start_s if place.committed else float("inf")
             return max(20 * self._timing.detection_s, 4 * self._timing.stall_s(self.median_s))
-        if place.phase == Phase.ASIDE:
+        if place.phase in SLOW_PHASES:
             return self._timing.start_s
         if self.median_s is not None:
             return self._timing.stall_s(self.median_s)

@@ -15,10 +15,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from holdfast.checkpoint.flat import flatten
 from holdfast.checkpoint.found import Found
-from holdfast.checkpoint.loading import Unread, check, give, read
+from holdfast.checkpoint.loading import check, give, read
 from holdfast.checkpoint.places import AgentPlace, LonePlace, Place, say
 from holdfast.checkpoint.tier import parse_tier
-from holdfast.errors import HoldfastError, StateError, UsageError
+from holdfast.errors import HoldfastError, StateError, UnreadError, UsageError
 from holdfast.train import worker
 
 COPY_BYTES = 16 << 20
@@ -116,7 +116,7 @@ def load(
             tensors = read(state, found, place.rank)
         except HoldfastError as error:
             trouble = error
-        lasting = trouble is not None and not isinstance(trouble, Unread)
+        lasting = trouble is not None and not isinstance(trouble, UnreadError)
         troubles = place.ranks.gather(f"{about}/read", [str(trouble or ""), lasting])
         if lasting and trouble is not None:
             raise trouble

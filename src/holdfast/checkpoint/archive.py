@@ -91,14 +91,8 @@ class Archive:
         return manifest
 
     def _verify_row(self, shard: Shard, head: Head, seen: Callable[[int], None]) -> None:
+        self.check_size(shard, head)
         where, nbytes = f"{self.tier.url}/{shard.row.name}", head.index.nbytes
-        size = self.tier.size(shard.row.name)
-        if size is None:
-            raise StateError(f"{where} is not there")
-        if size != nbytes:
-            raise StateError(
-                f"{where} is {'cut short' if size < nbytes else 'longer'}: {size} of {nbytes} bytes"
-            )
         scratch = memoryview(bytearray(min(WINDOW_BYTES, nbytes)))
         for low in range(0, nbytes, WINDOW_BYTES):
             view = scratch[: min(WINDOW_BYTES, nbytes - low)]
@@ -110,14 +104,43 @@ class Archive:
                 raise ChecksumError(f"{where}: bytes {begin} to {end}{held} were changed")
             seen(len(view))
 
-    def newest_whole(self, passed_over: Said = lambda why: None) -> Manifest | None:
-        """The newest checkpoint whose every byte is as it was saved; `passed_over` is told why newer ones are not."""
-        for step in reversed(self.steps()):
+    def check(self, step: int, seen: Callable[[int], None] = lambda nbytes: None) -> Manifest:
+        """Whether a checkpoint is whole as far as its manifest, heads and sizes tell. Its rows are verified as they are
+        read. `seen` is told of bytes as they are read.
+
+        Raises:
+            StateError: no checkpoint, damaged, or cut short; the message says which file.
+        """
+        manifest = self.manifest(step)
+        for shard in manifest.shards:
+            self.check_size(shard, self.head(shard))
+            seen(shard.head.nbytes)
+        return manifest
+
+    def check_size(self, shard: Shard, head: Head) -> None:
+        """Raises StateError unless the row has the size that its head names."""
+        where, nbytes = f"{self.tier.url}/{shard.row.name}", head.index.nbytes
+        size = self.tier.size(shard.row.name)
+        if size is None:
+            raise StateError(f"{where} is not there")
+        if size != nbytes:
+            how = "cut short" if size < nbytes else "longer"
+            raise StateError(f"{where} is {how}: {size} of {nbytes} bytes")
+
+    def candidates(
+        self, passed_over: Said = lambda why: None, seen: Callable[[int], None] = lambda nbytes: None
+    ) -> list[int]:
+        """Steps to go on from, newest first: the newest that `check` calls whole, and all before it, in case that it
+        proves to be damaged. `passed_over` is told why newer ones are not among them."""
+        steps = self.steps()[::-1]
+        for number, step in enumerate(steps):
             try:
-                return self.verify(step)
+                self.check(step, seen)
             except (StateError, TierError) as error:
                 passed_over(str(error))
-        return None
+            else:
+                return steps[number:]
+        return []
 
     # ------------------------------------------------------------ how one comes to be
 

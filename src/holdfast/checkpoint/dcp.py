@@ -37,7 +37,7 @@ from holdfast.checkpoint.api import copy_tensors, place_for, wait_for_copy
 from holdfast.checkpoint.flat import inlined
 from holdfast.checkpoint.found import Found
 from holdfast.checkpoint.layout import Index, TensorSpec
-from holdfast.checkpoint.places import say
+from holdfast.checkpoint.places import progress, say
 from holdfast.checkpoint.regions import Region, read_regions
 from holdfast.errors import StateError, TierError
 from holdfast.train.state import dtype_of, leaves, unpack
@@ -232,7 +232,9 @@ class TieredReader(StorageReader):
             into = target if direct else torch.empty(tuple(item.lengths), dtype=dtype)
             regions.append(Region(owner, spec, tuple(item.storage_offsets), into))
             targets.append((item, target, into))
-        read_regions(found, regions)
+        total = sum(r.target.numel() * r.target.element_size() for r in regions)
+        with progress(reader, f"loading {found.where}", total) as count:
+            read_regions(found, regions, seen=count.add)
         with torch.no_grad():
             for item, target, into in targets:
                 if into is not target:

@@ -17,15 +17,12 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from holdfast.checkpoint.flat import LARGE, Leaf, leaf_of, plain, rebuild
 from holdfast.checkpoint.found import Found
 from holdfast.checkpoint.layout import Index, TensorSpec
+from holdfast.checkpoint.places import progress
 from holdfast.checkpoint.regions import Region, read_regions
-from holdfast.errors import StateError, TierError, UsageError
+from holdfast.errors import StateError, TierError, UnreadError, UsageError
 from holdfast.train.state import dtype_of, leaves, pack
 
 MOST_DIFFERENCES = 20
-
-
-class Unread(StateError):
-    """A checkpoint of which bytes cannot be had; an older one may do."""
 
 
 def compare(state: Mapping[str, Any], found: Found, rank: int) -> list[str]:
@@ -134,7 +131,7 @@ def read(state: Mapping[str, Any], found: Found, rank: int) -> list[torch.Tensor
 
     Raises:
         UsageError: a tensor of which it cannot be known what is needed.
-        Unread: no source has all of it.
+        UnreadError: no source has all of it.
     """
     index = _own_head(found, rank)
     live: list[tuple[str, torch.Tensor]] = []
@@ -157,11 +154,13 @@ def read(state: Mapping[str, Any], found: Found, rank: int) -> list[torch.Tensor
         try:
             regions += regions_of(found, leaf_of(spec.path, target), rank, late)
         except StateError as error:
-            raise Unread(str(error)) from error
+            raise UnreadError(str(error)) from error
+    total = sum(r.target.numel() * r.target.element_size() for r in regions)
     try:
-        read_regions(found, regions)
+        with progress(rank, f"loading {found.where}", total) as count:
+            read_regions(found, regions, seen=count.add)
     except (StateError, TierError) as error:
-        raise Unread(str(error)) from error
+        raise UnreadError(str(error)) from error
     with torch.no_grad():
         for ours, staged in late:
             ours.copy_(staged)

@@ -35,6 +35,7 @@ from holdfast.checkpoint.policy import Retention, parse_cadence
 from holdfast.checkpoint.ranks import Ranks
 from holdfast.checkpoint.sums import sums_of
 from holdfast.errors import HoldfastError, StateError, TierError
+from holdfast.observe.bytecount import ByteCount
 from holdfast.protocol import messages as m
 from holdfast.protocol.snapshots import DurableTier, Key, Shard
 
@@ -68,6 +69,11 @@ class Place(Protocol):
 def say(text: str) -> None:
     """To whoever reads the script's output."""
     sys.stderr.write(f"[holdfast] {text}\n")
+
+
+def progress(rank: int, what: str, total_bytes: int) -> ByteCount:
+    """What takes longer than two seconds is said by rank 0, for all."""
+    return ByteCount(say if rank == 0 else lambda text: None, what, total_bytes)
 
 
 def in_archives(urls: list[str], passed_over: Callable[[str], None]) -> Iterator[Found]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -56,8 +56,13 @@ class _Run:
     at: int
 
 
-def read_regions(found: Found, regions: Sequence[Region], threads: int = THREADS) -> None:
-    """Fills every region's target.
+def read_regions(
+    found: Found,
+    regions: Sequence[Region],
+    threads: int = THREADS,
+    seen: Callable[[int], None] = lambda nbytes: None,
+) -> None:
+    """Fills every region's target. `seen` is told, from several threads, of bytes as they come in.
 
     Raises:
         StateError: bytes that no source has whole; targets may be partly filled then.
@@ -85,6 +90,7 @@ def read_regions(found: Found, regions: Sequence[Region], threads: int = THREADS
                 if rank not in rows:
                     rows[rank] = found.open_row(rank)
                 _read(rows[rank], runs, lock)
+                seen(sum(run.nbytes for run in runs))
         except BaseException:
             failed.set()
             raise

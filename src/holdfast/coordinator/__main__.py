@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast.coordinator.service import Coordinator
-from holdfast.protocol.job import Durable, JobSpec
+from holdfast.protocol.job import JobSpec, Resume
 
 EXIT_PORT = 3
 
@@ -22,15 +22,13 @@ def main() -> int:
     parser.add_argument("--job-dir", type=Path, required=True)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--durable-step", type=int)
-    parser.add_argument("--durable-url")
     parser.add_argument("--lifeline", type=int)
     given = parser.parse_args()
     os.umask(0o077)
     spec = msgspec.json.decode((given.job_dir / "spec.json").read_bytes(), type=JobSpec)
-    durable = Durable(given.durable_step, given.durable_url) if given.durable_url else None
+    resume = msgspec.json.decode((given.job_dir / "resume.json").read_bytes(), type=Resume)
     try:
-        asyncio.run(_serve(given.job_dir, spec, durable, given.host, given.port, given.lifeline))
+        asyncio.run(_serve(given.job_dir, spec, resume, given.host, given.port, given.lifeline))
     except OSError as error:
         print(f"holdfast: cannot listen on {given.host}:{given.port}: {error.strerror}", file=sys.stderr)
         return EXIT_PORT
@@ -38,9 +36,9 @@ def main() -> int:
 
 
 async def _serve(
-    job_dir: Path, spec: JobSpec, durable: Durable | None, host: str, port: int, lifeline: int | None
+    job_dir: Path, spec: JobSpec, resume: Resume, host: str, port: int, lifeline: int | None
 ) -> None:
-    await Coordinator(job_dir, spec, durable).serve(host, port, lifeline)
+    await Coordinator(job_dir, spec, resume).serve(host, port, lifeline)
 
 
 if __name__ == "__main__":

@@ -154,8 +154,8 @@ class Core:
                 stopping.request(self, reason, "stopped")
             case NodeUnavailable(reason):
                 nodes.unavailable(self, reason)
-            case DurableFound(durable):
-                self.state.durable = durable
+            case DurableFound():
+                storing.found(self, event)
             case Recovered(last_s):
                 nodes.recovered(self, last_s)
             case Tick():
@@ -203,6 +203,9 @@ class Core:
                 worker.joined = message.generation
                 if self.state.generation and message.generation == self.state.generation.number:
                     incidents.joined(self.state, self.now, message)
+            case m.Restoring(generation, nbytes, total_bytes):
+                if worker.phase is WorkerPhase.MEMBER and generation == self.state.number:
+                    worker.restored = nbytes, total_bytes
             case m.Progress():
                 self._progress(worker, message, age_s)
             case m.Aside(on):

@@ -57,9 +57,12 @@ class Recovered(msgspec.Struct, frozen=True):
 
 
 class DurableFound(msgspec.Struct, frozen=True):
-    """A whole checkpoint lies on disk."""
+    """A whole checkpoint lies in a durable tier (None: none does). older: those to take if it proves to be damaged,
+    newest first. passed_over: why others will not do."""
 
-    durable: Durable
+    durable: Durable | None
+    older: tuple[Durable, ...] = ()
+    passed_over: tuple[str, ...] = ()
 
 
 class Tick(msgspec.Struct, frozen=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from holdfast.coordinator import failures, incidents, nodes, policy, saving, stopping
+from holdfast.coordinator import failures, incidents, nodes, policy, saving, stopping, storing
 from holdfast.coordinator.state import JobPhase, Snapshot, Worker, WorkerPhase
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import Durable
@@ -66,9 +66,12 @@ def collective_error(core: Core, worker: Worker, message: m.CollectiveError) -> 
         return
     if worker.phase is WorkerPhase.MEMBER:
         core.record("collective-error", worker=worker.name, step=message.step, detail=message.detail)
-        copy = s.forms[worker.name].copy
-        if copy is not None and message.step < 0 and s.phase is JobPhase.RUNNING:
-            saving.unread(core, copy)
+        form = s.forms[worker.name]
+        if form.restore and message.step < 0 and s.phase is JobPhase.RUNNING:
+            if form.copy is not None:
+                saving.unread(core, form.copy)
+            elif form.durable is not None:
+                storing.unread(core, form.durable, message)
         break_generation(core, "a collective failed")
 
 
@@ -130,6 +133,11 @@ def try_form(core: Core) -> None:
     if survivors and nothing_saved and all(w.committed is None for w in survivors):
         _start_over(core, survivors)
         survivors = []
+    if s.unread and nothing_saved and not any(w.committed is not None for w in survivors):
+        more = f" (and {len(s.unread) - 1} more)" if len(s.unread) > 1 else ""
+        advice = "remove it, or choose another --job, to begin anew"
+        stopping.give_up(core, f"no checkpoint could be loaded: {s.unread[0]}{more}; {advice}", None)
+        return
     ready = core.workers_in(WorkerPhase.READY)
     fresh = sorted(ready, key=lambda w: (s.nodes[w.node].failures, w.node))
     count = min(len(survivors) + len(fresh), spec.target)
@@ -249,7 +257,7 @@ def _source(outcome: policy.Outcome, snapshot: Snapshot | None, durable: Durable
 
 def _enroll(core: Core, worker: Worker, form: m.Form, start: int) -> None:
     worker.phase = WorkerPhase.MEMBER
-    worker.prepared = False
+    worker.prepared, worker.restored = False, None
     worker.committed = start
     core.state.blames.pop(worker.name, None)
     core.state.forms[worker.name] = form

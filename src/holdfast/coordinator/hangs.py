@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from holdfast.coordinator import failures, forming, gang, incidents, policy
 from holdfast.coordinator.state import JobPhase, Worker, WorkerPhase
 from holdfast.protocol import messages as m
-from holdfast.protocol.phases import WAITING_PHASES, Phase
+from holdfast.protocol.phases import SLOW_PHASES, WAITING_PHASES, Phase
 
 if TYPE_CHECKING:
     from holdfast.coordinator.core import Core
@@ -117,8 +117,8 @@ def _at_work(core: Core, suspects: set[str]) -> bool:
 
 def _allowed_s(core: Core, view: m.WorkerView) -> float:
     """How long a worker may stand still where it is. Its first step may compile for as long as a start takes, and
-    work of the script's own between two steps may take as long."""
-    if view.place.phase == Phase.ASIDE:
+    work of the script's own between two steps, or a durable tier's answer, may take as long."""
+    if view.place.phase in SLOW_PHASES:
         return core.timing.start_s
     if view.median_s is None and view.place.phase in _COMPILING:
         return core.timing.start_s

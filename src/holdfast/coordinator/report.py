@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from holdfast.coordinator import incidents
-from holdfast.coordinator.state import CoreState, WorkerPhase
+from holdfast.coordinator.state import CoreState, Worker, WorkerPhase
 from holdfast.coordinator.store import StepRow
 
 SCHEMA = 1
@@ -86,7 +86,8 @@ def build_status(state: CoreState, now: float) -> dict[str, Any]:
                 "worker": w.name,
                 "node": w.node,
                 "rank": ranks.get(w.name),
-                "state": w.phase.value,
+                "state": "restoring" if _restoring(state, w) else w.phase.value,
+                "restored": w.restored if _restoring(state, w) else None,
                 "step": w.committed,
                 "log": w.log,
             }
@@ -97,6 +98,13 @@ def build_status(state: CoreState, now: float) -> dict[str, Any]:
         "blame": msgspec.to_builtins(state.blame) if state.blame else None,
         "saving": _saving(state, now),
     }
+
+
+def _restoring(state: CoreState, worker: Worker) -> bool:
+    """It is a member, and fetches the state."""
+    form = state.forms.get(worker.name)
+    waits = worker.phase is WorkerPhase.MEMBER and worker.joined < state.number
+    return waits and form is not None and form.restore
 
 
 def _saving(state: CoreState, now: float) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from holdfast.protocol import messages as m
 from holdfast.protocol.endpoint import Endpoint, write_endpoint
 from holdfast.protocol.faults import NODE_FAULTS, FaultKind, parse_fault
 from holdfast.protocol.frames import Codec, encode
-from holdfast.protocol.job import Durable, JobSpec
+from holdfast.protocol.job import JobSpec, Resume
 
 _codec: Codec[m.AgentMessage] = Codec(m.AgentMessage)
 STATUS_EVERY_S = 0.2
@@ -38,7 +38,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Coordinator:
     """One job's coordinator. `serve` returns when the job is over."""
 
-    def __init__(self, job_dir: Path, spec: JobSpec, durable: Durable | None) -> None:
+    def __init__(self, job_dir: Path, spec: JobSpec, resume: Resume) -> None:
         self._job_dir = job_dir
         self._token = (job_dir / "token").read_text().strip()
         self._store = Store(job_dir / "job.sqlite")
@@ -46,7 +46,7 @@ class Coordinator:
         self._core = Core(spec, saved)
         self._injector = Injector(spec.faults)
         self._resumed = saved is not None
-        self._durable = durable
+        self._resume = resume
         self._agents: dict[str, asyncio.Queue[bytes | None]] = {}
         self._watchers: set[asyncio.Queue[bytes]] = set()
         self._tick: asyncio.TimerHandle | None = None
@@ -118,8 +118,8 @@ class Coordinator:
             self.handle(ev.Recovered(state.began_s + self._store.last_t_s()))
         else:
             self.handle(ev.Tick())
-            if self._durable is not None:
-                self.handle(ev.DurableFound(self._durable))
+            newest, *older = *self._resume.checkpoints, None
+            self.handle(ev.DurableFound(newest, tuple(filter(None, older)), self._resume.passed_over))
 
     # ------------------------------------------------------------ the core
 
@@ -408,5 +408,5 @@ def _routine(event: ev.Event) -> bool:
         return False
     said = event.message
     return isinstance(said, m.Heartbeat) or (
-        isinstance(said, m.FromWorker) and isinstance(said.message, m.Progress)
+        isinstance(said, m.FromWorker) and isinstance(said.message, m.Progress | m.Restoring)
     )

@@ -66,7 +66,8 @@ class Node(msgspec.Struct):
 class Worker(msgspec.Struct):
     """One training process. `name` is `node.slot#incarnation` and never used twice.
 
-    joined: the newest generation that it is connected to. vanished_s: since when its agent no longer has it, while
+    joined: the newest generation that it is connected to. restored: bytes of the state that it has, and of how many;
+    None while that is not known. vanished_s: since when its agent no longer has it, while
     how it ended is not known yet. aside: it does work of the script's own between two steps.
     """
 
@@ -87,6 +88,7 @@ class Worker(msgspec.Struct):
     vanished_s: float | None = None
     digest: str | None = None
     loss: float | None = None
+    restored: tuple[int, int] | None = None
 
 
 class Incident(msgspec.Struct):
@@ -222,6 +224,8 @@ class CoreState(msgspec.Struct):
     that broke without a commit and without anyone to blame. bad_starts: volleys of workers in a row that died
     before they were ready. joined: nodes that ever came. stops: who was told to leave, and how. waiting: the ledger
     says that the job waits for workers. stored: tier to the last checkpoint that came there (or was tried).
+    older: what to go on from if `durable` proves to be damaged, newest first. durable_tries: generations in a row that
+    could not be restored from it. unread: why checkpoints that are there will not do.
     skipped: shards that no node could keep since the last whole snapshot. rewinds: oldest first, their starts rising.
     """
 
@@ -239,6 +243,9 @@ class CoreState(msgspec.Struct):
     generation_committed: int = 0
     lost_steps: int = 0
     durable: Durable | None = None
+    older: list[Durable] = []
+    durable_tries: int = 0
+    unread: list[str] = []
     snapshots: list[Snapshot] = []
     rewinds: list[Rewind] = []
     buddy_groups: list[list[str]] = []

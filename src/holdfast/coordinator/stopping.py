@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from holdfast.coordinator import failures, forming, gang, policy
+from holdfast.coordinator import failures, forming, gang, policy, storing
 from holdfast.coordinator.events import End
 from holdfast.coordinator.state import Blame, JobPhase, Worker, WorkerPhase
 from holdfast.protocol import messages as m
@@ -56,7 +56,7 @@ def saved(core: Core, worker: Worker, message: m.Saved) -> None:
     if message.error is not None:
         core.record("tier-failed", url=message.url, step=message.step, reason=message.error)
         return
-    core.state.durable = Durable(message.step, message.url)
+    storing.there(core, Durable(message.step, message.url))
     core.record("saved", step=message.step, url=message.url, worker=worker.name)
 
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from holdfast.checkpoint.policy import best_interval_s, parse_cadence
+from holdfast.checkpoint.policy import Retention, best_interval_s, parse_cadence
 from holdfast.coordinator import saving
+from holdfast.coordinator.events import DurableFound
 from holdfast.coordinator.state import Node, Snapshot, Storing
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import Durable
@@ -19,6 +20,12 @@ if TYPE_CHECKING:
 
 STORE_COST = 0.05
 """What writing a checkpoint behind running training takes away from it, as a share of the time it takes."""
+
+KEPT_OLDER = 16
+"""So many older checkpoints are remembered, for when newer ones prove to be damaged."""
+
+MAX_TRIES = 3
+"""So many generations may fail to be restored from a tier that does not answer."""
 
 STORE_MTBF = 10
 """The whole job is lost so many times less often than a worker."""
@@ -122,10 +129,61 @@ def published(core: Core, node: Node, message: m.Published) -> None:
         s.storing.remove(current)
         current.took_s = core.now - current.began_s
         s.stored[current.tier] = current
-        if s.durable is None or s.durable.step <= message.step:
-            s.durable = Durable(message.step, message.tier)
+        there(core, Durable(message.step, message.tier))
         s.failing_tiers = [t for t in s.failing_tiers if t != message.tier]
         core.record("saved", step=message.step, url=message.tier, took_s=round(current.took_s, 4))
+
+
+# ---------------------------------------------------------------- what is there
+
+
+def found(core: Core, event: DurableFound) -> None:
+    """What a start found in the durable tiers."""
+    s = core.state
+    s.durable, s.older, s.unread = event.durable, list(event.older[:KEPT_OLDER]), list(event.passed_over)
+
+
+def there(core: Core, durable: Durable) -> None:
+    """A checkpoint came to be; those that its tier keeps no longer are gone."""
+    s = core.state
+    kept = [d for d in (s.durable, *s.older) if d is not None and d != durable]
+    tier = next((t for t in core.spec.saving.tiers if t.url == durable.url), None)
+    if tier is not None:
+        steps = [durable.step, *(d.step for d in kept if d.url == tier.url)]
+        gone = Retention(tier.keep, tier.keep_every).superfluous(steps, spare=durable.step)
+        kept = [d for d in kept if d.url != tier.url or d.step not in gone]
+    # Of one step the one that came last; training may have gone back, but never behind what can be loaded.
+    newest, *older = sorted([durable, *kept], key=lambda d: -d.step)
+    s.durable, s.older, s.durable_tries = newest, older[:KEPT_OLDER], 0
+
+
+def unread(core: Core, durable: Durable, message: m.CollectiveError) -> None:
+    """A worker could not be restored from a checkpoint. A damaged one is not tried again, one in a tier that does not
+    answer is; then the next older one is taken."""
+    s = core.state
+    if durable != s.durable:
+        return
+    s.durable_tries += 1
+    if not message.lost and s.durable_tries < MAX_TRIES:
+        return
+    s.durable_tries = 0
+    s.durable = s.older.pop(0) if s.older else None
+    s.unread.append(f"{durable.place}: {message.detail}")
+    core.record(
+        "checkpoint-unread",
+        step=durable.step,
+        url=durable.url,
+        reason=message.detail,
+        instead=_instead(core),
+    )
+
+
+def _instead(core: Core) -> str | None:
+    """What training goes on from now, for people; None: nothing is left."""
+    durable, snapshot = core.state.durable, saving.newest_whole(core, world=1)
+    if snapshot is not None and (durable is None or durable.step <= snapshot.step):
+        return f"step {snapshot.step} in memory"
+    return durable.place if durable else None
 
 
 def _failed(core: Core, current: Storing, reason: str) -> None:

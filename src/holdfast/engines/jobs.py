@@ -17,7 +17,8 @@ import xxhash
 from holdfast.checkpoint.archive import Archive
 from holdfast.checkpoint.memory import memory_base, remove_memory
 from holdfast.errors import HoldfastError, UsageError
-from holdfast.protocol.job import Durable, JobSpec
+from holdfast.observe.bytecount import ByteCount
+from holdfast.protocol.job import Durable, JobSpec, Resume
 
 KEEP_LEDGERS = 5
 
@@ -94,18 +95,25 @@ def is_running(folder: Path) -> bool:
     return False
 
 
-def _newest(spec: JobSpec, passed_over: Callable[[str], None]) -> Durable | None:
-    """The newest whole checkpoint of all durable tiers; the first tier where several have it."""
-    found: list[Durable] = []
-    for tier in spec.saving.tiers:
-        try:
-            manifest = Archive(tier.url).newest_whole(passed_over)
-        except HoldfastError as error:
-            passed_over(f"{tier.url}: {error}")
-            continue
-        if manifest is not None:
-            found.append(Durable(manifest.step, tier.url))
-    return max(found, key=lambda d: d.step, default=None)
+def find_checkpoints(spec: JobSpec, note: Callable[[str], None]) -> Resume:
+    """The checkpoints of all durable tiers to go on from, of one step the first tier's before others'.
+
+    Their manifests, heads and sizes are looked at, not every byte: that is done as they are loaded, and the coordinator
+    takes the next older one if one proves to be damaged then.
+    """
+    there: list[Durable] = []
+    passed_over: list[str] = []
+    with ByteCount(note, "looking through the checkpoints") as count:
+        for tier in spec.saving.tiers:
+            try:
+                steps = Archive(tier.url).candidates(passed_over.append, count.add)
+            except HoldfastError as error:
+                passed_over.append(f"{tier.url}: {error}")
+            else:
+                there += [Durable(step, tier.url) for step in steps]
+    for why in passed_over:
+        note(f"passed over: {why}")
+    return Resume(tuple(sorted(there, key=lambda d: -d.step)), tuple(passed_over))
 
 
 def _sweep_memory() -> None:
@@ -141,10 +149,10 @@ class JobFolder:
             path.write_text(secrets.token_hex(4))
         return memory_root() / f"{self.path.name}-{path.read_text()}"
 
-    def prepare(self, spec: JobSpec, note: Callable[[str], None] = lambda text: None) -> Durable | None:
-        """Makes the folder ready for a start; returns the newest whole checkpoint, to go on from, if there is one.
+    def prepare(self, spec: JobSpec, note: Callable[[str], None] = lambda text: None) -> Resume:
+        """Makes the folder ready for a start; returns the checkpoints to go on from.
 
-        `note` is told of checkpoints that are not whole.
+        `note` is told of those that are not whole, and how far it is when that takes long.
         """
         if self._outcome() == "finished":
             shutil.rmtree(self.path / "checkpoint", ignore_errors=True)
@@ -157,7 +165,9 @@ class JobFolder:
         with os.fdopen(fd, "w") as out:
             out.write(secrets.token_urlsafe(32))
         (self.path / "spec.json").write_bytes(msgspec.json.format(msgspec.json.encode(spec)))
-        return _newest(spec, lambda why: note(f"passed over: {why}"))
+        resume = find_checkpoints(spec, note)
+        (self.path / "resume.json").write_bytes(msgspec.json.encode(resume))
+        return resume
 
     def _outcome(self) -> str | None:
         try:

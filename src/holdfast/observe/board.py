@@ -26,6 +26,7 @@ _WORKER_WORDS = {
     "attached": "building the model",
     "ready": "spare, warm",
     "member": "training",
+    "restoring": "fetching the state",
     "parked": "recovering",
     "done": "done",
 }
@@ -117,7 +118,7 @@ def _lines(status: Status) -> Iterable[tuple[str, str, str, str, str]]:
     workers = sorted(status["workers"], key=lambda w: (w["rank"] is None, w["rank"] or 0, w["worker"]))
     for w in workers:
         rank = units.UNKNOWN if w["rank"] is None else str(w["rank"])
-        yield rank, w["node"], w["worker"], _WORKER_WORDS.get(w["state"], w["state"]), units.count(w["step"])
+        yield rank, w["node"], w["worker"], _worker_word(w), units.count(w["step"])
     staffed = {w["node"] for w in workers}
     dash = units.UNKNOWN
     for node in status["nodes"]:
@@ -125,6 +126,14 @@ def _lines(status: Status) -> Iterable[tuple[str, str, str, str, str]]:
             yield dash, node["node"], dash, "spare", dash
     for node in [n for n in status["nodes"] if not n["alive"]][-LOST_SHOWN:]:
         yield dash, node["node"], dash, "lost", dash
+
+
+def _worker_word(worker: Mapping[str, Any]) -> str:
+    word = _WORKER_WORDS.get(worker["state"], str(worker["state"]))
+    if worker.get("restored"):
+        nbytes, total = worker["restored"]
+        word += f": {units.size(nbytes)} of {units.size(total)}"
+    return word
 
 
 def _incidents(status: Status) -> Table:

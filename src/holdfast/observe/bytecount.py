@@ -1,37 +1,56 @@
-"""Progress of what takes longer than two seconds: one line, rewritten in a terminal, repeated elsewhere."""
+"""Progress of what takes longer than two seconds: one line, rewritten in a terminal, ever more rarely elsewhere."""
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import IO
 
 from holdfast.observe import units
 
 SILENT_S = 2.0
+LONGEST_SILENCE_S = 30.0
 
 
 class ByteCount:
-    """Bytes that were dealt with. Says nothing in the first two seconds."""
+    """Bytes that were dealt with. Says nothing in the first two seconds. Thread-safe."""
 
-    def __init__(self, stream: IO[str], what: str) -> None:
-        self._stream, self._what = stream, what
-        self._terminal = stream.isatty()
+    def __init__(self, to: IO[str] | Callable[[str], None], what: str, total: int | None = None) -> None:
+        """to: a stream, or who is told a line. total: bytes there are to be dealt with, if that is known."""
+        self._to, self._what, self._total = to, what, total
+        self._terminal = not callable(to) and to.isatty()
         self._began = self._said = time.monotonic()
+        self._silence_s = SILENT_S
+        self._lock = threading.Lock()
         self._nbytes = 0
         self._open = False
 
     def add(self, nbytes: int) -> None:
         """So many more bytes."""
-        self._nbytes += nbytes
-        now = time.monotonic()
-        if now - self._said >= SILENT_S:
+        with self._lock:
+            self._nbytes += nbytes
+            now = time.monotonic()
+            if now - self._said < self._silence_s:
+                return
             self._said = now
-            rate = units.size(int(self._nbytes / (now - self._began)))
-            line = f"{self._what}: {units.size(self._nbytes)}, {rate}/s"
-            self._stream.write(f"\r\033[K{line}" if self._terminal else f"{line}\n")
-            self._stream.flush()
-            self._open = self._terminal
+            if not self._terminal:
+                self._silence_s = min(2 * self._silence_s, LONGEST_SILENCE_S)
+            self._say(self._line(now))
+
+    def _line(self, now: float) -> str:
+        rate = units.size(int(self._nbytes / (now - self._began)))
+        of = "" if self._total is None else f" of {units.size(self._total)}"
+        return f"{self._what}: {units.size(self._nbytes)}{of}, {rate}/s"
+
+    def _say(self, line: str) -> None:
+        if callable(self._to):
+            self._to(line)
+            return
+        self._to.write(f"\r\033[K{line}" if self._terminal else f"{line}\n")
+        self._to.flush()
+        self._open = self._terminal
 
     def __enter__(self) -> ByteCount:
         return self
@@ -39,6 +58,6 @@ class ByteCount:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._open:
-            self._stream.write("\r\033[K")
-            self._stream.flush()
+        if self._open and not callable(self._to):
+            self._to.write("\r\033[K")
+            self._to.flush()

@@ -193,6 +193,11 @@ def _snapshot_unreadable(f: Fields) -> str:
     return f"the snapshot of step {f['step']} could not be read from any node: an older one is taken"
 
 
+def _checkpoint_unread(f: Fields) -> str:
+    then = f"{clip_path(f['instead'], 30)} is taken" if f.get("instead") else "there is no other"
+    return f"step {f['step']} cannot be loaded, {then}: {f['reason']}"
+
+
 def _few_copies(f: Fields) -> str:
     return f"snapshots are in the memory of {plural(f['nodes'], 'node')} only, not {f['wanted']}: there are no more"
 
@@ -242,6 +247,7 @@ _SENTENCES: dict[str, Callable[[Fields], str]] = {
     "snapshot": _snapshot,
     "snapshot-skipped": _snapshot_skipped,
     "snapshot-unreadable": _snapshot_unreadable,
+    "checkpoint-unread": _checkpoint_unread,
     "few-copies": _few_copies,
     "tier-failed": _tier_failed,
     "waiting": _waiting,

@@ -109,3 +109,11 @@ class Durable(msgspec.Struct, frozen=True):
     def place(self) -> str:
         """For people."""
         return f"{self.url}/step-{self.step}"
+
+
+class Resume(msgspec.Struct, frozen=True):
+    """What a start found in the durable tiers. checkpoints: newest first, each to be taken if those before it prove to
+    be damaged. passed_over: why others are not among them."""
+
+    checkpoints: tuple[Durable, ...] = ()
+    passed_over: tuple[str, ...] = ()

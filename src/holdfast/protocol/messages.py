@@ -75,6 +75,14 @@ class Joined(msgspec.Struct, frozen=True, tag="joined"):
     restored_bytes: int = 0
 
 
+class Restoring(msgspec.Struct, frozen=True, tag="restoring"):
+    """How far the fetching of the state is. Sent now and then, if it takes longer than two seconds."""
+
+    generation: int
+    nbytes: int
+    total_bytes: int
+
+
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
     """Steps were committed. Sent at most 20 times a second, and always for a generation's first commit.
 
@@ -119,11 +127,15 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class CollectiveError(msgspec.Struct, frozen=True, tag="collective-error"):
-    """A collective raised in this worker: evidence, not a verdict."""
+    """A collective raised in this worker: evidence, not a verdict. Or it could not be restored (step -1).
+
+    lost: what it was to be restored from is damaged; another try would find the same.
+    """
 
     generation: int
     step: int
     detail: str
+    lost: bool = False
 
 
 class FaultFired(msgspec.Struct, frozen=True, tag="fault-fired"):
@@ -189,6 +201,7 @@ WorkerMessage = (
     | Attached
     | Ready
     | Joined
+    | Restoring
     | Progress
     | Parked
     | Failed

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -16,9 +17,13 @@ from holdfast.checkpoint.policy import Retention
 from holdfast.checkpoint.pull import Pull
 from holdfast.checkpoint.rows import WINDOW_BYTES, Row
 from holdfast.checkpoint.sums import sums_of_pieces
-from holdfast.errors import StateError
+from holdfast.errors import StateError, UnreadError
 from holdfast.protocol.snapshots import Part
+from holdfast.train.restoring import Seen
 from holdfast.train.state import Image, Protected, load, targets
+
+READERS = 4
+"""Windows that are read from a tier at once."""
 
 
 def save(image: Image, url: str, retention: Retention) -> str:
@@ -38,23 +43,29 @@ def save(image: Image, url: str, retention: Retention) -> str:
     return archive.where(index.step)
 
 
-def restore(objects: Protected, url: str, step: int) -> int:
+def restore(objects: Protected, url: str, step: int, seen: Seen = lambda nbytes, total: None) -> int:
     """Loads shard 0 of a checkpoint into the objects; returns its bytes. Every one of them is verified.
 
     Raises:
-        StateError: unreadable, cut short, changed, or of other objects.
+        UnreadError: unreadable, cut short or changed; another checkpoint may do.
+        StateError: it is of other objects.
+        TierError: the tier does not answer.
     """
     archive = Archive(url)
-    shard = archive.manifest(step).shards[0]
-    head = archive.head(shard)
-    image = targets(objects, head.index)
-    fill(image, archive.row(shard, head))
+    try:
+        shard = archive.manifest(step).shards[0]
+        head = archive.head(shard)
+        archive.check_size(shard, head)
+        image = targets(objects, head.index)
+        fill(image, archive.row(shard, head), lambda nbytes: seen(nbytes, head.index.nbytes))
+    except StateError as error:
+        raise UnreadError(str(error)) from error
     load(objects, image)
     return head.index.nbytes
 
 
-def pull_image(objects: Protected, pull: Pull, part: Part | None, alive: Callable[[], None]) -> Image:
-    """A snapshot from memory, into the live tensors where they fit. `alive` is called after every window.
+def pull_image(objects: Protected, pull: Pull, part: Part | None, seen: Seen) -> Image:
+    """A snapshot from memory, into the live tensors where they fit.
 
     Raises:
         StateError: no holder has it whole.
@@ -69,21 +80,41 @@ def pull_image(objects: Protected, pull: Pull, part: Part | None, alive: Callabl
         window = scratch.buffer[: high - low]
         row.fetch_into(low, window)
         _put(image, low, window)
-        alive()
+        seen(high - low, head.index.nbytes)
 
     pull.run(head, take)
     return image
 
 
-def fill(image: Image, row: Row) -> None:
-    """Brings a row's bytes into an image."""
-    if row.nbytes != image.index.nbytes:
-        raise StateError(f"the row has {row.nbytes} bytes, its index {image.index.nbytes}")
-    buffer = memoryview(bytearray(min(WINDOW_BYTES, row.nbytes)))
-    for low in range(0, row.nbytes, WINDOW_BYTES):
-        window = buffer[: min(WINDOW_BYTES, row.nbytes - low)]
-        row.fetch_into(low, window)
-        _put(image, low, window)
+def fill(image: Image, row: Row, seen: Callable[[int], None] = lambda nbytes: None) -> None:
+    """Brings a row's bytes into an image, several windows at once: an object store answers each after a while."""
+    lows = iter(range(0, row.nbytes, WINDOW_BYTES))
+    lock = threading.Lock()
+    failed = threading.Event()  # then the others need not go on
+
+    def work() -> None:
+        buffer = memoryview(bytearray(min(WINDOW_BYTES, row.nbytes)))
+        try:
+            while not failed.is_set():
+                with lock:
+                    low = next(lows, None)
+                if low is None:
+                    return
+                window = buffer[: min(WINDOW_BYTES, row.nbytes - low)]
+                row.fetch_into(low, window)
+                _put(image, low, window)
+                seen(len(window))
+        except BaseException:
+            failed.set()
+            raise
+
+    count = min(READERS, -(-row.nbytes // WINDOW_BYTES))
+    if count <= 1:
+        work()
+        return
+    with ThreadPoolExecutor(count, thread_name_prefix="holdfast-restore") as pool:
+        for job in [pool.submit(work) for _ in range(count)]:
+            job.result()
 
 
 def _put(image: Image, low: int, window: memoryview) -> None:

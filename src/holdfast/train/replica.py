@@ -6,7 +6,6 @@ import statistics
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,8 +17,10 @@ from holdfast.errors import (
     JobStopped,
     NonFiniteGradient,
     StateError,
+    StateLost,
     StepFault,
     TierError,
+    UnreadError,
     UsageError,
 )
 from holdfast.protocol import messages as m
@@ -33,6 +34,7 @@ from holdfast.train.link import Link
 from holdfast.train.mesh import MeshListener
 from holdfast.train.position import NAME, Position
 from holdfast.train.reduction import GradientSum
+from holdfast.train.restoring import Restoring, Seen
 from holdfast.train.snapshots import Snapshots
 from holdfast.train.transfer import DonorServer, Fetch
 
@@ -188,8 +190,7 @@ class Replica:
         elif form.copy is not None:
             restored = self._load(form, self._from_memory(form))
         else:
-            assert form.durable is not None
-            restored = durable.restore(self._protected, form.durable.url, form.durable.step)
+            restored = self._from_tier(form)
         position = self._protected.get(NAME)
         if isinstance(position, Position):
             position.adapt(self._protected)
@@ -198,7 +199,7 @@ class Replica:
         return restored, time.monotonic() - began
 
     def _fetch(self, form: m.Form) -> state.Image:
-        fetch = Fetch(form.generation, form.donors, self.link.token, self._still(form))
+        fetch = Fetch(form.generation, form.donors, self.link.token, self._restoring(form))
         self.link.guard(form.generation.number, fetch.abort)
         try:
             return fetch.run(self._protected)
@@ -216,23 +217,43 @@ class Replica:
         pull = Pull(form.copy.key, form.holders, self.link.token)
         self.link.guard(form.generation.number, pull.abort)
         try:
-            return durable.pull_image(self._protected, pull, form.copy.shard.head, self._still(form))
+            return durable.pull_image(self._protected, pull, form.copy.shard.head, self._restoring(form))
         except (StateError, TierError) as error:
             raise CollectiveFailed(str(error)) from error
 
-    def _still(self, form: m.Form) -> Callable[[], None]:
-        def alive() -> None:
-            self._page.beat()
-            self.link.check(form.generation.number)
+    def _from_tier(self, form: m.Form) -> int:
+        """The checkpoint, from its durable tier."""
+        assert form.durable is not None
+        self._page.enter(Phase.LOAD)
+        try:
+            return durable.restore(
+                self._protected, form.durable.url, form.durable.step, self._restoring(form)
+            )
+        except UnreadError as error:
+            raise StateLost(str(error)) from error
+        except TierError as error:
+            raise CollectiveFailed(str(error)) from error
 
-        return alive
+    def _restoring(self, form: m.Form) -> Seen:
+        """A sign of life for all that comes in, and an end to it when the generation has ended."""
+        number = form.generation.number
+        restoring = Restoring(lambda nbytes, total: self.link.send(m.Restoring(number, nbytes, total)))
+
+        def seen(nbytes: int, total: int) -> None:
+            self._page.beat()
+            self.link.check(number)
+            restoring.add(nbytes, total)
+
+        return seen
 
     def _part(self, error: Exception) -> None:
         """Leaves a generation that cannot go on, and reports what this worker holds."""
         number = self.generation
         if not self.link.broken(number):
             step = self.committed if self.committed is not None else -1
-            self.link.send(m.CollectiveError(number, step, f"{type(error).__name__}: {error}"))
+            lost = isinstance(error, StateLost)
+            detail = str(error) if lost else f"{type(error).__name__}: {error}"
+            self.link.send(m.CollectiveError(number, step, detail, lost))
             self.link.wait_broken(number)
         self._park()
 

@@ -16,7 +16,7 @@ import http.client
 import re
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -28,6 +28,7 @@ import xxhash
 from holdfast.checkpoint.layout import Index
 from holdfast.errors import ChecksumError, StateError
 from holdfast.protocol.messages import Generation, Member
+from holdfast.train.restoring import Seen
 from holdfast.train.state import Image, Protected, targets
 
 CHUNK_BYTES = 4 << 20
@@ -131,14 +132,12 @@ class DonorServer:
 class Fetch:
     """One transfer: the state at a generation's start, from its donors in parallel stripes."""
 
-    def __init__(
-        self, generation: Generation, donors: tuple[int, ...], token: str, alive: Callable[[], None]
-    ) -> None:
-        """`alive` is called after every chunk, from several threads; it may raise to end the transfer."""
+    def __init__(self, generation: Generation, donors: tuple[int, ...], token: str, seen: Seen) -> None:
+        """`seen` is told after every chunk; it may raise to end the transfer."""
         self._generation = generation.number
         self._members = [generation.members[rank] for rank in donors]
         self._token = token
-        self._alive = alive
+        self._seen = seen
         self._open: set[http.client.HTTPConnection] = set()
         self._lock = threading.Lock()
         self._aborted = False
@@ -199,8 +198,8 @@ class Fetch:
                     while low < stop:
                         high = min(low + CHUNK_BYTES, stop)
                         _read_chunk(response, image, low, high, member)
+                        self._seen(high - low, image.index.nbytes)
                         low = high
-                        self._alive()
                 return
             except (OSError, http.client.HTTPException, StateError) as error:
                 reason = error

@@ -15,7 +15,7 @@ from holdfast.engines.client import Announcement, JobClient
 from holdfast.engines.jobs import JobFolder
 from holdfast.engines.local.engine import LocalEngine
 from holdfast.errors import HoldfastError, UsageError
-from holdfast.protocol.job import Durable, JobSpec
+from holdfast.protocol.job import JobSpec
 
 COORDINATOR_PORT_TAKEN = 3
 LEAVE_S = 15.0
@@ -57,19 +57,20 @@ class Launcher:
             UsageError: the port is taken.
             HoldfastError: the coordinator cannot be kept running.
         """
-        durable = self._folder.prepare(self._spec, self._view.note)
+        resume = self._folder.prepare(self._spec, self._view.note)
         self._engine = LocalEngine(self._spec, self._folder.path, self._folder.memory, self._view.output)
-        if durable:
-            self._view.note(f"going on from step {durable.step} ({durable.place})")
+        if resume.checkpoints:
+            newest = resume.checkpoints[0]
+            self._view.note(f"the newest checkpoint is of step {newest.step} ({newest.place})")
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, self._interrupted)
         loop.add_signal_handler(signal.SIGTERM, self._interrupted)
         try:
-            await self._start_coordinator(durable)
+            await self._start_coordinator()
             for _ in range(self._spec.max_nodes + self._spec.spares):
                 await self._engine.provide()
             watching = asyncio.create_task(self._watch())
-            await self._keep_coordinator(durable)
+            await self._keep_coordinator()
             try:
                 async with asyncio.timeout(1.0):
                     await watching  # its last announcement may still be on the way
@@ -81,8 +82,7 @@ class Launcher:
 
     # ------------------------------------------------------------ the coordinator
 
-    async def _start_coordinator(self, durable: Durable | None) -> None:
-        extra = [f"--durable-step={durable.step}", f"--durable-url={durable.url}"] if durable else []
+    async def _start_coordinator(self) -> None:
         self._coordinator = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -90,13 +90,12 @@ class Launcher:
             f"--job-dir={self._folder.path}",
             f"--port={self._port}",
             f"--lifeline={self._lifeline}",
-            *extra,
             pass_fds=(self._folder.lock, self._lifeline),
             stdin=asyncio.subprocess.DEVNULL,
             start_new_session=True,
         )
 
-    async def _keep_coordinator(self, durable: Durable | None) -> None:
+    async def _keep_coordinator(self) -> None:
         """Waits for the coordinator's end; one that died is started again and takes the job over."""
         failures = 0
         while True:
@@ -110,7 +109,7 @@ class Launcher:
             if failures >= 3:
                 raise HoldfastError(f"the coordinator ended {failures} times with exit code {code}")
             self._view.note("the coordinator is gone; starting it again")
-            await self._start_coordinator(durable)
+            await self._start_coordinator()
 
     async def _watch(self) -> None:
         async with JobClient(self._folder.path) as client:
