@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from holdfast.cli import checkpoint, events, fault, logs, portable, report, run, status, stop
+from holdfast.cli import checkpoint, events, fault, logs, metrics, portable, report, run, status, stop
 from holdfast.cli.torchrun import RunCommand
 from holdfast.errors import HoldfastError, UsageError
 
@@ -26,6 +26,7 @@ app.command("status")(status.status)
 app.command("events")(events.events)
 app.command("logs")(logs.logs)
 app.command("report")(report.report)
+app.command("metrics")(metrics.metrics)
 app.command("fault")(fault.fault)
 app.command("stop")(stop.stop)
 checkpoint.app.command("export")(portable.export)

@@ -182,8 +182,8 @@ class Core:
                 hangs.stalled(self, worker_name, view)
             case m.Views():
                 hangs.inspected(self, message)
-            case m.Held(copy):
-                saving.held(self, node, copy)
+            case m.Held():
+                saving.held(self, node, message)
             case m.NotHeld(key, reason):
                 saving.not_held(self, node, key, reason)
             case m.Stored():

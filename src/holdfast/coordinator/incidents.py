@@ -158,6 +158,25 @@ def describe(state: CoreState, incident: Incident) -> dict[str, object]:
     }
 
 
+KINDS_BY_WORDS = (
+    (HANG, "hang"),
+    ("killed by signal", "process"),
+    ("exit code", "process"),
+    ("its agent's connection closed", "node"),
+    ("silent for", "node"),
+    ("a new agent took its place", "node"),
+    ("a collective failed", "collective"),
+)
+"""How causes begin that are no error of the script's, and what kind of incident they make."""
+
+
+def kind_of(incident: Incident) -> str:
+    """One word for a fault's cause: that of an injected fault, else what was seen of it."""
+    if incident.fault:
+        return incident.fault.partition(":")[0]
+    return next((kind for words, kind in KINDS_BY_WORDS if incident.cause.startswith(words)), "script")
+
+
 def _gap(since: float | None, until: float | None) -> float | None:
     return None if since is None or until is None else round(max(0.0, until - since), 4)
 

@@ -34,9 +34,12 @@ MAX_UNREAD = 3
 # ---------------------------------------------------------------- what agents say
 
 
-def held(core: Core, node: Node, copy: Copy) -> None:
+def held(core: Core, node: Node, message: m.Held) -> None:
     """A node has a shard in its memory."""
-    if _take(core, node, copy) is not None:
+    copy = message.copy
+    snapshot = _take(core, node, copy)
+    if snapshot is not None:
+        snapshot.stall_s = max(snapshot.stall_s, message.stall_s)
         spread(core)  # of older ones nothing more comes from this node
     elif happened(core, copy.key) and _newest_step(core) >= copy.key.step:  # a newer one has replaced it
         core.send(node.name, m.SnapshotWhole(_newest_step(core)))
@@ -57,6 +60,8 @@ def _take(core: Core, node: Node, copy: Copy) -> Snapshot | None:
     for other in snapshot.shards:
         if node.name in other.asked and other.copy.key == copy.key:
             other.asked.remove(node.name)
+            core.state.totals.copies += 1
+            core.state.totals.copied_bytes += copy.shard.row.nbytes
     if node.name not in entry.nodes:
         entry.nodes.append(node.name)
     return snapshot
@@ -67,6 +72,7 @@ def not_held(core: Core, node: Node, key: Key, reason: str) -> None:
     if not core.state.skipped:
         core.record("snapshot-skipped", node=node.name, step=key.step, rank=key.rank, reason=reason)
     core.state.skipped += 1
+    core.state.totals.skipped += 1
     snapshot = _snapshot(core, key)
     if snapshot is None:
         return
@@ -287,6 +293,11 @@ def _whole(core: Core, snapshot: Snapshot) -> None:
         for r in range(snapshot.world)
     )
     rows = {h.copy.shard.row.xxh3: h.copy.shard.row.nbytes for h in snapshot.shards}
+    totals = s.totals
+    totals.snapshots += 1
+    totals.nbytes += sum(rows.values())
+    totals.took_s += core.now - snapshot.began_s
+    totals.stall_s += snapshot.stall_s
     core.record(
         "snapshot",
         step=snapshot.step,
@@ -332,6 +343,7 @@ def unread(core: Core, copy: Copy) -> None:
             snapshot.unread += 1
             if snapshot.unread >= MAX_UNREAD:
                 s.snapshots.remove(snapshot)
+                s.totals.unread += 1
                 core.record("snapshot-unreadable", step=snapshot.step, generation=snapshot.generation)
 
 

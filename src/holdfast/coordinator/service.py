@@ -20,6 +20,7 @@ from aiohttp import WSCloseCode, WSMsgType, web
 from holdfast.coordinator import events as ev
 from holdfast.coordinator.core import Core
 from holdfast.coordinator.injector import Injector, Planned, Strike
+from holdfast.coordinator.metrics import CONTENT_TYPE, metrics_text
 from holdfast.coordinator.report import build_report, build_status
 from holdfast.coordinator.store import LedgerEntry, Store
 from holdfast.errors import ProtocolError, UsageError
@@ -72,6 +73,7 @@ class Coordinator:
                 web.get("/watch", self._watch),
                 web.get("/status", self._status_page),
                 web.get("/report", self._report_page),
+                web.get("/metrics", self._metrics_page),
                 web.post("/stop", self._stop),
                 web.post("/fault", self._fault),
                 web.post("/engine", self._engine),
@@ -305,6 +307,10 @@ class Coordinator:
 
     async def _report_page(self, request: web.Request) -> web.StreamResponse:
         return _json(build_report(self._core.state, self._store.steps(), time.monotonic()))
+
+    async def _metrics_page(self, request: web.Request) -> web.StreamResponse:
+        text = metrics_text(self._core.state, *self._store.productive(), time.monotonic())
+        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
     async def _stop(self, request: web.Request) -> web.StreamResponse:
         self.handle(ev.StopRequested(request.query.get("reason", "asked for")))

@@ -175,7 +175,7 @@ class Snapshot(msgspec.Struct):
     """What workers copied at one step. Replicas whose bytes differ (in buffers) give several of one rank.
 
     refused: nodes that could not keep a shard of it. given_up: a shard is missing and nobody will bring it.
-    unread: generations in a row that could not be restored from it.
+    unread: generations in a row that could not be restored from it. stall_s: of the worker that it held up longest.
     """
 
     step: int
@@ -188,6 +188,7 @@ class Snapshot(msgspec.Struct):
     given_up: bool = False
     unread: int = 0
     whole_s: float | None = None
+    stall_s: float = 0.0
 
 
 class Rewind(msgspec.Struct):
@@ -215,6 +216,34 @@ class Storing(msgspec.Struct):
     rows: dict[int, str] = {}
     shards: list[Shard] = []
     void: bool = False
+
+
+class TierTotals(msgspec.Struct):
+    """What came to a durable tier since the job's start. failures: checkpoints that it did not take."""
+
+    checkpoints: int = 0
+    nbytes: int = 0
+    took_s: float = 0.0
+    failures: int = 0
+
+
+class SavingTotals(msgspec.Struct):
+    """What was saved since the job's start.
+
+    took_s: from the first worker's copy until each snapshot was whole. stall_s: for which training stood still.
+    copies, copied_bytes: of shards, in the memory of nodes that did not save them. skipped: shards that a node could
+    not keep. unread: snapshots and checkpoints that proved to be unreadable.
+    """
+
+    snapshots: int = 0
+    nbytes: int = 0
+    took_s: float = 0.0
+    stall_s: float = 0.0
+    copies: int = 0
+    copied_bytes: int = 0
+    skipped: int = 0
+    unread: int = 0
+    tiers: dict[str, TierTotals] = {}
 
 
 class CoreState(msgspec.Struct):
@@ -254,6 +283,7 @@ class CoreState(msgspec.Struct):
     storing: list[Storing] = []
     stored: dict[str, Storing] = {}
     failing_tiers: list[str] = []
+    totals: SavingTotals = msgspec.field(default_factory=SavingTotals)
     incidents: list[Incident] = []
     failures: list[Failure] = []
     blames: dict[str, Blame] = {}

@@ -54,8 +54,10 @@ def out_of_time(core: Core) -> None:
 def saved(core: Core, worker: Worker, message: m.Saved) -> None:
     """A checkpoint is whole in a durable tier, or could not be written there."""
     if message.error is not None:
+        storing.totals(core, message.url).failures += 1
         core.record("tier-failed", url=message.url, step=message.step, reason=message.error)
         return
+    storing.totals(core, message.url).checkpoints += 1
     storing.there(core, Durable(message.step, message.url))
     core.record("saved", step=message.step, url=message.url, worker=worker.name)
 

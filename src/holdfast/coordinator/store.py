@@ -120,6 +120,11 @@ class Store:
         query = "select step, t_s, loss, took_s, generation, world from steps order by step"
         return [StepRow(*row) for row in self._db.execute(query)]
 
+    def productive(self) -> tuple[int, float]:
+        """How many committed steps the ledger has, and the seconds that they took together."""
+        row = self._db.execute("select count(*), coalesce(sum(took_s), 0) from steps").fetchone()
+        return int(row[0]), float(row[1])
+
     def close(self) -> None:
         """Closes the file."""
         self._db.close()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from holdfast.checkpoint.policy import Retention, best_interval_s, parse_cadence
 from holdfast.coordinator import saving
 from holdfast.coordinator.events import DurableFound
-from holdfast.coordinator.state import Node, Snapshot, Storing
+from holdfast.coordinator.state import Node, Snapshot, Storing, TierTotals
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import Durable
 from holdfast.protocol.snapshots import DurableTier, Key, Shard
@@ -131,6 +131,10 @@ def published(core: Core, node: Node, message: m.Published) -> None:
         s.stored[current.tier] = current
         there(core, Durable(message.step, message.tier))
         s.failing_tiers = [t for t in s.failing_tiers if t != message.tier]
+        came = totals(core, message.tier)
+        came.checkpoints += 1
+        came.nbytes += sum({x.row.name: x.row.nbytes for x in current.shards}.values())
+        came.took_s += current.took_s
         core.record("saved", step=message.step, url=message.tier, took_s=round(current.took_s, 4))
 
 
@@ -167,6 +171,7 @@ def unread(core: Core, durable: Durable, message: m.CollectiveError) -> None:
     if not message.lost and s.durable_tries < MAX_TRIES:
         return
     s.durable_tries = 0
+    s.totals.unread += 1
     s.durable = s.older.pop(0) if s.older else None
     s.unread.append(f"{durable.place}: {message.detail}")
     core.record(
@@ -186,11 +191,17 @@ def _instead(core: Core) -> str | None:
     return durable.place if durable else None
 
 
+def totals(core: Core, url: str) -> TierTotals:
+    """What came to a tier since the job's start."""
+    return core.state.totals.tiers.setdefault(url, TierTotals())
+
+
 def _failed(core: Core, current: Storing, reason: str) -> None:
     """Said once; tried again with a later snapshot, after the tier's usual time."""
     s = core.state
     s.storing.remove(current)
     last = s.stored.get(current.tier)
+    totals(core, current.tier).failures += 1
     s.stored[current.tier] = Storing(current.tier, last.step if last else 0, core.now)
     if current.tier not in s.failing_tiers:
         s.failing_tiers.append(current.tier)

@@ -60,13 +60,17 @@ class JobClient:
 
     async def get(self, path: str) -> Any:
         """A JSON page. Raises NoAnswer when nobody answers."""
+        return msgspec.json.decode(await self.get_bytes(path))
+
+    async def get_bytes(self, path: str) -> bytes:
+        """Any page. Raises NoAnswer when nobody answers."""
         return await self._request("GET", path)
 
     async def post(self, path: str, body: str = "") -> Any:
         """A request. Raises UsageError with the coordinator's words when it refuses, else NoAnswer."""
-        return await self._request("POST", path, body)
+        return msgspec.json.decode(await self._request("POST", path, body))
 
-    async def _request(self, method: str, path: str, body: str = "") -> Any:
+    async def _request(self, method: str, path: str, body: str = "") -> bytes:
         deadline = time.monotonic() + PATIENCE_S
         why = "it is still starting"
         while time.monotonic() < deadline:
@@ -80,14 +84,14 @@ class JobClient:
             await asyncio.sleep(RETRY_S)
         raise self._no_answer(why)
 
-    async def _send(self, method: str, url: str, body: str) -> Any:
+    async def _send(self, method: str, url: str, body: str) -> bytes:
         assert self._session is not None
         limit = aiohttp.ClientTimeout(total=PATIENCE_S)
         async with self._session.request(method, url, data=body or None, timeout=limit) as response:
             data = await response.read()
             if response.status >= 400:
                 raise UsageError(data.decode(errors="replace").strip())
-            return msgspec.json.decode(data)
+            return data
 
     def _no_answer(self, why: str) -> NoAnswer:
         return NoAnswer(f"the coordinator of the job {self._job_dir.name!r} does not answer: {why}")

@@ -1,0 +1,47 @@
+"""`holdfast metrics`: a job's figures in Prometheus' text format, of one that runs or of one that has ended."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from holdfast.cli.common import JobName, ledger
+
+
+def metrics(job: JobName = None) -> None:
+    """Prints a job's figures in Prometheus' text format, for node_exporter's textfile collector, or to look at."""
+    from holdfast.engines import jobs
+
+    sys.stdout.write(read_metrics(jobs.existing(job)).decode())
+
+
+def read_metrics(folder: Path) -> bytes:
+    """From the coordinator, as Prometheus gets them; from the ledger when the job does not run."""
+    import asyncio
+
+    from holdfast.engines.client import JobClient, NoAnswer
+
+    async def ask() -> bytes:
+        async with JobClient(folder) as client:
+            return await client.get_bytes("/metrics")
+
+    try:
+        return asyncio.run(ask())
+    except NoAnswer:
+        return _stored(folder)
+
+
+def _stored(folder: Path) -> bytes:
+    """As the job's last coordinator left them.
+
+    Raises:
+        UsageError: the job was never started.
+    """
+    from holdfast.coordinator.metrics import metrics_text
+    from holdfast.errors import UsageError
+
+    with ledger(folder) as store:
+        state = store.load()
+        if state is None:
+            raise UsageError(f"the job {folder.name!r} was never started")
+        return metrics_text(state, *store.productive(), state.began_s + store.last_t_s())

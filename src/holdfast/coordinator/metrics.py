@@ -1,0 +1,194 @@
+"""The job's figures for Prometheus, from the core's state and the ledger. `docs/metrics.md` has the table.
+
+Nothing is counted twice: what the state and the ledger hold is turned into figures when somebody asks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
+from prometheus_client.registry import Collector
+
+from holdfast.coordinator.incidents import describe, kind_of
+from holdfast.coordinator.state import CoreState, JobPhase, Snapshot, WorkerPhase
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def metrics_text(state: CoreState, steps: int, productive_s: float, now: float) -> bytes:
+    """The figures in Prometheus' text format.
+
+    Args:
+        steps: committed steps that the ledger has. productive_s: the seconds that they took.
+    """
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Job(state, steps, productive_s, now))
+    return generate_latest(registry)
+
+
+class _Job(Collector):
+    def __init__(self, state: CoreState, steps: int, productive_s: float, now: float) -> None:
+        self._state, self._steps, self._productive_s, self._now = state, steps, productive_s, now
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._training()
+        yield from self._incidents()
+        yield from self._snapshots()
+        yield from self._tiers()
+
+    def _training(self) -> Iterator[Metric]:
+        s = self._state
+        info = GaugeMetricFamily("holdfast_job_info", "1; what the job is called.", labels=["job", "engine"])
+        info.add_metric([s.spec.name, s.spec.engine], 1)
+        yield info
+        phase = GaugeMetricFamily(
+            "holdfast_phase", "1 for what the job is doing now, else 0.", labels=["phase"]
+        )
+        for name in JobPhase:
+            phase.add_metric([name.value], float(s.phase is name))
+        yield phase
+        yield _gauge("holdfast_step", "Committed steps of the state that training is at.", s.committed)
+        yield _counter("holdfast_steps_committed", "Steps committed since the job's start.", self._steps)
+        yield _counter("holdfast_steps_lost", "Committed steps that had to be computed again.", s.lost_steps)
+        members = s.generation.members if s.generation else ()
+        yield _gauge("holdfast_world_size", "Workers in the newest generation.", len(members))
+        yield _gauge("holdfast_target_world_size", "Workers at full strength.", s.spec.target)
+        nodes = sum(n.alive for n in s.nodes.values())
+        yield _gauge("holdfast_nodes", "Nodes that are there, spares included.", nodes)
+        ready = sum(w.phase is WorkerPhase.READY for w in s.workers.values())
+        yield _gauge("holdfast_ready_workers", "Workers that wait, warm, to be taken in.", ready)
+        yield _counter("holdfast_generations", "Generations that were formed.", s.number)
+        wall_s = max(0.0, self._now - s.began_s)
+        yield _counter("holdfast_wall_seconds", "Time since the job's start.", wall_s)
+        yield _counter(
+            "holdfast_productive_seconds",
+            "Time spent on committed steps; over holdfast_wall_seconds_total it is the goodput.",
+            self._productive_s,
+        )
+
+    def _incidents(self) -> Iterator[Metric]:
+        s = self._state
+        count: dict[str, int] = defaultdict(int)
+        stalls: dict[str, list[float]] = defaultdict(list)
+        for incident in s.incidents:
+            kind = kind_of(incident)
+            count[kind] += 1
+            stall_s = describe(s, incident)["stall_s"]
+            if isinstance(stall_s, float):
+                stalls[kind].append(stall_s)
+        incidents = CounterMetricFamily(
+            "holdfast_incidents", "Incidents by the kind of cause.", labels=["kind"]
+        )
+        stall = SummaryMetricFamily(
+            "holdfast_incident_stall_seconds",
+            "From each fault to the next commit by anyone.",
+            labels=["kind"],
+        )
+        for kind, number in sorted(count.items()):
+            incidents.add_metric([kind], number)
+            stall.add_metric([kind], len(stalls[kind]), sum(stalls[kind]))
+        yield incidents
+        yield stall
+        still_open = sum(i.open for i in s.incidents)
+        yield _gauge("holdfast_open_incidents", "Incidents not yet back at full strength.", still_open)
+        yield _counter("holdfast_restarts", "Workers (at level 0: jobs) started again.", s.restarts_used)
+
+    def _snapshots(self) -> Iterator[Metric]:
+        totals = self._state.totals
+        yield _counter(
+            "holdfast_snapshot_bytes", "Bytes of whole snapshots, each counted once.", totals.nbytes
+        )
+        yield _summary(
+            "holdfast_snapshot_duration_seconds",
+            "From the first copy until a snapshot was whole.",
+            totals.snapshots,
+            totals.took_s,
+        )
+        yield _summary(
+            "holdfast_snapshot_stall_seconds",
+            "For which training stood still for a snapshot.",
+            totals.snapshots,
+            totals.stall_s,
+        )
+        yield _counter("holdfast_snapshot_copies", "Shards copied to another node's memory.", totals.copies)
+        yield _counter("holdfast_snapshot_copied_bytes", "Bytes of them.", totals.copied_bytes)
+        yield _counter("holdfast_snapshots_skipped", "Shards that a node could not keep.", totals.skipped)
+        yield _counter("holdfast_saves_unreadable", "Snapshots and checkpoints found damaged.", totals.unread)
+        yield from self._lag()
+
+    def _lag(self) -> Iterator[Metric]:
+        there = self._state.snapshots
+        whole = max((x.step for x in there if x.whole), default=None)
+        if whole is not None:
+            newest = max(x.step for x in there)
+            yield _gauge(
+                "holdfast_replication_lag_steps",
+                "Steps from the newest whole snapshot to the newest one.",
+                newest - whole,
+            )
+        waiting = [x for x in there if whole is None or x.step > whole]
+        yield _gauge(
+            "holdfast_replication_lag_seconds",
+            "Time for which the oldest snapshot after the newest whole one has waited for its copies.",
+            max((self._now - x.began_s for x in waiting), default=0.0),
+        )
+
+    def _newest(self, held_by: int) -> Snapshot | None:
+        """The newest snapshot of which every shard is in the memory of so many nodes."""
+        there = []
+        for snapshot in self._state.snapshots:
+            nodes: dict[int, set[str]] = defaultdict(set)
+            for entry in snapshot.shards:
+                nodes[entry.copy.key.rank].update(entry.nodes)
+            if len(nodes) == snapshot.world and all(len(n) >= held_by for n in nodes.values()):
+                there.append(snapshot)
+        return max(there, key=lambda x: (x.step, x.generation), default=None)
+
+    def _tiers(self) -> Iterator[Metric]:
+        s = self._state
+        step = GaugeMetricFamily("holdfast_saved_step", "Step of the newest save in a tier.", labels=["tier"])
+        age = GaugeMetricFamily(
+            "holdfast_saved_age_seconds", "Time since the state was copied that a tier has.", labels=["tier"]
+        )
+        for tier, nodes in (("memory", 1), ("peer", 2)):
+            snapshot = self._newest(nodes)
+            if snapshot is not None:
+                step.add_metric([tier], snapshot.step)
+                age.add_metric([tier], self._now - snapshot.began_s)
+        nbytes = CounterMetricFamily("holdfast_checkpoint_bytes", "Bytes written to a tier.", labels=["tier"])
+        took = SummaryMetricFamily(
+            "holdfast_checkpoint_duration_seconds",
+            "From a checkpoint's begin until it was in a tier.",
+            labels=["tier"],
+        )
+        failures = CounterMetricFamily(
+            "holdfast_checkpoint_failures", "Checkpoints that a tier did not take.", labels=["tier"]
+        )
+        failing = GaugeMetricFamily(
+            "holdfast_tier_failing", "1 while the newest attempt at a tier failed.", labels=["tier"]
+        )
+        for url in (t.url for t in s.spec.saving.tiers):
+            last, totals = s.stored.get(url), s.totals.tiers.get(url)
+            if last is not None and last.took_s is not None:
+                step.add_metric([url], last.step)
+                age.add_metric([url], self._now - last.began_s)
+            nbytes.add_metric([url], totals.nbytes if totals else 0)
+            took.add_metric([url], totals.checkpoints if totals else 0, totals.took_s if totals else 0.0)
+            failures.add_metric([url], totals.failures if totals else 0)
+            failing.add_metric([url], float(url in s.failing_tiers))
+        yield from (step, age, nbytes, took, failures, failing)
+
+
+def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(name, text, value=value)
+
+
+def _counter(name: str, text: str, value: float) -> CounterMetricFamily:
+    return CounterMetricFamily(name, text, value=value)
+
+
+def _summary(name: str, text: str, count: int, total: float) -> SummaryMetricFamily:
+    return SummaryMetricFamily(name, text, count_value=count, sum_value=total)
