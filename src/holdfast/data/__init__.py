@@ -3,24 +3,28 @@
 The names load on first use, because `import holdfast` must stay cheap and `TokenDataset` needs torch.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from holdfast.data.fingerprint import check_fingerprint
+    from holdfast.data.mixture import Mixture
     from holdfast.data.order import SampleOrder
     from holdfast.data.tokens import TokenDataset
 
-__all__ = ["SampleOrder", "TokenDataset"]
+_HOMES = {
+    "Mixture": "holdfast.data.mixture",
+    "SampleOrder": "holdfast.data.order",
+    "TokenDataset": "holdfast.data.tokens",
+    "check_fingerprint": "holdfast.data.fingerprint",
+}
+
+__all__ = ["Mixture", "SampleOrder", "TokenDataset", "check_fingerprint"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "SampleOrder":
-        from holdfast.data.order import SampleOrder
-
-        return SampleOrder
-    if name == "TokenDataset":
-        from holdfast.data.tokens import TokenDataset
-
-        return TokenDataset
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it offers {', '.join(__all__)}")
 
 

@@ -1,14 +1,14 @@
-"""Training samples cut from one flat file of token numbers.
+"""Training samples cut from files of token numbers.
 
-The file is mapped, not read: opening costs the same for a megabyte and for a terabyte, and all workers of a
-node share its pages in the page cache. Two formats that other tools already write are understood, and none
-is invented: a 1-D `.npy`, and raw integers without a header (Megatron's and nanoGPT's `.bin`).
+The files are mapped, not read: opening costs the same for a megabyte and for a terabyte, and all workers of a
+node share their pages in the page cache.
 """
 
 import os
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -17,59 +17,94 @@ import xxhash
 from torch import Tensor
 from torch.utils.data import Dataset
 
-TOKEN_DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
+from holdfast.data.cuts import Packed, Padded
+from holdfast.data.files import TOKEN_DTYPES, TokenFile
 
-_NPY_MAGIC = b"\x93NUMPY"
+__all__ = ["TOKEN_DTYPES", "TokenDataset"]
 
-_END_BYTES = 64 * 1024
-_PROBES = 64
-_PROBE_BYTES = 4 * 1024
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+Documents = Literal["packed", "padded"]
 
 
 class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
     """A map-style dataset of `seq_len`-token samples for next-token prediction.
 
-    Sample i is `file[i * seq_len : (i + 1) * seq_len + 1]`; its first `seq_len` tokens are the input, its
-    last `seq_len` the labels. Neighbouring samples share one token, so every token but the first is a label
-    exactly once. Tokens after the last whole sample are left out.
+    **Packed** documents: sample i of a file is `file[i * seq_len : (i + 1) * seq_len + 1]`; its first `seq_len`
+    tokens are the input, its last `seq_len` the labels. Neighbouring samples share one token, so every token but
+    the first is a label exactly once. Tokens after the last whole sample are left out. Several files are cut
+    each for itself.
 
-    The file must not change while it is in use. Pickling a dataset (as data-loader workers do) carries its
-    path, not its tokens.
+    **Padded** documents (of Megatron's files, which say where documents begin): no sample holds tokens of two. A
+    document longer than `seq_len` is several samples, the last of each is padded, and the labels of padding are
+    -100, which `cross_entropy` ignores: weigh a step by `(labels != -100).sum()`. Every token but a document's
+    first is a label exactly once; a document of one token is no sample.
+
+    Files must not change while they are in use. Pickling a dataset (as data-loader workers do) carries paths, not
+    tokens.
 
     Args:
-        path: a `.npy` file with a 1-D array, or any other file as raw integers without a header.
+        path: a file, a prefix of `.bin` and `.idx`, or a list of these: one data set, file after file. Known are
+            Megatron's `.bin` and `.idx`, `.npy` with a 1-D array, and any other file as raw integers.
         seq_len: tokens per sample, at least 1.
-        dtype: what a raw file holds: "uint8", "uint16", "uint32", "int32" or "int64". A `.npy` file says this
-            itself; a dtype given for one must agree.
+        dtype: what raw files hold, one of TOKEN_DTYPES. The others say this themselves and must agree.
+        documents: "packed" or "padded".
+        pad_token: the input token of padding.
 
     Attributes:
-        path: the file.
+        files: the files, in the given order.
         seq_len: tokens per sample.
-        tokens: the whole file, read-only, shape [tokens in the file], in the file's own dtype.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is not one of the two formats, is empty, or is shorter than one sample; or
-            `seq_len` or `dtype` is not usable. Object arrays are refused: reading one would run pickle.
+        ValueError: a file is not one of the formats, is empty, cut short or corrupt; there is not one whole sample;
+            or an argument is not usable. Object arrays are refused: reading one would run pickle.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], seq_len: int, dtype: npt.DTypeLike | None = None
+        self,
+        path: Paths,
+        seq_len: int,
+        dtype: npt.DTypeLike | None = None,
+        *,
+        documents: Documents = "packed",
+        pad_token: int = 0,
     ) -> None:
         if seq_len < 1:
             raise ValueError(f"seq_len is {seq_len}; a sample needs at least 1 token")
-        self.path = Path(path)
+        if documents not in ("packed", "padded"):
+            raise ValueError(f"documents is {documents!r}; it can be 'packed' or 'padded'")
+        paths = [path] if isinstance(path, str | os.PathLike) else list(path)
+        if not paths:
+            raise ValueError("the list of token files is empty; name at least one")
         self.seq_len = seq_len
-        self.tokens = _map_tokens(self.path, None if dtype is None else _token_dtype(self.path, dtype))
-        if len(self.tokens) < seq_len + 1:
+        self._asked = paths, dtype, documents, pad_token
+        self.files = tuple(TokenFile(one, dtype) for one in paths)
+        self._cuts = [self._cut(file) for file in self.files]
+        self._firsts = np.cumsum([0, *(cut.samples for cut in self._cuts)])
+        if not len(self):
+            raise ValueError(self._too_short())
+
+    @property
+    def path(self) -> Path:
+        """The first file."""
+        return self.files[0].path
+
+    @property
+    def tokens(self) -> npt.NDArray[Any]:
+        """The tokens of the only file, read-only, shape [tokens in the file], in the file's own dtype.
+
+        Raises:
+            ValueError: there are several.
+        """
+        if len(self.files) > 1:
             raise ValueError(
-                f"{self.path} holds {len(self.tokens)} tokens, but one sample of seq_len {seq_len} needs "
-                f"{seq_len + 1}; choose a smaller seq_len or a longer file"
+                f"{self!r} has {len(self.files)} files; take the tokens of one: data.files[0].tokens"
             )
+        return self.files[0].tokens
 
     def __len__(self) -> int:
-        """Whole samples in the file."""
-        return (len(self.tokens) - 1) // self.seq_len
+        """Samples in all files."""
+        return int(self._firsts[-1])
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """One sample: (tokens, labels), each int64 of shape [seq_len].
@@ -93,42 +128,76 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
             IndexError: a number is out of range.
             ValueError: `ids` is not a 1-D array of integers.
         """
-        rows = self._rows[self._checked(ids)]
-        tokens = rows[:, :-1].astype(np.int64)
-        labels = rows[:, 1:].astype(np.int64)
+        numbers = self._checked(ids)
+        if len(self._cuts) == 1:
+            tokens, labels = self._cuts[0].take(numbers)
+            return torch.from_numpy(tokens), torch.from_numpy(labels)
+        shape = len(numbers), self.seq_len
+        tokens, labels = np.empty(shape, np.int64), np.empty(shape, np.int64)
+        of = np.searchsorted(self._firsts, numbers, side="right") - 1
+        for number in np.unique(of):
+            rows = np.flatnonzero(of == number)
+            tokens[rows], labels[rows] = self._cuts[number].take(numbers[rows] - self._firsts[number])
         return torch.from_numpy(tokens), torch.from_numpy(labels)
 
     @cached_property
     def fingerprint(self) -> str:
         """16 hex digits that tell one data set from another: resume checks that the data is still the same.
 
-        XXH3-64 over the token count, the dtype, `seq_len`, and at most 384 KiB of the tokens: the first and
-        last 64 KiB and 64 probes of 4 KiB at even distances. So it is cheap at any size, independent of
-        the file's path and format, and blind to an edit in place that falls between the probes.
+        XXH3-64 over `seq_len`, how documents are cut, and the probes of every file (see `TokenFile.probes`): cheap
+        at any size, independent of the files' paths and formats.
         """
-        digest = xxhash.xxh3_64()
-        digest.update(f"{len(self.tokens)} {self.tokens.dtype.str} {self.seq_len};".encode())
-        content = self.tokens.view(np.uint8)
-        digest.update(content[:_END_BYTES].tobytes())
-        digest.update(content[-_END_BYTES:].tobytes())
-        for probe in range(_PROBES):
-            start = probe * len(content) // _PROBES
-            digest.update(content[start : start + _PROBE_BYTES].tobytes())
+        _, _, documents, pad_token = self._asked
+        padded = documents == "padded"
+        digest = xxhash.xxh3_64(f"{self.seq_len} {documents} {pad_token if padded else 0};".encode())
+        for file in self.files:
+            digest.update((file.probes + (file.edge_probes if padded else "")).encode())
         return digest.hexdigest()
 
+    def identity(self) -> dict[str, Any]:
+        """The fingerprint and what it is made of, as plain values, to be saved: see `check_fingerprint`."""
+        _, _, documents, pad_token = self._asked
+        return {
+            "fingerprint": self.fingerprint,
+            "seq_len": self.seq_len,
+            "documents": documents,
+            "pad_token": pad_token if documents == "padded" else None,
+            "files": [file.identity() for file in self.files],
+        }
+
     def __repr__(self) -> str:
-        return f"TokenDataset({str(self.path)!r}, seq_len={self.seq_len}, dtype={self.tokens.dtype.name!r})"
+        first = self.files[0]
+        more = f" and {len(self.files) - 1} more" if len(self.files) > 1 else ""
+        padded = ", documents='padded'" if self._asked[2] == "padded" else ""
+        return (
+            f"TokenDataset({str(first.path)!r}{more}, seq_len={self.seq_len}, "
+            f"dtype={first.tokens.dtype.name!r}{padded})"
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TokenDataset, (self.path, self.seq_len, self.tokens.dtype.str)
+        return _open, (self._asked, self.seq_len)
 
-    @cached_property
-    def _rows(self) -> npt.NDArray[Any]:
-        """The samples as overlapping rows of the map, shape [samples, seq_len + 1]; nothing is copied."""
-        windows = np.lib.stride_tricks.sliding_window_view(self.tokens, self.seq_len + 1)
-        return windows[:: self.seq_len]
+    def _cut(self, file: TokenFile) -> Packed | Padded:
+        _, _, documents, pad_token = self._asked
+        if documents == "packed":
+            return Packed(file, self.seq_len)
+        if file.index is None:
+            raise ValueError(
+                f"{file.path} does not say where documents begin, so they cannot be padded; "
+                "`holdfast data build` writes a .bin with an .idx, which does"
+            )
+        return Padded(file, file.index, self.seq_len, pad_token)
 
-    def _checked(self, ids: npt.ArrayLike) -> npt.NDArray[Any]:
+    def _too_short(self) -> str:
+        if self._asked[2] == "padded":
+            return f"no document in {self.path} has the 2 tokens that a sample needs"
+        most = max(self.files, key=lambda file: len(file.tokens))
+        return (
+            f"{most.path} holds {len(most.tokens)} tokens, but one sample of seq_len {self.seq_len} needs "
+            f"{self.seq_len + 1}; choose a smaller seq_len or a longer file"
+        )
+
+    def _checked(self, ids: npt.ArrayLike) -> npt.NDArray[np.int64]:
         numbers = np.asarray(ids)
         if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu"):
             raise ValueError(
@@ -143,57 +212,6 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         return numbers.astype(np.int64)
 
 
-def _map_tokens(path: Path, dtype: np.dtype[Any] | None) -> npt.NDArray[Any]:
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder; give the token file itself")
-    if not path.exists():
-        raise FileNotFoundError(f"token file {path} does not exist; check the path, or write the file first")
-    if path.stat().st_size == 0:
-        raise ValueError(f"token file {path} is empty; write it again")
-    with path.open("rb") as file:
-        begins_as_npy = file.read(len(_NPY_MAGIC)) == _NPY_MAGIC
-    if begins_as_npy or path.suffix == ".npy":
-        return _map_npy(path, dtype)
-    return _map_raw(path, dtype)
-
-
-def _map_npy(path: Path, dtype: np.dtype[Any] | None) -> npt.NDArray[Any]:
-    try:
-        # Unlike np.load, this never falls back to zip or pickle, and it refuses object arrays.
-        tokens = np.asarray(np.lib.format.open_memmap(path, mode="r"))
-    except ValueError as error:
-        raise ValueError(
-            f"{path} is not a readable .npy file of integers ({error}); write it again"
-        ) from error
-    if tokens.ndim != 1:
-        raise ValueError(
-            f"{path} holds an array of shape {tokens.shape}; tokens must be 1-D, so flatten it first"
-        )
-    _token_dtype(path, tokens.dtype)
-    if dtype is not None and dtype != tokens.dtype:
-        raise ValueError(
-            f"{path} holds {tokens.dtype}, not {dtype}; leave dtype out, a .npy file states its own"
-        )
-    return tokens
-
-
-def _map_raw(path: Path, dtype: np.dtype[Any] | None) -> npt.NDArray[Any]:
-    if dtype is None:
-        raise ValueError(f"{path} is a raw file; say what it holds, dtype= one of {', '.join(TOKEN_DTYPES)}")
-    size_bytes = path.stat().st_size
-    if size_bytes % dtype.itemsize:
-        raise ValueError(
-            f"{path} has {size_bytes} bytes, which is not a whole number of {dtype} tokens "
-            f"of {dtype.itemsize} bytes; the file is cut short or the dtype is wrong"
-        )
-    return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
-
-
-def _token_dtype(path: Path, dtype: npt.DTypeLike) -> np.dtype[Any]:
-    try:
-        known = np.dtype(dtype)
-    except TypeError:
-        known = None
-    if known is None or known.name not in TOKEN_DTYPES:
-        raise ValueError(f"{path}: tokens cannot be of dtype {dtype}; use one of {', '.join(TOKEN_DTYPES)}")
-    return known
+def _open(asked: tuple[Paths, npt.DTypeLike | None, Documents, int], seq_len: int) -> TokenDataset:
+    paths, dtype, documents, pad_token = asked
+    return TokenDataset(paths, seq_len, dtype, documents=documents, pad_token=pad_token)

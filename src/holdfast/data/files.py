@@ -1,0 +1,196 @@
+"""Token files of every known format, mapped.
+
+Three formats that other tools already write are understood, and none is invented: Megatron's pair of `.bin` and
+`.idx`, a 1-D `.npy`, and raw integers without a header (nanoGPT's `.bin`).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from holdfast.data.megatron import Index
+
+TOKEN_DTYPES = ("uint8", "uint16", "uint32", "int8", "int16", "int32", "int64")
+
+Mapped: TypeAlias = "np.memmap[Any, np.dtype[Any]]"
+
+_NPY_MAGIC = b"\x93NUMPY"
+
+_END_BYTES = 64 * 1024
+_PROBES = 64
+_PROBE_BYTES = 4 * 1024
+
+
+class TokenFile:
+    """One file of tokens, and its documents if it says where they begin.
+
+    Args:
+        path: a file, or the name without `.bin` and `.idx` or `.npy`. A `.bin` with an `.idx` beside it is Megatron's.
+        dtype: what a raw file holds; what other files say themselves must agree.
+        in_order: the file will be read from its begin to its end. Otherwise the kernel is told not to read ahead: samples
+            come in random order, and it would read megabytes for each of them.
+
+    Attributes:
+        path: the file that holds the tokens.
+        tokens: all of them, read-only, shape [tokens], in the file's own dtype.
+        index: of a Megatron pair.
+
+    Raises:
+        FileNotFoundError: there is no such file, or only one of a pair.
+        ValueError: the file is of none of the formats, is empty, cut short or corrupt. Object arrays are refused:
+            reading one would run pickle.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], dtype: npt.DTypeLike | None = None, in_order: bool = False
+    ) -> None:
+        asked = Path(path)
+        wanted = None if dtype is None else token_dtype(asked, dtype)
+        self.path, index = _find(asked)
+        _check_there(self.path)
+        self.index = None if index is None else Index(index, self.path.stat().st_size)
+        if self.index is not None:
+            mapped = _map_indexed(self.path, self.index, wanted)
+        elif _is_npy(self.path):
+            mapped = _map_npy(self.path, wanted)
+        else:
+            mapped = _map_raw(self.path, wanted)
+        advice = mmap.MADV_SEQUENTIAL if in_order else mmap.MADV_RANDOM
+        mapped._mmap.madvise(advice)  # type: ignore[attr-defined]
+        self.tokens: npt.NDArray[Any] = np.asarray(mapped)
+
+    @cached_property
+    def probes(self) -> str:
+        """16 hex digits: XXH3-64 over the token count, the dtype, and at most 384 KiB of the tokens.
+
+        These are the first and last 64 KiB and 64 probes of 4 KiB at even distances. So it is cheap at any size,
+        independent of path and format, and blind to an edit in place that falls between the probes.
+        """
+        return _digest(f"{len(self.tokens)} {self.tokens.dtype.str};", self.tokens)
+
+    @cached_property
+    def edge_probes(self) -> str:
+        """The same of where documents begin."""
+        if self.index is None:
+            return ""
+        return _digest(f"{self.index.documents};", *self.index.parts)
+
+    def identity(self) -> dict[str, Any]:
+        """What tells this file from another, as plain values: what `check_fingerprint` compares."""
+        return {
+            "path": str(self.path),
+            "bytes": self.path.stat().st_size,
+            "dtype": self.tokens.dtype.name,
+            "tokens": len(self.tokens),
+            "documents": None if self.index is None else self.index.documents,
+            "probes": self.probes,
+            "edges": self.edge_probes,
+        }
+
+
+def token_dtype(path: Path, dtype: npt.DTypeLike) -> np.dtype[Any]:
+    """The dtype, if tokens can be of it.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    try:
+        known = np.dtype(dtype)
+    except TypeError:
+        known = None
+    if known is None or known.name not in TOKEN_DTYPES:
+        raise ValueError(f"{path}: tokens cannot be of dtype {dtype}; use one of {', '.join(TOKEN_DTYPES)}")
+    return known
+
+
+def _find(path: Path) -> tuple[Path, Path | None]:
+    """The file with the tokens, and the index of a pair."""
+    if path.suffix == ".idx" and path.exists():
+        return path.with_suffix(".bin"), path
+    if path.exists():
+        beside = path.with_suffix(".idx")
+        return path, beside if path.suffix == ".bin" and beside.exists() else None
+    tokens, index, npy = (path.with_name(path.name + suffix) for suffix in (".bin", ".idx", ".npy"))
+    if index.exists():
+        return tokens, index
+    if npy.exists():
+        return npy, None
+    if tokens.exists():
+        raise FileNotFoundError(
+            f"{tokens} has no {index.name} beside it; copy that too, or give {tokens.name} itself and its dtype"
+        )
+    return path, None
+
+
+def _check_there(path: Path) -> None:
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; give the token file itself")
+    if not path.exists():
+        raise FileNotFoundError(f"token file {path} does not exist; check the path, or write the file first")
+    if path.stat().st_size == 0:
+        raise ValueError(f"token file {path} is empty; write it again")
+
+
+def _is_npy(path: Path) -> bool:
+    with path.open("rb") as file:
+        return path.suffix == ".npy" or file.read(len(_NPY_MAGIC)) == _NPY_MAGIC
+
+
+def _map_indexed(path: Path, index: Index, dtype: np.dtype[Any] | None) -> Mapped:
+    if dtype is not None and dtype.name != index.dtype.name:
+        raise ValueError(
+            f"{path} holds {index.dtype.name}, not {dtype}, says {index.path.name}; leave dtype out"
+        )
+    return np.memmap(path, dtype=index.dtype, mode="r")
+
+
+def _map_npy(path: Path, dtype: np.dtype[Any] | None) -> Mapped:
+    try:
+        # Unlike np.load, this never falls back to zip or pickle, and it refuses object arrays.
+        tokens: Mapped = np.lib.format.open_memmap(path, mode="r")
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is not a readable .npy file of integers ({error}); write it again"
+        ) from error
+    if tokens.ndim != 1:
+        raise ValueError(
+            f"{path} holds an array of shape {tokens.shape}; tokens must be 1-D, so flatten it first"
+        )
+    token_dtype(path, tokens.dtype)
+    if dtype is not None and dtype != tokens.dtype:
+        raise ValueError(
+            f"{path} holds {tokens.dtype}, not {dtype}; leave dtype out, a .npy file states its own"
+        )
+    return tokens
+
+
+def _map_raw(path: Path, dtype: np.dtype[Any] | None) -> Mapped:
+    if dtype is None:
+        raise ValueError(f"{path} is a raw file; say what it holds, dtype= one of {', '.join(TOKEN_DTYPES)}")
+    size_bytes = path.stat().st_size
+    if size_bytes % dtype.itemsize:
+        raise ValueError(
+            f"{path} has {size_bytes} bytes, which is not a whole number of {dtype} tokens "
+            f"of {dtype.itemsize} bytes; the file is cut short or the dtype is wrong"
+        )
+    return np.memmap(path, dtype=dtype, mode="r")
+
+
+def _digest(head: str, *arrays: npt.NDArray[Any]) -> str:
+    digest = xxhash.xxh3_64(head.encode())
+    for array in arrays:
+        content = array.view(np.uint8)
+        digest.update(content[:_END_BYTES].tobytes())
+        digest.update(content[-_END_BYTES:].tobytes())
+        for probe in range(_PROBES):
+            start = probe * len(content) // _PROBES
+            digest.update(content[start : start + _PROBE_BYTES].tobytes())
+    return digest.hexdigest()

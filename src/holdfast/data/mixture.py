@@ -1,0 +1,326 @@
+"""Several data sets in one stream, each with its share.
+
+Which source a position has, and how many samples of it came before, is a function: no index array is built, and the
+state of a mixture is the position alone.
+
+Construction: the sources are the leaves of a Huffman tree over their weights. At a node whose two sides weigh a and b,
+the first m samples give floor(m * a / (a + b) + 1/2) to the left side: Bresenham's line. That number grows by 0 or 1
+with m, so it says for every sample which side it goes to, and at the leaf how many came there before. Each node is off
+by at most half a sample, of which a leaf has its share. In a Huffman tree a node weighs at most half of what its
+grandparent does, so the errors above a leaf halve with every second level: at any point of the stream every source has
+its weight's share of samples to within less than two, with two sources to within one half.
+
+Weights are rounded to billionths, and all arithmetic is exact.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+
+from holdfast.data.order import SampleOrder
+
+VERSION = 1
+"""Of the order that a mixture gives; part of its fingerprint."""
+
+TOLERANCE = 1e-6
+_UNITS = 10**9
+
+Ints = npt.NDArray[np.int64]
+
+
+class Order(Protocol):
+    """What stands at which position of an endless stream."""
+
+    def at_many(self, positions: npt.ArrayLike) -> Ints:
+        """Sample numbers at these positions, in their shape."""
+
+
+class Source(Protocol):
+    """What a mixture is made of: a `TokenDataset`, another mixture, or anything like them."""
+
+    fingerprint: str
+
+    def __len__(self) -> int: ...
+
+    def batch(self, ids: npt.ArrayLike) -> tuple[torch.Tensor, ...]:
+        """The samples of these numbers, stacked."""
+
+
+@dataclass(frozen=True)
+class _Node:
+    left: _Tree
+    right: _Tree
+    left_weight: int
+    weight: int
+
+
+_Tree: TypeAlias = "_Node | int"  # a leaf is the number of its source
+
+
+class Mixture:
+    """Data sets with weights: `hf.data.Mixture([(web, 0.7), (code, 0.2), (books, 0.1)])`.
+
+    Of any stretch from the start every source makes up its weight, to within two samples. Each source comes in its own
+    keyed permutation, epoch after epoch: no sample of a source is repeated before all of them came. Samples of
+    different sources alternate evenly, so every global batch has the same composition.
+
+    Sample numbers count through the sources: those of the first, then those of the second, and so on.
+
+    Args:
+        parts: pairs of a data set and its weight. The weights sum to 1. Data sets have `__len__`, `batch(ids)` and
+            `fingerprint`; one with an `order(seed)` of its own, such as another mixture, keeps it.
+
+    Attributes:
+        sources: the data sets.
+        weights: their weights, as they are kept: parts of 1, rounded to billionths.
+        seq_len: tokens per sample, if a source says it.
+
+    Raises:
+        ValueError: no sources, a weight that is not above 0, weights that do not sum to 1, an empty source, or
+            sources with samples of different lengths.
+    """
+
+    def __init__(self, parts: Iterable[tuple[Source, float]]) -> None:
+        pairs = list(parts)
+        self.sources = [source for source, _ in pairs]
+        self._units = _checked_units([weight for _, weight in pairs])
+        self.weights = [units / sum(self._units) for units in self._units]
+        self._firsts = np.cumsum([0, *(_checked_length(source, n) for n, source in enumerate(self.sources))])
+        self.seq_len = _common_length(self.sources)
+
+    def __len__(self) -> int:
+        """Samples in all sources: how many numbers there are, not the length of an epoch."""
+        return int(self._firsts[-1])
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        """One sample.
+
+        Raises:
+            IndexError: `index` is not in [0, len(self)).
+        """
+        return tuple(part[0] for part in self.batch([index]))
+
+    def batch(self, ids: npt.ArrayLike) -> tuple[torch.Tensor, ...]:
+        """Many samples, of one source or of several.
+
+        Args:
+            ids: sample numbers in [0, len(self)), shape [B], in any order.
+
+        Returns:
+            The tensors of the sources' batches, in the order of `ids`.
+
+        Raises:
+            IndexError: a number is out of range.
+        """
+        numbers = np.asarray(ids, dtype=np.int64)
+        if numbers.size and not (numbers.min() >= 0 and numbers.max() < len(self)):
+            raise IndexError(
+                f"sample numbers span {numbers.min()} to {numbers.max()}, but the mixture holds {len(self)} samples"
+            )
+        of = np.searchsorted(self._firsts, numbers, side="right") - 1
+        present = np.unique(of)
+        if len(present) <= 1:
+            source = int(present[0]) if len(present) else 0
+            return self.sources[source].batch(numbers - self._firsts[source])
+        rows = [np.flatnonzero(of == source) for source in present]
+        batches = [
+            self.sources[s].batch(numbers[r] - self._firsts[s]) for s, r in zip(present, rows, strict=True)
+        ]
+        back = torch.from_numpy(np.argsort(np.concatenate(rows)))
+        return tuple(torch.cat(parts)[back] for parts in zip(*batches, strict=True))
+
+    def order(self, seed: int) -> MixtureOrder:
+        """The order that a run with this seed takes samples in."""
+        return MixtureOrder(self, seed)
+
+    def drawn(self, samples: int) -> list[int]:
+        """How many of the first so many samples of the stream are of each source."""
+        counts = [0] * len(self.sources)
+        _share(self._tree, samples, counts)
+        return counts
+
+    def epochs(self, samples: int) -> list[float]:
+        """How often each source has come in the first so many samples of the stream: above 1 it repeats."""
+        return [n / len(source) for n, source in zip(self.drawn(samples), self.sources, strict=True)]
+
+    def summary(self, samples: int) -> str:
+        """What a run of so many samples takes from each source, a line for each; repeats are pointed out."""
+        lines = []
+        for source, weight, drawn, epochs in zip(
+            self.sources, self.weights, self.drawn(samples), self.epochs(samples), strict=True
+        ):
+            repeats = f", repeats {math.ceil(epochs) - 1} times" if epochs > 1 else ""
+            lines.append(
+                f"{weight:.4%}: {drawn:,} samples, {epochs:.2f} epochs of {len(source):,}{repeats}: {source!r}"
+            )
+        return "\n".join(lines)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """16 hex digits over the sources' fingerprints, the weights and the version of the order."""
+        digest = xxhash.xxh3_64(f"mixture {VERSION};".encode())
+        for source, units in zip(self.sources, self._units, strict=True):
+            digest.update(f"{source.fingerprint} {units};".encode())
+        return digest.hexdigest()
+
+    def identity(self) -> dict[str, Any]:
+        """The fingerprint and what it is made of, as plain values, to be saved: see `check_fingerprint`."""
+        sources = []
+        for source, weight in zip(self.sources, self.weights, strict=True):
+            own = source.identity() if hasattr(source, "identity") else {"fingerprint": source.fingerprint}
+            sources.append({"weight": weight} | own)
+        return {"fingerprint": self.fingerprint, "mixture": VERSION, "sources": sources}
+
+    def __repr__(self) -> str:
+        parts = ", ".join(f"({s!r}, {w:g})" for s, w in zip(self.sources, self.weights, strict=True))
+        return f"Mixture([{parts}])"
+
+    @cached_property
+    def _tree(self) -> _Tree:
+        heap: list[tuple[int, int, _Tree]] = [(units, n, n) for n, units in enumerate(self._units)]
+        heapq.heapify(heap)
+        number = len(heap)  # breaks ties, so that the tree is a function of the weights
+        while len(heap) > 1:
+            a, _, left = heapq.heappop(heap)
+            b, _, right = heapq.heappop(heap)
+            heapq.heappush(heap, (a + b, number, _Node(left, right, a, a + b)))
+            number += 1
+        return heap[0][2]
+
+
+class MixtureOrder:
+    """The order of a mixture: a pure function of (sources, weights, seed, position)."""
+
+    def __init__(self, mixture: Mixture, seed: int) -> None:
+        self._mixture = mixture
+        self._orders: list[Order] = []
+        for number, source in enumerate(mixture.sources):
+            own = xxhash.xxh3_64_intdigest(f"source {number} of {seed}".encode())
+            self._orders.append(
+                source.order(own) if hasattr(source, "order") else SampleOrder(len(source), own)
+            )
+
+    def at(self, position: int) -> int:
+        """The sample at one position."""
+        return int(self.at_many([position])[0])
+
+    def at_many(self, positions: npt.ArrayLike) -> Ints:
+        """The samples at many positions.
+
+        Args:
+            positions: integers from 0 to 2**62 - 1, any shape, in any order.
+
+        Returns:
+            Sample numbers of the mixture, int64, in the shape of `positions`.
+
+        Raises:
+            TypeError: the positions are not integers.
+            ValueError: a position is out of range.
+        """
+        asked = np.asarray(positions)
+        if asked.size == 0:
+            return np.zeros(asked.shape, np.int64)
+        if asked.dtype.kind not in "iu":
+            raise TypeError(f"positions have dtype {asked.dtype}; give integers")
+        if int(asked.min()) < 0 or int(asked.max()) >= 2**62:
+            raise ValueError(
+                f"positions span {asked.min()} to {asked.max()}; positions of a mixture run from 0 to 2**62 - 1"
+            )
+        flat = asked.ravel().astype(np.int64)
+        found = np.empty_like(flat)
+        for source, rows, draws in self.draws(flat):
+            found[rows] = self._mixture._firsts[source] + self._orders[source].at_many(draws)
+        return found.reshape(asked.shape)
+
+    def draws(self, positions: Ints) -> list[tuple[int, Ints, Ints]]:
+        """Who has which position: (source, rows of `positions`, how many samples of the source came before)."""
+        found: list[tuple[int, Ints, Ints]] = []
+        open_ = [(self._mixture._tree, np.arange(len(positions)), positions)]
+        while open_:
+            tree, rows, at = open_.pop()
+            if not len(rows):
+                continue
+            if isinstance(tree, int):
+                found.append((tree, rows, at))
+                continue
+            before, after = _left_of(tree, at), _left_of(tree, at + 1)
+            left = after > before
+            open_.append((tree.left, rows[left], before[left]))
+            open_.append((tree.right, rows[~left], (at - before)[~left]))
+        return found
+
+
+def _left_of(node: _Node, count: Any) -> Any:
+    """How many of the first `count` samples at a node go left; whole turns first, so that 64 bits suffice."""
+    turns, rest = count // node.weight, count % node.weight
+    return turns * node.left_weight + (2 * rest * node.left_weight + node.weight) // (2 * node.weight)
+
+
+def _share(tree: _Tree, count: int, counts: list[int]) -> None:
+    open_ = [(tree, count)]
+    while open_:
+        tree, count = open_.pop()
+        if isinstance(tree, int):
+            counts[tree] = count
+        else:
+            left = _left_of(tree, count)
+            open_ += [(tree.left, left), (tree.right, count - left)]
+
+
+def _checked_units(weights: list[float]) -> list[int]:
+    """The weights as integers without a common divisor."""
+    if not weights:
+        raise ValueError("a mixture needs at least one (dataset, weight)")
+    for number, weight in enumerate(weights):
+        if not (math.isfinite(weight) and weight > 0):
+            raise ValueError(
+                f"weight {number} of the mixture is {weight}; leave the source out or weigh it above 0"
+            )
+    total = math.fsum(weights)
+    if round(abs(total - 1), 9) > TOLERANCE:
+        parts = [round(weight / total, 6) for weight in weights]
+        largest = parts.index(max(parts))
+        parts[largest] = round(1 - math.fsum(parts[:largest] + parts[largest + 1 :]), 6)
+        raise ValueError(
+            f"the weights of the mixture sum to {total:.9g}, not to 1; in these proportions they are "
+            f"{', '.join(f'{part:g}' for part in parts)}"
+        )
+    units = [round(weight * _UNITS) for weight in weights]
+    if 0 in units:
+        number = units.index(0)
+        raise ValueError(
+            f"weight {number} of the mixture, {weights[number]:g}, is less than a billionth; leave the source out"
+        )
+    common = math.gcd(*units)
+    return [each // common for each in units]
+
+
+def _checked_length(source: Source, number: int) -> int:
+    for name in ("__len__", "batch", "fingerprint"):
+        if not hasattr(source, name):
+            raise ValueError(
+                f"source {number} of the mixture, {source!r}, has no {name}; mix data sets such as TokenDataset"
+            )
+    if len(source) < 1:
+        raise ValueError(f"source {number} of the mixture, {source!r}, is empty; leave it out")
+    return len(source)
+
+
+def _common_length(sources: list[Source]) -> int | None:
+    lengths: set[int] = {getattr(source, "seq_len", None) for source in sources} - {None}  # type: ignore[assignment]
+    if len(lengths) > 1:
+        raise ValueError(
+            f"the sources of the mixture have samples of {', '.join(map(str, sorted(lengths)))} tokens; "
+            "open all of them with one seq_len"
+        )
+    return lengths.pop() if lengths else None
