@@ -882,7 +882,7 @@ def test_a_long_run_stays_small():
         for worker in desk.members():
             desk.parks(worker, desk.state.committed)
         desk.commit(desk.state.committed + 1)
-        small = msgspec.structs.replace(desk.state, incidents=[], history=[])
+        small = msgspec.structs.replace(desk.state, incidents=[], history=[], changes=[])
         largest = max(largest, len(msgspec.msgpack.encode(small)))
     assert len(desk.incidents()) == 400
     assert not any(i.open for i in desk.incidents())

@@ -29,6 +29,7 @@ def main() -> int:
     parser.add_argument("--memory", type=Path, required=True, help="folder of the snapshot memory")
     parser.add_argument("--memory-bytes", type=int, default=0, help="its budget; 0: half of what is free")
     parser.add_argument("--rack", help="what fails together with this node; its snapshots go elsewhere")
+    parser.add_argument("--grace", type=float, default=30.0, help="seconds from SIGTERM to the node's end")
     parser.add_argument("--lifeline", type=int)
     given = parser.parse_args()
     config = AgentConfig(
@@ -41,6 +42,7 @@ def main() -> int:
         given.memory,
         given.memory_bytes,
         given.rack,
+        given.grace,
     )
     os.umask(0o077)
     sys.setswitchinterval(SWITCH_S)

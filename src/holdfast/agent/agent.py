@@ -31,7 +31,7 @@ STACKS_WAIT_S = 0.15
 
 @dataclass(frozen=True)
 class AgentConfig:
-    """What an agent is started with. memory: the folder of its snapshot memory."""
+    """What an agent is started with. memory: the folder of its snapshot memory. grace_s: after SIGTERM."""
 
     node: str
     job_dir: Path
@@ -42,6 +42,7 @@ class AgentConfig:
     memory: Path
     budget_bytes: int = 0
     rack: str | None = None
+    grace_s: float = 30.0
 
 
 class Agent:
@@ -64,6 +65,7 @@ class Agent:
         self._ports = _free_ports(config.host, PORTS_OFFERED)
         self._follower = LogFollower()
         self._keeper: SnapshotKeeper | None = None
+        self._leaving: m.Leaving | None = None
         self._link = CoordinatorLink(
             config.job_dir,
             token_file.read_text().strip(),
@@ -72,6 +74,7 @@ class Agent:
             config.timing.orphan_s,
             self._orphaned,
             config.timing.heartbeat_s,
+            self._unlinked,
         )
 
     async def run(self, lifeline: int | None) -> None:
@@ -79,7 +82,7 @@ class Agent:
         loop = asyncio.get_running_loop()
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         loop.add_signal_handler(signal.SIGCHLD, self._child_changed)
-        loop.add_signal_handler(signal.SIGTERM, self._over.set)
+        loop.add_signal_handler(signal.SIGTERM, self._terminated)
         loop.add_signal_handler(signal.SIGINT, lambda: None)
         if lifeline is not None:
             loop.add_reader(lifeline, self._launcher_gone, lifeline)
@@ -119,6 +122,7 @@ class Agent:
             self._keeper.port if self._keeper else 0,
             self._keeper.copies() if self._keeper else (),
             config.rack,
+            self._leaving,
         )
 
     def _take(self, order: m.ToAgent) -> None:
@@ -301,6 +305,9 @@ class Agent:
             worker.tell(m.Arm((fault,)))
 
     def _node_fault(self, kind: FaultKind) -> None:
+        if kind is FaultKind.PREEMPT_NODE:
+            self._terminated()
+            return
         if kind is FaultKind.DROP_NODE:
             for worker in self._workers.values():
                 worker.tell(m.DropTraffic())
@@ -311,6 +318,21 @@ class Agent:
         os.kill(os.getpid(), signal.SIGKILL if kind is FaultKind.KILL_NODE else signal.SIGSTOP)
 
     # ------------------------------------------------------------ the end
+
+    def _terminated(self) -> None:
+        """SIGTERM: this machine is to be taken away (Slurm, Kubernetes and spot markets send it). The job goes on
+        without it from a step's edge on. A second one, or one that nobody hears, ends it now."""
+        if self._leaving is not None or not self._link.connected:
+            self._over.set()
+            return
+        self._leaving = m.Leaving("SIGTERM", self._config.grace_s)
+        self._link.send(self._leaving)
+        asyncio.get_running_loop().call_later(self._config.grace_s, self._over.set)
+
+    def _unlinked(self) -> None:
+        """The coordinator is gone. Who is leaving does not wait for the next one."""
+        if self._leaving is not None:
+            self._over.set()
 
     def _orphaned(self) -> None:
         print(f"holdfast agent {self._config.node}: no coordinator; stopping the workers", flush=True)

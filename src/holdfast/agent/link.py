@@ -36,11 +36,14 @@ class CoordinatorLink:
         orphan_s: float,
         orphaned: Callable[[], None],
         heartbeat_s: float,
+        lost: Callable[[], None],
     ) -> None:
+        """lost: called when a connection has ended."""
         self._job_dir, self._token = job_dir, token
         self._hello, self._take = hello, take
         self._orphan_s, self._orphaned = orphan_s, orphaned
-        self._heartbeat_s = heartbeat_s
+        self._heartbeat_s, self._lost = heartbeat_s, lost
+        self.connected = False
         self._waiting: deque[tuple[float, m.AgentMessage]] = deque(maxlen=KEPT_MESSAGES)
         self._news = asyncio.Event()
         self._idle = asyncio.Event()
@@ -67,6 +70,7 @@ class CoordinatorLink:
         async with aiohttp.ClientSession() as session:
             while True:
                 if await self._converse(session):
+                    self._lost()
                     lost_at, attempt = time.monotonic(), 0
                 elif time.monotonic() - lost_at > self._orphan_s:
                     self._orphaned()
@@ -95,12 +99,16 @@ class CoordinatorLink:
                 await socket.send_bytes(encode(self._hello()))
             except (OSError, aiohttp.ClientError):
                 return False
-            async with asyncio.TaskGroup() as group:
-                sender = group.create_task(self._sending(socket))
-                pulse = group.create_task(self._beating())
-                await self._receiving(socket)
-                sender.cancel()
-                pulse.cancel()
+            self.connected = True
+            try:
+                async with asyncio.TaskGroup() as group:
+                    sender = group.create_task(self._sending(socket))
+                    pulse = group.create_task(self._beating())
+                    await self._receiving(socket)
+                    sender.cancel()
+                    pulse.cancel()
+            finally:
+                self.connected = False
         return True
 
     async def _receiving(self, socket: aiohttp.ClientWebSocketResponse) -> None:

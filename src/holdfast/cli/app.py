@@ -7,7 +7,20 @@ from typing import Annotated
 
 import typer
 
-from holdfast.cli import checkpoint, events, fault, logs, metrics, portable, report, run, status, stop
+from holdfast.cli import (
+    checkpoint,
+    events,
+    fault,
+    logs,
+    metrics,
+    plan,
+    portable,
+    report,
+    resize,
+    run,
+    status,
+    stop,
+)
 from holdfast.cli.torchrun import RunCommand
 from holdfast.errors import HoldfastError, UsageError
 
@@ -28,6 +41,9 @@ app.command("logs")(logs.logs)
 app.command("report")(report.report)
 app.command("metrics")(metrics.metrics)
 app.command("fault")(fault.fault)
+app.command("plan")(plan.plan)
+app.command("resize")(resize.resize)
+app.command("drain")(resize.drain)
 app.command("stop")(stop.stop)
 checkpoint.app.command("export")(portable.export)
 checkpoint.app.command("import")(portable.import_)

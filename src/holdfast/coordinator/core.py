@@ -2,14 +2,25 @@
 
 Three things drive it: the service (real life), the tests (random schedules under a virtual clock) and the
 planner's simulator. This file takes events apart and says what comes next; what is done about them lies in
-`nodes` (who is there), `forming` (generations), `failures` (who is to blame), `hangs` (who holds the others
+`nodes` (who is there), `forming` (generations), `resizing` (planned changes), `failures` (who is to blame), `hangs` (who holds the others
 up), `stopping` (the end), `gang` (the job at level 0), `incidents` (the times of a fault) and `policy` (what
 one decision is made of). Their functions take the core first.
 """
 
 from __future__ import annotations
 
-from holdfast.coordinator import failures, forming, gang, hangs, incidents, nodes, saving, stopping, storing
+from holdfast.coordinator import (
+    failures,
+    forming,
+    gang,
+    hangs,
+    incidents,
+    nodes,
+    resizing,
+    saving,
+    stopping,
+    storing,
+)
 from holdfast.coordinator.events import (
     Action,
     DurableFound,
@@ -19,17 +30,18 @@ from holdfast.coordinator.events import (
     NodeJoined,
     NodeLost,
     NodeSays,
-    NodeUnavailable,
     ProvideNode,
     Record,
     Recovered,
     ReleaseNode,
+    ResizeRequested,
     Send,
     StopRequested,
     Tick,
 )
 from holdfast.coordinator.state import CoreState, Injection, JobPhase, Node, Worker, WorkerPhase
 from holdfast.protocol import messages as m
+from holdfast.protocol.availability import Capacity, NodeAvailable, NodeGoing, NodeUnavailable
 from holdfast.protocol.job import JobSpec
 
 
@@ -82,6 +94,7 @@ class Core:
         expected_s = nodes.expected_until_s(self)
         waits = (s.form_deadline_s, s.form_after_s, s.ask_after_s, s.start_after_s, expected_s)
         times += [d for d in waits if d is not None and d > self.now]
+        times += resizing.deadlines(self)
         return min(times, default=None)
 
     def send(self, node: str, message: m.ToAgent) -> None:
@@ -130,7 +143,7 @@ class Core:
     def at_full_strength(self) -> bool:
         """The newest generation has the target size."""
         g = self.state.generation
-        return g is not None and len(g.members) >= self.spec.target
+        return g is not None and len(g.members) >= self.state.target
 
     def budget_spent(self) -> bool:
         """No worker may be started again."""
@@ -154,6 +167,14 @@ class Core:
                 stopping.request(self, reason, "stopped")
             case NodeUnavailable(reason):
                 nodes.unavailable(self, reason)
+            case NodeAvailable():
+                self.state.ask_after_s = None
+            case NodeGoing(name, reason, within_s):
+                resizing.going(self, name, reason, within_s)
+            case Capacity(count, reason, within_s):
+                resizing.capacity(self, count, reason, within_s)
+            case ResizeRequested(count, reason):
+                resizing.resize(self, count, reason)
             case DurableFound():
                 storing.found(self, event)
             case Recovered(last_s):
@@ -178,6 +199,8 @@ class Core:
                     self.record("worker-started", worker=worker_name, node=name, pid=pid, log=log)
             case m.Exited():
                 failures.exited(self, message)
+            case m.Leaving(reason, within_s):
+                resizing.going(self, name, reason, within_s)
             case m.Stalled(worker_name, view):
                 hangs.stalled(self, worker_name, view)
             case m.Views():
@@ -240,7 +263,8 @@ class Core:
         self.attached(worker)
         if worker.phase is not WorkerPhase.ATTACHED:
             return
-        worker.phase, worker.ready = WorkerPhase.READY, ready
+        worker.phase, worker.ready, worker.ready_at_s = WorkerPhase.READY, ready, self.now
+        self.state.micro_batches = ready.micro_batches or self.state.micro_batches
         self.record("worker-ready", worker=worker.name, node=worker.node)
         incidents.replaced(self.state, self.now)
         failures.started_well(self, worker)
@@ -261,6 +285,7 @@ class Core:
         s.generation_committed = message.committed
         s.stall_rounds = s.fruitless = 0
         self._out.extend(incidents.committed(s, self.now - age_s))
+        resizing.committed(self, self.now - age_s)
 
     # ------------------------------------------------------------ what next
 
@@ -292,6 +317,7 @@ class Core:
         s = self.state
         if s.phase is JobPhase.ENDED:
             return
+        resizing.advance(self)
         if s.level != 2:
             gang.advance(self)
             return
@@ -307,8 +333,8 @@ class Core:
         if s.phase is JobPhase.RUNNING:
             if s.stop_reason is not None:
                 forming.end_at_commit(self, "stop")
-            elif forming.can_grow(self):
-                forming.end_at_commit(self, "a newcomer is ready")
+            elif (reason := resizing.change_due(self)) is not None:
+                forming.end_at_commit(self, reason)
         if s.phase is JobPhase.GATHERING:
             if s.stop_reason is None:
                 forming.try_form(self)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from holdfast.protocol.availability import Capacity, NodeAvailable, NodeGoing, NodeUnavailable
 from holdfast.protocol.job import Durable
 from holdfast.protocol.messages import AgentMessage, Hello, ToAgent
 
@@ -29,15 +30,16 @@ class NodeSays(msgspec.Struct, frozen=True):
     message: AgentMessage
 
 
-class NodeUnavailable(msgspec.Struct, frozen=True):
-    """The engine cannot provide a node that was asked for."""
+class StopRequested(msgspec.Struct, frozen=True):
+    """A person or the cluster asks the job to stop, keeping its state."""
 
     reason: str
 
 
-class StopRequested(msgspec.Struct, frozen=True):
-    """A person or the cluster asks the job to stop, keeping its state."""
+class ResizeRequested(msgspec.Struct, frozen=True):
+    """A person wants the job to train on so many nodes, within its bounds."""
 
+    nodes: int
     reason: str
 
 
@@ -73,8 +75,12 @@ Event = (
     NodeJoined
     | NodeLost
     | NodeSays
+    | NodeAvailable
     | NodeUnavailable
+    | NodeGoing
+    | Capacity
     | StopRequested
+    | ResizeRequested
     | Injected
     | Recovered
     | DurableFound

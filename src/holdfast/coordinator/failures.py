@@ -261,6 +261,8 @@ def injected(core: Core, injection: Injection) -> None:
         rank=rank,
         step=s.committed,
     )
+    if injection.kind == "preempt-node":
+        return  # the node says so itself, and leaves as planned
     if any(incidents.explains(i, injection) for i in s.incidents):
         s.failures = [f for f in s.failures if injection.worker is None or f.worker != injection.worker]
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from holdfast.coordinator import failures, incidents, nodes, policy, saving, stopping, storing
+from holdfast.coordinator import failures, incidents, nodes, policy, resizing, saving, stopping, storing
 from holdfast.coordinator.state import JobPhase, Snapshot, Worker, WorkerPhase
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import Durable
@@ -31,7 +31,7 @@ def break_generation(core: Core, cause: str) -> None:
     draining = s.phase is JobPhase.BREAKING and s.yielding
     if s.generation is None or s.level != 2 or not (s.phase is JobPhase.RUNNING or draining):
         return
-    s.phase, s.yielding = JobPhase.BREAKING, False
+    s.phase, s.yielding, s.change_reason = JobPhase.BREAKING, False, None
     s.broke_cause, s.broke_at_s = cause, core.now
     s.break_deadline_s = core.now + core.timing.stall_s(core.median_s())
     s.inspect_deadline_s = None
@@ -45,18 +45,10 @@ def end_at_commit(core: Core, reason: str) -> None:
     s = core.state
     if s.generation is None or s.yielding:
         return
-    s.yielding = True
+    s.yielding, s.change_reason = True, reason
     core.record("yield", generation=s.generation.number, reason=reason)
     for worker in core.inside():
         core.tell(worker, m.Yield(s.generation.number))
-
-
-def can_grow(core: Core) -> bool:
-    """A newcomer is ready, there is room for it, and the running generation has been worth its start."""
-    s = core.state
-    if s.generation is None or s.generation_committed <= s.generation.start:
-        return False
-    return len(s.generation.members) < core.spec.target and bool(core.workers_in(WorkerPhase.READY))
 
 
 def collective_error(core: Core, worker: Worker, message: m.CollectiveError) -> None:
@@ -125,7 +117,7 @@ def gather(core: Core) -> None:
 
 def try_form(core: Core) -> None:
     """Forms a generation as soon as there are workers enough; nobody waits for a slow starter."""
-    s, spec = core.state, core.spec
+    s = core.state
     if s.form_after_s is not None and core.now < s.form_after_s:
         return
     survivors = core.workers_in(WorkerPhase.PARKED)
@@ -140,11 +132,13 @@ def try_form(core: Core) -> None:
         return
     ready = core.workers_in(WorkerPhase.READY)
     fresh = sorted(ready, key=lambda w: (s.nodes[w.node].failures, w.node))
-    count = min(len(survivors) + len(fresh), spec.target)
-    if count >= max(1, spec.minimum):
+    kept, joining = resizing.choose(core, survivors, fresh)
+    count = len(kept) + len(joining)
+    if count >= max(1, s.minimum):
         s.wait_deadline_s = None
-        if s.number > 0 or count == spec.target or not _worth_waiting(core):
-            _form(core, survivors, fresh[: spec.target - len(survivors)])
+        if s.number > 0 or count >= s.target or not _worth_waiting(core):
+            resizing.let_go(core, [w for w in survivors if w not in kept])
+            _form(core, survivors, kept, joining)
         return
     if core.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED):
         s.wait_deadline_s = None  # they have a deadline of their own
@@ -152,7 +146,7 @@ def try_form(core: Core) -> None:
         s.wait_deadline_s = core.now + core.timing.wait_s
     if s.number and not s.waiting:
         s.waiting = True
-        core.record("waiting", workers=count, target=spec.target)
+        core.record("waiting", workers=count, target=s.target)
     if nodes.hopeless(core):
         why = "the restart budget is spent" if core.budget_spent() else "no more nodes may be asked for"
         stopping.give_up(core, why, None)
@@ -162,7 +156,7 @@ def _worth_waiting(core: Core) -> bool:
     """The first generation waits a while for the target size, if more workers are on their way."""
     s = core.state
     pending = core.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED)
-    if not (pending or s.replacing or len(core.alive_nodes()) < core.spec.max_nodes):
+    if not (pending or s.replacing or len(core.alive_nodes()) < s.wanted_nodes):
         return False
     if s.form_deadline_s is None:
         s.form_deadline_s = core.now + core.timing.form_s
@@ -178,13 +172,14 @@ def _start_over(core: Core, survivors: list[Worker]) -> None:
     nodes.staff(core)
 
 
-def _form(core: Core, survivors: list[Worker], fresh: list[Worker]) -> None:
+def _form(core: Core, survivors: list[Worker], kept: list[Worker], fresh: list[Worker]) -> None:
+    """survivors: all that reported, for what becomes of the step in flight; kept: those of them that stay."""
     s = core.state
     reports = {w.name: policy.Report(w.committed, w.prepared) for w in survivors}
     reports |= {w.name: policy.Report(None) for w in fresh}
     outcome = policy.settle(reports)
     ranks = policy.assign_ranks(
-        s.generation if survivors else None, [w.name for w in survivors], [w.name for w in fresh]
+        s.generation if survivors else None, [w.name for w in kept], [w.name for w in fresh]
     )
     durable, snapshot = None, None
     if outcome.start is None:
@@ -202,6 +197,7 @@ def _form(core: Core, survivors: list[Worker], fresh: list[Worker]) -> None:
         saving.went_back(core, start)
     else:
         start, holders, restore = outcome.start, outcome.holders, outcome.restore
+    before = len(s.generation.members) if s.generation else 0
     s.number += 1
     members = tuple(_member(r, s.workers[w]) for r, w in enumerate(ranks))
     s.generation = m.Generation(s.number, members, start)
@@ -233,6 +229,7 @@ def _form(core: Core, survivors: list[Worker], fresh: list[Worker]) -> None:
     s.waiting = False
     s.formed_at_s = core.now
     s.history.append((round(core.now - s.began_s, 4), len(ranks)))
+    resizing.formed(core, before, len(ranks), len(fresh))
     for _ in fresh:
         incidents.replaced(s, core.now)
     incidents.decided(s, core.now, _rung(core, fresh, len(ranks)))
@@ -268,7 +265,7 @@ def _rung(core: Core, fresh: list[Worker], world: int) -> str:
     if fresh:
         latest = core.state.incidents[-1].node if core.state.incidents else None
         return "restart" if all(w.node == latest for w in fresh) else "spare"
-    return "go on smaller" if world < core.spec.target else "retry in process"
+    return "go on smaller" if world < core.state.target else "retry in process"
 
 
 def _digest(core: Core, name: str) -> str | None:

@@ -72,10 +72,10 @@ def advance(core: Core) -> None:
 def _launch(core: Core) -> None:
     s, spec = core.state, core.spec
     nodes.ask(core)
-    usable = [n for n in core.alive_nodes() if n.slots >= spec.nproc]
+    usable = _usable(core)
     usable.sort(key=lambda n: n.failures)
-    count = min(len(usable), spec.max_nodes)
-    minimum = spec.max_nodes if spec.wait_for_spare else spec.min_nodes
+    count = min(len(usable), s.wanted_nodes)
+    minimum = s.wanted_nodes if spec.wait_for_spare else spec.min_nodes
     if core.budget_spent():
         stopping.give_up(core, "the restart budget is spent", s.blame)
         advance(core)
@@ -83,19 +83,28 @@ def _launch(core: Core) -> None:
     if count < minimum:
         if s.wait_deadline_s is None:
             s.wait_deadline_s = core.now + core.timing.wait_s
-            core.record("waiting", workers=count * spec.nproc, target=spec.target)
+            core.record("waiting", workers=count * spec.nproc, target=s.target)
         if not nodes.coming(core):
             stopping.give_up(core, "no more nodes may be asked for", s.blame)
             advance(core)
         return
     s.wait_deadline_s = None
-    if count < spec.max_nodes and (s.number == 0 or s.replacing):
+    if count < s.wanted_nodes and (s.number == 0 or s.replacing):
         if s.form_deadline_s is None:
             s.form_deadline_s = core.now + core.timing.form_s
         if core.now < s.form_deadline_s:
             return
     s.form_deadline_s = None
     _start_all(core, sorted(usable[:count], key=lambda n: list(s.nodes).index(n.name)))
+
+
+def _usable(core: Core) -> list[Node]:
+    return [n for n in core.alive_nodes() if n.slots >= core.spec.nproc and n.leaving is None]
+
+
+def size_now(core: Core) -> int:
+    """Workers that a start would have now."""
+    return min(len(_usable(core)), core.state.wanted_nodes) * core.spec.nproc
 
 
 def _start_all(core: Core, chosen: list[Node]) -> None:
@@ -114,7 +123,7 @@ def _start_all(core: Core, chosen: list[Node]) -> None:
             worker = nodes.start_worker(core, node, slot, env)
             worker.phase = WorkerPhase.MEMBER
             members.append(m.Member(rank, worker.name, node.name, slot, node.host))
-    s.generation = m.Generation(s.number, tuple(members))
+    s.generation, s.grows = m.Generation(s.number, tuple(members)), False
     s.generation_committed = 0
     s.committed = 0
     s.phase = JobPhase.RUNNING
@@ -167,7 +176,7 @@ def node_lost(core: Core, workers: list[Worker], cause: str) -> None:
     s = core.state
     if workers and s.phase is JobPhase.RUNNING:
         s.blame = Blame(cause, None, workers[0].node, s.committed)
-        _restart_all(core, cause)
+        restart(core, cause)
 
 
 def stalled(core: Core, workers: list[Worker], reason: str) -> None:
@@ -182,13 +191,14 @@ def _fault(core: Core, workers: list[Worker], node: str | None, cause: str) -> b
     s = core.state
     incident = incidents.open_incident(s, core.now, cause, node=node, workers=[w.name for w in workers])
     core.record("incident-opened", **incidents.describe(s, incident))
-    _restart_all(core, cause)
+    restart(core, cause)
     return incident.injected
 
 
-def _restart_all(core: Core, cause: str) -> None:
+def restart(core: Core, cause: str, counts: bool = True) -> None:
+    """Ends all workers; when they are gone, all start again. counts: against the restart budget."""
     s = core.state
-    s.restarts_used += 1
+    s.restarts_used += counts
     s.phase = JobPhase.BREAKING
     s.break_deadline_s = None
     core.record("restart", generation=s.number, reason=cause)

@@ -129,8 +129,8 @@ def committed(state: CoreState, now: float) -> list[Record]:
 
 
 def _full(state: CoreState, incident: Incident) -> bool:
-    """The job has the size again that it had when the fault struck."""
-    return state.generation is not None and len(state.generation.members) >= incident.world
+    """The job has the size again that it had when the fault struck, or that it is to have by now."""
+    return state.generation is not None and len(state.generation.members) >= min(incident.world, state.target)
 
 
 def describe(state: CoreState, incident: Incident) -> dict[str, object]:

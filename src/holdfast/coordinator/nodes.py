@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from holdfast.coordinator import failures, forming, gang, incidents, saving, stopping
+from holdfast.coordinator import failures, forming, gang, incidents, resizing, saving, stopping
 from holdfast.coordinator.events import ProvideNode, ReleaseNode
 from holdfast.coordinator.state import JobPhase, Node, Worker, WorkerPhase
 from holdfast.protocol import messages as m
@@ -31,6 +31,9 @@ def joined(core: Core, hello: m.Hello) -> None:
         _refuse(core, hello.node, known.refused)
         return
     if known is not None and known.session == hello.session:
+        if not known.alive and known.leaving is not None:
+            core.send(known.name, m.Shutdown(known.leaving))  # its first telling may have been lost
+            return
         if not known.alive:
             known.fenced = False
             fence(core, known, hello.node)
@@ -45,6 +48,8 @@ def joined(core: Core, hello: m.Hello) -> None:
     node.rack = hello.rack
     node.failures = known.failures if known else 0
     s.nodes[hello.node] = node
+    if hello.leaving is not None:
+        resizing.going(core, node.name, hello.leaving.reason, hello.leaving.within_s)
     s.joined += known is None
     s.replacing = max(0, s.replacing - 1)
     core.record("node-joined", node=hello.node, host=hello.host, slots=hello.slots)
@@ -229,6 +234,7 @@ def free_slots(core: Core) -> list[tuple[Node, int]]:
     return [
         (node, slot)
         for node in core.alive_nodes()
+        if node.leaving is None
         for slot in range(min(node.slots, core.spec.nproc))
         if (node.name, slot) not in taken and not (spent and slot in node.used)
     ]
@@ -239,12 +245,12 @@ def ask(core: Core) -> None:
     s = core.state
     if s.ask_after_s is not None and core.now < s.ask_after_s:
         return
-    wanted = core.spec.max_nodes + core.spec.spares
+    wanted = s.wanted_nodes + core.spec.spares
     for _ in range(missing(core)):
         s.replacing += 1
         s.replaced += 1
         s.asked_at_s = core.now
-        core.act(ProvideNode(f"{len(core.alive_nodes())} of {wanted} nodes are left"))
+        core.act(ProvideNode(f"{len(_staying(core))} of {wanted} nodes are there"))
 
 
 def ask_again_s(core: Core) -> float | None:
@@ -258,9 +264,13 @@ def ask_again_s(core: Core) -> float | None:
 def missing(core: Core) -> int:
     """Nodes to ask for: neither there, nor asked for, nor still expected from the start of the job."""
     s = core.state
-    wanted = core.spec.max_nodes + core.spec.spares
-    count = wanted - len(core.alive_nodes()) - s.replacing - _expected(core)
-    return max(0, min(count, core.spec.max_restarts - s.replaced))
+    wanted = s.wanted_nodes + core.spec.spares
+    count = wanted - len(_staying(core)) - s.replacing - _expected(core)
+    return max(0, min(count, core.spec.max_restarts + s.unpaid - s.replaced))
+
+
+def _staying(core: Core) -> list[Node]:
+    return [n for n in core.alive_nodes() if n.leaving is None]
 
 
 def expected_until_s(core: Core) -> float:
@@ -273,12 +283,12 @@ def _expected(core: Core) -> int:
     s = core.state
     if core.now >= expected_until_s(core):
         return 0
-    return max(0, core.spec.max_nodes + core.spec.spares - s.joined)
+    return max(0, s.wanted_nodes + core.spec.spares - s.joined)
 
 
 def hoped_for(core: Core) -> int:
     """Nodes that are there, on their way, or can be asked for."""
-    return len(core.alive_nodes()) + core.state.replacing + _expected(core) + missing(core)
+    return len(_staying(core)) + core.state.replacing + _expected(core) + missing(core)
 
 
 def unavailable(core: Core, reason: str) -> None:

@@ -7,9 +7,10 @@ from typing import Any
 
 import msgspec
 
-from holdfast.coordinator import incidents
+from holdfast.coordinator import incidents, resizing
 from holdfast.coordinator.state import CoreState, Worker, WorkerPhase
 from holdfast.coordinator.store import StepRow
+from holdfast.plan.division import idle_share
 
 SCHEMA = 1
 INCIDENTS_SHOWN = 20
@@ -28,13 +29,19 @@ def build_report(state: CoreState, steps: list[StepRow], now: float) -> dict[str
         "engine": state.spec.engine,
         "outcome": state.outcome,
         "reason": state.stop_reason,
-        "world": {"target": state.spec.target, "history": [list(h) for h in state.history]},
+        "world": {
+            "target": state.target,
+            "history": [list(h) for h in state.history],
+            "micro_batches": state.micro_batches,
+            "idle": _idle(state),
+        },
         "steps": {
             "committed": state.committed,
             "lost": state.lost_steps,
             "median_s": _median_s(state, took),
         },
         "incidents": [incidents.describe(state, i) for i in state.incidents],
+        "changes": [resizing.describe(state, c) for c in state.changes],
         "goodput": {
             "wall_s": round(wall_s, 3),
             "productive_s": None if productive_s is None else round(productive_s, 3),
@@ -47,6 +54,13 @@ def build_report(state: CoreState, steps: list[StepRow], now: float) -> dict[str
         },
         "saved": msgspec.to_builtins(state.durable) if state.durable else None,
     }
+
+
+def _idle(state: CoreState) -> list[tuple[int, float]]:
+    """World sizes that the job had and that do not divide its micro-batches, and the share that each leaves idle."""
+    count = state.micro_batches
+    sizes = sorted({world for _, world in state.history})
+    return [(w, round(idle_share(count, w), 4)) for w in sizes if count and w <= count and count % w]
 
 
 def _median_s(state: CoreState, took: list[float]) -> float | None:
@@ -72,7 +86,7 @@ def build_status(state: CoreState, now: float) -> dict[str, Any]:
         "level": state.level,
         "generation": state.number,
         "world": len(ranks),
-        "target": state.spec.target,
+        "target": state.target,
         "step": state.committed,
         "loss": losses[-1] if losses else None,
         "median_s": max(medians, default=None),

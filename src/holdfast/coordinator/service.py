@@ -18,6 +18,7 @@ import msgspec
 from aiohttp import WSCloseCode, WSMsgType, web
 
 from holdfast.coordinator import events as ev
+from holdfast.coordinator import resizing
 from holdfast.coordinator.core import Core
 from holdfast.coordinator.injector import Injector, Planned, Strike
 from holdfast.coordinator.metrics import CONTENT_TYPE, metrics_text
@@ -25,11 +26,13 @@ from holdfast.coordinator.report import build_report, build_status
 from holdfast.coordinator.store import LedgerEntry, Store
 from holdfast.errors import ProtocolError, UsageError
 from holdfast.protocol import messages as m
+from holdfast.protocol.availability import Availability, NodeGoing
 from holdfast.protocol.endpoint import Endpoint, write_endpoint
 from holdfast.protocol.faults import NODE_FAULTS, FaultKind, parse_fault
 from holdfast.protocol.frames import Codec, encode
 from holdfast.protocol.job import JobSpec, Resume
 
+_engine_says = msgspec.json.Decoder(Availability)
 _codec: Codec[m.AgentMessage] = Codec(m.AgentMessage)
 STATUS_EVERY_S = 0.2
 FAREWELL_S = 2.0
@@ -76,6 +79,8 @@ class Coordinator:
                 web.get("/metrics", self._metrics_page),
                 web.post("/stop", self._stop),
                 web.post("/fault", self._fault),
+                web.post("/resize", self._resize),
+                web.post("/drain", self._drain),
                 web.post("/engine", self._engine),
             ]
         )
@@ -338,9 +343,38 @@ class Coordinator:
             alive = ", ".join(n for n, x in state.nodes.items() if x.alive)
             raise UsageError(f"no node node{node} in this job: there are {alive}")
 
+    async def _resize(self, request: web.Request) -> web.StreamResponse:
+        """`?nodes=N&reason=`: how many to train on from now on."""
+        try:
+            nodes = int(request.query.get("nodes", ""))
+        except ValueError:
+            return web.Response(status=400, text="send ?nodes=N, a whole number")
+        state = self._core.state
+        try:
+            resizing.check_resize(state, nodes)
+        except UsageError as error:
+            return web.Response(status=400, text=str(error))
+        before = state.wanted_nodes
+        self.handle(ev.ResizeRequested(nodes, request.query.get("reason", "asked for")))
+        return _json({"before": before, "nodes": state.wanted_nodes, "capacity": state.capacity_nodes})
+
+    async def _drain(self, request: web.Request) -> web.StreamResponse:
+        """A NodeGoing as JSON, of a node that must be there."""
+        try:
+            going = msgspec.json.decode(await request.read(), type=NodeGoing)
+            resizing.check_drain(self._core.state, going.node)
+        except (msgspec.MsgspecError, UsageError) as error:
+            return web.Response(status=400, text=str(error))
+        self.handle(going)
+        return _json({"node": going.node})
+
     async def _engine(self, request: web.Request) -> web.StreamResponse:
-        """The engine's answer when it cannot provide a node."""
-        self.handle(ev.NodeUnavailable(request.query.get("reason", "the engine has none")))
+        """What the engine knows of capacity: one of `protocol.availability`, as JSON."""
+        try:
+            event = _engine_says.decode(await request.read())
+        except msgspec.MsgspecError as error:
+            return web.Response(status=400, text=str(error))
+        self.handle(event)
         return _json({})
 
     def _announce(self, kind: str, value: Any) -> None:

@@ -44,6 +44,7 @@ class Node(msgspec.Struct):
 
     used: slots that had a worker already. strikes: volleys of workers in a row that died before they were ready.
     fenced: it was told that the job went on without it. refused: why it may not come back, if it may not.
+    leaving: why it is to leave, if it is; leaves_until_s: how long it has, if that is limited.
     """
 
     name: str
@@ -61,6 +62,9 @@ class Node(msgspec.Struct):
     refused: str | None = None
     rack: str | None = None
     snapshot_port: int = 0
+    leaving: str | None = None
+    leaves_since_s: float = 0.0
+    leaves_until_s: float | None = None
 
 
 class Worker(msgspec.Struct):
@@ -77,6 +81,7 @@ class Worker(msgspec.Struct):
     started_s: float
     phase: WorkerPhase = WorkerPhase.STARTING
     ready: Ready | None = None
+    ready_at_s: float = 0.0
     committed: int | None = None
     prepared: bool = False
     median_s: float | None = None
@@ -129,6 +134,24 @@ class Incident(msgspec.Struct):
     def open(self) -> bool:
         """Not yet back at full strength."""
         return self.full_at_s is None
+
+
+class Change(msgspec.Struct):
+    """One planned change of the membership, from the last commit before it to the first one after.
+
+    before, after: world sizes. joined: newcomers in it.
+    """
+
+    id: int
+    reason: str
+    at_step: int
+    before: int
+    after: int
+    left_at_s: float
+    formed_at_s: float
+    generation: int
+    joined: int = 0
+    stall_s: float | None = None
 
 
 class Failure(msgspec.Struct):
@@ -252,7 +275,11 @@ class CoreState(msgspec.Struct):
     broke_cause: why the newest generation broke, until an incident explains it. fruitless: generations in a row
     that broke without a commit and without anyone to blame. bad_starts: volleys of workers in a row that died
     before they were ready. joined: nodes that ever came. stops: who was told to leave, and how. waiting: the ledger
-    says that the job waits for workers. stored: tier to the last checkpoint that came there (or was tried).
+    says that the job waits for workers. asked_nodes, capacity_nodes: what a person wants, and what the engine allows.
+    unpaid: nodes that may be asked for beside the restart budget. grows: at level 0, all start again when there are
+    nodes for a larger size that was asked for. change_reason: why the generation that ends now does, as planned.
+    grew_at_s, join_cost_s: when newcomers came last, and for how long that stalled training. micro_batches: in a
+    global batch, once a worker has said so. stored: tier to the last checkpoint that came there (or was tried).
     older: what to go on from if `durable` proves to be damaged, newest first. durable_tries: generations in a row that
     could not be restored from it. unread: why checkpoints that are there will not do.
     skipped: shards that no node could keep since the last whole snapshot. rewinds: oldest first, their starts rising.
@@ -313,8 +340,33 @@ class CoreState(msgspec.Struct):
     form_after_s: float | None = None
     wait_deadline_s: float | None = None
     waiting: bool = False
+    asked_nodes: int | None = None
+    capacity_nodes: int | None = None
+    unpaid: int = 0
+    grows: bool = False
+    changes: list[Change] = []
+    change_reason: str | None = None
+    grew_at_s: float = 0.0
+    join_cost_s: float = 0.0
+    micro_batches: int | None = None
     stop_deadline_s: float | None = None
     inspect_request: int = 0
     inspect_deadline_s: float | None = None
     look_again_s: float = 0.0
     stall_rounds: int = 0
+
+    @property
+    def wanted_nodes(self) -> int:
+        """Nodes to train on: as asked for, and no more than there may be."""
+        asked = self.spec.max_nodes if self.asked_nodes is None else self.asked_nodes
+        return asked if self.capacity_nodes is None else max(0, min(asked, self.capacity_nodes))
+
+    @property
+    def target(self) -> int:
+        """Workers at full strength."""
+        return self.wanted_nodes * self.spec.nproc
+
+    @property
+    def minimum(self) -> int:
+        """Fewest workers to train with."""
+        return self.target if self.spec.wait_for_spare else self.spec.min_nodes * self.spec.nproc

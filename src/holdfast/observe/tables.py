@@ -61,11 +61,14 @@ def draw_report(report: Report, job_dir: Path, path: Path) -> None:
 
 
 def report_view(report: Report, job_dir: Path) -> RenderableType:
-    """Header, incidents, where their time went; the closing error last."""
+    """Header, incidents, where their time went, planned changes; the closing error last."""
     parts: list[RenderableType] = [_header(report, job_dir)]
     incidents = report.get("incidents") or []
     if incidents:
         parts += [Text(), _incidents(incidents), Text(), _durations(incidents)]
+    changes = report.get("changes") or []
+    if changes:
+        parts += [Text(), _changes(changes)]
     if report.get("outcome") == "failed" or report.get("blame"):
         parts += [Text(), closing(report, saved=bool(report.get("saved")))]
     return Group(*parts)
@@ -89,7 +92,10 @@ def _header(report: Report, job_dir: Path) -> Table:
     table.add_row(
         "goodput", f"{units.share(goodput.get('share'))} of {units.seconds(goodput.get('wall_s'))} wall time"
     )
-    table.add_row("workers", _world(report.get("world") or {}))
+    world = report.get("world") or {}
+    table.add_row("workers", _world(world))
+    if idle := _idle(world):
+        table.add_row("idle", idle)
     final = report.get("final") or {}
     table.add_row("loss", units.loss(final.get("loss")))
     table.add_row("parameters", _parameters(final))
@@ -105,6 +111,16 @@ def _world(world: Report) -> str:
             sizes.append(size)
     shown = [*map(str, sizes[:6]), "…", *map(str, sizes[-5:])] if len(sizes) > 12 else list(map(str, sizes))
     return f"{' → '.join(shown) or units.UNKNOWN} (target {units.text(world.get('target'))})"
+
+
+def _idle(world: Report) -> str:
+    """What an uneven division cost, for each size that had one."""
+    uneven = world.get("idle") or []
+    if not uneven:
+        return ""
+    shown = ", ".join(f"{units.share(share)} with {size}" for size, share in uneven[-4:])
+    micro = units.count(world.get("micro_batches"))
+    return f"{shown} workers: {micro} micro-batches do not divide evenly; see `holdfast plan`"
 
 
 def _parameters(final: Report) -> RenderableType:
@@ -162,6 +178,21 @@ def _durations(incidents: Sequence[Report]) -> Table:
     for i in incidents:
         keys = ("t_s", "detect_s", "decide_s", "replace_s", "join_s", "restore_s", "first_step_s")
         table.add_row(str(i["id"]), *(units.seconds(i[key]) for key in keys))
+    return table
+
+
+def _changes(changes: Sequence[Report]) -> Table:
+    table = Table(
+        box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title="Planned changes", **_TITLED
+    )
+    table.add_column("", justify="right", min_width=2)
+    table.add_column("why", overflow="fold", ratio=1)
+    for name in ("after", "at step", "workers", "stall"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for c in changes:
+        sizes = f"{c['from_world']} \u2192 {c['to_world']}"
+        stall, after = units.seconds(c["stall_s"]), units.seconds(c["t_s"])
+        table.add_row(str(c["id"]), Text(c["reason"]), after, units.count(c["at_step"]), sizes, stall)
     return table
 
 

@@ -77,6 +77,28 @@ def _node_unavailable(f: Fields) -> str:
     return f"no further node to be had: {f['reason']}"
 
 
+def _node_leaving(f: Fields) -> str:
+    time = "" if f.get("within_s") is None else f" within {seconds(f['within_s'])}"
+    return f"{f['node']} is to leave{time}: {f['reason']}"
+
+
+def _node_left(f: Fields) -> str:
+    return f"{f['node']} has left: {f['reason']}"
+
+
+def _resize(f: Fields) -> str:
+    return f"from {f['before']} to {plural(f['nodes'], 'node')}: {f['reason']}"
+
+
+def _capacity(f: Fields) -> str:
+    limit = "no limit of nodes" if f["nodes"] is None else f"no more than {plural(f['nodes'], 'node')}"
+    return f"there may be {limit}: {f['reason']}"
+
+
+def _changed(f: Fields) -> str:
+    return f"{f['from_world']} \u2192 {plural(f['to_world'], 'worker')} at step {f['at_step']}: stall {seconds(f['stall_s'])}"
+
+
 def _worker_ready(f: Fields) -> str:
     return f"{f['worker']} is ready"
 
@@ -228,6 +250,11 @@ _SENTENCES: dict[str, Callable[[Fields], str]] = {
     "node-lost": _node_lost,
     "node-refused": _node_refused,
     "node-unavailable": _node_unavailable,
+    "node-leaving": _node_leaving,
+    "node-left": _node_left,
+    "resize": _resize,
+    "capacity": _capacity,
+    "changed": _changed,
     "worker-ready": _worker_ready,
     "started": _started,
     "formed": _formed,

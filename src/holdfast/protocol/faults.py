@@ -9,6 +9,7 @@ import msgspec
 
 from holdfast.errors import UsageError
 from holdfast.protocol.phases import Phase
+from holdfast.protocol.times import parse_seconds
 
 
 class FaultKind(StrEnum):
@@ -24,12 +25,15 @@ class FaultKind(StrEnum):
     DEADLOCK = "deadlock"
     HOLD_GIL = "hold-gil"
     DROP_NODE = "drop-node"
+    PREEMPT_NODE = "preempt-node"
     KILL_COORDINATOR = "kill-coordinator"
     NAN = "nan"
 
 
-NODE_FAULTS = frozenset({FaultKind.KILL_NODE, FaultKind.STOP_NODE, FaultKind.DROP_NODE})
-"""Faults of a whole node: its agent does them."""
+NODE_FAULTS = frozenset(
+    {FaultKind.KILL_NODE, FaultKind.STOP_NODE, FaultKind.DROP_NODE, FaultKind.PREEMPT_NODE}
+)
+"""Faults of a whole node: its agent does them. `preempt-node` is what a SIGTERM to the agent is."""
 
 PHASES = {p.name.lower(): p for p in (Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE, Phase.VOTE, Phase.UPDATE)}
 PHASES |= {"commit": Phase.COMMIT, "transfer": Phase.TRANSFER, "snapshot": Phase.SNAPSHOT}
@@ -143,12 +147,7 @@ def _times(text: str, fields: dict[str, str]) -> int:
 
 def _seconds(text: str, fields: dict[str, str], key: str) -> float | None:
     value = fields.get(key)
-    if value is None:
-        return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m|h)?", value)
-    if match is None:
-        raise UsageError(f"--fault {text!r}: {key}={value!r} is not a time; write 8s, 500ms or 2m")
-    return float(match[1]) * {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}[match[2] or "s"]
+    return None if value is None else parse_seconds(f"--fault {text!r}: {key}", value)
 
 
 def _phase(text: str, fields: dict[str, str]) -> str | None:

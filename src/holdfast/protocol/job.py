@@ -58,6 +58,11 @@ class Timing(msgspec.Struct, frozen=True):
         return 15 * self.detection_s
 
     @property
+    def gather_s(self) -> float:
+        """How long a newcomer that is ready waits for others that start, so that they join together."""
+        return self.detection_s / 2
+
+    @property
     def wait_s(self) -> float:
         """How long a job that is too small waits for a node before it gives up."""
         return 150 * self.detection_s

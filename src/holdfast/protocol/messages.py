@@ -14,7 +14,7 @@ from holdfast.protocol.job import Durable
 from holdfast.protocol.phases import Place
 from holdfast.protocol.snapshots import Copy, DurableTier, Holder, Key, Shard
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -57,13 +57,15 @@ class Attached(msgspec.Struct, frozen=True, tag="attached"):
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """The script reached `run.steps`: model built, nothing missing but the membership (and the state).
 
-    digest: xxh3 of the protected state as built, so that equal starts need no transfer.
+    digest: xxh3 of the protected state as built, so that equal starts need no transfer. micro_batches: in a global
+    batch.
     """
 
     digest: str
     host: str
     vote_port: int
     data_port: int
+    micro_batches: int = 0
 
 
 class Joined(msgspec.Struct, frozen=True, tag="joined"):
@@ -338,6 +340,13 @@ class WorkerView(msgspec.Struct, frozen=True):
     busy: bool = False
 
 
+class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
+    """The node is about to be taken away (SIGTERM to its agent). within_s: how long it has."""
+
+    reason: str
+    within_s: float
+
+
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """An agent connects, for the first time or again. `session` is new for every agent process."""
 
@@ -352,6 +361,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     snapshot_port: int = 0
     copies: tuple[Copy, ...] = ()
     rack: str | None = None
+    leaving: Leaving | None = None
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
@@ -441,6 +451,7 @@ AgentMessage = (
     | Stored
     | Published
     | Hello
+    | Leaving
     | Heartbeat
     | FromWorker
     | Started

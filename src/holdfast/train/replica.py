@@ -7,7 +7,7 @@ import time
 import traceback
 from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.checkpoint.policy import Retention
 from holdfast.checkpoint.pull import Pull
@@ -44,6 +44,22 @@ if TYPE_CHECKING:
 PROGRESS_EVERY_S = 0.05
 MEDIAN_OVER = 31
 KEPT_LOSSES = 64
+
+
+class World(NamedTuple):
+    """The members of a generation, as one of them sees it.
+
+    Attributes:
+        rank: this worker's, from 0.
+        size: workers.
+        generation: number of the generation; grows with every change.
+        micro_batches: the numbers of those micro-batches of a global batch that this worker computes.
+    """
+
+    rank: int
+    size: int
+    generation: int
+    micro_batches: range
 
 
 class Replica:
@@ -87,6 +103,7 @@ class Replica:
         self._sent_at = 0.0
         self._first_in_generation = True
         self._ends_here = False
+        self._micro_batches = 0
         self.stopped = False
         self._last: Step | None = None
         self.last_loss: float | None = None
@@ -110,17 +127,24 @@ class Replica:
         """Number of the newest generation that this worker was told to join; 0 before the first."""
         return self.form.generation.number if self.form else 0
 
+    @property
+    def world(self) -> World:
+        """The running generation, as a script sees it."""
+        mine = self.share(self._micro_batches) if self._micro_batches else range(0)
+        return World(self.rank, self.world_size, self.generation, mine)
+
     def share(self, micro_batches: int) -> range:
         """The numbers of this worker's micro-batches: contiguous, and as even as they can be."""
         rank, world = self.rank, self.world_size
         return range(rank * micro_batches // world, (rank + 1) * micro_batches // world)
 
-    def announce(self) -> None:
-        """Says that this worker is ready, and waits until it is a member."""
+    def announce(self, micro_batches: int) -> None:
+        """Says that this worker is ready, and waits until it is a member. micro_batches: in a global batch."""
+        self._micro_batches = micro_batches
         digest = state.digest(self._protected)
         self._page.enter(Phase.IDLE)
         start = self.link.start
-        self.link.send(m.Ready(digest, start.host, self._listener.port, self._donor.port))
+        self.link.send(m.Ready(digest, start.host, self._listener.port, self._donor.port, micro_batches))
         self.join_next()
 
     def join_next(self) -> None:

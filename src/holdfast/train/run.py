@@ -17,7 +17,7 @@ from holdfast.train import state, worker
 from holdfast.train.faults import FaultPlan
 from holdfast.train.position import NAME, BatchChanged, Position
 from holdfast.train.reduction import GradientSum
-from holdfast.train.replica import Replica
+from holdfast.train.replica import Replica, World
 from holdfast.train.step import Step
 
 ORDERED_AHEAD = 4096
@@ -37,6 +37,8 @@ class Run:
         self._replica: Replica | None = None
         self._step: Step | None = None
         self._position: Position | None = None
+        self._resized: list[Callable[[World], object]] = []
+        self._known_size: int | None = None
         local = int(os.environ.get("LOCAL_RANK", "0"))
         cuda = torch.cuda.is_available()
         self.device = torch.device("cuda", local % torch.cuda.device_count()) if cuda else torch.device("cpu")
@@ -50,6 +52,17 @@ class Run:
     def world_size(self) -> int:
         """Workers in the running generation."""
         return self._replica.world_size if self._replica else 1
+
+    @property
+    def world(self) -> World:
+        """The workers that train now: rank, size, generation, and which micro-batches this one computes."""
+        return self._replica.world if self._replica else World(0, 1, 0, range(0))
+
+    def on_resize(self, callback: Callable[[World], object]) -> None:
+        """Calls `callback(run.world)` on every worker before the first step, and between two steps whenever the number
+        of workers has changed. Nothing is required of a script: this is for those that want to know.
+        """
+        self._resized.append(callback)
 
     @property
     def generation(self) -> int:
@@ -119,6 +132,7 @@ class Run:
         self._position = position
         replica = self._enroll(modules, batches.count(), position)
         while not replica.stopped and (replica.committed or 0) < until:
+            self._tell_size(replica)
             self._step = Step(replica, batches, replica.committed or 0, seed, position)
             try:
                 yield self._step
@@ -127,6 +141,15 @@ class Run:
                 raise
             replica.after_commit()
         replica.done(stopped=replica.stopped)
+
+    def _tell_size(self, replica: Replica) -> None:
+        size, before = replica.world_size, self._known_size
+        self._known_size = size
+        if size == before or not self._resized:
+            return
+        with self.aside():
+            for callback in self._resized:
+                callback(replica.world)
 
     def log(self, **values: float) -> None:
         """Reports figures of the step that was just left; ignored when it did not count."""
@@ -173,7 +196,7 @@ class Run:
         )
         beat.append(replica)
         self._replica = replica
-        replica.announce()
+        replica.announce(micro_batches)
         return replica
 
 

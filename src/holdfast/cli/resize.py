@@ -1,0 +1,68 @@
+"""`holdfast resize` and `holdfast drain`: a running job with more or fewer nodes, or without a certain one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import urlencode
+
+import typer
+
+from holdfast.cli.common import JobName
+
+Reason = Annotated[str, typer.Option("--reason", help="For the ledger and the report.")]
+
+
+def resize(
+    nodes: Annotated[int, typer.Argument(help="Nodes to train on, within the job's --nnodes MIN:MAX.")],
+    job: JobName = None,
+    reason: Reason = "holdfast resize",
+) -> None:
+    """Grows or shrinks a running job at a step's edge: no step is lost, the global batch stays what it is."""
+    import asyncio
+
+    from holdfast.engines import jobs
+
+    folder = jobs.existing(job)
+    query = urlencode({"nodes": nodes, "reason": reason})
+    said = asyncio.run(_post(folder, f"/resize?{query}"))
+    limit = said["capacity"]
+    held = (
+        f", which is all there may be now (capacity {limit})" if limit is not None and limit < nodes else ""
+    )
+    sys.stdout.write(f"the job {folder.name} goes from {said['before']} to {said['nodes']} nodes{held}\n")
+
+
+def drain(
+    node: Annotated[str, typer.Argument(help="The node's name, as `holdfast status` shows it.")],
+    job: JobName = None,
+    within: Annotated[
+        str | None,
+        typer.Option("--within", help="How long it has, for example 2m; without it, it waits for another."),
+    ] = None,
+    reason: Reason = "holdfast drain",
+) -> None:
+    """Takes a node out of a running job at a step's edge; a spare or a new node takes its place, if there is one."""
+    import asyncio
+
+    import msgspec
+
+    from holdfast.engines import jobs
+    from holdfast.protocol.availability import NodeGoing
+    from holdfast.protocol.times import parse_seconds
+
+    within_s = None if within is None else parse_seconds("--within", within)
+    folder = jobs.existing(job)
+    going = NodeGoing(node, reason, within_s)
+    asyncio.run(_post(folder, "/drain", msgspec.json.encode(going).decode()))
+    sys.stdout.write(
+        f"{node} leaves the job {folder.name}; `holdfast events --job {folder.name}` shows when\n"
+    )
+
+
+async def _post(folder: Path, path: str, body: str = "") -> Any:
+    from holdfast.engines.client import JobClient
+
+    async with JobClient(folder) as client:
+        return await client.post(path, body)

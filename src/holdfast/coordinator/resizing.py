@@ -1,0 +1,306 @@
+"""Planned changes of the membership: a resize, a node that is to leave, less or more capacity, newcomers.
+
+They take effect at a step's edge and lose nothing. Those that come close together are taken together, and joining is
+held back when it would cost too much of the time; leaving never is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from holdfast.coordinator import failures, gang, policy, saving, stopping
+from holdfast.coordinator.events import ReleaseNode
+from holdfast.coordinator.state import Change, CoreState, JobPhase, Node, Worker, WorkerPhase
+from holdfast.errors import UsageError
+from holdfast.protocol import messages as m
+
+if TYPE_CHECKING:
+    from holdfast.coordinator.core import Core
+
+COST_SHARE = 0.05
+"""So much of the time may go into letting newcomers in: after a change that stalled training for 0.5 s the next one
+waits until 10 s have passed."""
+
+KEPT = 1000
+"""Changes that are remembered for the report."""
+
+# ---------------------------------------------------------------- what is asked
+
+
+def check_resize(state: CoreState, nodes: int) -> None:
+    """Raises UsageError for a size outside the bounds that the job was started with."""
+    low, high = state.spec.min_nodes, state.spec.max_nodes
+    if state.spec.wait_for_spare:
+        raise UsageError(
+            f"this job was started with one size only ({high} nodes): start it again with --nnodes MIN:MAX to resize it"
+        )
+    if not low <= nodes <= high:
+        raise UsageError(
+            f"cannot resize to {nodes} nodes: this job was started with --nnodes {low}:{high}; "
+            f"choose {low} to {high}, or stop it and start it again with other bounds"
+        )
+
+
+def check_drain(state: CoreState, name: str) -> None:
+    """Raises UsageError for a node that is not there, or leaves already."""
+    node = state.nodes.get(name)
+    if node is None or not node.alive:
+        there = ", ".join(n.name for n in state.nodes.values() if n.alive)
+        raise UsageError(f"no node {name!r} in this job; there are {there}")
+    if node.leaving is not None:
+        raise UsageError(f"{name} is leaving already: {node.leaving}")
+
+
+def resize(core: Core, nodes: int, reason: str) -> None:
+    """A person wants another size."""
+    s = core.state
+    before = s.wanted_nodes
+    s.asked_nodes = nodes
+    core.record("resize", nodes=nodes, before=before, reason=reason)
+    _resized(core, before, reason, None)
+
+
+def capacity(core: Core, nodes: int | None, reason: str, within_s: float | None) -> None:
+    """The engine gives less room, or more again. With less than the job can train on it ends, its state saved."""
+    s = core.state
+    before = s.wanted_nodes
+    s.capacity_nodes = nodes
+    core.record("capacity", nodes=nodes, before=before, reason=reason, within_s=within_s)
+    if s.wanted_nodes < s.spec.min_nodes:
+        stopping.request(
+            core, f"{reason}: {s.wanted_nodes} of at least {s.spec.min_nodes} nodes are left", "stopped"
+        )
+        return
+    _resized(core, before, reason, within_s)
+
+
+def going(core: Core, name: str, reason: str, within_s: float | None) -> None:
+    """A node is to leave. Unknown ones are ignored: it may be gone already."""
+    node = core.state.nodes.get(name)
+    if node is None or not node.alive:
+        return
+    if node.leaving is None:
+        core.state.unpaid += 1  # a node in its place is no repair
+    _mark(core, node, reason, within_s)
+
+
+def _resized(core: Core, before: int, reason: str, within_s: float | None) -> None:
+    s = core.state
+    s.unpaid += max(0, s.wanted_nodes - before)
+    s.grows = s.wanted_nodes > before
+    s.wait_deadline_s = s.form_deadline_s = s.ask_after_s = None
+    there = [n for n in core.alive_nodes() if n.leaving is None]
+    excess = len(there) - (s.wanted_nodes + s.spec.spares)
+    ranks = {x.node: x.rank for x in s.generation.members} if s.generation else {}
+    # Members leave before spares do: a spare on its own cannot train, and a member's process ends either way.
+    there.sort(key=lambda n: (n.name in ranks, n.failures, ranks.get(n.name, 0)), reverse=True)
+    for node in there[: max(0, excess)]:
+        _mark(core, node, reason, within_s)
+
+
+def _mark(core: Core, node: Node, reason: str, within_s: float | None) -> None:
+    if node.leaving is None:
+        node.leaving, node.leaves_since_s = reason, core.now
+        core.record("node-leaving", node=node.name, reason=reason, within_s=within_s)
+    if within_s is not None:
+        until_s = core.now + within_s
+        node.leaves_until_s = until_s if node.leaves_until_s is None else min(node.leaves_until_s, until_s)
+
+
+# ---------------------------------------------------------------- when
+
+
+def change_due(core: Core) -> str | None:
+    """Why the running generation is to end at its next commit; None: it goes on."""
+    s = core.state
+    if s.generation is None:
+        return None
+    members = core.members()
+    staying = [w for w in members if not leaves(core, w)]
+    ready = _ready(core)
+    if len(staying) < len(members) and _may_leave(core, len(staying) + len(ready)):
+        gone = sorted({w.node for w in members if leaves(core, w)})
+        return f"{', '.join(gone)} leaves: {s.nodes[gone[0]].leaving}"
+    if len(staying) > s.target:
+        return f"the job is resized to {s.wanted_nodes} nodes"
+    if len(staying) < s.target and ready and core.now >= join_after_s(core, len(staying)):
+        return "a newcomer is ready"
+    return None
+
+
+def deadlines(core: Core) -> list[float]:
+    """When `change_due` may say something else without an event."""
+    s = core.state
+    if s.phase is not JobPhase.RUNNING or s.generation is None:
+        return []
+    times = [t for n in core.alive_nodes() if n.leaving is not None for t in _latest_s(core, n)]
+    if _ready(core):
+        times.append(join_after_s(core, sum(not leaves(core, w) for w in core.members())))
+    return [t for t in times if core.now < t < float("inf")]
+
+
+def leaves(core: Core, worker: Worker) -> bool:
+    """Its node is to leave."""
+    node = core.state.nodes.get(worker.node)
+    return node is not None and node.leaving is not None
+
+
+def _ready(core: Core) -> list[Worker]:
+    return [w for w in core.workers_in(WorkerPhase.READY) if not leaves(core, w)]
+
+
+def _starting(core: Core) -> list[Worker]:
+    starting = core.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED)
+    return [w for w in starting if not leaves(core, w)]
+
+
+def _may_leave(core: Core, left: int) -> bool:
+    """Whether members whose node is to leave are let go now, `left` workers being there without them."""
+    s = core.state
+    if left >= s.target:
+        return True
+    latest = [_latest_s(core, n) for n in core.alive_nodes() if n.leaving is not None]
+    if any(core.now >= t for times in latest for t in times[:1]):  # the end of its time
+        return True
+    if left < max(1, s.minimum):
+        return False  # they train on until others are ready
+    coming = bool(_starting(core) or s.replacing)
+    return not coming or any(core.now >= t for times in latest for t in times)
+
+
+def _latest_s(core: Core, node: Node) -> list[float]:
+    """When a node that is to leave is let go though none is ready in its place: first by its own time, less what a
+    step and its end may take; then by patience."""
+    timing = core.timing
+    margin_s = timing.detection_s + 3 * (core.median_s() or 0.0)
+    until_s = node.leaves_until_s
+    return [float("inf") if until_s is None else until_s - margin_s, node.leaves_since_s + timing.form_s]
+
+
+def join_after_s(core: Core, staying: int) -> float:
+    """From when on newcomers are let in: after the generation's first commit, all at once if several are about to be
+    ready, and not so often that joining costs more than its share of the time."""
+    s = core.state
+    if s.generation is None or s.generation_committed <= s.generation.start:
+        return float("inf")
+    after_s = s.grew_at_s + s.join_cost_s / COST_SHARE if s.grew_at_s else 0.0
+    ready = _ready(core)
+    if _starting(core) and staying + len(ready) < s.target:
+        after_s = max(after_s, min(w.ready_at_s for w in ready) + core.timing.gather_s)
+    return after_s
+
+
+# ---------------------------------------------------------------- who
+
+
+def choose(core: Core, survivors: list[Worker], fresh: list[Worker]) -> tuple[list[Worker], list[Worker]]:
+    """Who is in the next generation: survivors that stay, and newcomers up to the target.
+
+    Survivors that are to leave stay for one more generation when nobody else holds the newest state, or when too few
+    are there without them and their time is not over.
+    """
+    s = core.state
+    ranks = {x.worker: x.rank for x in s.generation.members} if s.generation else {}
+    survivors = sorted(survivors, key=lambda w: ranks.get(w.name, len(ranks)))
+    staying = [w for w in survivors if not leaves(core, w)]
+    fresh = [w for w in fresh if not leaves(core, w)]
+    outcome = policy.settle({w.name: policy.Report(w.committed, w.prepared) for w in survivors})
+    kept = staying[: s.target]
+    lost = outcome.start is not None and not any(w.name in outcome.holders for w in kept)
+    if lost:
+        kept = [next(w for w in survivors if w.name in outcome.holders), *kept][: max(1, s.target)]
+    for worker in survivors:
+        short = len(kept) + len(fresh) < max(1, s.minimum)
+        if short and worker not in kept and not _is_out_of_time(core, worker):
+            kept.append(worker)
+    kept.sort(key=lambda w: ranks.get(w.name, len(ranks)))
+    return kept, fresh[: max(0, s.target - len(kept))]
+
+
+def _is_out_of_time(core: Core, worker: Worker) -> bool:
+    node = core.state.nodes[worker.node]
+    return node.leaving is not None and core.now >= _latest_s(core, node)[0]
+
+
+def let_go(core: Core, workers: list[Worker]) -> None:
+    """Workers that are not in the next generation. Their nodes leave, or have new ones as spares."""
+    for worker in workers:
+        failures.end_worker(core, worker, counts=False)
+
+
+def advance(core: Core) -> None:
+    """Nodes that are to leave and have nobody in the job go."""
+    s = core.state
+    for node in [n for n in core.alive_nodes() if n.leaving is not None]:
+        ours = [w for w in core.alive_workers() if w.node == node.name]
+        needed = (WorkerPhase.MEMBER, WorkerPhase.PARKED, WorkerPhase.DONE)
+        if s.level == 2 and s.phase is not JobPhase.STOPPING:
+            let_go(core, [w for w in ours if w.phase not in needed])
+            ours = [w for w in ours if w.phase in needed]
+        if not ours:
+            _release(core, node)
+    if s.level != 2 and s.phase is JobPhase.RUNNING and s.generation is not None:
+        _change_gang(core)
+
+
+def _change_gang(core: Core) -> None:
+    """At level 0 a change of the membership is a restart of all: when it must be, or when a person wants it."""
+    s, members = core.state, core.members()
+    gone = [w.node for w in members if leaves(core, w)]
+    full = gang.size_now(core)
+    if gone:
+        gang.restart(core, f"{gone[0]} leaves: {s.nodes[gone[0]].leaving}", counts=False)
+    elif len(members) > s.target or (s.grows and full == s.target > len(members)):
+        gang.restart(core, f"the job is resized to {s.wanted_nodes} nodes", counts=False)
+
+
+def _release(core: Core, node: Node) -> None:
+    reason = node.leaving or ""
+    node.alive = False
+    core.record("node-left", node=node.name, reason=reason)
+    core.send(node.name, m.Shutdown(reason))
+    saving.node_lost(core, node)
+    core.act(ReleaseNode(node.name, reason))
+
+
+# ---------------------------------------------------------------- what it cost
+
+
+def formed(core: Core, before: int, after: int, joined: int) -> None:
+    """A generation was formed after one that ended as planned."""
+    s = core.state
+    reason, s.change_reason = s.change_reason, None
+    if reason is None:
+        return
+    if joined:
+        s.grew_at_s = core.now
+    change = Change(len(s.changes) + 1, reason, s.committed, before, after, s.broke_at_s, core.now, s.number)
+    change.joined = joined
+    s.changes.append(change)
+    del s.changes[:-KEPT]
+
+
+def committed(core: Core, now: float) -> None:
+    """The first commit of a generation: what the change before it cost."""
+    s = core.state
+    change = s.changes[-1] if s.changes else None
+    if change is None or change.generation != s.number or change.stall_s is not None:
+        return
+    change.stall_s = max(0.0, now - change.left_at_s - (core.median_s() or 0.0))
+    if change.joined:
+        s.join_cost_s = change.stall_s
+    core.record("changed", **describe(s, change))
+
+
+def describe(state: CoreState, change: Change) -> dict[str, object]:
+    """The change as the report shows it. stall_s: from the last commit to the next, less a median step."""
+    return {
+        "id": change.id,
+        "reason": change.reason,
+        "t_s": round(max(0.0, change.left_at_s - state.began_s), 4),
+        "at_step": change.at_step,
+        "from_world": change.before,
+        "to_world": change.after,
+        "joined": change.joined,
+        "stall_s": None if change.stall_s is None else round(change.stall_s, 4),
+    }

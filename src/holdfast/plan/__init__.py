@@ -1,0 +1,1 @@
+"""The arithmetic of capacity and failure. Pure: neither torch nor I/O."""

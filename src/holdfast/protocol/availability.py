@@ -1,0 +1,46 @@
+"""What an engine tells a job about capacity: the whole interface by which Slurm, Kubernetes, a spot market or a person
+makes it grow and shrink. Posted as JSON to the coordinator's `/engine`, with the job's token:
+
+    {"type": "node-going", "node": "node3", "within_s": 120, "reason": "spot interruption"}
+    {"type": "capacity", "nodes": 2, "within_s": 30, "reason": "preempted by job 17, priority 100"}
+    {"type": "capacity", "nodes": null, "reason": "job 17 has ended"}
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class NodeAvailable(msgspec.Struct, frozen=True, tag="node-available"):
+    """There are nodes to be had again: what the job lacks is asked for now."""
+
+
+class NodeUnavailable(msgspec.Struct, frozen=True, tag="node-unavailable"):
+    """The engine cannot provide a node that was asked for."""
+
+    reason: str
+
+
+class NodeGoing(msgspec.Struct, frozen=True, tag="node-going"):
+    """A node is to leave: it is given up at a step's edge, for another where there is one.
+
+    within_s: how long it has; None: no haste, it may wait for its replacement.
+    """
+
+    node: str
+    reason: str
+    within_s: float | None = None
+
+
+class Capacity(msgspec.Struct, frozen=True, tag="capacity"):
+    """The job may train on this many nodes at most, whatever it wants. nodes: None lifts the limit.
+
+    within_s: how long it has to shrink.
+    """
+
+    nodes: int | None
+    reason: str
+    within_s: float | None = None
+
+
+Availability = NodeAvailable | NodeUnavailable | NodeGoing | Capacity
