@@ -89,12 +89,24 @@ def _resized(core: Core, before: int, reason: str, within_s: float | None) -> No
     s.unpaid += max(0, s.wanted_nodes - before)
     s.grows = s.wanted_nodes > before
     s.wait_deadline_s = s.form_deadline_s = s.ask_after_s = None
+    _mark_excess(core, reason, within_s)
+
+
+def _mark_excess(core: Core, reason: str, within_s: float | None) -> None:
+    """Nodes that are too many are to leave: members as far as there are more than are wanted, those with the highest
+    ranks first; then the nodes that came last. Not while nobody trains: any of them may hold what is left."""
+    s = core.state
+    if s.level == 2 and s.number and s.phase is not JobPhase.RUNNING:
+        return
     there = [n for n in core.alive_nodes() if n.leaving is None]
     excess = len(there) - (s.wanted_nodes + s.spec.spares)
+    if excess <= 0:
+        return
     ranks = {x.node: x.rank for x in s.generation.members} if s.generation else {}
-    # Members leave before spares do: a spare on its own cannot train, and a member's process ends either way.
-    there.sort(key=lambda n: (n.name in ranks, n.failures, ranks.get(n.name, 0)), reverse=True)
-    for node in there[: max(0, excess)]:
+    members = sorted((n for n in there if n.name in ranks), key=lambda n: (n.failures, ranks[n.name]))
+    others = [n for n in there if n.name not in ranks]
+    going = [*reversed(members[s.wanted_nodes :]), *reversed(others)]
+    for node in going[:excess]:
         _mark(core, node, reason, within_s)
 
 
@@ -196,8 +208,8 @@ def join_after_s(core: Core, staying: int) -> float:
 def choose(core: Core, survivors: list[Worker], fresh: list[Worker]) -> tuple[list[Worker], list[Worker]]:
     """Who is in the next generation: survivors that stay, and newcomers up to the target.
 
-    Survivors that are to leave stay for one more generation when nobody else holds the newest state, or when too few
-    are there without them and their time is not over.
+    A survivor that is to leave stays for one more generation, beyond the target if need be, when nobody else holds the
+    newest state; others stay when too few are there without them and their time is not over.
     """
     s = core.state
     ranks = {x.worker: x.rank for x in s.generation.members} if s.generation else {}
@@ -206,15 +218,14 @@ def choose(core: Core, survivors: list[Worker], fresh: list[Worker]) -> tuple[li
     fresh = [w for w in fresh if not leaves(core, w)]
     outcome = policy.settle({w.name: policy.Report(w.committed, w.prepared) for w in survivors})
     kept = staying[: s.target]
-    lost = outcome.start is not None and not any(w.name in outcome.holders for w in kept)
-    if lost:
-        kept = [next(w for w in survivors if w.name in outcome.holders), *kept][: max(1, s.target)]
+    joining = fresh[: max(0, s.target - len(kept))]
+    if outcome.start is not None and not any(w.name in outcome.holders for w in kept):
+        kept.append(next(w for w in survivors if w.name in outcome.holders))
     for worker in survivors:
-        short = len(kept) + len(fresh) < max(1, s.minimum)
+        short = len(kept) + len(joining) < max(1, s.minimum)
         if short and worker not in kept and not _is_out_of_time(core, worker):
             kept.append(worker)
-    kept.sort(key=lambda w: ranks.get(w.name, len(ranks)))
-    return kept, fresh[: max(0, s.target - len(kept))]
+    return sorted(kept, key=lambda w: ranks.get(w.name, len(ranks))), joining
 
 
 def _is_out_of_time(core: Core, worker: Worker) -> bool:
@@ -229,15 +240,17 @@ def let_go(core: Core, workers: list[Worker]) -> None:
 
 
 def advance(core: Core) -> None:
-    """Nodes that are to leave and have nobody in the job go."""
+    """Nodes that are to leave and have nobody in the job go; those that a smaller job has too many are to leave."""
     s = core.state
+    if s.asked_nodes is not None or s.capacity_nodes is not None:
+        _mark_excess(core, "the job was resized", None)
     for node in [n for n in core.alive_nodes() if n.leaving is not None]:
         ours = [w for w in core.alive_workers() if w.node == node.name]
         needed = (WorkerPhase.MEMBER, WorkerPhase.PARKED, WorkerPhase.DONE)
         if s.level == 2 and s.phase is not JobPhase.STOPPING:
             let_go(core, [w for w in ours if w.phase not in needed])
             ours = [w for w in ours if w.phase in needed]
-        if not ours:
+        if not ours and not _holds_on(core, node):
             _release(core, node)
     if s.level != 2 and s.phase is JobPhase.RUNNING and s.generation is not None:
         _change_gang(core)
@@ -252,6 +265,15 @@ def _change_gang(core: Core) -> None:
         gang.restart(core, f"{gone[0]} leaves: {s.nodes[gone[0]].leaving}", counts=False)
     elif len(members) > s.target or (s.grows and full == s.target > len(members)):
         gang.restart(core, f"the job is resized to {s.wanted_nodes} nodes", counts=False)
+
+
+def _holds_on(core: Core, node: Node) -> bool:
+    """While a generation is put together and until its first commit, the node's memory may be needed."""
+    s = core.state
+    if s.level != 2 or not s.number or s.generation is None or core.now >= _latest_s(core, node)[0]:
+        return False
+    settled = s.phase is JobPhase.RUNNING and s.generation_committed > s.generation.start
+    return not settled and s.phase is not JobPhase.STOPPING
 
 
 def _release(core: Core, node: Node) -> None:

@@ -282,6 +282,7 @@ class CoreState(msgspec.Struct):
     global batch, once a worker has said so. stored: tier to the last checkpoint that came there (or was tried).
     older: what to go on from if `durable` proves to be damaged, newest first. durable_tries: generations in a row that
     could not be restored from it. unread: why checkpoints that are there will not do.
+    doubtful: tier to the manifest that could not be written, as far as is known.
     skipped: shards that no node could keep since the last whole snapshot. rewinds: oldest first, their starts rising.
     """
 
@@ -309,6 +310,7 @@ class CoreState(msgspec.Struct):
     skipped: int = 0
     storing: list[Storing] = []
     stored: dict[str, Storing] = {}
+    doubtful: dict[str, Storing] = {}
     failing_tiers: list[str] = []
     totals: SavingTotals = msgspec.field(default_factory=SavingTotals)
     incidents: list[Incident] = []

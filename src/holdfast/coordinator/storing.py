@@ -119,14 +119,20 @@ def published(core: Core, node: Node, message: m.Published) -> None:
     asked = [
         x for x in s.storing if (x.tier, x.step, x.waiting.get(-1)) == (message.tier, message.step, node.name)
     ]
+    doubtful = s.doubtful.get(message.tier)
+    if not asked and message.error is None and doubtful is not None and doubtful.step == message.step:
+        asked = [doubtful]  # it was asked for twice; the other answer was that it could not be done
     for current in asked:
         if current.void:
             _answered(core, current, node)
             continue
         if message.error is not None:
+            s.doubtful[current.tier] = current
             _failed(core, current, message.error)
             continue
-        s.storing.remove(current)
+        s.doubtful.pop(current.tier, None)
+        if current in s.storing:
+            s.storing.remove(current)
         current.took_s = core.now - current.began_s
         s.stored[current.tier] = current
         there(core, Durable(message.step, message.tier))
@@ -236,6 +242,7 @@ def went_back(core: Core, start: int) -> None:
     s = core.state
     for current in s.storing:
         current.void = current.void or current.step > start
+    s.doubtful = {tier: x for tier, x in s.doubtful.items() if x.step <= start}
     for tier, last in list(s.stored.items()):
         if last.step > start:
             s.stored[tier] = Storing(tier, start, last.began_s)

@@ -47,6 +47,7 @@ class SimAgent:
         self.silent = False
         self.cut = False
         self.bad = False
+        self.leaving: m.Leaving | None = None
         self.connection: Connection | None = None
         self._pending: deque[tuple[float, m.AgentMessage]] = deque()
         self._ended: set[str] = set()
@@ -102,7 +103,7 @@ class SimAgent:
         views = tuple(self.view(w) for w in self.workers.values() if w.alive or self.cluster.plan.repeats)
         slots = self.cluster.plan.spec.nproc
         identity = (m.PROTOCOL_VERSION, self.name, self.session, self.host, slots, 1, (29500, 29501))
-        return m.Hello(*identity, views, self.memory.port, self.memory.copies(), self.rack)
+        return m.Hello(*identity, views, self.memory.port, self.memory.copies(), self.rack, self.leaving)
 
     def disconnected(self, connection: Connection) -> None:
         """The other side closed the connection, or died."""
@@ -128,6 +129,18 @@ class SimAgent:
             self.connection.hold(silent)
         if not silent:
             self.cluster.recheck_planes()
+
+    def preempt(self, within_s: float) -> None:
+        """The machine is taken away in a while, and says so."""
+        if self.leaving is None:
+            self.leaving = m.Leaving("SIGTERM", within_s)
+            self.send(self.leaving)
+            self.cluster.clock.after(within_s, self._taken_away)
+
+    def _taken_away(self) -> None:
+        if self.alive:
+            self.cluster.log("%s is taken away", self.name)
+            self.end()
 
     def end(self) -> None:
         """The machine is gone."""

@@ -53,6 +53,7 @@ class Checks:
         self._committed = 0
         self._lost = 0
         self._number = 0
+        self._idle_changes = 0
         self._core: Core | None = None
 
     def fail(self, text: str, *args: Any) -> NoReturn:
@@ -117,10 +118,10 @@ class Checks:
             case e.ProvideNode():
                 self._provided += 1
                 self.require(
-                    self._provided <= spec.max_restarts + 8 * self.cluster.service.crashes,
+                    self._provided <= spec.max_restarts + state.unpaid + 8 * self.cluster.service.crashes,
                     "%d nodes were asked for, %d are allowed",
                     self._provided,
-                    spec.max_restarts,
+                    spec.max_restarts + state.unpaid,
                 )
             case e.Record(kind, fields):
                 msgspec.json.encode(fields)
@@ -128,7 +129,7 @@ class Checks:
                     names = frozenset(str(w) for w in _listed(fields["workers"]))
                     self.cluster.attempts |= dict.fromkeys(names, names)
                     self.require(
-                        state.number <= spec.max_restarts + 1,
+                        state.number <= spec.max_restarts + 1 + len(self.cluster.plan.changes),
                         "attempt %d of %d",
                         state.number,
                         spec.max_restarts + 1,
@@ -141,7 +142,11 @@ class Checks:
     def _goes_on(self, number: int, source: str, start: object) -> None:
         """A generation goes on from live state, or from an earlier step: then the later ones never happened."""
         assert isinstance(start, int)
-        if source != "live":
+        if source == "live":
+            self.require(
+                start >= self.newest, "step %d was committed, and it goes on from %d", self.newest, start
+            )
+        else:
             self._line = number
             self.newest = min(self.newest, start)
             if not self.cluster.plan.equal_starts:
@@ -178,8 +183,7 @@ class Checks:
 
     def _check_formed(self, core: Core) -> None:
         """Who may be in, and from where they go on."""
-        state, spec = core.state, core.spec
-        generation = state.generation
+        state, generation = core.state, core.state.generation
         assert generation is not None
         if not self.formed:
             self.formed_s = self.cluster.clock.now
@@ -190,9 +194,8 @@ class Checks:
         self.require(len(set(names)) == len(names), "a worker is in twice: %s", names)
         self.require(len(set(places)) == len(places), "a slot is in twice: %s", places)
         self.require([x.rank for x in generation.members] == list(range(len(names))), "ranks of %s", names)
-        self.require(
-            max(1, spec.minimum) <= len(names) <= spec.target, "%d members are not allowed", len(names)
-        )
+        most = max(1, state.target) + any(state.nodes[x.node].leaving is not None for x in generation.members)
+        self.require(max(1, state.minimum) <= len(names) <= most, "%d members are not allowed", len(names))
         for member in generation.members:
             self.require(state.nodes[member.node].alive, "%s is on a lost node", member.worker)
             self.require(
@@ -240,6 +243,10 @@ class Checks:
         self.records[record.kind] = self.records.get(record.kind, 0) + 1
         if record.kind == "yield":
             self.cluster.moment("yield")
+        elif record.kind == "changed":
+            same = record.fields["from_world"] == record.fields["to_world"] and not record.fields["joined"]
+            self._idle_changes = self._idle_changes + 1 if same else 0  # the newcomer may have died
+            self.require(self._idle_changes <= 3, "changes that change nothing: %s", record.fields)
         elif record.kind == "broke":
             self.cluster.moment("broke")
         self.cluster.log("ledger: %s %s", record.kind, record.fields)
@@ -264,6 +271,7 @@ class Checks:
             self._early = extra  # all of them at once, for one restart of the budget
         allowed = spec.max_restarts * (spec.target if self.formed == 0 else 1) + spec.target
         allowed += self._early if self.formed else 0
+        allowed += len(self.cluster.plan.changes) * spec.target
         self.require(extra <= allowed, "%d workers were started again, %d may be", extra, allowed)
 
     def _condemned(self, name: str) -> bool:
@@ -388,15 +396,39 @@ class Checks:
                     name,
                     value,
                 )
+        self._check_changes(state)
         most = 2 * nodes.KEPT_GONE + 4 * plan.spec.target
         self.require(len(state.workers) <= most, "%d workers are kept", len(state.workers))
 
+    def _check_changes(self, state: CoreState) -> None:
+        """Who was to leave has left, if the job could go on without; and where nothing broke nothing was lost."""
+        plan, now = self.cluster.plan, self.cluster.clock.now
+        staying = sum(n.alive and n.leaving is None for n in state.nodes.values())
+        for node in state.nodes.values():
+            late = (
+                node.leaving is not None
+                and now - node.leaves_since_s > plan.spec.timing.form_s + PROGRESS_BOUND_S
+            )
+            if node.alive and late and staying >= plan.spec.min_nodes and not self._late:
+                self.fail(
+                    "%s is still there %g s after it was to leave", node.name, now - node.leaves_since_s
+                )
+        sudden = {"preempt-soon", "preempt"} & {kind for _, kind in plan.changes}
+        if plan.only_changes and not plan.asides and plan.compile_s < 5 and plan.level == 2:
+            self.require(state.lost_steps == 0 or bool(sudden), "%d steps are lost", state.lost_steps)
+            if not sudden:
+                self.require(state.restarts_used == 0, "%d restarts were counted", state.restarts_used)
+                self.require(not state.incidents, "%d incidents", len(state.incidents))
+        for change in state.changes:
+            self.require(change.stall_s is None or change.stall_s >= 0, "change %d has no stall", change.id)
+
     def _outcomes(self, state: CoreState) -> set[str]:
         plan, reason = self.cluster.plan, state.stop_reason or ""
+        asked = plan.stop_after_s is not None or "nodes are left" in reason
         if plan.bug == "start":
-            return {"failed"} if plan.stop_after_s is None else {"failed", "stopped"}
+            return {"failed", "stopped"} if asked else {"failed"}
         allowed = {"finished"}
-        if plan.stop_after_s is not None:
+        if asked:
             allowed.add("stopped")
         if plan.bug == "step" and plan.level == 2:
             allowed.add("failed")

@@ -35,6 +35,7 @@ class Cluster:
         self.plan = plan
         self.rng = random.Random(plan.seed * 2 + 1)
         self.saving_rng = random.Random(-2_000_003 - plan.seed)
+        self.change_rng = random.Random(-4_000_037 - plan.seed)
         self.clock = Clock()
         self.began_s = self.clock.now
         self.trace: deque[tuple[float, str, tuple[Any, ...]]] = deque(maxlen=TRACE_LINES)

@@ -36,6 +36,8 @@ class Faults:
         self._triggers = list(cluster.plan.triggers)
         for after_s, kind in cluster.plan.faults:
             cluster.clock.after(after_s, self.strike, kind, None)
+        for after_s, kind in cluster.plan.changes:
+            cluster.clock.after(after_s, self._change, kind)
         if cluster.plan.stop_after_s is not None:
             cluster.clock.after(cluster.plan.stop_after_s, self._stop_job)
 
@@ -254,6 +256,37 @@ class Faults:
             self.cluster.service.crash_soon()
         else:
             self.cluster.service.crash()
+
+    # ------------------------------------------------------------ planned changes
+
+    def _change(self, kind: str) -> None:
+        """One planned change of the membership. A person asks again when the coordinator does not answer."""
+        cluster, rng = self.cluster, self.cluster.change_rng
+        spec, core = cluster.plan.spec, cluster.service.core
+        if cluster.service.ended is not None:
+            return
+        if core is None:
+            cluster.clock.after(0.2, self._change, kind)
+            return
+        cluster.log("change: %s", kind)
+        living = [a for a in cluster.agents.values() if a.alive]
+        if kind == "resize" and not spec.wait_for_spare:
+            cluster.service.handle(
+                e.ResizeRequested(rng.randint(spec.min_nodes, spec.max_nodes), "simulated")
+            )
+        elif kind == "capacity":
+            least = 0 if rng.random() < 0.1 else spec.min_nodes
+            within_s = rng.choice((None, 1.0, 20.0))
+            cluster.service.handle(e.Capacity(rng.randint(least, spec.max_nodes + 1), "preempted", within_s))
+        elif kind == "no-capacity-limit":
+            cluster.service.handle(e.Capacity(None, "there is room again"))
+        elif kind == "join":
+            cluster.add_node()
+        elif kind.startswith("drain") and living:
+            within_s = rng.choice((0.5, 5.0)) if kind == "drain-soon" else None
+            cluster.service.handle(e.NodeGoing(rng.choice(living).name, "simulated", within_s))
+        elif kind.startswith("preempt") and living:
+            rng.choice(living).preempt(rng.choice((0.5, 3.0)) if kind == "preempt-soon" else 30.0)
 
     def _stop_job(self) -> None:
         if not self.cluster.service.up:

@@ -53,11 +53,18 @@ class Plan:
     tier_fails: float = 0.0
     no_memory: float = 0.0  # how many nodes have no snapshot memory
     racks: int = 0  # that nodes stand in; 0: nobody knows
+    changes: list[tuple[float, str]] = field(default_factory=list)  # planned ones of the membership
 
     @property
     def coordinator_dies(self) -> bool:
         """The coordinator's state must be kept."""
         return any(kind == "kill-coordinator" for *_, kind in [*self.faults, *self.triggers])
+
+    @property
+    def only_changes(self) -> bool:
+        """Nothing ever breaks: only the membership is changed, as planned."""
+        broken = self.faults or self.triggers or self.bug or self.engine_refuses or self.torn_end
+        return not broken and self.stop_after_s is None
 
     @property
     def budget_is_small(self) -> bool:
@@ -167,7 +174,34 @@ def plan_for(seed: int, level: int | None = None) -> Plan:
         plan.triggers.append((rng.choice(MOMENTS), rng.randint(1, 6), kind))
     if level == 2:
         _draw_saving(plan, window)
+    _draw_changes(plan, window)
     return plan
+
+
+CHANGES = {
+    "resize": 4,
+    "drain": 3,
+    "drain-soon": 2,
+    "preempt": 3,
+    "preempt-soon": 1,
+    "capacity": 2,
+    "no-capacity-limit": 1,
+    "join": 2,
+}
+"""Every planned change, with its weight in the draw."""
+
+
+def _draw_changes(plan: Plan, window: float) -> None:
+    """Nodes that come and go as planned, drawn apart as well; in some schedules nothing else happens."""
+    rng = random.Random(-3_000_017 - plan.seed)
+    if rng.random() < 0.4:
+        return
+    kinds, weights = list(CHANGES), list(CHANGES.values())
+    for kind in rng.choices(kinds, weights, k=rng.choice((1, 2, 4, 8))):
+        plan.changes.append((rng.uniform(0.0, window), kind))
+    if rng.random() < 0.3:
+        plan.faults, plan.triggers, plan.bug, plan.stop_after_s = [], [], None, None
+        plan.engine_refuses, plan.slow_messages, plan.torn_end = 0.0, 0.0, False
 
 
 def _draw_saving(plan: Plan, window: float) -> None:

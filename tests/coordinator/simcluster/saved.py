@@ -171,8 +171,14 @@ class SavedChecks:
         ):
             return
         newest = max((step for step, _ in self._whole), default=0)
+        on_its_way = (
+            2 * (plan.pull_s + plan.copy_s) / plan.step_s
+        )  # one that a late node was asked for, and the next
         self.checks.require(
-            newest > cluster.until - 30, "the newest whole snapshot is of %d of %d", newest, cluster.until
+            newest > cluster.until - 30 - on_its_way,
+            "the newest whole snapshot is of %d of %d",
+            newest,
+            cluster.until,
         )
 
 
