@@ -82,6 +82,7 @@ def going(core: Core, name: str, reason: str, within_s: float | None) -> None:
     if node.leaving is None:
         core.state.unpaid += 1  # a node in its place is no repair
     _mark(core, node, reason, within_s)
+    node.excess = False
 
 
 def _resized(core: Core, before: int, reason: str, within_s: float | None) -> None:
@@ -89,18 +90,21 @@ def _resized(core: Core, before: int, reason: str, within_s: float | None) -> No
     s.unpaid += max(0, s.wanted_nodes - before)
     s.grows = s.wanted_nodes > before
     s.wait_deadline_s = s.form_deadline_s = s.ask_after_s = None
-    _mark_excess(core, reason, within_s)
+    _fit(core, reason, within_s)
 
 
-def _mark_excess(core: Core, reason: str, within_s: float | None) -> None:
+def _fit(core: Core, reason: str, within_s: float | None) -> None:
     """Nodes that are too many are to leave: members as far as there are more than are wanted, those with the highest
-    ranks first; then the nodes that came last. Not while nobody trains: any of them may hold what is left."""
+    ranks first; then the nodes that came last. Not while nobody trains: any of them may hold what is left. Those that
+    have not left yet stay when they are wanted again."""
     s = core.state
-    if s.level == 2 and s.number and s.phase is not JobPhase.RUNNING:
-        return
     there = [n for n in core.alive_nodes() if n.leaving is None]
     excess = len(there) - (s.wanted_nodes + s.spec.spares)
-    if excess <= 0:
+    if excess < 0:
+        for node in [n for n in core.alive_nodes() if n.excess][:-excess]:
+            node.leaving, node.leaves_until_s, node.excess = None, None, False
+            core.record("node-stays", node=node.name)
+    if excess <= 0 or (s.level == 2 and s.number and s.phase is not JobPhase.RUNNING):
         return
     ranks = {x.node: x.rank for x in s.generation.members} if s.generation else {}
     members = sorted((n for n in there if n.name in ranks), key=lambda n: (n.failures, ranks[n.name]))
@@ -108,6 +112,7 @@ def _mark_excess(core: Core, reason: str, within_s: float | None) -> None:
     going = [*reversed(members[s.wanted_nodes :]), *reversed(others)]
     for node in going[:excess]:
         _mark(core, node, reason, within_s)
+        node.excess = True
 
 
 def _mark(core: Core, node: Node, reason: str, within_s: float | None) -> None:
@@ -169,8 +174,8 @@ def _starting(core: Core) -> list[Worker]:
 def _may_leave(core: Core, left: int) -> bool:
     """Whether members whose node is to leave are let go now, `left` workers being there without them."""
     s = core.state
-    if left >= s.target:
-        return True
+    if left >= s.target or not left:
+        return left > 0  # the last ones train on for as long as they can
     latest = [_latest_s(core, n) for n in core.alive_nodes() if n.leaving is not None]
     if any(core.now >= t for times in latest for t in times[:1]):  # the end of its time
         return True
@@ -243,7 +248,7 @@ def advance(core: Core) -> None:
     """Nodes that are to leave and have nobody in the job go; those that a smaller job has too many are to leave."""
     s = core.state
     if s.asked_nodes is not None or s.capacity_nodes is not None:
-        _mark_excess(core, "the job was resized", None)
+        _fit(core, "the job was resized", None)
     for node in [n for n in core.alive_nodes() if n.leaving is not None]:
         ours = [w for w in core.alive_workers() if w.node == node.name]
         needed = (WorkerPhase.MEMBER, WorkerPhase.PARKED, WorkerPhase.DONE)

@@ -82,6 +82,10 @@ def _node_leaving(f: Fields) -> str:
     return f"{f['node']} is to leave{time}: {f['reason']}"
 
 
+def _node_stays(f: Fields) -> str:
+    return f"{f['node']} stays after all"
+
+
 def _node_left(f: Fields) -> str:
     return f"{f['node']} has left: {f['reason']}"
 
@@ -252,6 +256,7 @@ _SENTENCES: dict[str, Callable[[Fields], str]] = {
     "node-unavailable": _node_unavailable,
     "node-leaving": _node_leaving,
     "node-left": _node_left,
+    "node-stays": _node_stays,
     "resize": _resize,
     "capacity": _capacity,
     "changed": _changed,

@@ -418,7 +418,10 @@ class Checks:
             self.require(state.lost_steps == 0 or bool(sudden), "%d steps are lost", state.lost_steps)
             if not sudden:
                 self.require(state.restarts_used == 0, "%d restarts were counted", state.restarts_used)
-                self.require(not state.incidents, "%d incidents", len(state.incidents))
+                causes = {
+                    i.cause for i in state.incidents
+                }  # the last word of a vote may come after its sender left
+                self.require(causes <= {"a collective failed"}, "incidents: %s", causes)
         for change in state.changes:
             self.require(change.stall_s is None or change.stall_s >= 0, "change %d has no stall", change.id)
 
