@@ -7,54 +7,17 @@ import socket
 import struct
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from cluster import TOKEN, Cluster
 
 from holdfast.errors import CollectiveFailed
 from holdfast.protocol.messages import Generation, Member
 from holdfast.train import group as group_module
-from holdfast.train.group import Group
-from holdfast.train.mesh import MeshListener
 from holdfast.train.reduction import GradientSum
 
-TOKEN = "secret"
 SYN_SENT = 2
-
-
-class Cluster:
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.listeners = [MeshListener("127.0.0.1", TOKEN) for _ in range(size)]
-        self.pool = ThreadPoolExecutor(size)
-
-    def generation(self, number: int, ranks=None) -> Generation:
-        ranks = range(self.size) if ranks is None else ranks
-        return Generation(
-            number,
-            tuple(
-                Member(i, f"w{r}", f"n{r}", 0, "127.0.0.1", self.listeners[r].port)
-                for i, r in enumerate(ranks)
-            ),
-        )
-
-    def group(self, generation: Generation, rank: int) -> Group:
-        return Group(generation, rank, "127.0.0.1", self.listeners[rank])
-
-    def join(self, number: int) -> list[Group]:
-        generation = self.generation(number)
-        groups = [self.group(generation, rank) for rank in range(self.size)]
-        list(self.pool.map(lambda g: g.connect(TOKEN), groups))
-        return groups
-
-    def each(self, work, groups):
-        return list(self.pool.map(work, groups))
-
-    def close(self):
-        for listener in self.listeners:
-            listener.close()
-        self.pool.shutdown()
 
 
 @pytest.fixture
@@ -68,8 +31,8 @@ def test_words_arrive_in_the_order_of_the_ranks(cluster):
     groups = cluster.join(1)
 
     def talk(group):
-        group.mesh.say(5, float(group.rank), 1.0, 0.5)
-        return group.mesh.hear(5, (float(group.rank), 1.0, 0.5))
+        group.mesh.say(5, (float(group.rank), 1.0, 0.5))
+        return group.mesh.hear(5, [(float(group.rank), 1.0, 0.5)])
 
     expected = [(float(r), 1.0, 0.5) for r in range(3)]
     assert cluster.each(talk, groups) == [expected] * 3
@@ -82,9 +45,9 @@ def test_a_rank_at_another_step_is_noticed(cluster):
 
     def talk(group):
         step = 6 if group.rank == 1 else 5
-        group.mesh.say(step, 0.0, 0.0, 0.0)
+        group.mesh.say(step, (0.0, 0.0, 0.0))
         with pytest.raises(CollectiveFailed, match="at step"):
-            group.mesh.hear(step, (0.0, 0.0, 0.0))
+            group.mesh.hear(step, [(0.0, 0.0, 0.0)])
         return True
 
     assert all(cluster.each(talk, groups))
@@ -116,7 +79,7 @@ def test_a_broken_mesh_frees_who_waits(cluster):
             return "silent"
         waiting.set()
         with pytest.raises(CollectiveFailed):
-            group.mesh.hear(1, (0.0, 0.0, 0.0))
+            group.mesh.hear(1, [(0.0, 0.0, 0.0)])
         return "free"
 
     assert cluster.each(wait, groups) == ["free", "free", "silent"]

@@ -105,8 +105,28 @@ class Group:
         options.timeout = GLOO_TIMEOUT
         return self._gloo.allreduce([tensor], options)
 
+    def exchange(
+        self, received: torch.Tensor, counts: list[int], sent: torch.Tensor, shares: list[int]
+    ) -> Any:
+        """Starts sending every member its part of `sent`, and receiving one from each; returns a Work for `wait`.
+
+        Args:
+            counts: elements that come from each member; the parts are one after the other in `received`.
+            shares: elements that go to each member, in the same way.
+        """
+        options = dist.AllToAllOptions()
+        options.timeout = GLOO_TIMEOUT
+        return self._gloo.alltoall_base(received, sent, counts, shares, options)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Any:
+        """Starts making `tensor` everywhere what it is at the root; returns a Work for `wait`."""
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        options.timeout = GLOO_TIMEOUT
+        return self._gloo.broadcast([tensor], options)
+
     def wait(self, work: Any) -> None:
-        """Waits for what `allreduce` started.
+        """Waits for what was started.
 
         Raises:
             CollectiveFailed: a peer is gone, or `abort` was called.

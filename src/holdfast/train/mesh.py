@@ -13,7 +13,7 @@ import selectors
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import msgspec
@@ -26,6 +26,7 @@ from holdfast.protocol.messages import Generation
 CONNECT_S = 5.0
 """Never waited for in full: a break ends the wait. It bounds a break that comes in the very moment before it."""
 
+Word = tuple[float, float, float]
 _WORD = struct.Struct("<Qddd")  # step, three numbers
 _TAG_KEY, _TAG_END = 1, 2
 _HEAD = struct.Struct("<BI")
@@ -153,23 +154,31 @@ class Mesh:
 
     # ------------------------------------------------------------ words
 
-    def say(self, step: int, a: float, b: float, c: float) -> None:
-        """Sends three numbers for this step to every peer."""
-        word = _WORD.pack(step, a, b, c)
+    def say(self, step: int, *words: Word) -> None:
+        """Sends words of three numbers for this step to every peer."""
+        data = b"".join(_WORD.pack(step, *word) for word in words)
         for rank, sock in self._peers.items():
             try:
-                sock.sendall(word)
+                sock.sendall(data)
             except OSError as error:
                 raise CollectiveFailed(f"lost rank {rank}: {error}") from error
 
-    def hear(self, step: int, own: tuple[float, float, float]) -> list[tuple[float, float, float]]:
-        """What every member said for this step, in the order of the ranks: so all add it up alike."""
-        words = []
+    def hear(self, step: int, own: Sequence[Word], counts: Sequence[int] | None = None) -> list[Word]:
+        """What every member said for this step, in the order of the ranks: so all add it up alike.
+
+        Args:
+            own: what this member said.
+            counts: how many words each member said; one, if not given.
+        """
+        words: list[Word] = []
         for rank in range(self.size):
-            words.append(own if rank == self.rank else self._hear_one(rank, step))
+            if rank == self.rank:
+                words += own
+            else:
+                words += [self._hear_one(rank, step) for _ in range(counts[rank] if counts else 1)]
         return words
 
-    def _hear_one(self, rank: int, step: int) -> tuple[float, float, float]:
+    def _hear_one(self, rank: int, step: int) -> Word:
         try:
             word = self._peers[rank].recv(_WORD.size, socket.MSG_WAITALL)
         except OSError as error:

@@ -26,9 +26,15 @@ class Position:
     """
 
     def __init__(
-        self, global_batch: int, seed: int, fingerprint: str | None, batch_changed: BatchChanged
+        self,
+        global_batch: int,
+        seed: int,
+        fingerprint: str | None,
+        threads: int | None,
+        batch_changed: BatchChanged,
     ) -> None:
-        """fingerprint: of the data set, if it has one."""
+        """fingerprint: of the data set, if it has one. threads: of the processor in an operation, where the result
+        must not depend on them."""
         if batch_changed not in get_args(BatchChanged):
             raise UsageError(
                 f"batch_changed={batch_changed!r}; choose one of {', '.join(map(repr, get_args(BatchChanged)))}"
@@ -37,6 +43,7 @@ class Position:
         self._global_batch = self._saved_batch = global_batch
         self._seed = seed
         self._fingerprint = fingerprint
+        self._threads = threads
         self._batch_changed = batch_changed
 
     def advance(self) -> None:
@@ -50,13 +57,14 @@ class Position:
             "global_batch": self._saved_batch,
             "seed": self._seed,
             "data": self._fingerprint,
+            "threads": self._threads,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from there.
 
         Raises:
-            UsageError: the state was made with another global batch, seed or data set, and nobody said what then.
+            UsageError: the state was made in another way, and nobody said what then.
         """
         batch = state["global_batch"]
         if batch != self._global_batch and self._batch_changed == "refuse":
@@ -73,6 +81,11 @@ class Position:
             raise UsageError(
                 f"the data set has the fingerprint {self._fingerprint}, the saved state was made with "
                 f"{state['data']}: give the same files and the same seq_len, or start a new job"
+            )
+        if self._threads and state["threads"] and state["threads"] != self._threads:
+            raise UsageError(
+                f'reduction="exact": this worker computes with {self._threads} threads, the saved state was made '
+                f"with {state['threads']}, and the number changes the last bits: set OMP_NUM_THREADS alike everywhere"
             )
         self.samples = int(state["samples"])
         self._saved_batch = int(batch)

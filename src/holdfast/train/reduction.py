@@ -1,4 +1,4 @@
-"""Sums gradients over the replicas while the backward pass still runs.
+"""Sums gradients over the replicas while the backward pass still runs: what both reductions share, and the fast one.
 
 Parameters are grouped into buckets in the reverse order of their registration, the first one small (as
 DistributedDataParallel does: Li et al., VLDB 2020, section 3.2.3). Small gradients are copied once into the flat
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -31,7 +31,7 @@ class _Bucket:
 
     def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
         self.parameters = parameters
-        self.direct = _is_large(parameters[0])
+        self.direct = is_large(parameters[0])
         self.missing = len(parameters)
         self.work: Any = None
         self.allocate()
@@ -66,16 +66,81 @@ class _Bucket:
                 p.grad = view
 
 
-class GradientSum:
+class Gradients(Protocol):
     """The gradients of a set of parameters, summed over micro-batches and replicas.
 
-    Use per step: `begin`, backward passes (with `last(group)` before the last one), `finish(weight)`.
+    Use per step: `begin`, `expect`, for every micro-batch `before_backward`, the backward pass and `after_backward`
+    (with `last(group)` before the last one), `flush(group)`, `finish(scale)`, and `clip`.
+
+    Attributes:
+        exact: the result does not depend on who computed which micro-batches.
+        poison: an injected fault: the next bucket to go has a NaN.
     """
+
+    exact: bool
+    poison: bool
+
+    def begin(self) -> None:
+        """Forgets the gradients of the step before."""
+        ...
+
+    def expect(self, micro_batches: int, rank: int, world: int) -> None:
+        """How many micro-batches the step has, and whose share this worker computes."""
+        ...
+
+    def before_backward(self) -> None:
+        """The next micro-batch's backward pass begins."""
+        ...
+
+    def after_backward(self) -> None:
+        """It has ended."""
+        ...
+
+    def last(self, group: Group) -> None:
+        """The next backward pass is the step's last: buckets may go as soon as they are full."""
+        ...
+
+    def flush(self, group: Group) -> None:
+        """Launches what the backward passes left over (parameters that took no part)."""
+        ...
+
+    def finish(self, scale: Callable[[], float]) -> float:
+        """Waits for the sums and multiplies them by `scale()`; returns the global norm of the result.
+
+        A norm that is not finite means that a gradient was not.
+
+        Raises:
+            CollectiveFailed: a replica is gone; the gradients are worthless.
+        """
+        ...
+
+    def clip(self, norm: float, max_norm: float) -> None:
+        """As torch.nn.utils.clip_grad_norm_ does."""
+        ...
+
+    def local_is_finite(self) -> bool:
+        """Whether this rank's own gradients are finite. Call before `last` lets them go."""
+        ...
+
+    def drain(self, group: Group) -> None:
+        """After an abort: waits until gloo has let go of the buckets; takes new ones for those it keeps."""
+        ...
+
+
+class GradientSum(Gradients):
+    """The fast one: autograd adds up the micro-batches, and an all-reduce the replicas.
+
+    The order of the additions, and so the last bits, depend on the world size. The relative error of the whole gradient
+    (its difference from the true sum, over the norm) is at most 1e-6 where the terms do not cancel: as in
+    DistributedDataParallel.
+    """
+
+    exact = False
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], changed: Callable[[], None]) -> None:
         """`changed` is called at every launch and completion: the worker's sign of life."""
         chosen = [p for p in parameters if p.requires_grad]
-        self._buckets = [_Bucket(group) for group in _grouped(chosen)]
+        self._buckets = [_Bucket(group) for group in grouped(chosen)]
         self._place = {p: (bucket, i) for bucket in self._buckets for i, p in enumerate(bucket.parameters)}
         self._group: Group | None = None
         self._next = 0
@@ -86,7 +151,6 @@ class GradientSum:
             p.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
-        """Forgets the gradients of the step before."""
         self._group, self._next = None, 0
         self._filled.clear()
         for bucket in self._buckets:
@@ -94,8 +158,16 @@ class GradientSum:
             for p in bucket.parameters:
                 p.grad = None
 
+    def expect(self, micro_batches: int, rank: int, world: int) -> None:
+        """Nothing depends on it."""
+
+    def before_backward(self) -> None:
+        """Autograd adds to what is there."""
+
+    def after_backward(self) -> None:
+        """What is missing is filled in when the bucket goes."""
+
     def last(self, group: Group) -> None:
-        """The next backward pass is the step's last: buckets may go as soon as they are full."""
         self._group = group
 
     def _arrived(self, p: torch.Tensor) -> None:
@@ -130,48 +202,34 @@ class GradientSum:
         self._changed()
 
     def flush(self, group: Group) -> None:
-        """Launches what the backward passes left over (parameters that took no part)."""
         self._group = group
         while self._next < len(self._buckets):
             self._launch(self._buckets[self._next], group)
 
     def finish(self, scale: Callable[[], float]) -> float:
-        """Waits for the sums and multiplies them by `scale()`; returns the global norm of the result.
-
-        A norm that is not finite means that a gradient was not.
-
-        Raises:
-            CollectiveFailed: a replica is gone; the gradients are worthless.
-        """
         squares = 0.0
         for bucket in self._buckets:
             if bucket.work is not None:
                 assert self._group is not None
                 self._group.wait(bucket.work)
                 self._changed()
-            squares += _scale_and_square(bucket.flat, scale())
+            squares += scale_and_square(bucket.flat, scale())
         return math.sqrt(squares) if squares >= 0 else math.nan
 
     def clip(self, norm: float, max_norm: float) -> None:
-        """As torch.nn.utils.clip_grad_norm_ does."""
-        factor = max_norm / (norm + 1e-6)
-        if factor < 1.0:
-            for bucket in self._buckets:
-                bucket.flat.mul_(factor)
+        clip([bucket.flat for bucket in self._buckets], norm, max_norm)
 
     def local_is_finite(self) -> bool:
-        """Whether this rank's own gradients are finite. Call before `last` lets them go."""
         return all(p.grad is None or bool(p.grad.isfinite().all()) for p in self._place)
 
     def drain(self, group: Group) -> None:
-        """After an abort: waits until gloo has let go of the buckets; takes new ones for those it keeps."""
         for bucket in self._buckets:
             work, bucket.work = bucket.work, None
             if work is not None and not group.drain(work):
                 bucket.allocate()
 
 
-def _grouped(parameters: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
+def grouped(parameters: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
     """Buckets in the order in which the backward pass fills them; one dtype and device each."""
     buckets: list[list[torch.nn.Parameter]] = []
     open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[torch.nn.Parameter], int]] = {}
@@ -179,7 +237,7 @@ def _grouped(parameters: list[torch.nn.Parameter]) -> list[list[torch.nn.Paramet
         key = (p.dtype, p.device)
         size = p.numel() * p.element_size()
         limit = FIRST_BUCKET_BYTES if len(buckets) <= 1 else BUCKET_BYTES
-        if _is_large(p):
+        if is_large(p):
             buckets.append([p])
             continue
         bucket, used = open_buckets.get(key, (None, 0))
@@ -191,11 +249,11 @@ def _grouped(parameters: list[torch.nn.Parameter]) -> list[list[torch.nn.Paramet
     return buckets
 
 
-def _is_large(p: torch.Tensor) -> bool:
+def is_large(p: torch.Tensor) -> bool:
     return p.numel() * p.element_size() >= DIRECT_BYTES
 
 
-def _scale_and_square(flat: torch.Tensor, scale: float) -> float:
+def scale_and_square(flat: torch.Tensor, scale: float) -> float:
     """Multiplies in place; returns the sum of squares of the result."""
     if flat.device.type != "cpu" or flat.dtype not in (torch.float32, torch.float64):
         flat.mul_(scale)
@@ -207,3 +265,11 @@ def _scale_and_square(flat: torch.Tensor, scale: float) -> float:
     if math.isinf(squares):
         return float(torch.linalg.vector_norm(flat.double()).square())
     return squares
+
+
+def clip(flats: Iterable[torch.Tensor], norm: float, max_norm: float) -> None:
+    """As torch.nn.utils.clip_grad_norm_ does."""
+    factor = max_norm / (norm + 1e-6)
+    if factor < 1.0:
+        for flat in flats:
+            flat.mul_(factor)

@@ -9,6 +9,8 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from holdfast.checkpoint.policy import Retention
 from holdfast.checkpoint.pull import Pull
 from holdfast.errors import (
@@ -33,10 +35,11 @@ from holdfast.train.group import Group
 from holdfast.train.link import Link
 from holdfast.train.mesh import MeshListener
 from holdfast.train.position import NAME, Position
-from holdfast.train.reduction import GradientSum
+from holdfast.train.reduction import Gradients
 from holdfast.train.restoring import Restoring, Seen
 from holdfast.train.snapshots import Snapshots
 from holdfast.train.transfer import DonorServer, Fetch
+from holdfast.train.tree import share
 
 if TYPE_CHECKING:
     from holdfast.train.step import Step
@@ -66,6 +69,7 @@ class Replica:
     """The worker's side of the commit protocol (design section 5).
 
     Attributes:
+        device: where this worker computes.
         group: connections of the running generation.
         committed: steps that count here; None while this worker holds no usable state.
         checks_local: look at this rank's own gradients before they are summed (after one was not finite).
@@ -79,11 +83,13 @@ class Replica:
         link: Link,
         faults: FaultPlan,
         protected: state.Protected,
-        gradients: GradientSum,
+        gradients: Gradients,
+        device: torch.device,
         alone: bool = False,
     ) -> None:
         """`alone`: there is no job; an error of the script's ends it, as in any script."""
         self.link = link
+        self.device = device
         self.gradients = gradients
         self.committed: int | None = None
         self.form: m.Form | None = None
@@ -135,8 +141,7 @@ class Replica:
 
     def share(self, micro_batches: int) -> range:
         """The numbers of this worker's micro-batches: contiguous, and as even as they can be."""
-        rank, world = self.rank, self.world_size
-        return range(rank * micro_batches // world, (rank + 1) * micro_batches // world)
+        return share(micro_batches, self.rank, self.world_size)
 
     def announce(self, micro_batches: int) -> None:
         """Says that this worker is ready, and waits until it is a member. micro_batches: in a global batch."""
@@ -345,9 +350,9 @@ class Replica:
         ends = 1.0 if self.link.yielding(self.generation) else 0.0
         saves = 1.0 if self.rank == 0 and self._snapshots.due(step + 1) else 0.0
         mesh = self.group.mesh
-        mesh.say(step, 1.0, ends, saves)
+        mesh.say(step, (1.0, ends, saves))
         self.alive()
-        words = mesh.hear(step, (1.0, ends, saves))
+        words = mesh.hear(step, [(1.0, ends, saves)])
         self._ends_here = any(e > 0 for _, e, _ in words)
         if any(x > 0 for _, _, x in words):
             self._snapshots.want()

@@ -14,6 +14,7 @@ import torch
 from holdfast.data.order import SampleOrder
 from holdfast.errors import UsageError
 from holdfast.train import state, worker
+from holdfast.train.exact import ExactSum, Reduction, prepare
 from holdfast.train.faults import FaultPlan
 from holdfast.train.position import NAME, BatchChanged, Position
 from holdfast.train.reduction import GradientSum
@@ -103,6 +104,7 @@ class Run:
         micro_batch: int,
         until: int,
         seed: int = 0,
+        reduction: Reduction = "fast",
         batch_changed: BatchChanged = "refuse",
     ) -> Iterator[Step]:
         """Yields one `Step` after the other until `until` are committed, each to be used in a `with`.
@@ -116,6 +118,11 @@ class Run:
             micro_batch: samples per forward pass; divides global_batch.
             until: number of steps.
             seed: of the sample order and of the randomness inside micro-batches.
+            reduction: "fast": all-reduce; the world size changes the order of additions and so the last bits (relative
+                error of the gradient at most 1e-6). "exact": losses and parameters are those of a run on one worker,
+                bit by bit, at any sequence of world sizes. That needs the same kind of processor and number of threads
+                (OMP_NUM_THREADS) everywhere, a forward pass that changes no buffers (BatchNorm in training does, and
+                normalizes by the micro-batch), and on CUDA deterministic algorithms.
             batch_changed: what becomes of the learning rates of the protected optimizers and schedulers when the job
                 goes on from a state that was made with another global batch: "keep", "linear" or "sqrt" (see
                 `holdfast.scale_lr`). "refuse": such a state is refused. The data goes on at the next sample.
@@ -128,9 +135,10 @@ class Run:
         modules = [t for t in self._protected.values() if isinstance(t, torch.nn.Module)]
         if not modules:
             raise UsageError("nothing to train: call run.protect(model=model, optimizer=optimizer) first")
-        position = Position(global_batch, seed, getattr(data, "fingerprint", None), batch_changed)
+        threads = prepare(reduction, self._attachment.alone, self.device)
+        position = Position(global_batch, seed, getattr(data, "fingerprint", None), threads, batch_changed)
         self._position = position
-        replica = self._enroll(modules, batches.count(), position)
+        replica = self._enroll(modules, batches.count(), position, reduction)
         while not replica.stopped and (replica.committed or 0) < until:
             self._tell_size(replica)
             self._step = Step(replica, batches, replica.committed or 0, seed, position)
@@ -175,7 +183,9 @@ class Run:
         finally:
             self._replica.aside(False)
 
-    def _enroll(self, modules: list[torch.nn.Module], micro_batches: int, position: Position) -> Replica:
+    def _enroll(
+        self, modules: list[torch.nn.Module], micro_batches: int, position: Position, reduction: Reduction
+    ) -> Replica:
         if self._replica is not None:
             raise UsageError("run.steps() is called once per run; put epochs into `until`")
         target = self._attachment.target
@@ -185,13 +195,15 @@ class Run:
                 "make micro_batch smaller or global_batch larger"
             )
         beat: list[Replica] = []
-        parameters = [p for module in modules for p in module.parameters()]
-        gradients = GradientSum(parameters, lambda: beat[0].alive())
+        parameters = dict.fromkeys(p for module in modules for p in module.parameters())
+        kind = ExactSum if reduction == "exact" else GradientSum
+        gradients = kind(parameters, lambda: beat[0].alive())
         replica = Replica(
             self._attachment.link,
             self._attachment.faults,
             self._protected | {NAME: position},
             gradients,
+            self.device,
             self._attachment.alone,
         )
         beat.append(replica)

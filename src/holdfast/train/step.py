@@ -13,8 +13,10 @@ import torch
 
 from holdfast.errors import NonFiniteGradient, UsageError
 from holdfast.protocol.phases import Phase
+from holdfast.train.tree import shares
 
 if TYPE_CHECKING:
+    from holdfast.train.mesh import Word
     from holdfast.train.position import Position
     from holdfast.train.replica import Replica
 
@@ -54,10 +56,9 @@ class Step:
         self._batches = batches
         self._seed = seed
         self._position = position
-        self._weight = 0.0
-        self._loss_sum = 0.0
-        self._left = 0
-        self._said = False
+        self._words: list[Word] = []
+        self._left: int | None = None
+        self._said: list[Word] | None = None
         self._waited = False
         self._prepared_s = 0.0
         self._global_weight: float | None = None
@@ -72,14 +73,23 @@ class Step:
     def __iter__(self) -> Iterator[Any]:
         """This worker's micro-batches of the global batch, in the order of their numbers."""
         replica = self._replica
-        mine = replica.share(self._batches.count())
+        count = self._batches.count()
+        mine = replica.share(count)
+        replica.gradients.expect(count, replica.rank, replica.world_size)
         self._left = len(mine)
-        for micro in mine:
+        for done, micro in enumerate(mine):
+            if replica.gradients.exact and len(mine) - self._left != done:
+                raise UsageError(
+                    f"step {self.index}: micro-batch {micro} was taken before step.backward() of the one before; "
+                    'under reduction="exact" compute them one after the other'
+                )
             replica.check()
             replica.enter(Phase.DATA, self.index)
-            seed_generators(micro_seed(self._seed, self.index, micro))
+            seed = micro_seed(self._seed, self.index, micro)
+            seed_generators(seed, replica.device)
             batch = self._batches.load(self.samples, micro)
             replica.enter(Phase.FORWARD, self.index)
+            seed_generators(seed, replica.device)  # however much loading has drawn
             yield batch
 
     def backward(self, loss: torch.Tensor, weight: float = 1.0) -> None:
@@ -92,15 +102,21 @@ class Step:
         """
         replica = self._replica
         replica.enter(Phase.BACKWARD, self.index)
-        self._weight += float(weight)
-        self._loss_sum += float(loss.detach())
+        if not self._left:
+            raise UsageError(
+                f"step {self.index}: step.backward() is called once for every micro-batch of the step"
+            )
+        self._words.append((float(weight), float(loss.detach()), 0.0))
         self._left -= 1
         last = self._left == 0
+        gradients = replica.gradients
+        gradients.before_backward()
         if last:
             self._say_weight()
             if not replica.checks_local:
-                replica.gradients.last(replica.group)
+                gradients.last(replica.group)
         loss.backward()  # type: ignore[no-untyped-call]
+        gradients.after_backward()
         if last and replica.checks_local:
             self._check_local()
         replica.check()
@@ -118,15 +134,16 @@ class Step:
             UsageError: some of this worker's micro-batches had no backward.
             NonFiniteGradient: the reduced gradient holds NaN or Inf; `with step` retries.
         """
-        if self._left:
+        if self._left != 0:
+            left = "the" if self._left is None else self._left
             raise UsageError(
-                f"step {self.index}: step.apply() came before step.backward() of {self._left} micro-batches; "
+                f"step {self.index}: step.apply() came before step.backward() of {left} micro-batches; "
                 "call step.backward(loss) once for every micro-batch"
             )
         replica = self._replica
         replica.enter(Phase.REDUCE, self.index)
         gradients = replica.gradients
-        if not self._said:
+        if self._said is None:
             self._say_weight()
         gradients.flush(replica.group)
         norm = gradients.finish(self._scale)
@@ -163,6 +180,8 @@ class Step:
         replica.commit(self)
 
     def _updated(self, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+        # The same on every replica, also for what an update or the script draws before the next micro-batch.
+        seed_generators(micro_seed(self._seed, self.index, self._batches.count()), self._replica.device)
         optimizer.step()
         self._position.advance()
         if scheduler is not None:  # which may ask for `run.samples`: those with this step
@@ -183,13 +202,22 @@ class Step:
         return self._replica.recover(self, error)
 
     def _say_weight(self) -> None:
-        self._said = True
-        self._replica.group.mesh.say(self.index, self._weight, self._loss_sum, 0.0)
+        """Tells all what this worker's micro-batches weigh: under "exact" one by one, so that the sum over all of them
+        does not depend on who computed which."""
+        if self._replica.gradients.exact:
+            self._said = self._words
+        else:
+            self._said = [(sum(w for w, _, _ in self._words), sum(x for _, x, _ in self._words), 0.0)]
+        self._replica.group.mesh.say(self.index, *self._said)
 
     def _scale(self) -> float:
         """One over the weight of the global batch; known when every replica has said its own."""
         if self._global_weight is None:
-            words = self._replica.group.mesh.hear(self.index, (self._weight, self._loss_sum, 0.0))
+            assert self._said is not None
+            counts = None
+            if self._replica.gradients.exact:
+                counts = [len(s) for s in shares(self._batches.count(), self._replica.world_size)]
+            words = self._replica.group.mesh.hear(self.index, self._said, counts)
             self._global_weight = math.fsum(w for w, _, _ in words)
             if not self._global_weight > 0:
                 raise UsageError(
@@ -205,12 +233,13 @@ class Step:
             raise NonFiniteGradient(f"this rank's own gradient of step {self.index} is not finite")
 
 
-def seed_generators(seed: int) -> None:
+def seed_generators(seed: int, device: torch.device) -> None:
     """Seeds what a forward pass draws from. torch.manual_seed would do the same for every back end, and format
     the caller's stack for those that are not there: half a millisecond in every micro-batch."""
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.manual_seed(seed)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
 
 
 def micro_seed(seed: int, step: int, micro: int) -> int:

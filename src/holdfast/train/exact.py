@@ -1,0 +1,383 @@
+"""The exact reduction: the same bits however the micro-batches are spread over workers.
+
+Every micro-batch's gradient is a leaf of one tree of additions (`tree.py`). A worker adds up its subtrees bucket by
+bucket, with a stack, while it computes; autograd makes the sum of two neighbouring leaves itself. Then each worker
+receives one slice of every subtree of all workers, adds these up in the order of the tree and sends the slice of the
+sum to all. That moves as many bytes as an all-reduce where every worker has one subtree, and up to
+(subtrees + 1) / 2 times as many elsewhere.
+
+A parameter that took no part in a micro-batch has a gradient of +0 there, which is added like any other: adding it
+changes -0, so leaving it out would show.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+
+from holdfast.errors import CollectiveFailed, UsageError
+from holdfast.train.group import Group, first_line
+from holdfast.train.reduction import Gradients, clip, grouped, is_large, scale_and_square
+from holdfast.train.tree import folds, shares, subtrees
+
+Reduction = Literal["fast", "exact"]
+
+SMALL = 1 << 14
+"""A bucket of so few elements goes to everyone whole: one collective instead of two."""
+
+
+def prepare(reduction: Reduction, alone: bool, device: torch.device) -> int | None:
+    """Makes the process compute alike in every world; returns its number of threads where that matters.
+
+    A job of one has as many threads as cores if nobody says otherwise, a worker of `holdfast run` has one: sums within
+    a micro-batch (layer norms, convolutions) differ in their last bits between the two.
+
+    Raises:
+        UsageError: an unknown reduction, or a device whose operations may differ from run to run.
+    """
+    if reduction not in get_args(Reduction):
+        raise UsageError(f'reduction={reduction!r}; choose "fast" or "exact"')
+    if reduction == "fast":
+        return None
+    if device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
+        raise UsageError(
+            'reduction="exact" on CUDA needs torch.use_deterministic_algorithms(True) before run.steps '
+            "(and CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment)"
+        )
+    if alone and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    return torch.get_num_threads()
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What one world size means for the exchange."""
+
+    micro_batches: int
+    rank: int
+    world: int
+    leaf_folds: list[int]
+    """For this worker's micro-batches."""
+    pieces: list[int]
+    """Subtrees of every worker."""
+    piece_folds: list[int]
+    """For all subtrees, in the order of the ranks."""
+
+    @staticmethod
+    def of(micro_batches: int, rank: int, world: int) -> _Layout:
+        parts = [subtrees(micro_batches, numbers) for numbers in shares(micro_batches, world)]
+        leaves = [(m, m + 1) for m in shares(micro_batches, world)[rank]]
+        return _Layout(
+            micro_batches,
+            rank,
+            world,
+            folds(micro_batches, leaves),
+            [len(nodes) for nodes in parts],
+            folds(micro_batches, [node for nodes in parts for node in nodes]),
+        )
+
+
+class _Sum:
+    """The gradients of one bucket's parameters, summed over a subtree. `flat` is one row of them all."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter], only: torch.Tensor | None = None) -> None:
+        """only: the gradient of the only parameter, where autograd put it."""
+        if only is not None:
+            self.flat, self.grads = only.view(-1), [only]
+            return
+        first = parameters[0]
+        self.flat = torch.empty(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
+        parts = torch.split(self.flat, [p.numel() for p in parameters])
+        self.grads = [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
+
+
+class _Bucket:
+    """Parameters that are summed together."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.places = {p: i for i, p in enumerate(parameters)}
+        self.direct = is_large(parameters[0])
+        self.size = sum(p.numel() for p in parameters)
+        self.arrived: set[torch.nn.Parameter] = set()
+        self.stack: list[_Sum] = []
+        self.leaf: _Sum | None = None
+        self.works: list[Any] = []
+        self.forget()
+
+    def forget(self) -> None:
+        """Takes new memory, when gloo keeps the old."""
+        self.free: list[_Sum] = []
+        self.stack, self.leaf = [], None
+        self.inbox: torch.Tensor | None = None
+        self.rows: list[torch.Tensor] = []
+
+    def begin(self) -> None:
+        """The step before is over."""
+        self.free += [] if self.direct else self.stack
+        self.stack, self.leaf = [], None
+        self.works, self.rows = [], []
+        for p in self.parameters:
+            p.grad = None
+
+    def open(self, joins: bool) -> None:
+        """A micro-batch begins. joins: autograd adds its gradients to those of the one before."""
+        self.arrived.clear()
+        if joins:
+            self.leaf = self.stack[-1]
+        elif self.direct:
+            self.leaf = None
+        else:
+            self.leaf = self.free.pop() if self.free else _Sum(self.parameters)
+        for i, p in enumerate(self.parameters):
+            p.grad = self.leaf.grads[i] if joins and self.leaf is not None else None
+
+    def take(self, p: torch.nn.Parameter) -> None:
+        """A gradient is there."""
+        if self.leaf is not None:
+            into, grad = self.leaf.grads[self.places[p]], p.grad
+            if grad is not None and grad is not into:
+                into.copy_(grad)
+                p.grad = into
+        self.arrived.add(p)
+
+    def fill(self, joins: bool) -> None:
+        """Parameters that took no part in the micro-batch have a gradient of +0."""
+        for i, p in enumerate(self.parameters):
+            if p not in self.arrived:
+                if joins:
+                    assert self.leaf is not None
+                    self.leaf.grads[i].add_(0.0)
+                elif self.leaf is not None:
+                    self.leaf.grads[i].zero_()
+                else:
+                    p.grad = torch.zeros_like(p, memory_format=torch.contiguous_format)
+
+    def close(self, joins: bool, fold: int) -> None:
+        """The micro-batch is complete: adds up the subtrees that it completes."""
+        if not joins:
+            if self.leaf is None:
+                grad = self.parameters[0].grad
+                assert grad is not None
+                self.leaf = _Sum(self.parameters, grad.contiguous())
+            self.stack.append(self.leaf)
+        for _ in range(fold - joins):
+            right = self.stack.pop()
+            self.stack[-1].flat.add_(right.flat)
+            if not self.direct:
+                self.free.append(right)
+
+    def result(self) -> _Sum:
+        """Where the sum over all replicas goes."""
+        if not self.stack:
+            first = self.parameters[0]
+            only = torch.empty_like(first, memory_format=torch.contiguous_format) if self.direct else None
+            self.stack.append(_Sum(self.parameters, only))
+        return self.stack[0]
+
+
+class ExactSum(Gradients):
+    """The exact one. See the module."""
+
+    exact = True
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], changed: Callable[[], None]) -> None:
+        """`changed` is called at every launch and completion: the worker's sign of life."""
+        chosen = [p for p in parameters if p.requires_grad]
+        self._buckets = [_Bucket(group) for group in grouped(chosen)]
+        self._place = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+        self._layout: _Layout | None = None
+        self._leaf = 0
+        self._inside = False
+        self._next = 0
+        self._group: Group | None = None
+        self._changed = changed
+        self.poison = False
+        for p in chosen:
+            p.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
+
+    # ------------------------------------------------------------ this worker's micro-batches
+
+    def begin(self) -> None:
+        self._leaf = self._next = 0
+        self._inside = False
+        self._group = None
+        for bucket in self._buckets:
+            bucket.begin()
+
+    def expect(self, micro_batches: int, rank: int, world: int) -> None:
+        old = self._layout
+        if old is None or (old.micro_batches, old.rank, old.world) != (micro_batches, rank, world):
+            self._layout = _Layout.of(micro_batches, rank, world)
+
+    def before_backward(self) -> None:
+        self._inside = True
+        for bucket in self._buckets:
+            bucket.open(self._joins)
+
+    def after_backward(self) -> None:
+        joins, fold = self._joins, self._fold
+        for bucket in self._buckets:
+            if len(bucket.arrived) < len(bucket.parameters):
+                bucket.fill(joins)
+                bucket.arrived.update(bucket.parameters)
+                bucket.close(joins, fold)
+        self._leaf += 1
+        self._inside = False
+        if self._group is not None:
+            self.flush(self._group)
+
+    @property
+    def _fold(self) -> int:
+        assert self._layout is not None
+        return self._layout.leaf_folds[self._leaf]
+
+    @property
+    def _joins(self) -> bool:
+        """What a leaf is added to first is the leaf before it: the left half is never larger than the right one."""
+        return self._fold > 0
+
+    def _arrived(self, p: torch.Tensor) -> None:
+        assert isinstance(p, torch.nn.Parameter)
+        if not self._inside:
+            return  # a backward pass of the script's own
+        bucket = self._place[p]
+        if p in bucket.arrived:
+            raise UsageError(
+                'reduction="exact": a parameter received its gradient twice in one backward pass; with activation '
+                "checkpointing use_reentrant=False is needed"
+            )
+        bucket.take(p)
+        if len(bucket.arrived) == len(bucket.parameters):
+            bucket.close(self._joins, self._fold)
+            if self._group is not None:
+                self._launch_full(self._group)
+
+    # ------------------------------------------------------------ all replicas
+
+    def last(self, group: Group) -> None:
+        self._group = group
+
+    def _launch_full(self, group: Group) -> None:
+        while self._next < len(self._buckets):
+            bucket = self._buckets[self._next]
+            if len(bucket.arrived) < len(bucket.parameters):
+                return
+            self._launch(bucket, group)
+
+    def flush(self, group: Group) -> None:
+        self._group = group
+        while self._next < len(self._buckets):
+            self._launch(self._buckets[self._next], group)
+
+    def _launch(self, bucket: _Bucket, group: Group) -> None:
+        if self.poison and bucket.stack:
+            bucket.stack[-1].flat[0] = math.nan
+            self.poison = False
+        if group.size > 1:
+            try:
+                self._send_subtrees(bucket, group)
+            except RuntimeError as error:
+                raise CollectiveFailed(first_line(error)) from error
+        self._next += 1
+        self._changed()
+
+    def _send_subtrees(self, bucket: _Bucket, group: Group) -> None:
+        """Every member gets its slice of this worker's subtrees; this one gets its slice of everyone's."""
+        assert self._layout is not None
+        slices = _slices(bucket.size, group.size)
+        own = slices[group.rank][1] - slices[group.rank][0]
+        pieces = self._layout.pieces
+        need = sum(pieces) * own
+        if bucket.inbox is None or bucket.inbox.numel() < need:
+            bucket.inbox = bucket.parameters[0].new_empty(need).detach()
+        found: dict[tuple[int, int], torch.Tensor] = {}
+        at = 0
+        for number in range(max(pieces)):
+            senders = [rank for rank in range(group.size) if pieces[rank] > number]
+            received = bucket.inbox[at : at + len(senders) * own]
+            at += len(received)
+            for row, rank in enumerate(senders):
+                found[rank, number] = received[row * own : (row + 1) * own]
+            counts = [own if rank in senders else 0 for rank in range(group.size)]
+            if number < len(bucket.stack):
+                sent, given = bucket.stack[number].flat, [high - low for low, high in slices]
+                if bucket.size <= SMALL:
+                    sent = sent.repeat(group.size)
+            else:
+                sent, given = bucket.inbox[:0], [0] * group.size
+            bucket.works.append(group.exchange(received, counts, sent, given))
+        bucket.rows = [found[place] for place in sorted(found)]
+
+    def _send_slice(self, bucket: _Bucket, group: Group) -> None:
+        """Adds up this worker's slice of all subtrees and gives it to all."""
+        assert self._layout is not None
+        self._wait(bucket, group)
+        total = bucket.result().flat
+        slices = _slices(bucket.size, group.size)
+        low, high = slices[group.rank]
+        _add_up(bucket.rows, self._layout.piece_folds, total[low:high])
+        if bucket.size <= SMALL:
+            return
+        try:
+            bucket.works = [group.broadcast(total[a:b], rank) for rank, (a, b) in enumerate(slices) if a < b]
+        except RuntimeError as error:
+            raise CollectiveFailed(first_line(error)) from error
+
+    def finish(self, scale: Callable[[], float]) -> float:
+        squares = 0.0
+        for number, bucket in enumerate(self._buckets):
+            group = self._group
+            assert group is not None
+            if group.size > 1:
+                for ahead in self._buckets[number + 1 : number + 2] if number else self._buckets[:2]:
+                    self._send_slice(ahead, group)
+                self._wait(bucket, group)
+            total = bucket.result()
+            for p, grad in zip(bucket.parameters, total.grads, strict=True):
+                p.grad = grad
+            squares += scale_and_square(total.flat, scale())
+        return math.sqrt(squares) if squares >= 0 else math.nan
+
+    def _wait(self, bucket: _Bucket, group: Group) -> None:
+        while bucket.works:
+            group.wait(bucket.works[0])
+            bucket.works.pop(0)
+            self._changed()
+
+    def clip(self, norm: float, max_norm: float) -> None:
+        clip([bucket.result().flat for bucket in self._buckets], norm, max_norm)
+
+    def local_is_finite(self) -> bool:
+        return all(bool(part.flat.isfinite().all()) for bucket in self._buckets for part in bucket.stack)
+
+    def drain(self, group: Group) -> None:
+        for bucket in self._buckets:
+            works, bucket.works = bucket.works, []
+            if [work for work in works if not group.drain(work)]:  # each of them has its time
+                bucket.forget()
+
+
+def _slices(size: int, world: int) -> list[tuple[int, int]]:
+    """Which elements of a bucket each worker adds up: all of them, if there are few."""
+    if size <= SMALL:
+        return [(0, size)] * world
+    return [(rank * size // world, (rank + 1) * size // world) for rank in range(world)]
+
+
+def _add_up(rows: list[torch.Tensor], fold: list[int], into: torch.Tensor) -> None:
+    """The sum of all subtrees, in the order of the tree. Changes the rows."""
+    stack: list[torch.Tensor] = []
+    for number, (row, times) in enumerate(zip(rows, fold, strict=True)):
+        stack.append(row)
+        for left in range(times, 0, -1):
+            right = stack.pop()
+            whole = number == len(rows) - 1 and left == 1
+            torch.add(stack[-1], right, out=into if whole else stack[-1])
+    if len(rows) == 1:
+        into.copy_(rows[0])

@@ -1,0 +1,69 @@
+"""Who computes which micro-batches, and the one order in which their gradients are added: pure.
+
+The micro-batches 0 to V - 1 are the leaves of a binary tree that splits every range in the middle. Its sums do not
+depend on who computes which leaf. A worker adds up the largest subtrees that lie in its range (one, when the world
+size is a power of two and V is divisible by it; at most 2 log2 V), and the sums of all workers' subtrees are added
+on the way to the root.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+Node = tuple[int, int]
+"""The micro-batches from the first number up to, not including, the second."""
+
+
+def share(micro_batches: int, rank: int, world: int) -> range:
+    """The numbers of a worker's micro-batches: contiguous, and as even as they can be."""
+    return range(rank * micro_batches // world, (rank + 1) * micro_batches // world)
+
+
+def shares(micro_batches: int, world: int) -> list[range]:
+    """Those of every worker, in the order of the ranks."""
+    return [share(micro_batches, rank, world) for rank in range(world)]
+
+
+def subtrees(micro_batches: int, numbers: range) -> list[Node]:
+    """The largest nodes of the tree that lie within the range, in the order of their numbers."""
+    found: list[Node] = []
+    todo = [(0, micro_batches)]
+    while todo:
+        low, high = todo.pop()
+        if numbers.start <= low and high <= numbers.stop:
+            found.append((low, high))
+        elif low < numbers.stop and numbers.start < high:
+            middle = (low + high) // 2
+            todo += [(middle, high), (low, middle)]
+    return found
+
+
+def folds(micro_batches: int, nodes: Sequence[Node]) -> list[int]:
+    """How to add up neighbouring nodes with a stack: after each node is put on it, so often are the two uppermost sums
+    replaced by their sum."""
+    parent = _parents(micro_batches)
+    stack: list[Node] = []
+    counts = []
+    for node in nodes:
+        stack.append(node)
+        before = len(stack)
+        while len(stack) > 1 and parent.get(stack[-1]) == parent.get(stack[-2]):
+            stack[-2:] = [parent[stack[-1]]]
+        counts.append(before - len(stack))
+    return counts
+
+
+@lru_cache(maxsize=64)
+def _parents(micro_batches: int) -> dict[Node, Node]:
+    """Every node but the root, and what it is a child of."""
+    found: dict[Node, Node] = {}
+    todo = [(0, micro_batches)]
+    while todo:
+        low, high = node = todo.pop()
+        if high - low > 1:
+            middle = (low + high) // 2
+            for child in ((low, middle), (middle, high)):
+                found[child] = node
+                todo.append(child)
+    return found
