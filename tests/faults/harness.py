@@ -63,6 +63,17 @@ def start(home: Path, *args: object, job: str = "job") -> subprocess.Popen[str]:
     )
 
 
+def wait_for(process: subprocess.Popen[str], text: str) -> None:
+    """Reads the launcher's lines until one holds the text."""
+    seen = []
+    assert process.stdout is not None
+    for line in process.stdout:
+        seen.append(line)
+        if text in line:
+            return
+    raise AssertionError(f"{text!r} never came:\n{''.join(seen)[-3000:]}")
+
+
 def finish(process: subprocess.Popen[str], home: Path, job: str = "job", timeout: float = 100) -> Ran:
     """Waits for the launcher's end and checks that nothing of the job is left."""
     try:

@@ -5,17 +5,7 @@ import signal
 
 import pytest
 from conftest import STEPS
-from harness import HERE, TINY, finish, leftovers, run, start
-
-
-def wait_for(process, text):
-    """Reads the launcher's lines until one holds the text."""
-    seen = []
-    for line in process.stdout:
-        seen.append(line)
-        if text in line:
-            return
-    raise AssertionError(f"{text!r} never came:\n{''.join(seen)[-3000:]}")
+from harness import HERE, TINY, finish, leftovers, run, start, wait_for
 
 
 def test_ctrl_c_keeps_the_state_and_the_same_job_goes_on(tmp_path, undisturbed):
