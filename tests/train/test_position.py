@@ -23,8 +23,15 @@ class Numbers:
         return (torch.from_numpy(np.asarray(ids)),)
 
 
+class Files:
+    """A data set that says which one it is."""
+
+    def __init__(self, fingerprint):
+        self.fingerprint = fingerprint
+
+
 def saved(global_batch=16, steps=3, seed=0, fingerprint="d1"):
-    position = Position(global_batch, seed, fingerprint, None, "refuse")
+    position = Position(global_batch, seed, Files(fingerprint), None, "refuse")
     for _ in range(steps):
         position.advance()
     return position.state_dict()
@@ -40,12 +47,12 @@ def test_the_position_counts_samples():
 
 def test_a_changed_global_batch_is_refused_unless_told():
     with pytest.raises(UsageError, match=r"global_batch=32.*made with 16.*linear"):
-        Position(32, 0, "d1", None, "refuse").load_state_dict(saved())
+        Position(32, 0, Files("d1"), None, "refuse").load_state_dict(saved())
 
 
 @pytest.mark.parametrize(("rule", "expected"), [("keep", 0.1), ("linear", 0.2), ("sqrt", 0.1 * math.sqrt(2))])
 def test_the_rule_is_followed_once(rule, expected):
-    trained, position = optimizer(), Position(32, 0, "d1", None, rule)
+    trained, position = optimizer(), Position(32, 0, Files("d1"), None, rule)
     scheduler = torch.optim.lr_scheduler.LambdaLR(trained, lambda n: 1.0)
     protected = {"optimizer": trained, "scheduler": scheduler, NAME: position}
     position.load_state_dict(saved())
@@ -62,9 +69,9 @@ def test_the_rule_is_followed_once(rule, expected):
 
 def test_another_seed_or_data_set_is_refused():
     with pytest.raises(UsageError, match="seed 0"):
-        Position(16, 1, "d1", None, "refuse").load_state_dict(saved())
-    with pytest.raises(UsageError, match="fingerprint d2"):
-        Position(16, 0, "d2", None, "refuse").load_state_dict(saved())
+        Position(16, 1, Files("d1"), None, "refuse").load_state_dict(saved())
+    with pytest.raises(UsageError, match="it is d2"):
+        Position(16, 0, Files("d2"), None, "refuse").load_state_dict(saved())
 
 
 def test_an_unknown_rule_is_refused_with_the_known_ones():

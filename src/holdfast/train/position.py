@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from holdfast.data.fingerprint import check_fingerprint, identity
 from holdfast.errors import UsageError
 from holdfast.train.scaling import scale_lr
 
@@ -29,11 +30,11 @@ class Position:
         self,
         global_batch: int,
         seed: int,
-        fingerprint: str | None,
+        data: Any,
         threads: int | None,
         batch_changed: BatchChanged,
     ) -> None:
-        """fingerprint: of the data set, if it has one. threads: of the processor in an operation, where the result
+        """data: the data set. threads: of the processor in an operation, where the result
         must not depend on them."""
         if batch_changed not in get_args(BatchChanged):
             raise UsageError(
@@ -42,7 +43,7 @@ class Position:
         self.samples = 0
         self._global_batch = self._saved_batch = global_batch
         self._seed = seed
-        self._fingerprint = fingerprint
+        self._data, self._identity = data, identity(data)
         self._threads = threads
         self._batch_changed = batch_changed
 
@@ -56,7 +57,7 @@ class Position:
             "samples": self.samples,
             "global_batch": self._saved_batch,
             "seed": self._seed,
-            "data": self._fingerprint,
+            "data": self._identity,
             "threads": self._threads,
         }
 
@@ -77,11 +78,8 @@ class Position:
                 f"run.steps(seed={self._seed}): the saved state was made with seed {state['seed']}, which gives "
                 "another order of samples; use the same seed"
             )
-        if state["data"] != self._fingerprint:
-            raise UsageError(
-                f"the data set has the fingerprint {self._fingerprint}, the saved state was made with "
-                f"{state['data']}: give the same files and the same seq_len, or start a new job"
-            )
+        if state["data"] is not None:
+            check_fingerprint(state["data"], self._data)
         if self._threads and state["threads"] and state["threads"] != self._threads:
             raise UsageError(
                 f'reduction="exact": this worker computes with {self._threads} threads, the saved state was made '

@@ -136,7 +136,7 @@ class Run:
         if not modules:
             raise UsageError("nothing to train: call run.protect(model=model, optimizer=optimizer) first")
         threads = prepare(reduction, self._attachment.alone, self.device)
-        position = Position(global_batch, seed, getattr(data, "fingerprint", None), threads, batch_changed)
+        position = Position(global_batch, seed, data, threads, batch_changed)
         self._position = position
         replica = self._enroll(modules, batches.count(), position, reduction)
         while not replica.stopped and (replica.committed or 0) < until:
