@@ -6,6 +6,7 @@ HoldfastError
 ├── StateError            training state that cannot be captured, sent or loaded
 │   ├── ChecksumError     bytes arrived that are not the bytes that were sent
 │   └── UnreadError       a checkpoint of which bytes cannot be had; an older one may do
+├── DataError             a data set that cannot be built, or is not whole
 ├── TierError             a checkpoint tier cannot be read or written; training goes on without it
 ├── NonFiniteGradient     the reduced gradient holds NaN or Inf; the step is retried
 ├── StepFault             a step cannot be finished in this generation; swallowed by `with step`
@@ -38,6 +39,10 @@ class ChecksumError(StateError):
 
 class UnreadError(StateError):
     """A checkpoint cannot be read whole. An older one, or another tier's, may do."""
+
+
+class DataError(HoldfastError):
+    """A data set cannot be built, or is not as it was written. The message names the file, and the line if it has one."""
 
 
 class TierError(HoldfastError):

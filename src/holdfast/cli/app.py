@@ -9,6 +9,7 @@ import typer
 
 from holdfast.cli import (
     checkpoint,
+    data,
     events,
     fault,
     logs,
@@ -48,6 +49,7 @@ app.command("stop")(stop.stop)
 checkpoint.app.command("export")(portable.export)
 checkpoint.app.command("import")(portable.import_)
 app.add_typer(checkpoint.app, name="checkpoint")
+app.add_typer(data.app, name="data")
 
 
 def _version(asked: bool) -> None:

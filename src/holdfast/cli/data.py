@@ -1,0 +1,253 @@
+"""`holdfast data`: text into token files, and what is in them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from holdfast.cli.common import AsJson, write_json
+from holdfast.data.options import Documents, Format, Kind, Reading
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from holdfast.data.build import Description
+    from holdfast.data.files import TokenFile
+
+app = typer.Typer(no_args_is_help=True, help="Token files: build them of text, look into them, verify them.")
+FIRST_TOKENS = 16
+Dataset = Annotated[Path, typer.Argument(help="The name without .bin and .idx, or a file.", metavar="PREFIX")]
+RawDtype = Annotated[str | None, typer.Option("--dtype", help="What a file without a header holds: uint16.")]
+
+
+@app.command("build")
+def build(
+    inputs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="INPUT...",
+            help="Files, or folders of them: text, .jsonl, .parquet; text and .jsonl also as .gz.",
+        ),
+    ],
+    out: Annotated[Path, typer.Option("--out", help="Name of the new files, without an ending.")],
+    tokenizer: Annotated[
+        str, typer.Option("--tokenizer", help="A tokenizer.json of Hugging Face's tokenizers, or bytes.")
+    ] = "bytes",
+    field: Annotated[
+        str, typer.Option("--field", help="Where the text is: field of a JSON line, column of Parquet.")
+    ] = "text",
+    documents: Annotated[
+        Documents, typer.Option("--documents", help="What a document is in a text file.")
+    ] = Documents.FILE,
+    kind: Annotated[
+        Kind | None,
+        typer.Option("--input-format", help="What all inputs hold; by default their names say it."),
+    ] = None,
+    eod: Annotated[
+        str | None, typer.Option("--eod", help="The token that ends every document: '<|endoftext|>'.")
+    ] = None,
+    eod_id: Annotated[int | None, typer.Option("--eod-id", help="The same as a number.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="By default the smallest that holds every token.")
+    ] = None,
+    format_: Annotated[
+        Format, typer.Option("--format", help="megatron: OUT.bin and OUT.idx. npy: OUT.npy.")
+    ] = Format.MEGATRON,
+    workers: Annotated[
+        int | None, typer.Option("--workers", min=1, help="Processes; by default one for each processor.")
+    ] = None,
+    skip_bad: Annotated[
+        bool, typer.Option("--skip-bad", help="Pass over lines and rows that cannot be read, and count them.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace other data of this name.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Turns text, JSON lines and Parquet into token files that training maps.
+
+    Ended or killed, it goes on where it was when the same command is run again, and the result is the same to the byte.
+    While it runs its parts are in OUT.build, which takes as much room as the result.
+    """
+    import msgspec
+
+    from holdfast.data import build as builder
+    from holdfast.observe.units import count, plural
+
+    wanted = builder.Wanted(
+        inputs=tuple(inputs),
+        prefix=out,
+        reading=Reading(field, documents, kind, skip_bad),
+        tokenizer=tokenizer,
+        eod=eod,
+        eod_id=eod_id,
+        dtype=dtype,
+        format=format_,
+        overwrite=overwrite,
+    )
+    with _Bar() as bar:
+        try:
+            built = builder.build(wanted, workers or len(os.sched_getaffinity(0)), bar.show)
+        except KeyboardInterrupt:
+            bar.close()
+            sys.stderr.write("holdfast: ended; the same command goes on from here\n")
+            raise typer.Exit(130) from None
+    if as_json:
+        write_json(msgspec.to_builtins(built))
+        return
+    files = " and ".join(f"{out}{suffix}" for suffix in built.sums)
+    sys.stdout.write(
+        f"{plural(built.documents, 'document')}, {count(built.tokens)} tokens of {built.dtype}: {files}\n"
+    )
+    if built.skipped:
+        sys.stdout.write(f"passed over: {plural(built.skipped, 'line')} that could not be read\n")
+
+
+@app.command("show")
+def show(prefix: Dataset, dtype: RawDtype = None, as_json: AsJson = False) -> None:
+    """Shows how much is in a data set, what it was built from, and how it begins."""
+    from holdfast.data.build import describe
+    from holdfast.observe import units
+
+    with _usage_errors():
+        from holdfast.data.files import TokenFile
+
+        file = TokenFile(prefix, dtype)
+    built = describe(file.path.with_suffix(""))
+    facts: dict[str, Any] = file.identity()
+    first = facts["first"] = file.tokens[:FIRST_TOKENS].tolist()
+    if as_json:
+        write_json(facts | {"build": _described(built)})
+        return
+    lines = [
+        ("file", facts["path"]),
+        ("documents", "not known" if facts["documents"] is None else units.count(facts["documents"])),
+        ("tokens", f"{units.count(facts['tokens'])} of {facts['dtype']}, {units.size(facts['bytes'])}"),
+        ("fingerprint", facts["probes"] + facts["edges"]),
+        ("begins", " ".join(map(str, first)) + (" ..." if len(file.tokens) > len(first) else "")),
+    ]
+    if built is not None:
+        eod = f", documents end with {built.eod}" if built.eod is not None else ""
+        lines += [
+            ("tokenizer", f"{built.tokenizer}, {units.count(built.vocabulary)} tokens{eod}"),
+            ("built from", f"{units.plural(len(built.inputs), 'file')}: {_named(built)}"),
+        ]
+        if built.skipped:
+            lines.append(("passed over", units.plural(built.skipped, "line")))
+    for name, value in lines:
+        sys.stdout.write(f"{name:<12} {value}\n")
+
+
+@app.command("verify")
+def verify(prefix: Dataset, dtype: RawDtype = None) -> None:
+    """Reads all of a data set. The exit code is 1 if it is not whole."""
+    from holdfast.observe.bytecount import ByteCount
+    from holdfast.observe.units import count
+
+    with _usage_errors():
+        from holdfast.data.files import TokenFile
+        from holdfast.data.verify import verify as check
+
+        file = TokenFile(prefix, dtype, in_order=True)
+    with ByteCount(sys.stderr, str(prefix)) as progress:
+        built = check(file, progress.add)
+    how = "index, tokens and sums" if built is not None else _checked_without_sums(file)
+    sys.stdout.write(f"{file.path}: whole, {count(len(file.tokens))} tokens (compared: {how})\n")
+
+
+def _checked_without_sums(file: TokenFile) -> str:
+    return "index, range of the tokens" if file.index is not None else "range of the tokens"
+
+
+def _described(built: Description | None) -> object:
+    import msgspec
+
+    return None if built is None else msgspec.to_builtins(built)
+
+
+def _named(built: Description) -> str:
+    first = built.inputs[0].path
+    return first if len(built.inputs) == 1 else f"{first} ... {built.inputs[-1].path}"
+
+
+@contextmanager
+def _usage_errors() -> Iterator[None]:
+    """What the data layer says about a file, as the command line says it."""
+    from holdfast.errors import UsageError
+
+    try:
+        yield
+    except ImportError as error:
+        raise UsageError(f"this needs numpy: pip install 'holdfast[train]' ({error})") from error
+    except (ValueError, OSError) as error:
+        raise UsageError(str(error)) from error
+
+
+class _Bar:
+    """How far a build is, from the third second on: a bar in a terminal, lines elsewhere."""
+
+    def __init__(self) -> None:
+        self._bar: Progress | None = None
+        self._task: Any = None
+        self._what = ""
+        self._said = time.monotonic()
+
+    def show(self, what: str, done: int, total: int) -> None:
+        """So much is done."""
+        from holdfast.observe.bytecount import SILENT_S
+        from holdfast.observe.units import size
+
+        now = time.monotonic()
+        if not sys.stderr.isatty():
+            if now - self._said >= SILENT_S:
+                self._said = now
+                share = done / total if total else 1.0
+                sys.stderr.write(f"{what}: {size(done)} of {size(total)}, {share:.0%}\n")
+            return
+        if self._bar is None:
+            if now - self._said < SILENT_S:
+                return
+            self._bar = _rich_bar()
+            self._bar.start()
+        if what != self._what:
+            self._what, self._task = what, self._bar.add_task(what, total=total)
+        self._bar.update(self._task, completed=done)
+
+    def close(self) -> None:
+        """Takes the bar away."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _rich_bar() -> Progress:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )

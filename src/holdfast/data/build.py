@@ -1,0 +1,392 @@
+"""`holdfast data build`: text into token files.
+
+    PREFIX.build/        while it is being built: finished units (see units.py), then the whole
+    PREFIX.build.json    what it was built from, and the sums of what was written
+    PREFIX.bin, .idx     or PREFIX.npy
+
+Killed at any instruction and run again, a build goes on, and the result is the same to the byte. The files appear by
+rename, the one that makes the data set readable last.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
+from multiprocessing import get_context
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+import numpy as np
+import xxhash
+
+from holdfast.data.encoding import Encoder, load_encoder
+from holdfast.data.inputs import Unit, find_files, plan_units
+from holdfast.data.megatron import CODES, write_index
+from holdfast.data.options import Format, Reading
+from holdfast.data.units import Made, Recipe, find_unit, make_unit, writing
+from holdfast.errors import DataError, UsageError
+
+UNIT_BYTES = 4 << 20
+MOST_UNITS = 4096
+_TICK_S = 1.0
+_PR_SET_PDEATHSIG = 1
+
+Progress = Callable[[str, int, int], None]
+"""Is called with what is being done, how many bytes of it are done, and of how many; every second or so."""
+
+
+class Input(msgspec.Struct, frozen=True):
+    """A file that a data set was built from."""
+
+    path: str
+    size: int
+    changed_ns: int
+
+
+class Description(msgspec.Struct, frozen=True):
+    """What is in PREFIX.build.json.
+
+    Attributes:
+        key: of everything that the result depends on.
+        vocabulary: one more than the largest token that can be in it.
+        eod: the token that ends every document.
+        skipped: lines and rows that could not be read and were passed over.
+        sums: XXH3-128 of each file, by its ending.
+    """
+
+    key: str
+    format: Format
+    tokenizer: str
+    vocabulary: int
+    eod: int | None
+    dtype: str
+    documents: int
+    tokens: int
+    skipped: int
+    sums: dict[str, str]
+    inputs: tuple[Input, ...]
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """What to build.
+
+    Attributes:
+        prefix: of the files to be written.
+        tokenizer: a `tokenizer.json`, or "bytes".
+        eod, eod_id: the token that ends every document, as a word of the tokenizer's or as its number.
+        dtype: by default the smallest that holds every token.
+        overwrite: replace another data set of this name.
+        unit_bytes: input of a unit; None: 4 MiB, more where that would be more than 4,096 units.
+    """
+
+    inputs: tuple[str, ...]
+    prefix: Path
+    reading: Reading = Reading()
+    tokenizer: str = "bytes"
+    eod: str | None = None
+    eod_id: int | None = None
+    dtype: str | None = None
+    format: Format = Format.MEGATRON
+    overwrite: bool = False
+    unit_bytes: int | None = None
+
+
+def build(
+    wanted: Wanted, workers: int = 1, progress: Progress = lambda what, done, total: None
+) -> Description:
+    """Builds a data set, goes on with one that was begun, or finds that it is there.
+
+    Args:
+        workers: processes that read and encode; with 1 this one does.
+
+    Raises:
+        UsageError: something about `wanted` does not fit; before anything is read.
+        DataError: a line cannot be read, or the disk cannot be written.
+    """
+    recipe, largest = _recipe_of(wanted)
+    files = find_files(wanted.inputs)
+    unit_bytes = wanted.unit_bytes or max(UNIT_BYTES, sum(f.stat().st_size for f in files) // MOST_UNITS)
+    units = plan_units(files, wanted.reading, unit_bytes)
+    pieces = [piece for unit in units for piece in unit.pieces]
+    inputs = tuple(dict.fromkeys(Input(piece.path, piece.size, piece.changed_ns) for piece in pieces))
+    key = xxhash.xxh3_128_hexdigest("".join([wanted.format, *map(recipe.key_of, units)]).encode())
+    output = _Output(wanted.prefix, wanted.format)
+    with output.working():
+        there = output.finished(key, wanted.overwrite)
+        if there is None:
+            made = _make_all(units, recipe, output.work, workers, progress)
+            there = output.publish(
+                made,
+                Description(
+                    key=key,
+                    format=wanted.format,
+                    tokenizer=wanted.tokenizer,
+                    vocabulary=largest + 1,
+                    eod=recipe.eod,
+                    dtype=recipe.dtype,
+                    documents=sum(unit.documents for unit in made),
+                    tokens=sum(unit.tokens for unit in made),
+                    skipped=sum(unit.skipped for unit in made),
+                    sums={},
+                    inputs=inputs,
+                ),
+                progress,
+            )
+    return there
+
+
+def describe(prefix: Path) -> Description | None:
+    """What PREFIX.build.json says; None where there is none, or it is not ours."""
+    try:
+        return msgspec.json.decode(_with(prefix, ".build.json").read_bytes(), type=Description)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def _recipe_of(wanted: Wanted) -> tuple[Recipe, int]:
+    """How to encode, and the largest token."""
+    encoder = load_encoder(wanted.tokenizer)
+    eod = _eod_of(wanted, encoder)
+    largest = max(encoder.largest, -1 if eod is None else eod)
+    dtype = wanted.dtype or _smallest_dtype(largest, wanted.format)
+    if dtype not in _dtypes_of(wanted.format):
+        raise UsageError(
+            f"--dtype {dtype} is not one that {wanted.format} files can have: {', '.join(_dtypes_of(wanted.format))}"
+        )
+    if largest > np.iinfo(dtype).max:
+        raise UsageError(
+            f"--dtype {dtype} holds numbers up to {np.iinfo(dtype).max}, but tokens go up to {largest}; leave --dtype "
+            f"out, or give {_smallest_dtype(largest, wanted.format)}"
+        )
+    return Recipe(wanted.reading, wanted.tokenizer, encoder.key, eod, dtype), largest
+
+
+def _eod_of(wanted: Wanted, encoder: Encoder) -> int | None:
+    if wanted.eod is not None and wanted.eod_id is not None:
+        raise UsageError("--eod and --eod-id name the same thing; give one")
+    if wanted.eod is None:
+        if wanted.eod_id is not None and not 0 <= wanted.eod_id < 2**31:
+            raise UsageError(f"--eod-id {wanted.eod_id} is no token; it can be 0 to {2**31 - 1}")
+        return wanted.eod_id
+    number = encoder.number_of(wanted.eod)
+    if number is None:
+        raise UsageError(
+            f"the tokenizer {wanted.tokenizer} has no token {wanted.eod!r}; look into its file, or give --eod-id NUMBER"
+        )
+    return number
+
+
+def _dtypes_of(format_: Format) -> list[str]:
+    """What a data set is written in, the smallest first."""
+    if format_ is Format.MEGATRON:  # has no uint32
+        return [name for name in ("uint8", "uint16", "int32", "int64") if name in CODES]
+    return ["uint8", "uint16", "uint32", "int32", "int64"]
+
+
+def _smallest_dtype(largest: int, format_: Format) -> str:
+    return next(name for name in _dtypes_of(format_) if largest <= np.iinfo(name).max)
+
+
+def _make_all(
+    units: list[Unit], recipe: Recipe, folder: Path, workers: int, progress: Progress
+) -> list[Made]:
+    """Every unit, finished."""
+    itemsize = np.dtype(recipe.dtype).itemsize
+    total = sum(unit.nbytes for unit in units)
+    missing = [unit for unit in units if find_unit(folder, recipe.key_of(unit), itemsize) is None]
+    before = total - sum(unit.nbytes for unit in missing)
+    make = _make_here if workers == 1 or len(missing) == 1 else _make_in_processes
+    make(missing, recipe, folder, workers, lambda nbytes: progress("reading", before + nbytes, total))
+    made = [find_unit(folder, recipe.key_of(unit), itemsize) for unit in units]
+    if None in made:
+        raise DataError(f"finished parts in {folder} went away while it was used; run the same command again")
+    return [unit for unit in made if unit is not None]
+
+
+def _make_here(
+    units: list[Unit], recipe: Recipe, folder: Path, workers: int, done: Callable[[int], None]
+) -> None:
+    before = 0
+    for unit in units:
+        seen = [before]
+
+        def add(nbytes: int, seen: list[int] = seen, most: int = before + unit.nbytes) -> None:
+            seen[0] = min(seen[0] + nbytes, most)
+            done(seen[0])
+
+        make_unit(unit, recipe, folder, add)
+        before += unit.nbytes
+        done(before)
+
+
+def _make_in_processes(
+    units: list[Unit], recipe: Recipe, folder: Path, workers: int, done: Callable[[int], None]
+) -> None:
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_die_with_parent)
+    try:
+        running: dict[Future[None], int] = {
+            pool.submit(make_unit, unit, recipe, folder): unit.nbytes for unit in units
+        }
+        nbytes = 0
+        while running:
+            finished, _ = wait(running, _TICK_S, FIRST_COMPLETED)
+            for one in finished:
+                nbytes += running.pop(one)
+                one.result()
+            done(nbytes)
+    except BrokenProcessPool as error:
+        raise DataError(
+            "a process that was encoding was killed, perhaps for want of memory; run the same command again, with "
+            "fewer --workers: what is finished stays"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _die_with_parent() -> None:
+    """A pool's processes do not notice that their parent was killed: the kernel must tell them."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+
+
+class _Output:
+    """The files of one data set, and the folder that it is built in."""
+
+    def __init__(self, prefix: Path, format_: Format) -> None:
+        self._prefix, self._format = prefix, format_
+        self._suffixes = (".bin", ".idx") if format_ is Format.MEGATRON else (".npy",)
+        self.work = _with(prefix, ".build")
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """The folder, for this builder alone; what a killed one left half written in it is removed."""
+        with writing(self.work):
+            self.work.mkdir(parents=True, exist_ok=True)
+            fd = os.open(self.work, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise UsageError(f"{self._prefix} is being built already; wait for it or end it") from error
+            for left in self.work.glob("*.part"):
+                left.unlink()
+            try:
+                yield
+            finally:
+                with suppress(OSError):  # it is gone already, or there is something to go on with
+                    self.work.rmdir()
+        finally:
+            os.close(fd)
+
+    def finished(self, key: str, overwrite: bool) -> Description | None:
+        """The data set if it is there; what is left of building it goes.
+
+        Raises:
+            UsageError: another one is there.
+        """
+        there = describe(self._prefix)
+        ours = there is not None and there.key == key
+        paths = [_with(self._prefix, suffix) for suffix in self._suffixes]
+        if ours and all(path.exists() for path in paths):
+            self._clear()
+            return there
+        others = [path for path in paths if path.exists()]
+        if others and not ours and not overwrite:
+            raise UsageError(
+                f"{others[0]} is there already, of other input or options; choose another --out, or replace it with "
+                "--overwrite"
+            )
+        return None
+
+    def publish(self, made: list[Made], description: Description, progress: Progress) -> Description:
+        """Puts the units together and gives the files their names."""
+        if not description.tokens:
+            raise DataError("the input has no tokens: every document is empty")
+        dtype = np.dtype(description.dtype)
+        sums = {}
+        for suffix in self._suffixes:
+            with self._written(suffix) as file:
+                if suffix == ".idx":
+                    write_index(file, dtype, np.concatenate([unit.lengths() for unit in made]))
+                else:
+                    _write_tokens(file, made, description, suffix, progress)
+            sums[suffix] = file.sum
+        description = msgspec.structs.replace(description, sums=sums)
+        with self._written(".build.json") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(description), indent=1) + b"\n")
+        *first, last = self._suffixes
+        with writing(self._prefix):
+            _with(self._prefix, last).unlink(missing_ok=True)  # an older data set is never half this one
+            for suffix in (".build.json", *first):
+                self._finished(suffix).rename(_with(self._prefix, suffix))
+            _sync(self._prefix.parent)
+            self._finished(last).rename(_with(self._prefix, last))
+            _sync(self._prefix.parent)
+        self._clear()
+        return description
+
+    @contextmanager
+    def _written(self, suffix: str) -> Iterator[_Summed]:
+        path = self._finished(suffix)
+        with writing(path), path.open("wb") as file:
+            yield _Summed(file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _finished(self, suffix: str) -> Path:
+        return self.work / f"whole{suffix}"
+
+    def _clear(self) -> None:
+        shutil.rmtree(self.work, ignore_errors=True)
+
+
+class _Summed:
+    """A file that knows the sum of what was written to it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._digest = file, xxhash.xxh3_128()
+
+    def write(self, data: bytes) -> int:
+        """Writes all of it."""
+        self._digest.update(data)
+        return self._file.write(data)
+
+    @property
+    def sum(self) -> str:
+        """XXH3-128 of what was written."""
+        return self._digest.hexdigest()
+
+
+def _write_tokens(
+    file: _Summed, made: list[Made], description: Description, suffix: str, progress: Progress
+) -> None:
+    dtype = np.dtype(description.dtype).newbyteorder("<")
+    if suffix == ".npy":
+        header = {"descr": dtype.str, "fortran_order": False, "shape": (description.tokens,)}
+        np.lib.format.write_array_header_1_0(file, header)
+    done, total = 0, description.tokens * dtype.itemsize
+    for unit in made:
+        for piece in unit.content():
+            file.write(piece)
+            done += len(piece)
+            progress("putting together", done, total)
+
+
+def _with(path: Path, suffix: str) -> Path:
+    return path.with_name(path.name + suffix)
+
+
+def _sync(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,110 @@
+"""From text to token numbers: bytes as they are, or a Hugging Face `tokenizers` file."""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from holdfast.errors import UsageError
+
+BYTES = "bytes"
+
+
+class Encoder(Protocol):
+    """Makes token numbers of documents.
+
+    Attributes:
+        name: what it is called in a data set's description.
+        key: what tells it from others, whatever its file is called.
+        largest: the largest number that it gives.
+        needs_utf8: whether documents must be text.
+    """
+
+    name: str
+    key: str
+    largest: int
+    needs_utf8: bool
+
+    def encode(self, documents: list[bytes]) -> list[npt.NDArray[Any]]:
+        """The tokens of each document."""
+
+    def number_of(self, word: str) -> int | None:
+        """The number of one token, if there is such a token."""
+
+
+class ByteEncoder:
+    """One token for every byte."""
+
+    name = key = BYTES
+    largest = 255
+    needs_utf8 = False
+
+    def encode(self, documents: list[bytes]) -> list[npt.NDArray[Any]]:
+        """The tokens of each document."""
+        return [np.frombuffer(document, np.uint8) for document in documents]
+
+    def number_of(self, word: str) -> int | None:
+        """Bytes have no special tokens."""
+        return None
+
+
+class HuggingFaceEncoder:
+    """A `tokenizer.json`. It adds nothing to a document and cuts nothing off, whatever the file is set to.
+
+    Raises:
+        UsageError: it cannot be read, or the library is not installed.
+    """
+
+    needs_utf8 = True
+
+    def __init__(self, path: Path) -> None:
+        try:
+            from tokenizers import Tokenizer
+        except ImportError as error:
+            raise UsageError(
+                f"--tokenizer {path} needs a library: pip install 'holdfast[data]' ({error})"
+            ) from error
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each processor already
+        try:
+            content = path.read_bytes()
+            self._tokenizer = Tokenizer.from_buffer(content)
+        except OSError as error:
+            raise UsageError(
+                f"--tokenizer {path} cannot be read ({error.strerror}); give a tokenizer.json, or bytes"
+            ) from error
+        except Exception as error:  # the library raises nothing more special
+            raise UsageError(
+                f"--tokenizer {path} is no file of the tokenizers library ({error}); give a tokenizer.json, or bytes"
+            ) from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.name = str(path)
+        self.key = xxhash.xxh3_128_hexdigest(content)
+        self.largest = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+
+    def encode(self, documents: list[bytes]) -> list[npt.NDArray[Any]]:
+        """The tokens of each document."""
+        texts = [document.decode() for document in documents]
+        encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(one.ids, np.int64) for one in encoded]
+
+    def number_of(self, word: str) -> int | None:
+        """The number of one token, if there is such a token."""
+        number: int | None = self._tokenizer.token_to_id(word)
+        return number
+
+
+@lru_cache(maxsize=1)
+def load_encoder(tokenizer: str) -> Encoder:
+    """The encoder that `--tokenizer` names; loaded once in a process.
+
+    Raises:
+        UsageError: there is no such thing.
+    """
+    return ByteEncoder() if tokenizer == BYTES else HuggingFaceEncoder(Path(tokenizer))
