@@ -11,7 +11,7 @@ from harness import TINY, run
 from holdfast.protocol.faults import FaultKind, parse_fault
 
 PHASES = ("forward", "backward", "reduce", "vote", "update", "commit")
-KINDS = [k for k in FaultKind if k is not FaultKind.KILL_COORDINATOR]
+KINDS = [k for k in FaultKind if k not in (FaultKind.KILL_COORDINATOR, FaultKind.PREEMPT_NODE)]
 
 
 @pytest.mark.parametrize("kind", KINDS)

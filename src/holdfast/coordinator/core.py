@@ -226,6 +226,7 @@ class Core:
                 worker.joined = message.generation
                 if self.state.generation and message.generation == self.state.generation.number:
                     incidents.joined(self.state, self.now, message)
+                    resizing.connected(self, message)
             case m.Restoring(generation, nbytes, total_bytes):
                 if worker.phase is WorkerPhase.MEMBER and generation == self.state.number:
                     worker.restored = nbytes, total_bytes

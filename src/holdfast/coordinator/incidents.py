@@ -108,8 +108,8 @@ def joined(state: CoreState, now: float, message: Joined) -> None:
     for incident in state.incidents:
         if incident.open and (incident.first_commit_at_s is None or _full(state, incident)):
             incident.joined_at_s = now
-            incident.join_s = _most(incident.join_s, message.join_s)
-            incident.restore_s = _most(incident.restore_s, message.restore_s)
+            incident.join_s = most(incident.join_s, message.join_s)
+            incident.restore_s = most(incident.restore_s, message.restore_s)
 
 
 def committed(state: CoreState, now: float) -> list[Record]:
@@ -181,5 +181,6 @@ def _gap(since: float | None, until: float | None) -> float | None:
     return None if since is None or until is None else round(max(0.0, until - since), 4)
 
 
-def _most(a: float | None, b: float | None) -> float | None:
+def most(a: float | None, b: float | None) -> float | None:
+    """The longer of two times, of which either may be unknown."""
     return max((x for x in (a, b) if x is not None), default=None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from holdfast.coordinator import failures, gang, policy, saving, stopping
+from holdfast.coordinator import failures, gang, incidents, policy, saving, stopping
 from holdfast.coordinator.events import ReleaseNode
 from holdfast.coordinator.state import Change, CoreState, JobPhase, Node, Worker, WorkerPhase
 from holdfast.errors import UsageError
@@ -307,6 +307,14 @@ def formed(core: Core, before: int, after: int, joined: int) -> None:
     del s.changes[:-KEPT]
 
 
+def connected(core: Core, message: m.Joined) -> None:
+    """A member is connected, and has the state."""
+    change = core.state.changes[-1] if core.state.changes else None
+    if change is not None and change.generation == message.generation:
+        change.join_s = incidents.most(change.join_s, message.join_s)
+        change.restore_s = incidents.most(change.restore_s, message.restore_s)
+
+
 def committed(core: Core, now: float) -> None:
     """The first commit of a generation: what the change before it cost."""
     s = core.state
@@ -329,5 +337,7 @@ def describe(state: CoreState, change: Change) -> dict[str, object]:
         "from_world": change.before,
         "to_world": change.after,
         "joined": change.joined,
+        "join_s": change.join_s,
+        "restore_s": change.restore_s,
         "stall_s": None if change.stall_s is None else round(change.stall_s, 4),
     }

@@ -141,7 +141,8 @@ class Incident(msgspec.Struct):
 class Change(msgspec.Struct):
     """One planned change of the membership, from the last commit before it to the first one after.
 
-    before, after: world sizes. joined: newcomers in it.
+    before, after: world sizes. joined: newcomers in it. join_s, restore_s: the longest that a member needed to connect,
+    and to get the state.
     """
 
     id: int
@@ -153,6 +154,8 @@ class Change(msgspec.Struct):
     formed_at_s: float
     generation: int
     joined: int = 0
+    join_s: float | None = None
+    restore_s: float | None = None
     stall_s: float | None = None
 
 

@@ -1,0 +1,1 @@
+"""What planned changes of the membership cost."""
