@@ -1,0 +1,98 @@
+"""Does things to a running job when it has come to certain steps."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from holdfast.engines.client import JobClient, NoAnswer
+
+Act = Callable[[JobClient, dict[str, Any]], Any]
+"""What is done, with the job's client and its status."""
+
+
+@dataclass(frozen=True)
+class Deed:
+    """Something to do when the job trains with `world` workers (None: any number) and has committed `after` steps
+    more than at the deed before."""
+
+    do: Act
+    after: int = 20
+    world: int | None = None
+
+
+def resize(nodes: int) -> Act:
+    return lambda client, status: client.post(f"/resize?nodes={nodes}&reason=test")
+
+
+def drain(rank: int) -> Act:
+    """The node of a rank is to leave."""
+
+    def deed(client: JobClient, status: dict[str, Any]) -> Any:
+        node = next(w["node"] for w in status["workers"] if w["rank"] == rank % status["world"])
+        return client.post("/drain", f'{{"type": "node-going", "node": "{node}", "reason": "test"}}')
+
+    return deed
+
+
+def engine(body: str) -> Act:
+    """Something that the engine says."""
+    return lambda client, status: client.post("/engine", body)
+
+
+def fault(spec: str) -> Act:
+    return lambda client, status: client.post("/fault", spec)
+
+
+def stop() -> Act:
+    return lambda client, status: client.post("/stop?reason=test")
+
+
+class Driver:
+    """Follows a job in a thread, and does one deed after the other."""
+
+    def __init__(self, job_dir: Path, deeds: list[Deed]) -> None:
+        self.left = list(deeds)
+        self.error: BaseException | None = None
+        self._job_dir = job_dir
+        self._step = 0
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Driver:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+        if self.error is not None and exception[0] is None:
+            raise self.error
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._drive())
+        except BaseException as error:  # for the test's thread
+            self.error = error
+
+    async def _drive(self) -> None:
+        async with JobClient(self._job_dir) as client:
+            async for said in client.watch():
+                if said.kind == "status":
+                    await self._see(client, said.value)
+
+    async def _see(self, client: JobClient, status: dict[str, Any]) -> None:
+        if not self.left or status["phase"] != "running":
+            return
+        deed = self.left[0]
+        if deed.world not in (None, status["world"]) or status["step"] < self._step + deed.after:
+            return
+        self.left.pop(0)
+        self._step = status["step"]
+        try:
+            await deed.do(client, status)
+        except NoAnswer:
+            return  # the deed was the coordinator's end

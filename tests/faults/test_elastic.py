@@ -1,0 +1,84 @@
+"""Jobs that grow and shrink while they train, with real processes."""
+
+import os
+import signal
+from itertools import groupby
+
+from drive import Deed, Driver, drain, engine, fault, resize, stop
+from harness import HERE, TINY, finish, leftovers, run, start
+from test_life import wait_for
+
+ELASTIC = HERE / "train_elastic.py"
+FOR_EVER = 1_000_000
+
+
+def drive(home, deeds, *args, script=TINY):
+    """One job to which things are done while it runs; the last of them is to stop it."""
+    process = start(home, *args, script, FOR_EVER)
+    wait_for(process, "waiting for nodes")  # the job's folder is there
+    with Driver(home / "jobs" / "job", deeds) as driver:
+        ran = finish(process, home)
+    assert not driver.left, f"{len(driver.left)} deeds were not done:\n{ran.output[-3000:]}"
+    is_whole(ran)
+    return ran
+
+
+def sizes(ran):
+    return [world for _, world in ran.report["world"]["history"]]
+
+
+def is_whole(ran):
+    """Every step was committed once, and nothing counted as a failure."""
+    assert ran.report["outcome"] in ("finished", "stopped"), ran.output[-3000:]
+    assert ran.steps() == list(range(ran.report["steps"]["committed"]))
+    assert ran.report["steps"]["lost"] == 0
+    assert ran.report["incidents"] == []
+    assert all(change["stall_s"] is not None for change in ran.report["changes"])
+
+
+def test_a_job_shrinks_and_grows_between_steps(tmp_path):
+    deeds = [Deed(resize(1), 20, 3), Deed(resize(3), 20, 1), Deed(stop(), 20, 3)]
+    ran = drive(tmp_path, deeds, "--nnodes", "1:3")
+    assert sizes(ran)[:2] == [3, 1]
+    assert ran.kinds().count("resize") == 2
+    assert ran.kinds().count("node-left") == 2
+
+
+def test_a_drained_node_and_a_preempted_one_are_replaced(tmp_path):
+    deeds = [Deed(drain(1), 20, 3), Deed(fault("preempt-node:rank=0"), 20, 3), Deed(stop(), 200, 3)]
+    ran = drive(tmp_path, deeds, "--nnodes", "1:3", "--spares", 1)
+    assert sizes(ran)[:2] == [3, 3]  # the spare was ready
+    assert [f["reason"] for f in ran.fields("node-leaving")] == ["test", "SIGTERM"]
+
+
+def test_sigterm_to_an_agent_is_a_drain(tmp_path):
+    process = start(tmp_path, "--nnodes", "1:2", TINY, 600)
+    wait_for(process, "generation 1")
+    agents = [pid for pid, command in leftovers(tmp_path).items() if "--node=node1" in command]
+    os.kill(agents[0], signal.SIGTERM)
+    ran = finish(process, tmp_path)
+    is_whole(ran)
+    assert ran.fields("node-leaving")[0] == {"node": "node1", "reason": "SIGTERM", "within_s": 30.0}
+
+
+def test_less_capacity_than_the_minimum_ends_the_job_with_its_state_saved(tmp_path, undisturbed):
+    body = '{"type": "capacity", "nodes": 1, "within_s": 30, "reason": "preempted by job 17"}'
+    process = start(tmp_path, "--nnodes", 3, TINY, 150)
+    wait_for(process, "waiting for nodes")
+    with Driver(tmp_path / "jobs" / "job", [Deed(engine(body))]):
+        first = finish(process, tmp_path)
+    assert first.report["outcome"] == "stopped", first.output[-3000:]
+    assert "1 of at least 3 nodes" in first.report["reason"]
+    losses = first.losses()
+    second = run(tmp_path, "--nnodes", 3, TINY, 150)
+    assert second.report["final"] == undisturbed.report["final"]
+    assert losses + second.losses() == undisturbed.losses()
+
+
+def test_scripts_that_want_to_know_are_told(tmp_path):
+    deeds = [Deed(resize(1), 20, 2), Deed(resize(2), 20, 1), Deed(stop(), 20, 2)]
+    ran = drive(tmp_path, deeds, "--nnodes", "1:2", script=ELASTIC)
+    lines = [line.split("resized ")[1] for line in ran.output.splitlines() if "resized " in line]
+    told = [line for line, _ in groupby(lines)]  # at the start rank 0 may change its place
+    expected = [f"{n} workers, {12 // n} micro-batches here" for n in (2, 1, 2)]
+    assert told == expected, ran.output[-3000:]

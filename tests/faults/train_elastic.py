@@ -1,0 +1,43 @@
+"""The tiny job of the fault tests, which says on rank 0 how many workers there are."""
+
+import sys
+
+import torch
+
+import holdfast as hf
+
+WIDTH = 64
+
+
+class Blobs:
+    def __len__(self) -> int:
+        return 100_000
+
+    def batch(self, ids):
+        rng = torch.Generator().manual_seed(int(ids[0]))
+        labels = torch.randint(0, 8, (len(ids),), generator=rng)
+        return torch.randn(len(ids), WIDTH, generator=rng) + labels[:, None], labels
+
+
+def said(world) -> None:
+    print(f"resized {world.size} workers, {len(world.micro_batches)} micro-batches here", flush=True)
+
+
+def main(run: hf.Run) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Linear(WIDTH, 8)
+    ).to(run.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    run.protect(model=model, optimizer=optimizer)
+    run.on_resize(said)
+    for step in run.steps(Blobs(), global_batch=48, micro_batch=4, until=int(sys.argv[1])):
+        with step:
+            for inputs, labels in step:
+                loss = torch.nn.functional.cross_entropy(model(inputs), labels, reduction="sum")
+                step.backward(loss, weight=len(inputs))
+            step.apply(optimizer, max_grad_norm=1.0)
+        run.log(loss=step.loss)
+
+
+hf.start(main)
