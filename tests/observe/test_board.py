@@ -68,14 +68,18 @@ def test_it_says_what_is_saved_and_how_old_it_is(status):
     status["saving"] = {
         "snapshot": {"step": 1200, "nodes": 2, "nbytes": 5, "took_s": 0.1, "age_s": 1.2},
         "tiers": [
-            {"url": "/scratch/run", "step": 1000, "age_s": 45.0, "failing": False},
-            {"url": "s3://bucket/run", "step": None, "age_s": None, "failing": True},
+            {"url": "/scratch/run", "step": 1000, "age_s": 45.0, "failing": False, "under_way": None},
+            {"url": "s3://bucket/run", "step": None, "age_s": None, "failing": True, "under_way": None},
         ],
     }
     said = saved_line(status).plain
     assert "step 1,200 in the memory of 2 nodes, 0:01 ago" in said
     assert "step 1,000 in /scratch/run, 0:45 ago; s3://bucket/run FAILS" in said
     assert max(map(len, drawn(board(status)).splitlines())) <= 100
+    status["saving"]["tiers"][0] |= {"under_way": 1200, "written": [300_000_000, 4_000_000_000]}
+    assert "step 1,200 on its way to /scratch/run: 300 MB of 4.00 GB" in saved_line(status).plain
+    status["workers"] = []
+    assert progress_line(SPEC, status) == "saving step 1,200 in /scratch/run: 300 MB of 4.00 GB"
 
 
 def test_unknown_is_a_dash(status):

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ from holdfast.checkpoint.peers import SnapshotServer
 from holdfast.checkpoint.policy import Retention
 from holdfast.checkpoint.pull import Pull, replicate
 from holdfast.errors import HoldfastError, TierError
+from holdfast.observe.bytecount import HowFar
 from holdfast.protocol import messages as m
 from holdfast.protocol.snapshots import Copy, DurableTier, Key, Shard
 
@@ -69,6 +70,8 @@ class SnapshotKeeper:
         self._asked: dict[str, Key] = {}
         self._pulls: set[Pull] = set()
         self._archives: dict[str, Archive] = {}
+        self._stores = 0
+        self._freed = asyncio.Event()
 
     @property
     def port(self) -> int:
@@ -96,7 +99,7 @@ class SnapshotKeeper:
         self.gone(worker)  # it gave up what it had begun
         self._asked[worker] = message.key
         try:
-            slot = await self._run(self._own, self.pool.begin, message.key, message.nbytes)
+            slot = await self._begin(message)
         except TierError as error:
             self._send(m.NotHeld(message.key, str(error)))
             return m.SlotGiven(message.key, None, str(error))
@@ -106,6 +109,17 @@ class SnapshotKeeper:
             return m.SlotGiven(message.key, None, "taken back")
         self._filling[worker] = (message.key, slot, time.monotonic())
         return m.SlotGiven(message.key, str(slot.path))
+
+    async def _begin(self, message: m.SlotWanted) -> Slot:
+        """A slot; a worker that waits for one has it when older snapshots have reached their tiers."""
+        while True:
+            freed = self._freed
+            try:
+                return await self._run(self._own, self.pool.begin, message.key, message.nbytes)
+            except TierError:
+                if not message.waits or not (self._stores or freed.is_set()):
+                    raise
+            await freed.wait()
 
     async def slot_filled(self, worker: str, message: m.SlotFilled) -> None:
         """The copy is complete: from now on it counts, whatever becomes of the worker."""
@@ -169,21 +183,44 @@ class SnapshotKeeper:
 
     async def _store_held(self, order: m.StoreShard, slot: Slot, held: ExitStack) -> None:
         began_s = time.monotonic()
-        with held:
+        loop = asyncio.get_running_loop()
+        with self._counted(), held:
             try:
-                shard = await self._run(self._storing, self._store, order, slot)
+                shard = await self._run(self._storing, self._store, order, slot, loop)
             except Exception as error:  # noqa: BLE001 - whatever it is, the coordinator waits for an answer
                 self._send(m.Stored(order.tier, order.key, None, str(error)))
             else:
                 self._send(m.Stored(order.tier, order.key, shard, "", time.monotonic() - began_s))
 
-    def _store(self, order: m.StoreShard, slot: Slot) -> Shard:
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """While a shard is being stored; then whoever waits for room looks again."""
+        self._stores += 1
+        try:
+            yield
+        finally:
+            self._stores -= 1
+            self._freed.set()
+            self._freed = asyncio.Event()
+
+    def _store(self, order: m.StoreShard, slot: Slot, loop: asyncio.AbstractEventLoop) -> Shard:
         archive, key = self._archive(order.tier), order.key
+
+        def say(nbytes: int, total: int) -> None:
+            loop.call_soon_threadsafe(self._send, m.StoreProgress(order.tier, key, nbytes, total))
+
+        far = HowFar(say)
         if order.row:
             shard = parts_of(key.step, key.rank, slot.head, slot.sums, slot.row_bytes, order.row)
             return archive.save_head(shard, slot.head)
         return archive.save_shard(
-            key.step, key.rank, slot.head, slot.sums, self._until_closed(slot), slot.row_bytes
+            key.step,
+            key.rank,
+            slot.head,
+            slot.sums,
+            self._until_closed(slot),
+            slot.row_bytes,
+            lambda nbytes: far.add(nbytes, slot.row_bytes),
         )
 
     def _until_closed(self, slot: Slot) -> Iterator[memoryview]:

@@ -37,7 +37,7 @@ from holdfast.checkpoint.sums import sums_of
 from holdfast.errors import HoldfastError, StateError, TierError
 from holdfast.observe.bytecount import ByteCount
 from holdfast.protocol import messages as m
-from holdfast.protocol.snapshots import DurableTier, Key, Shard
+from holdfast.protocol.snapshots import DurableTier, Key, Shard, tiers_of
 
 SLOT_WAIT_S = 60.0
 """The first slot of a large shard takes its time: the agent brings its pages in."""
@@ -117,7 +117,7 @@ class AgentPlace:
         self.ranks = Ranks("agent", self.rank, self.world if store is not None else 1, store)
         self.store = store
         self._generation = int(env.get("HOLDFAST_GENERATION", "0"))
-        self._tiers = msgspec.json.decode(env.get("HOLDFAST_TIERS", "[]"), type=list[str])
+        self._tiers = [tier.url for tier in tiers_of(env)]
         self._link = link
         self._maps = SlotMaps()
         self._skipping = False

@@ -211,6 +211,8 @@ class Core:
                 saving.not_held(self, node, key, reason)
             case m.Stored():
                 storing.stored(self, node, message)
+            case m.StoreProgress():
+                storing.progress(self, node, message)
             case m.Published():
                 storing.published(self, node, message)
             case _:

@@ -129,13 +129,16 @@ def _saving(state: CoreState, now: float) -> dict[str, Any]:
     for tier in state.spec.saving.tiers:
         last = state.stored.get(tier.url)
         there = last is not None and last.took_s is not None
+        under_way = next((s for s in state.storing if s.tier == tier.url and not s.void), None)
+        written = list(under_way.written.values()) if under_way else []
         tiers.append(
             {
                 "url": tier.url,
                 "step": last.step if last is not None and there else None,
                 "age_s": round(now - last.began_s, 3) if last is not None and there else None,
                 "took_s": last.took_s if last is not None else None,
-                "under_way": any(s.tier == tier.url for s in state.storing),
+                "under_way": under_way.step if under_way else None,
+                "written": [sum(n) for n in zip(*written, strict=True)] if written else None,
                 "failing": tier.url in state.failing_tiers,
             }
         )

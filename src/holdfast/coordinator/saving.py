@@ -175,8 +175,8 @@ def _makes_room(core: Core, key: Key) -> bool:
     """One more snapshot is begun, which nobody holds yet. False: of those that are not whole, newer ones are kept."""
     s = core.state
     partial = sorted((x for x in s.snapshots if not x.whole), key=lambda x: (x.step, x.generation))
-    held = [x for x in partial if _has_all(x)]
-    begun = [x for x in partial if not _has_all(x)]
+    held = [x for x in partial if has_all(x)]
+    begun = [x for x in partial if not has_all(x)]
     if len(held) >= KEPT_PARTIAL and held[-KEPT_PARTIAL].step > key.step:
         return False
     for old in held[:-KEPT_PARTIAL] + begun[: max(0, len(begun) - KEPT_PARTIAL + 1)]:
@@ -189,10 +189,11 @@ def _drop_lost(core: Core) -> None:
     s = core.state
     for snapshot in s.snapshots:
         snapshot.shards = [h for h in snapshot.shards if h.nodes]
-    s.snapshots = [x for x in s.snapshots if (_has_all(x) if x.whole else x.shards or x.given_up)]
+    s.snapshots = [x for x in s.snapshots if (has_all(x) if x.whole else x.shards or x.given_up)]
 
 
-def _has_all(snapshot: Snapshot) -> bool:
+def has_all(snapshot: Snapshot) -> bool:
+    """Whether every shard of it is held by somebody."""
     return {h.copy.key.rank for h in snapshot.shards} == set(range(snapshot.world))
 
 
@@ -311,7 +312,7 @@ def _whole(core: Core, snapshot: Snapshot) -> None:
         core.record("few-copies", nodes=copies, wanted=core.spec.saving.copies + 1)
     s.short_of_copies = copies < core.spec.saving.copies + 1
     newest = max((x for x in s.snapshots if x.whole), key=lambda x: (x.step, x.generation))
-    older = [x for x in s.snapshots if _has_all(x) and x.step <= newest.step]
+    older = [x for x in s.snapshots if has_all(x) and x.step <= newest.step]
     keep = sorted(older, key=lambda x: (x.step, x.generation))[-KEPT_WHOLE:]
     s.snapshots = [x for x in s.snapshots if x in keep or x.step > newest.step]
     for node in core.alive_nodes():
@@ -324,7 +325,7 @@ def _whole(core: Core, snapshot: Snapshot) -> None:
 
 def newest_whole(core: Core, world: int | None = None) -> Snapshot | None:
     """The newest snapshot of which every shard is held by a node that lives."""
-    there = [x for x in core.state.snapshots if _has_all(x) and world in (None, x.world)]
+    there = [x for x in core.state.snapshots if has_all(x) and world in (None, x.world)]
     return max(there, key=lambda x: (x.step, x.generation), default=None)
 
 

@@ -447,6 +447,6 @@ def _routine(event: ev.Event) -> bool:
     if not isinstance(event, ev.NodeSays):
         return False
     said = event.message
-    return isinstance(said, m.Heartbeat) or (
+    return isinstance(said, m.Heartbeat | m.StoreProgress) or (
         isinstance(said, m.FromWorker) and isinstance(said.message, m.Progress | m.Restoring)
     )

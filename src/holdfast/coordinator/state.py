@@ -232,6 +232,7 @@ class Storing(msgspec.Struct):
 
     waiting: rank to the node that writes its shard; -1: the manifest. rows: rank to the row that it shares.
     void: training went back behind it; it is only waited for, so that nothing of it is taken for a later one's.
+    written: rank to the bytes that are there, and of how many, where that is known.
     """
 
     tier: str
@@ -244,6 +245,7 @@ class Storing(msgspec.Struct):
     rows: dict[int, str] = {}
     shards: list[Shard] = []
     void: bool = False
+    written: dict[int, tuple[int, int]] = {}
 
 
 class TierTotals(msgspec.Struct):
@@ -286,7 +288,8 @@ class CoreState(msgspec.Struct):
     grew_at_s, join_cost_s: when newcomers came last, and for how long that stalled training. micro_batches: in a
     global batch, once a worker has said so. stored: tier to the last checkpoint that came there (or was tried).
     older: what to go on from if `durable` proves to be damaged, newest first. durable_tries: generations in a row that
-    could not be restored from it. unread: why checkpoints that are there will not do.
+    could not be restored from it. unread: why checkpoints that are there will not do. last_from: nodes
+    that were given the state after the last step. last_failed: tiers that did not take it.
     doubtful: tier to the manifest that could not be written, as far as is known.
     skipped: shards that no node could keep since the last whole snapshot. rewinds: oldest first, their starts rising.
     """
@@ -308,6 +311,8 @@ class CoreState(msgspec.Struct):
     older: list[Durable] = []
     durable_tries: int = 0
     unread: list[str] = []
+    last_from: list[str] = []
+    last_failed: list[str] = []
     snapshots: list[Snapshot] = []
     rewinds: list[Rewind] = []
     buddy_groups: list[list[str]] = []

@@ -70,6 +70,8 @@ def done(core: Core, worker: Worker, message: m.Done) -> None:
     worker.committed, worker.digest = message.committed, message.params_xxh3
     worker.loss = message.loss if message.loss is not None else worker.loss
     core.state.committed = max(core.state.committed, message.committed)
+    if message.held and worker.node not in core.state.last_from:
+        core.state.last_from.append(worker.node)
     core.record("worker-done", worker=worker.name, step=message.committed, params_xxh3=message.params_xxh3)
 
 
@@ -77,7 +79,8 @@ def done(core: Core, worker: Worker, message: m.Done) -> None:
 
 
 def finishing(core: Core) -> bool:
-    """Someone has all steps: the others come to the same point by themselves or by what they prepared."""
+    """Someone has all steps: the others come to the same point by themselves or by what they prepared. Then their state
+    becomes a checkpoint."""
     s = core.state
     ended = [w for w in s.workers.values() if w.digest is not None]
     if not ended:
@@ -90,9 +93,13 @@ def finishing(core: Core) -> bool:
         if worker.name in s.stops:
             continue
         if behind == 0 or (behind == 1 and worker.prepared):
-            _stop(core, worker, m.Stop(apply=behind == 1))
+            kept = s.last_from or any(s.stops[w].save_to for w in s.stops)
+            kept = kept or (s.durable is not None and s.durable.step >= last)
+            tier = core.spec.saving.tiers[0] if core.spec.saving.tiers and not kept else None
+            _stop(core, worker, m.Stop(apply=behind == 1, save_to=tier))
             s.broke_at_s = core.now
-            s.break_deadline_s = core.now + core.timing.stall_s(core.median_s())
+            within_s = core.timing.start_s if tier else core.timing.stall_s(core.median_s())
+            s.break_deadline_s = max(s.break_deadline_s or 0.0, core.now + within_s)
         else:
             failures.end_worker(core, worker, counts=False)
     if core.workers_in(WorkerPhase.PARKED):
@@ -100,7 +107,7 @@ def finishing(core: Core) -> bool:
     s.break_deadline_s = None
     for worker in core.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED, WorkerPhase.READY):
         failures.end_worker(core, worker, counts=False)
-    if not core.workers_in(WorkerPhase.DONE):
+    if not storing.last_on_its_way(core) and not core.workers_in(WorkerPhase.DONE):
         s.outcome = "failed" if s.outcome == "failed" else "finished"
         end(core)
     return True

@@ -113,6 +113,16 @@ def stored(core: Core, node: Node, message: m.Stored) -> None:
                 _order(core, current, node.name)
 
 
+def progress(core: Core, node: Node, message: m.StoreProgress) -> None:
+    """How far a shard is."""
+    key = message.key
+    for current in core.state.storing:
+        if (current.tier, current.step) == (message.tier, key.step) and current.waiting.get(
+            key.rank
+        ) == node.name:
+            current.written[key.rank] = message.nbytes, message.total_bytes
+
+
 def published(core: Core, node: Node, message: m.Published) -> None:
     """A checkpoint exists, or its manifest could not be written."""
     s = core.state
@@ -142,6 +152,33 @@ def published(core: Core, node: Node, message: m.Published) -> None:
         came.nbytes += sum({x.row.name: x.row.nbytes for x in current.shards}.values())
         came.took_s += current.took_s
         core.record("saved", step=message.step, url=message.tier, took_s=round(current.took_s, 4))
+
+
+# ---------------------------------------------------------------- the result of training
+
+
+def last_on_its_way(core: Core) -> bool:
+    """All steps are done: begins to store the last state in every durable tier. False when nothing more comes of it."""
+    s = core.state
+    if s.stop_reason is not None and s.stop_deadline_s is None:
+        return False  # asked to stop, and the time for that is over
+    taken = [x for x in s.snapshots if x.step == s.committed]
+    answered = {n for x in taken for n in (*x.refused, *(n for h in x.shards for n in h.nodes))}
+    if any(s.nodes[n].alive and n not in answered for n in s.last_from if n in s.nodes):
+        return True
+    snapshot = next((x for x in taken if saving.has_all(x)), None)
+    if snapshot is None:
+        return False
+    kept = (s.durable, *s.older)
+    todo = [
+        t
+        for t in core.spec.saving.tiers
+        if Durable(s.committed, t.url) not in kept and t.url not in s.last_failed
+    ]
+    for tier in todo:
+        if not any(x.tier == tier.url for x in s.storing):
+            _store(core, tier, snapshot)
+    return bool(todo)
 
 
 # ---------------------------------------------------------------- what is there
@@ -208,6 +245,8 @@ def _failed(core: Core, current: Storing, reason: str) -> None:
     s.storing.remove(current)
     last = s.stored.get(current.tier)
     totals(core, current.tier).failures += 1
+    if s.last_from and current.step == s.committed:
+        s.last_failed.append(current.tier)
     s.stored[current.tier] = Storing(current.tier, last.step if last else 0, core.now)
     if current.tier not in s.failing_tiers:
         s.failing_tiers.append(current.tier)

@@ -154,8 +154,7 @@ class JobFolder:
 
         `note` is told of those that are not whole, and how far it is when that takes long.
         """
-        if self._outcome() == "finished":
-            shutil.rmtree(self.path / "checkpoint", ignore_errors=True)
+        if self._outcome() == "finished":  # what it held in memory is in its durable tiers
             (self.path / "identity").unlink(missing_ok=True)
         _sweep_memory()
         self._put_away()

@@ -85,11 +85,21 @@ def saved_line(status: Status) -> Text | None:
         place = units.clip_path(tier["url"], 30)
         if tier["step"] is not None:
             parts.append(f"step {units.count(tier['step'])} in {place}, {units.clock(tier['age_s'])} ago")
+        if tier["under_way"] is not None:
+            parts.append(f"step {units.count(tier['under_way'])} on its way to {place}{written(tier)}")
         if tier["failing"]:
             parts.append(f"{place} FAILS")
     if not parts:
         return None
     return Text("saved  " + "; ".join(parts), style="dim", overflow="ellipsis", no_wrap=True)
+
+
+def written(tier: Mapping[str, Any]) -> str:
+    """`: 1.20 GB of 4.00 GB`; empty when that is not known."""
+    if not tier.get("written"):
+        return ""
+    nbytes, total = tier["written"]
+    return f": {units.size(nbytes)} of {units.size(total)}"
 
 
 def job_word(status: Status) -> str:

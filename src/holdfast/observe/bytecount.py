@@ -12,6 +12,31 @@ from holdfast.observe import units
 
 SILENT_S = 2.0
 LONGEST_SILENCE_S = 30.0
+TOLD_EVERY_S = 1.0
+
+
+Seen = Callable[[int, int], None]
+"""Told, from several threads, of bytes as they are dealt with and of how many there are in all; may raise to end it."""
+
+
+class HowFar:
+    """What takes long in one process and is shown by another: now and then, first after two seconds. Thread-safe."""
+
+    def __init__(self, say: Callable[[int, int], None]) -> None:
+        """say: told how many bytes are dealt with, and of how many."""
+        self._say = say
+        self._due_s = time.monotonic() + SILENT_S
+        self._nbytes = 0
+        self._lock = threading.Lock()
+
+    def add(self, nbytes: int, total: int) -> None:
+        """So many more bytes of `total`."""
+        with self._lock:
+            self._nbytes += nbytes
+            now = time.monotonic()
+            if now >= self._due_s:
+                self._due_s = now + TOLD_EVERY_S
+                self._say(self._nbytes, total)
 
 
 class ByteCount:

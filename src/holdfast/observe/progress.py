@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from holdfast.observe.board import written
 from holdfast.observe.units import count, loss, plural, size
 from holdfast.observe.units import rate as speed
 from holdfast.protocol.job import JobSpec
@@ -19,6 +20,8 @@ def progress_line(spec: JobSpec, status: Mapping[str, Any] | None, rate: float |
     fetching = [w for w in status["workers"] if w["state"] == "restoring"]
     if fetching:
         return _restoring(fetching, status)
+    if status["phase"] == "running" and not status["workers"]:
+        return _last(status)
     words = {"running": "training", "breaking": "recovering"}
     return (
         f"{words.get(status['phase'], status['phase'])}: step {count(status['step'])}, "
@@ -34,6 +37,13 @@ def _restoring(fetching: Sequence[Mapping[str, Any]], status: Mapping[str, Any])
     fetch = "fetches" if len(fetching) == 1 else "fetch"
     of = f"{len(fetching)} of {plural(status['world'], 'worker')}"
     return f"{of} {fetch} the state of step {count(status['step'])}{far}"
+
+
+def _last(status: Mapping[str, Any]) -> str:
+    """All steps are done and all workers gone: what is left to do."""
+    tiers = [t for t in (status.get("saving") or {}).get("tiers", []) if t["under_way"] is not None]
+    line = "; ".join(f"saving step {count(t['under_way'])} in {t['url']}{written(t)}" for t in tiers)
+    return line or "all steps are done"
 
 
 def _starting(spec: JobSpec, status: Mapping[str, Any] | None) -> str:

@@ -99,6 +99,8 @@ def _header(report: Report, job_dir: Path) -> Table:
     final = report.get("final") or {}
     table.add_row("loss", units.loss(final.get("loss")))
     table.add_row("parameters", _parameters(final))
+    if saved := report.get("saved"):
+        table.add_row("saved", Text(f"step {units.count(saved['step'])} in {saved['url']}"))
     table.add_row("incidents", _summary(report.get("incidents") or []))
     table.add_row("logs", Text(str(job_dir / "logs")))
     return table

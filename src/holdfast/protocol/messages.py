@@ -157,12 +157,16 @@ class Saved(msgspec.Struct, frozen=True, tag="saved"):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """The worker has all its steps. params_xxh3: over the parameters of every protected module."""
+    """The worker has all its steps. params_xxh3: over the parameters of every protected module.
+
+    held: its agent has the last state, and will say Held or NotHeld.
+    """
 
     committed: int
     params_xxh3: str
     loss: float | None
     stopped: bool = False
+    held: bool = False
 
 
 class Aside(msgspec.Struct, frozen=True, tag="aside"):
@@ -172,10 +176,14 @@ class Aside(msgspec.Struct, frozen=True, tag="aside"):
 
 
 class SlotWanted(msgspec.Struct, frozen=True, tag="slot-wanted"):
-    """The worker wants to copy its shard, `nbytes` of it, into snapshot memory (agent only)."""
+    """The worker wants to copy its shard, `nbytes` of it, into snapshot memory (agent only).
+
+    waits: until there is room, when older snapshots are still on their way to durable tiers.
+    """
 
     key: Key
     nbytes: int
+    waits: bool = False
 
 
 class SlotFilled(msgspec.Struct, frozen=True, tag="slot-filled"):
@@ -437,6 +445,15 @@ class Stored(msgspec.Struct, frozen=True, tag="stored"):
     took_s: float = 0.0
 
 
+class StoreProgress(msgspec.Struct, frozen=True, tag="store-progress"):
+    """How far the writing of a shard is. Sent now and then, if it takes longer than two seconds."""
+
+    tier: str
+    key: Key
+    nbytes: int
+    total_bytes: int
+
+
 class Published(msgspec.Struct, frozen=True, tag="published"):
     """The manifest is written: the checkpoint exists. error: it could not be, and why."""
 
@@ -449,6 +466,7 @@ AgentMessage = (
     Held
     | NotHeld
     | Stored
+    | StoreProgress
     | Published
     | Hello
     | Leaving

@@ -25,14 +25,14 @@ class Phase(IntEnum):
     DONE = 12
     ASIDE = 13  # the script's own work between two steps, announced by `run.aside`
     SNAPSHOT = 14  # the state is being copied beside a step (a phase of faults, not of the page)
-    LOAD = 15  # fetching the state from a durable tier, which may take its time to answer
+    TIER = 15  # reading from a durable tier or writing to it, which may take its time
 
 
 WAITING_PHASES = frozenset({Phase.REDUCE, Phase.VOTE, Phase.JOIN, Phase.PARKED, Phase.IDLE, Phase.DONE})
 """Phases in which a worker waits for others, so that standing still is no sign of guilt."""
 
 
-SLOW_PHASES = frozenset({Phase.ASIDE, Phase.LOAD})
+SLOW_PHASES = frozenset({Phase.ASIDE, Phase.TIER})
 """Phases in which a worker may stand still for as long as a start may take."""
 
 

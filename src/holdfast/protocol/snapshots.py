@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
+
+TIERS_VARIABLE = "HOLDFAST_TIERS"
+"""The environment variable that tells a worker the job's durable tiers."""
 
 
 class Key(msgspec.Struct, frozen=True, order=True):
@@ -56,6 +61,11 @@ class DurableTier(msgspec.Struct, frozen=True):
     every: str = "auto"
     keep: int = 2
     keep_every: int = 0
+
+
+def tiers_of(environment: Mapping[str, str]) -> list[DurableTier]:
+    """The job's durable tiers, as a worker is told of them."""
+    return msgspec.json.decode(environment.get(TIERS_VARIABLE, "[]"), type=list[DurableTier])
 
 
 class Saving(msgspec.Struct, frozen=True):

@@ -18,15 +18,17 @@ from holdfast.checkpoint.pull import Pull
 from holdfast.checkpoint.rows import WINDOW_BYTES, Row
 from holdfast.checkpoint.sums import sums_of_pieces
 from holdfast.errors import StateError, UnreadError
+from holdfast.observe.bytecount import Seen
 from holdfast.protocol.snapshots import Part
-from holdfast.train.restoring import Seen
 from holdfast.train.state import Image, Protected, load, targets
 
 READERS = 4
 """Windows that are read from a tier at once."""
 
 
-def save(image: Image, url: str, retention: Retention) -> str:
+def save(
+    image: Image, url: str, retention: Retention, seen: Callable[[int], None] = lambda nbytes: None
+) -> str:
     """Writes the image as a checkpoint of one shard; returns its place. Prunes what need not be kept.
 
     Raises:
@@ -36,7 +38,7 @@ def save(image: Image, url: str, retention: Retention) -> str:
     index = image.index
     sums = sums_of_pieces(image.pieces(0, index.nbytes))
     shard = archive.save_shard(
-        index.step, 0, encode_head(index, sums), sums, image.pieces(0, index.nbytes), index.nbytes
+        index.step, 0, encode_head(index, sums), sums, image.pieces(0, index.nbytes), index.nbytes, seen
     )
     archive.commit(index.step, [shard])
     archive.prune(retention, spare=index.step)

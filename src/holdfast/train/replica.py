@@ -25,9 +25,10 @@ from holdfast.errors import (
     UnreadError,
     UsageError,
 )
+from holdfast.observe.bytecount import HowFar, Seen
 from holdfast.protocol import messages as m
 from holdfast.protocol.phases import Phase
-from holdfast.protocol.snapshots import DurableTier
+from holdfast.protocol.snapshots import DurableTier, tiers_of
 from holdfast.train import durable, state
 from holdfast.train.buffers import Buffers
 from holdfast.train.faults import FaultPlan
@@ -36,7 +37,6 @@ from holdfast.train.link import Link
 from holdfast.train.mesh import MeshListener
 from holdfast.train.position import NAME, Position
 from holdfast.train.reduction import Gradients
-from holdfast.train.restoring import Restoring, Seen
 from holdfast.train.snapshots import Snapshots
 from holdfast.train.transfer import DonorServer, Fetch
 from holdfast.train.tree import share
@@ -253,7 +253,7 @@ class Replica:
     def _from_tier(self, form: m.Form) -> int:
         """The checkpoint, from its durable tier."""
         assert form.durable is not None
-        self._page.enter(Phase.LOAD)
+        self._page.enter(Phase.TIER)
         try:
             return durable.restore(
                 self._protected, form.durable.url, form.durable.step, self._restoring(form)
@@ -266,7 +266,7 @@ class Replica:
     def _restoring(self, form: m.Form) -> Seen:
         """A sign of life for all that comes in, and an end to it when the generation has ended."""
         number = form.generation.number
-        restoring = Restoring(lambda nbytes, total: self.link.send(m.Restoring(number, nbytes, total)))
+        restoring = HowFar(lambda nbytes, total: self.link.send(m.Restoring(number, nbytes, total)))
 
         def seen(nbytes: int, total: int) -> None:
             self._page.beat()
@@ -307,11 +307,27 @@ class Replica:
             self._save(order.save_to, self.committed)
         raise JobStopped("the job was asked to stop")
 
+    def _save_last(self, step: int) -> bool:
+        """The result of training becomes a checkpoint: the agent brings it to every durable tier from its memory. True
+        when it has it. Where there is no memory for it, rank 0 writes it itself."""
+        tiers = tiers_of(self.link.start.env)
+        if not tiers:
+            return False
+        self._page.enter(Phase.TIER)
+        held = self._snapshots.last(step, lambda: state.capture(self._protected, step))
+        if not held and not self.rank:
+            for tier in tiers:
+                self._save(tier, step)
+        return held
+
     def _save(self, tier: DurableTier, step: int) -> None:
         error = None
         try:
             durable.save(
-                state.capture(self._protected, step), tier.url, Retention(tier.keep, tier.keep_every)
+                state.capture(self._protected, step),
+                tier.url,
+                Retention(tier.keep, tier.keep_every),
+                lambda nbytes: self._page.beat(),
             )
         except HoldfastError as trouble:
             error = str(trouble)
@@ -453,8 +469,9 @@ class Replica:
         if self.link.failed:
             return
         self._flush_losses()
+        held = not stopped and bool(self.committed) and self._save_last(self.committed or 0)
         self._page.enter(Phase.DONE)
         self.link.unguard()
         digest = state.parameters_digest(self._protected)
-        self.link.send(m.Done(self.committed or 0, digest, self.last_loss, stopped))
+        self.link.send(m.Done(self.committed or 0, digest, self.last_loss, stopped, held))
         self._donor.publish(self.generation + 1, None)

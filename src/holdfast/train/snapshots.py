@@ -37,6 +37,9 @@ LEAST_COST_S = 0.001
 SLOT_GIVEN_S = 60.0
 """The first slot of a large state takes its time: the agent brings its pages in."""
 
+LAST_SLOT_S = 240.0
+"""After the last step nothing else waits: the snapshots before may reach their durable tiers first."""
+
 COPY_BYTES = 16 << 20
 """Copied by one call."""
 
@@ -103,16 +106,27 @@ class Snapshots:
             self._costs.append(copying.stall_s)
             self._choose_interval()
 
+    def last(self, step: int, capture: Callable[[], Image]) -> bool:
+        """After the last step: copies the state, if this worker saves. True when the agent has it."""
+        self.before_update()
+        if not self._saves:
+            return False
+        image = capture()
+        copying = _Copying(Key(step, self._generation, 0, 1), image)
+        self._link.send(m.SlotWanted(copying.key, image.index.nbytes, waits=True))
+        self._copy(copying, LAST_SLOT_S)
+        return copying.filled
+
     def close(self) -> None:
         """No more snapshots; one that has not begun is given up."""
         self.before_update()
 
-    def _copy(self, copying: _Copying) -> None:
+    def _copy(self, copying: _Copying, patience_s: float = SLOT_GIVEN_S) -> None:
         """The copying thread. The first slot and its mapping may take a while: unless the update is quicker."""
         index: bytes | None = None
         key, image = copying.key, copying.image
         try:
-            given = self._link.wait_slot(key, SLOT_GIVEN_S)
+            given = self._link.wait_slot(key, patience_s)
             if given is not None and given.path is not None:
                 with self._maps.row(given.path, image.index.nbytes) as row:
                     if copying.begin():
@@ -122,6 +136,7 @@ class Snapshots:
         except (TierError, StateError):
             index = None  # the agent says why: its slot is gone
         finally:
+            copying.filled = index is not None
             copying.done()
             self._link.send(m.SlotFilled(key, index, copying.stall_s))
 
@@ -132,6 +147,7 @@ class _Copying:
     def __init__(self, key: Key, image: Image) -> None:
         self.key, self.image = key, image
         self.stall_s = 0.0
+        self.filled = False
         self._news = threading.Condition()
         self._begun = self._over = False
 

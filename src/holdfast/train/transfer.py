@@ -27,8 +27,8 @@ import xxhash
 
 from holdfast.checkpoint.layout import Index
 from holdfast.errors import ChecksumError, StateError
+from holdfast.observe.bytecount import Seen
 from holdfast.protocol.messages import Generation, Member
-from holdfast.train.restoring import Seen
 from holdfast.train.state import Image, Protected, targets
 
 CHUNK_BYTES = 4 << 20

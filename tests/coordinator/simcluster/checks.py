@@ -451,6 +451,11 @@ class Checks:
         expected = f"{self._canon[until]:x}" if until in self._canon else None
         digests = {w.digest for w in state.workers.values() if w.digest is not None}
         self.require(digests == {expected}, "the last states are %s, not %s", digests, expected)
+        plan, durable = self.cluster.plan, state.durable
+        undisturbed = self.cluster.clock.now - self.cluster.faults.last_s > 30.0
+        if undisturbed and plan.spec.saving.tiers and not plan.hold_fails:
+            there = durable is not None and durable.step == until
+            self.require(there, "finished at step %d, and %s is saved", until, durable)
         plan_allows_smaller = self.cluster.plan.budget_is_small
         if self.cluster.plan.steps == FOREVER:
             for incident in state.incidents:

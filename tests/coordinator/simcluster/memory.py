@@ -96,6 +96,17 @@ class SimMemory:
         copy_s = self.rng.uniform(0.0, 1.0) * self.cluster.plan.copy_s
         self.cluster.clock.after(copy_s, self._copied, worker, slot, bits)
 
+    def take_last(self, key: Key, bits: int) -> bool:
+        """A worker copies its last state here, before it says that it is done."""
+        slot = self._begin(key)
+        if slot is None:
+            self.agent.send(m.NotHeld(key, "the snapshots before are still being copied"))
+            return False
+        fails = self.rng.random() < self.cluster.plan.hold_fails
+        ends = (self._refuse, slot, "its row went bad") if fails else (self._seal, slot, bits)
+        self.cluster.clock.after(self.rng.uniform(0.0, 0.5), *ends)
+        return True
+
     def _copied(self, worker: SimWorker, slot: Slot, bits: int) -> None:
         if worker.frozen and worker.alive:
             self.cluster.clock.after(LOOK_S, self._copied, worker, slot, bits)

@@ -268,9 +268,21 @@ class Trainer(SimWorker):
         self.leaving = True
         self.enter(Phase.DONE)
         if self.held is not None:
-            self.say(m.Done(self.held[0], f"{self.held[1]:x}", None, stopped))
+            kept = not stopped and self._save_last(*self.held)
+            self.say(m.Done(self.held[0], f"{self.held[1]:x}", None, stopped, kept))
         self.cluster.moment("done", self)
         self.later(self.cluster.rng.uniform(0.0, 0.5), self.die, 0)
+
+    def _save_last(self, step: int, bits: int) -> bool:
+        """Into the node's memory; rank 0 itself writes to a tier where there is no room in it."""
+        form, tiers = self.form, self.cluster.plan.spec.saving.tiers
+        if form is None or not tiers:
+            return False
+        kept = form.saves and self.agent.memory.take_last(SnapshotKey(step, self.seen, 0, 1), bits)
+        if not kept and not form.rank:
+            self.cluster.durables[(tiers[0].url, step)] = (step, bits)
+            self.say(m.Saved(step, tiers[0].url))
+        return kept
 
     # ------------------------------------------------------------ a generation
 

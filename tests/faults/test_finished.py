@@ -1,0 +1,50 @@
+"""A job that has all its steps leaves the last state in its durable tiers."""
+
+import pytest
+from conftest import STEPS
+from harness import TINY, run
+from test_snapshots import memory_of
+
+from holdfast.checkpoint.archive import Archive
+
+
+def test_the_result_of_training_is_a_checkpoint_in_every_tier(tmp_path, undisturbed):
+    near, far = tmp_path / "near", tmp_path / "far"
+    options = ["--nnodes", 3, "--snapshot-every", 0]
+    options += ["--checkpoint", f"{near},every=0", "--checkpoint", f"{far},every=0"]
+    first = run(tmp_path, *options, TINY, STEPS - 50)
+    assert first.code == 0, first.output[-3000:]
+    for tier in (near, far):
+        archive = Archive(str(tier))
+        assert archive.steps() == [STEPS - 50]
+        assert archive.verify(STEPS - 50).world == 1
+    assert first.report["saved"]["step"] == STEPS - 50
+    assert f"step {STEPS - 50} in {first.report['saved']['url']}" in first.output.replace("\n", "")
+    assert not memory_of(tmp_path)
+    losses = first.losses()
+    second = run(tmp_path, *options, TINY, STEPS)
+    assert second.code == 0, second.output[-3000:]
+    assert losses + second.losses() == undisturbed.losses()
+    assert second.report["final"] == undisturbed.report["final"]
+    assert Archive(str(near)).steps() == [STEPS - 50, STEPS]
+
+
+@pytest.mark.parametrize("options", [["--snapshot-memory", "1K"]])
+def test_rank_0_writes_it_where_there_is_no_memory_for_it(tmp_path, options):
+    ran = run(tmp_path, "--nnodes", 2, *options, TINY, 40)
+    assert ran.code == 0, ran.output[-3000:]
+    archive = Archive(ran.report["saved"]["url"])
+    assert (ran.report["saved"]["step"], archive.verify(40).step) == (40, 40)
+    again = run(tmp_path, "--nnodes", 2, *options, TINY, 40)
+    assert (again.code, again.steps(), again.report["saved"]["step"]) == (0, [], 40), again.output[-3000:]
+
+
+def test_the_last_state_survives_the_node_that_writes_it(tmp_path, undisturbed):
+    """Killed in the last step's update, the last state comes from the survivors."""
+    tier = tmp_path / "saved"
+    fault = f"kill-node:rank=0,step={STEPS - 1},phase=update"
+    options = ["--spares", 1, "--fault", fault, "--checkpoint", f"{tier},every=0"]
+    ran = run(tmp_path, "--nnodes", 3, *options, TINY, STEPS)
+    assert ran.code == 0, ran.output[-3000:]
+    assert Archive(str(tier)).verify(STEPS).step == STEPS
+    assert ran.report["final"]["params_xxh3"] == undisturbed.report["final"]["params_xxh3"]
