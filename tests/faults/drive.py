@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import select
+import signal
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from harness import leftovers
 
 from holdfast.engines.client import JobClient, NoAnswer
 
@@ -46,6 +52,25 @@ def engine(body: str) -> Act:
 
 def fault(spec: str) -> Act:
     return lambda client, status: client.post("/fault", spec)
+
+
+def kill_everything(home: Path) -> Act:
+    """Every process of the job gets SIGKILL, and none sees another one's end."""
+
+    async def act(client: JobClient, status: dict[str, Any]) -> None:
+        handles: dict[int, int] = {}
+        while new := set(leftovers(home)) - set(handles):
+            for pid in new:
+                with suppress(ProcessLookupError):
+                    handles[pid] = os.pidfd_open(pid)
+                    os.kill(pid, signal.SIGSTOP)
+        for handle in handles.values():
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+        for handle in handles.values():
+            assert select.select([handle], [], [], 20)[0], "a process does not end"
+            os.close(handle)
+
+    return act
 
 
 def stop() -> Act:

@@ -83,6 +83,11 @@ def finish(process: subprocess.Popen[str], home: Path, job: str = "job", timeout
         output, _ = process.communicate()
         end_leftovers(home)
         raise AssertionError(f"the job did not end within {timeout} s:\n{output[-6000:]}") from None
+    return ended(process, home, job, output)
+
+
+def ended(process: subprocess.Popen[str], home: Path, job: str, output: str) -> Ran:
+    """What a launcher that has ended leaves: nothing that runs."""
     report = home / f"{job}.json"
     job_dir = home / "jobs" / job
     left = leftovers(home)

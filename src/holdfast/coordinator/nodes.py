@@ -31,9 +31,6 @@ def joined(core: Core, hello: m.Hello) -> None:
         _refuse(core, hello.node, known.refused)
         return
     if known is not None and known.session == hello.session:
-        if not known.alive and known.leaving is not None:
-            core.send(known.name, m.Shutdown(known.leaving))  # its first telling may have been lost
-            return
         if not known.alive:
             known.fenced = False
             fence(core, known, hello.node)
@@ -69,6 +66,9 @@ def give_up(core: Core, node: Node, cause: str) -> None:
 
 def fence(core: Core, node: Node | None, name: str) -> None:
     """A node that was given up speaks: nothing of it may run on. It comes back as a new one."""
+    if node is not None and node.leaving is not None:
+        core.send(name, m.Shutdown(node.leaving))  # it left as planned, and is not to come back
+        return
     if node is None or not node.fenced:
         core.send(name, m.Fence("the job went on without this node"))
     if node is not None:
