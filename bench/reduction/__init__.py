@@ -1,0 +1,1 @@
+"""What protection costs when nothing fails, measured against plain DistributedDataParallel."""
