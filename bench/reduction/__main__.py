@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import machine
+from bench.progress import Progress
 from bench.recovery.analyse import spread
 from bench.recovery.environments import versions
 from bench.reduction.train import AGAIN, KINDS, rank_main
@@ -66,7 +67,7 @@ def main() -> int:
     raw: dict[str, list[dict[str, list[float]]]] = {}
     with machine.ForeignCpu() as cpu:
         for world, micro_batches in chosen.worlds:
-            rounds = _measure(world, micro_batches, chosen)
+            rounds = _measure(world, micro_batches, chosen, Progress())
             raw[f"{world}x{micro_batches}"] = rounds
             table.add_row(*_row(world, micro_batches, rounds))
     console.print(table)
@@ -86,7 +87,9 @@ def main() -> int:
     return 0
 
 
-def _measure(world: int, micro_batches: int, chosen: argparse.Namespace) -> list[dict[str, list[float]]]:
+def _measure(
+    world: int, micro_batches: int, chosen: argparse.Namespace, progress: Progress
+) -> list[dict[str, list[float]]]:
     """For every round the step times of each kind, seconds; a step's is that of its slowest rank."""
     context = multiprocessing.get_context("spawn")
     pipes: list[Connection] = []
@@ -102,7 +105,8 @@ def _measure(world: int, micro_batches: int, chosen: argparse.Namespace) -> list
     for pipe in pipes:
         pipe.send(ports)
     rounds = []
-    for _ in range(chosen.rounds):
+    for number in range(chosen.rounds):
+        progress(f"{world} replicas, {micro_batches} micro-batches: round {number + 1} of {chosen.rounds}")
         rounds.append({})
         for _ in range(len(KINDS) + 1):
             said = [pipe.recv() for pipe in pipes]

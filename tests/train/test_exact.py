@@ -5,15 +5,17 @@ Workers are threads with real groups; `Step` and the reduction are the real ones
 
 import copy
 import functools
+import math
 import threading
 
 import pytest
 import torch
 from cluster import Cluster
 
-from holdfast.errors import CollectiveFailed
+import holdfast as hf
+from holdfast.errors import CollectiveFailed, UsageError
 from holdfast.train import exact
-from holdfast.train.exact import ExactSum
+from holdfast.train.exact import ExactSum, prepare
 from holdfast.train.position import Position
 from holdfast.train.reduction import GradientSum
 from holdfast.train.step import Step
@@ -324,3 +326,92 @@ def test_an_abort_frees_who_waits_for_a_slice():
 
         assert all(cluster.each(work, groups))
     cluster.close()
+
+
+@pytest.mark.parametrize("checks_local", [False, True])
+def test_a_poisoned_gradient_is_seen_by_all(checks_local):
+    """Also in the retry, where each rank looks at its own gradients before any of them goes."""
+    cluster = Cluster(3)
+    groups = cluster.join(1)
+    nets = [torch.nn.Linear(4, 4) for _ in groups]
+
+    def work(group):
+        sums = ExactSum(nets[group.rank].parameters(), lambda: None)
+        sums.poison = group.rank == 1
+        sums.begin()
+        sums.expect(3, group.rank, 3)
+        sums.before_backward()
+        if not checks_local:
+            sums.last(group)
+        nets[group.rank](torch.ones(1, 4)).sum().backward()
+        sums.after_backward()
+        assert not checks_local or sums.local_is_finite()
+        sums.flush(group)
+        return sums.finish(lambda: 1.0)
+
+    assert all(math.isnan(norm) for norm in cluster.each(work, groups))
+    for group in groups:
+        group.close()
+    cluster.close()
+
+
+def test_a_backward_pass_of_the_scripts_own_is_left_alone():
+    net = torch.nn.Linear(2, 2)
+    sums = ExactSum(net.parameters(), lambda: None)
+    sums.begin()
+    net(torch.ones(1, 2)).sum().backward()
+    assert net.weight.grad.tolist() == [[1, 1], [1, 1]]
+
+
+def steps_alone(use, **how):
+    def main(run):
+        model = mlp()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.protect(model=model, optimizer=sgd)
+        points = [(torch.ones(WIDTH), torch.tensor(1))] * 16
+        for step in run.steps(points, global_batch=8, micro_batch=2, until=1, **how):
+            with step:
+                use(step, lambda x, y: torch.nn.functional.cross_entropy(model(x), y, reduction="sum"))
+                step.apply(sgd)
+
+    hf.start(main)
+
+
+def test_micro_batches_are_computed_one_after_the_other():
+    """Taken in advance they would have each other's randomness."""
+    with pytest.raises(UsageError, match="one after the other"):
+        steps_alone(lambda step, loss: list(step), reduction="exact")
+
+
+def test_one_backward_for_every_micro_batch():
+    def use(step, loss):
+        for x, y in step:
+            step.backward(loss(x, y))
+        step.backward(loss(x, y))
+
+    for reduction in ("fast", "exact"):
+        with pytest.raises(UsageError, match="once for every micro-batch"):
+            steps_alone(use, reduction=reduction)
+    with pytest.raises(UsageError, match="before step"):
+        steps_alone(lambda step, loss: None)
+
+
+def test_a_job_of_one_computes_with_as_many_threads_as_a_worker(monkeypatch):
+    before = torch.get_num_threads()
+    try:
+        monkeypatch.setenv("OMP_NUM_THREADS", "2")
+        torch.set_num_threads(2)
+        assert prepare("exact", True, CPU) == 2
+        monkeypatch.delenv("OMP_NUM_THREADS")
+        assert prepare("fast", True, CPU) is None
+        assert torch.get_num_threads() == 2
+        assert prepare("exact", True, CPU) == torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_what_cannot_be_exact_is_refused():
+    with pytest.raises(UsageError, match='"fast" or "exact"'):
+        prepare("quick", True, CPU)
+    with pytest.raises(UsageError, match="use_deterministic_algorithms"):
+        prepare("exact", True, torch.device("cuda"))

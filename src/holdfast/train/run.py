@@ -121,8 +121,9 @@ class Run:
             reduction: "fast": all-reduce; the world size changes the order of additions and so the last bits (relative
                 error of the gradient at most 1e-6). "exact": losses and parameters are those of a run on one worker,
                 bit by bit, at any sequence of world sizes. That needs the same kind of processor and number of threads
-                (OMP_NUM_THREADS) everywhere, a forward pass that changes no buffers (BatchNorm in training does, and
-                normalizes by the micro-batch), and on CUDA deterministic algorithms.
+                (OMP_NUM_THREADS) everywhere, and on CUDA deterministic algorithms; chance must come from torch's default
+                generators. Buffers that a forward pass changes (running statistics) stay each worker's own. It keeps up
+                to 1 + log2 of a worker's micro-batches sums of gradients in memory.
             batch_changed: what becomes of the learning rates of the protected optimizers and schedulers when the job
                 goes on from a state that was made with another global batch: "keep", "linear" or "sqrt" (see
                 `holdfast.scale_lr`). "refuse": such a state is refused. The data goes on at the next sample.
