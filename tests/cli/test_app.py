@@ -13,7 +13,7 @@ def test_version(holdfast):
 def test_help_names_every_command(holdfast):
     said = holdfast("--help")
     assert said.code == 0
-    for command in ("run", "status", "events", "logs", "report", "fault", "stop"):
+    for command in ("run", "status", "events", "logs", "report", "fault", "plan", "resize", "drain", "stop"):
         assert command in said.out
 
 

@@ -1,5 +1,6 @@
 """The commands on a job that runs: a real coordinator, which waits for nodes that never come."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -7,7 +8,9 @@ import sys
 
 import pytest
 
+from holdfast.engines.client import JobClient
 from holdfast.engines.jobs import JobFolder
+from holdfast.errors import UsageError
 from holdfast.protocol.job import JobSpec
 
 
@@ -15,7 +18,7 @@ from holdfast.protocol.job import JobSpec
 def job(home):
     """The coordinator of a job, as the launcher starts it; commands wait for one that is still starting."""
     folder = JobFolder("live")
-    folder.prepare(JobSpec("live", "train.py", max_nodes=2))
+    folder.prepare(JobSpec("live", "train.py", min_nodes=1, max_nodes=2))
     ends, begins = os.pipe()
     process = subprocess.Popen(
         [sys.executable, "-m", "holdfast.coordinator", f"--job-dir={folder.path}", f"--lifeline={ends}"],
@@ -68,3 +71,34 @@ def test_a_second_start_is_refused(job, holdfast):
     said = holdfast("run", "--job", "live", "train.py")
     assert said.code == 2
     assert "is running" in said.err
+
+
+def test_a_resize_outside_the_bounds_is_refused(job, holdfast):
+    said = holdfast("resize", 3)
+    assert said.code == 2
+    assert "--nnodes 1:2; choose 1 to 2" in said.err
+
+
+def test_a_resize_is_taken_and_recorded(job, holdfast):
+    said = holdfast("resize", 1, "--reason", "night")
+    assert (said.code, said.out) == (0, "the job live goes from 2 to 1 nodes\n")
+    assert "from 2 to 1 node: night" in holdfast("events").out
+    assert json.loads(holdfast("status", "--json").out)["target"] == 1
+
+
+def test_a_node_that_is_not_there_cannot_be_drained(job, holdfast):
+    said = holdfast("drain", "node7", "--within", "2m")
+    assert said.code == 2
+    assert "no node 'node7' in this job" in said.err
+    assert "is not a time" in holdfast("drain", "node7", "--within", "soon").err
+
+
+def test_what_an_engine_says_must_be_understood(job, holdfast):
+    async def say(body):
+        async with JobClient(job.path) as client:
+            await client.post("/engine", body)
+
+    asyncio.run(say('{"type": "capacity", "nodes": 1, "reason": "preempted"}'))
+    assert "there may be no more than 1 node: preempted" in holdfast("events").out
+    with pytest.raises(UsageError, match="type"):
+        asyncio.run(say('{"type": "wish"}'))
