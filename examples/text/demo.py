@@ -1,15 +1,17 @@
 """The demonstration behind `make demo`: training that failures do not stop, and the proof that nothing was lost.
 
 First short runs: one undisturbed, one in which a worker and a node are killed, and one of which everything is killed
-at once and which goes on from a snapshot in memory. Their losses and final parameters must be equal to the bit. Then
-the main job, on 4 nodes and 1 spare, in which a node is killed, a
-worker is stopped and the coordinator is killed. Everything is written below out/demo. The exit code is 1 if a
+at once and which goes on from a snapshot in memory. Their losses and final parameters must be equal to the bit. Then a
+job that grows and shrinks between 1 and 4 nodes, is drained, struck and killed whole, in a random order: under the exact
+reduction its curve must be that of one undisturbed worker. Last the main job, on 4 nodes and 1 spare, in which a node is
+killed, a worker is stopped and the coordinator is killed. Everything is written below out/demo. The exit code is 1 if a
 check fails.
 """
 
 import fcntl
 import json
 import os
+import random
 import shutil
 import signal
 import sqlite3
@@ -33,6 +35,18 @@ EXACT = ("--nnodes", "2", "--spares", "1", "--wait-for-spare")
 EXACT_MODEL = ("--dim", "96", "--layers", "2", "--heads", "4", "--seq-len", "64", "--global-batch", "16")
 SNAPSHOT_EVERY = 10
 EXACT_FAULTS = ("--fault", "kill-worker:rank=1,step=20", "--fault", "kill-node:rank=0,step=40")
+
+ELASTIC = ("--nnodes", "1:4", "--snapshot-every", str(SNAPSHOT_EVERY), "--detection", "1")
+ELASTIC_MODEL = ("--dim", "64", "--layers", "2", "--heads", "4", "--seq-len", "32", "--global-batch", "22")
+ELASTIC_MODEL += (
+    "--micro-batch",
+    "2",
+    "--reduction",
+    "exact",
+)  # 11 micro-batches, which 2, 3 and 4 do not divide
+SIZES = ("1", "2", "3", "4", "2")
+STRIKES = ("kill-worker", "kill-node", "kill-coordinator", "preempt-node", "drain")
+SHORT_CALM_S = 0.7
 
 MAIN = ("--nnodes", "2:4", "--spares", "1")
 MAIN_MODEL = ("--seq-len", "64", "--global-batch", "16", "--steps", "1000000")  # it is stopped long before
@@ -58,7 +72,9 @@ def main() -> int:
     exact = compare_runs()
     title("2. A third, of which every process is killed at once: does it go on where it was?")
     exact |= kill_everything()
-    title("3. The main job: 4 nodes and 1 spare; a node, a worker and the coordinator are struck")
+    title("3. A job that grows, shrinks and is struck at random: is its curve that of one worker?")
+    exact |= grow_and_shrink()
+    title("4. The main job: 4 nodes and 1 spare; a node, a worker and the coordinator are struck")
     checks = exact | run_main_job()
     holdfast("report", "--job", "main", "--curve", str(OUT / "loss.png"), quiet=True)
 
@@ -152,6 +168,79 @@ def losses(job: str) -> dict[int, float]:
         return dict(ledger.execute("select step, loss from steps order by step"))
 
 
+# ------------------------------------------------------------ any number of workers
+
+
+def grow_and_shrink() -> dict[str, bool]:
+    """Resizes, drains, faults and a kill of everything in a random order, then one worker over the same steps."""
+    seed = int(os.environ.get("HOLDFAST_SEED") or time.time())
+    print(f"HOLDFAST_SEED={seed} make demo   does these things in the same order again\n", flush=True)
+    rng = random.Random(seed)
+    deeds = [("resize", size) for size in SIZES] + [("strike", kind) for kind in STRIKES]
+    rng.shuffle(deeds)
+    script = (TRAIN, "--steps", "1000000", *ELASTIC_MODEL, *CACHE)
+    half = len(deeds) // 2
+    training = run("elastic", *ELASTIC, *script)
+    do_all(training, deeds[:half])
+    kill_tree(training.pid)
+    training.wait()
+    known = losses("elastic")
+    print("\nkilled: everything at once; the same command again\n", flush=True)
+    training = run("elastic", *ELASTIC, *script)
+    do_all(training, deeds[half:])
+    holdfast("stop", "--job", "elastic", quiet=True)
+    training.wait()
+    ended, steps = report("elastic"), report("elastic")["steps"]["committed"]
+    run("one", "--nnodes", "1", TRAIN, "--steps", str(steps), *ELASTIC_MODEL, *CACHE).wait()
+    one, other = losses("one"), [s for part in (known, losses("elastic")) for s in part.items()]
+    hashes = {job: report(job)["final"]["params_xxh3"] for job in ("one", "elastic")}
+    sizes = sorted({size for _, size in ended["world"]["history"]})
+    return {
+        f"elastic: {steps} steps through {len(deeds)} events and a kill of everything, with {sizes} workers": (
+            steps >= 300 and len(one) == steps
+        ),
+        "elastic: every loss bit-identical to that of one undisturbed worker": (
+            len(other) > 0 and all(one.get(step) == loss for step, loss in other)
+        ),
+        f"elastic: final parameters bit-identical (xxh3 {hashes['one']} and {hashes['elastic']})": (
+            hashes["one"] is not None and hashes["one"] == hashes["elastic"]
+        ),
+    }
+
+
+def do_all(training: subprocess.Popen[bytes], deeds: list[tuple[str, str]]) -> None:
+    """One deed after the other, each when what the one before it did is over."""
+    watchdog = threading.Timer(LIMIT_S, training.terminate)
+    watchdog.start()
+    events = follow("elastic", training)
+    wait_for(events, "formed")
+    size = "4"
+    for deed, what in deeds:
+        time.sleep(SHORT_CALM_S)
+        if deed == "resize":
+            if what != size:
+                size = what
+                holdfast("resize", what, "--job", "elastic", quiet=True)
+                wait_for(events, "changed", to_world=int(what))
+        elif what == "drain":
+            holdfast("drain", a_member("elastic"), "--job", "elastic", quiet=True)
+            wait_for(events, "node-left")
+        else:
+            kind = "kill-worker" if what == "kill-node" and size == "1" else what
+            holdfast("fault", kind, "--job", "elastic", quiet=True)
+            wait_for(events, "node-left" if what == "preempt-node" else "incident-closed")
+    time.sleep(SHORT_CALM_S)
+    watchdog.cancel()
+
+
+def a_member(job: str) -> str:
+    """The node of rank 0."""
+    command = [sys.executable, "-m", "holdfast.cli", "status", "--job", job, "--json"]
+    said = subprocess.run(command, env=ENVIRONMENT, cwd=ROOT, capture_output=True, check=True)
+    node: str = next(w["node"] for w in json.loads(said.stdout)["workers"] if w["rank"] == 0)
+    return node
+
+
 # ------------------------------------------------------------ the main job
 
 
@@ -193,18 +282,19 @@ def strike_and_stop(training: subprocess.Popen[bytes]) -> None:
     holdfast("stop", "--job", "main", quiet=True)
 
 
-def wait_for(events: Iterator[dict[str, Any]], kind: str, fault: str = "") -> None:
-    """Reads on to the next event of a kind; returns early when the job ends."""
+def wait_for(events: Iterator[dict[str, Any]], kind: str, fault: str = "", **fields: object) -> None:
+    """Reads on to the next event of a kind, with these fields; returns early when the job ends."""
     for event in events:
-        if event["kind"] == kind and str(event["fields"].get("fault") or "").startswith(
-            fault.partition(":")[0]
-        ):
+        found = event["fields"]
+        struck = str(found.get("fault") or "").startswith(fault.partition(":")[0])
+        if event["kind"] == kind and struck and all(found[name] == value for name, value in fields.items()):
             return
 
 
 def follow(job: str, training: subprocess.Popen[bytes]) -> Iterator[dict[str, Any]]:
     """The job's events as they happen, until it ends."""
-    while not (HOME / "jobs" / job / "coordinator.json").exists():
+    began_s, address = time.time(), HOME / "jobs" / job / "coordinator.json"
+    while not address.exists() or address.stat().st_mtime < began_s:  # an older one is of the run before
         if training.poll() is not None:
             return
         time.sleep(0.1)

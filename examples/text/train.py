@@ -33,6 +33,12 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--micro-batch", type=int, default=4, help="samples per forward and backward pass")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate")
+    parser.add_argument(
+        "--reduction",
+        choices=("fast", "exact"),
+        default="fast",
+        help="exact: the same bits in every world size",
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the sample order")
     parser.add_argument("--cache", type=Path, default=Path("out/text"), help="folder for the prepared corpus")
     return parser.parse_args()
@@ -53,6 +59,7 @@ def main(run: hf.Run) -> None:
         micro_batch=args.micro_batch,
         until=args.steps,
         seed=args.seed,
+        reduction=args.reduction,
     )
     for step in steps:
         with step:  # a fault inside is swallowed: the step is retried

@@ -26,7 +26,7 @@ from snapshots_in_memory import (
 
 from holdfast.checkpoint import memory
 from holdfast.checkpoint.layout import CHUNK_BYTES
-from holdfast.checkpoint.memory import PAGE, SlotMaps, SlotPool, SlotState, default_budget, map_slot
+from holdfast.checkpoint.memory import PAGE, SlotMaps, SlotPool, SlotState, default_budget, hand_on, map_slot
 from holdfast.errors import ChecksumError, StateError, TierError
 
 
@@ -518,3 +518,22 @@ def test_folders_that_others_remove_at_the_same_moment(folder):
     for t in threads:
         t.join()
     assert trouble == []
+
+
+def test_memory_of_nodes_that_are_not_started_again_is_handed_on(tmp_path):
+    for age, name in enumerate(("node9", "node1", "node7", "node0", "node4")):
+        (tmp_path / name).mkdir()
+        slot = tmp_path / name / "slot"
+        slot.write_text(name)
+        os.utime(slot, (1000 - age, 1000 - age))
+    hand_on(tmp_path, ["node0", "node1", "node2", "node3"])
+    found = {d.name: (d / "slot").read_text() for d in tmp_path.iterdir()}
+    assert found == {
+        "node0": "node0",
+        "node1": "node1",
+        "node2": "node9",
+        "node3": "node7",
+    }  # node4 is the oldest
+    hand_on(tmp_path, ["node0", "node1", "node2", "node3"])
+    assert {d.name: (d / "slot").read_text() for d in tmp_path.iterdir()} == found
+    hand_on(tmp_path / "none", ["node0"])

@@ -1,7 +1,7 @@
 """Planned changes of the membership, one situation after the other."""
 
 import pytest
-from desk import Desk, running
+from desk import Desk, copy_of, running
 
 from holdfast.coordinator import events as e
 from holdfast.coordinator.resizing import COST_SHARE, check_drain, check_resize, describe
@@ -299,3 +299,39 @@ def test_at_level_0_a_larger_job_waits_for_its_nodes_before_it_starts_again():
     assert not desk.sent(m.KillWorker, newest=True)
     desk.node("n7")
     assert len(desk.sent(m.KillWorker, newest=True)) == 2
+
+
+def test_a_fault_while_a_node_waits_to_leave_does_not_take_both():
+    desk = running(4)
+    desk.do(e.NodeGoing("n3", "maintenance"))
+    desk.lose("n1")
+    for worker in ("n0.0#1", "n2.0#3", "n3.0#4"):
+        desk.parks(worker, 5)
+    assert len(desk.members()) == 3  # its replacement is not there yet, so it trains on
+    desk.commit(6)
+    assert not left(desk)
+
+
+def test_nodes_that_are_too_many_stay_until_somebody_trains():
+    """The newest snapshot of the run before may be in their memory."""
+    desk = Desk(3)
+    desk.do(e.ResizeRequested(1, "night"))
+    desk.node("n0", copies=(copy_of(10),))
+    desk.ready(desk.worker_on("n0"))
+    assert not desk.members()  # the others may have something newer
+    desk.node("n1", copies=(copy_of(20),))
+    desk.node("n2", copies=(copy_of(20),))
+    assert desk.state.generation.start == 20
+    assert len(desk.members()) == 1
+    assert not left(desk)
+    desk.commit(21)
+    assert len(left(desk)) == 2
+
+
+def test_a_node_that_never_comes_is_not_waited_for_much_longer():
+    desk = Desk(2)
+    desk.do(e.ResizeRequested(1, "night"))
+    desk.node("n0", copies=(copy_of(10),))
+    desk.ready(desk.worker_on("n0"))
+    desk.wait(desk.core.timing.form_s + 0.1)
+    assert desk.state.generation.start == 10

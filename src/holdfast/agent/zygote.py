@@ -74,7 +74,10 @@ def _fork(worker: socket.socket) -> bool:
         os.sched_yield()
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    worker.sendall(pack(Warm(os.getpid())))
+    try:
+        worker.sendall(pack(Warm(os.getpid())))
+    except OSError:
+        os._exit(0)  # the agent is gone already
     return False
 
 

@@ -396,6 +396,25 @@ def remove_memory(folder: Path) -> None:
             return
 
 
+def hand_on(folder: Path, names: list[str]) -> None:
+    """Gives the memory that the nodes of a run before have left to the nodes of the next one, which may have other
+    names: those that joined late are not started again. Where there are more, the ones written last count."""
+    left = sorted((d for d in folder.glob("*") if d.is_dir()), key=_written_s, reverse=True)
+    kept, free = left[: len(names)], list(names)
+    for old in left[len(names) :]:
+        shutil.rmtree(old, ignore_errors=True)
+    for old in kept:
+        if old.name in free:
+            free.remove(old.name)
+    for old in kept:
+        if old.name not in names:
+            old.rename(folder / free.pop(0))
+
+
+def _written_s(folder: Path) -> float:
+    return max((slot.stat().st_mtime for slot in folder.iterdir()), default=0.0)
+
+
 def free_bytes(folder: Path) -> int:
     """What the file system of a folder has left."""
     system = os.statvfs(folder)

@@ -136,7 +136,8 @@ def try_form(core: Core) -> None:
     count = len(kept) + len(joining)
     if count >= max(1, s.minimum):
         s.wait_deadline_s = None
-        if s.number > 0 or count >= s.target or not _worth_waiting(core):
+        enough = count >= s.target and not (s.snapshots and nodes.expected(core))
+        if s.number > 0 or enough or not _worth_waiting(core):
             resizing.let_go(core, [w for w in survivors if w not in kept])
             _form(core, survivors, kept, joining)
         return
@@ -153,10 +154,12 @@ def try_form(core: Core) -> None:
 
 
 def _worth_waiting(core: Core) -> bool:
-    """The first generation waits a while for the target size, if more workers are on their way."""
+    """The first generation waits a while for the target size, if more workers are on their way; and, when nodes came
+    with snapshots of a run before, for all nodes: the newest may be in the memory of the last one."""
     s = core.state
     pending = core.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED)
-    if not (pending or s.replacing or len(core.alive_nodes()) < s.wanted_nodes):
+    missing = len(core.alive_nodes()) < s.wanted_nodes or (s.snapshots and nodes.expected(core))
+    if not (pending or s.replacing or missing):
         return False
     if s.form_deadline_s is None:
         s.form_deadline_s = core.now + core.timing.form_s

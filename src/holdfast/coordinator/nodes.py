@@ -265,7 +265,7 @@ def missing(core: Core) -> int:
     """Nodes to ask for: neither there, nor asked for, nor still expected from the start of the job."""
     s = core.state
     wanted = s.wanted_nodes + core.spec.spares
-    count = wanted - len(_staying(core)) - s.replacing - _expected(core)
+    count = wanted - len(_staying(core)) - s.replacing - expected(core)
     return max(0, min(count, core.spec.max_restarts + s.unpaid - s.replaced))
 
 
@@ -278,17 +278,17 @@ def expected_until_s(core: Core) -> float:
     return core.state.began_s + core.timing.wait_s / 2
 
 
-def _expected(core: Core) -> int:
+def expected(core: Core) -> int:
     """Nodes that the job was started with and that have not come yet."""
     s = core.state
     if core.now >= expected_until_s(core):
         return 0
-    return max(0, s.wanted_nodes + core.spec.spares - s.joined)
+    return max(0, core.spec.max_nodes + core.spec.spares - s.joined)
 
 
 def hoped_for(core: Core) -> int:
     """Nodes that are there, on their way, or can be asked for."""
-    return len(_staying(core)) + core.state.replacing + _expected(core) + missing(core)
+    return len(_staying(core)) + core.state.replacing + expected(core) + missing(core)
 
 
 def unavailable(core: Core, reason: str) -> None:
@@ -309,7 +309,7 @@ def hopeless(core: Core) -> bool:
 
 def coming(core: Core) -> bool:
     """Another node is on its way, or can be asked for."""
-    return bool(core.state.replacing or _expected(core) or missing(core))
+    return bool(core.state.replacing or expected(core) or missing(core))
 
 
 def forget(core: Core) -> None:

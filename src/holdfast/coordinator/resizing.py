@@ -104,7 +104,8 @@ def _fit(core: Core, reason: str, within_s: float | None) -> None:
         for node in [n for n in core.alive_nodes() if n.excess][:-excess]:
             node.leaving, node.leaves_until_s, node.excess = None, None, False
             core.record("node-stays", node=node.name)
-    if excess <= 0 or (s.level == 2 and s.number and s.phase is not JobPhase.RUNNING):
+    trains = s.generation is not None and s.phase is JobPhase.RUNNING
+    if excess <= 0 or (s.level == 2 and not trains):
         return
     ranks = {x.node: x.rank for x in s.generation.members} if s.generation else {}
     members = sorted((n for n in there if n.name in ranks), key=lambda n: (n.failures, ranks[n.name]))
@@ -137,7 +138,8 @@ def change_due(core: Core) -> str | None:
     ready = _ready(core)
     if len(staying) < len(members) and _may_leave(core, len(staying) + len(ready)):
         gone = sorted({w.node for w in members if leaves(core, w)})
-        return f"{', '.join(gone)} leaves: {s.nodes[gone[0]].leaving}"
+        verb = "leaves" if len(gone) == 1 else "leave"
+        return f"{', '.join(gone)} {verb}: {s.nodes[gone[0]].leaving}"
     if len(staying) > s.target:
         return f"the job is resized to {s.wanted_nodes} nodes"
     if len(staying) < s.target and ready and core.now >= join_after_s(core, len(staying)):
@@ -213,8 +215,8 @@ def join_after_s(core: Core, staying: int) -> float:
 def choose(core: Core, survivors: list[Worker], fresh: list[Worker]) -> tuple[list[Worker], list[Worker]]:
     """Who is in the next generation: survivors that stay, and newcomers up to the target.
 
-    A survivor that is to leave stays for one more generation, beyond the target if need be, when nobody else holds the
-    newest state; others stay when too few are there without them and their time is not over.
+    Survivors that are to leave stay while their places cannot be filled and their time is not over; one stays, beyond
+    the target if need be, for one more generation when nobody else holds the newest state.
     """
     s = core.state
     ranks = {x.worker: x.rank for x in s.generation.members} if s.generation else {}
@@ -224,18 +226,11 @@ def choose(core: Core, survivors: list[Worker], fresh: list[Worker]) -> tuple[li
     outcome = policy.settle({w.name: policy.Report(w.committed, w.prepared) for w in survivors})
     kept = staying[: s.target]
     joining = fresh[: max(0, s.target - len(kept))]
+    if not _may_leave(core, len(kept) + len(joining)):
+        kept += [w for w in survivors if w not in staying][: max(0, s.target - len(kept) - len(joining))]
     if outcome.start is not None and not any(w.name in outcome.holders for w in kept):
         kept.append(next(w for w in survivors if w.name in outcome.holders))
-    for worker in survivors:
-        short = len(kept) + len(joining) < max(1, s.minimum)
-        if short and worker not in kept and not _is_out_of_time(core, worker):
-            kept.append(worker)
     return sorted(kept, key=lambda w: ranks.get(w.name, len(ranks))), joining
-
-
-def _is_out_of_time(core: Core, worker: Worker) -> bool:
-    node = core.state.nodes[worker.node]
-    return node.leaving is not None and core.now >= _latest_s(core, node)[0]
 
 
 def let_go(core: Core, workers: list[Worker]) -> None:
@@ -273,9 +268,14 @@ def _change_gang(core: Core) -> None:
 
 
 def _holds_on(core: Core, node: Node) -> bool:
-    """While a generation is put together and until its first commit, the node's memory may be needed."""
+    """What the node does or has may be needed: while it writes a checkpoint, while a generation is put together and until
+    its first commit, and when the job is about to end."""
     s = core.state
-    if s.level != 2 or not s.number or s.generation is None or core.now >= _latest_s(core, node)[0]:
+    if core.now >= _latest_s(core, node)[0]:
+        return False
+    if any(node.name in x.waiting.values() for x in s.storing) or any(w.digest for w in s.workers.values()):
+        return True
+    if s.level != 2 or not s.number or s.generation is None:
         return False
     settled = s.phase is JobPhase.RUNNING and s.generation_committed > s.generation.start
     return not settled and s.phase is not JobPhase.STOPPING

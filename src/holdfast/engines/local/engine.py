@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from holdfast.checkpoint.memory import remove_memory
+from holdfast.checkpoint.memory import hand_on, remove_memory
 from holdfast.protocol.job import JobSpec
 
 HOST = "127.0.0.1"
@@ -26,6 +26,7 @@ class LocalEngine:
         self._agents: dict[str, asyncio.subprocess.Process] = {}
         self._reading: set[asyncio.Task[None]] = set()
         self._count = 0
+        hand_on(memory, [f"node{i}" for i in range(spec.max_nodes + spec.spares)])
 
     async def provide(self) -> bool:
         """Starts one more agent."""
