@@ -1,7 +1,7 @@
 """A build that is killed; run by test_build_killed.py.
 
-python killed_build.py event N PREFIX INPUT...    at the N-th thing that it does to the file system, by SIGKILL
-python killed_build.py size N PREFIX INPUT...     while it writes byte N of a file, by SIGXFSZ
+python killed_build.py event N WORKERS PREFIX INPUT...    at the N-th thing that it does to the file system, by SIGKILL
+python killed_build.py size N WORKERS PREFIX INPUT...     while it writes byte N of a file, by SIGXFSZ
 """
 
 import os
@@ -12,26 +12,39 @@ from pathlib import Path
 
 from holdfast.data.build import Wanted, build
 
-how, left, prefix = sys.argv[1], int(sys.argv[2]), os.path.abspath(sys.argv[3])
 CHANGES = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir")
 
 
-def watch(event, args):
-    """Called before each of these is done."""
-    global left
-    within = event in ("os.remove", "os.rmdir") and not os.path.isabs(
-        args[0]
-    )  # rmtree names files in its folder
-    if event in CHANGES and (within or str(args[0]).startswith(prefix)):
-        left -= 1
-        if not left:
-            os.kill(os.getpid(), signal.SIGKILL)
+def kill_at_event(left, prefix):
+    """Before the `left`-th of the changes is done."""
 
+    def watch(event, args):
+        nonlocal left
+        within = event in ("os.remove", "os.rmdir") and not os.path.isabs(args[0])  # rmtree's, in its folder
+        if event in CHANGES and (within or str(args[0]).startswith(prefix)):
+            left -= 1
+            if not left:
+                os.kill(os.getpid(), signal.SIGKILL)
 
-if how == "event":
     sys.addaudithook(watch)
-else:
+
+
+def kill_at_size(nbytes):
+    """While a file grows beyond this."""
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (left, left))
-build(Wanted(tuple(sys.argv[4:]), Path(prefix), unit_bytes=200))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, nbytes))
+
+
+if __name__ == "__main__":  # processes of the pool import this
+    how, number, workers, prefix = (
+        sys.argv[1],
+        int(sys.argv[2]),
+        int(sys.argv[3]),
+        os.path.abspath(sys.argv[4]),
+    )
+    if how == "event":
+        kill_at_event(number, prefix)
+    else:
+        kill_at_size(number)
+    build(Wanted(tuple(sys.argv[5:]), Path(prefix), unit_bytes=200), workers)

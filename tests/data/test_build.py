@@ -3,6 +3,7 @@
 import gzip
 import itertools
 import json
+import multiprocessing
 import os
 import resource
 import select
@@ -292,6 +293,11 @@ def test_options_that_do_not_fit_are_refused_before_anything_is_read(tmp_path, t
     assert not (tmp_path / "out.build").exists()
 
 
+def test_a_name_with_an_ending(tmp_path):
+    with pytest.raises(UsageError, match=r"out\.bin has an ending; leave it out: .*out$"):
+        make(jsonl(tmp_path / "in.jsonl", ["abc"]), prefix=tmp_path / "out.bin")
+
+
 def test_a_tokenizer_file_that_is_none(tmp_path):
     (tmp_path / "t.json").write_text("{}")
     with pytest.raises(UsageError, match=r"t\.json is no file of the tokenizers library"):
@@ -402,6 +408,17 @@ def test_a_worker_process_that_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(build, "make_unit", _kill_oneself)
     with pytest.raises(DataError, match=r"a process that was encoding was killed.*fewer --workers"):
         make(source, prefix=tmp_path / "out", unit_bytes=300, workers=2)
+
+
+def test_ctrl_c_waits_for_nobody(tmp_path, monkeypatch):
+    def interrupted(*rest):
+        raise KeyboardInterrupt
+
+    source = jsonl(tmp_path / "in.jsonl", ["abc"] * 50)
+    monkeypatch.setattr(build, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        make(source, prefix=tmp_path / "out", unit_bytes=300, workers=2)
+    assert multiprocessing.active_children() == []
 
 
 def _kill_oneself(*rest):

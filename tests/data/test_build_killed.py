@@ -34,9 +34,9 @@ def built(prefix, source):
     return {path.name: path.read_bytes() for path in prefix.parent.iterdir()}
 
 
-def kill(how, at, prefix, source):
+def kill(how, at, prefix, source, workers=1):
     """Whether it was killed; else it was done before."""
-    command = [sys.executable, str(SCRIPT), how, str(at), str(prefix), str(source)]
+    command = [sys.executable, str(SCRIPT), how, str(at), str(workers), str(prefix), str(source)]
     code = subprocess.run(command, check=False).returncode
     assert code in (0, -signal.SIGKILL, -signal.SIGXFSZ)
     if prefix.with_suffix(".idx").exists():
@@ -71,3 +71,11 @@ def test_killed_again_and_again(tmp_path, source, undisturbed):
     assert sum(kill("event", at, prefix, source) for at in range(2, 40, 3)) > 5
     assert built(prefix, source) == undisturbed
     assert not os.path.exists(f"{prefix}.build")
+
+
+@pytest.mark.parametrize("at", [4, 7, 10, 14])
+def test_killed_with_processes_at_work(tmp_path, source, undisturbed, at):
+    prefix = tmp_path / "pool" / "out"
+    prefix.parent.mkdir()
+    assert kill("event", at, prefix, source, workers=2)
+    assert built(prefix, source) == undisturbed

@@ -2,6 +2,7 @@
 
 import itertools
 import pickle
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron_files import write_megatron
 
-from holdfast.data import TokenDataset
+from holdfast.data import TokenDataset, cuts
 
 
 def padded_plainly(documents, seq_len, pad):
@@ -37,11 +38,13 @@ def pairs(data, ids=None):
     lengths=st.lists(st.integers(0, 25), min_size=1, max_size=300).filter(lambda n: max(n) > 1),
     seq_len=st.integers(1, 12),
     pad=st.integers(0, 9),
+    at_once=st.integers(1, 4),
 )
-def test_padded_documents(tmp_path_factory, lengths, seq_len, pad):
+def test_padded_documents(tmp_path_factory, lengths, seq_len, pad, at_once):
     documents = numbered(lengths)
     prefix = write_megatron(tmp_path_factory.mktemp("padded") / "corpus", [[d] for d in documents])
-    data = TokenDataset(prefix, seq_len, documents="padded", pad_token=pad)
+    with patch.object(cuts, "_BLOCKS_AT_ONCE", at_once):
+        data = TokenDataset(prefix, seq_len, documents="padded", pad_token=pad)
     assert pairs(data) == list(padded_plainly(documents, seq_len, pad))
 
 

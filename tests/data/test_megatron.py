@@ -6,6 +6,7 @@ import mmap
 import os
 import pickle
 import struct
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron_files import CODES, write_megatron
 
-from holdfast.data import TokenDataset
+from holdfast.data import TokenDataset, megatron
 from holdfast.data.files import TokenFile
 from holdfast.data.megatron import HEADER, Index, write_index
 
@@ -66,12 +67,16 @@ def test_documents_of_several_sequences(tmp_path):
 @given(
     lengths=st.lists(st.integers(0, 30), min_size=1, max_size=20),
     dtype=st.sampled_from(["uint8", "uint16", "int32"]),
+    at_once=st.integers(1, 25),
 )
-def test_what_is_written_is_what_megatron_writes(tmp_path_factory, lengths, dtype):
+def test_what_is_written_is_what_megatron_writes(tmp_path_factory, lengths, dtype, at_once):
     prefix = tmp_path_factory.mktemp("index") / "corpus"
     write_megatron(prefix, [[[1] * n] for n in lengths], dtype)
     file = io.BytesIO()
-    write_index(file, np.dtype(dtype), np.array(lengths, np.int32))
+    with patch.object(megatron, "_AT_ONCE", at_once):
+        write_index(file, np.dtype(dtype), np.array(lengths, np.int32))
+        if sum(lengths):
+            TokenFile(prefix).index.check()
     assert file.getvalue() == prefix.with_suffix(".idx").read_bytes()
 
 

@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
-from multiprocessing import get_context
+from itertools import islice
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import BinaryIO
 
@@ -35,7 +36,9 @@ from holdfast.data.units import Made, Recipe, find_unit, make_unit, writing
 from holdfast.errors import DataError, UsageError
 
 UNIT_BYTES = 4 << 20
-MOST_UNITS = 4096
+MOST_UNIT_BYTES = 32 << 20
+FEW_UNITS = 4096
+_AHEAD = 4
 _TICK_S = 1.0
 _PR_SET_PDEATHSIG = 1
 
@@ -84,7 +87,7 @@ class Wanted(msgspec.Struct, frozen=True):
         eod, eod_id: the token that ends every document, as a word of the tokenizer's or as its number.
         dtype: by default the smallest that holds every token.
         overwrite: replace another data set of this name.
-        unit_bytes: input of a unit; None: 4 MiB, more where that would be more than 4,096 units.
+        unit_bytes: input of a unit; None: 4 MiB, up to 32 MiB where that would be more than 4,096 units.
     """
 
     inputs: tuple[str, ...]
@@ -111,9 +114,14 @@ def build(
         UsageError: something about `wanted` does not fit; before anything is read.
         DataError: a line cannot be read, or the disk cannot be written.
     """
+    if wanted.prefix.suffix in (".bin", ".idx", ".npy"):
+        raise UsageError(
+            f"--out {wanted.prefix} has an ending; leave it out: {wanted.prefix.with_suffix('')}"
+        )
     recipe, largest = _recipe_of(wanted)
     files = find_files(wanted.inputs)
-    unit_bytes = wanted.unit_bytes or max(UNIT_BYTES, sum(f.stat().st_size for f in files) // MOST_UNITS)
+    fitting = sum(file.stat().st_size for file in files) // FEW_UNITS
+    unit_bytes = wanted.unit_bytes or min(max(UNIT_BYTES, fitting), MOST_UNIT_BYTES)
     units = plan_units(files, wanted.reading, unit_bytes)
     pieces = [piece for unit in units for piece in unit.pieces]
     inputs = tuple(dict.fromkeys(Input(piece.path, piece.size, piece.changed_ns) for piece in pieces))
@@ -216,27 +224,27 @@ def _make_here(
 ) -> None:
     before = 0
     for unit in units:
-        seen = [before]
 
-        def add(nbytes: int, seen: list[int] = seen, most: int = before + unit.nbytes) -> None:
-            seen[0] = min(seen[0] + nbytes, most)
-            done(seen[0])
+        def seen(nbytes: int, before: int = before, most: int = unit.nbytes) -> None:
+            done(before + min(nbytes, most))
 
-        make_unit(unit, recipe, folder, add)
+        make_unit(unit, recipe, folder, seen)
         before += unit.nbytes
-        done(before)
 
 
 def _make_in_processes(
     units: list[Unit], recipe: Recipe, folder: Path, workers: int, done: Callable[[int], None]
 ) -> None:
+    others = set(active_children())
     pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_die_with_parent)
     try:
-        running: dict[Future[None], int] = {
-            pool.submit(make_unit, unit, recipe, folder): unit.nbytes for unit in units
-        }
-        nbytes = 0
-        while running:
+        waiting, nbytes = iter(units), 0
+        running: dict[Future[None], int] = {}
+        while True:
+            for unit in islice(waiting, _AHEAD * workers - len(running)):
+                running[pool.submit(make_unit, unit, recipe, folder)] = unit.nbytes
+            if not running:
+                return
             finished, _ = wait(running, _TICK_S, FIRST_COMPLETED)
             for one in finished:
                 nbytes += running.pop(one)
@@ -247,6 +255,10 @@ def _make_in_processes(
             "a process that was encoding was killed, perhaps for want of memory; run the same command again, with "
             "fewer --workers: what is finished stays"
         ) from error
+    except BaseException:
+        for process in set(active_children()) - others:  # nobody waits for what they are at
+            process.kill()
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
 

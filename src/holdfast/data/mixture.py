@@ -128,16 +128,21 @@ class Mixture:
                 f"sample numbers span {numbers.min()} to {numbers.max()}, but the mixture holds {len(self)} samples"
             )
         of = np.searchsorted(self._firsts, numbers, side="right") - 1
-        present = np.unique(of)
-        if len(present) <= 1:
-            source = int(present[0]) if len(present) else 0
-            return self.sources[source].batch(numbers - self._firsts[source])
-        rows = [np.flatnonzero(of == source) for source in present]
-        batches = [
-            self.sources[s].batch(numbers[r] - self._firsts[s]) for s, r in zip(present, rows, strict=True)
-        ]
-        back = torch.from_numpy(np.argsort(np.concatenate(rows)))
-        return tuple(torch.cat(parts)[back] for parts in zip(*batches, strict=True))
+        present = np.unique(of).tolist() or [0]
+        if len(present) == 1:
+            only: tuple[torch.Tensor, ...] = self.sources[present[0]].batch(
+                numbers - self._firsts[present[0]]
+            )
+            return only
+        together: tuple[torch.Tensor, ...] = ()
+        for source in present:
+            rows = np.flatnonzero(of == source)
+            parts = self.sources[source].batch(numbers[rows] - self._firsts[source])
+            if not together:
+                together = tuple(part.new_empty((len(numbers), *part.shape[1:])) for part in parts)
+            for whole, part in zip(together, parts, strict=True):
+                whole.index_copy_(0, torch.from_numpy(rows), part)
+        return together
 
     def order(self, seed: int) -> MixtureOrder:
         """The order that a run with this seed takes samples in."""

@@ -117,7 +117,7 @@ def make_unit(
     """Reads, encodes and writes one unit. Runs in a process of its own, or in the builder's.
 
     Args:
-        seen: is called with the bytes of documents that were dealt with.
+        seen: is called with how many bytes of documents were dealt with so far.
 
     Raises:
         DataError: the input cannot be read, or changed since the build began; or the disk is full.
@@ -129,12 +129,13 @@ def make_unit(
     documents = chain.from_iterable(reader.documents() for reader in readers)
     end = [] if recipe.eod is None else [recipe.eod]
     dtype = np.dtype(recipe.dtype).newbyteorder("<")
-    digest, lengths = xxhash.xxh3_64(), array("i")
+    digest, lengths, nbytes = xxhash.xxh3_64(), array("i"), 0
     path = folder / recipe.key_of(unit)
     part = _with(path, f".{os.getpid()}.part")
     with writing(part), part.open("wb") as file:
         for batch in _batches(documents):
-            seen(sum(map(len, batch)))
+            nbytes += sum(map(len, batch))
+            seen(nbytes)
             for tokens in encoder.encode(batch):
                 if not len(tokens):
                     continue
