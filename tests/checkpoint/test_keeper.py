@@ -476,12 +476,12 @@ def test_close_ends_what_is_under_way_and_leaves_nothing(tmp_path, monkeypatch):
         gate = Gate(monkeypatch)
         stands, go = threading.Event(), threading.Event()
 
-        def stand(connection, file, offset, count):
+        def stand(connection, row, start, stop):
             stands.set()
             assert go.wait(30)
-            return 0
+            raise BrokenPipeError
 
-        monkeypatch.setattr(peers, "_sendfile", stand)
+        monkeypatch.setattr(peers, "_send", stand)
         other = await b.held(key_of(10, rank=1))
         tasks = [
             asyncio.create_task(b.keeper.replicate(m.Replicate(copy, (a.holder,)))),

@@ -246,22 +246,22 @@ def test_nobody_there(nodes):
 
 
 class Midway:
-    """Does something once, when a transfer is in the middle: from `sendfile`, in the holder's thread."""
+    """Does something once, when a transfer is in the middle: from where it sends, in the holder's thread."""
 
     def __init__(self, monkeypatch, node, do):
-        real = peers._sendfile
+        real = peers._send
         sent = []
         port = node.holder.port
 
-        def sendfile(connection, file, offset, count):
+        def send(connection, row, start, stop):
             if connection.getsockname()[1] != port:
-                return real(connection, file, offset, count)
-            sent.append(count)
+                return real(connection, row, start, stop)
+            sent.append(start)
             if len(sent) == 3:
                 do()
-            return real(connection, file, offset, min(count, 100_000))
+            return real(connection, row, start, min(start + 100_000, stop))
 
-        monkeypatch.setattr(peers, "_sendfile", sendfile)
+        monkeypatch.setattr(peers, "_send", send)
 
 
 @pytest.mark.parametrize("streams", [1, 2])
@@ -330,14 +330,14 @@ def test_each_of_two_holders_is_bad_elsewhere(nodes):
 def test_bytes_that_change_on_the_wire(nodes, monkeypatch):
     a, b, c = nodes
     part = save_on([a, b])
-    real = peers._sendfile
+    real = peers._send
 
-    def sendfile(connection, file, offset, count):
-        if connection.getsockname()[1] == a.holder.port and offset < 3_000_000:
-            return connection.send(b"\xff" * min(count, 10_000))
-        return real(connection, file, offset, count)
+    def send(connection, row, start, stop):
+        if connection.getsockname()[1] == a.holder.port and start < 3_000_000:
+            return connection.send(b"\xff" * min(stop - start, 10_000))
+        return real(connection, row, start, stop)
 
-    monkeypatch.setattr(peers, "_sendfile", sendfile)
+    monkeypatch.setattr(peers, "_send", send)
     assert is_right(replicate(c.pool, pull_from([a, b]), part), LARGE)
 
 

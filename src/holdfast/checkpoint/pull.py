@@ -16,18 +16,23 @@ from holdfast.errors import HoldfastError, StateError
 from holdfast.protocol.snapshots import Holder, Key, Part
 
 STREAMS = 4
-"""Connections of one transfer. Two plain ones fill what loopback carries; where every chunk is summed as well, four
-keep the processors busy."""
+"""Connections of one transfer between machines, where one is often held to a part of what the network carries."""
+
+LOOPBACK_STREAMS = 2
+"""Within one machine two fill what memory carries; more only take processor time."""
 
 
 @dataclass(eq=False)
 class Pull:
-    """One transfer of one shard from its holders, nearest first. `abort` ends it from another thread."""
+    """One transfer of one shard from its holders, nearest first. `abort` ends it from another thread.
+
+    streams: connections; 0: as many as its way needs.
+    """
 
     key: Key
     holders: Sequence[Holder]
     token: str
-    streams: int = STREAMS
+    streams: int = 0
     fetched_bytes: int = 0
     passed_over: Callable[[str], None] = lambda why: None
     _peers: set[Peer] = field(default_factory=set)
@@ -63,7 +68,7 @@ class Pull:
         """
         nbytes = head.index.nbytes
         windows = -(-nbytes // WINDOW_BYTES)
-        count = max(1, min(max(self.streams, len(self.holders)), windows))
+        count = max(1, min(max(self.streams or self._enough(), len(self.holders)), windows))
         edges = [windows * i // count * WINDOW_BYTES for i in range(count)] + [nbytes]
         failed = threading.Event()  # then the others need not go on
 
@@ -101,6 +106,10 @@ class Pull:
             self._aborted = True
             for peer in self._peers:
                 peer.abort()
+
+    def _enough(self) -> int:
+        local = all(h.host.startswith("127.") or h.host in ("localhost", "::1") for h in self.holders)
+        return LOOPBACK_STREAMS if local else STREAMS
 
     def _connect(self, first: int) -> list[Peer]:
         """A connection to every holder, made when it is used; the streams begin with different ones."""
