@@ -21,7 +21,8 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
-from holdfast.checkpoint.memory import PAGE, SlotPool
+from holdfast.checkpoint.memory import SlotPool
+from holdfast.checkpoint.pages import PAGE
 from holdfast.checkpoint.peers import SnapshotServer
 from holdfast.checkpoint.pull import Pull, replicate
 from holdfast.protocol.snapshots import Holder, Key

@@ -8,7 +8,8 @@ from pathlib import Path
 from rows_on_tiers import row_of
 
 from holdfast.checkpoint.layout import Index, TensorSpec, parts_of
-from holdfast.checkpoint.memory import PAGE, Slot, SlotPool
+from holdfast.checkpoint.memory import Slot, SlotPool
+from holdfast.checkpoint.pages import PAGE
 from holdfast.protocol.snapshots import Copy, Key, Part
 
 BUDGET = 64 << 20

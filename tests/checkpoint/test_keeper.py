@@ -16,7 +16,8 @@ from holdfast.agent.snapshots import SnapshotKeeper
 from holdfast.checkpoint import peers
 from holdfast.checkpoint.archive import Archive
 from holdfast.checkpoint.layout import digest, parts_of
-from holdfast.checkpoint.memory import map_slot, remove_memory
+from holdfast.checkpoint.memory import remove_memory
+from holdfast.checkpoint.pages import map_slot
 from holdfast.checkpoint.rows import WINDOW_BYTES
 from holdfast.checkpoint.sums import sums_of
 from holdfast.errors import TierError
@@ -92,6 +93,18 @@ def test_a_copy_that_is_complete_counts_and_its_digests_are_right():
             assert held.took_s > 0
             assert a.keeper.copies() == (held.copy,)
             assert len(a.said) == 1
+
+    run(scenario())
+
+
+def test_the_slot_for_the_next_snapshot_is_brought_in_meanwhile():
+    async def scenario():
+        async with nodes("a", "b") as (a, b):
+            copy = await a.held(key_of(10))
+            await b.keeper.replicate(m.Replicate(copy, (a.holder,)))
+            for node in (a, b):
+                await asyncio.to_thread(node.keeper._copying.shutdown)
+                assert [len(node.keeper.pool._slots), len(node.keeper.copies())] == [2, 1]
 
     run(scenario())
 
@@ -210,7 +223,7 @@ def test_an_order_that_is_repeated_is_answered_without_a_transfer():
             await a.keeper.close()
             await b.keeper.replicate(m.Replicate(copy, (a.holder,)))
             assert [type(x) for x in b.said] == [m.Held, m.Held]
-            assert slot_files(b.folder) == 1
+            assert len(b.keeper.copies()) == 1
 
     run(scenario())
 
@@ -221,7 +234,7 @@ def test_an_order_that_is_repeated_while_it_is_carried_out_is_answered_once():
             copy = await a.held(key_of(10), LARGE)
             order = m.Replicate(copy, (a.holder,))
             await asyncio.gather(b.keeper.replicate(order), b.keeper.replicate(order))
-            assert [[type(x) for x in b.said], slot_files(b.folder)] == [[m.Held], 1]
+            assert [[type(x) for x in b.said], len(b.keeper.copies())] == [[m.Held], 1]
 
     run(scenario())
 

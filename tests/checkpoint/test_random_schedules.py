@@ -22,7 +22,8 @@ from snapshots_in_memory import (
 from holdfast.checkpoint.archive import Archive
 from holdfast.checkpoint.disk import DiskTier
 from holdfast.checkpoint.found import find_in_archive, find_in_memory
-from holdfast.checkpoint.memory import PAGE, SlotPool, remove_memory
+from holdfast.checkpoint.memory import SlotPool, remove_memory
+from holdfast.checkpoint.pages import PAGE
 from holdfast.checkpoint.peers import SnapshotServer
 from holdfast.checkpoint.pull import Pull, replicate
 from holdfast.errors import HoldfastError, TierError

@@ -26,7 +26,8 @@ from snapshots_in_memory import (
 
 from holdfast.checkpoint import memory
 from holdfast.checkpoint.layout import CHUNK_BYTES
-from holdfast.checkpoint.memory import PAGE, SlotMaps, SlotPool, SlotState, default_budget, hand_on, map_slot
+from holdfast.checkpoint.memory import SlotPool, SlotState, default_budget, hand_on
+from holdfast.checkpoint.pages import PAGE, SlotMaps, map_slot
 from holdfast.errors import ChecksumError, StateError, TierError
 
 
@@ -243,6 +244,41 @@ def test_memory_that_the_workers_need_is_left_alone(folder, monkeypatch):
         pool.begin(key_of(20), 2 << 20)
 
 
+def test_slots_that_were_brought_in_before_they_are_wanted(pool, folder):
+    pool.prepare(0, 100_000, lambda: False)
+    there = set(folder.iterdir())
+    assert [len(there), steps_of(pool), pool.writing()] == [2, [], []]
+    for step in (10, 20, 30):
+        assert is_right(save(pool, key_of(step)))
+        pool.whole(step)
+    pool.prepare(0, 100_000, lambda: False)
+    assert set(folder.iterdir()) == there
+
+
+def test_what_is_brought_in_takes_no_memory_from_a_snapshot(folder):
+    pool = SlotPool(folder, 3 << 20)
+    save(pool, key_of(10), 2 << 20)
+    pool.prepare(0, 2 << 20, lambda: False)
+    assert [slot_files(folder), pool.skipped] == [1, 0]
+    pool.prepare(1, 600_000, lambda: False)
+    assert slot_files(folder) == 2  # there is room for one
+    pool.prepare(1, 600_000, lambda: False)
+    save(pool, key_of(10, rank=2), 700_000)
+    assert [steps_of(pool), slot_files(folder)] == [[10, 10], 2]  # which went for what is really there
+
+
+def test_bringing_in_ends_when_the_job_does(pool, folder):
+    answers = iter([False, True, True])
+    pool.prepare(0, 100_000, lambda: next(answers))
+    assert [slot_files(folder), pool.nbytes, pool.skipped] == [0, 0, 0]
+
+
+def test_slots_that_the_state_has_outgrown_are_given_back(pool, folder):
+    pool.prepare(0, 100_000, lambda: False)
+    save(pool, key_of(10), 1 << 20)
+    assert [slot_files(folder), pool.nbytes] == [1, 1 << 20]
+
+
 @pytest.mark.parametrize("call", ["posix_fallocate", "open"])
 def test_a_memory_file_system_that_refuses(folder, monkeypatch, call):
     pool = SlotPool(folder, BUDGET)
@@ -387,7 +423,8 @@ CHILD = """
 import sys
 from pathlib import Path
 from snapshots_in_memory import BUDGET, fill, key_of, save
-from holdfast.checkpoint.memory import SlotPool, map_slot
+from holdfast.checkpoint.memory import SlotPool
+from holdfast.checkpoint.pages import map_slot
 what, folder = sys.argv[1], Path(sys.argv[2])
 if what == "owner":
     pool = SlotPool(folder, BUDGET)

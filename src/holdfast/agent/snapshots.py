@@ -69,6 +69,7 @@ class SnapshotKeeper:
         self._filling: dict[str, tuple[Key, Slot, float]] = {}
         self._asked: dict[str, Key] = {}
         self._pulls: set[Pull] = set()
+        self._prepared: set[tuple[int, int]] = set()
         self._archives: dict[str, Archive] = {}
         self._stores = 0
         self._freed = asyncio.Event()
@@ -94,6 +95,12 @@ class SnapshotKeeper:
 
     # ------------------------------------------------------------ this node's workers
 
+    def _prepare(self, rank: int, nbytes: int) -> None:
+        """A shard's size is known: the slot for its next snapshot is brought in before somebody waits for it."""
+        if (rank, nbytes) not in self._prepared and not self._closing.is_set():
+            self._prepared.add((rank, nbytes))
+            self._copying.submit(self.pool.prepare, rank, nbytes, self._closing.is_set)
+
     async def slot_wanted(self, worker: str, message: m.SlotWanted) -> m.SlotGiven:
         """A slot for a worker's copy, its pages present."""
         self.gone(worker)  # it gave up what it had begun
@@ -108,6 +115,7 @@ class SnapshotKeeper:
             self._send(m.NotHeld(message.key, "its worker ended before it had a slot"))
             return m.SlotGiven(message.key, None, "taken back")
         self._filling[worker] = (message.key, slot, time.monotonic())
+        self._prepare(message.key.rank, message.nbytes)
         return m.SlotGiven(message.key, str(slot.path))
 
     async def _begin(self, message: m.SlotWanted) -> Slot:
@@ -166,6 +174,7 @@ class SnapshotKeeper:
             self._send(m.NotHeld(key, str(error)))
         else:
             self._send(m.Held(_copy_of(slot), 0.0, time.monotonic() - began_s))
+            self._prepare(key.rank, slot.row_bytes)
         finally:
             self._pulls.discard(pull)
 

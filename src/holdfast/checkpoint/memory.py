@@ -14,7 +14,6 @@ snapshot lives in.
 
 from __future__ import annotations
 
-import ctypes
 import enum
 import mmap
 import os
@@ -23,19 +22,20 @@ import stat
 import struct
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
 
+from holdfast.checkpoint import pages
 from holdfast.checkpoint.layout import CHUNK_BYTES, Head, Index, decode_head, encode_head
+from holdfast.checkpoint.pages import PAGE
 from holdfast.checkpoint.sums import damaged, sums_of
 from holdfast.errors import ChecksumError, StateError, TierError
 from holdfast.protocol.snapshots import Key, Part
 
-PAGE = 4096
 _HEADER = struct.Struct(
     "<8sIIqqiiQQ16sQ"
 )  # magic, version, state, step, generation, rank, world, row, head, digest, run
@@ -44,13 +44,8 @@ _VERSION = 2
 SLOTS_PER_SHARD = 2
 PIECE_BYTES = 128 * CHUNK_BYTES
 MAKE_ATTEMPTS = 100
-POPULATE_BYTES = 64 << 20
-MADV_POPULATE_WRITE = 23
 RESERVE_BYTES = 64 << 20
 """Left free in the memory file system, whatever the budget says."""
-
-
-_libc = ctypes.CDLL(None)
 
 
 class SlotState(enum.IntEnum):
@@ -131,6 +126,7 @@ class SlotPool:
         self._lock = threading.RLock()
         self._slots: list[Slot] = []
         self._whole_step = -1
+        self._coming_bytes = 0
         own_folder(folder)
         self._adopt()
 
@@ -151,9 +147,47 @@ class SlotPool:
             slot.run = self._run
             slot.head = slot.sums = b""
         if slot.memory is None:
-            self._bring_in(slot)
+            try:
+                self._bring_in(slot)
+            except TierError:
+                with self._lock:
+                    self._slots.remove(slot)
+                    self.skipped += 1
+                raise
         _write_header(slot)
         return slot
+
+    def prepare(self, rank: int, row_bytes: int, ended: Callable[[], bool]) -> None:
+        """Brings the memory of a shard's slots in before they are wanted, unless that takes it from another snapshot.
+
+        Args:
+            ended: asked now and then; when it says so, what was begun is given back.
+        """
+        need = _head_at(row_bytes)
+        while True:
+            with self._lock:
+                if self._has_slots(rank, row_bytes) or self._room() < need:
+                    return
+                path = self.folder / f"{uuid.uuid4().hex}.slot"
+                slot = Slot(path, row_bytes, key=Key(0, 0, rank, 1))
+                self._coming_bytes += need
+            try:
+                self._bring_in(slot, ended)
+            except TierError:
+                return  # whoever needs the memory will say so
+            finally:
+                with self._lock:
+                    self._coming_bytes -= need
+            with self._lock:
+                if ended() or self._has_slots(rank, row_bytes):
+                    slot.path.unlink(missing_ok=True)
+                    return
+                _write_header(slot)
+                self._slots.append(slot)
+
+    def _has_slots(self, rank: int, row_bytes: int) -> bool:
+        there = [s for s in self._slots if s.key.rank == rank and s.capacity >= row_bytes]
+        return len(there) >= SLOTS_PER_SHARD
 
     def seal(self, slot: Slot, index: Index) -> None:
         """The copy is complete: sums it up and lets it count. The slot is still to be dropped when this raises.
@@ -272,7 +306,9 @@ class SlotPool:
     def _planned(self, key: Key, row_bytes: int) -> Slot:
         """A new slot, counted from now on; its memory is still to be brought in."""
         shard = [s for s in self._slots if s.key.rank == key.rank and not s.users]
-        for slot in [s for s in shard if self._dispensable(s, key)]:  # too small: the state has grown
+        for slot in [
+            s for s in shard if s.state is SlotState.FREE or self._dispensable(s, key)
+        ]:  # too small: the state has grown
             self._give_back(slot)
         mine = [s for s in shard if s.state is not SlotState.FREE and not self._dispensable(s, key, True)]
         if len(mine) >= SLOTS_PER_SHARD:
@@ -286,17 +322,13 @@ class SlotPool:
         self._slots.append(slot)
         return slot
 
-    def _bring_in(self, slot: Slot) -> None:
+    def _bring_in(self, slot: Slot, ended: Callable[[], bool] = lambda: False) -> None:
         """Makes a planned slot's file, all its pages present. Takes half a second for a GiB: not under the lock."""
         need = _head_at(slot.capacity)
         try:
             with slot.path.open("x+b") as file:
-                os.posix_fallocate(file.fileno(), 0, need)
-                slot.memory = _map(file.fileno(), slot.capacity)
+                slot.memory = pages.bring_in(file.fileno(), need, slot.capacity, ended)
         except OSError as error:
-            with self._lock:
-                self._slots.remove(slot)
-                self.skipped += 1
             slot.path.unlink(missing_ok=True)
             raise TierError(f"no memory for a snapshot of {-(-need >> 20)} MiB: {error.strerror}") from error
 
@@ -319,7 +351,8 @@ class SlotPool:
         slot.path.unlink(missing_ok=True)
 
     def _room(self) -> int:
-        return min(self.budget_bytes - self.nbytes, free_bytes(self.folder) - RESERVE_BYTES)
+        free = free_bytes(self.folder) - RESERVE_BYTES
+        return min(self.budget_bytes - self.nbytes, free) - self._coming_bytes
 
     # ------------------------------------------------------------ adoption
 
@@ -331,52 +364,6 @@ class SlotPool:
                 path.unlink(missing_ok=True)
             else:
                 self._slots.append(slot)
-
-
-def _map(file: int, row_bytes: int) -> mmap.mmap:
-    """Header and row, every page of it present from now on."""
-    memory = mmap.mmap(file, PAGE + row_bytes)
-    _populate(memory)
-    return memory
-
-
-def _populate(memory: mmap.mmap) -> None:
-    """Brings all pages in. Not with MAP_POPULATE: Python's mmap keeps the GIL during the call, and half a second for
-    every GiB is as good as dead to an agent that must say that it lives."""
-    begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    for low in range(0, len(memory), POPULATE_BYTES):
-        size = min(POPULATE_BYTES, len(memory) - low)
-        if _libc.madvise(ctypes.c_void_p(begin + low), ctypes.c_size_t(size), MADV_POPULATE_WRITE):
-            return  # a kernel before 5.14: the pages come in with the first copy
-
-
-def map_slot(path: Path, row_bytes: int) -> mmap.mmap:
-    """A slot in the worker's address space: the row begins at byte PAGE.
-
-    Raises:
-        TierError: the slot is gone.
-    """
-    try:
-        with path.open("r+b") as file:
-            return _map(file.fileno(), row_bytes)
-    except (OSError, ValueError) as error:
-        raise TierError(f"the snapshot memory {path} is gone: {error}") from error
-
-
-class SlotMaps:
-    """The agent's slots in this process's address space. A slot stays mapped: its pages are present then."""
-
-    def __init__(self) -> None:
-        self._maps: dict[str, mmap.mmap] = {}
-
-    def row(self, path: str, nbytes: int) -> memoryview:
-        """The row of a slot. Raises TierError when the slot is gone."""
-        memory = self._maps.get(path)
-        if memory is None or len(memory) < PAGE + nbytes:
-            memory = self._maps[path] = map_slot(Path(path), nbytes)
-        for old in [p for p in self._maps if p != path and not Path(p).exists()]:
-            del self._maps[old]  # the agent gave its memory back
-        return memoryview(memory)[PAGE : PAGE + nbytes]
 
 
 def memory_base() -> Path:
@@ -504,7 +491,7 @@ def _read_slot(path: Path) -> Slot | None:
     try:
         with path.open("r+b") as file:
             capacity = os.fstat(file.fileno()).st_size - PAGE
-            memory = _map(file.fileno(), capacity)
+            memory = pages.map_row(file.fileno(), capacity)
     except (OSError, ValueError):
         return None
     key = Key(step, _adopted(generation, run), rank, world)

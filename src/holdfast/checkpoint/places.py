@@ -24,13 +24,13 @@ from holdfast.checkpoint.found import Found, find_in_archive, find_in_memory
 from holdfast.checkpoint.layout import Index, encode_head
 from holdfast.checkpoint.memory import (
     Slot,
-    SlotMaps,
     SlotPool,
     default_budget,
     memory_base,
     own_folder,
     remove_memory,
 )
+from holdfast.checkpoint.pages import SlotMaps
 from holdfast.checkpoint.policy import Retention, parse_cadence
 from holdfast.checkpoint.ranks import Ranks
 from holdfast.checkpoint.sums import sums_of

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from holdfast.checkpoint.memory import SlotMaps
+from holdfast.checkpoint.pages import SlotMaps
 from holdfast.checkpoint.policy import best_interval_s, parse_cadence
 from holdfast.errors import StateError, TierError
 from holdfast.protocol import messages as m

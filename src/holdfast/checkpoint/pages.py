@@ -1,0 +1,82 @@
+"""The pages of a slot: brought in before anybody waits for them, and mapped into a process once."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from holdfast.errors import TierError
+
+PAGE = 4096
+BRING_IN_BYTES = 64 << 20
+MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23
+
+_libc = ctypes.CDLL(None)
+
+
+def bring_in(file: int, nbytes: int, row_bytes: int, ended: Callable[[], bool]) -> mmap.mmap:
+    """Allocates the file's `nbytes` and maps header and row, every page present from now on. Not with MAP_POPULATE:
+    Python's mmap keeps the GIL during the call, and half a second for every GiB is as good as dead to an agent that
+    must say that it lives.
+
+    Args:
+        ended: asked now and then; when it says so, the rest is left out.
+
+    Raises:
+        OSError: no memory.
+    """
+    for low in range(0, nbytes, BRING_IN_BYTES):
+        if ended():
+            raise InterruptedError(0, "it is not wanted any more")
+        os.posix_fallocate(file, low, min(BRING_IN_BYTES, nbytes - low))
+    memory = mmap.mmap(file, PAGE + row_bytes)
+    _populate(memory, MADV_POPULATE_WRITE, ended)
+    return memory
+
+
+def map_row(file: int, row_bytes: int) -> mmap.mmap:
+    """Header and row of a file whose pages are there. To read a page in is enough to write to it, and takes a third of
+    the time."""
+    memory = mmap.mmap(file, PAGE + row_bytes)
+    _populate(memory, MADV_POPULATE_READ, lambda: False)
+    return memory
+
+
+def _populate(memory: mmap.mmap, advice: int, ended: Callable[[], bool]) -> None:
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    for low in range(0, len(memory), BRING_IN_BYTES):
+        size = min(BRING_IN_BYTES, len(memory) - low)
+        if ended() or _libc.madvise(ctypes.c_void_p(begin + low), ctypes.c_size_t(size), advice):
+            return  # a kernel before 5.14: the pages come in with the first copy
+
+
+def map_slot(path: Path, row_bytes: int) -> mmap.mmap:
+    """A slot in the worker's address space: the row begins at byte PAGE.
+
+    Raises:
+        TierError: the slot is gone.
+    """
+    try:
+        with path.open("r+b") as file:
+            return map_row(file.fileno(), row_bytes)
+    except (OSError, ValueError) as error:
+        raise TierError(f"the snapshot memory {path} is gone: {error}") from error
+
+
+class SlotMaps:
+    """The agent's slots in this process's address space. A slot stays mapped: its pages are present then."""
+
+    def __init__(self) -> None:
+        self._maps: dict[str, mmap.mmap] = {}
+
+    def row(self, path: str, nbytes: int) -> memoryview:
+        """The row of a slot. Raises TierError when the slot is gone."""
+        memory = self._maps.get(path)
+        if memory is None or len(memory) < PAGE + nbytes:
+            memory = self._maps[path] = map_slot(Path(path), nbytes)
+        for old in [p for p in self._maps if p != path and not Path(p).exists()]:
+            del self._maps[old]  # the agent gave its memory back
+        return memoryview(memory)[PAGE : PAGE + nbytes]
