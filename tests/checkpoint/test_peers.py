@@ -4,6 +4,7 @@ import http.client
 import json
 import threading
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 from rows_on_tiers import row_of
@@ -291,6 +292,55 @@ def test_a_connection_after_the_close_is_not_served(nodes):
     nodes[0].server.close()
     with pytest.raises(TierError, match="does not answer"):
         Peer("127.0.0.1", nodes[0].holder.port, TOKEN, KEY).head()
+
+
+# ---------------------------------------------------------------- the own node
+
+
+def read_from_own(node, part):
+    """The row as a worker of the node's reads it, and how often the node sent some of it."""
+    pull = pull_from([node], own_node="a")
+    _, head = pull.head(part)
+    taken = {}
+    pull.run(head, lambda row, low, high: taken.update({low: bytes(row.fetch(low, high))}))
+    return b"".join(taken[low] for low in sorted(taken))
+
+
+def test_the_own_nodes_memory_is_read_from_its_file(nodes, monkeypatch):
+    part = save_on(nodes[:1])
+    monkeypatch.setattr(peers, "_send", lambda *args: pytest.fail("was sent"))
+    assert read_from_own(nodes[0], part) == row_of(10, 0, LARGE)
+
+
+def test_a_file_that_cannot_be_seen_is_sent(nodes, monkeypatch):
+    part = save_on(nodes[:1])
+    slot = nodes[0].pool.held()[0]
+    monkeypatch.setattr(slot, "path", Path("/not/here"))
+    assert read_from_own(nodes[0], part) == row_of(10, 0, LARGE)
+
+
+def test_the_own_nodes_memory_is_verified_too(nodes):
+    part = save_on(nodes[:1])
+    flip(nodes[0].pool.held()[0], 5)
+    with pytest.raises(StateError, match="memory of a: bytes 0 to 32768 were changed"):
+        read_from_own(nodes[0], part)
+
+
+def test_a_slot_that_the_own_node_reads_is_not_overwritten(nodes):
+    a = nodes[0]
+    save_on([a])
+    slot = a.pool.held()[0]
+    peer = peers.peer_of(a.holder, TOKEN, KEY, "a")
+    with closing(peer):
+        peer.read_into(0, memoryview(bytearray(10)))
+        a.pool.whole(10)
+        for step in (20, 30):
+            save(a.pool, key_of(step), LARGE)
+            a.pool.whole(step)
+        assert is_right(slot, LARGE)
+        assert slot.users == 1
+        a.server.close()  # does not wait for its readers
+    assert slot.key == KEY
 
 
 # ---------------------------------------------------------------- bytes that are not what was sealed

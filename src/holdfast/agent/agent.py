@@ -182,6 +182,7 @@ class Agent:
         env = dict(order.env)
         env["HOLDFAST_JOB_DIR"] = str(config.job_dir)
         env["HOLDFAST_WORKER"] = order.worker
+        env["HOLDFAST_NODE"] = config.node
         worker.tell(
             m.Start(
                 order.worker,

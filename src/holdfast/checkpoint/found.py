@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from holdfast.checkpoint.archive import Archive
 from holdfast.checkpoint.layout import Head, TensorSpec, digest
-from holdfast.checkpoint.peers import Peer
+from holdfast.checkpoint.peers import peer_of
 from holdfast.checkpoint.pull import Pull
 from holdfast.checkpoint.rows import Row
 from holdfast.errors import StateError
@@ -85,9 +85,12 @@ def find_in_archive(archive: Archive, step: int, passed_over: Said = lambda why:
 
 
 def find_in_memory(
-    shards: Sequence[tuple[Copy, tuple[Holder, ...]]], token: str, passed_over: Said = lambda why: None
+    shards: Sequence[tuple[Copy, tuple[Holder, ...]]],
+    token: str,
+    passed_over: Said = lambda why: None,
+    own_node: str = "",
 ) -> Found:
-    """A snapshot in the memory of agents; of each shard the holders, nearest first.
+    """A snapshot in the memory of agents; of each shard the holders, nearest first. own_node: the reader's.
 
     Raises:
         StateError: a shard's head cannot be had from any of its holders.
@@ -99,7 +102,7 @@ def find_in_memory(
 
     def open_row(rank: int) -> Row:
         copy, holders = ordered[rank]
-        peers = [Peer(h.host, h.port, token, copy.key, f"the memory of {h.node}") for h in holders]
+        peers = [peer_of(h, token, copy.key, own_node) for h in holders]
         return Row(peers, heads[rank].sums, heads[rank].index.nbytes, passed_over)
 
     step = ordered[0][0].key.step

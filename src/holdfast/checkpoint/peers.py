@@ -5,6 +5,7 @@ Plain HTTP with the job's token, straight out of the shared memory; `curl` can r
     GET /snapshots                                            what is held here, JSON
     GET /snapshots/STEP/GENERATION/RANK/WORLD/head            msgpack, see `layout.Head`
     GET /snapshots/STEP/GENERATION/RANK/WORLD/row  Range: ... bytes
+    GET /snapshots/STEP/GENERATION/RANK/WORLD/hold            the slot's file; it stays as it is until you close
 
 The reader verifies the row against the sums in the head, and the head against the digest that its agent reported.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import hmac
 import http.client
+import os
 import re
 import select
 import socket
@@ -24,8 +26,9 @@ import msgspec
 
 from holdfast.checkpoint.layout import Head, decode_head, digest
 from holdfast.checkpoint.memory import Slot, SlotPool
+from holdfast.checkpoint.pages import PAGE
 from holdfast.errors import StateError, TierError
-from holdfast.protocol.snapshots import Key, Part
+from holdfast.protocol.snapshots import Holder, Key, Part
 
 CONNECT_S = 5.0
 STALL_S = 20.0
@@ -96,7 +99,7 @@ class SnapshotServer:
                 if self.path == "/snapshots":
                     self._send(msgspec.json.encode([s.key for s in server._pool.held()]))
                     return
-                wanted = re.fullmatch(r"/snapshots/(\d+)/(-?\d+)/(\d+)/(\d+)/(head|row)", self.path)
+                wanted = re.fullmatch(r"/snapshots/(\d+)/(-?\d+)/(\d+)/(\d+)/(head|row|hold)", self.path)
                 if not wanted:
                     self.send_error(404)
                     return
@@ -105,6 +108,9 @@ class SnapshotServer:
                     with server._pool.reading(key) as slot:
                         if wanted[5] == "head":
                             self._send(slot.head)
+                        elif wanted[5] == "hold":
+                            self._send(str(slot.path).encode())
+                            self._wait_for_close()
                         else:
                             self._send_row(slot)
                 except StateError as error:
@@ -115,6 +121,11 @@ class SnapshotServer:
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)
+
+            def _wait_for_close(self) -> None:
+                self.close_connection = True
+                self.connection.settimeout(None)
+                self.connection.recv(1)
 
             def _send_row(self, slot: Slot) -> None:
                 wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
@@ -274,3 +285,50 @@ class Peer:
         """Closes the connection; the next read makes it anew."""
         self._coming = None
         self._connection.close()
+
+
+class OwnNode(Peer):
+    """The agent of this node: it keeps the slot as it is while the connection is open, and its file is read instead."""
+
+    _file: int | None = None
+    _reachable = True
+
+    def read_into(self, low: int, view: memoryview) -> None:
+        """Fills `view` with the row's bytes from `low` on."""
+        if self._file is None and self._reachable:
+            self._hold()
+        if self._file is None:
+            super().read_into(low, view)
+            return
+        if self._aborted:
+            raise TierError(f"the transfer from {self.where} was ended")
+        while view:
+            got = os.preadv(self._file, [view], PAGE + low)
+            if not got:
+                raise TierError(f"{self.where} is cut short")
+            low, view = low + got, view[got:]
+
+    def _hold(self) -> None:
+        try:
+            path = self._answer("hold", {}).read().decode()
+        except (OSError, http.client.HTTPException) as error:
+            self.close()
+            raise TierError(f"{self.where} does not answer: {error}") from error
+        try:
+            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:  # worker and agent see different folders: over the network, then
+            self._reachable = False
+            self.close()
+
+    def close(self) -> None:
+        """Closes the connection and lets the slot go; the next read takes both anew."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+        super().close()
+
+
+def peer_of(holder: Holder, token: str, key: Key, own_node: str = "") -> Peer:
+    """The way to a holder's memory. own_node: the name of the reader's."""
+    kind = OwnNode if holder.node == own_node else Peer
+    return kind(holder.host, holder.port, token, key, f"the memory of {holder.node}")

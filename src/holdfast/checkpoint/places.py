@@ -116,6 +116,7 @@ class AgentPlace:
         self.rank, self.world = int(env.get("RANK", "0")), int(env.get("WORLD_SIZE", "1"))
         self.ranks = Ranks("agent", self.rank, self.world if store is not None else 1, store)
         self.store = store
+        self._node = env.get("HOLDFAST_NODE", "")
         self._generation = int(env.get("HOLDFAST_GENERATION", "0"))
         self._tiers = [tier.url for tier in tiers_of(env)]
         self._link = link
@@ -156,7 +157,7 @@ class AgentPlace:
             passed_over(f"the coordinator did not say within {ASK_S:g} s what is in memory")
         if found is not None and found.copies:
             try:
-                yield find_in_memory(found.copies, self._link.token, passed_over)
+                yield find_in_memory(found.copies, self._link.token, passed_over, self._node)
             except StateError as error:
                 passed_over(str(error))
         yield from in_archives(self._tiers, passed_over)

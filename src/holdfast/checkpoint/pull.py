@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from holdfast.checkpoint.layout import Head
 from holdfast.checkpoint.memory import Slot, SlotPool
-from holdfast.checkpoint.peers import Peer
+from holdfast.checkpoint.peers import Peer, peer_of
 from holdfast.checkpoint.rows import WINDOW_BYTES, Row
 from holdfast.errors import HoldfastError, StateError
 from holdfast.protocol.snapshots import Holder, Key, Part
@@ -26,13 +26,14 @@ LOOPBACK_STREAMS = 2
 class Pull:
     """One transfer of one shard from its holders, nearest first. `abort` ends it from another thread.
 
-    streams: connections; 0: as many as its way needs.
+    streams: connections; 0: as many as its way needs. own_node: the name of the reader's, if it may read from a file.
     """
 
     key: Key
     holders: Sequence[Holder]
     token: str
     streams: int = 0
+    own_node: str = ""
     fetched_bytes: int = 0
     passed_over: Callable[[str], None] = lambda why: None
     _peers: set[Peer] = field(default_factory=set)
@@ -116,7 +117,7 @@ class Pull:
         with self._lock:
             self._check_aborted()
             order = list(itertools.islice(itertools.cycle(self.holders), first, first + len(self.holders)))
-            peers = [Peer(h.host, h.port, self.token, self.key, f"the memory of {h.node}") for h in order]
+            peers = [peer_of(h, self.token, self.key, self.own_node) for h in order]
             self._peers.update(peers)
             return peers
 

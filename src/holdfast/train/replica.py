@@ -243,7 +243,8 @@ class Replica:
     def _from_memory(self, form: m.Form) -> state.Image:
         """The snapshot, from this node's memory or another's."""
         assert form.copy is not None
-        pull = Pull(form.copy.key, form.holders, self.link.token)
+        own_node = self.link.start.env.get("HOLDFAST_NODE", "")
+        pull = Pull(form.copy.key, form.holders, self.link.token, own_node=own_node)
         self.link.guard(form.generation.number, pull.abort)
         try:
             return durable.pull_image(self._protected, pull, form.copy.shard.head, self._restoring(form))
