@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -22,17 +24,28 @@ from bench.checkpoint import reshard
 from bench.processes import Children, Group, stop_signals
 from bench.progress import Progress
 from bench.recovery.analyse import Spread, spread
-from bench.recovery.environments import ROOT, versions
+from bench.recovery.environments import ROOT, Environment, InstallError, create, versions
 from bench.recovery.systems.base import worker_environment
 
 HERE = Path(__file__).parent
 SECTIONS = ("stall", "slowdown", "transfer", "reshard")
 WIDTH = 100
+STEPS = {"wait": "waits", "compute": "computes"}
+MEMORY_PASSES = 8
+"""Over a shard: read and write in the copy, into the socket and out of it (6); read for each of two checksums."""
+
 PEERS = {
     "warm memcpy": "warm memcpy (the floor)",
     "holdfast": "hf.checkpoint.save",
     "holdfast overlapped": "hf.checkpoint.save(overlap=True)",
 }
+
+
+DLROVER = Environment(
+    "dlrover",
+    ("dlrover",),
+    lambda environment: environment.pip("install", "dlrover[torch]==0.6.1", "grpcio>=1.60", "protobuf>=4.22"),
+)
 
 
 class Failed(Exception):
@@ -42,7 +55,14 @@ class Failed(Exception):
 def main() -> int:
     chosen = options()
     console = Console(width=WIDTH)
+    if chosen.setup:
+        try:
+            create(DLROVER)
+        except InstallError as error:
+            console.print(f"{DLROVER.name}: {error}", style="red", markup=False)
     found = versions(Path(sys.executable), ["torch", "holdfast"])
+    if DLROVER.trouble() is None:
+        found |= versions(DLROVER.python, DLROVER.packages)
     machine.introduce(
         console, found, f"{chosen.ranks} ranks of {chosen.mib} MiB; {chosen.repetitions} repetitions"
     )
@@ -79,6 +99,7 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--mib", type=int, default=1024, help="state of every rank (default: 1024)")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--setup", action="store_true", help="install DLRover into an environment of its own")
     parser.add_argument("--timeout-s", type=float, default=1200.0, help="for one section")
     parser.add_argument("--json", type=Path, help="write every measurement to this file")
     chosen = parser.parse_args(arguments)
@@ -156,7 +177,44 @@ def run_stall(
     folder = scratch / "peers"
     folder.mkdir()
     extra = ("--repetitions", str(chosen.repetitions), "--folder", str(folder))
-    return _under_holdfast(processes, "stall", chosen, scratch, progress, *extra)
+    lines = _under_holdfast(processes, "stall", chosen, scratch, progress, *extra)
+    if DLROVER.trouble() is None:
+        lines += _flash(processes, chosen, scratch, progress)
+    return lines
+
+
+def _flash(
+    processes: Group, chosen: argparse.Namespace, scratch: Path, progress: Progress
+) -> list[dict[str, Any]]:
+    """DLRover's own processes, right after ours."""
+    output, log = scratch / "flash.out", ROOT / "out" / "checkpoint" / "flash.log"
+    argv = [str(DLROVER.python), "-m", "torch.distributed.run", "--rdzv-backend", "c10d"]
+    argv += [
+        "--rdzv-endpoint",
+        "localhost:0",
+        "--rdzv-id",
+        scratch.name,
+        "--nproc-per-node",
+        str(chosen.ranks),
+        str(HERE / "flash.py"),
+        "--mib",
+        str(chosen.mib),
+    ]
+    argv += ["--repetitions", str(chosen.repetitions), "--folder", str(scratch / "flash")]
+    environment = worker_environment(DLROVER.python)
+    log.unlink(missing_ok=True)
+    process = processes.spawn([*argv, "--output", str(output)], environment, log)
+    deadline = time.monotonic() + chosen.timeout_s
+    while process.poll() is None:
+        if time.monotonic() > deadline:
+            raise Failed(f"DLRover was not done within {chosen.timeout_s:.0f} s; log {log}")
+        progress("stall: DLRover Flash Checkpoint")
+        time.sleep(0.2)
+    for left in Path("/dev/shm").glob(f"{scratch.name}_ckpt_shm_*"):
+        left.unlink()  # it stays for a restarted job
+    if process.returncode:
+        raise Failed(f"DLRover ended with {process.returncode}; log {log}")
+    return [json.loads(x) for path in scratch.glob("flash.out-*") for x in path.read_text().splitlines()]
 
 
 def run_slowdown(
@@ -200,7 +258,7 @@ Shown = Iterable[tuple[Table, str]]
 
 
 def show_stall(lines: list[dict[str, Any]]) -> Shown:
-    measured = [x for x in lines if "method" in x]
+    measured = [x for x in lines if "method" in x and x["repetition"] >= 0]
     slowest: dict[str, list[float]] = {}
     complete: dict[str, list[float]] = {}
     for method in dict.fromkeys(x["method"] for x in measured):
@@ -218,27 +276,66 @@ def show_stall(lines: list[dict[str, Any]]) -> Shown:
         share = f"{taken.median / floor.median:.2f}" if taken and floor else "–"
         table.add_row(PEERS.get(method, method), _cell(taken), share, _cell(spread(complete[method])))
     memory = next(x for x in lines if "slot_bytes" in x)
+    first: dict[int, float] = {}
+    for x in lines:
+        if x.get("method") == "holdfast" and x["repetition"] < 0:
+            first[x["repetition"]] = max(first.get(x["repetition"], 0.0), x["stall_s"])
+    beginnings = ", ".join(f"{first[r]:.2f}" for r in sorted(first))
     yield (
         table,
         "Stall: until the state may be changed again, of the slowest rank; median (min–max). Complete: in two nodes' "
         "memory for Holdfast, in the page cache for the others. The overlapped one copies beside a computation of "
         f"0.5 s; its stall is the call and the wait afterwards. Slots took {memory['slot_bytes'] / memory['state_bytes']:.2f} "
-        "times the state at most, on all nodes, two copies of every shard included.",
+        "times the state at most, on all nodes: two copies of every shard, of two snapshots, are 4. "
+        f"The first snapshots of all, whose memory was brought in, stood still for {beginnings} s.",
     )
 
 
 def show_slowdown(lines: list[dict[str, Any]]) -> Shown:
-    blocks = [x for x in lines if "saves" in x and x["rank"] == 0]
-    on = spread(x["step_s"] for x in blocks if x["saves"])
-    off = spread(x["step_s"] for x in blocks if not x["saves"])
-    table = _table("Training beside snapshots, one every 10 steps", ("", "a step", "of without"))
-    table.add_row("without", _cell(off, 4), "1.000")
-    table.add_row("with", _cell(on, 4), f"{on.median / off.median:.3f}" if on and off else "–")
-    saved = sum(x["saved"] for x in blocks)
+    blocks = [x for x in lines if "saves" in x]
+    copies = [x for x in lines if "memcpy_s" in x]
+    cores = len(os.sched_getaffinity(0))
+    moved_s = MEMORY_PASSES / 2 * sum(x["memcpy_s"] for x in copies) / copies[0]["every"]
+    columns = ("the processor", "a step without, s", "with, s", "of without", "memory's floor", "processor's")
+    table = _table("Training beside snapshots, one every 10 steps", columns)
+    used = []
+    for kind in dict.fromkeys(x["kind"] for x in blocks):
+        same = [x for x in blocks if x["kind"] == kind]
+        by_saves = {
+            saves: spread(x["step_s"] for x in same if x["rank"] == 0 and x["saves"] is saves)
+            for saves in (True, False)
+        }
+        on, off = by_saves[True], by_saves[False]
+        if on is None or off is None:
+            continue
+        extra_s = _extra_cpu_s(same)
+        used.append(extra_s * copies[0]["every"] / len(copies))
+        busy = kind == "compute"
+        floors = [f"{1 + x / cores / off.median:.3f}" if busy else "1" for x in (moved_s, extra_s)]
+        table.add_row(STEPS[kind], _cell(off), _cell(on), f"{on.median / off.median:.3f}", *floors)
+    saved = sum(x["saved"] for x in blocks if x["rank"] == 0)
     yield (
         table,
-        f"Blocks of 20 steps, in turn, in the same processes; {saved} snapshots were taken by rank 0.",
+        f"Blocks of 20 steps, in turn, in the same processes; {saved} snapshots were taken by rank 0. Where the processor "
+        "waits, a timer stands in for an accelerator. Where it computes no core is idle, and all that is done beside is "
+        "taken from training: the memory's floor is a copy of every shard, its way through two sockets and two "
+        f"checksums ({MEMORY_PASSES} times its bytes read or written) at the speed of a memcpy; the processor's is "
+        f"what workers and agents really used: {', '.join(f'{x:.2f}' for x in used)} s for every shard and snapshot.",
     )
+
+
+def _extra_cpu_s(blocks: list[dict[str, Any]]) -> float:
+    """Processor seconds for every step that workers and agents used more with snapshots, over all ranks."""
+    by_saves = [
+        sum(
+            statistics.median(
+                x["cpu_s"] / x["steps"] for x in blocks if x["rank"] == rank and x["saves"] is saves
+            )
+            for rank in {x["rank"] for x in blocks}
+        )
+        for saves in (True, False)
+    ]
+    return by_saves[0] - by_saves[1]
 
 
 def show_transfer(lines: list[dict[str, Any]]) -> Shown:

@@ -58,10 +58,9 @@ def main() -> None:
                 dist.barrier()
                 stall_s, complete_s = method(repetition + given.warm_up + 1)
                 dist.barrier()
-                if repetition >= 0:
-                    line = {"method": name, "rank": rank, "stall_s": stall_s, "complete_s": complete_s}
-                    out.write(json.dumps(line) + "\n")
-                    out.flush()
+                line = {"method": name, "rank": rank, "stall_s": stall_s, "complete_s": complete_s}
+                out.write(json.dumps(line | {"repetition": repetition}) + "\n")
+                out.flush()
                 if rank == 0:
                     print(f"{repetition:3d}  {name:32s} {stall_s:.3f} s", flush=True)
     dist.barrier()
