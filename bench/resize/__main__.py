@@ -75,12 +75,12 @@ class Watched:
 
 def stall(commits: Sequence[Commit], asked: int, world: int) -> float:
     """The change after commit number `asked` to `world` workers, seconds."""
-    old = commits[asked - 1].gen
-    new = next(c for c in commits[asked:] if c.gen != old and c.world == world)
+    old = commits[asked - 1]  # torchrun counts no restart for a worker that joins
+    new = next(c for c in commits[asked:] if c.world == world and (c.gen, c.world) != (old.gen, old.world))
     before = max(c.t for c in commits[: commits.index(new)])
     steps: dict[int, float] = {}
     for c in commits:
-        if c.gen == new.gen and c.t >= new.t:
+        if (c.gen, c.world) == (new.gen, world) and c.t >= new.t:
             steps.setdefault(c.step, c.t)
     times = sorted(steps.values())
     return new.t - before - statistics.median(b - a for a, b in itertools.pairwise(times))
