@@ -38,7 +38,7 @@ from holdfast.engines.client import JobClient
 
 HERE = Path(__file__).parent
 CALM_STEPS = 12
-LIMIT_S = 60.0
+LIMIT_S = 150.0
 WIDTH = 100
 Stalls = dict[str, list[float]]
 

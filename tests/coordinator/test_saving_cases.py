@@ -778,3 +778,17 @@ def test_when_the_buddy_cannot_another_rack_is_still_the_first_choice():
 def test_those_who_save_stand_in_different_racks():
     desk = running(3, racks=("a", "a", "b"))
     assert [desk.told(w, m.Form)[0].saves for w in desk.members()] == [True, False, True]
+
+
+def test_a_refusal_that_comes_before_anybody_holds_the_last_state_is_not_waited_for():
+    desk = running(2)
+    for worker in desk.members():
+        desk.says(worker, m.Done(6, "p0", 0.1, held=True))
+    desk.refuses("n0", copy_of(6), "its row went bad")
+    for worker in list(desk.workers()):
+        desk.exits(worker, 0)
+    assert desk.state.phase is not JobPhase.ENDED  # n1 has not said whether it holds it
+    desk.holds("n1", copy_of(6))
+    desk.stores()
+    assert desk.state.phase is JobPhase.ENDED
+    assert desk.state.durable.step == 6

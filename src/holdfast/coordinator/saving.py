@@ -73,6 +73,7 @@ def not_held(core: Core, node: Node, key: Key, reason: str) -> None:
         core.record("snapshot-skipped", node=node.name, step=key.step, rank=key.rank, reason=reason)
     core.state.skipped += 1
     core.state.totals.skipped += 1
+    node.refused_step = max(node.refused_step, key.step)
     snapshot = _snapshot(core, key)
     if snapshot is None:
         return

@@ -45,7 +45,7 @@ class Node(msgspec.Struct):
     used: slots that had a worker already. strikes: volleys of workers in a row that died before they were ready.
     fenced: it was told that the job went on without it. refused: why it may not come back, if it may not.
     leaving: why it is to leave, if it is; leaves_until_s: how long it has, if that is limited; excess: only because
-    the job is to be smaller.
+    the job is to be smaller. refused_step: the newest step of which it could not keep a shard.
     """
 
     name: str
@@ -67,6 +67,7 @@ class Node(msgspec.Struct):
     leaves_since_s: float = 0.0
     leaves_until_s: float | None = None
     excess: bool = False
+    refused_step: int = -1
 
 
 class Worker(msgspec.Struct):

@@ -164,7 +164,8 @@ def last_on_its_way(core: Core) -> bool:
         return False  # asked to stop, and the time for that is over
     taken = [x for x in s.snapshots if x.step == s.committed]
     answered = {n for x in taken for n in (*x.refused, *(n for h in x.shards for n in h.nodes))}
-    if any(s.nodes[n].alive and n not in answered for n in s.last_from if n in s.nodes):
+    asked = [s.nodes[n] for n in s.last_from if n in s.nodes]
+    if any(n.alive and n.name not in answered and n.refused_step < s.committed for n in asked):
         return True
     snapshot = next((x for x in taken if saving.has_all(x)), None)
     if snapshot is None:

@@ -453,7 +453,11 @@ class Checks:
         self.require(digests == {expected}, "the last states are %s, not %s", digests, expected)
         plan, durable = self.cluster.plan, state.durable
         undisturbed = self.cluster.clock.now - self.cluster.faults.last_s > 30.0
-        if undisturbed and plan.spec.saving.tiers and not plan.hold_fails:
+        if (
+            undisturbed
+            and plan.spec.saving.tiers
+            and not (plan.hold_fails or self.records.get("tier-failed"))
+        ):
             there = durable is not None and durable.step == until
             self.require(there, "finished at step %d, and %s is saved", until, durable)
         plan_allows_smaller = self.cluster.plan.budget_is_small
