@@ -6,7 +6,7 @@ import threading
 import uuid
 
 import pytest
-from rows_on_tiers import flip, in_pieces, loaded, newest_whole, replaced, row_of, save, save_rank
+from rows_on_tiers import flip, head_of, in_pieces, loaded, newest_whole, replaced, row_of, save, save_rank
 
 from holdfast.checkpoint.archive import Archive
 from holdfast.checkpoint.disk import DiskTier
@@ -237,6 +237,25 @@ def test_the_newest_whole_one_is_taken_and_the_others_are_named(archive):
     why = []
     assert newest_whole(archive, why.append) == 10
     assert ["step-40" in why[0], "step-20" in why[1], len(why)] == [True, True, 2]
+
+
+def test_saving_a_step_again_repairs_it(archive):
+    """What was saved before is trusted only if it is as it was."""
+    shards = save(archive, 5).shards
+    flip(archive.tier, shards[0].row.name, 77_000)
+    archive.tier.remove(shards[1].head.name)
+    with pytest.raises(ChecksumError):
+        archive.verify(5)
+    written = []
+    data = row_of(5, 0)
+    head, sums = head_of(5, data)
+    archive.save_shard(5, 0, head, sums, in_pieces(data), len(data), written.append)
+    assert sum(written) == len(data)
+    save(archive, 5)
+    assert [archive.verify(5).step, loaded(archive, 5)[0]] == [5, data]
+    written.clear()
+    archive.save_shard(5, 0, head, sums, in_pieces(data), len(data), written.append)
+    assert written == [], "a row that is whole is not sent again"
 
 
 def test_retention(archive):

@@ -55,6 +55,12 @@ def test_a_fault_is_taken(job, holdfast):
     assert "kill-node:step=40 goes to the job live" in said.out
 
 
+def test_its_memory_is_not_given_back_while_it_runs(job, holdfast):
+    said = holdfast("checkpoint", "free", "--job", "live")
+    assert said.code == 2
+    assert "a job named 'live' is running" in said.err
+
+
 def test_events_are_followed_until_the_job_is_stopped(job, start, holdfast):
     following = start("events", "--follow", "--json")
     assert json.loads(following.stdout.readline())["kind"] == "waiting"

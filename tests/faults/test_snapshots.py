@@ -2,8 +2,11 @@
 
 import os
 import random
+import re
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -174,6 +177,37 @@ def test_two_lines_at_level_0_go_on_from_memory(tmp_path, tiers_undisturbed, fau
     assert first == 0
     assert 620 - 3 * SAVES <= again <= 620
     assert ends(ran) == tiers_undisturbed
+    assert not memory_of(tmp_path)
+
+
+def test_a_rack_that_is_lost_takes_no_shard_with_it(tmp_path):
+    """Each rank has a shard of its own; both nodes of a rack are killed at once, their memory with them."""
+    calm = run(tmp_path, "--nnodes", 4, TIERS, LENGTH, SAVES, job="calm")
+    options = ["--nnodes", 4, "--racks", 2, "--spares", 2, "--detection", 60]
+    process = start(tmp_path, *options, "--fault", "stop-worker:rank=1,step=620", TIERS, LENGTH, SAVES)
+    wait_for(process, "injecting")
+    for pid in [p for p, command in leftovers(tmp_path).items() if re.search("--node=node[02] ", command)]:
+        os.kill(pid, signal.SIGKILL)
+    ran = finish(process, tmp_path)
+    assert ran.code == 0, ran.output[-3000:]
+    assert {f["node"] for f in ran.fields("node-lost")} == {"node0", "node2"}
+    assert min(begins(ran)[1:]) >= 620 - 3 * SAVES
+    assert own_of(ends(ran)) == own_of(ends(calm))
+
+
+def own_of(lines):
+    """What each rank alone knows: no sum over ranks is in it, which the restart may order otherwise."""
+    return [line.split()[-2:] for line in lines]
+
+
+def test_the_memory_of_a_killed_job_can_be_given_back(tmp_path):
+    process = paused_at(tmp_path, 65, "--snapshot-every", EVERY)
+    kill_all(tmp_path, process)
+    assert memory_of(tmp_path)
+    command = [sys.executable, "-m", "holdfast.cli", "checkpoint", "free", "--job", "job"]
+    env = dict(os.environ, HOLDFAST_HOME=str(tmp_path))
+    said = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+    assert said.endswith("kB of snapshot memory given back\n"), said
     assert not memory_of(tmp_path)
 
 

@@ -92,17 +92,28 @@ class Archive:
 
     def _verify_row(self, shard: Shard, head: Head, seen: Callable[[int], None]) -> None:
         self.check_size(shard, head)
-        where, nbytes = f"{self.tier.url}/{shard.row.name}", head.index.nbytes
+        bad = self._first_damage(shard.row.name, head.index.nbytes, head.sums, seen)
+        if bad is not None:
+            begin, end = bad
+            held = _named(
+                [t.path for t in head.index.tensors if t.offset < end and t.offset + t.nbytes > begin]
+            )
+            where = f"{self.tier.url}/{shard.row.name}"
+            raise ChecksumError(f"{where}: bytes {begin} to {end}{held} were changed")
+
+    def _first_damage(
+        self, name: str, nbytes: int, sums: bytes, seen: Callable[[int], None] = lambda nbytes: None
+    ) -> tuple[int, int] | None:
+        """The first range of a row that differs from its checksums; None when all of it is as it was saved."""
         scratch = memoryview(bytearray(min(WINDOW_BYTES, nbytes)))
         for low in range(0, nbytes, WINDOW_BYTES):
             view = scratch[: min(WINDOW_BYTES, nbytes - low)]
-            self.tier.read_into(shard.row.name, low, view)
-            for begin, end in damaged(view, low, head.sums):
-                held = _named(
-                    [t.path for t in head.index.tensors if t.offset < end and t.offset + t.nbytes > begin]
-                )
-                raise ChecksumError(f"{where}: bytes {begin} to {end}{held} were changed")
+            self.tier.read_into(name, low, view)
+            bad = next(damaged(view, low, sums), None)
+            if bad is not None:
+                return bad
             seen(len(view))
+        return None
 
     def check(self, step: int, seen: Callable[[int], None] = lambda nbytes: None) -> Manifest:
         """Whether a checkpoint is whole as far as its manifest, heads and sizes tell. Its rows are verified as they are
@@ -154,15 +165,24 @@ class Archive:
         nbytes: int,
         seen: Callable[[int], None] = lambda n: None,
     ) -> Shard:
-        """Writes one rank's part; it counts when a manifest names it.
+        """Writes one rank's part; it counts when a manifest names it. A row that is there already is read, and written
+        again if it is not whole: saving a step again repairs it.
 
         Raises:
             TierError: the tier cannot take it.
         """
         shard = parts_of(step, rank, head, sums, nbytes)
-        if self.tier.size(shard.row.name) != nbytes:
+        if not self._has_row(shard, sums):
             self.tier.write(shard.row.name, pieces, nbytes, seen)
         return self.save_head(shard, head)
+
+    def _has_row(self, shard: Shard, sums: bytes) -> bool:
+        if self.tier.size(shard.row.name) != shard.row.nbytes:
+            return False
+        try:
+            return self._first_damage(shard.row.name, shard.row.nbytes, sums) is None
+        except (StateError, TierError):
+            return False
 
     def save_head(self, shard: Shard, head: bytes) -> Shard:
         """Writes only a head: the row is another rank's, with equal bytes."""

@@ -158,6 +158,17 @@ def prune(
         sys.stdout.write(f"{archive.tier.url}: {plural(len(gone), 'checkpoint')} removed{steps}\n")
 
 
+@app.command("free")
+def free(job: JobName = None) -> None:
+    """Gives back the memory that a killed job left for its next start. Its checkpoints stay."""
+    from holdfast.engines import jobs
+    from holdfast.observe.units import size
+
+    folder = jobs.existing(job)
+    nbytes = jobs.free_memory(folder.name)
+    sys.stdout.write(f"{size(nbytes)} of snapshot memory given back\n")
+
+
 def _check_newest(archive: Archive) -> None:
     """Raises StateError when the newest checkpoint is not whole: older ones may be the only whole ones."""
     from holdfast.errors import StateError

@@ -64,6 +64,13 @@ def run(
             "--snapshot-memory", help="Of each node, for example 8G; by default half of what is free."
         ),
     ] = "",
+    racks: Annotated[
+        int,
+        typer.Option(
+            "--racks",
+            help="Local engine: so many racks; no two copies of a snapshot are kept in one of them.",
+        ),
+    ] = 0,
     report: Annotated[Path | None, typer.Option("--report", help="Write the report as JSON.")] = None,
     no_ui: Annotated[bool, typer.Option("--no-ui", help="Plain lines instead of the live view.")] = False,
     max_restarts: Annotated[
@@ -102,6 +109,7 @@ def run(
             snapshot_every=snapshot_every,
             copies=copies,
             snapshot_memory=snapshot_memory,
+            racks=racks,
             checkpoints=tuple(checkpoint or ()),
         )
     )

@@ -45,6 +45,7 @@ class Options(msgspec.Struct, frozen=True):
     snapshot_every: str = "auto"
     copies: int = 1
     snapshot_memory: str = ""
+    racks: int = 0
     checkpoints: tuple[str, ...] = ()
 
 
@@ -76,6 +77,7 @@ def plan(given: Options) -> JobSpec:
         max_restarts=given.max_restarts,
         cwd=str(Path.cwd()),
         timing=Timing(given.detection_s, given.stall_factor),
+        racks=given.racks,
         saving=plan_saving(
             given.snapshot_every,
             given.copies,
@@ -120,6 +122,8 @@ def parse_nproc(text: str) -> int:
 def _check_numbers(given: Options) -> None:
     if given.spares < 0:
         raise UsageError(f"--spares {given.spares}: 0 or more")
+    if given.racks < 0:
+        raise UsageError(f"--racks {given.racks}: 0 or more, for example 2")
     if given.engine != "local":
         raise UsageError(f"--engine {given.engine!r}: there is only `local` so far")
     if given.max_restarts < 0:

@@ -92,7 +92,7 @@ def build_status(state: CoreState, now: float) -> dict[str, Any]:
         "median_s": max(medians, default=None),
         "t_s": round(now - state.began_s, 3),
         "nodes": [
-            {"node": n.name, "host": n.host, "alive": n.alive, "failures": n.failures}
+            {"node": n.name, "host": n.host, "rack": n.rack, "alive": n.alive, "failures": n.failures}
             for n in state.nodes.values()
         ],
         "workers": [

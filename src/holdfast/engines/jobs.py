@@ -116,6 +116,22 @@ def find_checkpoints(spec: JobSpec, note: Callable[[str], None]) -> Resume:
     return Resume(tuple(sorted(there, key=lambda d: -d.step)), tuple(passed_over))
 
 
+def free_memory(name: str) -> int:
+    """Gives back the snapshot memory of a job that does not run; returns its bytes.
+
+    Raises:
+        UsageError: the job is running: its memory is in use.
+    """
+    folder = JobFolder(name)
+    try:
+        memory = folder.memory
+        nbytes = sum(p.stat().st_size for p in memory.rglob("*") if p.is_file())
+        remove_memory(memory)
+    finally:
+        folder.close()
+    return nbytes
+
+
 def _sweep_memory() -> None:
     """Gives the memory of jobs back that were killed, and whose folder is not there any more."""
     known = {p.parent.name + "-" + p.read_text() for p in (home() / "jobs").glob("*/identity")}

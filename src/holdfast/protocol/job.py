@@ -74,7 +74,8 @@ class Timing(msgspec.Struct, frozen=True):
 
 
 class JobSpec(msgspec.Struct, frozen=True):
-    """One job. `script` is a path, or a module's name when `module` is set."""
+    """One job. `script` is a path, or a module's name when `module` is set. racks: over which the local engine spreads
+    its nodes; 0: none has a rack."""
 
     name: str
     script: str
@@ -92,6 +93,7 @@ class JobSpec(msgspec.Struct, frozen=True):
     cwd: str = "."
     timing: Timing = Timing()
     saving: Saving = Saving()
+    racks: int = 0
 
     @property
     def target(self) -> int:

@@ -25,6 +25,7 @@ class LocalEngine:
         self._lifeline, self._held = os.pipe()
         self._agents: dict[str, asyncio.subprocess.Process] = {}
         self._reading: set[asyncio.Task[None]] = set()
+        self._racks: dict[str, str] = {}
         self._count = 0
         hand_on(memory, [f"node{i}" for i in range(spec.max_nodes + spec.spares)])
 
@@ -33,6 +34,7 @@ class LocalEngine:
         name = f"node{self._count}"
         self._count += 1
         spec = self._spec
+        rack = self._emptiest_rack()
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -47,17 +49,24 @@ class LocalEngine:
             f"--memory={self._memory / name}",
             f"--memory-bytes={spec.saving.budget_bytes}",
             f"--lifeline={self._lifeline}",
+            *([f"--rack={rack}"] if rack else []),
             pass_fds=(self._lifeline,),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
         )
-        self._agents[name] = process
+        self._agents[name], self._racks[name] = process, rack
         task = asyncio.create_task(self._read(process))
         self._reading.add(task)
         task.add_done_callback(self._reading.discard)
         return True
+
+    def _emptiest_rack(self) -> str:
+        """Where the next node comes; empty when there are no racks."""
+        names = [f"rack{i}" for i in range(self._spec.racks)]
+        living = [self._racks[n] for n, p in self._agents.items() if p.returncode is None]
+        return min(names, key=living.count, default="")
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None
