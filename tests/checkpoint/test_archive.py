@@ -8,6 +8,7 @@ import pytest
 from rows_on_tiers import flip, head_of, in_pieces, loaded, newest_whole, replaced, row_of, save
 
 from holdfast.checkpoint.archive import Archive
+from holdfast.checkpoint.found import find_in_archive
 from holdfast.checkpoint.layout import (
     CHUNK_BYTES,
     FORMAT,
@@ -20,7 +21,7 @@ from holdfast.checkpoint.layout import (
     folder_of,
 )
 from holdfast.checkpoint.policy import Retention
-from holdfast.errors import ChecksumError, StateError
+from holdfast.errors import ChecksumError, StateError, UnreadError
 
 NAME = f"{folder_of(3)}/{MANIFEST}"
 
@@ -135,6 +136,27 @@ def test_foreign_folders_are_left_alone(archive):
     archive.prune(Retention(keep=1))
     assert [archive.steps(), archive.tier.folders()] == [[7], ["notes", "step-", "step-7", "step-x"]]
     assert archive.tier.size("a") == 1
+
+
+def test_readers_that_tell_each_other_fetch_the_heads_once(archive, monkeypatch):
+    """Each its share, to see whether all is there, and then those that it needs."""
+    save(archive, 5, world=4)
+    fetched = []
+    head = archive.head
+    monkeypatch.setattr(archive, "head", lambda shard: fetched.append(shard.rank) or head(shard))
+    found = find_in_archive(archive, 5, reader=1, readers=4)
+    assert (fetched, found.world) == ([1], 4)
+    assert found.own("model.a", 1) == found.heads[1].index.tensors[0]
+    assert fetched == [1]
+    assert [rank for rank, _ in found.pieces("model.a")] == [0]
+    assert sorted(fetched) == [0, 1, 2, 3]
+    assert [find_in_archive(archive, 5, reader=r, readers=2).step for r in (0, 1)] == [5, 5]
+    archive.tier.remove(archive.manifest(5).shards[3].row.name)
+    assert find_in_archive(archive, 5, reader=0, readers=2).heads[2]
+    with pytest.raises(UnreadError, match="is not there"):
+        find_in_archive(archive, 5, reader=1, readers=2)
+    with pytest.raises(UnreadError, match="is not there"):
+        find_in_archive(archive, 5, reader=0, readers=2).pieces("model.a")
 
 
 def test_nothing_there(archive):

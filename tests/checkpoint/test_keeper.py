@@ -559,3 +559,43 @@ def test_a_folder_that_is_open_to_others_is_no_memory():
     with pytest.raises(TierError, match="open to others"):
         Node("a", folder)
     remove_memory(folder)
+
+
+# ---------------------------------------------------------------- what lies there
+
+
+def test_what_went_bad_in_memory_is_found_said_and_can_be_copied_anew():
+    async def scenario():
+        async with nodes("a", "b") as (a, b):
+            copy = await a.held(key_of(10))
+            other = await a.held(key_of(20))
+            await b.keeper.replicate(m.Replicate(copy, (a.holder,)))
+            await a.keeper.look_through()
+            assert len(a.said) == 2
+            slot = next(s for s in a.keeper.pool.held() if s.key == copy.key)
+            flip(slot, 70_000)
+            await a.keeper.look_through()
+            spoiled = a.last(m.Spoiled)
+            assert [spoiled.key, spoiled.reason] == [copy.key, "bytes 65536 to 98304 changed in memory"]
+            assert a.keeper.copies() == (other,)
+            await a.keeper.replicate(m.Replicate(copy, (b.holder,)))
+            assert a.last(m.Held).copy == copy
+            await a.keeper.look_through()
+            assert isinstance(a.said[-1], m.Held)
+
+    run(scenario())
+
+
+def test_nothing_is_looked_through_while_there_is_work():
+    async def scenario():
+        async with nodes("a") as (a,):
+            copy = await a.held(key_of(10))
+            flip(next(s for s in a.keeper.pool.held() if s.key == copy.key), 0)
+            await a.begin(key_of(20))
+            await a.keeper.look_through()
+            a.last(m.Held)
+            a.keeper.gone("w0")
+            await a.keeper.look_through()
+            assert a.last(m.Spoiled).key == copy.key
+
+    run(scenario())

@@ -121,3 +121,28 @@ def test_a_failed_collective_of_a_step_says_nothing_of_the_checkpoint():
     desk.commit(10)
     desk.says(desk.members()[0], m.CollectiveError(1, 10, "Connection closed by peer"))
     assert desk.state.durable == NEW
+
+
+# ---------------------------------------------------------------- in memory
+
+
+def test_a_copy_that_went_bad_is_made_anew():
+    desk = running(2)
+    copy = desk.snapshot(6, "n0", "n1")
+    desk.do(e.NodeSays("n0", m.Spoiled(copy.key, "bytes 0 to 9 changed in memory")))
+    assert [(n, o.copy, [h.node for h in o.holders]) for n, o in desk.sent(m.Replicate)] == [
+        ("n0", copy, ["n1"])
+    ]
+    assert desk.whole() == [6]
+    desk.holds("n0", copy)
+    desk.do(e.NodeSays("n1", m.Spoiled(copy.key, "again")))
+    assert desk.sent(m.Replicate)[-1][0] == "n1"
+
+
+def test_a_snapshot_goes_with_its_last_good_copy():
+    desk = running(2)
+    copy = desk.snapshot(6, "n0", "n1")
+    for node in ("n0", "n1"):
+        desk.do(e.NodeSays(node, m.Spoiled(copy.key, "bytes 0 to 9 changed in memory")))
+    assert desk.state.snapshots == []
+    assert len(desk.records("snapshot-spoiled")) == 2

@@ -1,5 +1,6 @@
 """Checkpoints of a real job whose bytes went bad: an older one is taken, and it is said which."""
 
+import pytest
 from conftest import STEPS
 from harness import TINY, run
 from test_snapshots import flip, kill_all, paused_at, remove_memory_of
@@ -39,6 +40,35 @@ def test_an_older_checkpoint_is_taken_for_one_with_a_flipped_bit(tmp_path, undis
     assert f"step {newer} cannot be loaded" in ran.output
     assert ran.steps()[0] == older
     assert ran.losses() == undisturbed.losses()[older:]
+    assert ran.report["final"] == undisturbed.report["final"]
+
+
+@pytest.mark.parametrize(
+    ("tier", "kind"),
+    [
+        ("memory", "kill-node"),
+        *(
+            pytest.param(tier, kind, marks=pytest.mark.nightly)
+            for tier in ("memory", "disk")
+            for kind in ("kill-node", "kill-worker", "stop-node", "kill-coordinator")
+            if (tier, kind) != ("memory", "kill-node")
+        ),
+    ],
+)
+def test_a_fault_while_everybody_loads_changes_no_bit(tmp_path, undisturbed, tier, kind):
+    """Everything was killed; of those that load what was saved one is struck too."""
+    options = ["--snapshot-every", EVERY, "--checkpoint", f"{tmp_path / 'saved'},every={EVERY}"]
+    kill_all(tmp_path, paused_at(tmp_path, 65, *options))
+    if tier == "disk":
+        remove_memory_of(tmp_path)
+    rank = "" if kind == "kill-coordinator" else "rank=1,"
+    options += ["--spares", 1, "--detection", 0.5, "--fault", f"{kind}:{rank}phase=transfer"]
+    ran = run(tmp_path, "--nnodes", 3, *options, TINY, STEPS)
+    assert ran.code == 0, ran.output[-3000:]
+    assert len(ran.report["incidents"]) >= 1
+    begin = ran.steps()[0]
+    assert 65 - 2 * EVERY <= begin <= 65
+    assert ran.losses() == undisturbed.losses()[begin:]
     assert ran.report["final"] == undisturbed.report["final"]
 
 

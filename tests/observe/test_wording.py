@@ -52,6 +52,7 @@ SAMPLES = {
     "few-copies": {"nodes": 1, "wanted": 2},
     "checkpoint-unread": {"step": 120, "url": LONG, "reason": f"{LONG}: bytes 0 to 32768 were changed",
                           "instead": f"{LONG}/step-80"},
+    "snapshot-spoiled": {"step": 120, "rank": 3, "node": "node1", "reason": "bytes 0 to 32768 changed in memory"},
     "snapshot-unreadable": {"step": 120, "generation": 3},
     "tier-failed": {"step": 120, "url": LONG, "reason": "the disk is full: make room"},
     "waiting": {"workers": 1, "target": 4},

@@ -88,6 +88,8 @@ class Agent:
             loop.add_reader(lifeline, self._launcher_gone, lifeline)
         self._keeper, _ = await asyncio.gather(asyncio.to_thread(self._open_memory), self._pool.start())
         conversation = asyncio.create_task(self._link.run())
+        if self._keeper is not None:
+            self._spawn(self._keeper.watch())
         await self._over.wait()
         await self._end_workers()
         conversation.cancel()

@@ -26,7 +26,8 @@ from holdfast.checkpoint.memory import Slot, SlotPool, default_budget
 from holdfast.checkpoint.peers import SnapshotServer
 from holdfast.checkpoint.policy import Retention
 from holdfast.checkpoint.pull import Pull, replicate
-from holdfast.errors import HoldfastError, TierError
+from holdfast.checkpoint.sums import damaged
+from holdfast.errors import HoldfastError, StateError, TierError
 from holdfast.observe.bytecount import HowFar
 from holdfast.protocol import messages as m
 from holdfast.protocol.snapshots import Copy, DurableTier, Key, Shard
@@ -35,6 +36,12 @@ THREADS = 3
 MODEST_NICE = 10
 """For the node's own workers, for copies from other nodes, and for durable tiers: so many each. A tier that does not
 answer must not hold up a snapshot."""
+
+LOOK_EVERY_S = 600.0
+"""So often the agent reads what lies in its memory."""
+
+LOOK_BYTES = 16 << 20
+"""Read at once: in between the slot may be used again."""
 
 T = TypeVar("T")
 
@@ -262,6 +269,42 @@ class SnapshotKeeper:
         if url not in self._archives:
             self._archives[url] = Archive(url)
         return self._archives[url]
+
+    # ------------------------------------------------------------ what lies there
+
+    async def watch(self) -> None:
+        """Reads what is held again and again, until cancelled; the clock is the event."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            await self.look_through()
+
+    async def look_through(self) -> None:
+        """Reads every sealed slot, while there is nothing else to do. What went bad counts no more: the coordinator
+        has it copied anew from another holder."""
+        for key in [slot.key for slot in self.pool.held()]:
+            if self._filling or self._pulls or self._stores or self._closing.is_set():
+                return
+            try:
+                bad = await self._run(self._copying, self._first_damage, key)
+                if bad is not None:
+                    with self.pool.reading(key) as slot:
+                        self.pool.drop(slot)
+                    self._send(m.Spoiled(key, f"bytes {bad[0]} to {bad[1]} changed in memory"))
+            except StateError:
+                continue  # replaced by a newer one meanwhile
+
+    def _first_damage(self, key: Key) -> tuple[int, int] | None:
+        low = 0
+        while not self._closing.is_set():
+            with self.pool.reading(key) as slot:
+                if low >= slot.row_bytes:
+                    return None
+                with slot.row as row, row[low : low + LOOK_BYTES] as piece:
+                    bad = next(damaged(piece, low, slot.sums), None)
+            if bad is not None:
+                return bad
+            low += LOOK_BYTES
+        return None
 
     async def _run(self, threads: ThreadPoolExecutor, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(threads, function, *args)

@@ -39,7 +39,7 @@ from holdfast.checkpoint.found import Found
 from holdfast.checkpoint.layout import Index, TensorSpec
 from holdfast.checkpoint.places import progress, say
 from holdfast.checkpoint.regions import Region, read_regions
-from holdfast.errors import StateError, TierError
+from holdfast.errors import StateError, TierError, UnreadError
 from holdfast.train.state import dtype_of, leaves, unpack
 
 BYTES = "bytes"
@@ -162,7 +162,13 @@ class TieredReader(StorageReader):
         place = place_for(self._source)
         reasons: list[str] = []
         for found in place.candidates(reasons.append):
-            if self._step in (None, found.step):
+            if self._step not in (None, found.step):
+                continue
+            try:
+                metadata = metadata_of(found)
+            except UnreadError as error:
+                reasons.append(str(error))
+            else:
                 self.found = found
                 break
         for why in reasons:
@@ -172,7 +178,7 @@ class TieredReader(StorageReader):
             raise StateError(
                 f"no whole checkpoint{wanted} was found{': ' if reasons else ''}{'; '.join(reasons)}"
             )
-        return metadata_of(self.found)
+        return metadata
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any

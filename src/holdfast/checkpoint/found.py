@@ -2,18 +2,63 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import overload
 
 from holdfast.checkpoint.archive import Archive
 from holdfast.checkpoint.layout import Head, TensorSpec, digest
 from holdfast.checkpoint.peers import peer_of
 from holdfast.checkpoint.pull import Pull
 from holdfast.checkpoint.rows import Row
-from holdfast.errors import StateError
+from holdfast.errors import StateError, TierError, UnreadError
 from holdfast.protocol.snapshots import Copy, Holder, Shard
 
 Said = Callable[[str], None]
+
+
+class Heads(Sequence[Head]):
+    """The heads of all ranks, each fetched when it is first asked for. Thread-safe.
+
+    Each of N ranks that load what N ranks saved needs but its own: all of them would be N squared requests.
+    """
+
+    def __init__(self, count: int, fetch: Callable[[int], Head]) -> None:
+        """fetch: a rank's head; may raise StateError and TierError."""
+        self._fetch = fetch
+        self._there: list[Head | None] = [None] * count
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._there)
+
+    @overload
+    def __getitem__(self, rank: int) -> Head: ...
+    @overload
+    def __getitem__(self, rank: slice) -> list[Head]: ...
+    def __getitem__(self, rank: int | slice) -> Head | list[Head]:
+        """Raises UnreadError when it cannot be had."""
+        if isinstance(rank, slice):
+            return [self[i] for i in range(*rank.indices(len(self)))]
+        with self._lock:
+            head = self._there[rank]
+            if head is None:
+                try:
+                    head = self._there[rank] = self._fetch(rank)
+                except (StateError, TierError) as error:
+                    raise UnreadError(str(error)) from error
+            return head
+
+    def check(self, reader: int, readers: int) -> None:
+        """Fetches a reader's share of them: together the readers see whether all are there.
+
+        Raises:
+            UnreadError: one is not.
+        """
+        for rank in range(reader, len(self), readers):
+            self[rank]
 
 
 @dataclass
@@ -26,21 +71,35 @@ class Found:
 
     step: int
     where: str
-    heads: list[Head]
+    heads: Sequence[Head]
     open_row: Callable[[int], Row]
     identity: str = ""
     fetched_bytes: int = 0
-    _pieces: dict[str, list[tuple[int, TensorSpec]]] = field(default_factory=dict)
+    _own: dict[int, dict[str, TensorSpec]] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def _pieces(self) -> dict[str, list[tuple[int, TensorSpec]]]:
+        pieces: dict[str, list[tuple[int, TensorSpec]]] = {}
         for rank, head in enumerate(self.heads):
             for spec in head.index.tensors:
-                self._pieces.setdefault(spec.path, []).append((rank, spec))
+                pieces.setdefault(spec.path, []).append((rank, spec))
+        return pieces
 
     @property
     def world(self) -> int:
         """Ranks that saved it."""
         return len(self.heads)
+
+    def nearest(self, reader: int) -> int:
+        """The rank whose plain values and whole tensors a reader takes: its own, where there is one."""
+        return reader % self.world
+
+    def own(self, path: str, reader: int) -> TensorSpec | None:
+        """The piece of a tensor that the nearest rank saved; needs no other rank's head."""
+        rank = self.nearest(reader)
+        if rank not in self._own:
+            self._own[rank] = {t.path: t for t in self.heads[rank].index.tensors}
+        return self._own[rank].get(path)
 
     def paths(self) -> list[str]:
         """Every tensor's path, in the order of the ranks."""
@@ -61,20 +120,27 @@ class Found:
         ]
 
 
-def find_in_archive(archive: Archive, step: int, passed_over: Said = lambda why: None) -> Found:
+def find_in_archive(
+    archive: Archive, step: int, passed_over: Said = lambda why: None, reader: int = 0, readers: int = 1
+) -> Found:
     """The checkpoint of a step in a durable tier.
+
+    Args:
+        reader, readers: of so many readers that tell each other, this one looks at its share of the shards.
 
     Raises:
         StateError: not there, or not whole as far as its manifest and heads tell.
         TierError: the tier cannot be read.
     """
     manifest = archive.manifest(step)
-    heads = [archive.head(shard) for shard in manifest.shards]
-    for shard, head in zip(manifest.shards, heads, strict=True):
-        size = archive.tier.size(shard.row.name)
-        if size != head.index.nbytes:
-            what = "is not there" if size is None else f"has {size} of {head.index.nbytes} bytes"
-            raise StateError(f"{archive.tier.url}/{shard.row.name} {what}")
+
+    def fetch(rank: int) -> Head:
+        head = archive.head(manifest.shards[rank])
+        archive.check_size(manifest.shards[rank], head)
+        return head
+
+    heads = Heads(manifest.world, fetch)
+    heads.check(reader, readers)
     return Found(
         step,
         archive.where(step),
@@ -89,8 +155,11 @@ def find_in_memory(
     token: str,
     passed_over: Said = lambda why: None,
     own_node: str = "",
+    reader: int = 0,
+    readers: int = 1,
 ) -> Found:
-    """A snapshot in the memory of agents; of each shard the holders, nearest first. own_node: the reader's.
+    """A snapshot in the memory of agents; of each shard the holders, nearest first. own_node: the reader's. reader,
+    readers: as above.
 
     Raises:
         StateError: a shard's head cannot be had from any of its holders.
@@ -98,7 +167,13 @@ def find_in_memory(
     ordered = sorted(shards, key=lambda s: s[0].key.rank)
     if [c.key.rank for c, _ in ordered] != list(range(ordered[0][0].key.world)):
         raise StateError(f"the snapshot of step {ordered[0][0].key.step} is not whole in memory")
-    heads = [Pull(c.key, holders, token).head(c.shard.head)[1] for c, holders in ordered]
+
+    def fetch(rank: int) -> Head:
+        copy, holders = ordered[rank]
+        return Pull(copy.key, holders, token).head(copy.shard.head)[1]
+
+    heads = Heads(len(ordered), fetch)
+    heads.check(reader, readers)
 
     def open_row(rank: int) -> Row:
         copy, holders = ordered[rank]

@@ -42,7 +42,7 @@ def compare(state: Mapping[str, Any], found: Found, rank: int) -> list[str]:
         if name not in saved or not _is_strict(value):
             continue
         mine = _leaves(name, value)
-        theirs = _saved_leaves(name, index, found, rank)
+        theirs = _saved_leaves(name, index)
         _let_plain_be(mine, theirs)
         differences += [f"{p}: is not in the checkpoint" for p in mine if p not in theirs]
         differences += [f"{p}: is only in the checkpoint" for p in theirs if p not in mine]
@@ -98,14 +98,15 @@ def _other_groups(name: str, optimizer: torch.optim.Optimizer, index: Index) -> 
     return [f"{name}: groups of {theirs} parameters in the checkpoint, of {mine} here"]
 
 
-def _saved_leaves(name: str, index: Index, found: Found, rank: int) -> dict[str, Kind]:
-    """Every leaf of a name in the checkpoint, as a rank reads it."""
+def _saved_leaves(name: str, index: Index) -> dict[str, Kind]:
+    """Every leaf of a name in the checkpoint."""
     kinds: dict[str, Kind] = {}
+    specs = {t.path: t for t in index.tensors}
     for path, kind, value in leaves(index.tree[name], name):
         if kind == "b" and value[0] != LARGE:
             kinds[path] = (value[0], tuple(value[1]))
         elif kind == "T":
-            spec = found.pieces(path, rank)[0][1]
+            spec = specs[path]
             kinds[path] = (spec.dtype, spec.whole or spec.shape)
         else:
             kinds[path] = None
@@ -114,7 +115,7 @@ def _saved_leaves(name: str, index: Index, found: Found, rank: int) -> dict[str,
 
 def _own_head(found: Found, rank: int) -> Index:
     """Plain values come from the same rank where there is one."""
-    return found.heads[rank if rank < found.world else rank % found.world].index
+    return found.heads[found.nearest(rank)].index
 
 
 def check(state: Mapping[str, Any], found: Found, rank: int) -> None:
@@ -219,12 +220,15 @@ def regions_of(
     Raises:
         StateError: the pieces do not cover it.
     """
-    pieces = found.pieces(leaf.path, rank)
     local = leaf.local
     if local.device.type != "cpu":
         staged = torch.empty(local.shape, dtype=local.dtype)
         late.append((local, staged))
         local = staged
+    own = found.own(leaf.path, rank)
+    if own is not None and (own.shape, own.whole, own.start) == (tuple(local.shape), leaf.whole, leaf.start):
+        return [Region(found.nearest(rank), own, (0,) * local.dim(), local)]
+    pieces = found.pieces(leaf.path, rank)
     size = torch.Size(leaf.whole or tuple(local.shape))
     chunks = [
         ChunkStorageMetadata(torch.Size(s.start or (0,) * len(s.shape)), torch.Size(s.shape))

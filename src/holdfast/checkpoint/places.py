@@ -76,8 +76,8 @@ def progress(rank: int, what: str, total_bytes: int) -> ByteCount:
     return ByteCount(say if rank == 0 else lambda text: None, what, total_bytes)
 
 
-def in_archives(urls: list[str], passed_over: Callable[[str], None]) -> Iterator[Found]:
-    """The checkpoints of durable tiers, the newest first."""
+def in_archives(urls: list[str], passed_over: Callable[[str], None], ranks: Ranks) -> Iterator[Found]:
+    """The checkpoints of durable tiers, the newest first. Each of the ranks looks at its share of the shards."""
     there: list[tuple[int, int, Archive]] = []
     for order, url in enumerate(urls):
         try:
@@ -87,7 +87,7 @@ def in_archives(urls: list[str], passed_over: Callable[[str], None]) -> Iterator
             passed_over(f"{url}: {error}")
     for step, _, archive in sorted(there, key=lambda x: x[:2], reverse=True):
         try:
-            yield find_in_archive(archive, step, passed_over)
+            yield find_in_archive(archive, step, passed_over, *ranks.share)
         except (StateError, TierError) as error:
             passed_over(str(error))
 
@@ -157,10 +157,11 @@ class AgentPlace:
             passed_over(f"the coordinator did not say within {ASK_S:g} s what is in memory")
         if found is not None and found.copies:
             try:
-                yield find_in_memory(found.copies, self._link.token, passed_over, self._node)
+                share = self.ranks.share
+                yield find_in_memory(found.copies, self._link.token, passed_over, self._node, *share)
             except StateError as error:
                 passed_over(str(error))
-        yield from in_archives(self._tiers, passed_over)
+        yield from in_archives(self._tiers, passed_over, self.ranks)
 
     def flush(self) -> None:
         """The agent does the rest, whatever becomes of this process."""
@@ -261,7 +262,7 @@ class LonePlace:
     def candidates(self, passed_over: Callable[[str], None]) -> Iterator[Found]:
         """What is in the durable tiers: the memory of a process that ended is gone."""
         self.flush()
-        yield from in_archives([t.url for t in self._tiers], passed_over)
+        yield from in_archives([t.url for t in self._tiers], passed_over, self.ranks)
 
     def flush(self) -> None:
         """Waits until what was put is in the durable tiers."""

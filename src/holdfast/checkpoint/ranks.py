@@ -24,6 +24,11 @@ class Ranks:
             session = (self._store.add(f"holdfast/{name}", 1) - 1) // world
             self._name = f"holdfast/{name}/{session}"  # a group made anew may have the same store
 
+    @property
+    def share(self) -> tuple[int, int]:
+        """This rank, and how many there are that tell each other; a rank that hears no other one is alone."""
+        return (self.rank, self.world) if self.world > 1 else (0, 1)
+
     def gather(self, about: str, value: Any) -> list[Any]:
         """What every rank says, in the order of the ranks. Plain values.
 

@@ -209,6 +209,8 @@ class Core:
                 saving.held(self, node, message)
             case m.NotHeld(key, reason):
                 saving.not_held(self, node, key, reason)
+            case m.Spoiled(key, reason):
+                saving.spoiled(self, node, key, reason)
             case m.Stored():
                 storing.stored(self, node, message)
             case m.StoreProgress():

@@ -89,6 +89,18 @@ def not_held(core: Core, node: Node, key: Key, reason: str) -> None:
         spread(core)
 
 
+def spoiled(core: Core, node: Node, key: Key, reason: str) -> None:
+    """What a node held went bad in its memory: it is copied anew, where another has it."""
+    core.state.totals.unread += 1
+    core.record("snapshot-spoiled", node=node.name, step=key.step, rank=key.rank, reason=reason)
+    for snapshot in core.state.snapshots:
+        for entry in snapshot.shards:
+            if entry.copy.key == key:
+                entry.nodes = [n for n in entry.nodes if n != node.name]
+    _drop_lost(core)
+    spread(core)
+
+
 def _give_up(core: Core, snapshot: Snapshot) -> None:
     """The only rank that could bring a shard does not: the memory of the others is freed for the next snapshot."""
     snapshot.given_up = True
@@ -258,8 +270,10 @@ def _spread(core: Core, snapshot: Snapshot) -> None:
 
 
 def _expected(core: Core, snapshot: Snapshot, there: list[str]) -> bool:
-    """Another member copies the same just now."""
+    """Another member copies the same just now. (Of a whole one they all have: a copy that went since comes no more.)"""
     s = core.state
+    if snapshot.whole:
+        return False
     g = s.generation
     running = s.phase in (JobPhase.RUNNING, JobPhase.BREAKING)
     if s.level != 2 or g is None or snapshot.generation != g.number or not running:

@@ -219,6 +219,10 @@ def _snapshot_unreadable(f: Fields) -> str:
     return f"the snapshot of step {f['step']} could not be read from any node: an older one is taken"
 
 
+def _snapshot_spoiled(f: Fields) -> str:
+    return f"the copy of step {f['step']}, rank {f['rank']} on {f['node']} went bad: {f['reason']}"
+
+
 def _checkpoint_unread(f: Fields) -> str:
     then = f"{clip_path(f['instead'], 30)} is taken" if f.get("instead") else "there is no other"
     return f"step {f['step']} cannot be loaded, {then}: {f['reason']}"
@@ -280,6 +284,7 @@ _SENTENCES: dict[str, Callable[[Fields], str]] = {
     "snapshot-skipped": _snapshot_skipped,
     "snapshot-unreadable": _snapshot_unreadable,
     "checkpoint-unread": _checkpoint_unread,
+    "snapshot-spoiled": _snapshot_spoiled,
     "few-copies": _few_copies,
     "tier-failed": _tier_failed,
     "waiting": _waiting,

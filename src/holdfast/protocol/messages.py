@@ -435,6 +435,13 @@ class NotHeld(msgspec.Struct, frozen=True, tag="not-held"):
     reason: str
 
 
+class Spoiled(msgspec.Struct, frozen=True, tag="spoiled"):
+    """A shard that was held here went bad in memory, and counts no more."""
+
+    key: Key
+    reason: str
+
+
 class Stored(msgspec.Struct, frozen=True, tag="stored"):
     """A shard is in a durable tier; `shard` None: it could not be written, and why."""
 
@@ -465,6 +472,7 @@ class Published(msgspec.Struct, frozen=True, tag="published"):
 AgentMessage = (
     Held
     | NotHeld
+    | Spoiled
     | Stored
     | StoreProgress
     | Published
