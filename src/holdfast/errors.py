@@ -8,6 +8,7 @@ HoldfastError
 │   └── UnreadError       a checkpoint of which bytes cannot be had; an older one may do
 ├── DataError             a data set that cannot be built, or is not whole
 ├── TierError             a checkpoint tier cannot be read or written; training goes on without it
+├── DataError             a sample cannot be loaded, or a data file cannot be fetched
 ├── NonFiniteGradient     the reduced gradient holds NaN or Inf; the step is retried
 ├── StepFault             a step cannot be finished in this generation; swallowed by `with step`
 │   ├── GenerationBroken  the coordinator ended the generation
@@ -47,6 +48,10 @@ class DataError(HoldfastError):
 
 class TierError(HoldfastError):
     """A tier of checkpoints is full, not there, not permitted, or does not answer. The message says what to do."""
+
+
+class DataError(HoldfastError):
+    """A sample cannot be loaded, or a data file cannot be fetched. The message names it and the cause."""
 
 
 class NonFiniteGradient(HoldfastError):

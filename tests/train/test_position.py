@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import holdfast as hf
+from holdfast.data.batches import DatasetBatches
 from holdfast.errors import UsageError
 from holdfast.train import state
 from holdfast.train.position import NAME, Position
-from holdfast.train.run import _DatasetBatches
 
 
 class Numbers:
@@ -92,21 +92,34 @@ def test_the_position_is_part_of_an_image():
     assert fresh.samples == 16
 
 
+def ids_of(global_batch, micro_batch, positions):
+    """Of every micro-batch of the steps that begin at these positions."""
+    batches = DatasetBatches(
+        Numbers(),
+        global_batch=global_batch,
+        micro_batch=micro_batch,
+        until=10_000,
+        seed=0,
+        device=torch.device("cpu"),
+    )
+    share = range(global_batch // micro_batch)
+    ids = []
+    for step, position in enumerate(positions):
+        batches.aim(step, position, share)
+        ids += [batches.load(step, micro)[0] for micro in share]
+    return ids
+
+
 def test_batches_neither_repeat_nor_skip_a_sample_when_the_global_batch_changes():
-    before = _DatasetBatches(Numbers(), 16, 4, 0, torch.device("cpu"))
-    after = _DatasetBatches(Numbers(), 24, 8, 0, torch.device("cpu"))
-    first = [before.load(position, m)[0] for position in range(0, 400, 16) for m in range(4)]
-    rest = [after.load(position, m)[0] for position in range(400, 1000, 24) for m in range(3)]
+    first = ids_of(16, 4, range(0, 400, 16))
+    rest = ids_of(24, 8, range(400, 1000, 24))
     assert sorted(torch.cat(first + rest).tolist()) == list(range(1000))
 
 
 def test_batches_are_the_same_from_any_position_on():
-    whole = _DatasetBatches(Numbers(), 16, 4, 0, torch.device("cpu"))
-    resumed = _DatasetBatches(Numbers(), 16, 4, 0, torch.device("cpu"))
-    for position in range(0, 20_000, 16):
-        ids = whole.load(position, 2)[0]
-        if position >= 4112:
-            assert torch.equal(ids, resumed.load(position, 2)[0])
+    whole = ids_of(16, 4, range(0, 20_000, 16))
+    resumed = ids_of(16, 4, range(4112, 20_000, 16))
+    assert all(map(torch.equal, whole[-len(resumed) :], resumed))
 
 
 def test_a_schedule_in_samples_sees_the_step_that_was_just_committed():

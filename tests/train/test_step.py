@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import holdfast as hf
+from holdfast.data.seeds import micro_seed
 from holdfast.errors import UsageError
-from holdfast.train.step import micro_seed
 
 
 class Points:

@@ -44,6 +44,7 @@ CREDENTIALS = {
     "gs": "set GOOGLE_APPLICATION_CREDENTIALS to the file of an account, or give the machine one",
     "az": "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or give the machine an identity",
 }
+AGAIN = "The next checkpoint tries again; save less often if it stays so"
 FAMILIES = {"s3a": "s3", "azure": "az", "adl": "az", "abfs": "az", "abfss": "az"}
 
 NO_BUCKET = r"NoSuchBucket|ContainerNotFound|bucket does not exist"
@@ -79,7 +80,7 @@ ADVICE = (
     ),
     (
         r"kind: Timeout|TimedOut",
-        "no answer in time: is the store up, and the network fast enough? The next checkpoint tries again",
+        "no answer in time: is the store up, and the network fast enough? {again}",
     ),
     (
         r"BrokenPipe|ConnectionReset|IncompleteBody|IncompleteMessage|kind: Interrupted|kind: Decode",
@@ -91,7 +92,7 @@ ADVICE = (
     ),
     (
         r"SlowDown|InternalError|ServiceUnavailable|code: 429|code: 5",
-        "the store is overloaded or down: the next checkpoint tries again; save less often if it stays so",
+        "the store is overloaded or down. {again}",
     ),
     (r"code: 404", "the bucket is not there: create it, or correct the URL"),
 )
@@ -133,7 +134,7 @@ class ObjectTier:
         self._credentials = CREDENTIALS.get(FAMILIES.get(scheme, scheme), "")
         self._part_bytes = part_bytes
         self._in_flight = parts_in_flight
-        self._store = _opened(self.url, scheme, patience_s, options)
+        self._store = open_store(self.url, scheme, patience_s, options)
 
     def check(self) -> None:
         """Lists, writes, reads and removes a small object.
@@ -302,9 +303,9 @@ class ObjectTier:
         try:
             yield
         except (BaseError, OSError) as error:
-            advice = _advice(str(error)).format(credentials=self._credentials)
+            advice = advice_for(str(error)).format(credentials=self._credentials, again=AGAIN)
             raise TierError(
-                f"the object tier {self.url} could not be {what}: {advice} [{_short(str(error))}]"
+                f"the object tier {self.url} could not be {what}: {advice} [{short(str(error))}]"
             ) from error
 
 
@@ -332,8 +333,8 @@ def _checked(url: str) -> str:
     return parts.scheme
 
 
-def _opened(url: str, scheme: str, patience_s: float, options: dict[str, Any]) -> ObjectStore:
-    """The library's store. Raises UsageError."""
+def open_store(url: str, scheme: str, patience_s: float, options: dict[str, Any]) -> ObjectStore:
+    """The library's store; see `ObjectTier` for patience and options. Raises UsageError."""
     if scheme == "memory":
         if options:
             raise UsageError(f"{url}: memory takes no options, and {', '.join(options)} was given")
@@ -361,7 +362,7 @@ def _opened(url: str, scheme: str, patience_s: float, options: dict[str, Any]) -
     try:
         return from_url(url, **given)
     except (BaseError, ValueError, TypeError) as error:
-        why = _short(str(error))
+        why = short(str(error))
         if "Account must be specified" in why:
             why = "which account? Set AZURE_STORAGE_ACCOUNT_NAME, or give abfss://container@account.dfs.core.windows.net"
         raise UsageError(f"{url}: {why}") from error
@@ -404,7 +405,9 @@ def _parts(
     seen(filled)
 
 
-def _advice(text: str) -> str:
+def advice_for(text: str) -> str:
+    """What to do about an error of the library's; `{credentials}` and `{again}` (will it be tried again?) are left to
+    be filled in."""
     return next((advice for pattern, advice in ADVICE if re.search(pattern, text)), "it failed")
 
 
@@ -412,6 +415,6 @@ def _is_bucket(text: str) -> bool:
     return re.search(NO_BUCKET, text) is not None
 
 
-def _short(text: str) -> str:
+def short(text: str) -> str:
     """The library's words without its inner state, and without queries, which may hold a signature."""
     return re.sub(r"\?\S+", "", text.split("\n\nDebug source", 1)[0]).strip()

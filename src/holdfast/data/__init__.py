@@ -7,7 +7,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from holdfast.data.cache import local
     from holdfast.data.fingerprint import check_fingerprint
+    from holdfast.data.mapstyle import shuffled
     from holdfast.data.mixture import Mixture
     from holdfast.data.order import SampleOrder
     from holdfast.data.tokens import TokenDataset
@@ -17,9 +19,11 @@ _HOMES = {
     "SampleOrder": "holdfast.data.order",
     "TokenDataset": "holdfast.data.tokens",
     "check_fingerprint": "holdfast.data.fingerprint",
+    "local": "holdfast.data.cache",
+    "shuffled": "holdfast.data.mapstyle",
 }
 
-__all__ = ["Mixture", "SampleOrder", "TokenDataset", "check_fingerprint"]
+__all__ = ["Mixture", "SampleOrder", "TokenDataset", "check_fingerprint", "local", "shuffled"]
 
 
 def __getattr__(name: str) -> Any:

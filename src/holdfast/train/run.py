@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
+import xxhash
 
-from holdfast.data.order import SampleOrder
+from holdfast.data.batches import DatasetBatches
+from holdfast.data.decoding import is_decoder
 from holdfast.errors import UsageError
 from holdfast.train import state, worker
 from holdfast.train.exact import ExactSum, Reduction, prepare
@@ -20,9 +21,6 @@ from holdfast.train.position import NAME, BatchChanged, Position
 from holdfast.train.reduction import GradientSum
 from holdfast.train.replica import Replica, World
 from holdfast.train.step import Step
-
-ORDERED_AHEAD = 4096
-"""Samples that are put in order at a time."""
 
 
 class Run:
@@ -106,6 +104,7 @@ class Run:
         seed: int = 0,
         reduction: Reduction = "fast",
         batch_changed: BatchChanged = "refuse",
+        ledger: str | os.PathLike[str] | None = None,
     ) -> Iterator[Step]:
         """Yields one `Step` after the other until `until` are committed, each to be used in a `with`.
 
@@ -113,7 +112,7 @@ class Run:
 
         Args:
             data: a map-style dataset; its `batch(ids)` is used when it has one, else `data[i]` and
-                torch's default collation.
+                torch's default collation. One that decodes goes into `hf.data.shuffled(dataset, workers=...)`.
             global_batch: samples per step over all workers, whatever their number.
             micro_batch: samples per forward pass; divides global_batch.
             until: number of steps.
@@ -127,29 +126,43 @@ class Run:
             batch_changed: what becomes of the learning rates of the protected optimizers and schedulers when the job
                 goes on from a state that was made with another global batch: "keep", "linear" or "sqrt" (see
                 `holdfast.scale_lr`). "refuse": such a state is refused. The data goes on at the next sample.
+            ledger: a folder for a record of every committed step's samples; `holdfast.data.samples.check` reads it.
 
         Raises:
             UsageError: no module is protected, or sizes that do not fit; before anything is computed. A saved state
                 of another global batch, seed or data set.
         """
-        batches = _DatasetBatches(data, global_batch, micro_batch, seed, self.device)
         modules = [t for t in self._protected.values() if isinstance(t, torch.nn.Module)]
         if not modules:
             raise UsageError("nothing to train: call run.protect(model=model, optimizer=optimizer) first")
         threads = prepare(reduction, self._attachment.alone, self.device)
-        position = Position(global_batch, seed, data, threads, batch_changed)
-        self._position = position
-        replica = self._enroll(modules, batches.count(), position, reduction)
-        while not replica.stopped and (replica.committed or 0) < until:
-            self._tell_size(replica)
-            self._step = Step(replica, batches, replica.committed or 0, seed, position)
-            try:
-                yield self._step
-            except GeneratorExit:  # the script left the loop early: on purpose, or by an error
-                replica.done(stopped=False)
-                raise
-            replica.after_commit()
-        replica.done(stopped=replica.stopped)
+        token = self._attachment.link.token  # each launch has its own
+        batches = DatasetBatches(
+            data,
+            global_batch=global_batch,
+            micro_batch=micro_batch,
+            until=until,
+            seed=seed,
+            device=self.device,
+            ledger=ledger,
+            launch=xxhash.xxh3_64_hexdigest(token.encode()),
+        )
+        try:
+            position = Position(global_batch, seed, batches.dataset, threads, batch_changed)
+            self._position = position
+            replica = self._enroll(modules, batches.count(), position, reduction)
+            while not replica.stopped and (replica.committed or 0) < until:
+                self._tell_size(replica)
+                self._step = Step(replica, batches, replica.committed or 0, seed, position)
+                try:
+                    yield self._step
+                except GeneratorExit:  # the script left the loop early: on purpose, or by an error
+                    replica.done(stopped=False)
+                    raise
+                replica.after_commit()
+            replica.done(stopped=replica.stopped)
+        finally:
+            batches.close()
 
     def _tell_size(self, replica: Replica) -> None:
         size, before = replica.world_size, self._known_size
@@ -213,52 +226,12 @@ class Run:
         return replica
 
 
-class _DatasetBatches:
-    """Micro-batches of a map-style dataset, in the order of a keyed permutation."""
-
-    def __init__(
-        self, data: Any, global_batch: int, micro_batch: int, seed: int, device: torch.device
-    ) -> None:
-        if micro_batch < 1 or global_batch < 1 or global_batch % micro_batch:
-            raise UsageError(
-                f"global_batch={global_batch} is not a multiple of micro_batch={micro_batch}; for example 256 and 4"
-            )
-        if len(data) < 1:
-            raise UsageError("the dataset is empty")
-        self._data = data
-        self._order = SampleOrder(len(data), seed)
-        self._global_batch, self._micro_batch = global_batch, micro_batch
-        self._ahead = max(1, ORDERED_AHEAD // global_batch) * global_batch
-        self._ordered: tuple[int, np.ndarray] | None = None
-        self._device = device
-
-    def count(self) -> int:
-        """Micro-batches in a global batch."""
-        return self._global_batch // self._micro_batch
-
-    def load(self, position: int, micro: int) -> Any:
-        """Micro-batch number `micro` of the step that begins at this sample."""
-        ids = self._samples(position)[micro * self._micro_batch : (micro + 1) * self._micro_batch]
-        if hasattr(self._data, "batch"):
-            batch = self._data.batch(ids)
-        else:
-            batch = torch.utils.data.default_collate([self._data[int(i)] for i in ids])
-        if self._device.type == "cpu":
-            return batch
-        return type(batch)(part.to(self._device, non_blocking=True) for part in batch)
-
-    def _samples(self, position: int) -> np.ndarray:
-        """Sample ids of the global batch that begins there. Those of some steps are put in order at a time: that costs
-        little more than one."""
-        first, ids = self._ordered or (0, np.empty(0, np.int64))
-        if not first <= position <= first + len(ids) - self._global_batch:
-            first, ids = position, self._order.at_many(np.arange(position, position + self._ahead))
-            self._ordered = first, ids
-        return ids[position - first : position - first + self._global_batch]
-
-
 def start(main: Callable[[Run], object]) -> None:
     """Runs `main(run)`: as a member of the job under `holdfast run`, as a job of one under plain `python`."""
+    if (
+        is_decoder()
+    ):  # it imports the script for the dataset's class, and needs no `if __name__ == "__main__"`
+        return
     attachment = worker.attach()
     if attachment is None:
         attachment = worker.alone()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from holdfast.data.seeds import micro_seed, seed_generators
 from holdfast.errors import NonFiniteGradient, UsageError
 from holdfast.protocol.phases import Phase
 from holdfast.train.tree import shares
@@ -24,8 +25,20 @@ if TYPE_CHECKING:
 class Batches(Protocol):
     """Where a step's micro-batches come from."""
 
-    def load(self, position: int, micro: int) -> Any:
-        """Micro-batch number `micro` of the step that begins at sample `position`, on the run's device."""
+    def aim(self, step: int, position: int, micros: range) -> None:
+        """This worker's share of the step that begins at sample `position`, and of those after it."""
+        ...
+
+    def load(self, step: int, micro: int) -> Any:
+        """Micro-batch number `micro` of the step, on the run's device."""
+        ...
+
+    def prepared(self, step: int, generation: int) -> None:
+        """This worker's part of the step is computed."""
+        ...
+
+    def committed(self, step: int, generation: int) -> None:
+        """The step that was prepared in this generation counts."""
         ...
 
     def count(self) -> int:
@@ -61,6 +74,7 @@ class Step:
         self._said: list[Word] | None = None
         self._waited = False
         self._prepared_s = 0.0
+        self._generation = 0
         self._global_weight: float | None = None
         self._update: Callable[[], None] | None = None
 
@@ -77,6 +91,7 @@ class Step:
         mine = replica.share(count)
         replica.gradients.expect(count, replica.rank, replica.world_size)
         self._left = len(mine)
+        self._batches.aim(self.index, self.samples, mine)
         for done, micro in enumerate(mine):
             if replica.gradients.exact and len(mine) - self._left != done:
                 raise UsageError(
@@ -85,11 +100,9 @@ class Step:
                 )
             replica.check()
             replica.enter(Phase.DATA, self.index)
-            seed = micro_seed(self._seed, self.index, micro)
-            seed_generators(seed, replica.device)
-            batch = self._batches.load(self.samples, micro)
+            batch = self._batches.load(self.index, micro)
             replica.enter(Phase.FORWARD, self.index)
-            seed_generators(seed, replica.device)  # however much loading has drawn
+            seed_generators(micro_seed(self._seed, self.index, micro), replica.device)
             yield batch
 
     def backward(self, loss: torch.Tensor, weight: float = 1.0) -> None:
@@ -155,6 +168,8 @@ class Step:
         if max_grad_norm is not None:
             gradients.clip(norm, max_grad_norm)
         self._update = partial(self._updated, optimizer, scheduler)
+        self._generation = replica.generation
+        self._batches.prepared(self.index, self._generation)
         self.prepared = True
         self._prepared_s = time.perf_counter()
         replica.enter(Phase.VOTE, self.index)
@@ -173,6 +188,7 @@ class Step:
         self.torn = True
         self._update()
         self.torn = False
+        self._batches.committed(self.index, self._generation)
         self._replica.committed = self.index + 1
         self.committed, self.prepared = True, False
         self.took_s = time.perf_counter() - self._began_s - (late_s if self._waited else 0.0)
@@ -231,26 +247,3 @@ class Step:
         """After a gradient that was not finite: who brings it in? Costs one pass, in one step."""
         if not self._replica.gradients.local_is_finite():
             raise NonFiniteGradient(f"this rank's own gradient of step {self.index} is not finite")
-
-
-def seed_generators(seed: int, device: torch.device) -> None:
-    """Seeds what a forward pass draws from. torch.manual_seed would do the same for every back end, and format
-    the caller's stack for those that are not there: half a millisecond in every micro-batch."""
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            torch.cuda.manual_seed(seed)
-
-
-def micro_seed(seed: int, step: int, micro: int) -> int:
-    """Seed of the randomness inside a micro-batch: free of rank and world size (splitmix64 steps)."""
-    word = seed & _MASK
-    for part in (step, micro):
-        word = (word + 0x9E3779B97F4A7C15 * (part + 1)) & _MASK
-        word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK
-        word ^= word >> 31
-    return word >> 1
-
-
-_MASK = (1 << 64) - 1

@@ -108,9 +108,7 @@ def become(sock: socket.socket) -> int:
 
 def leave(code: int) -> NoReturn:
     """Ends the process as Python would, without tearing every module down: that takes seconds after torch."""
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
+    threading._shutdown()  # type: ignore[attr-defined]  # tells executors to end, then waits for threads that are not daemons
     atexit._run_exitfuncs()
     _flush_files()
     os._exit(code)

@@ -1,0 +1,108 @@
+"""A bounded buffer of micro-batches that are made before they are needed.
+
+Its keys are (step, micro-batch): nothing in it depends on rank or world size, so after a resize, or when a step is
+tried again, only micro-batches are made that this worker's new share lacks.
+
+Only the training thread touches it. What runs meanwhile are the futures in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from itertools import islice
+
+Key = tuple[int, int]
+"""Step, and number of the micro-batch in it."""
+
+MOST_MICRO_BATCHES = 256
+
+
+class Ahead:
+    """Packed micro-batches, each a future, in the order in which the worker will need them.
+
+    Args:
+        make: begins to make one.
+        until: the step before which training ends.
+        steps: how many steps' share is made ahead.
+        at_least: micro-batches ahead, however small the share; enough to keep every process busy.
+        most_bytes: of what is kept. The next micro-batch is always allowed.
+    """
+
+    def __init__(
+        self, make: Callable[[Key], Future[bytes]], until: int, steps: int, at_least: int, most_bytes: int
+    ) -> None:
+        self._make = make
+        self._until = until
+        self._steps, self._at_least, self._most_bytes = steps, at_least, most_bytes
+        self._step, self._micros, self._taken = 0, range(0), 0
+        self._entries: dict[Key, Future[bytes]] = {}
+        self._nbytes = 0
+        """Of the largest micro-batch so far."""
+
+    def aim(self, step: int, micros: range) -> None:
+        """From now on this worker's share is `micros`, and `step` is the next one. What was made of it stays."""
+        self._step, self._micros, self._taken = step, micros, 0
+        self._keep({key for key in self._entries if key[0] >= step and key[1] in micros})
+        self._top_up()
+
+    def take(self, step: int, micro: int) -> Future[bytes]:
+        """The micro-batch. It stays until its step is over, because the step may be tried again."""
+        key = (step, micro)
+        future = self._entries.get(key)
+        if future is None:
+            future = self._entries[key] = self._make(key)
+        if step == self._step and micro in self._micros:
+            self._taken = self._micros.index(micro) + 1
+        self._top_up()
+        return future
+
+    def made(self, key: Key, future: Future[bytes]) -> None:
+        """Replaces a micro-batch's future: it was made in another way."""
+        self._entries[key] = future
+
+    def forget(self) -> None:
+        """Nothing is kept any more."""
+        self._keep(set())
+
+    @property
+    def keys(self) -> set[Key]:
+        """What is there or being made."""
+        return set(self._entries)
+
+    def _keep(self, keys: set[Key]) -> None:
+        for key in [k for k in self._entries if k not in keys]:
+            self._entries.pop(key).cancel()
+
+    def _wanted(self) -> Iterator[Key]:
+        """What comes next, as far ahead as it is made."""
+        share = len(self._micros)
+        count = min(max(self._steps * share, self._at_least), MOST_MICRO_BATCHES) if share else 0
+        return islice(self._coming(), count)
+
+    def _coming(self) -> Iterator[Key]:
+        yield from ((self._step, micro) for micro in self._micros[self._taken :])
+        for step in range(self._step + 1, self._until):
+            yield from ((step, micro) for micro in self._micros)
+
+    def _top_up(self) -> None:
+        self._nbytes = max([self._nbytes, *(_nbytes(f) for f in self._entries.values())])
+        wanted = list(self._wanted())
+        most = self._at_least  # until the first one shows how large they are
+        if self._nbytes:
+            most = min(max(1, self._most_bytes // self._nbytes), 2 * MOST_MICRO_BATCHES)
+        coming = set(wanted)
+        others = [k for k, future in self._entries.items() if k not in coming and future.done()]
+        for key in others[
+            : max(0, len(others) + len(wanted) - most)
+        ]:  # taken already: kept while there is room
+            del self._entries[key]
+        for key in wanted[:most]:
+            if key not in self._entries:
+                self._entries[key] = self._make(key)
+
+
+def _nbytes(future: Future[bytes]) -> int:
+    if not future.done() or future.cancelled() or future.exception() is not None:
+        return 0
+    return len(future.result())

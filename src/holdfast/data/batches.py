@@ -1,0 +1,187 @@
+"""The micro-batches of a dataset, in its order, for `run.steps`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from holdfast.data.ahead import Ahead, Key
+from holdfast.data.decoding import Decoders
+from holdfast.data.making import Ids, Maker, describe, on_device, unpacked
+from holdfast.data.mapstyle import Shuffled, check_dataset
+from holdfast.data.order import SampleOrder
+from holdfast.data.samples import SampleLedger
+from holdfast.errors import DataError, UsageError
+
+ORDERED_AHEAD = 4096
+"""Samples that are put in order at a time, at least: that costs little more than one."""
+READ_AHEAD_STEPS = 2
+
+
+class Order(Protocol):
+    """Which sample stands at which position."""
+
+    def at_many(self, positions: Any) -> Ids: ...
+
+
+class DatasetBatches:
+    """Micro-batches of a map-style dataset. A micro-batch is a function of (seed, step, number), whoever loads it.
+
+    A dataset with a cheap `batch` is read by the training thread when a micro-batch is needed; a thread that did it
+    ahead saved nothing (the GIL is the same). If it has `read_ahead(ids)` it is told what comes next, so that the
+    kernel brings the pages in. What `hf.data.shuffled` was given is decoded ahead by processes.
+
+    Attributes:
+        dataset: the data set itself, without `hf.data.shuffled`.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        *,
+        global_batch: int,
+        micro_batch: int,
+        until: int,
+        seed: int,
+        device: torch.device,
+        ledger: str | os.PathLike[str] | None = None,
+        launch: str = "",
+    ) -> None:
+        """ledger, launch: see `SampleLedger`.
+
+        Raises:
+            UsageError: sizes that do not fit, or what is no dataset; nothing is started then.
+        """
+        if micro_batch < 1 or global_batch < 1 or global_batch % micro_batch:
+            raise UsageError(
+                f"global_batch={global_batch} is not a multiple of micro_batch={micro_batch}; for example 256 and 4"
+            )
+        if not 0 <= seed < 2**64:
+            raise UsageError(f"seed={seed}: between 0 and 2**64 - 1, for example 0")
+        how = data if isinstance(data, Shuffled) else Shuffled(data, 0, None, READ_AHEAD_STEPS, 0)
+        check_dataset(how.dataset)
+        self.dataset = how.dataset
+        self._maker = Maker(how.dataset, how.collate, seed)
+        own_order = getattr(how.dataset, "order", None)
+        self._order: Order = own_order(seed) if callable(own_order) else SampleOrder(len(data), seed)
+        self._global_batch, self._micro_batch = global_batch, micro_batch
+        self._ordered: Ids = np.empty(0, np.int64)
+        self._ordered_from = 0
+        self._device = device
+        self._until = until
+        self._step, self._position = 0, 0
+        self._given: dict[int, Ids] = {}
+        self._advised: set[Key] = set()
+        self._ledger = SampleLedger(ledger, launch, len(data), global_batch, micro_batch) if ledger else None
+        self._decoders = Decoders(self._maker, how.workers) if how.workers else None
+        self._ahead = Ahead(self._begin, until, how.steps_ahead, 2 * how.workers, how.most_bytes)
+
+    def count(self) -> int:
+        """Micro-batches in a global batch."""
+        return self._global_batch // self._micro_batch
+
+    def aim(self, step: int, position: int, micros: range) -> None:
+        """This worker's share of the step that begins at this sample, and of those that follow until it is told
+        otherwise."""
+        self._given.clear()
+        if position - step * self._global_batch != self._position - self._step * self._global_batch:
+            self._ahead.forget()  # the state was loaded anew, and with it another place in the data
+            self._advised.clear()
+        self._step, self._position = step, position
+        if self._decoders is not None:
+            self._ahead.aim(step, micros)
+        elif hasattr(self.dataset, "read_ahead"):
+            self._advise(step, micros)
+
+    def load(self, step: int, micro: int) -> Any:
+        """Micro-batch number `micro` of the step, on the run's device.
+
+        Raises:
+            DataError: a sample of it cannot be loaded.
+        """
+        if self._decoders is None:
+            ids = self._ids(step, micro)
+            batch = self._maker.make(step, micro, ids)
+        else:
+            ids, batch = self._decoded(step, micro, self._decoders)
+        self._given[micro] = ids
+        return on_device(batch, self._device)
+
+    def prepared(self, step: int, generation: int) -> None:
+        """The step's gradient is complete: what this worker was given of it goes into the ledger, before the vote."""
+        if self._ledger is not None:
+            self._ledger.prepared(generation, step, self._position, self._given)
+
+    def committed(self, step: int, generation: int) -> None:
+        """The step that was prepared in this generation counts."""
+        if self._ledger is not None:
+            self._ledger.committed(generation, step)
+
+    def close(self) -> None:
+        """Ends what works ahead."""
+        self._ahead.forget()
+        if self._decoders is not None:
+            self._decoders.close()
+        if self._ledger is not None:
+            self._ledger.close()
+
+    # ------------------------------------------------------------ decoded ahead
+
+    def _begin(self, key: Key) -> Any:
+        assert self._decoders is not None
+        return self._decoders.make(*key, self._ids(*key))
+
+    def _decoded(self, step: int, micro: int, decoders: Decoders) -> tuple[Ids, Any]:
+        future = self._ahead.take(step, micro)
+        if not future.done() and not decoders.up:
+            # A process takes seconds to start, and what it would make is the same.
+            ids = self._ids(step, micro)
+            return ids, self._maker.make(step, micro, ids)
+        try:
+            row = future.result()
+        except BrokenProcessPool:
+            row = self._decoded_again(step, micro, decoders)
+        ids, batch = unpacked(row)
+        return ids, batch
+
+    def _decoded_again(self, step: int, micro: int, decoders: Decoders) -> bytes:
+        """A process died, and with it all that were at work. Once that may be chance."""
+        sys.stderr.write(f"holdfast: a decoding process died in step {step}; starting new ones\n")
+        self._ahead.forget()
+        decoders.restart()
+        try:
+            return self._ahead.take(step, micro).result()
+        except BrokenProcessPool as error:
+            self._ahead.forget()
+            decoders.restart()
+            raise DataError(
+                f"decoding processes of {describe(self.dataset)} died twice near step {step}, micro-batch {micro} "
+                f"(samples {self._ids(step, micro).tolist()}): out of memory, or a crash in the decoder; try fewer "
+                "workers, or workers=0 to see the crash itself"
+            ) from error
+
+    # ------------------------------------------------------------ order
+
+    def _ids(self, step: int, micro: int) -> Ids:
+        position = self._position + (step - self._step) * self._global_batch + micro * self._micro_batch
+        low = position - self._ordered_from
+        if not 0 <= low <= len(self._ordered) - self._micro_batch:
+            # What is asked for lies a few steps around here; some are put in order at a time.
+            self._ordered_from = self._position
+            count = max(ORDERED_AHEAD, 2 * (position + self._micro_batch - self._position))
+            self._ordered = self._order.at_many(np.arange(self._position, self._position + count))
+            low = position - self._ordered_from
+        return self._ordered[low : low + self._micro_batch]
+
+    def _advise(self, step: int, micros: range) -> None:
+        coming = {
+            (s, micro) for s in range(step, min(step + READ_AHEAD_STEPS, self._until) + 1) for micro in micros
+        }
+        for key in sorted(coming - self._advised):
+            self.dataset.read_ahead(self._ids(*key))
+        self._advised = coming

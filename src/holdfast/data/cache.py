@@ -1,0 +1,354 @@
+"""The node's cache of remote data files: fetched once per node, shared by its workers, kept across restarts.
+
+    DIR/content/DIGEST             a file, by the XXH3-128 of its content
+    DIR/names/FOLDER/NAME          a hard link to it, under its own name; FOLDER is a hash of the URL's folder
+    DIR/entries/KEY                what was fetched from where: URL, version, digest; JSON, written last
+    DIR/parts/KEY                  what has arrived of a file that is being fetched
+    DIR/locks/KEY                  held by the process that fetches; the others wait for it
+
+KEY is a hash of the URL. Locks are the kernel's (flock), so they end with their process. Who uses a file holds a shared
+lock on it for the rest of its life, and what is in use is never evicted.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import msgspec
+import xxhash
+
+from holdfast.data.fetching import Changed, Remote, Version
+from holdfast.data.mapstyle import parse_bytes
+from holdfast.errors import DataError, UsageError
+
+VARIABLE = "HOLDFAST_DATA_CACHE"
+SHARE_OF_DISK = 0.9
+ATTEMPTS = 3
+READ_BYTES = 8 << 20
+
+_held: dict[Path, int] = {}
+"""Files that this process uses, and the descriptors that hold their locks, until the process ends."""
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """One fetched file."""
+
+    url: str
+    version: Version
+    digest: str
+    folder: str
+    name: str
+    changed_ns: int
+    """The content's modification time; another one means that somebody wrote to it."""
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What `Cache.verify` found of one file. `whole` is None where nothing was wrong, else what was."""
+
+    url: str
+    nbytes: int
+    trouble: str | None
+
+
+def local(path: str | os.PathLike[str]) -> Path:
+    """The file on this machine: a path as it is, a remote file's copy in the node's cache.
+
+    A remote file (`s3://`, `gs://`, `az://`, `https://`, ...) is fetched if the cache (`holdfast run --data-cache DIR`,
+    or HOLDFAST_DATA_CACHE) does not have it as it is now. If the server cannot be asked, the copy is used.
+
+    Raises:
+        FileNotFoundError: there is no such remote file.
+        UsageError: no cache is named, or no URL of a file.
+        DataError: it cannot be fetched, or has no room.
+    """
+    text = os.fspath(path)
+    if "://" not in text:
+        return Path(text)
+    if text.startswith("file://"):
+        return Path(unquote(urlsplit(text).path))
+    asked = os.environ.get(VARIABLE)
+    if not asked:
+        raise UsageError(
+            f"{text} is remote: name a folder to keep it in with holdfast run --data-cache DIR, or {VARIABLE}=DIR"
+        )
+    return Cache(*parse_cache(asked)).get(Remote(text))
+
+
+def parse_cache(text: str) -> tuple[Path, int | None]:
+    """`DIR[,size=50G]`: the folder and its bound. Raises UsageError."""
+    folder, *rest = text.split(",")
+    size: int | None = None
+    for part in rest:
+        key, _, value = part.partition("=")
+        if key != "size":
+            raise UsageError(f"--data-cache {text!r}: unknown {key!r}; write DIR[,size=50G]")
+        size = parse_bytes(value, "--data-cache: size")
+    if not folder:
+        raise UsageError(f"--data-cache {text!r}: name a folder, for example /scratch/cache,size=50G")
+    return Path(folder), size
+
+
+class Cache:
+    """The cache in a folder. Any number of processes may use it at once."""
+
+    def __init__(self, folder: Path, size_bytes: int | None = None) -> None:
+        """size_bytes: its bound; by default 90% of what the disk has for it.
+
+        Raises:
+            UsageError: the folder cannot be written.
+        """
+        self.folder = folder.absolute()
+        self._size_bytes = size_bytes
+        self._content, self._names = self.folder / "content", self.folder / "names"
+        self._entries, self._parts = self.folder / "entries", self.folder / "parts"
+        self._locks = self.folder / "locks"
+        try:
+            for each in (self._content, self._names, self._entries, self._parts, self._locks):
+                each.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(
+                f"--data-cache {folder}: {error.strerror}; name a folder that can be written"
+            ) from error
+
+    def get(self, remote: Remote) -> Path:
+        """The local copy of the remote file as it is now; it stays until this process ends.
+
+        Raises:
+            FileNotFoundError, DataError: see `local`.
+        """
+        key = xxhash.xxh3_64_hexdigest(remote.url.encode())
+        with self._locked(key, f"waiting for another process that fetches {remote.url}"):
+            entry = self._sound(self._entry(key), key)
+            version = self._asked(remote, entry)
+            if entry is None or (version is not None and version != entry.version):
+                assert version is not None
+                entry = self._fetched(remote, version, key)
+            os.utime(self._entries / key)  # used now
+            return self._held(entry)
+
+    def verify(self) -> Iterator[Verified]:
+        """Reads every file; one that is not as it was fetched is removed, and fetched again when it is needed."""
+        for path in sorted(self._entries.iterdir()):
+            with self._locked(path.name):
+                entry = self._entry(path.name)
+                if entry is None:
+                    continue
+                content = self._content / entry.digest
+                trouble = None
+                if not content.exists():
+                    trouble = "the content is gone"
+                elif _digest(content) != entry.digest:
+                    trouble = "the content is not what was fetched"
+                if trouble is not None:
+                    self._remove(path.name, entry)
+                yield Verified(entry.url, entry.version.size, trouble)
+
+    # ------------------------------------------------------------ one file
+
+    def _entry(self, key: str) -> Entry | None:
+        try:
+            return msgspec.json.decode((self._entries / key).read_bytes(), type=Entry)
+        except (FileNotFoundError, msgspec.DecodeError):
+            return None
+
+    def _sound(self, entry: Entry | None, key: str) -> Entry | None:
+        """The entry, if its file is still what was fetched. Reads it only if somebody touched it."""
+        if entry is None:
+            return None
+        content = self._content / entry.digest
+        try:
+            found = content.stat()
+            linked = self._link_of(entry).stat().st_ino == found.st_ino
+        except FileNotFoundError:
+            return None
+        if linked and (found.st_size, found.st_mtime_ns) == (entry.version.size, entry.changed_ns):
+            return entry
+        if linked and _digest(content) == entry.digest:
+            entry = msgspec.structs.replace(entry, changed_ns=found.st_mtime_ns)
+            self._write_entry(entry, key)
+            return entry
+        sys.stderr.write(f"holdfast: {content} is not what was fetched from {entry.url}; fetching it again\n")
+        self._remove(key, entry)
+        return None
+
+    def _asked(self, remote: Remote, entry: Entry | None) -> Version | None:
+        """What the server has now; None if it cannot be asked and there is a copy."""
+        try:
+            return remote.version()
+        except (DataError, FileNotFoundError) as error:
+            if entry is None:
+                raise
+            sys.stderr.write(f"holdfast: going on with the copy of {remote.url}: {error}\n")
+            return None
+
+    def _fetched(self, remote: Remote, version: Version, key: str) -> Entry:
+        for _ in range(ATTEMPTS):
+            # The name of a part says which version it is of, so that no two are ever mixed, and what room it will take.
+            stamp = xxhash.xxh3_64_hexdigest(msgspec.json.encode(version))
+            part = self._parts / f"{key}-{stamp}-{version.size}"
+            for old in self._parts.glob(f"{key}-*"):
+                if old != part:
+                    old.unlink()
+            self._make_room(remote.url, version.size, part)
+            try:
+                digest = remote.fetch(version, part)
+            except Changed:
+                part.unlink(missing_ok=True)
+                version = remote.version()
+                continue
+            return self._kept(remote, version, key, part, digest)
+        raise DataError(f"{remote.url} changes again and again while it is fetched; wait until it is written")
+
+    def _kept(self, remote: Remote, version: Version, key: str, part: Path, digest: str) -> Entry:
+        folder = xxhash.xxh3_64_hexdigest(remote.folder.encode())
+        old = self._entry(key)
+        with self._locked(""):
+            content = self._content / digest
+            if content.exists() and _digest(content) == digest:  # another URL has the same
+                part.unlink()
+            else:
+                part.chmod(0o444)
+                part.replace(content)
+            changed_ns = content.stat().st_mtime_ns
+            entry = Entry(remote.url, version, digest, folder, remote.name, changed_ns)
+            link = self._link_of(entry)
+            link.parent.mkdir(exist_ok=True)
+            beside = link.with_name(f"{link.name}.{os.getpid()}.new")
+            beside.unlink(missing_ok=True)
+            beside.hardlink_to(content)
+            beside.replace(link)
+            self._write_entry(entry, key)
+            if old is not None and old.digest != digest:
+                self._drop_content(old.digest)
+        return entry
+
+    def _write_entry(self, entry: Entry, key: str) -> None:
+        beside = self._entries / f"{key}.{os.getpid()}.new"
+        beside.write_bytes(msgspec.json.encode(entry))
+        beside.replace(self._entries / key)
+
+    def _link_of(self, entry: Entry) -> Path:
+        return self._names / entry.folder / entry.name
+
+    def _held(self, entry: Entry) -> Path:
+        """Takes the shared lock that keeps the file from being evicted. The key's lock is held, so it is there."""
+        link = self._link_of(entry)
+        fd = os.open(link, os.O_RDONLY | os.O_CLOEXEC)
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        before = _held.get(link)
+        _held[link] = fd
+        if before is not None:
+            os.close(before)
+        return link
+
+    # ------------------------------------------------------------ room
+
+    def _make_room(self, url: str, nbytes: int, part: Path) -> None:
+        """Evicts what was not used for longest until `nbytes` fit. Raises DataError when they do not."""
+        with self._locked(""):
+            there = sum(p.stat().st_size for p in self._content.iterdir())
+            fetching = {p: int(p.name.rsplit("-", 1)[1]) for p in self._parts.iterdir() if p != part}
+            bound = self._size_bytes or int(SHARE_OF_DISK * (shutil.disk_usage(self.folder).free + there))
+            excess = there + sum(fetching.values()) + nbytes - bound
+            for other, size in fetching.items():
+                excess -= size if excess > 0 and self._abandoned(other) else 0
+            for key in self._oldest_first():
+                excess -= self._evicted(key) if excess > 0 else 0
+            if excess > 0:
+                raise DataError(
+                    f"{url} has {nbytes} bytes, which is {excess} more than the data cache {self.folder} has room for "
+                    f"(its bound is {bound}; files in use stay): give more, --data-cache {self.folder},size=..."
+                )
+            part.touch()
+
+    def _abandoned(self, part: Path) -> bool:
+        """Removes what arrived of a file that nobody fetches any more."""
+        try:
+            with self._locked(part.name.split("-", 1)[0], wait=False):
+                part.unlink(missing_ok=True)
+                return True
+        except BlockingIOError:
+            return False
+
+    def _oldest_first(self) -> list[str]:
+        used = {p.name: p.stat().st_mtime_ns for p in self._entries.iterdir() if not p.name.endswith(".new")}
+        return sorted(used, key=lambda key: used[key])
+
+    def _evicted(self, key: str) -> int:
+        """The bytes that this freed: 0 for a file that is in use, or being looked at."""
+        try:
+            with self._locked(key, wait=False):
+                entry = self._entry(key)
+                if entry is None or self._in_use(entry):
+                    return 0
+                return self._removed(key, entry)
+        except BlockingIOError:
+            return 0
+
+    def _in_use(self, entry: Entry) -> bool:
+        try:
+            fd = os.open(self._content / entry.digest, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)
+        return False
+
+    def _remove(self, key: str, entry: Entry) -> None:
+        with self._locked(""):
+            self._removed(key, entry)
+
+    def _removed(self, key: str, entry: Entry) -> int:
+        (self._entries / key).unlink(missing_ok=True)
+        link = self._link_of(entry)
+        link.unlink(missing_ok=True)
+        return self._drop_content(entry.digest)
+
+    def _drop_content(self, digest: str) -> int:
+        """Content that no entry names any more. Who has it open keeps it."""
+        others = (self._entry(p.name) for p in self._entries.iterdir())
+        if any(entry is not None and entry.digest == digest for entry in others):
+            return 0
+        content = self._content / digest
+        nbytes = content.stat().st_size if content.exists() else 0
+        content.unlink(missing_ok=True)
+        return nbytes
+
+    @contextmanager
+    def _locked(self, key: str, waiting: str = "", wait: bool = True) -> Iterator[None]:
+        """The lock of one URL, or with an empty key the cache's. Raises BlockingIOError if it is not to wait."""
+        fd = os.open(self._locks / (key or "cache"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if not wait:
+                    raise
+                if waiting:
+                    sys.stderr.write(f"holdfast: {waiting}\n")
+                fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)
+
+
+def _digest(path: Path, seen: Callable[[int], None] = lambda nbytes: None) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while piece := file.read(READ_BYTES):
+            digest.update(piece)
+            seen(len(piece))
+    return digest.hexdigest()

@@ -1,0 +1,117 @@
+"""Processes that decode samples for a worker.
+
+They are a process pool's, not a DataLoader's. A DataLoader hands batches out in the order in which it asked for them,
+so after a resize those of the old share come first; and it reports the death of a process by an exception from a signal
+handler, which may strike in the middle of an optimizer step. A pool gives a future for every micro-batch.
+
+They are started, not forked: a worker has threads, whose locks a fork would copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import pickle
+import signal
+import sys
+import traceback
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+
+from holdfast.data.making import Collate, Ids, Maker, describe, packed
+from holdfast.errors import DataError, UsageError
+
+_PR_SET_PDEATHSIG = 1
+
+_maker: list[Maker] = []
+"""In a decoding process: what it makes micro-batches with, sent once at its start."""
+
+
+class Decoders:
+    """`workers` processes."""
+
+    def __init__(self, maker: Maker, workers: int) -> None:
+        """Raises UsageError for a dataset that cannot be sent to another process."""
+        self._workers = workers
+        self._up = False
+        try:
+            self._sent = pickle.dumps(maker)
+        except Exception as error:
+            raise UsageError(
+                f"hf.data.shuffled({describe(maker.dataset)}): it cannot be sent to a decoding process ({error}); "
+                "define the dataset, its transforms and `collate` at the top level of a module, or use workers=0"
+            ) from error
+        self._start()
+
+    @property
+    def up(self) -> bool:
+        """Whether the first process can decode; until then the worker had better do so itself."""
+        self._up = self._up or any(f.done() for f in self._greetings)
+        return self._up
+
+    def make(self, step: int, micro: int, ids: Ids) -> Future[bytes]:
+        """Begins to make a micro-batch."""
+        try:
+            return self._pool.submit(_make, step, micro, ids)
+        except BrokenProcessPool as error:
+            failed: Future[bytes] = Future()
+            failed.set_exception(error)
+            return failed
+
+    def restart(self) -> None:
+        """New processes in the place of those that died."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._start()
+
+    def close(self) -> None:
+        """Ends the processes; waits for the samples that they are at."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _start(self) -> None:
+        self._pool = ProcessPoolExecutor(
+            self._workers,
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=_begin,
+            initargs=(self._sent,),
+        )
+        # A pool starts a process only for work that finds none idle.
+        self._greetings = [self._pool.submit(_greet) for _ in range(self._workers)]
+
+
+def is_decoder() -> bool:
+    """Whether this process is one that is being started, and imports the script only for what is defined in it."""
+    return getattr(multiprocessing.current_process(), "_inheriting", False)
+
+
+def _begin(sent: bytes) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the worker, which ends its processes
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    if parent is None or not parent.is_alive():
+        sys.exit(1)
+    import torch
+
+    torch.set_num_threads(1)
+    _maker.append(pickle.loads(sent))
+
+
+def _greet() -> None:
+    return
+
+
+def _make(step: int, micro: int, ids: Ids) -> bytes:
+    """(sample numbers, batch), packed."""
+    try:
+        return packed((ids, _maker[0].make(step, micro, ids)))
+    except DataError as error:
+        said = DataError(str(error))  # without its cause, whose class may not survive the way
+        said.add_note("In a decoding process:\n" + "".join(traceback.format_exception(error)))
+        raise said from None
+    except Exception as error:  # noqa: BLE001 - whatever a batch's own class raises when it is pickled
+        raise DataError(
+            f"the micro-batch {micro} of step {step} of {describe(_maker[0].dataset)} cannot be sent to the worker: "
+            f"{type(error).__name__}: {error}"
+        ) from None
+
+
+__all__ = ["Collate", "Decoders", "is_decoder"]

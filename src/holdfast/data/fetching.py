@@ -1,0 +1,189 @@
+"""Files of object stores and web servers, fetched by ranges into a local file; what arrived before is not fetched again."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+import obstore
+import xxhash
+from obstore.exceptions import BaseError, PermissionDeniedError, PreconditionError, UnauthenticatedError
+
+from holdfast.checkpoint.objects import CREDENTIALS, FAMILIES, advice_for, open_store, short
+from holdfast.errors import DataError, UsageError
+from holdfast.observe.bytecount import ByteCount
+
+SCHEMES = ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "http", "https")
+
+PART_BYTES = 8 << 20
+PARTS_IN_FLIGHT = 8
+PATIENCE_S = 45.0
+PAUSES_S = (1.0, 5.0, 20.0)
+"""Between attempts at one request, on top of the library's own retries, which end after PATIENCE_S."""
+AGAIN = "What has arrived is kept, and not fetched again"
+FINAL = (PreconditionError, FileNotFoundError, PermissionError, PermissionDeniedError, UnauthenticatedError)
+"""Answers that will not change."""
+
+Answer = TypeVar("Answer")
+
+
+class Version(msgspec.Struct, frozen=True):
+    """What a remote file is now: it changes when the file does."""
+
+    size: int
+    e_tag: str | None
+    modified: str
+
+
+class Changed(Exception):
+    """The remote file is another one than when the fetch began."""
+
+
+class Remote:
+    """One remote file."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        part_bytes: int = PART_BYTES,
+        patience_s: float = PATIENCE_S,
+        pauses_s: tuple[float, ...] = PAUSES_S,
+        **options: Any,
+    ) -> None:
+        """Nothing is asked of the server yet.
+
+        Args:
+            part_bytes: fetched with one request.
+            patience_s: how long one request is tried.
+            pauses_s: how long to wait before each further attempt.
+            options: of the object store, as for checkpoints; they go before the environment.
+
+        Raises:
+            UsageError: no URL of a file.
+        """
+        parts = urlsplit(url)
+        folder, _, self.name = parts.path.rpartition("/")
+        place = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+        if parts.scheme not in SCHEMES or not parts.netloc or not self.name:
+            raise UsageError(
+                f"{place}: no remote file; give one like s3://bucket/corpus.npy (known are {', '.join(SCHEMES)})"
+            )
+        if parts.query or parts.fragment or ("@" in parts.netloc and not parts.scheme.startswith("abfs")):
+            raise UsageError(f"{place}: no ?, # or @ in the URL of data; keys belong into the environment")
+        self.url = url
+        self.folder = f"{parts.scheme}://{parts.netloc}{folder}"
+        self._credentials = CREDENTIALS.get(FAMILIES.get(parts.scheme, parts.scheme), "")
+        self._part_bytes, self._pauses_s = part_bytes, pauses_s
+        if parts.scheme == "http":
+            options["client_options"] = {"allow_http": True, **options.get("client_options", {})}
+        self._store = open_store(self.folder, parts.scheme, patience_s, options)
+
+    def version(self) -> Version:
+        """Size and identity of the file as it is now.
+
+        Raises:
+            FileNotFoundError: there is none.
+            DataError: the server does not say.
+        """
+        with self._said("asked for"):
+            return self._tried(lambda: _version_of(obstore.head(self._store, self.name)))
+
+    def fetch(self, version: Version, part: Path) -> str:
+        """Fills the file `part`, from where it ends; returns the XXH3-128 of all of it.
+
+        Raises:
+            Changed: the remote file is no longer this version; what is in `part` is of no use.
+            DataError: the server does not give it, or the disk is full. What has arrived stays in `part`.
+        """
+        digest = xxhash.xxh3_128()
+        with part.open("ab+") as file, ByteCount(sys.stderr, f"fetching {self.url}") as count:
+            have = min(file.tell(), version.size) // self._part_bytes * self._part_bytes
+            file.truncate(have)
+            file.seek(0)
+            for low in range(0, have, self._part_bytes):
+                digest.update(file.read(min(self._part_bytes, have - low)))
+            for data in self._parts(version, have):
+                self._write(file, data)
+                digest.update(data)
+                count.add(len(data))
+            os.fsync(file.fileno())
+        return digest.hexdigest()
+
+    def _write(self, file: Any, data: memoryview) -> None:
+        try:
+            file.write(data)
+            file.flush()
+        except OSError as error:
+            raise DataError(
+                f"{self.url}: cannot be written to {file.name}: {error.strerror}; make room, or choose another "
+                "folder with --data-cache"
+            ) from error
+
+    def _parts(self, version: Version, begin: int) -> Iterator[memoryview]:
+        """The rest of the file, in order; several parts are under way at once."""
+        lows = iter(range(begin, version.size, self._part_bytes))
+        with ThreadPoolExecutor(PARTS_IN_FLIGHT) as pool:
+            waiting: deque[Future[memoryview]] = deque()
+            try:
+                for low in lows:
+                    high = min(low + self._part_bytes, version.size)
+                    waiting.append(pool.submit(self._part, version, low, high))
+                    if len(waiting) == PARTS_IN_FLIGHT:
+                        yield waiting.popleft().result()
+                while waiting:
+                    yield waiting.popleft().result()
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def _part(self, version: Version, low: int, high: int) -> memoryview:
+        with self._said("fetched"):
+            return self._tried(lambda: self._asked(version, low, high))
+
+    def _tried(self, ask: Callable[[], Answer]) -> Answer:
+        for pause_s in self._pauses_s:
+            try:
+                return ask()
+            except FINAL:
+                raise
+            except (BaseError, OSError):
+                time.sleep(pause_s)
+        return ask()
+
+    def _asked(self, version: Version, low: int, high: int) -> memoryview:
+        options: dict[str, Any] = {"range": (low, high)}
+        if version.e_tag is not None:
+            options["if_match"] = version.e_tag
+        found = obstore.get(self._store, self.name, options=options)  # type: ignore[arg-type]
+        if _version_of(found.meta) != version:
+            raise Changed
+        data = memoryview(found.bytes())
+        if len(data) != high - low:
+            raise OSError(f"IncompleteBody: {len(data)} bytes came, not {high - low}")
+        return data
+
+    @contextmanager
+    def _said(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except PreconditionError as error:
+            raise Changed from error
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{self.url} is not there") from error
+        except (BaseError, OSError) as error:
+            advice = advice_for(str(error)).format(credentials=self._credentials, again=AGAIN)
+            raise DataError(f"{self.url} could not be {what}: {advice} [{short(str(error))}]") from error
+
+
+def _version_of(meta: obstore.ObjectMeta) -> Version:
+    return Version(meta["size"], meta["e_tag"], meta["last_modified"].isoformat())

@@ -1,0 +1,130 @@
+"""How sample numbers become a micro-batch: the same function in the worker and in its decoding processes."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import default_collate
+
+from holdfast.data.seeds import loading_seed, seed_generators
+from holdfast.errors import DataError
+
+Ids = npt.NDArray[np.int64]
+Collate = Callable[[list[Any]], Any]
+
+_SHOWN_IDS = 8
+CPU = torch.device("cpu")
+"""Samples are made there, also those that train on a GPU: decoding processes have none."""
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Makes micro-batches of a dataset. What it makes is a function of its arguments, whichever process calls it.
+
+    Attributes:
+        dataset: has `batch(ids)`, or `__getitems__` or `__getitem__` as torch's map-style datasets do.
+        collate: samples to batch; None for the dataset's own `batch`, or torch's default.
+        seed: of the run; `__getitem__` may draw from the global generators of Python, numpy and torch.
+    """
+
+    dataset: Any
+    collate: Collate | None
+    seed: int
+
+    def make(self, step: int, micro: int, ids: Ids) -> Any:
+        """Micro-batch `micro` of the step, of these samples.
+
+        Raises:
+            DataError: the dataset raised; names the dataset and the sample.
+        """
+        seed_generators(loading_seed(self.seed, step, micro), CPU)
+        where = f"step {step}, micro-batch {micro}"
+        if self.collate is None and hasattr(self.dataset, "batch"):
+            return self._called(lambda: self.dataset.batch(ids), _named(ids), where)
+        if hasattr(self.dataset, "__getitems__"):
+            samples = self._called(lambda: self.dataset.__getitems__(ids.tolist()), _named(ids), where)
+        else:
+            get = self.dataset.__getitem__
+            samples = [self._called(partial(get, i), f"sample {i}", where) for i in ids.tolist()]
+        collate = self.collate or default_collate
+        return self._called(lambda: collate(samples), f"the collation of {_named(ids)}", where)
+
+    def _called(self, make: Callable[[], Any], what: str, where: str) -> Any:
+        try:
+            return make()
+        except Exception as error:
+            raise DataError(
+                f"{what} of {describe(self.dataset)} ({where}): {type(error).__name__}: {error}"
+            ) from error
+
+
+def describe(dataset: Any) -> str:
+    """A dataset's name for people: its class, and its path if it has one."""
+    path = getattr(dataset, "path", None)
+    return f"{type(dataset).__name__}({str(path)!r})" if path is not None else type(dataset).__name__
+
+
+def _named(ids: Ids) -> str:
+    shown = ", ".join(map(str, ids[:_SHOWN_IDS].tolist()))
+    return f"samples {shown}{', ...' if len(ids) > _SHOWN_IDS else ''}"
+
+
+def on_device(batch: Any, device: torch.device) -> Any:
+    """The batch with every tensor on the device; through pinned memory, so that the copy waits for nobody."""
+    if device.type == "cpu":
+        return batch
+    if isinstance(batch, torch.Tensor):
+        if device.type == "cuda" and batch.device.type == "cpu":
+            batch = batch.pin_memory()
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {key: on_device(part, device) for key, part in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(on_device(part, device) for part in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(on_device(part, device) for part in batch)
+    if hasattr(batch, "to"):  # what a collate function of the user's made, for example a BatchEncoding
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        return {key: on_device(part, device) for key, part in batch.items()}
+    return batch
+
+
+# ---------------------------------------------------------------- between a worker and its decoding processes
+
+
+class _Pickler(pickle.Pickler):
+    """Tensors as their plain bytes: neither torch's serialization nor shared memory, which costs a file descriptor for
+    every tensor that waits."""
+
+    def reducer_override(self, thing: Any) -> Any:
+        if type(thing) is not torch.Tensor or thing.layout is not torch.strided or thing.device.type != "cpu":
+            return NotImplemented
+        flat = thing.detach().contiguous().reshape(-1).view(torch.uint8)
+        return _tensor, (bytearray(flat.numpy()), thing.dtype, tuple(thing.shape))
+
+
+def packed(batch: Any) -> bytes:
+    """A batch as bytes for another process of this worker."""
+    row = io.BytesIO()
+    _Pickler(row, protocol=5).dump(batch)
+    return row.getvalue()
+
+
+def unpacked(row: bytes) -> Any:
+    """A new batch from `packed` bytes of this worker's own process; the script may change it in place."""
+    return pickle.loads(row)
+
+
+def _tensor(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype).reshape(shape)

@@ -1,0 +1,85 @@
+"""`hf.data.shuffled`: any map-style dataset, decoded by processes ahead of need."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.data.making import Collate, describe
+from holdfast.errors import UsageError
+
+_UNITS = {"M": 20, "G": 30, "T": 40}
+MOST_WORKERS = 1024
+
+
+@dataclass(frozen=True)
+class Shuffled:
+    """A dataset, and how its samples become micro-batches. Made by `shuffled`."""
+
+    dataset: Any
+    workers: int
+    collate: Collate | None
+    steps_ahead: int
+    most_bytes: int
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+def shuffled(
+    dataset: Any,
+    *,
+    workers: int = 2,
+    collate: Collate | None = None,
+    steps_ahead: int = 2,
+    memory: str = "1G",
+) -> Shuffled:
+    """A map-style dataset whose samples take time to make, for `run.steps`.
+
+    Order, state and guarantees are those of every dataset; `workers` changes how fast a sample comes, never what it is:
+    what `__getitem__` draws from the global generators of Python, numpy and torch is keyed by (seed, step, micro-batch).
+
+    Args:
+        dataset: has `__len__` and `__getitem__` (or `__getitems__`, or `batch(ids)`), as
+            `torch.utils.data.Dataset` has. Its processes get it pickled.
+        workers: decoding processes of each worker; 0: the worker decodes by itself.
+        collate: list of samples to batch; by default the dataset's own `batch`, or torch's `default_collate`.
+        steps_ahead: how many steps' share is decoded ahead.
+        memory: of each worker, for what is decoded ahead.
+
+    Raises:
+        UsageError: no map-style dataset, or a setting that cannot be.
+    """
+    if isinstance(dataset, Shuffled):
+        raise UsageError("hf.data.shuffled(...) of hf.data.shuffled(...): once is enough")
+    check_dataset(dataset)
+    if not 0 <= workers <= MOST_WORKERS:
+        raise UsageError(f"hf.data.shuffled: workers={workers}; 0 to {MOST_WORKERS}, for example 4")
+    if steps_ahead < 1:
+        raise UsageError(f"hf.data.shuffled: steps_ahead={steps_ahead}; at least 1, for example 2")
+    if collate is not None and not callable(collate):
+        raise UsageError("hf.data.shuffled: collate is no function; give one that takes a list of samples")
+    return Shuffled(dataset, workers, collate, steps_ahead, parse_bytes(memory, "memory"))
+
+
+def check_dataset(data: Any) -> None:
+    """Raises UsageError for what is no map-style dataset, or an empty one."""
+    if not hasattr(data, "__len__") or not (
+        hasattr(data, "__getitem__") or hasattr(data, "__getitems__") or hasattr(data, "batch")
+    ):
+        raise UsageError(
+            f"{describe(data)} is no map-style dataset: give it `__len__` and `__getitem__` (or `batch(ids)`); "
+            "a stream has no order that a job could go on from"
+        )
+    if len(data) < 1:
+        raise UsageError("the dataset is empty")
+
+
+def parse_bytes(text: str, name: str) -> int:
+    """`512M`, `50G`, `1T`: bytes. Raises UsageError, which calls it `name`."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([MGT])(?:i?B)?", text.strip())
+    nbytes = int(float(match[1]) * (1 << _UNITS[match[2]])) if match else 0
+    if nbytes < 1:
+        raise UsageError(f"{name}={text}: write a size such as 512M, 50G or 1T")
+    return nbytes

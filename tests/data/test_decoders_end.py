@@ -1,0 +1,64 @@
+"""Decoding processes end with their worker, however it ends."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import os, sys, threading
+import torch
+import holdfast as hf
+
+class Numbers:
+    def __len__(self):
+        return 100
+    def __getitem__(self, i):
+        return torch.tensor([float(i)])
+
+def main(run):
+    model = torch.nn.Linear(1, 1)
+    run.protect(model=model)
+    for step in run.steps(hf.data.shuffled(Numbers(), workers=2), global_batch=4, micro_batch=2, until=9):
+        with step:
+            for x in step:
+                step.backward(model(x).sum())
+            for greeting in step._batches._decoders._greetings:
+                greeting.result()
+            print("up", flush=True)
+            threading.Event().wait()
+
+hf.start(main)
+"""
+
+
+def children(pid):
+    found = [int(c) for p in Path(f"/proc/{pid}/task").glob("*/children") for c in p.read_text().split()]
+    return found + [grandchild for child in found for grandchild in children(child)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_decoders_end_with_their_worker(tmp_path, number):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    env = os.environ | {"TMPDIR": str(tmp_path)}
+    process = subprocess.Popen(
+        [sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env
+    )
+    with process:
+        assert process.stdout.readline() == "up\n"
+        pids = children(process.pid)
+        assert len(pids) >= 2
+        fds = [os.pidfd_open(pid) for pid in pids]
+        if number == signal.SIGINT:
+            for pid in pids:
+                os.kill(pid, number)  # as a terminal's Ctrl-C does
+        process.send_signal(number)
+        for fd in fds:
+            assert select.select([fd], [], [], 30)[0], "a decoding process outlived its worker"
+            os.close(fd)
+    assert [p.name for p in tmp_path.iterdir()] == ["train.py"]
