@@ -6,9 +6,8 @@ HoldfastError
 ├── StateError            training state that cannot be captured, sent or loaded
 │   ├── ChecksumError     bytes arrived that are not the bytes that were sent
 │   └── UnreadError       a checkpoint of which bytes cannot be had; an older one may do
-├── DataError             a data set that cannot be built, or is not whole
+├── DataError             a data set that cannot be built, fetched or read
 ├── TierError             a checkpoint tier cannot be read or written; training goes on without it
-├── DataError             a sample cannot be loaded, or a data file cannot be fetched
 ├── NonFiniteGradient     the reduced gradient holds NaN or Inf; the step is retried
 ├── StepFault             a step cannot be finished in this generation; swallowed by `with step`
 │   ├── GenerationBroken  the coordinator ended the generation
@@ -43,15 +42,11 @@ class UnreadError(StateError):
 
 
 class DataError(HoldfastError):
-    """A data set cannot be built, or is not as it was written. The message names the file, and the line if it has one."""
+    """A data set cannot be built, fetched or read, or is not as it was written. The message names the file or sample."""
 
 
 class TierError(HoldfastError):
     """A tier of checkpoints is full, not there, not permitted, or does not answer. The message says what to do."""
-
-
-class DataError(HoldfastError):
-    """A sample cannot be loaded, or a data file cannot be fetched. The message names it and the cause."""
 
 
 class NonFiniteGradient(HoldfastError):
