@@ -35,6 +35,11 @@ CASES = {
     "a port that is none": (["--port", "70000", "train.py"], "between 0 and 65535"),
     "a second machine": (["--node-rank", "1", "train.py"], "starts all nodes on this machine"),
     "a rendezvous elsewhere": (["--rdzv-endpoint", "other:29400", "train.py"], "leave --rdzv-endpoint out"),
+    "a data cache of no size": (
+        ["--data-cache", "cache,size=big", "train.py"],
+        "write a size, for example 8G",
+    ),
+    "a data cache with another word": (["--data-cache", "cache,sise=1G", "train.py"], "unknown 'sise'"),
     "no Python": (["--no-python", "train.sh"], "SCRIPT must be a Python file"),
 }
 

@@ -1,5 +1,7 @@
 import json
 import os
+import pickle
+import struct
 import subprocess
 import sys
 import threading
@@ -12,9 +14,10 @@ from s3server import S3Server
 
 import holdfast as hf
 from holdfast.data import cache as cache_module
-from holdfast.data.cache import VARIABLE, Cache, local, parse_cache
+from holdfast.data.cache import Cache, local, parse_cache
 from holdfast.data.fetching import Remote
 from holdfast.errors import DataError, UsageError
+from holdfast.protocol.job import CACHE_VARIABLE
 
 PART_BYTES = 64 << 10
 SIZE = 5 * PART_BYTES + 17
@@ -301,6 +304,41 @@ def test_when_the_one_that_fetches_is_killed_the_next_one_goes_on(server, tmp_pa
 # ---------------------------------------------------------------- by name
 
 
+@pytest.fixture
+def from_environment(server, tmp_path, monkeypatch):
+    given = {"AWS_ENDPOINT_URL": server.endpoint, "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
+    for name, value in {**given, "AWS_REGION": "us-east-1", CACHE_VARIABLE: f"{tmp_path},size=1G"}.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_token_files_by_url(server, tmp_path, from_environment):
+    tokens = np.arange(1000, dtype=np.uint16)
+    np.save(tmp_path / "tokens.npy", tokens)
+    server.objects["corpus/tokens.npy"] = (tmp_path / "tokens.npy").read_bytes()
+    for url in (URL, "s3://bucket/corpus/tokens"):
+        data = hf.data.TokenDataset(url, seq_len=10)
+        data.read_ahead(np.arange(len(data)))
+        assert data.batch([3])[0].tolist() == [list(range(30, 40))]
+    again = pickle.loads(pickle.dumps(data))
+    assert again.path == data.path
+
+
+def test_a_megatron_pair_by_any_of_its_names(server, from_environment):
+    data, index = megatron_pair()
+    server.objects["corpus/pair.bin"], server.objects["corpus/pair.idx"] = data, index
+    for name in ("pair", "pair.bin", "pair.idx"):
+        dataset = hf.data.TokenDataset(f"s3://bucket/corpus/{name}", seq_len=4)
+        assert dataset.files[0].index is not None
+        assert dataset.batch([1])[0].tolist() == [[4, 5, 6, 7]]
+
+
+def megatron_pair():
+    """20 tokens, two documents."""
+    lengths, pointers = np.array([12, 8], np.int32), np.array([0, 24], np.int64)
+    index = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 2, 3) + lengths.tobytes() + pointers.tobytes()
+    return np.arange(20, dtype=np.uint16).tobytes(), index + np.arange(3, dtype=np.int64).tobytes()
+
+
 class Web(BaseHTTPRequestHandler):
     """A web server with ranges and without ETag."""
 
@@ -331,7 +369,7 @@ def test_a_web_server(tmp_path, monkeypatch):
     with ThreadingHTTPServer(("127.0.0.1", 0), Web) as http:
         thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
-        monkeypatch.setenv(VARIABLE, f"{tmp_path},size=1M")
+        monkeypatch.setenv(CACHE_VARIABLE, f"{tmp_path},size=1M")
         path = hf.data.local(f"http://127.0.0.1:{http.server_port}/data/raw.bin")
         http.shutdown()
         thread.join()
@@ -350,7 +388,7 @@ def test_local_paths_are_left_alone(tmp_path):
     [
         ("s3://bucket/x.npy", "", "is remote: name a folder"),
         ("s3://bucket/x.npy", "/tmp,sise=1G", "unknown 'sise'"),
-        ("s3://bucket/x.npy", "/tmp,size=big", "size=big: write a size"),
+        ("s3://bucket/x.npy", "/tmp,size=big", "size 'big': write a size"),
         ("s3://bucket/x.npy", ",size=1G", "name a folder"),
         ("s3://bucket/x.npy", "/proc/none", "name a folder that can be written"),
         ("s3://bucket", "CACHE", "no remote file"),
@@ -360,7 +398,7 @@ def test_local_paths_are_left_alone(tmp_path):
     ],
 )
 def test_what_cannot_work_is_refused(url, cache, said, tmp_path, monkeypatch):
-    monkeypatch.setenv(VARIABLE, cache.replace("CACHE", str(tmp_path / "cache")))
+    monkeypatch.setenv(CACHE_VARIABLE, cache.replace("CACHE", str(tmp_path / "cache")))
     with pytest.raises(UsageError, match=said) as caught:
         local(url)
     assert "secret" not in str(caught.value)

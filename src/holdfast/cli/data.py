@@ -160,6 +160,26 @@ def verify(prefix: Dataset, dtype: RawDtype = None) -> None:
     sys.stdout.write(f"{file.path}: whole, {count(len(file.tokens))} tokens (compared: {how})\n")
 
 
+@app.command("verify-cache")
+def verify_cache(
+    folder: Annotated[Path, typer.Argument(help="What --data-cache was given.", metavar="DIR")],
+) -> None:
+    """Reads every file of a node's cache. What is not as it was fetched is removed; the exit code is 1 then."""
+    from holdfast.data.cache import Cache
+    from holdfast.errors import UsageError
+    from holdfast.observe.units import size
+
+    if not (folder / "entries").is_dir():
+        raise UsageError(f"{folder} is no data cache: there is no {folder / 'entries'}")
+    troubles = 0
+    for found in Cache(folder).verify():
+        troubles += found.trouble is not None
+        said = f"removed: {found.trouble}" if found.trouble else "whole"
+        sys.stdout.write(f"{found.url}: {said}, {size(found.nbytes)}\n")
+    if troubles:
+        raise typer.Exit(1)
+
+
 def _checked_without_sums(file: TokenFile) -> str:
     return "index, range of the tokens" if file.index is not None else "range of the tokens"
 

@@ -57,8 +57,8 @@ def export(
     is called rank-N. and its name in safetensors, which have plain values beside them, in values.json; a file of
     torch.save then has every rank's state as rank-N too.
     """
-    from holdfast.cli.saving import parse_size
     from holdfast.errors import UsageError
+    from holdfast.protocol.sizes import parse_size
 
     if len(places) > 2:
         raise UsageError(f"{len(places)} places are named, give one or none, and OUT: [PLACE] OUT")

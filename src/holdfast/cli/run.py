@@ -71,6 +71,10 @@ def run(
             help="Local engine: so many racks; no two copies of a snapshot are kept in one of them.",
         ),
     ] = 0,
+    data_cache: Annotated[
+        str,
+        typer.Option("--data-cache", help="Folder of each node for remote data files: DIR[,size=50G]."),
+    ] = "",
     report: Annotated[Path | None, typer.Option("--report", help="Write the report as JSON.")] = None,
     no_ui: Annotated[bool, typer.Option("--no-ui", help="Plain lines instead of the live view.")] = False,
     max_restarts: Annotated[
@@ -111,6 +115,7 @@ def run(
             snapshot_memory=snapshot_memory,
             racks=racks,
             checkpoints=tuple(checkpoint or ()),
+            data_cache=data_cache,
         )
     )
     outcome = _run(spec, no_ui, port, report)

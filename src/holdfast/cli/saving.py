@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from holdfast.checkpoint.policy import parse_cadence
 from holdfast.checkpoint.tier import open_tier, parse_tier
 from holdfast.errors import TierError, UsageError
+from holdfast.protocol.sizes import parse_size
 from holdfast.protocol.snapshots import DurableTier, Saving
-
-SIZES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def plan_saving(every: str, copies: int, memory: str, checkpoints: tuple[str, ...], default: Path) -> Saving:
@@ -34,14 +32,6 @@ def plan_saving(every: str, copies: int, memory: str, checkpoints: tuple[str, ..
         except TierError as error:
             raise UsageError(f"--checkpoint {tier.url}: {error}") from error
     return Saving(every, copies, parse_size("--snapshot-memory", memory) if memory else 0, tiers)
-
-
-def parse_size(option: str, text: str) -> int:
-    """`8G` in bytes. Raises UsageError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", text)
-    if match is None or float(match[1]) <= 0:
-        raise UsageError(f"{option} {text!r}: write a size, for example 8G")
-    return int(float(match[1]) * SIZES[match[2]])
 
 
 def _tier(text: str) -> DurableTier:

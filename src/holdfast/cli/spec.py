@@ -14,6 +14,7 @@ import msgspec
 
 from holdfast.cli.memory import available_bytes, check_memory
 from holdfast.cli.saving import plan_saving
+from holdfast.data.cache import absolute_cache
 from holdfast.engines import jobs
 from holdfast.errors import UsageError
 from holdfast.protocol.faults import FaultSpec, parse_fault
@@ -47,6 +48,7 @@ class Options(msgspec.Struct, frozen=True):
     snapshot_memory: str = ""
     racks: int = 0
     checkpoints: tuple[str, ...] = ()
+    data_cache: str = ""
 
 
 def plan(given: Options) -> JobSpec:
@@ -85,6 +87,7 @@ def plan(given: Options) -> JobSpec:
             given.checkpoints,
             jobs.job_dir(name) / "checkpoint",
         ),
+        data_cache=absolute_cache(given.data_cache) if given.data_cache else "",
     )
     _check_report(given.report)
     check_memory(high + given.spares, nproc, available_bytes())

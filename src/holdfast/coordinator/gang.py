@@ -11,6 +11,7 @@ import msgspec
 from holdfast.coordinator import failures, incidents, nodes, policy, stopping
 from holdfast.coordinator.state import Blame, JobPhase, Node, Worker, WorkerPhase
 from holdfast.protocol import messages as m
+from holdfast.protocol.job import CACHE_VARIABLE
 from holdfast.protocol.snapshots import TIERS_VARIABLE
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def environment(core: Core, node: Node, slot: int, rank: int, world: int) -> dic
         "HOLDFAST_TARGET": str(spec.target),
         "HOLDFAST_GENERATION": str(core.state.number),
         "HOLDFAST_SNAPSHOT_EVERY": spec.saving.memory,
+        **({CACHE_VARIABLE: spec.data_cache} if spec.data_cache else {}),
         TIERS_VARIABLE: msgspec.json.encode(spec.saving.tiers).decode(),
     }
 

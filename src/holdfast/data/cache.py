@@ -20,22 +20,37 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 import msgspec
 import xxhash
 
-from holdfast.data.fetching import Changed, Remote, Version
-from holdfast.data.mapstyle import parse_bytes
 from holdfast.errors import DataError, UsageError
+from holdfast.protocol.job import CACHE_VARIABLE
+from holdfast.protocol.sizes import parse_size
 
-VARIABLE = "HOLDFAST_DATA_CACHE"
+if TYPE_CHECKING:
+    from holdfast.data.fetching import Remote
+
 SHARE_OF_DISK = 0.9
 ATTEMPTS = 3
 READ_BYTES = 8 << 20
 
 _held: dict[Path, int] = {}
 """Files that this process uses, and the descriptors that hold their locks, until the process ends."""
+
+
+class Version(msgspec.Struct, frozen=True):
+    """What a remote file is now: it changes when the file does."""
+
+    size: int
+    e_tag: str | None
+    modified: str
+
+
+class Changed(Exception):
+    """The remote file is another one than when the fetch began."""
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -52,7 +67,7 @@ class Entry(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Verified:
-    """What `Cache.verify` found of one file. `whole` is None where nothing was wrong, else what was."""
+    """What `Cache.verify` found of one file; `trouble` is None where it is whole."""
 
     url: str
     nbytes: int
@@ -75,12 +90,42 @@ def local(path: str | os.PathLike[str]) -> Path:
         return Path(text)
     if text.startswith("file://"):
         return Path(unquote(urlsplit(text).path))
-    asked = os.environ.get(VARIABLE)
+    asked = os.environ.get(CACHE_VARIABLE)
     if not asked:
         raise UsageError(
-            f"{text} is remote: name a folder to keep it in with holdfast run --data-cache DIR, or {VARIABLE}=DIR"
+            f"{text} is remote: name a folder to keep it in with holdfast run --data-cache DIR, or {CACHE_VARIABLE}=DIR"
         )
+    try:
+        from holdfast.data.fetching import Remote
+    except ModuleNotFoundError as error:
+        raise UsageError(f"{text} is remote: pip install 'holdfast[object]' ({error})") from error
     return Cache(*parse_cache(asked)).get(Remote(text))
+
+
+def local_tokens(path: str | os.PathLike[str]) -> Path:
+    """`local` of a token file: of a pair both files, side by side; a name without an ending is looked for with it.
+
+    Raises:
+        See `local`.
+    """
+    text = os.fspath(path)
+    name = text.rpartition("/")[2]
+    if "://" not in text or ("." in name and not name.endswith((".bin", ".idx"))):
+        return local(text)
+    prefix = text[:-4] if name.endswith((".bin", ".idx")) else text
+    try:
+        local(f"{prefix}.idx")
+    except FileNotFoundError:
+        if text == prefix:
+            return local(f"{prefix}.npy")
+    return local(f"{prefix}.bin")
+
+
+def absolute_cache(text: str) -> str:
+    """The same with a folder that means the same everywhere; creates it. Raises UsageError for what is no cache."""
+    folder, size_bytes = parse_cache(text)
+    Cache(folder, size_bytes)
+    return ",".join([str(folder.absolute()), *text.split(",")[1:]])
 
 
 def parse_cache(text: str) -> tuple[Path, int | None]:
@@ -91,7 +136,7 @@ def parse_cache(text: str) -> tuple[Path, int | None]:
         key, _, value = part.partition("=")
         if key != "size":
             raise UsageError(f"--data-cache {text!r}: unknown {key!r}; write DIR[,size=50G]")
-        size = parse_bytes(value, "--data-cache: size")
+        size = parse_size("--data-cache: size", value)
     if not folder:
         raise UsageError(f"--data-cache {text!r}: name a folder, for example /scratch/cache,size=50G")
     return Path(folder), size

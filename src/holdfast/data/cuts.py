@@ -24,13 +24,18 @@ class Packed:
     """Sample i is `tokens[i * seq_len : (i + 1) * seq_len + 1]`, whatever documents that touches."""
 
     def __init__(self, file: TokenFile, seq_len: int) -> None:
-        self._tokens, self._seq_len = file.tokens, seq_len
+        self._file, self._tokens, self._seq_len = file, file.tokens, seq_len
         self.samples = max(0, len(file.tokens) - 1) // seq_len
 
     def take(self, ids: Ints) -> Pair:
         """(tokens, labels) of these samples, each of shape [B, seq_len]."""
         rows = self._rows[ids]
         return rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64)
+
+    def read_ahead(self, ids: Ints) -> None:
+        """These samples will be taken soon."""
+        for sample in ids.tolist():
+            self._file.read_ahead(sample * self._seq_len, (sample + 1) * self._seq_len + 1)
 
     @cached_property
     def _rows(self) -> npt.NDArray[Any]:

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-import msgspec
 import obstore
 import xxhash
 from obstore.exceptions import BaseError, PermissionDeniedError, PreconditionError, UnauthenticatedError
 
 from holdfast.checkpoint.objects import CREDENTIALS, FAMILIES, advice_for, open_store, short
+from holdfast.data.cache import Changed, Version
 from holdfast.errors import DataError, UsageError
 from holdfast.observe.bytecount import ByteCount
 
@@ -34,18 +34,6 @@ FINAL = (PreconditionError, FileNotFoundError, PermissionError, PermissionDenied
 """Answers that will not change."""
 
 Answer = TypeVar("Answer")
-
-
-class Version(msgspec.Struct, frozen=True):
-    """What a remote file is now: it changes when the file does."""
-
-    size: int
-    e_tag: str | None
-    modified: str
-
-
-class Changed(Exception):
-    """The remote file is another one than when the fetch began."""
 
 
 class Remote:

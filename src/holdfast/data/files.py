@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from holdfast.data.cache import local_tokens
 from holdfast.data.megatron import Index
 
 TOKEN_DTYPES = ("uint8", "uint16", "uint32", "int8", "int16", "int32", "int64")
@@ -34,6 +35,7 @@ class TokenFile:
 
     Args:
         path: a file, or the name without `.bin` and `.idx` or `.npy`. A `.bin` with an `.idx` beside it is Megatron's.
+            A URL (`s3://`, `https://`, ...) is fetched into the node's cache, see `holdfast.data.local`.
         dtype: what a raw file holds; what other files say themselves must agree.
         in_order: the file will be read from its begin to its end. Otherwise the kernel is told not to read ahead: samples
             come in random order, and it would read megabytes for each of them.
@@ -52,7 +54,7 @@ class TokenFile:
     def __init__(
         self, path: str | os.PathLike[str], dtype: npt.DTypeLike | None = None, in_order: bool = False
     ) -> None:
-        asked = Path(path)
+        asked = local_tokens(path)
         wanted = None if dtype is None else token_dtype(asked, dtype)
         self.path, index = _find(asked)
         _check_there(self.path)
@@ -64,8 +66,22 @@ class TokenFile:
         else:
             mapped = _map_raw(self.path, wanted)
         advice = mmap.MADV_SEQUENTIAL if in_order else mmap.MADV_RANDOM
-        mapped._mmap.madvise(advice)  # type: ignore[attr-defined]
+        self._map: mmap.mmap = mapped._mmap  # type: ignore[attr-defined]
+        self._map.madvise(advice)
         self.tokens: npt.NDArray[Any] = np.asarray(mapped)
+
+    def read_ahead(self, low: int, high: int) -> None:
+        """Tells the kernel that the tokens [low, high) will be read soon, so that nobody waits for the disk then."""
+        begin = self._offset_bytes + low * self.tokens.itemsize
+        end = self._offset_bytes + high * self.tokens.itemsize
+        begin -= begin % mmap.PAGESIZE
+        self._map.madvise(mmap.MADV_WILLNEED, begin, end - begin)
+
+    @cached_property
+    def _offset_bytes(self) -> int:
+        """Where in the map the tokens begin."""
+        whole: Any = np.frombuffer(self._map, np.uint8)
+        return int(self.tokens.ctypes.data - whole.ctypes.data)
 
     @cached_property
     def probes(self) -> str:

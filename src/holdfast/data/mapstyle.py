@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
 from holdfast.data.making import Collate, describe
 from holdfast.errors import UsageError
+from holdfast.protocol.sizes import parse_size
 
-_UNITS = {"M": 20, "G": 30, "T": 40}
 MOST_WORKERS = 1024
 
 
@@ -60,7 +59,7 @@ def shuffled(
         raise UsageError(f"hf.data.shuffled: steps_ahead={steps_ahead}; at least 1, for example 2")
     if collate is not None and not callable(collate):
         raise UsageError("hf.data.shuffled: collate is no function; give one that takes a list of samples")
-    return Shuffled(dataset, workers, collate, steps_ahead, parse_bytes(memory, "memory"))
+    return Shuffled(dataset, workers, collate, steps_ahead, parse_size("memory", memory))
 
 
 def check_dataset(data: Any) -> None:
@@ -74,12 +73,3 @@ def check_dataset(data: Any) -> None:
         )
     if len(data) < 1:
         raise UsageError("the dataset is empty")
-
-
-def parse_bytes(text: str, name: str) -> int:
-    """`512M`, `50G`, `1T`: bytes. Raises UsageError, which calls it `name`."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([MGT])(?:i?B)?", text.strip())
-    nbytes = int(float(match[1]) * (1 << _UNITS[match[2]])) if match else 0
-    if nbytes < 1:
-        raise UsageError(f"{name}={text}: write a size such as 512M, 50G or 1T")
-    return nbytes

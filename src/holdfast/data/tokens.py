@@ -140,6 +140,13 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
             tokens[rows], labels[rows] = self._cuts[number].take(numbers[rows] - self._firsts[number])
         return torch.from_numpy(tokens), torch.from_numpy(labels)
 
+    def read_ahead(self, ids: npt.NDArray[np.int64]) -> None:
+        """These samples will be asked for soon. Documents that are padded are not read ahead."""
+        of = np.searchsorted(self._firsts, ids, side="right") - 1
+        for number, cut in enumerate(self._cuts):
+            if isinstance(cut, Packed):
+                cut.read_ahead(ids[of == number] - self._firsts[number])
+
     @cached_property
     def fingerprint(self) -> str:
         """16 hex digits that tell one data set from another: resume checks that the data is still the same.

@@ -7,6 +7,9 @@ import msgspec
 from holdfast.protocol.faults import FaultSpec
 from holdfast.protocol.snapshots import Saving
 
+CACHE_VARIABLE = "HOLDFAST_DATA_CACHE"
+"""The environment variable that tells a worker its node's cache of remote data files."""
+
 
 class Timing(msgspec.Struct, frozen=True):
     """The two knobs, and every time-out that follows from them. All in seconds.
@@ -75,7 +78,7 @@ class Timing(msgspec.Struct, frozen=True):
 
 class JobSpec(msgspec.Struct, frozen=True):
     """One job. `script` is a path, or a module's name when `module` is set. racks: over which the local engine spreads
-    its nodes; 0: none has a rack."""
+    its nodes; 0: none has a rack. data_cache: `DIR[,size=50G]`."""
 
     name: str
     script: str
@@ -94,6 +97,7 @@ class JobSpec(msgspec.Struct, frozen=True):
     timing: Timing = Timing()
     saving: Saving = Saving()
     racks: int = 0
+    data_cache: str = ""
 
     @property
     def target(self) -> int:
