@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
+import time
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, Protocol
 
@@ -21,6 +23,10 @@ from holdfast.errors import DataError, UsageError
 ORDERED_AHEAD = 4096
 """Samples that are put in order at a time, at least: that costs little more than one."""
 READ_AHEAD_STEPS = 2
+SLOW_S = 0.5e-3
+"""A micro-batch that took longer than this, and much longer than the fastest one, has probably waited for a disk."""
+ADVISE_FOR_STEPS = 64
+"""After that one. Telling the kernel what comes next costs as much as reading it when it is in memory."""
 
 
 class Order(Protocol):
@@ -77,6 +83,8 @@ class DatasetBatches:
         self._step, self._position = 0, 0
         self._given: dict[int, Ids] = {}
         self._advised: set[Key] = set()
+        self._advise_until: int | None = None
+        self._fastest_s = math.inf
         self._ledger = SampleLedger(ledger, launch, len(data), global_batch, micro_batch) if ledger else None
         self._decoders = Decoders(self._maker, how.workers) if how.workers else None
         self._ahead = Ahead(self._begin, until, how.steps_ahead, 2 * how.workers, how.most_bytes)
@@ -96,7 +104,9 @@ class DatasetBatches:
         if self._decoders is not None:
             self._ahead.aim(step, micros)
         elif hasattr(self.dataset, "read_ahead"):
-            self._advise(step, micros)
+            if self._advise_until is None or step < self._advise_until:
+                self._advise(step, micros)
+            self._advise_until = self._advise_until or step + ADVISE_FOR_STEPS
 
     def load(self, step: int, micro: int) -> Any:
         """Micro-batch number `micro` of the step, on the run's device.
@@ -106,7 +116,9 @@ class DatasetBatches:
         """
         if self._decoders is None:
             ids = self._ids(step, micro)
+            began_s = time.perf_counter()
             batch = self._maker.make(step, micro, ids)
+            self._took(step, time.perf_counter() - began_s)
         else:
             ids, batch = self._decoded(step, micro, self._decoders)
         self._given[micro] = ids
@@ -177,6 +189,11 @@ class DatasetBatches:
             self._ordered = self._order.at_many(np.arange(self._position, self._position + count))
             low = position - self._ordered_from
         return self._ordered[low : low + self._micro_batch]
+
+    def _took(self, step: int, took_s: float) -> None:
+        self._fastest_s = min(self._fastest_s, took_s)
+        if took_s > SLOW_S and took_s > 8 * self._fastest_s:
+            self._advise_until = step + ADVISE_FOR_STEPS
 
     def _advise(self, step: int, micros: range) -> None:
         coming = {
