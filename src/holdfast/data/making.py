@@ -30,7 +30,8 @@ class Maker:
     """Makes micro-batches of a dataset. What it makes is a function of its arguments, whichever process calls it.
 
     Attributes:
-        dataset: has `batch(ids)`, or `__getitems__` or `__getitem__` as torch's map-style datasets do.
+        dataset: has `batch(ids)`, or `__getitems__` or `__getitem__` as torch's map-style datasets do. One that draws
+            no random numbers may say so with an attribute `deterministic`, which saves seeding the generators.
         collate: samples to batch; None for the dataset's own `batch`, or torch's default.
         seed: of the run; `__getitem__` may draw from the global generators of Python, numpy and torch.
     """
@@ -45,7 +46,8 @@ class Maker:
         Raises:
             DataError: the dataset raised; names the dataset and the sample.
         """
-        seed_generators(loading_seed(self.seed, step, micro), CPU)
+        if not getattr(self.dataset, "deterministic", False):
+            seed_generators(loading_seed(self.seed, step, micro), CPU)
         where = f"step {step}, micro-batch {micro}"
         if self.collate is None and hasattr(self.dataset, "batch"):
             return self._called(lambda: self.dataset.batch(ids), _named(ids), where)

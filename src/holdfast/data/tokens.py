@@ -60,6 +60,8 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
             or an argument is not usable. Object arrays are refused: reading one would run pickle.
     """
 
+    deterministic = True
+
     def __init__(
         self,
         path: Paths,
