@@ -55,6 +55,22 @@ class Deadly(Noisy):
         return torch.tensor(i)
 
 
+class Moody(Noisy):
+    """Cannot be read until `cheer_up`."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.path = path
+
+    def cheer_up(self):
+        Path(self.path).touch()
+
+    def __getitem__(self, i):
+        if not os.path.exists(self.path):
+            raise OSError("not now")
+        return torch.tensor(i)
+
+
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
         return iter(())
@@ -172,6 +188,15 @@ def test_an_error_names_dataset_sample_and_step(closing, workers):
         DataError, match=r"sample 7 of Bad \(step \d+, micro-batch \d\): ValueError: cannot decode"
     ):
         loaded(made)
+
+
+def test_an_error_that_passes_is_gone_when_the_step_is_tried_again(closing, tmp_path):
+    data = Moody(str(tmp_path / "mood"))
+    made = closing(hf.data.shuffled(data, workers=1))
+    with pytest.raises(DataError, match="not now"):
+        loaded(made, steps=[0])
+    data.cheer_up()
+    assert same(loaded(made, steps=[0]), loaded(closing(data), steps=[0]))
 
 
 def test_a_process_that_dies_is_replaced_once(closing, tmp_path):

@@ -57,13 +57,9 @@ class Ahead:
         self._top_up()
         return future
 
-    def made(self, key: Key, future: Future[bytes]) -> None:
-        """Replaces a micro-batch's future: it was made in another way."""
-        self._entries[key] = future
-
-    def forget(self) -> None:
-        """Nothing is kept any more."""
-        self._keep(set())
+    def forget(self, key: Key | None = None) -> None:
+        """A micro-batch, or all of them, is made anew when it is needed."""
+        self._keep(set() if key is None else self.keys - {key})
 
     @property
     def keys(self) -> set[Key]:

@@ -158,6 +158,9 @@ class DatasetBatches:
             row = future.result()
         except BrokenProcessPool:
             row = self._decoded_again(step, micro, decoders)
+        except DataError:
+            self._ahead.forget((step, micro))  # tried again with the step: it may have been the file system
+            raise
         ids, batch = unpacked(row)
         return ids, batch
 

@@ -16,7 +16,7 @@ import fcntl
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ import msgspec
 import xxhash
 
 from holdfast.errors import DataError, UsageError
+from holdfast.observe.bytecount import ByteCount
 from holdfast.protocol.job import CACHE_VARIABLE
 from holdfast.protocol.sizes import parse_size
 
@@ -390,10 +391,10 @@ class Cache:
             os.close(fd)
 
 
-def _digest(path: Path, seen: Callable[[int], None] = lambda nbytes: None) -> str:
+def _digest(path: Path) -> str:
     digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
+    with path.open("rb") as file, ByteCount(sys.stderr, f"reading {path}") as count:
         while piece := file.read(READ_BYTES):
             digest.update(piece)
-            seen(len(piece))
+            count.add(len(piece))
     return digest.hexdigest()

@@ -18,7 +18,7 @@ import traceback
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
-from holdfast.data.making import Collate, Ids, Maker, describe, packed
+from holdfast.data.making import Ids, Maker, describe, packed
 from holdfast.errors import DataError, UsageError
 
 _PR_SET_PDEATHSIG = 1
@@ -112,6 +112,3 @@ def _make(step: int, micro: int, ids: Ids) -> bytes:
             f"the micro-batch {micro} of step {step} of {describe(_maker[0].dataset)} cannot be sent to the worker: "
             f"{type(error).__name__}: {error}"
         ) from None
-
-
-__all__ = ["Collate", "Decoders", "is_decoder"]
