@@ -57,9 +57,13 @@ class Ahead:
         self._top_up()
         return future
 
-    def forget(self, key: Key | None = None) -> None:
-        """A micro-batch, or all of them, is made anew when it is needed."""
-        self._keep(set() if key is None else self.keys - {key})
+    def forget(self) -> None:
+        """Nothing is kept any more."""
+        self._keep(set())
+
+    def forget_failed(self) -> None:
+        """What could not be made is tried anew when it is needed."""
+        self._keep({key for key, future in self._entries.items() if not _failed(future)})
 
     @property
     def keys(self) -> set[Key]:
@@ -98,7 +102,9 @@ class Ahead:
                 self._entries[key] = self._make(key)
 
 
+def _failed(future: Future[bytes]) -> bool:
+    return future.done() and (future.cancelled() or future.exception() is not None)
+
+
 def _nbytes(future: Future[bytes]) -> int:
-    if not future.done() or future.cancelled() or future.exception() is not None:
-        return 0
-    return len(future.result())
+    return 0 if not future.done() or _failed(future) else len(future.result())
