@@ -61,9 +61,9 @@ class Ahead:
         """Nothing is kept any more."""
         self._keep(set())
 
-    def forget_failed(self) -> None:
-        """What could not be made is tried anew when it is needed."""
-        self._keep({key for key, future in self._entries.items() if not _failed(future)})
+    def keep_made(self) -> None:
+        """What could not be made is tried anew when it is needed, and so is what may be about to fail likewise."""
+        self._keep({key for key, future in self._entries.items() if _made(future)})
 
     @property
     def keys(self) -> set[Key]:
@@ -102,9 +102,9 @@ class Ahead:
                 self._entries[key] = self._make(key)
 
 
-def _failed(future: Future[bytes]) -> bool:
-    return future.done() and (future.cancelled() or future.exception() is not None)
+def _made(future: Future[bytes]) -> bool:
+    return future.done() and not future.cancelled() and future.exception() is None
 
 
 def _nbytes(future: Future[bytes]) -> int:
-    return 0 if not future.done() or _failed(future) else len(future.result())
+    return len(future.result()) if _made(future) else 0

@@ -159,7 +159,7 @@ class DatasetBatches:
         except BrokenProcessPool:
             row = self._decoded_again(step, micro, decoders)
         except DataError:
-            self._ahead.forget_failed()  # tried again with the step: it may have been the file system
+            self._ahead.keep_made()  # tried again with the step: it may have been the file system
             raise
         ids, batch = unpacked(row)
         return ids, batch
