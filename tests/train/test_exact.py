@@ -69,8 +69,17 @@ class Batches:
     def count(self):
         return self._count
 
-    def load(self, position, micro):
-        rng = torch.Generator().manual_seed(position * 1000 + micro)
+    def aim(self, step, position, micros):
+        pass
+
+    def prepared(self, step, generation):
+        pass
+
+    def committed(self, step, generation):
+        pass
+
+    def load(self, step, micro):
+        rng = torch.Generator().manual_seed(step * 1000 + micro)
         length = self._lengths(micro)
         return torch.randn(length, WIDTH, generator=rng), torch.randint(0, 5, (length,), generator=rng)
 
