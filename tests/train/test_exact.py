@@ -38,7 +38,12 @@ class Worker:
         self.norms = []
 
     def join(self, group):
-        self.group, self.rank, self.world_size = group, group.rank, group.size
+        self.group, self.rank, self.world_size, self.generation = (
+            group,
+            group.rank,
+            group.size,
+            group.generation,
+        )
 
     def share(self, micro_batches):
         return share(micro_batches, self.rank, self.world_size)
