@@ -11,6 +11,12 @@ from harness import TINY, run
 from holdfast.protocol.faults import FaultKind, parse_fault
 
 PHASES = ("forward", "backward", "reduce", "vote", "update", "commit")
+
+
+def nightly(value):
+    return pytest.param(value, marks=pytest.mark.nightly)
+
+
 KINDS = [k for k in FaultKind if k not in (FaultKind.KILL_COORDINATOR, FaultKind.PREEMPT_NODE)]
 
 
@@ -33,7 +39,7 @@ def test_a_fault_in_every_phase_changes_no_bit(kind, tmp_path, undisturbed):
         assert incident["full_strength_s"] is not None, incident
 
 
-@pytest.mark.parametrize("phase", ["forward", "reduce", "vote", "update"])
+@pytest.mark.parametrize("phase", [nightly("forward"), "reduce", nightly("vote"), "update"])
 def test_the_very_first_step(phase, tmp_path, undisturbed):
     ran = run(
         tmp_path,

@@ -4,9 +4,8 @@ import urllib.error
 import urllib.request
 
 import pytest
-from harness import finish
 from prometheus_client.parser import text_string_to_metric_families
-from test_snapshots import EVERY, paused_at
+from test_snapshots import EVERY, kill_all, paused_at
 
 from holdfast.protocol.endpoint import read_endpoint
 
@@ -40,5 +39,4 @@ def test_a_running_job_is_scraped(tmp_path):
     assert seen[("holdfast_checkpoint_bytes_total", str(tier))] > 10_000
     assert seen[("holdfast_snapshot_duration_seconds_count",)] >= 3
     assert seen[("holdfast_tier_failing", str(tier))] == 0
-    process.terminate()
-    finish(process, tmp_path)
+    kill_all(tmp_path, process)  # a job that stands still takes a while to end in order
