@@ -5,16 +5,15 @@ import signal
 from itertools import groupby
 
 from drive import Deed, Driver, drain, engine, fault, resize, stop
-from harness import HERE, TINY, finish, leftovers, run, start
+from harness import TINY, finish, leftovers, run, start
 from test_life import wait_for
 
-ELASTIC = HERE / "train_elastic.py"
 FOR_EVER = 1_000_000
 
 
-def drive(home, deeds, *args, script=TINY):
+def drive(home, deeds, *args, tell=()):
     """One job to which things are done while it runs; the last of them is to stop it."""
-    process = start(home, *args, script, FOR_EVER)
+    process = start(home, *args, TINY, FOR_EVER, *tell)
     wait_for(process, "waiting for nodes")  # the job's folder is there
     with Driver(home / "jobs" / "job", deeds) as driver:
         ran = finish(process, home)
@@ -77,7 +76,7 @@ def test_less_capacity_than_the_minimum_ends_the_job_with_its_state_saved(tmp_pa
 
 def test_scripts_that_want_to_know_are_told(tmp_path):
     deeds = [Deed(resize(1), 20, 2), Deed(resize(2), 20, 1), Deed(stop(), 20, 2)]
-    ran = drive(tmp_path, deeds, "--nnodes", "1:2", script=ELASTIC)
+    ran = drive(tmp_path, deeds, "--nnodes", "1:2", tell=["--tell"])
     lines = [line.split("resized ")[1] for line in ran.output.splitlines() if "resized " in line]
     told = [line for line, _ in groupby(lines)]  # at the start rank 0 may change its place
     expected = [f"{n} workers, {12 // n} micro-batches here" for n in (2, 1, 2)]

@@ -19,6 +19,10 @@ class Blobs:
         return torch.randn(len(ids), WIDTH, generator=rng) + labels[:, None], labels
 
 
+def said(world) -> None:
+    print(f"resized {world.size} workers, {len(world.micro_batches)} micro-batches here", flush=True)
+
+
 def main(run: hf.Run) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(
@@ -26,6 +30,8 @@ def main(run: hf.Run) -> None:
     ).to(run.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     run.protect(model=model, optimizer=optimizer)
+    if "--tell" in sys.argv:
+        run.on_resize(said)
     for step in run.steps(Blobs(), global_batch=48, micro_batch=4, until=int(sys.argv[1])):
         with step:
             for inputs, labels in step:
