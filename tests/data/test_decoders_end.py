@@ -41,6 +41,27 @@ def children(pid):
     return found + [grandchild for child in found for grandchild in children(child)]
 
 
+def test_decoders_that_still_import_end_with_their_worker(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        SCRIPT.replace(
+            "        with step:\n",
+            "        print('up', flush=True); threading.Event().wait()\n        with step:\n",
+        )
+    )
+    process = subprocess.Popen(
+        [sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    with process:
+        assert process.stdout.readline() == "up\n"
+        fds = [os.pidfd_open(pid) for pid in children(process.pid)]
+        assert len(fds) >= 2
+        process.kill()
+        for fd in fds:
+            assert select.select([fd], [], [], 30)[0], "a decoding process outlived its worker"
+            os.close(fd)
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_decoders_end_with_their_worker(tmp_path, number):
     script = tmp_path / "train.py"

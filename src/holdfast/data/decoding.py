@@ -4,23 +4,27 @@ They are a process pool's, not a DataLoader's. A DataLoader hands batches out in
 so after a resize those of the old share come first; and it reports the death of a process by an exception from a signal
 handler, which may strike in the middle of an optimizer step. A pool gives a future for every micro-batch.
 
-They are started, not forked: a worker has threads, whose locks a fork would copy.
+They are started, not forked: a worker has threads, whose locks a fork would copy. From their first instruction on they
+end with the worker, also while they still import torch.
 """
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
+import os
 import pickle
 import signal
-import sys
 import traceback
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import popen_spawn_posix, spawn
+from multiprocessing.context import SpawnContext, SpawnProcess
+from typing import Any
 
 from holdfast.data.making import Ids, Maker, describe, packed
 from holdfast.errors import DataError, UsageError
 
+_END_WITH_PARENT = "import ctypes, os; ctypes.CDLL(None).prctl({option}, {signal}); os.getppid() == {parent} or os._exit(1); "
 _PR_SET_PDEATHSIG = 1
 
 _maker: list[Maker] = []
@@ -70,12 +74,43 @@ class Decoders:
     def _start(self) -> None:
         self._pool = ProcessPoolExecutor(
             self._workers,
-            mp_context=multiprocessing.get_context("spawn"),
+            mp_context=_Context(),
             initializer=_begin,
             initargs=(self._sent,),
         )
         # A pool starts a process only for work that finds none idle.
         self._greetings = [self._pool.submit(_greet) for _ in range(self._workers)]
+
+
+class _Popen(popen_spawn_posix.Popen):
+    """multiprocessing has no place for what a new interpreter does before it imports the script."""
+
+    def _launch(self, process_obj: Any) -> None:
+        plain = spawn.get_command_line
+
+        def command_line(**given: Any) -> list[str]:
+            line = plain(**given)
+            first = _END_WITH_PARENT.format(
+                option=_PR_SET_PDEATHSIG, signal=int(signal.SIGKILL), parent=os.getpid()
+            )
+            at = line.index("-c") + 1
+            return [*line[:at], first + line[at], *line[at + 1 :]]
+
+        spawn.get_command_line = command_line
+        try:
+            super()._launch(process_obj)  # type: ignore[misc]
+        finally:
+            spawn.get_command_line = plain
+
+
+class _Process(SpawnProcess):
+    @staticmethod
+    def _Popen(process_obj: Any) -> _Popen:
+        return _Popen(process_obj)
+
+
+class _Context(SpawnContext):
+    Process = _Process
 
 
 def is_decoder() -> bool:
@@ -85,10 +120,6 @@ def is_decoder() -> bool:
 
 def _begin(sent: bytes) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the worker, which ends its processes
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    parent = multiprocessing.parent_process()
-    if parent is None or not parent.is_alive():
-        sys.exit(1)
     import torch
 
     torch.set_num_threads(1)
