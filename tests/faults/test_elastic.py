@@ -4,6 +4,7 @@ import os
 import signal
 from itertools import groupby
 
+import pytest
 from drive import Deed, Driver, drain, engine, fault, resize, stop
 from harness import TINY, finish, leftovers, run, start
 from test_life import wait_for
@@ -35,6 +36,7 @@ def is_whole(ran):
     assert all(change["stall_s"] is not None for change in ran.report["changes"])
 
 
+@pytest.mark.nightly  # test_exact_elastic has it by default, among other things
 def test_a_job_shrinks_and_grows_between_steps(tmp_path):
     deeds = [Deed(resize(1), 20, 3), Deed(resize(3), 20, 1), Deed(stop(), 20, 3)]
     ran = drive(tmp_path, deeds, "--nnodes", "1:3")

@@ -59,6 +59,7 @@ def test_smaller_and_larger_worlds_lose_and_repeat_no_sample(tmp_path):
     assert len({fields["world"] for fields in ran.fields("formed")}) >= 3
 
 
+@pytest.mark.nightly
 def test_a_job_that_is_killed_whole_counts_the_steps_that_it_repeats_once(tmp_path, undisturbed):
     ledger = tmp_path / "ledger"
     options = ["--nnodes", 3, "--snapshot-every", 10]
@@ -72,7 +73,7 @@ def test_a_job_that_is_killed_whole_counts_the_steps_that_it_repeats_once(tmp_pa
     assert ran.report["final"] == undisturbed.report["final"]
 
 
-@pytest.mark.parametrize("how", ["error", "break"])
+@pytest.mark.parametrize("how", [pytest.param("error", marks=pytest.mark.nightly), "break"])
 def test_a_script_that_leaves_the_loop_leaves_nothing_behind(tmp_path, how):
     ran = run(tmp_path, "--nnodes", 2, HERE / "train_leaving.py", how)
     assert ran.code == (1 if how == "error" else 0), ran.output[-3000:]

@@ -29,8 +29,9 @@ def test_the_result_of_training_is_a_checkpoint_in_every_tier(tmp_path, undistur
     assert Archive(str(near)).steps() == [STEPS - 50, STEPS]
 
 
-@pytest.mark.parametrize("options", [["--snapshot-memory", "1K"]])
-def test_rank_0_writes_it_where_there_is_no_memory_for_it(tmp_path, options):
+@pytest.mark.nightly
+def test_rank_0_writes_it_where_there_is_no_memory_for_it(tmp_path):
+    options = ["--snapshot-memory", "1K"]
     ran = run(tmp_path, "--nnodes", 2, *options, TINY, 40)
     assert ran.code == 0, ran.output[-3000:]
     archive = Archive(ran.report["saved"]["url"])

@@ -39,7 +39,7 @@ def test_a_fault_in_every_phase_changes_no_bit(kind, tmp_path, undisturbed):
         assert incident["full_strength_s"] is not None, incident
 
 
-@pytest.mark.parametrize("phase", [nightly("forward"), "reduce", nightly("vote"), "update"])
+@pytest.mark.parametrize("phase", [nightly("forward"), "reduce", nightly("vote"), nightly("update")])
 def test_the_very_first_step(phase, tmp_path, undisturbed):
     ran = run(
         tmp_path,
