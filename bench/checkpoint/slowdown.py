@@ -41,15 +41,16 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     state = {f"t{i}": torch.ones(given.mib * (1 << 20) // 4 // LARGE) for i in range(LARGE)}
-    kinds = {"wait": lambda: time.sleep(given.step_s), "compute": _computing(given.step_s)}
+    kinds = {"wait": _waiting, "compute": _computing}
     number = 0
     with Path(f"{given.output}-{rank}").open("a") as out:
         out.write(json.dumps({"memcpy_s": _memcpy_s(list(state.values())), "every": given.every}) + "\n")
         for order, kind in enumerate(given.kinds.split(",")):
+            step = kinds[kind](given.step_s)  # now, when the job has long started
             for block in range(0 if order else -WARM_UP, 2 * given.blocks):
                 saves = block % 2 == 0
                 dist.barrier()
-                line = _block(kinds[kind], state, number, given.steps, given.every if saves else 0)
+                line = _block(step, state, number, given.steps, given.every if saves else 0)
                 number += given.steps
                 if block >= 0:
                     out.write(json.dumps({"kind": kind, "saves": saves, "rank": rank} | line) + "\n")
@@ -92,6 +93,10 @@ def _used_s() -> float:
     """Processor seconds of this process and of the agent, whose child it is."""
     fields = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
     return time.process_time() + (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _waiting(seconds: float) -> Callable[[], None]:
+    return lambda: time.sleep(seconds)
 
 
 def _computing(seconds: float) -> Callable[[], None]:

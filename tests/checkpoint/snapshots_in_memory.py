@@ -12,7 +12,7 @@ from holdfast.checkpoint.memory import Slot, SlotPool
 from holdfast.checkpoint.pages import PAGE
 from holdfast.protocol.snapshots import Copy, Key, Part
 
-BUDGET = 64 << 20
+BUDGET = 128 << 20
 SHM = Path("/dev/shm")
 
 

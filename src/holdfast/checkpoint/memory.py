@@ -126,7 +126,6 @@ class SlotPool:
         self._lock = threading.RLock()
         self._slots: list[Slot] = []
         self._whole_step = -1
-        self._coming_bytes = 0
         own_folder(folder)
         self._adopt()
 
@@ -170,16 +169,13 @@ class SlotPool:
                     return
                 path = self.folder / f"{uuid.uuid4().hex}.slot"
                 slot = Slot(path, row_bytes, key=Key(0, 0, rank, 1))
-                self._coming_bytes += need
             try:
                 self._bring_in(slot, ended)
             except TierError:
                 return  # whoever needs the memory will say so
-            finally:
-                with self._lock:
-                    self._coming_bytes -= need
             with self._lock:
-                if ended() or self._has_slots(rank, row_bytes):
+                short = self.budget_bytes - self.nbytes < need  # a snapshot has taken it meanwhile
+                if ended() or short or self._has_slots(rank, row_bytes):
                     slot.path.unlink(missing_ok=True)
                     return
                 _write_header(slot)
@@ -351,8 +347,7 @@ class SlotPool:
         slot.path.unlink(missing_ok=True)
 
     def _room(self) -> int:
-        free = free_bytes(self.folder) - RESERVE_BYTES
-        return min(self.budget_bytes - self.nbytes, free) - self._coming_bytes
+        return min(self.budget_bytes - self.nbytes, free_bytes(self.folder) - RESERVE_BYTES)
 
     # ------------------------------------------------------------ adoption
 

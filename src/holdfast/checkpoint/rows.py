@@ -10,8 +10,9 @@ from holdfast.checkpoint.sums import damaged, whole_chunks
 from holdfast.checkpoint.tier import Tier
 from holdfast.errors import HoldfastError, StateError
 
-WINDOW_BYTES = 4 << 20
-"""So much is read at once; a multiple of a checksum's chunk."""
+WINDOW_BYTES = 8 << 20
+"""So much is read at once; a multiple of a checksum's chunk. Smaller ones cost more turns of the interpreter than they
+save by being summed while they are in the cache."""
 
 
 class Source(Protocol):
