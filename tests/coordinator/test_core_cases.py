@@ -886,7 +886,7 @@ def test_a_long_run_stays_small():
         largest = max(largest, len(msgspec.msgpack.encode(small)))
     assert len(desk.incidents()) == 400
     assert not any(i.open for i in desk.incidents())
-    assert largest < 80 << 10, largest
+    assert largest < 64 << 10, largest
     assert len(desk.state.workers) < 100
     assert len(desk.state.nodes) < 100
 

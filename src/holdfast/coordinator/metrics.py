@@ -55,7 +55,7 @@ class _Job(Collector):
         yield _counter("holdfast_steps_lost", "Committed steps that had to be computed again.", s.lost_steps)
         members = s.generation.members if s.generation else ()
         yield _gauge("holdfast_world_size", "Workers in the newest generation.", len(members))
-        yield _gauge("holdfast_target_world_size", "Workers at full strength.", s.spec.target)
+        yield _gauge("holdfast_target_world_size", "Workers at full strength.", s.target)
         nodes = sum(n.alive for n in s.nodes.values())
         yield _gauge("holdfast_nodes", "Nodes that are there, spares included.", nodes)
         ready = sum(w.phase is WorkerPhase.READY for w in s.workers.values())

@@ -152,7 +152,9 @@ def deadlines(core: Core) -> list[float]:
     s = core.state
     if s.phase is not JobPhase.RUNNING or s.generation is None:
         return []
-    times = [t for n in core.alive_nodes() if n.leaving is not None for t in _latest_s(core, n)]
+    times = [
+        f(core, n) for n in core.alive_nodes() if n.leaving is not None for f in (_deadline_s, _patience_s)
+    ]
     if _ready(core):
         times.append(join_after_s(core, sum(not leaves(core, w) for w in core.members())))
     return [t for t in times if core.now < t < float("inf")]
@@ -178,22 +180,25 @@ def _may_leave(core: Core, left: int) -> bool:
     s = core.state
     if left >= s.target or not left:
         return left > 0  # the last ones train on for as long as they can
-    latest = [_latest_s(core, n) for n in core.alive_nodes() if n.leaving is not None]
-    if any(core.now >= t for times in latest for t in times[:1]):  # the end of its time
+    leaving = [n for n in core.alive_nodes() if n.leaving is not None]
+    if any(core.now >= _deadline_s(core, n) for n in leaving):
         return True
     if left < max(1, s.minimum):
         return False  # they train on until others are ready
     coming = bool(_starting(core) or s.replacing)
-    return not coming or any(core.now >= t for times in latest for t in times)
+    return not coming or any(core.now >= _patience_s(core, n) for n in leaving)
 
 
-def _latest_s(core: Core, node: Node) -> list[float]:
-    """When a node that is to leave is let go though none is ready in its place: first by its own time, less what a
-    step and its end may take; then by patience."""
-    timing = core.timing
-    margin_s = timing.detection_s + 3 * (core.median_s() or 0.0)
-    until_s = node.leaves_until_s
-    return [float("inf") if until_s is None else until_s - margin_s, node.leaves_since_s + timing.form_s]
+def _deadline_s(core: Core, node: Node) -> float:
+    """The end of the node's own time, less what a step and its end may take."""
+    if node.leaves_until_s is None:
+        return float("inf")
+    return node.leaves_until_s - core.timing.detection_s - 3 * (core.median_s() or 0.0)
+
+
+def _patience_s(core: Core, node: Node) -> float:
+    """Until when a node that is to leave trains on because another is on its way."""
+    return node.leaves_since_s + core.timing.form_s
 
 
 def join_after_s(core: Core, staying: int) -> float:
@@ -271,7 +276,7 @@ def _holds_on(core: Core, node: Node) -> bool:
     """What the node does or has may be needed: while it writes a checkpoint, while a generation is put together and until
     its first commit, and when the job is about to end."""
     s = core.state
-    if core.now >= _latest_s(core, node)[0]:
+    if core.now >= _deadline_s(core, node):
         return False
     if any(node.name in x.waiting.values() for x in s.storing) or any(w.digest for w in s.workers.values()):
         return True
@@ -301,7 +306,8 @@ def formed(core: Core, before: int, after: int, joined: int) -> None:
         return
     if joined:
         s.grew_at_s = core.now
-    change = Change(len(s.changes) + 1, reason, s.committed, before, after, s.broke_at_s, core.now, s.number)
+    number = s.changes[-1].id + 1 if s.changes else 1
+    change = Change(number, reason, s.committed, before, after, s.broke_at_s, core.now, s.number)
     change.joined = joined
     s.changes.append(change)
     del s.changes[:-KEPT]

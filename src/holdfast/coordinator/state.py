@@ -39,7 +39,7 @@ class WorkerPhase(StrEnum):
 ALIVE = frozenset(set(WorkerPhase) - {WorkerPhase.GONE})
 
 
-class Node(msgspec.Struct):
+class Node(msgspec.Struct, omit_defaults=True):
     """One machine: an agent process, known by its session.
 
     used: slots that had a worker already. strikes: volleys of workers in a row that died before they were ready.
@@ -70,7 +70,7 @@ class Node(msgspec.Struct):
     refused_step: int = -1
 
 
-class Worker(msgspec.Struct):
+class Worker(msgspec.Struct, omit_defaults=True):
     """One training process. `name` is `node.slot#incarnation` and never used twice.
 
     joined: the newest generation that it is connected to. restored: bytes of the state that it has, and of how many;
