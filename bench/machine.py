@@ -57,6 +57,14 @@ def introduce(console: Console, versions: Mapping[str, str], what: str) -> None:
     console.print(f"{named}; {what}; load average at the start {load():.1f}", highlight=False)
 
 
+def conclude(console: Console, cpu: ForeignCpu) -> None:
+    """The line below a benchmark: how busy others kept the machine meanwhile."""
+    console.print(
+        f"Load average at the end: {load():.1f}; {cpu.share:.0%} of the CPU went to other processes",
+        highlight=False,
+    )
+
+
 def load() -> float:
     """The load average over the last minute."""
     return os.getloadavg()[0]

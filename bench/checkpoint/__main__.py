@@ -82,10 +82,7 @@ def main() -> int:
             for table, note in SHOW[section](lines):
                 console.print(table)
                 console.print(note, style="dim")
-    console.print(
-        f"Load average at the end: {machine.load():.1f}; {cpu.share:.0%} of the CPU went to other processes",
-        highlight=False,
-    )
+    machine.conclude(console, cpu)
     if chosen.json:
         chosen.json.write_text(json.dumps({"machine": asdict(machine.describe()) | found, "raw": raw}))
     return 1 if failed else 0

@@ -82,10 +82,7 @@ def main() -> int:
         "(min–max) of the runs.",
         style="dim",
     )
-    console.print(
-        f"Load average at the end: {machine.load():.1f}; {cpu.share:.0%} of the CPU went to other processes",
-        highlight=False,
-    )
+    machine.conclude(console, cpu)
     if chosen.json:
         chosen.json.write_text(json.dumps({"machine": asdict(machine.describe()) | found, "runs": raw}))
     return 0 if set(results) == set(chosen.models) else 1

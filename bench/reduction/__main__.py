@@ -78,10 +78,7 @@ def main() -> int:
         style="dim",
         markup=False,
     )
-    console.print(
-        f"Load average at the end: {machine.load():.1f}; {cpu.share:.0%} of the CPU went to other processes",
-        highlight=False,
-    )
+    machine.conclude(console, cpu)
     if chosen.json:
         chosen.json.write_text(json.dumps({"machine": asdict(machine.describe()), "runs": raw}))
     return 0

@@ -222,10 +222,7 @@ def main() -> int:
                 except Failed as error:
                     done = bool(console.print(str(error), style="red"))
     console.print(table)
-    console.print(
-        f"Load average at the end: {machine.load():.1f}; {cpu.share:.0%} of the CPU went to other processes",
-        highlight=False,
-    )
+    machine.conclude(console, cpu)
     return 0 if done else 1
 
 

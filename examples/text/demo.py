@@ -184,17 +184,17 @@ def grow_and_shrink() -> dict[str, bool]:
     do_all(training, deeds[:half])
     kill_tree(training.pid)
     training.wait()
-    known = losses("elastic")
+    known, sizes = losses("elastic"), worlds("elastic")
     print("\nkilled: everything at once; the same command again\n", flush=True)
     training = run("elastic", *ELASTIC, *script)
     do_all(training, deeds[half:])
     holdfast("stop", "--job", "elastic", quiet=True)
     training.wait()
-    ended, steps = report("elastic"), report("elastic")["steps"]["committed"]
+    steps = report("elastic")["steps"]["committed"]
     run("one", "--nnodes", "1", TRAIN, "--steps", str(steps), *ELASTIC_MODEL, *CACHE).wait()
     one, other = losses("one"), [s for part in (known, losses("elastic")) for s in part.items()]
     hashes = {job: report(job)["final"]["params_xxh3"] for job in ("one", "elastic")}
-    sizes = sorted({size for _, size in ended["world"]["history"]})
+    sizes = sorted(sizes | worlds("elastic"))
     return {
         f"elastic: {steps} steps through {len(deeds)} events and a kill of everything, with {sizes} workers": (
             steps >= 300 and len(one) == steps
@@ -206,6 +206,12 @@ def grow_and_shrink() -> dict[str, bool]:
             hashes["one"] is not None and hashes["one"] == hashes["elastic"]
         ),
     }
+
+
+def worlds(job: str) -> set[int]:
+    """The numbers of workers that computed its steps, from the job's ledger."""
+    with sqlite3.connect(f"file:{HOME}/jobs/{job}/job.sqlite?mode=ro", uri=True) as ledger:
+        return {world for (world,) in ledger.execute("select distinct world from steps")}
 
 
 def do_all(training: subprocess.Popen[bytes], deeds: list[tuple[str, str]]) -> None:

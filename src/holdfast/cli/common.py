@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from holdfast.coordinator.state import CoreState
     from holdfast.coordinator.store import Store
 
 JobName = Annotated[str | None, typer.Option("--job", help="The job's name; without it the newest.")]
@@ -22,6 +23,16 @@ def write_json(value: object) -> None:
     import msgspec
 
     sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=1).decode() + "\n")
+
+
+def kept_state(store: Store, folder: Path) -> CoreState:
+    """The job as its last coordinator left it. Raises UsageError when it was never started."""
+    from holdfast.errors import UsageError
+
+    state = store.load()
+    if state is None:
+        raise UsageError(f"the job {folder.name!r} was never started")
+    return state
 
 
 @contextmanager

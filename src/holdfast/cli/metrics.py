@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from holdfast.cli.common import JobName, ledger
+from holdfast.cli.common import JobName, kept_state, ledger
 
 
 def metrics(job: JobName = None) -> None:
@@ -38,10 +38,7 @@ def _stored(folder: Path) -> bytes:
         UsageError: the job was never started.
     """
     from holdfast.coordinator.metrics import metrics_text
-    from holdfast.errors import UsageError
 
     with ledger(folder) as store:
-        state = store.load()
-        if state is None:
-            raise UsageError(f"the job {folder.name!r} was never started")
+        state = kept_state(store, folder)
         return metrics_text(state, *store.productive(), state.began_s + store.last_t_s())

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from holdfast.cli.common import AsJson, JobName, ledger, write_json
+from holdfast.cli.common import AsJson, JobName, kept_state, ledger, write_json
 
 WIDTH = 100
 
@@ -47,12 +47,9 @@ def stored_status(folder: Path) -> dict[str, Any]:
         UsageError: the job was never started.
     """
     from holdfast.coordinator.report import build_status
-    from holdfast.errors import UsageError
 
     with ledger(folder) as store:
-        state = store.load()
-        if state is None:
-            raise UsageError(f"the job {folder.name!r} was never started")
+        state = kept_state(store, folder)
         shown = build_status(state, state.began_s + store.last_t_s())
         steps = store.steps()
     if shown["outcome"] is None:
