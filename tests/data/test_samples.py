@@ -20,7 +20,7 @@ class Job:
     def compute(self, generation, step, worker, micros):
         position = step * GLOBAL
         given = {m: np.arange(position + m * MICRO, position + (m + 1) * MICRO) % SAMPLES for m in micros}
-        self.workers[worker].prepared(generation, step, position, given)
+        self.workers[worker].giving(generation, step, position, given)
 
     def commit(self, generation, step, *workers):
         for worker in workers:
@@ -53,7 +53,7 @@ def test_an_undisturbed_job_sees_each_sample_once_per_epoch(job):
 
 def test_a_dropped_step_does_not_count(job):
     job.step(1, 0)
-    job.compute(1, 1, 0, [0, 1])  # worker 1 was killed before its vote
+    job.compute(1, 1, 0, [0, 1])  # worker 1 was killed before its gradient was out
     for worker, micros in enumerate(([0], [1, 2], [3])):
         job.compute(2, 1, worker, micros)
     job.commit(2, 1, 0, 1, 2)
@@ -66,6 +66,13 @@ def test_the_step_of_a_worker_that_was_killed_after_its_vote_counts(job):
     job.commit(1, 0, 0)
     job.step(2, 1)
     assert check(job.folder).steps == 2
+
+
+def test_a_step_that_is_tried_again_in_its_generation_counts_once(job):
+    job.compute(1, 0, 0, [0, 1])  # the gradient was not finite
+    job.step(1, 0)
+    seen = check(job.folder)
+    assert (seen.steps, seen.repeated()) == (1, {})
 
 
 def test_a_commit_that_was_lost_with_all_who_knew_of_it_does_not_count(job):
@@ -115,7 +122,7 @@ def test_a_step_that_nobody_committed_is_found(job):
 
 def test_wrong_samples_are_found(job):
     job.step(1, 0)
-    job.workers[0].prepared(1, 1, 8, {m: np.array([0, 0]) for m in range(4)})
+    job.workers[0].giving(1, 1, 8, {m: np.array([0, 0]) for m in range(4)})
     job.commit(1, 1, 0)
     assert check(job.folder).repeated()
 
@@ -135,7 +142,7 @@ def test_every_order_in_which_two_workers_may_die_in_a_step(job, tmp_path, monke
         done = {0: a, 1: b, 2: 1}
         committed = any(n == 2 for n in done.values())
         if committed and any(n == 0 for n in done.values()):
-            continue  # nobody commits before all are prepared
+            continue  # nobody commits without the gradient of all
         for worker, micros in enumerate(([0], [1, 2], [3])):
             if done[worker] >= 1:
                 job.compute(1, 0, worker, micros)

@@ -77,7 +77,7 @@ class Batches:
     def aim(self, step, position, micros):
         pass
 
-    def prepared(self, step, generation):
+    def giving(self, step, generation):
         pass
 
     def committed(self, step, generation):

@@ -124,10 +124,10 @@ class DatasetBatches:
         self._given[micro] = ids
         return on_device(batch, self._device)
 
-    def prepared(self, step: int, generation: int) -> None:
-        """The step's gradient is complete: what this worker was given of it goes into the ledger, before the vote."""
+    def giving(self, step: int, generation: int) -> None:
+        """All is loaded that this worker adds to the step: into the ledger, before the others can have its gradient."""
         if self._ledger is not None:
-            self._ledger.prepared(generation, step, self._position, self._given)
+            self._ledger.giving(generation, step, self._position, self._given)
 
     def committed(self, step: int, generation: int) -> None:
         """The step that was prepared in this generation counts."""

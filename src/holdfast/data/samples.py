@@ -4,7 +4,7 @@ With it a run can prove that every sample came exactly once per epoch, through k
 file of its own, one line of JSON at a time:
 
     {"job": ..., "launch": ..., "began_ns": ..., "samples": N, ...}          first
-    {"g": 3, "s": 17, "p": 816, "m": {"4": [ids], "5": [ids]}}               a step is computed: before this worker votes
+    {"g": 3, "s": 17, "p": 816, "m": {"4": [ids], "5": [ids]}}               a step is computed: before its gradient goes out
     {"g": 3, "s": 17}                                                        it is committed: before the next one begins
 
 g is the generation, s the step, p its first position in the data, m the micro-batches of this worker. Every launch of a
@@ -12,8 +12,11 @@ job counts its generations from 1, and no two launches overlap.
 
 A worker may be killed between any two instructions, so one line proves nothing. A step counts if some worker says that
 it was committed in generation g, and no later generation computed that step or an earlier one: then the commit was lost
-with the workers that knew of it. What it was trained on is what all workers of generation g wrote before they voted;
-nobody can commit before all have. Lines survive the process that wrote them, not the power failure of the machine.
+with the workers that knew of it. What it was trained on is what all workers of generation g wrote before the last part
+of their gradient went out; nobody can commit without that part. (Before the vote would be too late: the others may
+commit with the whole gradient of a worker that died on its way to the vote.) A step that is tried again in its
+generation is written again; the last line of a process counts. Lines survive the process that wrote them, not the power
+failure of the machine.
 """
 
 from __future__ import annotations
@@ -83,10 +86,10 @@ class SampleLedger:
         self._path = path
         self._write(_Head(job, launch, now_ns, samples, global_batch, micro_batch))
 
-    def prepared(
+    def giving(
         self, generation: int, step: int, position: int, given: Mapping[int, npt.NDArray[np.int64]]
     ) -> None:
-        """What this worker computed of the step. Raises OSError: then the step must not be voted for."""
+        """What this worker adds to the step. Raises OSError: then its gradient must not go out."""
         ids = {micro: samples.tolist() for micro, samples in given.items()}
         self._write(_Line(generation, step, position, ids))
 
@@ -149,7 +152,11 @@ def check(*folders: str | os.PathLike[str]) -> Checked:
     began_ns: dict[str, int] = {}
     for head in heads:
         began_ns[head.launch] = min(head.began_ns, began_ns.get(head.launch, head.began_ns))
-    lines = [((began_ns[head.launch], line.g), line) for head, rows in filter(None, files) for line in rows]
+    lines = [
+        (process, (began_ns[head.launch], line.g), line)
+        for process, (head, rows) in enumerate(filter(None, files))
+        for line in rows
+    ]
     samples = heads[0].samples
     counts = {h.global_batch // h.micro_batch for h in heads}
     epochs: dict[int, Counter[int]] = {}
@@ -171,20 +178,20 @@ def _read(path: Path) -> tuple[_Head, list[_Line]] | None:
     return msgspec.json.decode(head, type=_Head), [msgspec.json.decode(row, type=_Line) for row in rows]
 
 
-def _committed(lines: list[tuple[Generation, _Line]]) -> Iterator[tuple[int, list[_Line]]]:
-    """Every step that counts, and what its workers wrote before they voted for it."""
-    computed: dict[tuple[Generation, int], list[_Line]] = {}
+def _committed(lines: list[tuple[int, Generation, _Line]]) -> Iterator[tuple[int, list[_Line]]]:
+    """Every step that counts, and what its workers wrote of it. lines: with the number of the process."""
+    computed: dict[tuple[Generation, int], dict[int, _Line]] = {}
     first: dict[Generation, int] = {}  # to the first step that it computed
     claimed: dict[int, Generation] = {}
-    for generation, line in lines:
+    for process, generation, line in lines:
         if line.m is not None:
-            computed.setdefault((generation, line.s), []).append(line)
+            computed.setdefault((generation, line.s), {})[process] = line
             first[generation] = min(line.s, first.get(generation, line.s))
         else:
             claimed[line.s] = max(generation, claimed.get(line.s, generation))
     for step, generation in sorted(claimed.items()):
         if not any(later > generation and begin <= step for later, begin in first.items()):
-            yield step, computed.get((generation, step), [])
+            yield step, list(computed.get((generation, step), {}).values())
 
 
 def _seen(step: int, parts: list[_Line], counts: set[int], samples: int) -> Iterator[tuple[int, list[int]]]:

@@ -33,7 +33,7 @@ class Batches(Protocol):
         """Micro-batch number `micro` of the step, on the run's device."""
         ...
 
-    def prepared(self, step: int, generation: int) -> None:
+    def giving(self, step: int, generation: int) -> None:
         """This worker's part of the step is computed."""
         ...
 
@@ -125,6 +125,7 @@ class Step:
         gradients = replica.gradients
         gradients.before_backward()
         if last:
+            self._batches.giving(self.index, replica.generation)
             self._say_weight()
             if not replica.checks_local:
                 gradients.last(replica.group)
@@ -169,7 +170,6 @@ class Step:
             gradients.clip(norm, max_grad_norm)
         self._update = partial(self._updated, optimizer, scheduler)
         self._generation = replica.generation
-        self._batches.prepared(self.index, self._generation)
         self.prepared = True
         self._prepared_s = time.perf_counter()
         replica.enter(Phase.VOTE, self.index)
