@@ -15,6 +15,7 @@ from holdfast.coordinator import (
     gang,
     hangs,
     incidents,
+    judging,
     nodes,
     resizing,
     saving,
@@ -27,10 +28,12 @@ from holdfast.coordinator.events import (
     End,
     Event,
     Injected,
+    MarkNode,
     NodeJoined,
     NodeLost,
     NodeSays,
     ProvideNode,
+    RebootNode,
     Record,
     Recovered,
     ReleaseNode,
@@ -109,7 +112,7 @@ class Core:
         """Queues an entry of the ledger."""
         self._out.append(Record(kind, fields))
 
-    def act(self, action: ProvideNode | ReleaseNode | End | Record) -> None:
+    def act(self, action: ProvideNode | ReleaseNode | MarkNode | RebootNode | End | Record) -> None:
         """Queues any other action."""
         self._out.append(action)
 
@@ -205,6 +208,8 @@ class Core:
                 hangs.stalled(self, worker_name, view)
             case m.Views():
                 hangs.inspected(self, message)
+            case m.Found(findings):
+                judging.found(self, node, findings)
             case m.Held():
                 saving.held(self, node, message)
             case m.NotHeld(key, reason):

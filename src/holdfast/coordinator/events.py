@@ -115,10 +115,24 @@ class ReleaseNode(msgspec.Struct, frozen=True):
     reason: str
 
 
+class MarkNode(msgspec.Struct, frozen=True):
+    """Tell the engine that a node is bad, so that it gives it to nobody (Slurm: drain; Kubernetes: a taint)."""
+
+    node: str
+    reason: str
+
+
+class RebootNode(msgspec.Struct, frozen=True):
+    """Ask the engine to boot a node that the job has released; it comes back as a new one."""
+
+    node: str
+    reason: str
+
+
 class End(msgspec.Struct, frozen=True):
     """The job is over."""
 
     outcome: str
 
 
-Action = Send | Record | ProvideNode | ReleaseNode | End
+Action = Send | Record | ProvideNode | ReleaseNode | MarkNode | RebootNode | End

@@ -189,6 +189,10 @@ class Coordinator:
                 self._announce("provide-node", {"reason": reason})
             case ev.ReleaseNode(node, reason):
                 self._announce("release-node", {"node": node, "reason": reason})
+            case ev.MarkNode(node, reason):
+                self._announce("mark-node", {"node": node, "reason": reason})
+            case ev.RebootNode(node, reason):
+                self._announce("reboot-node", {"node": node, "reason": reason})
             case ev.End():
                 self._over.set()
             case _:

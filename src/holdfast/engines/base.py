@@ -16,6 +16,14 @@ class Engine(Protocol):
         """Makes sure that nothing of the node runs on."""
         ...
 
+    async def mark(self, node: str, reason: str) -> None:
+        """Tells whoever owns the node that it is bad, so that nobody gets it."""
+        ...
+
+    async def reboot(self, node: str, reason: str) -> None:
+        """Boots a node that was released; it comes back as a new one."""
+        ...
+
     async def close(self) -> None:
         """Ends every node; returns when all are gone."""
         ...

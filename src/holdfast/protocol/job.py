@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from holdfast.protocol.faults import FaultSpec
+from holdfast.protocol.health import HealthSpec
 from holdfast.protocol.snapshots import Saving
 
 CACHE_VARIABLE = "HOLDFAST_DATA_CACHE"
@@ -98,6 +99,7 @@ class JobSpec(msgspec.Struct, frozen=True):
     saving: Saving = Saving()
     racks: int = 0
     data_cache: str = ""
+    health: HealthSpec = HealthSpec()
 
     @property
     def target(self) -> int:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import msgspec
 
 from holdfast.protocol.faults import ArmedFault
+from holdfast.protocol.health import CheckResult, Finding, Remedy
 from holdfast.protocol.job import Durable
 from holdfast.protocol.phases import Place
 from holdfast.protocol.snapshots import Copy, DurableTier, Holder, Key, Shard
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -356,7 +357,11 @@ class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """An agent connects, for the first time or again. `session` is new for every agent process."""
+    """An agent connects, for the first time or again. `session` is new for every agent process.
+
+    identity: of the machine, the same whenever it comes back (its serial number, else its machine-id). devices: lasting
+    identities of its devices. checks: what the basic checks found before it joined.
+    """
 
     version: int
     node: str
@@ -370,6 +375,9 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     copies: tuple[Copy, ...] = ()
     rack: str | None = None
     leaving: Leaving | None = None
+    identity: str = ""
+    devices: tuple[str, ...] = ()
+    checks: tuple[CheckResult, ...] = ()
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
@@ -469,8 +477,31 @@ class Published(msgspec.Struct, frozen=True, tag="published"):
     error: str | None = None
 
 
+class Found(msgspec.Struct, frozen=True, tag="found"):
+    """Rules matched on this node."""
+
+    findings: tuple[Finding, ...]
+
+
+class Checked(msgspec.Struct, frozen=True, tag="checked"):
+    """The answer to RunChecks."""
+
+    request: int
+    results: tuple[CheckResult, ...]
+
+
+class Repaired(msgspec.Struct, frozen=True, tag="repaired"):
+    """The answer to Repair. error: it did not work, and why."""
+
+    request: int
+    error: str | None = None
+
+
 AgentMessage = (
     Held
+    | Found
+    | Checked
+    | Repaired
     | NotHeld
     | Spoiled
     | Stored
@@ -577,8 +608,35 @@ class Publish(msgspec.Struct, frozen=True, tag="publish"):
     shards: tuple[Shard, ...]
 
 
+class Peer(msgspec.Struct, frozen=True):
+    """Another node, as the other end of a check."""
+
+    node: str
+    host: str
+    port: int
+
+
+class RunChecks(msgspec.Struct, frozen=True, tag="run-checks"):
+    """Check this node and answer with Checked. peers: of checks between nodes; empty: the node alone."""
+
+    request: int
+    deep: bool = False
+    peers: tuple[Peer, ...] = ()
+
+
+class Repair(msgspec.Struct, frozen=True, tag="repair"):
+    """Do what an agent can do itself (`reset-device`), and answer with Repaired. Nothing of the job runs on it now."""
+
+    request: int
+    remedy: Remedy
+    device: str = ""
+    reason: str = ""
+
+
 ToAgent = (
     Replicate
+    | RunChecks
+    | Repair
     | SnapshotWhole
     | ForgetSnapshots
     | StoreShard

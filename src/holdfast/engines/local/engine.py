@@ -82,6 +82,13 @@ class LocalEngine:
             await process.wait()
             await asyncio.to_thread(remove_memory, self._memory / node)
 
+    async def mark(self, node: str, reason: str) -> None:
+        """Nothing to tell: a node of this engine is only a process, and its name is not used again."""
+
+    async def reboot(self, node: str, reason: str) -> None:
+        """A new agent is the machine after its boot."""
+        await self.provide()
+
     async def close(self) -> None:
         """Ends what is left: first by asking, then by SIGKILL."""
         for process in self._agents.values():

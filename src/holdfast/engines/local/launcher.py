@@ -119,6 +119,10 @@ class Launcher:
                     await self._engine.provide()
                 elif said.kind == "release-node":
                     await self._engine.release(said.value["node"])
+                elif said.kind == "mark-node":
+                    await self._engine.mark(said.value["node"], said.value["reason"])
+                elif said.kind == "reboot-node":
+                    await self._engine.reboot(said.value["node"], said.value["reason"])
 
     def _heard(self, said: Announcement) -> None:
         if said.kind == "event":
