@@ -57,6 +57,7 @@ SAMPLES = {
     "tier-failed": {"step": 120, "url": LONG, "reason": "the disk is full: make room"},
     "waiting": {"workers": 1, "target": 4},
     "restart": {"generation": 2, "reason": "killed by signal 9 (SIGKILL)"},
+    "finding": {"node": "node2", "subject": "gpu 0", "rule": "xid-79", "dry_run": False, "evidence": "Xid 79"},
     "stop-requested": {"reason": "interrupted", "outcome": "stopped"},
     "ended": {"outcome": "finished", "reason": None, "step": 200},
 }  # fmt: skip

@@ -69,6 +69,12 @@ def _node_lost(f: Fields) -> str:
     return f"{f['node']} is lost: {f['cause']}"
 
 
+def _finding(f: Fields) -> str:
+    about = f"{f['node']} {f['subject']}".strip()
+    trial = " (on trial)" if f["dry_run"] else ""
+    return f"{about}: {f['rule']}{trial}: {f['evidence']}"
+
+
 def _node_refused(f: Fields) -> str:
     return f"{f['node']} was refused: {f['reason']}"
 
@@ -258,6 +264,7 @@ _SENTENCES: dict[str, Callable[[Fields], str]] = {
     "node-lost": _node_lost,
     "node-refused": _node_refused,
     "node-unavailable": _node_unavailable,
+    "finding": _finding,
     "node-leaving": _node_leaving,
     "node-left": _node_left,
     "node-stays": _node_stays,
