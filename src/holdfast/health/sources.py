@@ -1,0 +1,64 @@
+"""What a source is: the small piece of code that reads one part of the machine, for rules to judge.
+
+A source reads and names; it decides nothing and keeps no more than it needs to read on. The watcher calls it on a
+thread of its own, so it may block, and one that hangs (a driver call that never returns) is Unknown after three of its
+periods while the others go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from holdfast.health.readings import Line, Reading
+
+
+class Source(Protocol):
+    """Reads values when it is asked to, every `every_s` seconds (whole seconds: what is due together costs one
+    wake-up).
+
+    `read` returns everything that the source knows of now. It raises nothing: what cannot be read now is a Reading with
+    value None and `why`; what the machine does not have gives no Reading. Lines among the readings are allowed, for
+    sources that collect events (NVML's, DCGM's).
+    """
+
+    @property
+    def name(self) -> str:
+        """`sysfs`, `nvml`, ...: the `source` of its readings."""
+        ...
+
+    @property
+    def every_s(self) -> float:
+        """The period."""
+        ...
+
+    def read(self) -> Iterable[Reading | Line]:
+        """All values, now."""
+        ...
+
+    def close(self) -> None:
+        """Gives back what it holds open."""
+        ...
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a machine is read from. root: before `/proc`, `/sys`, `/dev`. nvml: a folder that stands in for the GPUs
+    (`INDEX/KEY` files); None: the machine's driver. job_dirs: folders that the job writes into,
+    whose file systems are watched.
+    """
+
+    root: Path = Path("/")
+    nvml: Path | None = None
+    job_dirs: tuple[Path, ...] = ()
+
+    @property
+    def stand_in(self) -> bool:
+        """It is no real machine: faults are written into it."""
+        return self.root != Path("/")
+
+
+Factory = Callable[[Place], Iterable[Source]]
+"""Makes the sources of one kind that this place has; none when it has nothing to read."""
