@@ -20,8 +20,9 @@ $(STAMP): pyproject.toml
 demo: setup
 	$(BIN)/python examples/text/demo.py
 
+# Several tests at once: most of a fault test's time is waiting. Each may start five workers, so four are enough.
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 # Against a real S3 server, which it starts, with its packages where they are missing (Debian 12 or newer, as root).
 s3-test: setup

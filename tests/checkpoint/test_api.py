@@ -6,6 +6,7 @@ import os
 import random
 import threading
 import uuid
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +22,8 @@ from holdfast.checkpoint.api import flush, load, save, wait_for_copy
 from holdfast.checkpoint.archive import Archive
 from holdfast.checkpoint.flat import SMALL_BYTES
 from holdfast.errors import StateError, UsageError
+from holdfast.observe import bytecount
+from holdfast.protocol import messages as m
 
 LARGE = SMALL_BYTES // 4 + 100  # float32s that go into the row
 
@@ -820,3 +823,24 @@ def test_a_script_that_loads_before_it_makes_its_process_group(tmp_path):
         [None, 5, 0.0],
         [None, 5, 1.0],
     ]
+
+
+class Heard:
+    """A link to an agent that nobody answers on."""
+
+    def __init__(self):
+        self.start, self.token, self.said = SimpleNamespace(env={"HOLDFAST_GENERATION": "3"}), "t", []
+
+    def send(self, message):
+        self.said.append(message)
+
+
+def test_under_an_agent_the_coordinator_is_told_how_far_a_load_is(monkeypatch, capsys):
+    now = [100.0]
+    monkeypatch.setattr(bytecount.time, "monotonic", lambda: now[0])
+    link = Heard()
+    with places.AgentPlace(link).loading("step 5 in the memory of node1", 3_000_000) as seen:
+        now[0] += 2.5
+        seen(1_000_000)
+    assert link.said == [m.Restoring(3, 1_000_000, 3_000_000), m.Restoring(3, 3_000_000, 3_000_000)]
+    assert "loading step 5 in the memory of node1: 1.00 MB of 3.00 MB" in capsys.readouterr().err

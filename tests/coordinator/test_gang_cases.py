@@ -3,6 +3,7 @@
 from desk import Desk
 
 from holdfast.coordinator import events as e
+from holdfast.coordinator.report import build_status
 from holdfast.coordinator.state import JobPhase
 from holdfast.protocol import messages as m
 
@@ -208,3 +209,18 @@ def test_who_was_told_to_end_is_no_member_at_level_2():
     assert desk.state.phase is JobPhase.RUNNING
     desk.commit(1)
     assert not any(i.open for i in desk.incidents())
+
+
+def test_how_far_a_load_is_can_be_seen_while_it_goes_on():
+    desk = launched(2)
+    reader, other = desk.workers()
+
+    def seen() -> list[tuple[str, tuple[int, int] | None]]:
+        workers = build_status(desk.state, desk.now)["workers"]
+        return [(w["state"], w["restored"]) for w in workers]
+
+    desk.says(reader, m.Restoring(1, 300, 1000))
+    assert seen() == [("restoring", (300, 1000)), ("member", None)]
+    desk.says(reader, m.Restoring(1, 1000, 1000))
+    desk.says(other, m.Restoring(0, 5, 1000))  # of an attempt before
+    assert seen() == [("member", None), ("member", None)]

@@ -5,7 +5,7 @@ import io
 import pytest
 
 from holdfast.observe import bytecount
-from holdfast.observe.bytecount import ByteCount
+from holdfast.observe.bytecount import ByteCount, HowFar
 
 
 @pytest.fixture
@@ -46,3 +46,16 @@ def test_a_terminal_gets_one_line_that_is_cleared_in_the_end(clock):
     assert stream.getvalue().count("step 5: ") == 3
     assert stream.getvalue().endswith("\r\033[K")
     assert "\n" not in stream.getvalue()
+
+
+def test_who_was_told_how_far_it_is_hears_of_its_end(clock):
+    said = []
+    short = HowFar(lambda *far: said.append(far))
+    short.add(5, 100)
+    short.over(100)
+    assert said == []
+    long = HowFar(lambda *far: said.append(far))
+    clock[0] += 2.5
+    long.add(5, 100)
+    long.over(100)
+    assert said == [(5, 100), (100, 100)]

@@ -113,7 +113,7 @@ def load(
         trouble: HoldfastError | None = None
         try:
             check(state, found, place.rank)
-            tensors = read(state, found, place.rank)
+            tensors = read(state, found, place)
         except HoldfastError as error:
             trouble = error
         lasting = trouble is not None and not isinstance(trouble, UnreadError)

@@ -37,7 +37,7 @@ from holdfast.checkpoint.api import copy_tensors, place_for, wait_for_copy
 from holdfast.checkpoint.flat import inlined
 from holdfast.checkpoint.found import Found
 from holdfast.checkpoint.layout import Index, TensorSpec
-from holdfast.checkpoint.places import progress, say
+from holdfast.checkpoint.places import say
 from holdfast.checkpoint.regions import Region, read_regions
 from holdfast.errors import StateError, TierError, UnreadError
 from holdfast.train.state import dtype_of, leaves, unpack
@@ -210,7 +210,8 @@ class TieredReader(StorageReader):
         """
         found = self.found
         assert found is not None
-        reader = place_for(self._source).rank
+        place = place_for(self._source)
+        reader = place.rank
         values = _values(found)
         regions: list[Region] = []
         targets: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = []
@@ -239,8 +240,8 @@ class TieredReader(StorageReader):
             regions.append(Region(owner, spec, tuple(item.storage_offsets), into))
             targets.append((item, target, into))
         total = sum(r.target.numel() * r.target.element_size() for r in regions)
-        with progress(reader, f"loading {found.where}", total) as count:
-            read_regions(found, regions, seen=count.add)
+        with place.loading(found.where, total) as seen:
+            read_regions(found, regions, seen=seen)
         with torch.no_grad():
             for item, target, into in targets:
                 if into is not target:

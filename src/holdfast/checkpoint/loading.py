@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from holdfast.checkpoint.flat import LARGE, Leaf, leaf_of, plain, rebuild
 from holdfast.checkpoint.found import Found
 from holdfast.checkpoint.layout import Index, TensorSpec
-from holdfast.checkpoint.places import progress
+from holdfast.checkpoint.places import Place
 from holdfast.checkpoint.regions import Region, read_regions
 from holdfast.errors import StateError, TierError, UnreadError, UsageError
 from holdfast.train.state import dtype_of, leaves, pack
@@ -127,13 +127,14 @@ def check(state: Mapping[str, Any], found: Found, rank: int) -> None:
         raise StateError(f"{found.where} is of another state than this; nothing was loaded:\n  {shown}")
 
 
-def read(state: Mapping[str, Any], found: Found, rank: int) -> list[torch.Tensor]:
+def read(state: Mapping[str, Any], found: Found, place: Place) -> list[torch.Tensor]:
     """Reads everything that this rank needs; tensors that are there are filled.
 
     Raises:
         UsageError: a tensor of which it cannot be known what is needed.
         UnreadError: no source has all of it.
     """
+    rank = place.rank
     index = _own_head(found, rank)
     live: list[tuple[str, torch.Tensor]] = []
     for name, value in state.items():
@@ -158,8 +159,8 @@ def read(state: Mapping[str, Any], found: Found, rank: int) -> list[torch.Tensor
             raise UnreadError(str(error)) from error
     total = sum(r.target.numel() * r.target.element_size() for r in regions)
     try:
-        with progress(rank, f"loading {found.where}", total) as count:
-            read_regions(found, regions, seen=count.add)
+        with place.loading(found.where, total) as seen:
+            read_regions(found, regions, seen=seen)
     except (StateError, TierError) as error:
         raise UnreadError(str(error)) from error
     with torch.no_grad():

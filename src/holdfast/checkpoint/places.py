@@ -12,6 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -35,7 +36,7 @@ from holdfast.checkpoint.policy import Retention, parse_cadence
 from holdfast.checkpoint.ranks import Ranks
 from holdfast.checkpoint.sums import sums_of
 from holdfast.errors import HoldfastError, StateError, TierError
-from holdfast.observe.bytecount import ByteCount
+from holdfast.observe.bytecount import ByteCount, HowFar
 from holdfast.protocol import messages as m
 from holdfast.protocol.snapshots import DurableTier, Key, Shard, tiers_of
 
@@ -44,6 +45,8 @@ SLOT_WAIT_S = 60.0
 
 ASK_S = 30.0
 Copy = Callable[[memoryview], None]
+Count = Callable[[int], None]
+"""Told of bytes as they are read, from several threads."""
 
 
 class Place(Protocol):
@@ -59,6 +62,9 @@ class Place(Protocol):
     def candidates(self, passed_over: Callable[[str], None]) -> Iterator[Found]:
         """Whole checkpoints, the newest first, of one step the nearest first."""
 
+    def loading(self, where: str, total_bytes: int) -> AbstractContextManager[Count]:
+        """Counts what is read from `where`; if it takes longer than two seconds, people see how far it is."""
+
     def flush(self) -> None:
         """Waits until what was put is where it is to be."""
 
@@ -71,9 +77,9 @@ def say(text: str) -> None:
     sys.stderr.write(f"[holdfast] {text}\n")
 
 
-def progress(rank: int, what: str, total_bytes: int) -> ByteCount:
-    """What takes longer than two seconds is said by rank 0, for all."""
-    return ByteCount(say if rank == 0 else lambda text: None, what, total_bytes)
+def progress(rank: int, where: str, total_bytes: int) -> ByteCount:
+    """A load that takes longer than two seconds is said by rank 0, for all."""
+    return ByteCount(say if rank == 0 else lambda text: None, f"loading {where}", total_bytes)
 
 
 def in_archives(urls: list[str], passed_over: Callable[[str], None], ranks: Ranks) -> Iterator[Found]:
@@ -162,6 +168,21 @@ class AgentPlace:
             except StateError as error:
                 passed_over(str(error))
         yield from in_archives(self._tiers, passed_over, self.ranks)
+
+    @contextmanager
+    def loading(self, where: str, total_bytes: int) -> Iterator[Count]:
+        """In the script's output, and, for every rank, wherever the job is looked at."""
+        far = HowFar(lambda nbytes, total: self._link.send(m.Restoring(self._generation, nbytes, total)))
+        with progress(self.rank, where, total_bytes) as count:
+
+            def seen(nbytes: int) -> None:
+                count.add(nbytes)
+                far.add(nbytes, total_bytes)
+
+            try:
+                yield seen
+            finally:
+                far.over(total_bytes)
 
     def flush(self) -> None:
         """The agent does the rest, whatever becomes of this process."""
@@ -263,6 +284,12 @@ class LonePlace:
         """What is in the durable tiers: the memory of a process that ended is gone."""
         self.flush()
         yield from in_archives([t.url for t in self._tiers], passed_over, self.ranks)
+
+    @contextmanager
+    def loading(self, where: str, total_bytes: int) -> Iterator[Count]:
+        """In the script's output."""
+        with progress(self.rank, where, total_bytes) as count:
+            yield count.add
 
     def flush(self) -> None:
         """Waits until what was put is in the durable tiers."""

@@ -98,6 +98,7 @@ class Core:
         waits = (s.form_deadline_s, s.form_after_s, s.ask_after_s, s.start_after_s, expected_s)
         times += [d for d in waits if d is not None and d > self.now]
         times += resizing.deadlines(self)
+        times += storing.deadlines(self)
         return min(times, default=None)
 
     def send(self, node: str, message: m.ToAgent) -> None:
@@ -312,6 +313,7 @@ class Core:
             s.replacing = 0
         if s.inspect_deadline_s is not None and now >= s.inspect_deadline_s:
             hangs.judge(self)
+        storing.look(self)
         if s.level == 2:
             failures.end_late_starters(self)
         if s.break_deadline_s is not None and now >= s.break_deadline_s:

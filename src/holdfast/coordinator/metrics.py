@@ -167,8 +167,18 @@ class _Job(Collector):
         failures = CounterMetricFamily(
             "holdfast_checkpoint_failures", "Checkpoints that a tier did not take.", labels=["tier"]
         )
+        skipped = CounterMetricFamily(
+            "holdfast_checkpoints_skipped",
+            "Checkpoints that were due while an older one was on its way.",
+            labels=["tier"],
+        )
         failing = GaugeMetricFamily(
             "holdfast_tier_failing", "1 while the newest attempt at a tier failed.", labels=["tier"]
+        )
+        slow = GaugeMetricFamily(
+            "holdfast_tier_slow",
+            "1 while a checkpoint is on its way and nothing of it comes.",
+            labels=["tier"],
         )
         for url in (t.url for t in s.spec.saving.tiers):
             last, totals = s.stored.get(url), s.totals.tiers.get(url)
@@ -178,8 +188,10 @@ class _Job(Collector):
             nbytes.add_metric([url], totals.nbytes if totals else 0)
             took.add_metric([url], totals.checkpoints if totals else 0, totals.took_s if totals else 0.0)
             failures.add_metric([url], totals.failures if totals else 0)
+            skipped.add_metric([url], totals.skipped if totals else 0)
             failing.add_metric([url], float(url in s.failing_tiers))
-        yield from (step, age, nbytes, took, failures, failing)
+            slow.add_metric([url], float(any(x.tier == url and x.slow for x in s.storing)))
+        yield from (step, age, nbytes, took, failures, skipped, failing, slow)
 
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:

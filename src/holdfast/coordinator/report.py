@@ -10,6 +10,7 @@ import msgspec
 from holdfast.coordinator import incidents, resizing
 from holdfast.coordinator.state import CoreState, Worker, WorkerPhase
 from holdfast.coordinator.store import StepRow
+from holdfast.coordinator.storing import how_far
 from holdfast.plan.division import idle_share
 
 SCHEMA = 1
@@ -115,10 +116,13 @@ def build_status(state: CoreState, now: float) -> dict[str, Any]:
 
 
 def _restoring(state: CoreState, worker: Worker) -> bool:
-    """It is a member, and fetches the state."""
+    """It is a member, and fetches the state. At level 0 it is known only of what takes its time."""
+    if worker.phase is not WorkerPhase.MEMBER:
+        return False
+    if state.level != 2:
+        return worker.restored is not None and worker.restored[0] < worker.restored[1]
     form = state.forms.get(worker.name)
-    waits = worker.phase is WorkerPhase.MEMBER and worker.joined < state.number
-    return waits and form is not None and form.restore
+    return worker.joined < state.number and form is not None and form.restore
 
 
 def _saving(state: CoreState, now: float) -> dict[str, Any]:
@@ -130,7 +134,7 @@ def _saving(state: CoreState, now: float) -> dict[str, Any]:
         last = state.stored.get(tier.url)
         there = last is not None and last.took_s is not None
         under_way = next((s for s in state.storing if s.tier == tier.url and not s.void), None)
-        written = list(under_way.written.values()) if under_way else []
+        slow = any(s.tier == tier.url and s.slow for s in state.storing)
         tiers.append(
             {
                 "url": tier.url,
@@ -138,8 +142,9 @@ def _saving(state: CoreState, now: float) -> dict[str, Any]:
                 "age_s": round(now - last.began_s, 3) if last is not None and there else None,
                 "took_s": last.took_s if last is not None else None,
                 "under_way": under_way.step if under_way else None,
-                "written": [sum(n) for n in zip(*written, strict=True)] if written else None,
+                "written": how_far(under_way) if under_way else None,
                 "failing": tier.url in state.failing_tiers,
+                "slow": slow,
             }
         )
     return {

@@ -234,6 +234,8 @@ class Storing(msgspec.Struct):
     waiting: rank to the node that writes its shard; -1: the manifest. rows: rank to the row that it shares.
     void: training went back behind it; it is only waited for, so that nothing of it is taken for a later one's.
     written: rank to the bytes that are there, and of how many, where that is known.
+    moved_s: when something of it last came there. slow: people were told that nothing does.
+    skipped: checkpoints that were due meanwhile; seen_step, seen_s: the newest of them, or this one.
     """
 
     tier: str
@@ -247,15 +249,22 @@ class Storing(msgspec.Struct):
     shards: list[Shard] = []
     void: bool = False
     written: dict[int, tuple[int, int]] = {}
+    moved_s: float = 0.0
+    slow: bool = False
+    skipped: int = 0
+    seen_step: int = 0
+    seen_s: float = 0.0
 
 
 class TierTotals(msgspec.Struct):
-    """What came to a durable tier since the job's start. failures: checkpoints that it did not take."""
+    """What came to a durable tier since the job's start. failures: checkpoints that it did not take. skipped: those
+    that were due while an older one was on its way."""
 
     checkpoints: int = 0
     nbytes: int = 0
     took_s: float = 0.0
     failures: int = 0
+    skipped: int = 0
 
 
 class SavingTotals(msgspec.Struct):

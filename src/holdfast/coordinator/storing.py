@@ -32,23 +32,78 @@ STORE_MTBF = 10
 
 
 def begin_due(core: Core) -> None:
-    """Begins to store the newest whole snapshot in every tier whose time has come."""
+    """Begins to store the newest whole snapshot in every tier whose time has come. While an older one is on its way
+    there it is skipped: what is written behind running training must not pile up."""
     s = core.state
     snapshot = max((x for x in s.snapshots if x.whole), key=lambda x: (x.step, x.generation), default=None)
     if snapshot is None or s.stop_reason is not None:
         return
     for tier in core.spec.saving.tiers:
-        last = s.stored.get(tier.url)
-        if any(x.tier == tier.url for x in s.storing) or (last is not None and last.step >= snapshot.step):
+        last, current = s.stored.get(tier.url), under_way(core, tier.url)
+        step, at_s = (last.step, last.began_s) if last else (0, s.began_s)
+        if current is not None:
+            step, at_s = current.seen_step, current.seen_s
+        if snapshot.step <= step and (last or current):
             continue
-        since_s = core.now - (last.began_s if last else s.began_s)
         passed = parse_cadence(tier.every)
-        interval_s = _auto_s(core, last)
-        due = passed.due(snapshot.step, since_s, interval_s)
+        due = passed.due(snapshot.step, core.now - at_s, _auto_s(core, last))
         if passed.steps:  # snapshots may pass over the very step
-            due = snapshot.step // passed.steps > (last.step if last else 0) // passed.steps
-        if due:
+            due = snapshot.step // passed.steps > step // passed.steps
+        if due and current is not None:
+            _skip(core, current, snapshot.step)
+        elif due:
             _store(core, tier, snapshot)
+
+
+def under_way(core: Core, url: str) -> Storing | None:
+    """What is on its way to a tier, be it of a past that did not happen."""
+    return next((x for x in core.state.storing if x.tier == url), None)
+
+
+def _skip(core: Core, current: Storing, step: int) -> None:
+    """Said for the first one; how many there were is said when the one that they waited for is there."""
+    current.skipped, current.seen_step, current.seen_s = current.skipped + 1, step, core.now
+    totals(core, current.tier).skipped += 1
+    if current.skipped == 1:
+        core.record("checkpoint-skipped", step=step, url=current.tier, older=current.step)
+
+
+# ---------------------------------------------------------------- tiers that stand still
+
+
+def deadlines(core: Core) -> list[float]:
+    """When there is something to say of a tier that nothing comes to; and, at the end of training, to give it up."""
+    s, timing = core.state, core.timing
+    times = [x.moved_s + timing.tier_s for x in s.storing if not x.slow]
+    given_up = [x.moved_s + timing.start_s for x in s.storing if s.last_from]
+    return times + [d for d in given_up if d > core.now]
+
+
+def look(core: Core) -> None:
+    """Tells people of tiers that nothing comes to: training goes on, but nothing more is saved there."""
+    for current in core.state.storing:
+        if not current.slow and core.now >= current.moved_s + core.timing.tier_s:
+            current.slow = True
+            nbytes, total = how_far(current) or (None, None)
+            core.record(
+                "tier-slow",
+                url=current.tier,
+                step=current.step,
+                silent_s=round(core.now - current.moved_s, 1),
+                nbytes=nbytes,
+                total_bytes=total,
+            )
+
+
+def how_far(current: Storing) -> tuple[int, int] | None:
+    """Bytes that are there, and of how many, as far as that was said."""
+    if not current.written:
+        return None
+    return sum(n for n, _ in current.written.values()), sum(of for _, of in current.written.values())
+
+
+def _moved(core: Core, current: Storing) -> None:
+    current.moved_s, current.slow = core.now, False
 
 
 def _auto_s(core: Core, last: Storing | None) -> float:
@@ -60,6 +115,8 @@ def _auto_s(core: Core, last: Storing | None) -> float:
 
 def _store(core: Core, tier: DurableTier, snapshot: Snapshot) -> None:
     current = Storing(tier.url, snapshot.step, core.now, snapshot.generation, snapshot.world)
+    current.moved_s = current.seen_s = core.now
+    current.seen_step = snapshot.step
     rows: dict[str, Shard] = {}
     for rank in range(snapshot.world):
         copy, holders = saving.sources(core, snapshot, rank, "")
@@ -101,6 +158,7 @@ def stored(core: Core, node: Node, message: m.Stored) -> None:
             continue
         if current.waiting.get(key.rank) != node.name:
             continue
+        _moved(core, current)
         if current.void:
             _answered(core, current, node, key.rank)
         elif message.shard is None:
@@ -121,6 +179,7 @@ def progress(core: Core, node: Node, message: m.StoreProgress) -> None:
             key.rank
         ) == node.name:
             current.written[key.rank] = message.nbytes, message.total_bytes
+            _moved(core, current)
 
 
 def published(core: Core, node: Node, message: m.Published) -> None:
@@ -151,7 +210,13 @@ def published(core: Core, node: Node, message: m.Published) -> None:
         came.checkpoints += 1
         came.nbytes += sum({x.row.name: x.row.nbytes for x in current.shards}.values())
         came.took_s += current.took_s
-        core.record("saved", step=message.step, url=message.tier, took_s=round(current.took_s, 4))
+        core.record(
+            "saved",
+            step=message.step,
+            url=message.tier,
+            took_s=round(current.took_s, 4),
+            skipped=current.skipped,
+        )
 
 
 # ---------------------------------------------------------------- the result of training
@@ -177,8 +242,12 @@ def last_on_its_way(core: Core) -> bool:
         if Durable(s.committed, t.url) not in kept and t.url not in s.last_failed
     ]
     for tier in todo:
-        if not any(x.tier == tier.url for x in s.storing):
+        current = under_way(core, tier.url)
+        if current is None:
             _store(core, tier, snapshot)
+        elif core.now >= current.moved_s + core.timing.start_s:
+            s.last_failed.append(tier.url)
+            _failed(core, current, f"nothing of it came to {tier.url} for {core.timing.start_s:g} s")
     return bool(todo)
 
 
@@ -282,6 +351,7 @@ def went_back(core: Core, start: int) -> None:
     s = core.state
     for current in s.storing:
         current.void = current.void or current.step > start
+        current.seen_step = min(current.seen_step, start)
     s.doubtful = {tier: x for tier, x in s.doubtful.items() if x.step <= start}
     for tier, last in list(s.stored.items()):
         if last.step > start:

@@ -89,6 +89,8 @@ def saved_line(status: Status) -> Text | None:
             parts.append(f"step {units.count(tier['under_way'])} on its way to {place}{written(tier)}")
         if tier["failing"]:
             parts.append(f"{place} FAILS")
+        elif tier.get("slow"):
+            parts.append(f"{place} STANDS STILL")
     if not parts:
         return None
     return Text("saved  " + "; ".join(parts), style="dim", overflow="ellipsis", no_wrap=True)

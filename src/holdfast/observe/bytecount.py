@@ -27,6 +27,7 @@ class HowFar:
         self._say = say
         self._due_s = time.monotonic() + SILENT_S
         self._nbytes = 0
+        self._told = False
         self._lock = threading.Lock()
 
     def add(self, nbytes: int, total: int) -> None:
@@ -36,7 +37,13 @@ class HowFar:
             now = time.monotonic()
             if now >= self._due_s:
                 self._due_s = now + TOLD_EVERY_S
+                self._told = True
                 self._say(self._nbytes, total)
+
+    def over(self, total: int) -> None:
+        """Nothing more comes: who was told how far it is hears that, too."""
+        if self._told:
+            self._say(total, total)
 
 
 class ByteCount:

@@ -36,7 +36,8 @@ def _restoring(fetching: Sequence[Mapping[str, Any]], status: Mapping[str, Any])
     far = f": {size(slowest[0])} of {size(slowest[1])}" if slowest else ""
     fetch = "fetches" if len(fetching) == 1 else "fetch"
     of = f"{len(fetching)} of {plural(status['world'], 'worker')}"
-    return f"{of} {fetch} the state of step {count(status['step'])}{far}"
+    step = f" of step {count(status['step'])}" if status["level"] == 2 else ""
+    return f"{of} {fetch} the state{step}{far}"
 
 
 def _last(status: Mapping[str, Any]) -> str:

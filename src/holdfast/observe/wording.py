@@ -209,7 +209,9 @@ def _stall_judged(f: Fields) -> str:
 
 def _saved(f: Fields) -> str:
     line = f"step {f['step']} is saved in "
-    return line + clip_path(f["url"], LINE_WIDTH - len(line))
+    skipped = f.get("skipped")
+    more = f" ({plural(skipped, 'checkpoint')} skipped meanwhile)" if skipped else ""
+    return line + clip_path(f["url"], LINE_WIDTH - len(line) - len(more)) + more
 
 
 def _snapshot(f: Fields) -> str:
@@ -236,6 +238,17 @@ def _checkpoint_unread(f: Fields) -> str:
 
 def _few_copies(f: Fields) -> str:
     return f"snapshots are in the memory of {plural(f['nodes'], 'node')} only, not {f['wanted']}: there are no more"
+
+
+def _checkpoint_skipped(f: Fields) -> str:
+    line = f"step {f['step']} is not saved: step {f['older']} is still on its way to "
+    return line + clip_path(f["url"], max(20, LINE_WIDTH - len(line)))
+
+
+def _tier_slow(f: Fields) -> str:
+    far = "" if f.get("nbytes") is None else f" ({size(f['nbytes'])} of {size(f['total_bytes'])})"
+    line = f"for {seconds(f['silent_s'])} nothing of step {f['step']} came to "
+    return line + clip_path(f["url"], max(20, LINE_WIDTH - len(line) - len(far))) + far
 
 
 def _tier_failed(f: Fields) -> str:
@@ -293,6 +306,8 @@ _SENTENCES: dict[str, Callable[[Fields], str]] = {
     "checkpoint-unread": _checkpoint_unread,
     "snapshot-spoiled": _snapshot_spoiled,
     "few-copies": _few_copies,
+    "checkpoint-skipped": _checkpoint_skipped,
+    "tier-slow": _tier_slow,
     "tier-failed": _tier_failed,
     "waiting": _waiting,
     "restart": _restart,

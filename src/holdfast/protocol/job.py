@@ -72,6 +72,11 @@ class Timing(msgspec.Struct, frozen=True):
         return 150 * self.detection_s
 
     @property
+    def tier_s(self) -> float:
+        """How long nothing at all may come to a durable tier before people are told."""
+        return 15 * self.detection_s
+
+    @property
     def stop_s(self) -> float:
         """How long workers may take to finish the step when the job is asked to stop."""
         return 5 * self.detection_s
