@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from holdfast.health.mounts import disk_sources
+from holdfast.health.network import network_sources
+from holdfast.health.pcie import pcie_sources
+from holdfast.health.processor import processor_sources
+from holdfast.health.rdma import rdma_sources
 from holdfast.health.sources import Factory, Place, Source
 
-FACTORIES: tuple[Factory, ...] = ()
+FACTORIES: tuple[Factory, ...] = (
+    processor_sources,
+    pcie_sources,
+    disk_sources,
+    network_sources,
+    rdma_sources,
+)
 
 
 def machine_sources(place: Place) -> list[Source]:

@@ -1,0 +1,75 @@
+"""Reading small files of /proc and /sys: what is not there gives nothing, what cannot be read says why."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from holdfast.health.readings import Reading
+
+READ_BYTES = 65_536
+ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ENODEV, errno.ENXIO, errno.EOPNOTSUPP, errno.EINVAL, errno.ESRCH}
+"""What the kernel answers for something that the machine, or this state of it, does not have (EINVAL: the carrier of an
+interface that is down by administration)."""
+
+
+def text(path: Path | str) -> str | None:
+    """The whole file without the last line feed. None: there is no such thing here. Raises OSError otherwise."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            data = os.read(fd, READ_BYTES)
+            if len(data) >= 4096:  # a file of sysfs fits a page and is read at once
+                while more := os.read(fd, READ_BYTES):
+                    data += more
+        finally:
+            os.close(fd)
+    except OSError as error:
+        if error.errno in ABSENT:
+            return None
+        raise
+    return data.decode(errors="replace").rstrip("\n\0")
+
+
+def quiet(path: Path | str) -> str:
+    """As `text`, and empty for whatever reason it cannot be read: for what only describes."""
+    try:
+        return text(path) or ""
+    except OSError:
+        return ""
+
+
+def names(folder: Path) -> list[str]:
+    """What is in a folder, sorted; nothing where there is none."""
+    try:
+        return sorted(os.listdir(folder))  # noqa: PTH208 - iterdir() makes a Path of each, which costs more than all else
+    except OSError:
+        return []
+
+
+def number(
+    source: str, name: str, path: Path | str, subject: str = "", device: str = "", base: int = 10
+) -> Iterator[Reading]:
+    """The one number in a file, as a reading."""
+    try:
+        content = text(path)
+        if content is not None:
+            yield Reading(source, name, float(int(content.split()[0], base)), subject, device)
+    except (OSError, ValueError, IndexError) as error:
+        yield unknown(source, name, error, subject, device)
+
+
+def unknown(source: str, name: str, error: Exception | str, subject: str = "", device: str = "") -> Reading:
+    """A value that should be there and cannot be read."""
+    why = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+    if isinstance(error, OSError) and error.filename:
+        why = f"{error.filename}: {why}"
+    return Reading(source, name, None, subject, device, why)
+
+
+def keyed(content: str, separator: str | None = None) -> dict[str, str]:
+    """Lines of `key value`, or `key: value`, as a table."""
+    pairs = (line.split(separator, 1) for line in content.splitlines())
+    return {pair[0].strip(): pair[1].strip() for pair in pairs if len(pair) == 2}

@@ -1,0 +1,79 @@
+"""Calls that may never come back (a driver, a file server): made in a thread of their own, given up after a while."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class NoAnswerError(Exception):
+    """The call has not come back. waited_s: since it was made."""
+
+    def __init__(self, what: str, waited_s: float) -> None:
+        super().__init__(f"{what} has not answered for {waited_s:.0f} s")
+        self.waited_s = waited_s
+
+
+class _Call(Generic[T]):
+    def __init__(self, work: Callable[[], T]) -> None:
+        self.work = work
+        self.since = time.monotonic()
+        self.done = threading.Event()
+        self.result: T
+        self.error: BaseException | None = None
+
+    def make(self) -> None:
+        try:
+            self.result = self.work()
+        except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
+            self.error = error
+        self.done.set()
+
+
+class Guard:
+    """One thread for calls into one thing. While a call hangs no other is made: there is never more than one thread that
+    hangs, and only the first caller waits for it."""
+
+    def __init__(self, what: str, limit_s: float) -> None:
+        self._what, self._limit_s = what, limit_s
+        self._calls: queue.SimpleQueue[_Call[Any] | None] = queue.SimpleQueue()
+        self._pending: _Call[Any] | None = None
+        self._thread: threading.Thread | None = None
+
+    def call(self, work: Callable[[], T]) -> T:
+        """What `work` returns or raises.
+
+        Raises:
+            NoAnswerError: it did not come back within the limit, or an earlier call did not yet.
+        """
+        if self._pending is not None:
+            if not self._pending.done.is_set():
+                raise NoAnswerError(self._what, time.monotonic() - self._pending.since)
+            self._pending = None
+        if self._thread is None:
+            # A daemon: a thread that hangs in the kernel must not keep the agent from ending.
+            self._thread = threading.Thread(target=self._run, name=f"guard-{self._what}", daemon=True)
+            self._thread.start()
+        call = _Call(work)
+        self._calls.put(call)
+        if not call.done.wait(self._limit_s):
+            self._pending = call
+            raise NoAnswerError(self._what, time.monotonic() - call.since)
+        if call.error is not None:
+            raise call.error
+        return call.result
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call.make()
+
+    def close(self) -> None:
+        """Lets the thread end when its call comes back. Does not wait for it."""
+        if self._thread is not None:
+            self._calls.put(None)
+            self._thread = None

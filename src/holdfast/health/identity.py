@@ -1,0 +1,85 @@
+"""Who this machine is and what it has, whatever name it comes back under: histories of nodes are kept by it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from holdfast.health.files import keyed, names, quiet
+
+PLACEHOLDERS = {
+    "",
+    "0",
+    "none",
+    "n/a",
+    "na",
+    "unknown",
+    "default string",
+    "not specified",
+    "not applicable",
+    "not available",
+    "system serial number",
+    "to be filled by o.e.m.",
+    "0123456789",
+    "123456789",
+    "1234567890",
+    "00000000-0000-0000-0000-000000000000",
+    "ffffffff-ffff-ffff-ffff-ffffffffffff",
+    "03000200-0400-0500-0006-000700080009",
+}
+"""What makers leave in these fields; many machines have the same."""
+
+_PLACES = (
+    ("serial", "sys/class/dmi/id/product_serial"),
+    ("serial", "proc/device-tree/serial-number"),
+    ("uuid", "sys/class/dmi/id/product_uuid"),
+    ("instance", "var/lib/cloud/data/instance-id"),
+    ("instance", "run/cloud-init/.instance-id"),
+    ("machine-id", "etc/machine-id"),
+    ("machine-id", "var/lib/dbus/machine-id"),
+)
+
+
+def identity(root: Path, part: str = "") -> str:
+    """The machine's lasting identity, the most lasting that can be read: `serial:...`, `uuid:...` (both mostly for root
+    only), `instance:...` (a cloud's), `machine-id:...`; empty when it has none. part: for nodes that are only a part of
+    the machine, as the local engine's are: `machine-id:.../node1`."""
+    places = _PLACES if not part else [place for place in _PLACES if place[0] == "machine-id"]
+    for kind, place in places:
+        value = quiet(root / place).strip()
+        if value.casefold() not in PLACEHOLDERS and not _placeholder_pattern(value):
+            return f"{kind}:{value}/{part}" if part else f"{kind}:{value}"
+    return ""
+
+
+def _placeholder_pattern(value: str) -> bool:
+    """One character over and over (`........`, `xxxxxxx`, zeros)."""
+    return len(set(value.replace("-", "").replace(" ", ""))) <= 1
+
+
+def devices(root: Path) -> tuple[str, ...]:
+    """Lasting identities of the machine's devices: UUIDs of GPUs, GUIDs of network adapters, serial numbers of NVMe
+    drives. Read from the kernel alone: a library that hangs cannot hold it up."""
+    return tuple(dict.fromkeys([*gpu_uuids(root).values(), *_adapters(root), *_drives(root)]))
+
+
+def gpu_uuids(root: Path) -> dict[str, str]:
+    """UUIDs of the NVIDIA GPUs by PCI address, as the kernel module knows them (`????` in it: not read yet)."""
+    folder = root / "proc/driver/nvidia/gpus"
+    found = {}
+    for address in names(folder):
+        uuid = keyed(quiet(folder / address / "information"), ":").get("GPU UUID", "")
+        if uuid and "?" not in uuid:
+            found[address.lower()] = uuid
+    return found
+
+
+def _adapters(root: Path) -> list[str]:
+    folder = root / "sys/class/infiniband"
+    guids = (quiet(folder / name / "node_guid") for name in names(folder))
+    return [f"guid:{guid}" for guid in guids if guid.strip("0:")]
+
+
+def _drives(root: Path) -> list[str]:
+    folder = root / "sys/class/nvme"
+    serials = (quiet(folder / name / "serial").strip() for name in names(folder))
+    return [f"nvme:{serial}" for serial in serials if serial]

@@ -1,0 +1,250 @@
+"""File systems: those that the kernel made read-only, how much space is left, and file servers that do not answer."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from holdfast.health.files import names, number, text, unknown
+from holdfast.health.guard import Guard, NoAnswerError
+from holdfast.health.readings import Reading
+from holdfast.health.sources import Place
+
+MOUNTS_S = 60.0
+ANSWER_S = 5.0
+"""A file server that takes longer for statfs is not to be relied on; a local disk takes microseconds."""
+_ALWAYS_READ_ONLY = {"squashfs", "iso9660", "udf", "erofs", "cramfs", "romfs"}
+_NETWORK = {
+    "9p",
+    "afs",
+    "beegfs",
+    "ceph",
+    "cifs",
+    "fuse.juicefs",
+    "fuse.s3fs",
+    "fuse.sshfs",
+    "fuse.wekafs",
+    "glusterfs",
+    "fuse.glusterfs",
+    "gpfs",
+    "lustre",
+    "nfs",
+    "nfs4",
+    "smb3",
+    "virtiofs",
+    "wekafs",
+}
+_ESCAPE = re.compile(r"\\([0-7]{3})")
+
+
+class Mount(msgspec.Struct, frozen=True):
+    """A line of mountinfo. options: of this mount; super_options: of the file system itself."""
+
+    device: str
+    place: str
+    kind: str
+    source: str
+    options: tuple[str, ...]
+    super_options: tuple[str, ...]
+
+    @property
+    def network(self) -> bool:
+        return self.kind in _NETWORK
+
+    @property
+    def watched(self) -> bool:
+        """On a disk or a file server, and made to be written to."""
+        disk = self.source.startswith("/dev/") and self.kind not in _ALWAYS_READ_ONLY
+        return disk or self.network
+
+    @property
+    def made_read_only(self) -> bool:
+        """By the kernel, after an error: whoever mounts read-only says so for the mount as well. Newer kernels leave
+        `ro` out and say why (ext4, from 6.15 on)."""
+        if {"emergency_ro", "shutdown"} & set(self.super_options):
+            return True
+        return "ro" in self.super_options and "ro" not in self.options
+
+    @property
+    def writable(self) -> bool:
+        return "ro" not in self.options and not self.made_read_only
+
+
+def parse_mounts(mountinfo: str) -> list[Mount]:
+    """The watched mounts, one for each file system: the one with the shortest path. Raises ValueError."""
+    found: dict[str, Mount] = {}
+    for line in mountinfo.splitlines():
+        before, _, after = line.partition(" - ")
+        head, tail = before.split(" "), after.split(" ")
+        if len(head) < 6 or len(tail) < 3:
+            raise ValueError(f"not a line of mountinfo: {line[:200]}")
+        mount = Mount(
+            head[2],
+            _plain(head[4]),
+            tail[0],
+            _plain(tail[1]),
+            tuple(head[5].split(",")),
+            tuple(tail[2].split(",")),
+        )
+        known = found.get(mount.device)
+        # A read-only bind mount of a file system that is written to elsewhere says nothing of the file system.
+        if mount.watched and (known is None or _rank(mount) < _rank(known)):
+            found[mount.device] = mount
+    return list(found.values())
+
+
+def _rank(mount: Mount) -> tuple[bool, int, str]:
+    return "ro" in mount.options, len(mount.place), mount.place
+
+
+def _plain(path: str) -> str:
+    return _ESCAPE.sub(lambda match: chr(int(match[1], 8)), path)
+
+
+class Mounts:
+    """Reads mountinfo when it changed, and asks every file system for its space. `fileno` is readable after a change."""
+
+    name = "disk"
+    every_s = MOUNTS_S
+
+    def __init__(self, place: Place, statvfs: Callable[[str], os.statvfs_result] = os.statvfs) -> None:
+        self._root, self._statvfs = place.root, statvfs
+        self._mountinfo = place.root / "proc/self/mountinfo"
+        self._stand_in = place.stand_in
+        self._guards: dict[str, Guard] = {}
+        self._written: set[str] = set()
+        self._changes: select.epoll | None = None
+        if not place.stand_in:
+            self._fd = os.open(self._mountinfo, os.O_RDONLY | os.O_CLOEXEC)
+            self._changes = select.epoll()
+            self._changes.register(self._fd, select.EPOLLPRI | select.EPOLLERR)
+
+    def fileno(self) -> int:
+        """Readable after a mount changed; -1: of recorded input."""
+        return self._changes.fileno() if self._changes else -1
+
+    def read(self) -> Iterator[Reading]:
+        """`mount.read_only` (0 or 1), `disk.free_share`, `disk.free_bytes`, `disk.inodes_free_share`, and of file servers
+        `mount.silent_s`: for how long one has not answered."""
+        if self._changes is not None:
+            self._changes.poll(0)
+        try:
+            mounts = parse_mounts(text(self._mountinfo) or "")
+        except (OSError, ValueError) as error:
+            yield unknown("disk", "mount.read_only", error)
+            return
+        for mount in mounts:
+            lost = mount.made_read_only or (mount.device in self._written and not mount.writable)
+            if mount.writable:
+                self._written.add(mount.device)
+            yield Reading("disk", "mount.read_only", float(lost), mount.place)
+            yield from self._space(mount)
+        for gone in set(self._guards) - {_guard_name(mount) for mount in mounts}:
+            self._guards.pop(gone).close()
+
+    def _space(self, mount: Mount) -> Iterator[Reading]:
+        path = str(self._root) + mount.place if self._stand_in else mount.place
+        guard = self._guards.get(_guard_name(mount))
+        if guard is None:
+            guard = self._guards[_guard_name(mount)] = Guard(_guard_name(mount), ANSWER_S)
+        try:
+            space = guard.call(lambda: self._statvfs(path))
+        except NoAnswerError as error:
+            yield Reading("disk", "mount.silent_s", error.waited_s, mount.place)
+            yield unknown("disk", "disk.free_share", str(error), mount.place)
+            return
+        except OSError as error:
+            if not isinstance(error, FileNotFoundError):  # hidden below another mount, or gone meanwhile
+                yield unknown("disk", "disk.free_share", error, mount.place)
+            return
+        if mount.network:
+            yield Reading("disk", "mount.silent_s", 0.0, mount.place)
+        if not mount.writable or not space.f_blocks:
+            return
+        # As df counts: of what is not reserved for root.
+        usable = space.f_blocks - space.f_bfree + space.f_bavail
+        yield Reading("disk", "disk.free_share", space.f_bavail / usable if usable else 0.0, mount.place)
+        yield Reading("disk", "disk.free_bytes", float(space.f_bavail * space.f_frsize), mount.place)
+        if space.f_files:
+            yield Reading("disk", "disk.inodes_free_share", space.f_ffree / space.f_files, mount.place)
+
+    def close(self) -> None:
+        """Gives its threads and files back."""
+        for guard in self._guards.values():
+            guard.close()
+        self._guards.clear()
+        if self._changes is not None:
+            self._changes.close()
+            os.close(self._fd)
+            self._changes = None
+
+
+def _guard_name(mount: Mount) -> str:
+    """Local disks share a thread: the watcher notices when that hangs. Every file server has its own."""
+    return f"file server of {mount.place}" if mount.network else "local file systems"
+
+
+class Disks:
+    """Drives and arrays: errors, drives that went offline, arrays that lack one."""
+
+    name = "disk"
+    every_s = MOUNTS_S
+
+    def __init__(self, place: Place) -> None:
+        self._sys = place.root / "sys"
+
+    def read(self) -> Iterator[Reading]:
+        """`disk.io_errors` (since the start), `disk.state`, `nvme.state`, `nvme.temperature_alarm`, `md.degraded`,
+        `fs.errors` (ext4, over the life of the file system)."""
+        blocks = self._sys / "block"
+        for name in names(blocks):
+            if name.startswith("md"):
+                yield from number("disk", "md.degraded", blocks / name / "md/degraded", name)
+            elif name.startswith("sd"):
+                device = blocks / name / "device"
+                serial = _serial(device)
+                yield from number("disk", "disk.io_errors", device / "ioerr_cnt", name, serial, base=16)
+                yield from _word("disk.state", device / "state", name, serial)
+        drives = self._sys / "class/nvme"
+        for name in names(drives):
+            serial = _serial(drives / name)
+            yield from _word("nvme.state", drives / name / "state", name, serial)
+            for sensor in (entry for entry in names(drives / name) if entry.startswith("hwmon")):
+                alarm = drives / name / sensor / "temp1_alarm"
+                yield from number("disk", "nvme.temperature_alarm", alarm, name, serial)
+        systems = self._sys / "fs/ext4"
+        for name in names(systems):
+            yield from number("disk", "fs.errors", systems / name / "errors_count", name)
+
+    def close(self) -> None:
+        """Holds nothing."""
+
+
+def _serial(folder: Path) -> str:
+    try:
+        found = (text(folder / "serial") or text(folder / "wwid") or "").strip()
+    except OSError:
+        return ""
+    return f"nvme:{found}" if found and folder.name.startswith("nvme") else found
+
+
+def _word(name: str, path: Path, subject: str, device: str) -> Iterator[Reading]:
+    try:
+        if content := text(path):
+            yield Reading("disk", name, content, subject, device)
+    except OSError as error:
+        yield unknown("disk", name, error, subject, device)
+
+
+def disk_sources(place: Place) -> list[Mounts | Disks]:
+    """Every machine has file systems."""
+    return (
+        [Mounts(place), Disks(place)]
+        if text(place.root / "proc/self/mountinfo") is not None
+        else [Disks(place)]
+    )

@@ -1,0 +1,147 @@
+"""Network interfaces: cables that lost their signal, links that come and go, errors."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from holdfast.health.files import names, number, quiet
+from holdfast.health.readings import Reading
+from holdfast.health.sources import Place
+
+NETWORK_S = 30.0
+_RTMGRP_LINK = 1
+_NLMSG_HEADER = struct.Struct("=IHHII")
+_IFI_INDEX_OFFSET = _NLMSG_HEADER.size + 4
+_IFF_UP = 1
+_RECEIVE_BYTES = 65_536
+
+
+class Interfaces:
+    """The interfaces with a device behind them: not the loopback, bridges and pairs of containers.
+
+    A link counts as lost only if it was there before: a port that nobody plugged a cable into is no fault, nor is one
+    that was taken down on purpose. `fileno` is readable when the kernel announces a change of a link.
+    """
+
+    name = "net"
+    every_s = NETWORK_S
+
+    def __init__(self, place: Place, clock: Callable[[], float] = time.monotonic) -> None:
+        self._folder = place.root / "sys/class/net"
+        self._clock = clock
+        self._links = Links()
+        self._news: socket.socket | None = None if place.stand_in else _listen()
+        self._indexes: set[int] = set()
+        self._due_s = clock()
+
+    def fileno(self) -> int:
+        """-1: nothing is announced here (recorded input, no permission)."""
+        return self._news.fileno() if self._news else -1
+
+    def read(self) -> Iterator[Reading]:
+        """`net.down_s`, `net.carrier_changes`, `net.rx_errors`, `net.tx_errors`, `net.tx_timeouts`. Nothing when it was
+        called for a change of another kind of interface (containers come and go) before the next reading is due."""
+        now = self._clock()
+        if self._news is not None and not (changed_links(self._news) & self._indexes) and now < self._due_s:
+            return
+        self._due_s = now + self.every_s - 1.0
+        self._indexes.clear()
+        for name in names(self._folder):
+            folder = self._folder / name
+            if os.path.lexists(folder / "device"):
+                self._indexes.add(int(quiet(folder / "ifindex") or 0))
+                yield from self._interface(name, folder, now)
+
+    def _interface(self, name: str, folder: Path, now: float) -> Iterator[Reading]:
+        flags = quiet(folder / "flags")
+        if not flags or not int(flags, 16) & _IFF_UP:
+            self._links.forget(name)
+            return
+        down_s = self._links.seen(name, quiet(folder / "carrier") == "1", now)
+        if down_s is not None:
+            yield Reading("net", "net.down_s", down_s, name)
+        yield from number("net", "net.carrier_changes", folder / "carrier_changes", name)
+        for counter in ("rx_errors", "tx_errors"):
+            yield from number("net", f"net.{counter}", folder / "statistics" / counter, name)
+        queues = folder / "queues"
+        timeouts = [
+            quiet(queues / queue / "tx_timeout") for queue in names(queues) if queue.startswith("tx-")
+        ]
+        if timeouts:
+            yield Reading("net", "net.tx_timeouts", float(sum(int(count or 0) for count in timeouts)), name)
+
+    def close(self) -> None:
+        """Closes the socket."""
+        if self._news is not None:
+            self._news.close()
+            self._news = None
+
+
+class Links:
+    """Since when links are down that were up."""
+
+    def __init__(self) -> None:
+        self._up_last: dict[str, float | None] = {}
+
+    def seen(self, name: str, up: bool, now: float) -> float | None:
+        """For how long it has been down: 0 when it is up, None when it never was."""
+        if up:
+            self._up_last[name] = None
+            return 0.0
+        if name not in self._up_last:
+            return None
+        since = self._up_last[name]
+        if since is None:
+            since = self._up_last[name] = now
+        return now - since
+
+    def forget(self, name: str) -> None:
+        """It was taken down, or away, on purpose."""
+        self._up_last.pop(name, None)
+
+
+def _listen() -> socket.socket | None:
+    try:
+        news = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, socket.NETLINK_ROUTE)
+        news.setblocking(False)
+        news.bind((0, _RTMGRP_LINK))
+    except OSError:
+        return None  # it is read every period all the same
+    return news
+
+
+def changed_links(news: socket.socket) -> set[int]:
+    """Indexes of the interfaces that were announced since the last call."""
+    indexes: set[int] = set()
+    while True:
+        try:
+            data = news.recv(_RECEIVE_BYTES)
+        except BlockingIOError:
+            return indexes
+        except OSError:
+            continue  # ENOBUFS: some were dropped; the next reading sees what they changed
+        indexes |= parse_links(data)
+
+
+def parse_links(data: bytes) -> set[int]:
+    """Indexes in a datagram of netlink (struct nlmsghdr, then struct ifinfomsg)."""
+    indexes: set[int] = set()
+    at = 0
+    while at + _NLMSG_HEADER.size <= len(data):
+        length = _NLMSG_HEADER.unpack_from(data, at)[0]
+        if length < _NLMSG_HEADER.size:
+            break
+        if at + _IFI_INDEX_OFFSET + 4 <= len(data):
+            indexes.add(struct.unpack_from("=i", data, at + _IFI_INDEX_OFFSET)[0])
+        at += (length + 3) & ~3
+    return indexes
+
+
+def network_sources(place: Place) -> list[Interfaces]:
+    """One, where there are interfaces."""
+    return [Interfaces(place)] if names(place.root / "sys/class/net") else []

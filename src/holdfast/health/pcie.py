@@ -1,0 +1,138 @@
+"""PCIe links of GPUs, network adapters and NVMe drives: errors, width and speed, and whether the device answers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from holdfast.health.files import names, quiet, text, unknown
+from holdfast.health.identity import gpu_uuids
+from holdfast.health.readings import Reading
+from holdfast.health.sources import Place
+
+PCIE_S = 60.0
+_KINDS = {
+    "0x0300": "GPU",
+    "0x0302": "GPU",
+    "0x1200": "GPU",
+    "0x0200": "NIC",
+    "0x0207": "NIC",
+    "0x0108": "NVMe",
+}
+"""By base class and subclass (PCI Code and ID Assignment): VGA and 3D controllers, accelerators, Ethernet and InfiniBand
+controllers, non-volatile memory."""
+_COUNTERS = {"fatal": "TOTAL_ERR_FATAL", "nonfatal": "TOTAL_ERR_NONFATAL", "correctable": "TOTAL_ERR_COR"}
+_GONE = b"\xff\xff\xff\xff"
+
+
+class _Device(msgspec.Struct, frozen=True):
+    folder: Path
+    subject: str
+    device: str
+    width: int
+    speed: float
+
+
+class Pcie:
+    """Reads what changes; which devices there are is looked up when one came or went."""
+
+    name = "pcie"
+    every_s = PCIE_S
+
+    def __init__(self, place: Place) -> None:
+        self._root = place.root
+        self._folder = place.root / "sys/bus/pci/devices"
+        self._addresses: list[str] = []
+        self._devices: dict[str, _Device] = {}
+
+    def read(self) -> Iterator[Reading]:
+        """`pcie.aer_fatal` and so on (since the driver's start), `pcie.link_width_share`, `pcie.link_speed_share`,
+        `pcie.lost` (0 or 1)."""
+        self._look()
+        for address, device in self._devices.items():
+            yield from self._read(address, device)
+
+    def _look(self) -> None:
+        """A device that went away stays in the list: that is what there is to say of it."""
+        addresses = names(self._folder)
+        if addresses == self._addresses:
+            return
+        self._addresses = addresses
+        uuids = gpu_uuids(self._root)
+        for address in addresses:
+            folder = self._folder / address
+            kind = _KINDS.get(quiet(folder / "class")[:6])
+            # Virtual functions have neither a link nor a configuration space of their own.
+            if kind is None or address in self._devices or os.path.lexists(folder / "physfn"):
+                continue
+            width, speed = _ceiling(folder)
+            uuid = uuids.get(address, "")
+            self._devices[address] = _Device(folder, f"{kind} {address}", uuid, width, speed)
+
+    def _read(self, address: str, at: _Device) -> Iterator[Reading]:
+        def reading(name: str, value: float) -> Reading:
+            return Reading("pcie", name, value, at.subject, at.device)
+
+        if quiet(at.folder / "power/runtime_status") == "suspended":
+            return  # it sleeps, and must not be woken to be looked at
+        if address not in self._addresses:
+            yield reading("pcie.lost", 1.0)
+            return
+        try:
+            lost = _first_bytes(at.folder / "config") == _GONE
+        except OSError as error:
+            yield unknown("pcie", "pcie.lost", error, at.subject, at.device)
+            return
+        yield reading("pcie.lost", float(lost))
+        if lost:
+            return
+        for kind, total in _COUNTERS.items():
+            name = f"pcie.aer_{kind}"
+            try:
+                if content := text(at.folder / f"aer_dev_{kind}"):
+                    yield reading(name, float(content.rsplit(total, 1)[1]))
+            except (OSError, IndexError, ValueError) as error:
+                yield unknown("pcie", name, error, at.subject, at.device)
+        width, speed = _link(at.folder, "current")
+        if width and at.width:
+            yield reading("pcie.link_width_share", width / at.width)
+        if speed and at.speed:
+            yield reading("pcie.link_speed_share", speed / at.speed)
+
+    def close(self) -> None:
+        """Holds nothing."""
+
+
+def _first_bytes(path: Path) -> bytes:
+    """Vendor and device number; all ones when nobody answers at this address."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(fd, 4)
+    finally:
+        os.close(fd)
+
+
+def _link(folder: Path, which: str) -> tuple[int, float]:
+    """(lanes, GT/s) of a link; 0 what it does not say (`Unknown`, or 255 lanes, of one that is down)."""
+    width, speed = quiet(folder / f"{which}_link_width"), quiet(folder / f"{which}_link_speed").split(" ")[0]
+    lanes = int(width) if width.isdigit() and int(width) < 64 else 0
+    try:
+        return lanes, float(speed)
+    except ValueError:
+        return lanes, 0.0
+
+
+def _ceiling(folder: Path) -> tuple[int, float]:
+    """What the link can be: the lesser of what the device and the port above it can do. A wide card in a narrow slot is
+    no fault."""
+    device = _link(folder, "max")
+    above = _link(folder.resolve().parent, "max")
+    return min(device[0], above[0] or device[0]), min(device[1], above[1] or device[1])
+
+
+def pcie_sources(place: Place) -> list[Pcie]:
+    """One, where there is a PCI bus."""
+    return [Pcie(place)] if names(place.root / "sys/bus/pci/devices") else []

@@ -1,0 +1,192 @@
+"""Processors, memory, processes, the clock and the boot: what /proc and the EDAC part of /sys say of the host."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from holdfast.health.files import keyed, names, number, quiet, text, unknown
+from holdfast.health.readings import Reading
+from holdfast.health.sources import Place
+
+PRESSURE_S = 15.0
+PROCESSES_S = 60.0
+MEMORY_S = 15.0
+CLOCK_S = 60.0
+_TAINTS = {"machine_check": 4, "oops": 7, "soft_lockup": 14}
+"""Bits of /proc/sys/kernel/tainted (Documentation/admin-guide/tainted-kernels.rst): what the kernel has seen since its
+boot, also where its log cannot be read."""
+_STA_UNSYNC = 0x40
+_TIMEX_STATUS, _TIMEX_MAXERROR, _TIMEX_BYTES = 40, 24, 208
+
+
+class Pressure:
+    """How much of the time tasks stood still for want of processor, memory or disk (PSI), and the kernel's taints."""
+
+    name = "proc"
+    every_s = PRESSURE_S
+
+    def __init__(self, place: Place) -> None:
+        self._root = place.root
+
+    def read(self) -> Iterator[Reading]:
+        """`cpu.stalled_percent` and the like: some task for the processor, all tasks for memory and disk."""
+        for kind, line in (("cpu", "some"), ("memory", "full"), ("io", "full")):
+            name = f"{kind}.stalled_percent"
+            try:
+                content = text(self._root / "proc/pressure" / kind)
+                if content is not None:
+                    fields = next(row for row in content.splitlines() if row.startswith(line)).split()
+                    yield Reading("proc", name, float(fields[2].removeprefix("avg60=")))
+            except (OSError, StopIteration, ValueError, IndexError) as error:
+                yield unknown("proc", name, error)
+        if (tainted := quiet(self._root / "proc/sys/kernel/tainted")).isdigit():
+            for what, bit in _TAINTS.items():
+                yield Reading("proc", f"kernel.saw_{what}", float(int(tainted) >> bit & 1))
+
+    def close(self) -> None:
+        """Holds nothing."""
+
+
+class Processes:
+    """Processes that hang in the kernel, zombies, and how much is left of what processes are made of."""
+
+    name = "proc"
+    every_s = PROCESSES_S
+
+    def __init__(self, place: Place, clock: Callable[[], float] = time.monotonic) -> None:
+        self._root, self._clock = place.root, clock
+        self._blocked: dict[tuple[str, str], float] = {}
+
+    def read(self) -> Iterator[Reading]:
+        """`process.blocked_s`: the longest that one was in state D at every look. Shares are of the limit."""
+        now = self._clock()
+        blocked: dict[tuple[str, str], float] = {}
+        titles: dict[tuple[str, str], str] = {}
+        zombies = 0
+        proc = self._root / "proc"
+        prefix = f"{proc}/"
+        for pid in names(proc):
+            if not pid.isdigit():
+                continue
+            stat = quiet(f"{prefix}{pid}/stat")
+            command, _, rest = stat.rpartition(")")
+            if rest[1:2] == "Z":
+                zombies += 1
+            elif rest[1:2] == "D":
+                key = pid, rest.split()[19]
+                blocked[key] = self._blocked.get(key, now)
+                titles[key] = f"{command.partition('(')[2]} (pid {pid})"
+        self._blocked = blocked
+        oldest = min(blocked, key=blocked.__getitem__, default=None)
+        subject = "" if oldest is None else titles[oldest]
+        yield Reading("proc", "process.blocked_s", 0.0 if oldest is None else now - blocked[oldest], subject)
+        yield Reading("proc", "process.zombies", float(zombies))
+        yield from self._shares(proc)
+
+    def _shares(self, proc: Path) -> Iterator[Reading]:
+        try:
+            loads, highest = text(proc / "loadavg"), text(proc / "sys/kernel/pid_max")
+            if loads and highest:
+                yield Reading(
+                    "proc", "process.used_share", int(loads.split()[3].split("/")[1]) / int(highest)
+                )
+            if handles := text(proc / "sys/fs/file-nr"):
+                used, _, limit = handles.split()
+                yield Reading("proc", "file.used_share", int(used) / int(limit))
+        except (OSError, ValueError, IndexError) as error:
+            yield unknown("proc", "process.used_share", error)
+
+    def close(self) -> None:
+        """Holds nothing."""
+
+
+class Memory:
+    """Memory that is left, kills for want of it, and errors that its controllers corrected or did not."""
+
+    name = "proc"
+    every_s = MEMORY_S
+
+    def __init__(self, place: Place) -> None:
+        self._root = place.root
+        self._controllers = [n for n in names(self._edac) if n.startswith("mc") and n[2:].isdigit()]
+
+    @property
+    def _edac(self) -> Path:
+        return self._root / "sys/devices/system/edac/mc"
+
+    def read(self) -> Iterator[Reading]:
+        """`memory.available_share`, `memory.oom_kills` (since the boot), `edac.ce_count` and `edac.ue_count`."""
+        try:
+            if content := text(self._root / "proc/meminfo"):
+                table = keyed(content, ":")
+                total, available = (int(table[key].split()[0]) for key in ("MemTotal", "MemAvailable"))
+                yield Reading("proc", "memory.available_share", available / total)
+                if "HardwareCorrupted" in table:
+                    corrupted = int(table["HardwareCorrupted"].split()[0]) * 1024
+                    yield Reading("proc", "memory.corrupted_bytes", float(corrupted))
+        except (OSError, ValueError, KeyError) as error:
+            yield unknown("proc", "memory.available_share", error)
+        try:
+            content = text(self._root / "proc/vmstat") or ""
+            at = content.find("\noom_kill ")
+            if at >= 0:
+                yield Reading("proc", "memory.oom_kills", float(content[at + 10 :].split(maxsplit=1)[0]))
+        except (OSError, ValueError, IndexError) as error:
+            yield unknown("proc", "memory.oom_kills", error)
+        for controller in self._controllers:
+            for kind in ("ce_count", "ue_count"):
+                path = self._edac / controller / kind
+                yield from number("edac", f"edac.{kind}", path, f"memory controller {controller[2:]}")
+
+    def close(self) -> None:
+        """Holds nothing."""
+
+
+class Clock:
+    """Whether the clock is set by others, and which boot this is."""
+
+    name = "proc"
+    every_s = CLOCK_S
+
+    def __init__(self, place: Place, adjtimex: Callable[[], tuple[int, int]] | None = None) -> None:
+        self._root = place.root
+        self._adjtimex = adjtimex or (None if place.stand_in else kernel_clock)
+
+    def read(self) -> Iterator[Reading]:
+        """`clock.unsynchronized` (0 or 1), `boot.id`, `boot.uptime_s`."""
+        if self._adjtimex is not None:
+            try:
+                status, max_error_us = self._adjtimex()
+                yield Reading("proc", "clock.unsynchronized", float(bool(status & _STA_UNSYNC)))
+                yield Reading("proc", "clock.max_error_s", max_error_us / 1e6)
+            except OSError as error:
+                yield unknown("proc", "clock.unsynchronized", error)
+        if boot := quiet(self._root / "proc/sys/kernel/random/boot_id"):
+            yield Reading("proc", "boot.id", boot)
+        if uptime := quiet(self._root / "proc/uptime"):
+            yield Reading("proc", "boot.uptime_s", float(uptime.split()[0]))
+
+    def close(self) -> None:
+        """Holds nothing."""
+
+
+def kernel_clock() -> tuple[int, int]:
+    """(status, largest error in microseconds) of adjtimex(2), which changes nothing with modes = 0. On 64 bits."""
+    timex = ctypes.create_string_buffer(_TIMEX_BYTES)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.adjtimex(timex) < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), "adjtimex")
+    return (
+        int.from_bytes(timex.raw[_TIMEX_STATUS : _TIMEX_STATUS + 4], "little"),
+        int.from_bytes(timex.raw[_TIMEX_MAXERROR : _TIMEX_MAXERROR + 8], "little"),
+    )
+
+
+def processor_sources(place: Place) -> list[Pressure | Processes | Memory | Clock]:
+    """Every machine has these."""
+    return [Pressure(place), Processes(place), Memory(place), Clock(place)]

@@ -1,0 +1,129 @@
+"""InfiniBand, RoCE and EFA: the state of every port, its counters, and the character devices that programs open."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from holdfast.health.files import names, number, quiet, text, unknown
+from holdfast.health.network import Links
+from holdfast.health.readings import Reading
+from holdfast.health.sources import Place
+
+RDMA_S = 10.0
+_COUNTERS = (
+    "link_downed",
+    "link_error_recovery",
+    "symbol_error",
+    "excessive_buffer_overrun_errors",
+    "local_link_integrity_errors",
+    "port_rcv_errors",
+    "port_xmit_discards",
+)
+_HW_COUNTERS = (
+    "local_ack_timeout_err",
+    "no_completion_cmds",
+    "out_of_sequence",
+    "packet_seq_err",
+    "rdma_read_wr_err",
+    "rdma_write_wr_err",
+    "req_transport_retries_exceeded",
+    "retrans_pkts",
+    "retrans_timeout_events",
+    "rnr_nak_retry_err",
+    "roce_slow_restart",
+    "rx_drops",
+    "unresponsive_remote_events",
+)
+"""Of the many that drivers have, those that somebody has a threshold for (docs/health.md)."""
+
+
+class Rdma:
+    """Every port of every RDMA device. As with interfaces a link counts as lost only if it was there before."""
+
+    name = "rdma"
+    every_s = RDMA_S
+
+    def __init__(self, place: Place, clock: Callable[[], float] = time.monotonic) -> None:
+        self._class = place.root / "sys/class"
+        self._folder = self._class / "infiniband"
+        self._clock = clock
+        self._links = Links()
+        self._guids: dict[str, str] = {}
+        self._rates: dict[str, float] = {}
+
+    def read(self) -> Iterator[Reading]:
+        """`rdma.down_s`, `rdma.rate_share` (of the highest that this port had), `rdma.COUNTER`, `rdma.lost` (a device that
+        was there), `rdma.char_devices_missing`."""
+        now = self._clock()
+        devices = names(self._folder)
+        for name in devices:
+            if name not in self._guids:
+                self._guids[name] = f"guid:{quiet(self._folder / name / 'node_guid')}"
+            for port in names(self._folder / name / "ports"):
+                yield from self._port(name, port, now)
+        for name, device in self._guids.items():
+            yield Reading("rdma", "rdma.lost", float(name not in devices), name, device)
+        yield from self._char_devices(devices)
+
+    def _port(self, name: str, port: str, now: float) -> Iterator[Reading]:
+        folder = self._folder / name / "ports" / port
+        subject, device = f"{name} port {port}", self._guids[name]
+        up = self._up(name, folder)
+        if up is None:
+            why = "the driver calls every port active, and no network interface belongs to this one"
+            yield unknown("rdma", "rdma.down_s", why, subject, device)
+        else:
+            down_s = self._links.seen(subject, up, now)
+            if down_s is not None:
+                yield Reading("rdma", "rdma.down_s", down_s, subject, device)
+        if up and (rate := _rate(folder)):
+            highest = self._rates[subject] = max(rate, self._rates.get(subject, 0.0))
+            yield Reading("rdma", "rdma.rate_share", rate / highest, subject, device)
+        for kind, wanted in (("counters", _COUNTERS), ("hw_counters", _HW_COUNTERS)):
+            there = set(names(folder / kind))
+            for counter in wanted:
+                if counter in there:
+                    yield from number("rdma", f"rdma.{counter}", folder / kind / counter, subject, device)
+
+    def _up(self, name: str, folder: Path) -> bool | None:
+        """EFA's driver has no link state to tell; what is below an interface of the same device says it, if there is
+        one."""
+        driver = (self._folder / name / "device/driver").resolve().name
+        if driver == "efa":
+            interfaces = self._folder / name / "device/net"
+            states = [quiet(interfaces / interface / "operstate") for interface in names(interfaces)]
+            return any(state == "up" for state in states) if states else None
+        # `4: ACTIVE`, `5: LinkUp`
+        return quiet(folder / "state").startswith("4:")
+
+    def _char_devices(self, devices: list[str]) -> Iterator[Reading]:
+        folder = self._class / "infiniband_verbs"
+        entries = names(folder)
+        if not entries:
+            return
+        try:
+            having = {text(folder / entry / "ibdev") for entry in entries if entry.startswith("uverbs")}
+        except OSError as error:
+            yield unknown("rdma", "rdma.char_devices_missing", error)
+            return
+        for name in devices:
+            missing = float(name not in having)
+            yield Reading("rdma", "rdma.char_devices_missing", missing, name, self._guids[name])
+
+    def close(self) -> None:
+        """Holds nothing."""
+
+
+def _rate(folder: Path) -> float:
+    """Of `400 Gb/sec (4X NDR)`."""
+    try:
+        return float(quiet(folder / "rate").split(" ")[0])
+    except ValueError:
+        return 0.0
+
+
+def rdma_sources(place: Place) -> list[Rdma]:
+    """One, where the kernel has RDMA."""
+    return [Rdma(place)] if (place.root / "sys/class/infiniband").is_dir() else []

@@ -1,0 +1,171 @@
+import os
+import threading
+from types import SimpleNamespace
+
+import pytest
+from machines import values, write
+
+from holdfast.health.guard import Guard, NoAnswerError
+from holdfast.health.mounts import Disks, Mounts, parse_mounts
+from holdfast.health.sources import Place
+
+ROOT = "22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw,errors=remount-ro\n"
+DATA = r"30 22 8:17 / /data\040one rw,relatime - xfs /dev/sdb1 rw,attr2" + "\n"
+OTHER = """23 22 0:21 / /proc rw - proc proc rw
+24 22 7:0 / /snap/core rw - squashfs /dev/loop0 ro
+25 22 8:1 /etc/hosts /etc/hosts ro - ext4 /dev/sda1 rw
+26 22 0:40 / /run rw - tmpfs tmpfs rw
+"""
+NFS = "40 22 0:50 / /home rw - nfs4 server:/home rw,vers=4.2\n"
+
+
+def space(share=0.5, **changes):
+    blocks = 1000
+    fields = {
+        "f_blocks": blocks,
+        "f_bfree": int(blocks * share),
+        "f_bavail": int(blocks * share),
+        "f_frsize": 4096,
+        "f_files": 100,
+        "f_ffree": 25,
+    }
+    return SimpleNamespace(**fields | changes)
+
+
+def machine(tmp_path, mountinfo, statvfs=lambda path: space()):
+    write(tmp_path, {"proc/self/mountinfo": mountinfo})
+    return Mounts(Place(tmp_path), statvfs)
+
+
+def test_only_disks_and_file_servers_are_watched_each_once():
+    mounts = parse_mounts(ROOT + OTHER + DATA + NFS)
+    assert [mount.place for mount in mounts] == ["/", "/data one", "/home"]
+    with pytest.raises(ValueError, match="mountinfo"):
+        parse_mounts("nonsense\n")
+
+
+def test_space_is_counted_as_df_does(tmp_path):
+    source = machine(tmp_path, ROOT, lambda path: space(f_bfree=300, f_bavail=250))
+    found = values(source.read())
+    source.close()
+    assert found == {
+        ("mount.read_only", "/"): 0.0,
+        ("disk.free_share", "/"): 250 / 950,
+        ("disk.free_bytes", "/"): 250 * 4096.0,
+        ("disk.inodes_free_share", "/"): 0.25,
+    }
+
+
+@pytest.mark.parametrize(
+    ("after", "read_only"),
+    [
+        (ROOT.replace("- ext4 /dev/sda1 rw,", "- ext4 /dev/sda1 ro,"), 1.0),
+        (ROOT.replace("errors=", "emergency_ro,errors="), 1.0),
+        (ROOT.replace("rw,relatime", "ro,relatime").replace("sda1 rw", "sda1 ro"), 0.0),
+        (ROOT, 0.0),
+    ],
+    ids=["remounted by the kernel", "since 6.15", "mounted so on purpose", "writable"],
+)
+def test_what_the_kernel_made_read_only_is_seen_at_the_first_look(tmp_path, after, read_only):
+    source = machine(tmp_path, after)
+    assert values(source.read())["mount.read_only", "/"] == read_only
+    source.close()
+
+
+def test_what_was_writable_and_is_not_any_more_is_read_only_whoever_did_it(tmp_path):
+    source = machine(tmp_path, ROOT)
+    assert values(source.read())["mount.read_only", "/"] == 0.0
+    write(tmp_path, {"proc/self/mountinfo": ROOT.replace("rw", "ro")})
+    assert values(source.read())["mount.read_only", "/"] == 1.0
+    source.close()
+
+
+def test_a_file_server_that_does_not_answer_is_unknown_and_holds_up_nobody(tmp_path, monkeypatch):
+    monkeypatch.setattr("holdfast.health.mounts.ANSWER_S", 0.02)
+    answer = threading.Event()
+    asked = []
+
+    def statvfs(path):
+        asked.append(path)
+        if path.endswith("/home"):
+            answer.wait()
+        return space()
+
+    source = machine(tmp_path, NFS + ROOT, statvfs)
+    for _ in range(2):
+        readings = list(source.read())
+        found = values(readings)
+        assert found["mount.silent_s", "/home"] > 0
+        assert found["disk.free_share", "/home"] is None
+        assert found["disk.free_share", "/"] == 0.5
+    assert [path for path in asked if path.endswith("/home")] == [f"{tmp_path}/home"]
+    answer.set()
+    source.close()
+
+
+def test_an_error_of_the_file_system_is_unknown(tmp_path):
+    def statvfs(path):
+        raise OSError(5, "Input/output error", path)
+
+    source = machine(tmp_path, ROOT, statvfs)
+    (reading,) = [r for r in source.read() if r.name == "disk.free_share"]
+    assert reading.value is None
+    assert "Input/output error" in reading.why
+    source.close()
+
+
+def test_the_kernel_announces_changed_mounts():
+    source = Mounts(Place())
+    assert source.fileno() >= 0
+    assert ("mount.read_only", "/") in values(source.read()) or not os.path.exists("/dev/vda")
+    source.close()
+    source.close()
+
+
+def test_a_guard_gives_up_and_recovers():
+    guard = Guard("the driver", 0.02)
+    assert guard.call(lambda: 3) == 3
+    with pytest.raises(ZeroDivisionError):
+        guard.call(lambda: 1 // 0)
+    go, gone = threading.Event(), threading.Event()
+
+    def hang():
+        go.wait()
+        gone.set()
+
+    with pytest.raises(NoAnswerError, match="the driver has not answered"):
+        guard.call(hang)
+    with pytest.raises(NoAnswerError):
+        guard.call(lambda: pytest.fail("the thread hangs"))
+    go.set()
+    gone.wait()
+    guard._pending.done.wait()
+    assert guard.call(lambda: 4) == 4
+    guard.close()
+
+
+def test_drives_and_arrays(tmp_path):
+    write(
+        tmp_path,
+        {
+            "sys/block/sda/device/ioerr_cnt": "0x1f\n",
+            "sys/block/sda/device/state": "running\n",
+            "sys/block/md0/md/degraded": "1\n",
+            "sys/block/nvme0n1/size": "100\n",
+            "sys/class/nvme/nvme0/state": "live\n",
+            "sys/class/nvme/nvme0/serial": "S123  \n",
+            "sys/class/nvme/nvme0/hwmon3/temp1_alarm": "0\n",
+            "sys/fs/ext4/sda1/errors_count": "2\n",
+            "sys/fs/ext4/features/lazy_itable_init": "supported\n",
+        },
+    )
+    readings = list(Disks(Place(tmp_path)).read())
+    assert values(readings) == {
+        ("disk.io_errors", "sda"): 31.0,
+        ("disk.state", "sda"): "running",
+        ("md.degraded", "md0"): 1.0,
+        ("nvme.state", "nvme0"): "live",
+        ("nvme.temperature_alarm", "nvme0"): 0.0,
+        ("fs.errors", "sda1"): 2.0,
+    }
+    assert {r.device for r in readings if r.subject == "nvme0"} == {"nvme:S123"}
