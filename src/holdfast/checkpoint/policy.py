@@ -35,7 +35,7 @@ class Cadence(msgspec.Struct, frozen=True):
 
         Args:
             since_s: seconds since the last one was saved (or the run began).
-            interval_s: what `auto` has come to, see `best_interval_s`.
+            interval_s: what `auto` has come to, see `plan.formulas.daly_interval_s`.
         """
         if self.auto:
             return since_s >= interval_s
@@ -72,24 +72,6 @@ def parse_cadence(text: str) -> Cadence:
             f"{text!r} is no interval: give steps (100), a time (30s, 10m, 2h), auto, or 0 for never"
         )
     return Cadence(seconds=seconds)
-
-
-def best_interval_s(cost_s: float, mtbf_s: float) -> float:
-    """The time between two saves that loses least: Daly's higher-order estimate.
-
-    Args:
-        cost_s: what one save takes away from training, seconds.
-        mtbf_s: mean time between failures that need it, seconds.
-
-    Source: J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps",
-    FGCS 22 (2006), eq. 37; to first order it is Young's sqrt(2 * cost * MTBF) (CACM 17, 1974).
-    """
-    if cost_s <= 0:
-        return 0.0
-    if cost_s >= 2 * mtbf_s:
-        return mtbf_s
-    ratio = cost_s / (2 * mtbf_s)
-    return math.sqrt(2 * cost_s * mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_s
 
 
 PRIOR_MTBF_S = 3 * 3600.0

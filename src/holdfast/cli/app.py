@@ -42,7 +42,6 @@ app.command("logs")(logs.logs)
 app.command("report")(report.report)
 app.command("metrics")(metrics.metrics)
 app.command("fault")(fault.fault)
-app.command("plan")(plan.plan)
 app.command("resize")(resize.resize)
 app.command("drain")(resize.drain)
 app.command("stop")(stop.stop)
@@ -50,6 +49,7 @@ checkpoint.app.command("export")(portable.export)
 checkpoint.app.command("import")(portable.import_)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(data.app, name="data")
+app.add_typer(plan.app, name="plan")
 
 
 def _version(asked: bool) -> None:

@@ -1,4 +1,4 @@
-"""`holdfast plan`: what a global batch costs at every size of the job."""
+"""`holdfast plan`: what failures, sizes and remedies cost, before anything is spent. One subcommand for each question."""
 
 from __future__ import annotations
 
@@ -11,12 +11,47 @@ from holdfast.cli.common import AsJson, write_json
 
 SHOWN = 3
 
+app = typer.Typer(
+    help="What failures cost, and what to do about it: before anything is spent.",
+    invoke_without_command=True,
+    pretty_exceptions_enable=False,
+)
 
+GlobalBatch = Annotated[
+    int | None,
+    typer.Option("--global-batch", help="Samples in a step, over all workers.", show_default=False),
+]
+MicroBatch = Annotated[
+    int | None, typer.Option("--micro-batch", help="Samples in a forward pass.", show_default=False)
+]
+Nodes = Annotated[str, typer.Option("--nnodes", help="Nodes, or MIN:MAX.")]
+PerNode = Annotated[int, typer.Option("--nproc-per-node", help="Workers on each node.")]
+
+
+@app.callback()
 def plan(
-    global_batch: Annotated[int, typer.Option("--global-batch", help="Samples in a step, over all workers.")],
-    micro_batch: Annotated[int, typer.Option("--micro-batch", help="Samples in a forward pass.")],
-    nnodes: Annotated[str, typer.Option("--nnodes", help="Nodes, or MIN:MAX.")] = "1:8",
-    nproc_per_node: Annotated[int, typer.Option("--nproc-per-node", help="Workers on each node.")] = 1,
+    context: typer.Context,
+    global_batch: GlobalBatch = None,
+    micro_batch: MicroBatch = None,
+    nnodes: Nodes = "1:8",
+    nproc_per_node: PerNode = 1,
+    as_json: AsJson = False,
+) -> None:
+    """What failures cost, and what to do about it. With --global-batch and no subcommand: as `plan division`."""
+    if context.invoked_subcommand is not None:
+        return
+    if global_batch is None and micro_batch is None:
+        sys.stdout.write(context.get_help() + "\n")
+        return
+    division(global_batch, micro_batch, nnodes, nproc_per_node, as_json)
+
+
+@app.command("division")
+def division(
+    global_batch: GlobalBatch = None,
+    micro_batch: MicroBatch = None,
+    nnodes: Nodes = "1:8",
+    nproc_per_node: PerNode = 1,
     as_json: AsJson = False,
 ) -> None:
     """Shows what each size of the job computes and how much of it is idle, and better micro-batch sizes."""
@@ -29,6 +64,8 @@ def plan(
     from holdfast.plan.division import divide, suggest
 
     low, high = parse_nnodes(nnodes)
+    if global_batch is None or micro_batch is None:
+        raise UsageError("give both --global-batch and --micro-batch; for example 256 and 4")
     if micro_batch < 1 or global_batch < 1 or global_batch % micro_batch:
         raise UsageError(
             f"--global-batch {global_batch} is not a multiple of --micro-batch {micro_batch}; for example 256 and 4"
@@ -62,3 +99,54 @@ def plan(
         sys.stdout.write(
             f"--micro-batch {suggestion.micro_batch} leaves at most {units.share(suggestion.worst)} idle\n"
         )
+
+
+@app.command("tables")
+def tables(as_json: AsJson = False) -> None:
+    """Computes every cell of the published tables anew, and marks those that do not follow."""
+    import msgspec
+
+    from holdfast.observe.tables import print_table
+    from holdfast.plan.tables import compare
+
+    cells = compare(published())
+    if as_json:
+        write_json([msgspec.to_builtins(c) | {"equal": c.equal} for c in cells])
+        return
+    last = ""
+    for cell in cells:
+        if cell.table != last:
+            sys.stdout.write(
+                ("\n" if last else "") + f"table {cell.table}\n"
+                if cell.table[0].isdigit()
+                else f"{cell.table}\n"
+            )
+            last = cell.table
+            rows = [
+                (
+                    c.row,
+                    c.column,
+                    f"{c.published:,}",
+                    f"{c.computed:,}",
+                    f"{c.exact:,.2f}" if c.exact >= 1 else f"{c.exact:.4f}",
+                    ("" if c.equal else "≠ ") + c.note,
+                )
+                for c in cells
+                if c.table == last
+            ]
+            print_table(sys.stdout, ("", "", "published", "computed", "exact", ""), rows)
+    odd = sum(not c.equal for c in cells)
+    sys.stdout.write(
+        f"\n{len(cells) - odd} of {len(cells)} cells follow from the formulas, {odd} (≠) do not\n"
+    )
+
+
+def published() -> dict[str, object]:
+    """Published figures, with their sources."""
+    from importlib.resources import files
+
+    import msgspec
+
+    text = files("holdfast.plan").joinpath("published.json").read_bytes()
+    found: dict[str, object] = msgspec.json.decode(text)
+    return found

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from holdfast.checkpoint.policy import Retention, best_interval_s, parse_cadence
+from holdfast.checkpoint.policy import Retention, parse_cadence
 from holdfast.coordinator import saving
 from holdfast.coordinator.events import DurableFound
 from holdfast.coordinator.state import Node, Snapshot, Storing, TierTotals
+from holdfast.plan.formulas import daly_interval_s
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import Durable
 from holdfast.protocol.snapshots import DurableTier, Key, Shard
@@ -109,7 +110,7 @@ def _moved(core: Core, current: Storing) -> None:
 def _auto_s(core: Core, last: Storing | None) -> float:
     """Between two stores: what loses least by Daly's formula, and never more than half of the time spent storing."""
     took_s = last.took_s if last and last.took_s else 1.0
-    best_s = best_interval_s(STORE_COST * took_s, STORE_MTBF * saving.mean_time_between_failures_s(core))
+    best_s = daly_interval_s(STORE_COST * took_s, STORE_MTBF * saving.mean_time_between_failures_s(core))
     return max(best_s, 2 * took_s)
 
 

@@ -19,8 +19,9 @@ import msgspec
 import numpy as np
 
 from holdfast.checkpoint.pages import SlotMaps
-from holdfast.checkpoint.policy import best_interval_s, parse_cadence
+from holdfast.checkpoint.policy import parse_cadence
 from holdfast.errors import StateError, TierError
+from holdfast.plan.formulas import daly_interval_s
 from holdfast.protocol import messages as m
 from holdfast.protocol.phases import Phase
 from holdfast.protocol.snapshots import Key
@@ -73,7 +74,7 @@ class Snapshots:
     def _choose_interval(self) -> None:
         """What `auto` means from now on: by what snapshots have cost, and how often the job has failed."""
         cost_s = max(LEAST_COST_S, statistics.median(self._costs)) if self._costs else LEAST_COST_S
-        self._interval_s = best_interval_s(cost_s, self._mtbf_s) if self._mtbf_s else math.inf
+        self._interval_s = daly_interval_s(cost_s, self._mtbf_s) if self._mtbf_s else math.inf
 
     def want(self) -> None:
         """The vote said so: the next step begins with a snapshot."""
