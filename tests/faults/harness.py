@@ -118,6 +118,18 @@ def leftovers(home: Path) -> dict[int, str]:
     return found
 
 
+def held(home: Path, *but: int) -> list[int]:
+    """Pidfds of the processes that belong to jobs below `home`; some of them live for a moment only."""
+    fds = []
+    for pid in leftovers(home):
+        if pid not in but:
+            try:
+                fds.append(os.pidfd_open(pid))
+            except ProcessLookupError:
+                continue
+    return fds
+
+
 def end_leftovers(home: Path) -> None:
     """Ends what a failed test left."""
     for pid in leftovers(home):

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 from conftest import STEPS
-from harness import HERE, TINY, finish, leftovers, run, start, wait_for
+from harness import HERE, TINY, finish, held, leftovers, run, start, wait_for
 
 
 def test_ctrl_c_keeps_the_state_and_the_same_job_goes_on(tmp_path, undisturbed):
@@ -25,7 +25,7 @@ def test_ctrl_c_keeps_the_state_and_the_same_job_goes_on(tmp_path, undisturbed):
 def test_killed_launcher_leaves_no_orphans(tmp_path):
     process = start(tmp_path, "--nnodes", 2, TINY, 1_000_000)
     wait_for(process, "generation 1")
-    left = [os.pidfd_open(pid) for pid in leftovers(tmp_path) if pid != process.pid]
+    left = held(tmp_path, process.pid)
     process.kill()
     process.communicate()
     for fd in left:

@@ -7,11 +7,12 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from conftest import STEPS
-from harness import HERE, TINY, finish, leftovers, run, start
+from harness import HERE, TINY, finish, held, leftovers, run, start
 from test_life import signal_when_gone, wait_for
 
 from holdfast.checkpoint.archive import Archive
@@ -21,14 +22,20 @@ EVERY = 10
 NIGHTLY = pytest.mark.nightly
 
 
+def send(fd, number):
+    with suppress(ProcessLookupError):
+        signal.pidfd_send_signal(fd, number)
+
+
 def kill_all(home, process):
     """Launcher, coordinator, agents and workers, all at once."""
-    left = leftovers(home)
-    fds = [os.pidfd_open(pid) for pid in left if pid != process.pid]
-    for pid in left:
-        os.kill(pid, signal.SIGSTOP)  # nobody is to see another one's end
-    for pid in left:
-        os.kill(pid, signal.SIGKILL)
+    fds = held(home, process.pid)
+    process.send_signal(signal.SIGSTOP)
+    for fd in fds:
+        send(fd, signal.SIGSTOP)  # nobody is to see another one's end
+    for fd in fds:
+        send(fd, signal.SIGKILL)
+    process.kill()
     process.communicate()
     for fd in fds:
         signal_when_gone(fd)
@@ -186,7 +193,7 @@ def test_a_rack_that_is_lost_takes_no_shard_with_it(tmp_path):
     options = ["--nnodes", 4, "--racks", 2, "--spares", 2, "--detection", 60]
     process = start(tmp_path, *options, "--fault", "stop-worker:rank=1,step=620", TIERS, LENGTH, SAVES)
     wait_for(process, "injecting")
-    for pid in [p for p, command in leftovers(tmp_path).items() if re.search("--node=node[02] ", command)]:
+    for pid in [p for p, command in leftovers(tmp_path).items() if re.search(r"--node=node[02]\b", command)]:
         os.kill(pid, signal.SIGKILL)
     ran = finish(process, tmp_path)
     assert ran.code == 0, ran.output[-3000:]

@@ -6,9 +6,11 @@ import argparse
 import asyncio
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from holdfast.agent.agent import Agent, AgentConfig
+from holdfast.agent.zygote import Zygote
 from holdfast.protocol.job import Timing
 
 SWITCH_S = 0.0005
@@ -16,8 +18,8 @@ SWITCH_S = 0.0005
 coordinator wait for gets its turn ten times sooner than by default."""
 
 
-def main() -> int:
-    """Runs the agent until the job is over."""
+def main(arguments: Sequence[str] | None = None, zygote: Zygote | None = None) -> int:
+    """Runs the agent until the job is over. zygote: one that was forked for it."""
     parser = argparse.ArgumentParser(prog="holdfast.agent")
     parser.add_argument("--node", required=True)
     parser.add_argument("--job-dir", type=Path, required=True)
@@ -31,7 +33,7 @@ def main() -> int:
     parser.add_argument("--rack", help="what fails together with this node; its snapshots go elsewhere")
     parser.add_argument("--grace", type=float, default=30.0, help="seconds from SIGTERM to the node's end")
     parser.add_argument("--lifeline", type=int)
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     config = AgentConfig(
         given.node,
         given.job_dir,
@@ -46,12 +48,12 @@ def main() -> int:
     )
     os.umask(0o077)
     sys.setswitchinterval(SWITCH_S)
-    asyncio.run(_run(config, given.lifeline))
+    asyncio.run(_run(config, zygote, given.lifeline))
     return 0
 
 
-async def _run(config: AgentConfig, lifeline: int | None) -> None:
-    await Agent(config).run(lifeline)
+async def _run(config: AgentConfig, zygote: Zygote | None, lifeline: int | None) -> None:
+    await Agent(config, zygote).run(lifeline)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from holdfast.agent.pool import WarmPool
 from holdfast.agent.process import WorkerProcess
 from holdfast.agent.snapshots import SnapshotKeeper
 from holdfast.agent.stacks import innermost
+from holdfast.agent.zygote import Zygote
 from holdfast.errors import TierError
 from holdfast.protocol import messages as m
 from holdfast.protocol.faults import NODE_FAULTS, ArmedFault, FaultKind
@@ -48,14 +49,14 @@ class AgentConfig:
 class Agent:
     """One node's agent. `run` returns when the job is over or the agent is an orphan."""
 
-    def __init__(self, config: AgentConfig) -> None:
+    def __init__(self, config: AgentConfig, zygote: Zygote | None = None) -> None:
         self._config = config
         self._session = uuid.uuid4().hex
         token_file = config.job_dir / "token"
         self._token_file = token_file
         self._logs = config.job_dir / "logs" / config.node
         self._logs.mkdir(parents=True, exist_ok=True)
-        self._pool = WarmPool(config.slots, config.preload)
+        self._pool = WarmPool(config.slots, config.preload, zygote)
         self._workers: dict[str, WorkerProcess] = {}
         self._unwanted: set[str] = set()
         self._starting: dict[str, list[m.ToWorker]] = {}

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import sys
 from collections import deque
 from dataclasses import dataclass
 
+from holdfast.agent.zygote import Zygote
 from holdfast.protocol import messages as m
 from holdfast.protocol.frames import Codec
 
@@ -27,9 +29,11 @@ class WarmProcess:
 class WarmPool:
     """Keeps `size` warm processes. `take` waits when there is none yet."""
 
-    def __init__(self, size: int, preload: tuple[str, ...]) -> None:
+    def __init__(self, size: int, preload: tuple[str, ...], zygote: Zygote | None = None) -> None:
+        """zygote: one that is there already; else `start` makes one that imports `preload`."""
         self._size = size
         self._preload = preload
+        self._forked = zygote
         self._ready: deque[WarmProcess] = deque()
         self._waiting: deque[asyncio.Future[WarmProcess]] = deque()
         self._zygote: asyncio.subprocess.Process | None = None
@@ -38,7 +42,18 @@ class WarmPool:
         self._up = asyncio.Event()
 
     async def start(self) -> None:
-        """Starts the zygote; returns when it has imported everything."""
+        """Returns when there is a zygote that has imported everything."""
+        ours = await self._spawn() if self._forked is None else self._forked.channel
+        ours.setblocking(False)
+        loop = asyncio.get_running_loop()
+        if await loop.sock_recv(ours, 1) != b"r":
+            raise RuntimeError(f"the modules of --preload {','.join(self._preload)} cannot be imported")
+        self._channel = ours
+        self._up.set()
+        for _ in range(self._size):
+            self._fork()
+
+    async def _spawn(self) -> socket.socket:
         ours, theirs = socket.socketpair()
         env = dict(os.environ)
         env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does; it also keeps the zygote free of threads
@@ -54,14 +69,7 @@ class WarmPool:
             preexec_fn=_die_with_agent,
         )
         theirs.close()
-        ours.setblocking(False)
-        loop = asyncio.get_running_loop()
-        if await loop.sock_recv(ours, 1) != b"r":
-            raise RuntimeError(f"the modules of --preload {','.join(self._preload)} cannot be imported")
-        self._channel = ours
-        self._up.set()
-        for _ in range(self._size):
-            self._fork()
+        return ours
 
     async def take(self) -> WarmProcess:
         """A warm process; another one is forked to take its place in the pool."""
@@ -107,10 +115,12 @@ class WarmPool:
         if self._zygote is not None and self._zygote.returncode is None:
             self._zygote.kill()
             await self._zygote.wait()
+        if self._forked is not None:
+            os.kill(self._forked.pid, signal.SIGKILL)
+            await asyncio.to_thread(os.waitpid, self._forked.pid, 0)
 
 
 def _die_with_agent() -> None:
     import ctypes
-    import signal
 
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)

@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+from typing import NamedTuple
 
 from holdfast.protocol.frames import pack
 from holdfast.protocol.messages import Warm
@@ -22,9 +23,37 @@ from holdfast.protocol.messages import Warm
 def main() -> int:
     """`python -m holdfast.agent.zygote FD MODULE,...`: serves until the agent's end of FD closes."""
     channel = socket.socket(fileno=int(sys.argv[1]))
-    _import(sys.argv[2].split(","))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the launcher; workers end in order
+    import_modules(sys.argv[2].split(","))
     gc.freeze()  # children share these pages; a collection that touches them would copy them
+    return _serve(channel)
+
+
+class Zygote(NamedTuple):
+    """A zygote that was forked, and the agent's end of its channel."""
+
+    pid: int
+    channel: socket.socket
+
+
+def fork_zygote() -> Zygote:
+    """A zygote out of this process, which has imported everything and has no other thread."""
+    from holdfast.train.worker import die_with_parent
+
+    ours, theirs = socket.socketpair()
+    parent = os.getpid()
+    if pid := os.fork():
+        theirs.close()
+        return Zygote(pid, ours)
+    ours.close()
+    die_with_parent()
+    if os.getppid() != parent:
+        os._exit(0)
+    os._exit(_serve(theirs))
+
+
+def _serve(channel: socket.socket) -> int:
+    """Forks a worker for every request; returns when the agent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the launcher; workers end in order
     channel.sendall(b"r")
     while True:
         request, fds = _receive(channel)
@@ -40,7 +69,8 @@ def main() -> int:
         leave(become(worker))
 
 
-def _import(modules: list[str]) -> None:
+def import_modules(modules: list[str]) -> None:
+    """Imports what workers will need."""
     for name in filter(None, modules):
         importlib.import_module(name)
         if name == "torch":

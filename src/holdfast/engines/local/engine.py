@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.checkpoint.memory import hand_on, remove_memory
+from holdfast.engines.local.nursery import AgentProcess, Nursery
 from holdfast.protocol.job import JobSpec
 
 HOST = "127.0.0.1"
@@ -23,7 +23,8 @@ class LocalEngine:
         """memory: the folder of the job's snapshot memory; every node has a folder in it."""
         self._spec, self._job_dir, self._memory, self._output = spec, job_dir, memory, output
         self._lifeline, self._held = os.pipe()
-        self._agents: dict[str, asyncio.subprocess.Process] = {}
+        self._nursery = Nursery(spec.preload)
+        self._agents: dict[str, AgentProcess] = {}
         self._reading: set[asyncio.Task[None]] = set()
         self._racks: dict[str, str] = {}
         self._count = 0
@@ -35,10 +36,7 @@ class LocalEngine:
         self._count += 1
         spec = self._spec
         rack = self._emptiest_rack()
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "holdfast.agent",
+        arguments = [
             f"--node={name}",
             f"--job-dir={self._job_dir}",
             f"--slots={spec.nproc}",
@@ -48,16 +46,18 @@ class LocalEngine:
             f"--stall-factor={spec.timing.stall_factor}",
             f"--memory={self._memory / name}",
             f"--memory-bytes={spec.saving.budget_bytes}",
-            f"--lifeline={self._lifeline}",
             *([f"--rack={rack}"] if rack else []),
-            pass_fds=(self._lifeline,),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,
-        )
+        ]
+        ours, theirs = os.pipe()
+        try:
+            process = await self._nursery.fork(name, arguments, theirs, self._lifeline)
+        except BaseException:
+            os.close(ours)
+            raise
+        finally:
+            os.close(theirs)
         self._agents[name], self._racks[name] = process, rack
-        task = asyncio.create_task(self._read(process))
+        task = asyncio.create_task(self._read(process, ours))
         self._reading.add(task)
         task.add_done_callback(self._reading.discard)
         return True
@@ -65,20 +65,24 @@ class LocalEngine:
     def _emptiest_rack(self) -> str:
         """Where the next node comes; empty when there are no racks."""
         names = [f"rack{i}" for i in range(self._spec.racks)]
-        living = [self._racks[n] for n, p in self._agents.items() if p.returncode is None]
+        living = [self._racks[n] for n, p in self._agents.items() if p.alive]
         return min(names, key=living.count, default="")
 
-    async def _read(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdout is not None
-        while data := await process.stdout.read(65536):
+    async def _read(self, process: AgentProcess, pipe: int) -> None:
+        reader = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(pipe, "rb", 0)
+        )
+        while data := await reader.read(65536):
             self._output(data)
+        transport.close()
         await process.wait()
 
     async def release(self, node: str) -> None:
         """Kills the agent; the kernel then kills its workers. A machine that is lost takes its memory with it."""
         process = self._agents.pop(node, None)
         if process is not None:
-            _signal(process, signal.SIGKILL)
+            process.signal(signal.SIGKILL)
             await process.wait()
             await asyncio.to_thread(remove_memory, self._memory / node)
 
@@ -92,22 +96,15 @@ class LocalEngine:
     async def close(self) -> None:
         """Ends what is left: first by asking, then by SIGKILL."""
         for process in self._agents.values():
-            _signal(process, signal.SIGTERM)
+            process.signal(signal.SIGTERM)
         try:
             async with asyncio.timeout(CLOSE_S):
                 await asyncio.gather(*(p.wait() for p in self._agents.values()))
         except TimeoutError:
             for process in self._agents.values():
-                _signal(process, signal.SIGKILL)
+                process.signal(signal.SIGKILL)
         await asyncio.gather(*self._reading)
+        await self._nursery.close()
         await asyncio.to_thread(remove_memory, self._memory)
         os.close(self._held)
         os.close(self._lifeline)
-
-
-def _signal(process: asyncio.subprocess.Process, number: int) -> None:
-    if process.returncode is None:
-        try:
-            os.kill(process.pid, number)  # send_signal would reap it behind asyncio's back
-        except ProcessLookupError:
-            return
