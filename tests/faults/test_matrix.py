@@ -8,7 +8,7 @@ import pytest
 from conftest import STEPS
 from harness import TINY, run
 
-from holdfast.protocol.faults import FaultKind, parse_fault
+from holdfast.protocol.faults import MACHINE_FAULTS, FaultKind, parse_fault
 
 PHASES = ("forward", "backward", "reduce", "vote", "update", "commit")
 
@@ -17,7 +17,9 @@ def nightly(value):
     return pytest.param(value, marks=pytest.mark.nightly)
 
 
-KINDS = [k for k in FaultKind if k not in (FaultKind.KILL_COORDINATOR, FaultKind.PREEMPT_NODE)]
+KINDS = [
+    k for k in FaultKind if k not in (FaultKind.KILL_COORDINATOR, FaultKind.PREEMPT_NODE, *MACHINE_FAULTS)
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)

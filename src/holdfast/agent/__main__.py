@@ -32,6 +32,7 @@ def main(arguments: Sequence[str] | None = None, zygote: Zygote | None = None) -
     parser.add_argument("--memory-bytes", type=int, default=0, help="its budget; 0: half of what is free")
     parser.add_argument("--rack", help="what fails together with this node; its snapshots go elsewhere")
     parser.add_argument("--grace", type=float, default=30.0, help="seconds from SIGTERM to the node's end")
+    parser.add_argument("--shared-machine", action="store_true", help="other nodes are on this machine too")
     parser.add_argument("--lifeline", type=int)
     given = parser.parse_args(arguments)
     config = AgentConfig(
@@ -45,6 +46,7 @@ def main(arguments: Sequence[str] | None = None, zygote: Zygote | None = None) -
         given.memory_bytes,
         given.rack,
         given.grace,
+        given.shared_machine,
     )
     os.umask(0o077)
     sys.setswitchinterval(SWITCH_S)

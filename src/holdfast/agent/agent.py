@@ -12,7 +12,11 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
+from holdfast.agent import standin
 from holdfast.agent.follow import LogFollower
+from holdfast.agent.health import Watcher
 from holdfast.agent.link import CoordinatorLink
 from holdfast.agent.pool import WarmPool
 from holdfast.agent.process import WorkerProcess
@@ -21,8 +25,9 @@ from holdfast.agent.stacks import innermost
 from holdfast.agent.zygote import Zygote
 from holdfast.errors import TierError
 from holdfast.protocol import messages as m
-from holdfast.protocol.faults import NODE_FAULTS, ArmedFault, FaultKind
-from holdfast.protocol.job import Timing
+from holdfast.protocol.faults import MACHINE_FAULTS, NODE_FAULTS, ArmedFault, FaultKind
+from holdfast.protocol.health import HealthSpec
+from holdfast.protocol.job import JobSpec, Timing
 from holdfast.protocol.page import STACKS_SIGNAL
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -32,7 +37,8 @@ STACKS_WAIT_S = 0.15
 
 @dataclass(frozen=True)
 class AgentConfig:
-    """What an agent is started with. memory: the folder of its snapshot memory. grace_s: after SIGTERM."""
+    """What an agent is started with. memory: the folder of its snapshot memory. grace_s: after SIGTERM.
+    shared_machine: other nodes are on this machine too."""
 
     node: str
     job_dir: Path
@@ -44,6 +50,7 @@ class AgentConfig:
     budget_bytes: int = 0
     rack: str | None = None
     grace_s: float = 30.0
+    shared_machine: bool = False
 
 
 class Agent:
@@ -67,6 +74,13 @@ class Agent:
         self._follower = LogFollower()
         self._keeper: SnapshotKeeper | None = None
         self._leaving: m.Leaving | None = None
+        self._watcher = Watcher(
+            config.job_dir / "nodes" / config.node,
+            _health(config.job_dir),
+            config.shared_machine,
+            self._tell_found,
+            config.job_dir,
+        )
         self._link = CoordinatorLink(
             config.job_dir,
             token_file.read_text().strip(),
@@ -87,7 +101,9 @@ class Agent:
         loop.add_signal_handler(signal.SIGINT, lambda: None)
         if lifeline is not None:
             loop.add_reader(lifeline, self._launcher_gone, lifeline)
-        self._keeper, _ = await asyncio.gather(asyncio.to_thread(self._open_memory), self._pool.start())
+        self._keeper, _, _ = await asyncio.gather(
+            asyncio.to_thread(self._open_memory), self._pool.start(), self._watcher.start()
+        )
         conversation = asyncio.create_task(self._link.run())
         if self._keeper is not None:
             self._spawn(self._keeper.watch())
@@ -98,6 +114,7 @@ class Agent:
             await self._keeper.close()
         await self._pool.close()
         self._follower.close()
+        self._watcher.close()
 
     def _open_memory(self) -> SnapshotKeeper | None:
         config = self._config
@@ -168,6 +185,8 @@ class Agent:
             self._armed |= {f.id: f for f in message.faults}
         if isinstance(message, m.Form) and message.rank == 0:
             self._follower.follow(worker.log)
+        if isinstance(message, m.Form):
+            self._watcher.trains(worker.name, message.rank, worker.log)
         worker.tell(message)
 
     async def _start(self, order: m.StartWorker) -> None:
@@ -204,8 +223,10 @@ class Agent:
         for message in early:
             self._tell(worker, message)
         self._link.send(m.Started(order.worker, warm.pid, str(worker.log)))
-        if env.get("RANK") == "0":
-            self._follower.follow(worker.log)
+        if (rank := env.get("RANK")) is not None:  # level 0: it trains from its start
+            self._watcher.trains(worker.name, int(rank), worker.log)
+            if rank == "0":
+                self._follower.follow(worker.log)
 
     def _fence(self) -> None:
         """The job went on without this node: nothing of it may run on; then it is a new node."""
@@ -227,6 +248,8 @@ class Agent:
             return
         if isinstance(message, m.Failed):
             self._follower.append_quietly(worker.log, message.traceback)
+        if isinstance(message, m.Parked | m.Done):
+            self._watcher.pauses(worker.name)
         self._link.send(m.FromWorker(worker.name, message))
         if isinstance(message, m.FaultFired):
             self._spawn(self._let_happen(worker, message))
@@ -247,6 +270,7 @@ class Agent:
             del self._workers[worker.name]
         if self._keeper is not None:
             self._keeper.gone(worker.name)
+        self._watcher.gone(worker.name)
         self._link.send(message)
 
     def _child_changed(self) -> None:
@@ -287,7 +311,7 @@ class Agent:
         fault = self._armed.get(message.fault)
         worker.tell(m.Ack(message.fault))
         if fault is not None and fault.kind in NODE_FAULTS:
-            self._node_fault(fault.kind)
+            await self._node_fault(fault)
 
     async def _run_fault(self, fault: ArmedFault, name: str | None) -> None:
         worker = self._workers.get(name) if name else None
@@ -299,7 +323,7 @@ class Agent:
         if fault.kind in NODE_FAULTS:
             self._link.send(m.FaultFired(fault.id))
             await self._link.flushed()
-            self._node_fault(fault.kind)
+            await self._node_fault(fault)
         elif worker is not None and fault.kind in signals:
             self._link.send(m.FaultFired(fault.id))
             await self._link.flushed()
@@ -308,7 +332,11 @@ class Agent:
             self._armed[fault.id] = fault
             worker.tell(m.Arm((fault,)))
 
-    def _node_fault(self, kind: FaultKind) -> None:
+    async def _node_fault(self, fault: ArmedFault) -> None:
+        kind = fault.kind
+        if kind in MACHINE_FAULTS:
+            await standin.strike(self._watcher, fault)
+            return
         if kind is FaultKind.PREEMPT_NODE:
             self._terminated()
             return
@@ -320,6 +348,9 @@ class Agent:
         for worker in self._workers.values():
             worker.signal(signal.SIGKILL if kind is FaultKind.KILL_NODE else signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGKILL if kind is FaultKind.KILL_NODE else signal.SIGSTOP)
+
+    def _tell_found(self, found: m.Found) -> None:
+        self._link.send(found)
 
     # ------------------------------------------------------------ the end
 
@@ -365,6 +396,11 @@ class Agent:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             print(f"holdfast agent {self._config.node}: {error!r}", file=sys.stderr, flush=True)
+
+
+def _health(job_dir: Path) -> HealthSpec:
+    """What the job was told about health."""
+    return msgspec.json.decode((job_dir / "spec.json").read_bytes(), type=JobSpec).health
 
 
 def _free_ports(host: str, count: int) -> tuple[int, ...]:

@@ -12,15 +12,19 @@ from holdfast.cli.common import JobName
 
 
 def fault(
-    spec: Annotated[str, typer.Argument(help="KIND[:key=value,...], for example kill-node:node=1.")],
+    words: Annotated[
+        list[str],
+        typer.Argument(metavar="KIND [KEY=VALUE]...", help="For example kill-node:node=1, or xid=79 node=2."),
+    ],
     job: JobName = None,
 ) -> None:
     """Injects a fault into a running job: kill-worker, kill-node, stop-worker, ... as with `run --fault`."""
     import asyncio
 
     from holdfast.engines import jobs
-    from holdfast.protocol.faults import parse_fault
+    from holdfast.protocol.faults import join_words, parse_fault
 
+    spec = join_words(words)
     parsed = parse_fault(spec)
     folder = jobs.existing(job)
     asyncio.run(_inject(folder, spec, deadly=parsed.kind == "kill-coordinator"))

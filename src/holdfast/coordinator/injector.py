@@ -172,4 +172,6 @@ def _timed(spec: FaultSpec) -> bool:
 def _armed(plan: Planned) -> ArmedFault:
     spec = plan.spec
     phase: Phase | None = PHASES[spec.phase] if spec.phase else None
-    return ArmedFault(f"{plan.id}/{plan.fired}", spec.kind, spec.step, None if phase is None else int(phase))
+    return ArmedFault(
+        f"{plan.id}/{plan.fired}", spec.kind, spec.step, None if phase is None else int(phase), spec.code
+    )

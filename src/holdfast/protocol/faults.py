@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from enum import StrEnum
 
 import msgspec
@@ -28,16 +29,30 @@ class FaultKind(StrEnum):
     PREEMPT_NODE = "preempt-node"
     KILL_COORDINATOR = "kill-coordinator"
     NAN = "nan"
+    XID = "xid"
+    ECC = "ecc"
+    LINK_DOWN = "link-down"
+    READONLY_FS = "readonly-fs"
 
 
-NODE_FAULTS = frozenset(
-    {FaultKind.KILL_NODE, FaultKind.STOP_NODE, FaultKind.DROP_NODE, FaultKind.PREEMPT_NODE}
-)
+MACHINE_FAULTS = frozenset({FaultKind.XID, FaultKind.ECC, FaultKind.LINK_DOWN, FaultKind.READONLY_FS})
+"""Faults of the machine: its agent writes them where the sources of `health` read; they do nothing else."""
+
+NODE_FAULTS = MACHINE_FAULTS | {
+    FaultKind.KILL_NODE,
+    FaultKind.STOP_NODE,
+    FaultKind.DROP_NODE,
+    FaultKind.PREEMPT_NODE,
+}
 """Faults of a whole node: its agent does them. `preempt-node` is what a SIGTERM to the agent is."""
+
+VALUES = {FaultKind.XID: "code"}
+"""Faults that can be written `KIND=VALUE`, and which key the value is for."""
+LARGEST_XID = 999
 
 PHASES = {p.name.lower(): p for p in (Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE, Phase.VOTE, Phase.UPDATE)}
 PHASES |= {"commit": Phase.COMMIT, "transfer": Phase.TRANSFER, "snapshot": Phase.SNAPSHOT}
-_KEYS = ("rank", "node", "step", "after", "every", "phase", "times", "seed")
+_KEYS = ("rank", "node", "step", "after", "every", "phase", "times", "seed", "code")
 _EXAMPLE = "for example --fault kill-node:node=2,step=40 or --fault kill-worker:every=8s,times=4"
 
 
@@ -53,11 +68,12 @@ class FaultSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     phase: str | None = None
     times: int = 1
     seed: int = 0
+    code: int | None = None
 
     def __str__(self) -> str:
         parts = [
             f"{k}={getattr(self, k)}"
-            for k in ("rank", "node", "step", "phase")
+            for k in ("code", "rank", "node", "step", "phase")
             if getattr(self, k) is not None
         ]
         parts += [
@@ -75,15 +91,21 @@ class ArmedFault(msgspec.Struct, frozen=True):
     kind: FaultKind
     step: int | None = None
     phase: int | None = None
+    code: int | None = None
+
+
+def join_words(words: Sequence[str]) -> str:
+    """A fault given as several words, `xid=79 node=2`, as one: `xid=79,node=2`."""
+    return ",".join(words)
 
 
 def parse_fault(text: str) -> FaultSpec:
-    """Reads `KIND[:key=value,...]`.
+    """Reads `KIND[:key=value,...]`, or `KIND=VALUE[,key=value,...]` of a fault that has a value.
 
     Raises:
         UsageError: unknown kind, key or phase, a value that is no number, or an impossible combination.
     """
-    kind_text, _, rest = text.partition(":")
+    kind_text, rest = _split(text)
     try:
         kind = FaultKind(kind_text)
     except ValueError:
@@ -110,9 +132,21 @@ def parse_fault(text: str) -> FaultSpec:
         phase=_phase(text, fields),
         times=_times(text, fields),
         seed=_whole(text, fields, "seed") or 0,
+        code=_whole(text, fields, "code"),
     )
     _check(text, spec)
     return spec
+
+
+def _split(text: str) -> tuple[str, str]:
+    """The kind, and the keys with their values."""
+    head, _, rest = re.sub(r"^([\w-]+),", r"\1:", text).partition(":")
+    kind, equals, value = head.partition("=")
+    key = VALUES.get(FaultKind(kind)) if equals and kind in set(FaultKind) else None
+    if not equals or key is None:
+        return head, rest
+    value, _, more = value.partition(",")
+    return kind, ",".join(filter(None, (f"{key}={value}", more, rest)))
 
 
 def _check(text: str, spec: FaultSpec) -> None:
@@ -123,6 +157,14 @@ def _check(text: str, spec: FaultSpec) -> None:
         raise UsageError(f"--fault {text!r}: give rank= or node=, not both")
     if spec.kind is FaultKind.KILL_COORDINATOR and (spec.rank is not None or spec.node is not None):
         raise UsageError(f"--fault {text!r}: the coordinator has no rank or node; leave rank= and node= out")
+    if spec.kind is FaultKind.XID and spec.code is None:
+        raise UsageError(f"--fault {text!r}: say which Xid, for example --fault xid=79,node=2")
+    if spec.kind is not FaultKind.XID and spec.code is not None:
+        raise UsageError(f"--fault {text!r}: only xid has a code")
+    if spec.code is not None and not 1 <= spec.code <= LARGEST_XID:
+        raise UsageError(f"--fault {text!r}: an Xid is a number from 1 to {LARGEST_XID}, for example 79")
+    if spec.kind in MACHINE_FAULTS and spec.phase is not None:
+        raise UsageError(f"--fault {text!r}: a machine knows nothing of phases; leave phase= out")
     if spec.every_s is not None and spec.every_s <= 0:
         raise UsageError(f"--fault {text!r}: every= must be longer than 0 s")
 

@@ -85,8 +85,8 @@ def happen(kind: FaultKind, poison: Callable[[], None]) -> None:
             threading.Event().wait()
         case FaultKind.DROP_NODE:
             drop_traffic()  # now, so that it strikes in this phase; the agent makes the others deaf
-        case FaultKind.KILL_COORDINATOR:
-            return
+        case _:
+            return  # of the coordinator, or of the machine: others do it
 
 
 def drop_traffic() -> None:

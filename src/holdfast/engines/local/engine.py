@@ -46,6 +46,7 @@ class LocalEngine:
             f"--stall-factor={spec.timing.stall_factor}",
             f"--memory={self._memory / name}",
             f"--memory-bytes={spec.saving.budget_bytes}",
+            "--shared-machine",
             *([f"--rack={rack}"] if rack else []),
         ]
         ours, theirs = os.pipe()

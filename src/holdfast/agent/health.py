@@ -1,0 +1,279 @@
+"""The watcher of a node: follows the kernel's log, the workers' logs and the sources, and tells what rules find.
+
+The kernel's log and the files come as events of the agent's loop; what must be asked for is asked on a thread. While
+nothing happens the loop is woken only to see whether that thread still lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import msgspec
+
+from holdfast.agent.polling import Poller
+from holdfast.errors import UsageError
+from holdfast.health.book import RuleBook
+from holdfast.health.kmsg import Journal, Kmsg, KmsgFile, open_kernel_log
+from holdfast.health.logs import LogTail
+from holdfast.health.machine import machine_sources
+from holdfast.health.readings import Line
+from holdfast.health.rules import Rule
+from holdfast.health.ruleset import load_rules
+from holdfast.health.sources import Place
+from holdfast.observe.inotify import MODIFIED, Inotify
+from holdfast.protocol import messages as m
+from holdfast.protocol.health import Condition, Finding, HealthSpec, Remedy, Severity
+
+_CLOSED_AFTER_WRITE, _MOVED_HERE = 0x8, 0x80
+FIRST_READ_S = 10.0
+
+
+class Watcher:
+    """Looks after one node. `send` gets what is to be told to the coordinator.
+
+    folder: the node's own, for what it remembers, the log that stands in for the kernel's (`kmsg`) and the stand-in for
+    its machine. shared: several nodes are on this machine, so what it has concerns all of them and none is to blame.
+    """
+
+    def __init__(
+        self, folder: Path, spec: HealthSpec, shared: bool, send: Callable[[m.Found], None], job_dir: Path
+    ) -> None:
+        self._folder, self._spec, self._shared, self._send = folder, spec, shared, send
+        self._job_dir = job_dir
+        self._loop = asyncio.get_running_loop()
+        self._files: tuple[KmsgFile, ...] = ()
+        self._kernel: Kmsg | Journal | None = None
+        self._inotify: Inotify | None = None
+        self._book = RuleBook(())
+        self._pollers: list[Poller] = []
+        self._logs: dict[str, LogTail] = {}
+        self._ranks: dict[str, int] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._watchdog: asyncio.TimerHandle | None = None
+        self._standing_in: Poller | None = None
+        self._rules: list[Rule] = []
+        self._stamps: dict[str, tuple[int, int] | None] = {}
+
+    async def start(self) -> None:
+        """Begins to watch."""
+        if not self._spec.watch:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._rules = await asyncio.to_thread(self._first_rules)
+        self._book.use(self._rules)
+        self._inotify = Inotify(self._files_changed)
+        self._files = (KmsgFile(self._folder / "kmsg"),)
+        self._inotify.watch(self._folder / "kmsg")
+        for folder in {Path(name).parent for name in self._spec.rules}:
+            self._inotify.watch(folder, _CLOSED_AFTER_WRITE | _MOVED_HERE)
+        self._follow_kernel()
+        machine = Poller(self._rules, self._found_by(self._shared))
+        self._pollers.append(machine)
+        machine.add(await asyncio.to_thread(machine_sources, Place(job_dirs=(self._job_dir,))))
+        self._watch_pollers()
+
+    def close(self) -> None:
+        """Ends all of it."""
+        for timer in (self._timer, self._watchdog):
+            if timer is not None:
+                timer.cancel()
+        if self._inotify is not None:
+            self._inotify.close()
+        self._close_kernel()
+        for file in self._files:
+            file.close()
+        for tail in self._logs.values():
+            tail.close()
+        for poller in self._pollers:
+            poller.close()
+
+    @property
+    def folder(self) -> Path:
+        """The node's own folder."""
+        return self._folder
+
+    async def stand_in(self, place: Place) -> None:
+        """Watches the stand-in for this node's machine from now on like a real one; returns when it was read once."""
+        if self._standing_in is None and self._spec.watch:
+            self._standing_in = Poller(self._rules, self._found_by(shared=False))
+            self._pollers.append(self._standing_in)
+            self._standing_in.add(await asyncio.to_thread(machine_sources, place))
+            self._watch_pollers()
+            await asyncio.to_thread(self._standing_in.read_once, FIRST_READ_S)
+
+    # ------------------------------------------------------------ rules
+
+    def _read_rules(self) -> list[Rule] | None:
+        """The rules as the files say now; None, and a finding, when something in them is wrong."""
+        self._stamps = {name: _stamp(name) for name in self._spec.rules}
+        try:
+            return list(load_rules(self._spec.rules, self._spec.dry_run))
+        except UsageError as error:
+            self._loop.call_soon_threadsafe(
+                self._tell_own, "rules-unreadable", f"{error}; the old rules stay in force"
+            )
+            return None
+
+    def _first_rules(self) -> list[Rule]:
+        """With a file that is wrong from the beginning, the catalogue alone."""
+        rules = self._read_rules()
+        return list(load_rules()) if rules is None else rules
+
+    def _rules_changed(self) -> None:
+        rules = self._read_rules()
+        if rules is None:
+            return
+        self._rules = rules
+        self._book.use(rules)
+        for poller in self._pollers:
+            poller.use(rules)
+        self._follow_logs()
+        self._plan()
+        self._tell_own(
+            "rules-changed", f"{', '.join(self._spec.rules)}: read again", Severity.INFO, Condition.HEALTHY
+        )
+
+    # ------------------------------------------------------------ lines
+
+    def _follow_kernel(self) -> None:
+        try:
+            self._kernel = open_kernel_log(self._folder / "kmsg.left")
+        except OSError as error:
+            self._tell_own("kmsg-unreadable", str(error.strerror))
+            return
+        self._loop.add_reader(self._kernel.fileno(), self._kernel_spoke)
+
+    def _kernel_spoke(self) -> None:
+        assert self._kernel is not None
+        try:
+            lines = self._kernel.lines()
+        except (OSError, EOFError) as error:
+            self._close_kernel()
+            self._tell_own("kmsg-unreadable", f"the kernel's log cannot be followed any more: {error}")
+            return
+        self._judge(lines, self._shared)
+
+    def _close_kernel(self) -> None:
+        if self._kernel is not None:
+            self._loop.remove_reader(self._kernel.fileno())
+            self._kernel.close()
+            self._kernel = None
+
+    def _files_changed(self) -> None:
+        for file in self._files:
+            self._judge(file.lines(), shared=False)
+        for tail in self._logs.values():
+            self._judge(tail.lines(), shared=False)
+        if any(_stamp(name) != stamp for name, stamp in self._stamps.items()):
+            self._rules_changed()
+
+    def _judge(self, lines: Iterable[Line], shared: bool) -> None:
+        now = time.monotonic()
+        findings: list[Finding] = []
+        for line in lines:
+            findings += self._book.line(line, now)
+        self._tell(findings, shared)
+        if self._logs:
+            self._plan()
+
+    # ------------------------------------------------------------ workers' logs
+
+    def trains(self, worker: str, rank: int, log: Path) -> None:
+        """A worker begins to train, or does so again."""
+        self._ranks[worker] = rank
+        self._book.begins(worker, rank, time.monotonic())
+        if worker not in self._logs:
+            self._logs[worker] = LogTail(log, worker)
+        self._follow_logs()
+        self._plan()
+
+    def pauses(self, worker: str) -> None:
+        """It does not train for now."""
+        self._book.pauses(worker)
+        self._plan()
+
+    def gone(self, worker: str) -> None:
+        """Its process has ended; what it wrote last is still read."""
+        tail = self._logs.pop(worker, None)
+        if tail is not None:
+            if tail.followed:
+                self._judge(tail.lines(), shared=False)
+            tail.close()
+        self._ranks.pop(worker, None)
+        self.pauses(worker)
+
+    def _follow_logs(self) -> None:
+        """Logs are read only if some rule is about them."""
+        if self._inotify is None or not self._book.reads_logs:
+            return
+        for tail in self._logs.values():
+            if not tail.followed:
+                tail.open()
+                self._inotify.watch(tail.path, MODIFIED)
+
+    def _plan(self) -> None:
+        """The next moment at which a line is overdue."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        due_s = self._book.next_due_s()
+        if due_s is not None:
+            self._timer = self._loop.call_later(max(0.0, due_s - time.monotonic()) + 1e-3, self._overdue)
+
+    def _overdue(self) -> None:
+        self._timer = None
+        self._tell(self._book.due(time.monotonic()), shared=False)
+        self._plan()
+
+    # ------------------------------------------------------------ sources
+
+    def _watch_pollers(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+        again = [s for s in (poller.watch_yourself() for poller in self._pollers) if s is not None]
+        self._watchdog = self._loop.call_later(min(again), self._watch_pollers) if again else None
+
+    def _found_by(self, shared: bool) -> Callable[[list[Finding]], None]:
+        return lambda findings: _soon(self._loop, self._tell, findings, shared)
+
+    # ------------------------------------------------------------ to the coordinator
+
+    def _tell(self, findings: list[Finding], shared: bool) -> None:
+        if findings:
+            marked = [msgspec.structs.replace(f, shared=True) if shared else f for f in findings]
+            self._send(m.Found(tuple(marked)))
+
+    def _tell_own(
+        self,
+        rule: str,
+        evidence: str,
+        severity: Severity = Severity.WARNING,
+        condition: Condition = Condition.UNKNOWN,
+    ) -> None:
+        """Something about the watching itself."""
+        print(f"holdfast agent {self._folder.name}: {evidence}", flush=True)
+        self._send(m.Found((Finding(rule, severity, Remedy.WATCH, "agent", condition, evidence=evidence),)))
+
+
+def _soon(
+    loop: asyncio.AbstractEventLoop,
+    call: Callable[[list[Finding], bool], None],
+    findings: list[Finding],
+    shared: bool,
+) -> None:
+    try:
+        loop.call_soon_threadsafe(call, findings, shared)
+    except RuntimeError:
+        return  # the loop has ended
+
+
+def _stamp(name: str) -> tuple[int, int] | None:
+    """What changes with a file's content."""
+    try:
+        status = Path(name).stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size

@@ -1,0 +1,218 @@
+"""The kernel's log: /dev/kmsg from where it was left, a file that stands in for it, or the journal."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from holdfast.health.readings import Line
+
+SOURCE = "kmsg"
+RECORD_BYTES = 8192
+"""A record of /dev/kmsg is at most this long (the kernel's CONSOLE_EXT_LOG_MAX)."""
+BATCH = 500
+"""Records read at a time; a log that is flooded does not keep the agent's loop from turning."""
+_RECORD = re.compile(r"(\d+),(\d+),(\d+),[^;]*;")
+
+
+class Record(NamedTuple):
+    """One record. uptime_s: when, on the clock that `time.monotonic` shows."""
+
+    sequence: int
+    uptime_s: float
+    text: str
+
+
+def parse_record(data: bytes) -> Record | None:
+    """One record of /dev/kmsg: `PRIORITY,SEQUENCE,MICROSECONDS,FLAGS;text`, then lines with fields. None: it is none."""
+    text = data.decode(errors="replace").split("\n", 1)[0]
+    match = _RECORD.match(text)
+    if match is None:
+        return None
+    return Record(int(match[2]), int(match[3]) / 1e6, _unescape(text[match.end() :]))
+
+
+def format_record(sequence: int, text: str, priority: int = 3) -> bytes:
+    """A record as the kernel would show it, stamped now. priority: 3 is `err`."""
+    return f"{priority},{sequence},{int(time.monotonic() * 1e6)},-;{text}\n".encode()
+
+
+def _unescape(text: str) -> str:
+    return re.sub(r"\\x([0-9a-f]{2})", lambda m: chr(int(m[1], 16)), text) if "\\x" in text else text
+
+
+def _line(record: Record) -> Line:
+    return Line(SOURCE, record.text, age_s=max(0.0, time.monotonic() - record.uptime_s))
+
+
+class Kmsg:
+    """/dev/kmsg as a descriptor that is readable when there is something to read.
+
+    left: a file that remembers boot and sequence number, so that an agent that comes back goes on from there; the first
+    one begins with what the kernel says from now on (what it said before is for the checks of a new node).
+    """
+
+    def __init__(self, path: Path = Path("/dev/kmsg"), left: Path | None = None) -> None:
+        """Raises OSError when it cannot be read."""
+        self._left = left
+        self._boot = _boot_id()
+        self._after = self._read_left()
+        self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            os.lseek(self._fd, 0, os.SEEK_SET if self._after is not None else os.SEEK_END)
+        except OSError:
+            os.close(self._fd)
+            raise
+        self.overrun = 0
+
+    def fileno(self) -> int:
+        """For the event loop."""
+        return self._fd
+
+    def lines(self) -> list[Line]:
+        """What is there now. Records that the kernel had overwritten before are counted in `overrun` and passed over."""
+        lines = []
+        last = None
+        for _ in range(BATCH):
+            try:
+                data = os.read(self._fd, RECORD_BYTES)
+            except BlockingIOError:
+                break
+            except OSError as error:
+                if error.errno == errno.EPIPE:
+                    self.overrun += 1
+                    continue
+                raise
+            record = parse_record(data)
+            if record is None or (self._after is not None and record.sequence <= self._after):
+                continue
+            last = record.sequence
+            lines.append(_line(record))
+        if last is not None:
+            self._after = last
+            self._write_left()
+        return lines
+
+    def close(self) -> None:
+        """Gives the descriptor back."""
+        os.close(self._fd)
+
+    def _read_left(self) -> int | None:
+        try:
+            boot, _, sequence = self._left.read_text().partition(" ") if self._left else ("", "", "")
+        except OSError:
+            return None
+        return int(sequence) if boot == self._boot and sequence.isdigit() else None
+
+    def _write_left(self) -> None:
+        if self._left is not None:
+            work = self._left.with_suffix(".tmp")
+            work.write_text(f"{self._boot} {self._after}")
+            work.replace(self._left)
+
+
+class KmsgFile:
+    """A file with records as /dev/kmsg gives them, which others append to; its changes come from inotify."""
+
+    def __init__(self, path: Path) -> None:
+        """Creates the file if it is not there; begins at its end."""
+        path.touch()
+        self._file = path.open("rb")
+        self._file.seek(0, os.SEEK_END)
+        self._rest = b""
+
+    def lines(self) -> list[Line]:
+        """What was appended since. A record is complete with its newline."""
+        data = self._rest + self._file.read()
+        whole, newline, self._rest = data.rpartition(b"\n")
+        records = (parse_record(r) for r in whole.split(b"\n")) if newline else ()
+        return [_line(record) for record in records if record is not None]
+
+    def close(self) -> None:
+        """Gives the descriptor back."""
+        self._file.close()
+
+
+class Journal:
+    """The kernel's lines from the systemd journal, for users that may read it but not /dev/kmsg."""
+
+    def __init__(self) -> None:
+        """Raises OSError when there is no journalctl, or it does not start."""
+        command = shutil.which("journalctl")
+        if command is None:
+            raise FileNotFoundError(errno.ENOENT, "there is no journalctl")
+        self._process = subprocess.Popen(
+            [command, "--dmesg", "--follow", "--lines=0", "--output=cat", "--quiet"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        assert self._process.stdout is not None
+        self._out = self._process.stdout
+        os.set_blocking(self._out.fileno(), False)
+        self._rest = b""
+
+    def fileno(self) -> int:
+        """For the event loop."""
+        return self._out.fileno()
+
+    def lines(self) -> list[Line]:
+        """What came since. Raises EOFError when journalctl has ended."""
+        try:
+            data = os.read(self._out.fileno(), 1 << 16)
+        except BlockingIOError:
+            return []
+        if not data:
+            raise EOFError(f"journalctl ended with exit code {self._process.wait()}")
+        whole, _, self._rest = (self._rest + data).rpartition(b"\n")
+        return [Line(SOURCE, text) for text in whole.decode(errors="replace").splitlines()]
+
+    def close(self) -> None:
+        """Ends journalctl."""
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+        self._out.close()
+
+
+def open_kernel_log(left: Path | None) -> Kmsg | Journal:
+    """The kernel's log, in the best way that this user may read it.
+
+    Raises:
+        OSError: in none; the message says why, and what would help.
+    """
+    try:
+        return Kmsg(left=left)
+    except OSError as error:
+        try:
+            if os.geteuid() != 0 and not _may_read_journal():
+                raise PermissionError(errno.EACCES, "no permission for the journal")
+            return Journal()
+        except OSError as other:
+            raise OSError(
+                error.errno,
+                f"/dev/kmsg: {error.strerror}; journal: {other.strerror}. Kernel and GPU errors (Xid) are not seen on "
+                "this node. Let the agent's user into the group systemd-journal or adm, give it CAP_SYSLOG, or set "
+                "kernel.dmesg_restrict=0",
+            ) from None
+
+
+def _may_read_journal() -> bool:
+    """journalctl itself shows nothing, and waits for ever, when no file of the journal may be read."""
+    for folder in (Path("/var/log/journal"), Path("/run/log/journal")):
+        if any(os.access(file, os.R_OK) for file in folder.glob("*/system.journal")):
+            return True
+    return False
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,82 @@
+"""Lines that must come: soon after a worker's start, and again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from holdfast.health.rules import Rule
+
+RANKS_OF_ABSENCE = (0,)
+"""Whose log must show a line when the rule does not say: most scripts print on rank 0 only."""
+
+
+class Training(msgspec.Struct):
+    """A worker that trains. since_s: from when on; seen_s: when each rule's line came last."""
+
+    rank: int
+    since_s: float
+    seen_s: dict[str, float] = {}
+    said: set[str] = set()
+
+
+class Presence:
+    """Who trains, and which lines each of them still owes."""
+
+    def __init__(self) -> None:
+        self._rules: list[Rule] = []
+        self._training: dict[str, Training] = {}
+
+    def use(self, rules: Iterable[Rule]) -> None:
+        """Other rules from now on."""
+        self._rules = list(rules)
+
+    def begins(self, worker: str, rank: int, now_s: float) -> None:
+        """The worker trains from now on, perhaps again: what it owes is counted anew."""
+        self._training[worker] = Training(rank, now_s)
+
+    def pauses(self, worker: str) -> None:
+        """It owes nothing now."""
+        self._training.pop(worker, None)
+
+    def counts(self, rule: Rule, worker: str, now_s: float) -> bool:
+        """Whether a line of this worker's log is for this rule."""
+        training = self._training.get(worker)
+        if rule.ranks and (training is None or training.rank not in rule.ranks):
+            return False
+        return not rule.start_after or (training is not None and now_s >= training.since_s + rule.start_after)
+
+    def seen(self, rule: Rule, worker: str, now_s: float) -> None:
+        """The line came."""
+        training = self._training.get(worker)
+        if training is not None:
+            training.seen_s[rule.id] = now_s
+            training.said.discard(rule.id)
+
+    def next_due_s(self) -> float | None:
+        """When the next line is overdue."""
+        return min((due for _, _, due, _ in self._owed()), default=None)
+
+    def due(self, now_s: float) -> list[tuple[Rule, str, str]]:
+        """Rule and worker of every line that is overdue; each is told once until the line comes."""
+        overdue = [(rule, worker, words) for rule, worker, due, words in self._owed() if due <= now_s]
+        for rule, worker, _ in overdue:
+            self._training[worker].said.add(rule.id)
+        return overdue
+
+    def _owed(self) -> list[tuple[Rule, str, float, str]]:
+        owed = []
+        for rule in self._rules:
+            for worker, training in self._training.items():
+                if training.rank not in (rule.ranks or RANKS_OF_ABSENCE) or rule.id in training.said:
+                    continue
+                seen = training.seen_s.get(rule.id)
+                if seen is None:
+                    within = rule.start_within or rule.every
+                    words = f"no line like {rule.pattern!r} within {within:g} s of the start"
+                    owed.append((rule, worker, training.since_s + within, words))
+                elif rule.every:
+                    words = f"no line like {rule.pattern!r} for {rule.every:g} s"
+                    owed.append((rule, worker, seen + rule.every, words))
+        return owed

@@ -1,0 +1,223 @@
+"""Rules from TOML files: the catalogue, and what users add, override and switch off."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable, Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from holdfast.errors import UsageError
+from holdfast.health.rules import Rule, RuleError, make_rule
+
+Fields = dict[str, Any]
+_FAMILY_KEYS = ("source", "pattern", "subject", "variant", "quiet", "reference", "examples", "others")
+_TABLES = ("class", "code")
+
+
+class RuleSet:
+    """Rules by their ids, and where each was written last. Disabled ones are kept: they still have a name."""
+
+    def __init__(self) -> None:
+        self._fields: dict[str, Fields] = {}
+        self._families: dict[str, Fields] = {}
+        self._origins: dict[str, str] = {}
+        self._made: dict[str, Rule] = {}
+
+    def __iter__(self) -> Iterator[Rule]:
+        return iter(self._made.values())
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def get(self, id: str) -> Rule | None:
+        """The rule of this name."""
+        return self._made.get(id)
+
+    def origin(self, id: str) -> str:
+        """The file that said the last word about a rule."""
+        return self._origins[id]
+
+    def read(self, text: str, name: str) -> list[str]:
+        """Takes in one file; returns the ids of the rules that it wrote. name: for messages.
+
+        Raises:
+            UsageError: the file or one of its rules is wrong; the line is named, and nothing was taken in.
+        """
+        try:
+            tables = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise UsageError(f"{name}: {error}") from None
+        unknown = set(tables) - {"rule", "family"}
+        if unknown:
+            key = min(unknown)
+            raise UsageError(
+                f"{name}, line {_line(text, key)}: {key!r} is no table of a rule file; write [[rule]] or [family.NAME]"
+            )
+        written: dict[str, Fields] = {}
+        families = dict(self._families)
+        for family, table in _tables(tables, "family", name, text).items():
+            families[family] = self._merge(family, table, families.get(family), name, text)
+            written |= _expand(family, families[family])
+        rules = tables.get("rule", [])
+        if not isinstance(rules, list):
+            raise UsageError(f"{name}, line {_line(text, 'rule')}: write [[rule]], with two brackets")
+        lines: dict[str, int] = {}
+        for nth, given in enumerate(rules):
+            id = given.get("id")
+            if not isinstance(id, str):
+                raise UsageError(f"{name}, line {_rule_line(text, nth)}: this rule has no id")
+            if id in lines:
+                raise UsageError(
+                    f"{name}, line {_rule_line(text, nth)}: rule {id!r} is in this file twice, first in line {lines[id]}"
+                )
+            lines[id] = _rule_line(text, nth)
+            before = written.get(id, self._fields.get(id, {}))
+            if "pattern" in given and "pattern" in before:  # the old ones belong to the old pattern
+                before = {
+                    k: v for k, v in before.items() if k not in ("examples", "others", "subject", "family")
+                }
+            written[id] = before | given
+        made = {}
+        for id, fields in written.items():
+            try:
+                made[id] = make_rule(fields)
+            except RuleError as error:
+                line = (
+                    _key_line(text, lines[id], error.key)
+                    if id in lines
+                    else _line(text, fields.get("code", ""))
+                )
+                raise UsageError(f"{name}, line {line}: {error}") from None
+        self._families = families
+        self._fields |= written
+        self._made |= made
+        self._origins |= dict.fromkeys(made, name)
+        return list(made)
+
+    def on_trial(self, names: Iterable[str]) -> None:
+        """Puts rules on trial: written down, never acted on. `*`: all; `xid-*`: a family.
+
+        Raises:
+            UsageError: no rule is called so.
+        """
+        for name in names:
+            pattern = re.compile(re.escape(name).replace(r"\*", ".*"))
+            hit = [id for id in self._made if pattern.fullmatch(id)]
+            if not hit:
+                raise UsageError(f"no rule is called {name!r}; `holdfast health rules` lists them")
+            for id in hit:
+                self._fields[id] = self._fields[id] | {"dry_run": True}
+                self._made[id] = make_rule(self._fields[id])
+
+    def _merge(self, family: str, given: Fields, before: Fields | None, name: str, text: str) -> Fields:
+        for key in given:
+            if key not in (*_FAMILY_KEYS, *_TABLES):
+                raise UsageError(
+                    f"{name}, line {_line(text, key)}: {key!r} is no field of a family; there are "
+                    f"{', '.join((*_FAMILY_KEYS, *_TABLES))}"
+                )
+        merged = {**(before or {}), **given}
+        for table in _TABLES:
+            merged[table] = {**(before or {}).get(table, {}), **given.get(table, {})}
+        for code, entry in merged["code"].items():
+            words = [entry, entry.get("repeat", {})] if isinstance(entry, dict) else [entry]
+            for word in words:
+                if (
+                    not isinstance(word, dict)
+                    or word.get("class", next(iter(merged["class"]), "")) not in merged["class"]
+                ):
+                    raise UsageError(
+                        f"{name}, line {_line(text, code)}: code {code} of {family} needs one of the classes "
+                        f"{', '.join(merged['class'])}"
+                    )
+        return merged
+
+
+def _expand(family: str, table: Fields) -> dict[str, Fields]:
+    """One rule for every code of a family."""
+    common = {k: table[k] for k in ("source", "subject", "variant", "quiet", "reference") if k in table}
+    rules: dict[str, Fields] = {}
+    for code, entry in table["code"].items():
+        fields = {
+            "id": f"{family}-{code}",
+            "family": family,
+            "code": code,
+            "pattern": table.get("pattern", ""),
+        }
+        rules[fields["id"]] = fields | common | _entry(table, entry)
+        if repeat := entry.get("repeat"):
+            again = rules[fields["id"]] | {"id": f"{family}-{code}-repeated"}
+            again |= _entry(table, {"name": entry.get("name", ""), **repeat})
+            rules[again["id"]] = again
+    first = next(iter(rules.values()), None)
+    if first is not None:
+        first |= {k: table[k] for k in ("examples", "others") if k in table}
+    return rules
+
+
+def _entry(table: Fields, entry: Fields) -> Fields:
+    """An entry of a table of codes as a rule's fields: its class's, and its own."""
+    of_class: Fields = table["class"].get(entry.get("class", ""), {})
+    words = [entry.get("name", ""), entry.get("why") or of_class.get("wording", "")]
+    own = {k: v for k, v in entry.items() if k not in ("class", "name", "why", "repeat")}
+    return of_class | own | {"wording": ": ".join(filter(None, words))}
+
+
+def _tables(tables: Fields, key: str, name: str, text: str) -> dict[str, Fields]:
+    found = tables.get(key, {})
+    if not isinstance(found, dict) or not all(isinstance(v, dict) for v in found.values()):
+        raise UsageError(f"{name}, line {_line(text, key)}: write [{key}.NAME]")
+    return found
+
+
+def _line(text: str, word: str) -> int:
+    """The first line that begins with a word, or has it in its header."""
+    pattern = re.compile(rf"\s*(\[.*\b{re.escape(word)}\b|{re.escape(word)}\b)")
+    return next((i for i, line in enumerate(text.splitlines(), 1) if pattern.match(line)), 1)
+
+
+def _rule_line(text: str, nth: int) -> int:
+    """The line in which the nth [[rule]] begins."""
+    heads = [i for i, line in enumerate(text.splitlines(), 1) if re.match(r"\s*\[\[\s*rule\s*\]\]", line)]
+    return heads[nth] if nth < len(heads) else 1
+
+
+def _key_line(text: str, begin: int, key: str) -> int:
+    """The line of a key of the table that begins there."""
+    lines = text.splitlines()
+    for i in range(begin, len(lines)):
+        if re.match(r"\s*\[", lines[i]):
+            break
+        if re.match(rf"\s*{re.escape(key)}\s*=", lines[i]):
+            return i + 1
+    return begin
+
+
+def catalogue() -> RuleSet:
+    """Holdfast's own rules."""
+    rules = RuleSet()
+    folder = resources.files("holdfast.health.catalogue")
+    for file in sorted(folder.iterdir(), key=lambda f: f.name):
+        if file.name.endswith(".toml"):
+            rules.read(file.read_text(encoding="utf-8"), file.name)
+    return rules
+
+
+def load_rules(files: Iterable[str] = (), dry_run: Iterable[str] = ()) -> RuleSet:
+    """The catalogue, with the user's files over it.
+
+    Raises:
+        UsageError: a file cannot be read, or something in it is wrong: the line is named.
+    """
+    rules = catalogue()
+    for name in files:
+        try:
+            text = Path(name).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"the rule file {name} cannot be read: {error}") from None
+        rules.read(text, name)
+    rules.on_trial(dry_run)
+    return rules
