@@ -9,6 +9,8 @@ one decision is made of). Their functions take the core first.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from holdfast.coordinator import (
     failures,
     forming,
@@ -63,20 +65,30 @@ class Core:
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Takes one event at time `now` (seconds, never backward); returns what is to be done about it."""
+        return self.handle_all((event,), now)
+
+    def handle_all(self, events: Sequence[Event], now: float) -> list[Action]:
+        """The same for events that arrive at one moment: what comes next is looked at once, after the last of them."""
         self.now = now
         if self.state.began_s == 0.0:
             self.state.began_s = now
         if self.state.phase is not JobPhase.ENDED:
-            self._dispatch(event)
+            for event in events:
+                self._dispatch(event)
             self._check_deadlines()
             self._advance()
             nodes.forget(self)
-        elif isinstance(event, NodeJoined):
+        else:
+            for event in events:
+                self._after_the_end(event)
+        out, self._out = self._out, []
+        return out
+
+    def _after_the_end(self, event: Event) -> None:
+        if isinstance(event, NodeJoined):
             self.send(event.hello.node, m.Shutdown(self.state.outcome or "ended"))
         elif isinstance(event, Recovered):
             self._out.append(End(self.state.outcome or "ended"))  # its first telling may have been lost
-        out, self._out = self._out, []
-        return out
 
     def next_deadline(self) -> float | None:
         """When a Tick is due even if nothing else happens."""

@@ -96,7 +96,7 @@ def gather(core: Core) -> None:
     if (
         cause is None
         or s.stop_reason is not None
-        or any(i.open and i.decided_at_s is None for i in s.incidents)
+        or any(i.decided_at_s is None for i in incidents.open_ones(s))
     ):
         return
     incident = incidents.open_incident(s, s.broke_at_s, cause, node=None, workers=[], needs_newcomer=False)
@@ -294,6 +294,6 @@ def _count_lost(core: Core, start: int) -> None:
     lost = max(0, s.committed - start)
     s.lost_steps += lost
     s.committed = min(s.committed, start)
-    for incident in s.incidents:
-        if incident.open and incident.first_commit_at_s is None:
+    for incident in incidents.open_ones(s):
+        if incident.first_commit_at_s is None:
             incident.lost_steps = max(incident.lost_steps or 0, lost)

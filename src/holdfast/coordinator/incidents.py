@@ -87,26 +87,31 @@ def explains(incident: Incident, injection: Injection) -> bool:
     return False
 
 
+def open_ones(state: CoreState) -> list[Incident]:
+    """Incidents that are not closed yet, oldest first; however many there were before them."""
+    return [i for i in state.incidents[state.closed :] if i.open]
+
+
 def decided(state: CoreState, now: float, rung: str) -> None:
     """A generation was formed: every open incident without a decision has one now."""
-    for incident in state.incidents:
-        if incident.open and incident.decided_at_s is None:
+    for incident in open_ones(state):
+        if incident.decided_at_s is None:
             incident.decided_at_s = now
             incident.rung = incident.rung or rung
 
 
 def replaced(state: CoreState, now: float) -> None:
     """A newcomer is ready or taken in: the oldest open incident that still needs one has it."""
-    for incident in state.incidents:
-        if incident.open and incident.needs_newcomer and incident.replaced_at_s is None:
+    for incident in open_ones(state):
+        if incident.needs_newcomer and incident.replaced_at_s is None:
             incident.replaced_at_s = now
             return
 
 
 def joined(state: CoreState, now: float, message: Joined) -> None:
     """A member is connected, and restored if it had to be."""
-    for incident in state.incidents:
-        if incident.open and (incident.first_commit_at_s is None or _full(state, incident)):
+    for incident in open_ones(state):
+        if incident.first_commit_at_s is None or _full(state, incident):
             incident.joined_at_s = now
             incident.join_s = most(incident.join_s, message.join_s)
             incident.restore_s = most(incident.restore_s, message.restore_s)
@@ -115,8 +120,8 @@ def joined(state: CoreState, now: float, message: Joined) -> None:
 def committed(state: CoreState, now: float) -> list[Record]:
     """The first commit of a generation, by anyone: stalls end; at full strength incidents close."""
     records = []
-    for incident in state.incidents:
-        if not incident.open or (incident.generation >= state.number and incident.rung != COORDINATOR):
+    for incident in open_ones(state):
+        if incident.generation >= state.number and incident.rung != COORDINATOR:
             continue
         if incident.first_commit_at_s is None:
             incident.first_commit_at_s = now
@@ -125,6 +130,8 @@ def committed(state: CoreState, now: float) -> list[Record]:
         if _full(state, incident):
             incident.full_at_s = now
             records.append(Record("incident-closed", describe(state, incident)))
+    while state.closed < len(state.incidents) and not state.incidents[state.closed].open:
+        state.closed += 1
     return records
 
 

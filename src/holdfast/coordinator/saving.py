@@ -217,12 +217,13 @@ def savers(core: Core, members: tuple[m.Member, ...]) -> frozenset[int]:
     for member in members:
         if core.state.nodes[member.node].snapshot_port:
             first.setdefault(member.node, member.rank)
+    wanted = core.spec.saving.copies + 1
     chosen: list[str] = []
     for name in first:
-        if not _shares_rack(core, name, chosen):
+        if len(chosen) < wanted and not _shares_rack(core, name, chosen):
             chosen.append(name)
-    chosen += [n for n in first if n not in chosen]
-    return frozenset(first[n] for n in chosen[: core.spec.saving.copies + 1])
+    chosen += [n for n in first if len(chosen) < wanted and n not in chosen][: wanted - len(chosen)]
+    return frozenset(first[n] for n in chosen)
 
 
 def _shares_rack(core: Core, name: str, others: list[str]) -> bool:

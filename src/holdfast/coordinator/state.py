@@ -301,6 +301,7 @@ class CoreState(msgspec.Struct):
     could not be restored from it. unread: why checkpoints that are there will not do. last_from: nodes
     that were given the state after the last step. last_failed: tiers that did not take it.
     doubtful: tier to the manifest that could not be written, as far as is known.
+    closed: so many of the oldest incidents are closed.
     skipped: shards that no node could keep since the last whole snapshot. rewinds: oldest first, their starts rising.
     """
 
@@ -334,6 +335,7 @@ class CoreState(msgspec.Struct):
     failing_tiers: list[str] = []
     totals: SavingTotals = msgspec.field(default_factory=SavingTotals)
     incidents: list[Incident] = []
+    closed: int = 0
     failures: list[Failure] = []
     blames: dict[str, Blame] = {}
     injections: list[Injection] = []
