@@ -2,8 +2,9 @@
 
 import pytest
 
-from holdfast.cli.memory import NODE_BYTES, WORKER_BYTES, available_bytes, check_memory
+from holdfast.cli.memory import NODE_BYTES, WORKER_BYTES, check_memory
 from holdfast.errors import UsageError
+from holdfast.health.capacity import available_bytes
 
 NEEDED = 5 * (NODE_BYTES + 2 * WORKER_BYTES)
 

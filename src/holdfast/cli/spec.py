@@ -12,11 +12,12 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.cli.memory import available_bytes, check_memory
+from holdfast.cli.memory import check_memory
 from holdfast.cli.saving import plan_saving
 from holdfast.data.cache import absolute_cache
 from holdfast.engines import jobs
 from holdfast.errors import UsageError
+from holdfast.health.capacity import available_bytes
 from holdfast.protocol.faults import FaultSpec, parse_fault
 from holdfast.protocol.job import JobSpec, Timing
 

@@ -65,7 +65,9 @@ class Finding(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class CheckResult(msgspec.Struct, frozen=True, omit_defaults=True):
     """One check of one node. value, floor: in `unit`; value None: not measured. lower: smaller is better, `floor` is a
-    ceiling then. with_node: the other end, of a check between two nodes."""
+    ceiling then. with_node: the other end, of a check between two nodes; if that is faulty it is the way between them,
+    not this node. model: of what was checked (a processor, a GPU); only values of one model are compared. digest: of
+    bits that are the same wherever the model is."""
 
     name: str
     condition: Condition
@@ -77,6 +79,8 @@ class CheckResult(msgspec.Struct, frozen=True, omit_defaults=True):
     took_s: float = 0.0
     subject: str = ""
     with_node: str = ""
+    model: str = ""
+    digest: str = ""
 
 
 class HealthSpec(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -617,11 +617,18 @@ class Peer(msgspec.Struct, frozen=True):
 
 
 class RunChecks(msgspec.Struct, frozen=True, tag="run-checks"):
-    """Check this node and answer with Checked. peers: of checks between nodes; empty: the node alone."""
+    """Check this node and answer with Checked. only: names of checks; empty: all that concern the node alone.
+
+    peers: of checks between nodes: the other one of `pair`, the whole group of `all-reduce` in the order of ranks.
+    port: where this node listens in a `pair`; 0: it connects. seconds: about how long each check lasts; 0: as usual.
+    """
 
     request: int
     deep: bool = False
     peers: tuple[Peer, ...] = ()
+    only: tuple[str, ...] = ()
+    port: int = 0
+    seconds: float = 0.0
 
 
 class Repair(msgspec.Struct, frozen=True, tag="repair"):

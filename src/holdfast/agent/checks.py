@@ -1,0 +1,56 @@
+"""The node's own checks: basic ones beside its start, deep ones when the coordinator asks, each in a child process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from holdfast.health.checks.basic import Needs, run_basic
+from holdfast.health.checks.check import SECONDS, Task, failed
+from holdfast.health.checks.child import check_in_child
+from holdfast.protocol import messages as m
+from holdfast.protocol.health import CheckResult
+
+
+class NodeChecks:
+    """Runs checks of one node, one request after the other: two at a time would measure each other."""
+
+    def __init__(
+        self, node: str, host: str, slots: int, folder: Path, memory: Path, send: Callable[[m.AgentMessage], None]
+    ) -> None:
+        """folder: of the job; its disk is the one that is checked. memory: of the node's snapshots."""
+        self._node, self._host, self._folder = node, host, folder
+        self._needs = Needs(host, slots, folder, memory)
+        self._send = send
+        self._busy = asyncio.Lock()
+
+    async def before_joining(self, deep: bool) -> tuple[CheckResult, ...]:
+        """The basic checks, and the deep ones where the job wants them of nodes that come new."""
+        results = await asyncio.to_thread(run_basic, self._needs)
+        if deep and not failed(results):
+            results += tuple(await check_in_child(self._task(m.RunChecks(0, deep=True))))
+        return results
+
+    async def answer(self, order: m.RunChecks) -> None:
+        """Does what RunChecks asks for and tells the coordinator. Cancelled, it ends the child."""
+        async with self._busy:
+            results: tuple[CheckResult, ...] = ()
+            if not order.only:
+                results = await asyncio.to_thread(run_basic, self._needs)
+            if order.deep or order.only:
+                results += tuple(await check_in_child(self._task(order)))
+        self._send(m.Checked(order.request, results))
+
+    def _task(self, order: m.RunChecks) -> Task:
+        token = (self._folder / "token").read_text().strip()
+        return Task(
+            self._node,
+            self._host,
+            str(self._folder),
+            order.seconds or SECONDS,
+            order.only,
+            order.peers,
+            order.port,
+            token,
+        )

@@ -1,0 +1,30 @@
+"""`python -m holdfast.health.checks`: deep checks in a process of their own. A Task comes as JSON on stdin; every check
+that begins, and every result, goes as a line of JSON to stdout. Started by agents and by `holdfast check`."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import msgspec
+
+from holdfast.health.checks.check import Task
+from holdfast.health.checks.suite import Said, run_checks
+
+
+def main() -> int:
+    """Runs what is asked for."""
+    task = msgspec.json.decode(sys.stdin.buffer.read(), type=Task)
+    out = os.dup(1)  # what libraries print goes to stderr, and is no result
+    os.dup2(2, 1)
+    with os.fdopen(out, "wb", buffering=0) as results:
+
+        def say(said: Said) -> None:
+            results.write(msgspec.json.encode(said) + b"\n")
+
+        run_checks(task, say)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

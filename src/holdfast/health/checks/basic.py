@@ -1,0 +1,222 @@
+"""Basic checks: what a node needs before it joins. Together well below a second, so they cost no time beside its start.
+
+What they call faulty keeps the node out, so they only do so where nothing could run.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import resource
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from holdfast.health.checks.check import CannotCheck, Task, attempt
+from holdfast.health.capacity import available_bytes, cpu_model
+from holdfast.protocol.health import CheckResult, Condition
+
+MEMORY_FLOOR_BYTES = 256 << 20
+"""An agent and the process that its workers are forked from take 150 to 230 MB."""
+
+SHM_FLOOR_BYTES = 16 << 20
+DISK_FLOOR_BYTES = 64 << 20
+INODES_FLOOR = 1000
+FILES_FLOOR = 256
+CLOCK_OFF_S = 30.0
+NVML_PATIENCE_S = 5.0
+
+Inventory = Callable[[], list[str]]
+
+
+class Needs(msgspec.Struct, frozen=True):
+    """What is asked of the node. memory: the folder of its snapshot memory."""
+
+    host: str
+    slots: int
+    folder: Path
+    memory: Path
+
+
+def run_basic(needs: Needs) -> tuple[CheckResult, ...]:
+    """All of them, in order. Blocks; never raises."""
+    checks: dict[str, Callable[[], Iterator[CheckResult]]] = {
+        "memory": check_memory,
+        "shm": lambda: check_shm(needs.memory),
+        "disk": lambda: check_disk(needs.folder),
+        "files": lambda: check_files(needs.slots),
+        "clock": lambda: check_clock(needs.folder),
+        "port": lambda: check_port(needs.host),
+        "cpus": lambda: check_cpus(needs.slots),
+        "gpus": check_gpus,
+    }
+    return tuple(r for name, check in checks.items() for r in attempt(name, lambda _, c=check: c(), Task()))
+
+
+def check_memory() -> Iterator[CheckResult]:
+    """Memory that new processes can have."""
+    free = available_bytes()
+    if free is None:
+        raise CannotCheck("/proc/meminfo cannot be read")
+    yield _at_least("memory", free, MEMORY_FLOOR_BYTES, "B", "free memory")
+
+
+def check_shm(memory: Path) -> Iterator[CheckResult]:
+    """Room where snapshots and shared tensors are kept."""
+    there = next(p for p in (memory, *memory.absolute().parents) if p.is_dir())
+    if not os.access(there, os.W_OK):
+        yield CheckResult("shm", Condition.FAULTY, f"{there} cannot be written")
+        return
+    yield _at_least("shm", _free(there), SHM_FLOOR_BYTES, "B", f"free in {there}")
+
+
+def check_disk(folder: Path) -> Iterator[CheckResult]:
+    """The job's folder takes a file, gives it back as it was, and has room."""
+    probe = folder / f".check-{secrets.token_hex(8)}"
+    content = secrets.token_bytes(4096)
+    try:
+        with probe.open("xb") as out:
+            out.write(content)
+            out.flush()
+            os.fsync(out.fileno())
+        read = probe.read_bytes()
+    except OSError as error:
+        why = "is read-only" if error.errno == errno.EROFS else f"cannot be written: {error.strerror}"
+        yield CheckResult("disk", Condition.FAULTY, f"{folder} {why}")
+        return
+    finally:
+        _remove(probe)
+    if read != content:
+        yield CheckResult("disk", Condition.FAULTY, f"{folder}: a file read back differs from what was written")
+        return
+    yield _at_least("disk", _free(folder), DISK_FLOOR_BYTES, "B", f"free in {folder}")
+    left = os.statvfs(folder)
+    if left.f_files:  # some file systems (btrfs) have no such number
+        yield _at_least("disk-inodes", left.f_favail, INODES_FLOOR, "files", f"more may be made in {folder}")
+
+
+def check_files(slots: int) -> Iterator[CheckResult]:
+    """How many files a process may have open: every worker connects to every other one."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    floor = FILES_FLOOR + 16 * slots
+    if soft == resource.RLIM_INFINITY:
+        yield CheckResult("files", Condition.HEALTHY, "no limit of open files")
+    else:
+        yield _at_least("files", soft, floor, "files", "may be open at once (ulimit -n)")
+
+
+def check_clock(folder: Path) -> Iterator[CheckResult]:
+    """This machine's clock against that of the job folder's file system, which is the coordinator's or a server's.
+    Which of the two is off cannot be told, so it is never a fault of the node."""
+    probe = folder / f".clock-{secrets.token_hex(8)}"
+    try:
+        before_s = time.time()
+        probe.write_bytes(b"")
+        stamped_s, after_s = probe.stat().st_mtime, time.time()
+    except OSError as error:
+        raise CannotCheck(f"{folder}: {error.strerror}") from None
+    finally:
+        _remove(probe)
+    off_s = max(before_s - stamped_s, stamped_s - after_s, 0.0)
+    shown = round(off_s, 3) if off_s > 0.05 else 0.0  # file times are as coarse as the kernel's tick
+    far = off_s > CLOCK_OFF_S
+    detail = f"this clock and that of {folder} differ by {off_s:.0f} s: one of them is off" if far else ""
+    condition = Condition.UNKNOWN if far else Condition.HEALTHY
+    yield CheckResult("clock", condition, detail, shown, CLOCK_OFF_S, "s", lower=True)
+
+
+def check_port(host: str) -> Iterator[CheckResult]:
+    """A port can be bound on the address that others use, and be reached there."""
+    try:
+        with socket.create_server((host, 0)) as server:
+            port = server.getsockname()[1]
+            with socket.create_connection((host, port), timeout=2):
+                pass
+    except OSError as error:
+        what = "is not an address of this machine" if error.errno == errno.EADDRNOTAVAIL else str(error)
+        yield CheckResult("port", Condition.FAULTY, f"no port can be served at {host}: {what}")
+        return
+    yield CheckResult("port", Condition.HEALTHY, f"{host} can be reached")
+
+
+def check_cpus(slots: int) -> Iterator[CheckResult]:
+    """Cores for the workers. Fewer than workers are slow, not faulty."""
+    cores = len(os.sched_getaffinity(0))
+    detail = f"{slots} workers share them" if cores < slots else ""
+    yield CheckResult("cpus", Condition.HEALTHY, detail, cores, unit="cores", model=cpu_model())
+
+
+def check_gpus(dev: Path = Path("/dev"), inventory: Inventory | None = None) -> Iterator[CheckResult]:
+    """Every GPU that has a device file answers to NVML. A machine without one has no result."""
+    files = sorted(p.name for p in dev.glob("nvidia*") if re.fullmatch(r"nvidia\d+", p.name))
+    if not files:
+        return
+    uuids = in_time(inventory or nvml_uuids, NVML_PATIENCE_S, "NVML")
+    yield _at_least("gpus", len(uuids), len(files), "GPUs", "answer to NVML")
+
+
+def nvml_uuids() -> list[str]:
+    """UUIDs of the GPUs that NVML has. Raises CannotCheck without the library or driver."""
+    try:
+        import pynvml
+    except ImportError:
+        raise CannotCheck("nvidia-ml-py is not installed: pip install 'holdfast[nvidia]'") from None
+    found: list[str] = []
+    try:
+        pynvml.nvmlInit()
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            try:
+                found.append(str(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(index))))
+            except pynvml.NVMLError:
+                continue  # lost: it is not among those that answer
+    except pynvml.NVMLError as error:
+        raise CannotCheck(f"NVML: {error}") from None
+    return found
+
+
+def in_time(function: Inventory, patience_s: float, what: str) -> list[str]:
+    """What the function returns. A driver that hangs holds a thread that nobody waits for at the end.
+
+    Raises:
+        CannotCheck: it takes too long.
+    """
+    answer: list[list[str]] = []
+    trouble: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            answer.append(function())
+        except Exception as error:  # noqa: BLE001 handed to the thread that waits
+            trouble.append(error)
+
+    thread = threading.Thread(target=ask, daemon=True, name="holdfast-check")
+    thread.start()
+    thread.join(patience_s)
+    if trouble:
+        raise trouble[0]
+    if not answer:
+        raise CannotCheck(f"{what} did not answer within {patience_s:g} s")
+    return answer[0]
+
+
+def _at_least(name: str, value: float, floor: float, unit: str, what: str) -> CheckResult:
+    condition = Condition.HEALTHY if value >= floor else Condition.FAULTY
+    return CheckResult(name, condition, what, value, floor, unit)
+
+
+def _free(folder: Path) -> int:
+    there = os.statvfs(folder)
+    return there.f_bavail * there.f_frsize
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        return  # said already by who could not write it

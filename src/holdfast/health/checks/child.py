@@ -1,0 +1,124 @@
+"""Deep checks in a child process: what crashes or hangs there ends neither the agent nor the command that asked."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from holdfast.health.checks.check import Task, is_of, unknown
+from holdfast.health.checks.suite import Said, chosen
+from holdfast.protocol.health import CheckResult, Condition
+
+NICE = 10
+"""So that what trains on the same machine has the processor first."""
+
+TURN_S = 900.0
+"""How long a node waits for others of the same machine to be checked."""
+
+DAMAGE = (signal.SIGILL, signal.SIGBUS, signal.SIGSEGV, signal.SIGFPE)
+"""Signals by which a processor or memory that is broken ends a program that is not."""
+
+LEAVE_S = 5.0
+_said = msgspec.json.Decoder(Said)
+_PR_SET_PDEATHSIG = 1
+
+
+def limit_s(seconds: float) -> float:
+    """How long one check may take before it is given up."""
+    return 120.0 + 20 * seconds
+
+
+async def check_in_child(task: Task, tell: Callable[[Said], None] = lambda said: None) -> list[CheckResult]:
+    """Runs the checks of a task; `tell` hears of each that begins and of every result.
+
+    A check that hangs, and those after it, are unknown. One that crashed by a fault of the machine's is faulty.
+    """
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "holdfast.health.checks",
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        preexec_fn=_modest,  # noqa: PLW1509
+        start_new_session=True,
+    )
+    results: list[CheckResult] = []
+    try:
+        why = await _listen(process, task, results, tell)
+    finally:
+        await _end(process)
+    left = [name for name in chosen(task.only) if not any(is_of(name, r) for r in results)]
+    if process.returncode == 0 and not why:
+        return results  # a check without a result has nothing to look at here
+    for name in left:
+        result = _unfinished(name, why if name == left[0] else "", process.returncode, first=name == left[0])
+        tell(Said(result=result))
+        results.append(result)
+    return results
+
+
+async def _listen(
+    process: asyncio.subprocess.Process,
+    task: Task,
+    results: list[CheckResult],
+    tell: Callable[[Said], None],
+) -> str:
+    """Takes what the child says until its end; why it is not waited for any longer, or ''."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(msgspec.json.encode(task))
+    process.stdin.write_eof()
+    limit, until_s = limit_s(task.seconds), time.monotonic() + TURN_S
+    while True:
+        try:
+            async with asyncio.timeout_at(_loop_time(until_s)):
+                line = await process.stdout.readline()
+        except TimeoutError:
+            return f"it did not end within {limit:g} s"
+        if not line:
+            return ""
+        said = _said.decode(line)
+        if said.result is not None:
+            results.append(said.result)
+        until_s = time.monotonic() + (TURN_S if said == Said() else limit)
+        tell(said)
+
+
+def _loop_time(monotonic_s: float) -> float:
+    return asyncio.get_running_loop().time() + monotonic_s - time.monotonic()
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Ends the child, if it has not ended. One that waits for a broken device in the kernel is left behind."""
+    try:
+        async with asyncio.timeout(LEAVE_S):
+            if process.stdout is not None and process.stdout.at_eof():
+                await process.wait()
+                return
+            os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+    except (TimeoutError, ProcessLookupError):
+        return
+
+
+def _unfinished(name: str, why: str, code: int | None, first: bool) -> CheckResult:
+    if not first:
+        return unknown(name, "not made: the one before did not end")
+    if why:
+        return unknown(name, why)
+    if code is not None and -code in DAMAGE:
+        what = signal.Signals(-code).name
+        return CheckResult(name, Condition.FAULTY, f"the check was ended by {what}: processor or memory")
+    return unknown(name, f"the process that checks ended with exit code {code}")
+
+
+def _modest() -> None:
+    os.nice(NICE)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,120 @@
+"""The processor: the same arithmetic on every core, again and again, must give the same bits.
+
+A core that computes wrongly now and then (a few in a thousand machines of a large fleet have one) shows in no log: it
+only shows in results. https://dl.acm.org/doi/10.1145/3458336.3465297 (Cores that don't count)
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import xxhash
+
+from holdfast.health.checks.check import CannotCheck, Task
+from holdfast.health.capacity import cpu_model
+from holdfast.protocol.health import CheckResult, Condition
+
+if TYPE_CHECKING:
+    import torch
+
+SIZE = 384
+"""Of the square matrices: three of them fit into a core's own cache."""
+
+SEED = 20261121
+
+
+class CoreRun(msgspec.Struct, frozen=True):
+    """What one core did: rounds, seconds, and the digest of every round that differed from its first."""
+
+    core: int
+    digest: str
+    rounds: int
+    seconds: float
+    wrong: int = 0
+
+
+def check_cpu(task: Task) -> Iterator[CheckResult]:
+    """Matrix and vector work on every core at once; every round's result is hashed."""
+    try:
+        import torch
+    except ImportError:
+        raise CannotCheck("needs torch, which is not installed here") from None
+    torch.set_num_threads(1)
+    operands = operands_for(torch.device("cpu"), SIZE)
+    cores = sorted(os.sched_getaffinity(0))
+    work_once(*operands)  # libraries choose their kernels in the first call
+
+    def run(core: int) -> CoreRun:
+        os.sched_setaffinity(0, {core})  # of this thread
+        return run_core(core, operands, task.seconds)
+
+    with ThreadPoolExecutor(len(cores)) as threads:
+        runs = list(threads.map(run, cores))
+    yield judge_cores(runs, cpu_model())
+    yield _speed(runs)
+
+
+def operands_for(device: torch.device, size: int) -> tuple[Any, ...]:
+    """The same operands on every machine: from integers, which no library rounds its own way."""
+    import torch
+
+    generator = torch.Generator().manual_seed(SEED)
+    both = torch.randint(-(1 << 20), 1 << 20, (2, size, size), generator=generator).to(torch.float32) / (1 << 20)
+    vector = torch.randint(1, 1 << 20, (size * size,), generator=generator).to(torch.float64) / (1 << 20)
+    return both[0].contiguous().to(device), both[1].contiguous().to(device), vector.to(device)
+
+
+def work_once(a: Any, b: Any, vector: Any) -> str:
+    """A matrix product in float32, and square roots, exponentials and divisions in float64; hash of the bits."""
+    product = a @ b
+    values = (vector.sqrt() + (-vector).exp()) / (vector + 1.0)
+    digest = xxhash.xxh3_64(product.numpy())
+    digest.update(values.numpy())
+    return digest.hexdigest()
+
+
+def run_core(core: int, operands: tuple[Any, ...], seconds: float) -> CoreRun:
+    """Rounds on the core that this thread is pinned to, for so long."""
+    began_s = time.monotonic()
+    first = work_once(*operands)
+    rounds, wrong = 1, 0
+    while time.monotonic() - began_s < seconds:
+        wrong += work_once(*operands) != first
+        rounds += 1
+    return CoreRun(core, first, rounds, time.monotonic() - began_s, wrong)
+
+
+def judge_cores(runs: list[CoreRun], model: str) -> CheckResult:
+    """Every core must have the bits that most have, in every round."""
+    digests = [r.digest for r in runs]
+    common = statistics.mode(digests)
+    bad = [r for r in runs if r.wrong or r.digest != common]
+    rounds = sum(r.rounds for r in runs)
+    if not bad:
+        return CheckResult(
+            "cpu-bits", Condition.HEALTHY, f"equal in {rounds} rounds on {len(runs)} cores", model=model, digest=common
+        )
+    told = ", ".join(
+        f"core {r.core} ({r.wrong} of {r.rounds} rounds)" if r.wrong else f"core {r.core}" for r in bad[:8]
+    )
+    return CheckResult(
+        "cpu-bits", Condition.FAULTY, f"the same arithmetic gave other bits on {told}", model=model, digest=common
+    )
+
+
+def _speed(runs: list[CoreRun]) -> CheckResult:
+    """All cores together; the slowest one is named where it is far behind."""
+    flop = 2 * SIZE**3
+    rates = {r.core: r.rounds * flop / r.seconds / 1e9 for r in runs}
+    slowest = min(rates, key=lambda core: rates[core])
+    median = statistics.median(rates.values())
+    behind = f"core {slowest} has {rates[slowest] / median:.0%} of the median" if rates[slowest] < median / 2 else ""
+    return CheckResult(
+        "cpu-matrix", Condition.HEALTHY, behind, round(sum(rates.values()), 1), unit="GFLOP/s", model=cpu_model()
+    )

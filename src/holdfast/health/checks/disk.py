@@ -1,0 +1,113 @@
+"""The disk under a folder: what is written must come back from the device, not from the page cache."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import xxhash
+
+from holdfast.health.checks.check import CannotCheck, Task
+from holdfast.protocol.health import CheckResult, Condition
+
+SHARE = 0.05
+"""Of the free space."""
+
+MOST_BYTES = 2 << 30
+BLOCK_BYTES = 4 << 20
+BROKEN = (errno.EIO, errno.EROFS, errno.EUCLEAN, errno.ENODEV, errno.ENXIO)
+"""What a disk or file system that is broken answers. EUCLEAN: the file system's structure is damaged."""
+
+
+def check_disk(task: Task) -> Iterator[CheckResult]:
+    """Writes for about the time given, reads all of it back, and removes it."""
+    folder = task.path
+    path = folder / f".check-{secrets.token_hex(8)}"
+    try:
+        left = os.statvfs(folder)
+        blocks = min(int(left.f_bavail * left.f_frsize * SHARE), MOST_BYTES) // BLOCK_BYTES
+        if blocks < 1:
+            raise CannotCheck(f"{folder} has too little room to test it")
+        yield from _write_and_read(path, blocks, task.seconds)
+    except OSError as error:
+        if error.errno not in BROKEN:
+            raise CannotCheck(f"{folder}: {error.strerror}") from None
+        yield CheckResult("disk", Condition.FAULTY, f"{folder}: {error.strerror}", subject=str(folder))
+    finally:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError:
+            pass  # the result says already what is wrong with the folder
+
+
+def _write_and_read(path: Path, blocks: int, seconds: float) -> Iterator[CheckResult]:
+    where = str(path.parent)
+    seed = secrets.token_bytes(BLOCK_BYTES // 2) * 2
+    sums: list[int] = []
+    with mmap.mmap(-1, BLOCK_BYTES) as buffer:  # O_DIRECT wants whole pages
+        fd, direct = _open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            began_s = time.monotonic()
+            while len(sums) < blocks and (not sums or time.monotonic() - began_s < seconds):
+                fill(buffer, seed, len(sums))
+                sums.append(xxhash.xxh3_64_intdigest(buffer))
+                _whole(os.write(fd, buffer))
+            os.fsync(fd)
+            wrote_s = time.monotonic() - began_s
+        finally:
+            os.close(fd)
+        nbytes = len(sums) * BLOCK_BYTES
+        how = f"{nbytes >> 20} MiB" + ("" if direct else ", through the page cache")
+        yield CheckResult(
+            "disk-write", Condition.HEALTHY, how, round(nbytes / wrote_s / 1e6, 1), unit="MB/s", subject=where
+        )
+        fd, direct = _open(path, os.O_RDONLY)
+        try:
+            if not direct:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            began_s = time.monotonic()
+            wrong = [n for n, wanted in enumerate(sums) if _read(fd, buffer) != wanted]
+            read_s = time.monotonic() - began_s
+        finally:
+            os.close(fd)
+    if wrong:
+        detail = f"{len(wrong)} of {len(sums)} blocks of 4 MiB came back changed, the first is number {wrong[0]}"
+        yield CheckResult("disk-read", Condition.FAULTY, detail, subject=where)
+        return
+    yield CheckResult(
+        "disk-read", Condition.HEALTHY, how, round(nbytes / read_s / 1e6, 1), unit="MB/s", subject=where
+    )
+
+
+def _open(path: Path, flags: int) -> tuple[int, bool]:
+    """The file past the page cache; through it where the file system cannot do without (tmpfs, some overlays)."""
+    try:
+        return os.open(path, flags | os.O_DIRECT | os.O_CLOEXEC, 0o600), True
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+    return os.open(path, (flags & ~os.O_EXCL) | os.O_CLOEXEC, 0o600), False
+
+
+def fill(buffer: mmap.mmap, seed: bytes, number: int) -> None:
+    """A block that is like no other, so that one that comes back from another place is found out, and that no device
+    can compress: a turned piece of random bytes, with its number."""
+    at = number * 4099 % (len(seed) // 2)
+    buffer[: len(seed) - at] = seed[at:]
+    buffer[len(seed) - at :] = seed[:at]
+    buffer[:8] = number.to_bytes(8, "little")
+
+
+def _whole(nbytes: int) -> None:
+    if nbytes != BLOCK_BYTES:
+        raise CannotCheck("the disk took part of a block only: it is full")
+
+
+def _read(fd: int, buffer: mmap.mmap) -> int:
+    """Checksum of the next block; one that is short has another."""
+    return xxhash.xxh3_64_intdigest(memoryview(buffer)[: os.readv(fd, [buffer])])

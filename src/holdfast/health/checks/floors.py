@@ -1,0 +1,66 @@
+"""The least that a check must measure: floors by model of device, each with its public reference."""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+
+import msgspec
+
+from holdfast.errors import UsageError
+from holdfast.protocol.health import CheckResult, Condition
+
+
+class Floor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """At least `value` of the check's unit; at most, where smaller is better. model: part of the device's name; the
+    longest that fits counts."""
+
+    check: str
+    value: float
+    reference: str
+    model: str = ""
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    floor: tuple[Floor, ...] = ()
+
+
+@functools.cache
+def read_floors(path: Path | None = None) -> tuple[Floor, ...]:
+    """The floors of a file, by default Holdfast's own.
+
+    Raises:
+        UsageError: the file cannot be read.
+    """
+    name = path or resources.files("holdfast.health.checks") / "floors.toml"
+    try:
+        text = name.read_text()
+        return msgspec.convert(tomllib.loads(text), _File).floor
+    except (OSError, tomllib.TOMLDecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+        raise UsageError(f"the floors in {name} cannot be read: {error}") from error
+
+
+def floor_of(result: CheckResult, floors: Sequence[Floor]) -> Floor | None:
+    """The floor that fits the result best."""
+    model = result.model.lower()
+    fit = [f for f in floors if f.check == result.name and f.model.lower() in model]
+    return max(fit, key=lambda f: len(f.model), default=None)
+
+
+def against_floor(result: CheckResult, floors: Sequence[Floor]) -> CheckResult:
+    """The result with its floor; a healthy one that misses it is faulty."""
+    floor = floor_of(result, floors)
+    if floor is None or result.value is None or result.floor is not None:
+        return result
+    missed = result.value > floor.value if result.lower else result.value < floor.value
+    result = msgspec.structs.replace(result, floor=floor.value)
+    if not missed or result.condition is not Condition.HEALTHY:
+        return result
+    than = "above" if result.lower else "below"
+    why = f"{than} what it must be ({floor.reference})"
+    return msgspec.structs.replace(
+        result, condition=Condition.FAULTY, detail="; ".join(filter(None, (why, result.detail)))
+    )

@@ -1,0 +1,63 @@
+"""Which deep checks there are, and running them one after the other."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import msgspec
+
+from holdfast.health.checks import cpu, disk, memory
+from holdfast.health.checks.check import Check, Task, attempt
+from holdfast.health.checks.floors import against_floor, read_floors
+from holdfast.protocol.health import CheckResult
+
+ALONE: dict[str, Check] = {
+    "cpu": cpu.check_cpu,
+    "memory": memory.check_memory,
+    "disk": disk.check_disk,
+}
+"""Of the node alone."""
+
+TOGETHER: dict[str, Check] = {}
+"""Between nodes: only when asked for."""
+
+
+class Said(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a running suite tells: a check that begins, or a result. Nothing of either: it waits for its turn."""
+
+    running: str = ""
+    result: CheckResult | None = None
+
+
+def run_checks(task: Task, say: Callable[[Said], None]) -> None:
+    """Runs the checks that the task names, by default all of the node alone, judged by the floors."""
+    floors = read_floors()
+    for name, check in chosen(task.only).items():
+        with turn() if name in ALONE else nullcontext():
+            say(Said(running=name))
+            for result in attempt(name, check, task):
+                say(Said(result=against_floor(result, floors)))
+            say(Said())
+
+
+def chosen(only: tuple[str, ...]) -> dict[str, Check]:
+    """The checks of these names; empty: all of the node alone."""
+    every = ALONE | TOGETHER
+    return {name: every[name] for name in only} if only else ALONE
+
+
+@contextmanager
+def turn() -> Iterator[None]:
+    """Nodes that share a machine are checked in turn: they would measure each other."""
+    path = Path(tempfile.gettempdir()) / f"holdfast-checks-{os.getuid()}.lock"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
