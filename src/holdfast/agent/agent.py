@@ -15,8 +15,10 @@ from pathlib import Path
 import msgspec
 
 from holdfast.agent import standin
+from holdfast.agent.checks import NodeChecks
 from holdfast.agent.follow import LogFollower
 from holdfast.agent.health import Watcher
+from holdfast.agent.hooks import HookRun, Hooks
 from holdfast.agent.link import CoordinatorLink
 from holdfast.agent.pool import WarmPool
 from holdfast.agent.process import WorkerProcess
@@ -26,7 +28,7 @@ from holdfast.agent.zygote import Zygote
 from holdfast.errors import TierError
 from holdfast.protocol import messages as m
 from holdfast.protocol.faults import MACHINE_FAULTS, NODE_FAULTS, ArmedFault, FaultKind
-from holdfast.protocol.health import HealthSpec
+from holdfast.protocol.health import CheckResult, Condition, Finding, HealthSpec, Remedy, Severity
 from holdfast.protocol.job import JobSpec, Timing
 from holdfast.protocol.page import STACKS_SIGNAL
 
@@ -74,13 +76,18 @@ class Agent:
         self._follower = LogFollower()
         self._keeper: SnapshotKeeper | None = None
         self._leaving: m.Leaving | None = None
+        self._health = _health(config.job_dir)
         self._watcher = Watcher(
             config.job_dir / "nodes" / config.node,
-            _health(config.job_dir),
+            self._health,
             config.shared_machine,
             self._tell_found,
             config.job_dir,
         )
+        self._hooks = Hooks(self._health.hooks, config.job_dir.name, config.node, self._logs)
+        self._found_before: tuple[CheckResult, ...] = ()
+        self._reason = "the agent was ended"
+        self._draining: asyncio.Task[HookRun | None] | None = None
         self._link = CoordinatorLink(
             config.job_dir,
             token_file.read_text().strip(),
@@ -90,6 +97,9 @@ class Agent:
             self._orphaned,
             config.timing.heartbeat_s,
             self._unlinked,
+        )
+        self._checks = NodeChecks(
+            config.node, config.host, config.slots, config.job_dir, config.memory, self._link.send
         )
 
     async def run(self, lifeline: int | None) -> None:
@@ -101,14 +111,20 @@ class Agent:
         loop.add_signal_handler(signal.SIGINT, lambda: None)
         if lifeline is not None:
             loop.add_reader(lifeline, self._launcher_gone, lifeline)
-        self._keeper, _, _ = await asyncio.gather(
-            asyncio.to_thread(self._open_memory), self._pool.start(), self._watcher.start()
+        self._keeper, self._found_before, _, _ = await asyncio.gather(
+            asyncio.to_thread(self._open_memory),
+            self._before_joining(),
+            self._pool.start(),
+            self._watcher.start(),
         )
         conversation = asyncio.create_task(self._link.run())
         if self._keeper is not None:
             self._spawn(self._keeper.watch())
         await self._over.wait()
         await self._end_workers()
+        if self._draining is not None:
+            await self._draining
+        await self._hook("after-job", self._reason)
         conversation.cancel()
         if self._keeper is not None:
             await self._keeper.close()
@@ -124,6 +140,27 @@ class Agent:
         except TierError as error:
             print(f"holdfast agent {config.node}: no snapshots here: {error}", flush=True)
             return None
+
+    async def _before_joining(self) -> tuple[CheckResult, ...]:
+        """Checks and hooks of a node that begins, while its first process gets warm."""
+        await self._hook("on-create", "the node begins")
+        results = await self._checks.before_joining(self._health.deep)
+        run = await self._hook("before-join", "the node is about to join")
+        if run is not None:
+            condition = Condition.FAULTY if run.error else Condition.HEALTHY
+            detail = run.told(self._config.node) if run.error else ""
+            results += (CheckResult("hook-before-join", condition, detail, took_s=run.took_s),)
+        return results
+
+    async def _hook(self, hook: str, reason: str) -> HookRun | None:
+        """Runs a hook, if there is one; says so when it fails."""
+        run = await self._hooks.run(hook, reason)
+        if run is not None and run.error:
+            told = run.told(self._config.node)
+            print(f"holdfast agent {self._config.node}: {told}", flush=True)
+            finding = Finding(f"hook-{hook}", Severity.WARNING, Remedy.WATCH, "hook", evidence=told)
+            self._link.send(m.Found((finding,)))
+        return run
 
     # ------------------------------------------------------------ the coordinator's wishes
 
@@ -143,6 +180,7 @@ class Agent:
             self._keeper.copies() if self._keeper else (),
             config.rack,
             self._leaving,
+            checks=self._found_before,
         )
 
     def _take(self, order: m.ToAgent) -> None:
@@ -177,7 +215,12 @@ class Agent:
             case m.Fence(reason):
                 print(f"holdfast agent {self._config.node}: fenced: {reason}", flush=True)
                 self._fence()
-            case m.Shutdown():
+            case m.RunChecks():
+                self._spawn(self._checks.answer(order))
+            case m.Drain(reason):
+                self._drained(reason)
+            case m.Shutdown(reason):
+                self._reason = reason
                 self._over.set()
 
     def _tell(self, worker: WorkerProcess, message: m.ToWorker) -> None:
@@ -360,9 +403,16 @@ class Agent:
         if self._leaving is not None or not self._link.connected:
             self._over.set()
             return
-        self._leaving = m.Leaving("SIGTERM", self._config.grace_s)
+        self._reason = "SIGTERM"
+        self._leaving = m.Leaving(self._reason, self._config.grace_s)
         self._link.send(self._leaving)
+        self._drained(self._reason)
         asyncio.get_running_loop().call_later(self._config.grace_s, self._over.set)
+
+    def _drained(self, reason: str) -> None:
+        """The node is to leave. Heard again (from the coordinator, after a reconnection) it is no news."""
+        if self._draining is None:
+            self._draining = asyncio.create_task(self._hook("on-drain", reason))
 
     def _unlinked(self) -> None:
         """The coordinator is gone. Who is leaving does not wait for the next one."""

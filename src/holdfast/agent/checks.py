@@ -17,7 +17,13 @@ class NodeChecks:
     """Runs checks of one node, one request after the other: two at a time would measure each other."""
 
     def __init__(
-        self, node: str, host: str, slots: int, folder: Path, memory: Path, send: Callable[[m.AgentMessage], None]
+        self,
+        node: str,
+        host: str,
+        slots: int,
+        folder: Path,
+        memory: Path,
+        send: Callable[[m.AgentMessage], None],
     ) -> None:
         """folder: of the job; its disk is the one that is checked. memory: of the node's snapshots."""
         self._node, self._host, self._folder = node, host, folder

@@ -97,12 +97,12 @@ class Hooks:
                     stdout=out,
                     stderr=asyncio.subprocess.STDOUT,
                     start_new_session=True,
-                    preexec_fn=_die_with_agent,  # noqa: PLW1509
+                    preexec_fn=_die_with_agent,
                 )
             except OSError as error:
                 return HookRun(hook, f"it cannot be started: {error.strerror}", 0.0, str(log))
-        error = await _ended(process, limit_s)
-        return HookRun(hook, error, round(time.monotonic() - began_s, 3), str(log))
+        trouble = await _ended(process, limit_s)
+        return HookRun(hook, trouble, round(time.monotonic() - began_s, 3), str(log))
 
     def _environment(self, hook: str, reason: str) -> dict[str, str]:
         """The agent's, without anything that proves to be of the job."""

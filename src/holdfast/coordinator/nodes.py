@@ -154,6 +154,8 @@ def _reconcile(core: Core, node: Node, hello: m.Hello) -> None:
         else:
             _catch_up(core, known, view)
     saving.joined(core, node, hello)
+    if node.leaving is not None:
+        core.send(node.name, m.Drain(node.leaving))  # it ignores what it knows
 
 
 def _never_started(core: Core, worker: Worker) -> None:

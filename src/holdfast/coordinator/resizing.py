@@ -120,6 +120,7 @@ def _mark(core: Core, node: Node, reason: str, within_s: float | None) -> None:
     if node.leaving is None:
         node.leaving, node.leaves_since_s = reason, core.now
         core.record("node-leaving", node=node.name, reason=reason, within_s=within_s)
+        core.send(node.name, m.Drain(reason))
     if within_s is not None:
         until_s = core.now + within_s
         node.leaves_until_s = until_s if node.leaves_until_s is None else min(node.leaves_until_s, until_s)

@@ -567,6 +567,12 @@ class Fence(msgspec.Struct, frozen=True, tag="fence"):
     reason: str
 
 
+class Drain(msgspec.Struct, frozen=True, tag="drain"):
+    """The node is to leave, and trains on until it can. For its on-drain hook."""
+
+    reason: str
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """The job is over: end the workers and leave."""
 
@@ -654,5 +660,6 @@ ToAgent = (
     | Inspect
     | RunFault
     | Fence
+    | Drain
     | Shutdown
 )

@@ -264,6 +264,8 @@ class SimAgent:
                 self.memory.forget(step)
             case m.Fence():
                 self._fenced()
+            case m.Drain():
+                pass  # for the hook of a node that is to leave
             case m.Shutdown():
                 self.end()
             case _:

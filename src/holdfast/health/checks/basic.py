@@ -6,6 +6,7 @@ What they call faulty keeps the node out, so they only do so where nothing could
 from __future__ import annotations
 
 import errno
+import importlib
 import os
 import re
 import resource
@@ -18,8 +19,8 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.health.checks.check import CannotCheck, Task, attempt
 from holdfast.health.capacity import available_bytes, cpu_model
+from holdfast.health.checks.check import CannotCheck, Task, attempt
 from holdfast.protocol.health import CheckResult, Condition
 
 MEMORY_FLOOR_BYTES = 256 << 20
@@ -46,17 +47,17 @@ class Needs(msgspec.Struct, frozen=True):
 
 def run_basic(needs: Needs) -> tuple[CheckResult, ...]:
     """All of them, in order. Blocks; never raises."""
-    checks: dict[str, Callable[[], Iterator[CheckResult]]] = {
-        "memory": check_memory,
-        "shm": lambda: check_shm(needs.memory),
-        "disk": lambda: check_disk(needs.folder),
-        "files": lambda: check_files(needs.slots),
-        "clock": lambda: check_clock(needs.folder),
-        "port": lambda: check_port(needs.host),
-        "cpus": lambda: check_cpus(needs.slots),
-        "gpus": check_gpus,
+    checks: dict[str, Callable[[Task], Iterator[CheckResult]]] = {
+        "memory": lambda _: check_memory(),
+        "shm": lambda _: check_shm(needs.memory),
+        "disk": lambda _: check_disk(needs.folder),
+        "files": lambda _: check_files(needs.slots),
+        "clock": lambda _: check_clock(needs.folder),
+        "port": lambda _: check_port(needs.host),
+        "cpus": lambda _: check_cpus(needs.slots),
+        "gpus": lambda _: check_gpus(),
     }
-    return tuple(r for name, check in checks.items() for r in attempt(name, lambda _, c=check: c(), Task()))
+    return tuple(r for name, check in checks.items() for r in attempt(name, check, Task()))
 
 
 def check_memory() -> Iterator[CheckResult]:
@@ -93,7 +94,9 @@ def check_disk(folder: Path) -> Iterator[CheckResult]:
     finally:
         _remove(probe)
     if read != content:
-        yield CheckResult("disk", Condition.FAULTY, f"{folder}: a file read back differs from what was written")
+        yield CheckResult(
+            "disk", Condition.FAULTY, f"{folder}: a file read back differs from what was written"
+        )
         return
     yield _at_least("disk", _free(folder), DISK_FLOOR_BYTES, "B", f"free in {folder}")
     left = os.statvfs(folder)
@@ -164,7 +167,7 @@ def check_gpus(dev: Path = Path("/dev"), inventory: Inventory | None = None) -> 
 def nvml_uuids() -> list[str]:
     """UUIDs of the GPUs that NVML has. Raises CannotCheck without the library or driver."""
     try:
-        import pynvml
+        pynvml = importlib.import_module("pynvml")  # has no types
     except ImportError:
         raise CannotCheck("nvidia-ml-py is not installed: pip install 'holdfast[nvidia]'") from None
     found: list[str] = []

@@ -46,7 +46,7 @@ async def check_in_child(task: Task, tell: Callable[[Said], None] = lambda said:
         "holdfast.health.checks",
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
-        preexec_fn=_modest,  # noqa: PLW1509
+        preexec_fn=_modest,
         start_new_session=True,
     )
     results: list[CheckResult] = []

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import xxhash
 
-from holdfast.health.checks.check import CannotCheck, Task
 from holdfast.health.capacity import cpu_model
+from holdfast.health.checks.check import CannotCheck, Task
 from holdfast.protocol.health import CheckResult, Condition
 
 if TYPE_CHECKING:
@@ -65,7 +65,9 @@ def operands_for(device: torch.device, size: int) -> tuple[Any, ...]:
     import torch
 
     generator = torch.Generator().manual_seed(SEED)
-    both = torch.randint(-(1 << 20), 1 << 20, (2, size, size), generator=generator).to(torch.float32) / (1 << 20)
+    both = torch.randint(-(1 << 20), 1 << 20, (2, size, size), generator=generator).to(torch.float32) / (
+        1 << 20
+    )
     vector = torch.randint(1, 1 << 20, (size * size,), generator=generator).to(torch.float64) / (1 << 20)
     return both[0].contiguous().to(device), both[1].contiguous().to(device), vector.to(device)
 
@@ -98,13 +100,21 @@ def judge_cores(runs: list[CoreRun], model: str) -> CheckResult:
     rounds = sum(r.rounds for r in runs)
     if not bad:
         return CheckResult(
-            "cpu-bits", Condition.HEALTHY, f"equal in {rounds} rounds on {len(runs)} cores", model=model, digest=common
+            "cpu-bits",
+            Condition.HEALTHY,
+            f"equal in {rounds} rounds on {len(runs)} cores",
+            model=model,
+            digest=common,
         )
     told = ", ".join(
         f"core {r.core} ({r.wrong} of {r.rounds} rounds)" if r.wrong else f"core {r.core}" for r in bad[:8]
     )
     return CheckResult(
-        "cpu-bits", Condition.FAULTY, f"the same arithmetic gave other bits on {told}", model=model, digest=common
+        "cpu-bits",
+        Condition.FAULTY,
+        f"the same arithmetic gave other bits on {told}",
+        model=model,
+        digest=common,
     )
 
 
@@ -114,7 +124,16 @@ def _speed(runs: list[CoreRun]) -> CheckResult:
     rates = {r.core: r.rounds * flop / r.seconds / 1e9 for r in runs}
     slowest = min(rates, key=lambda core: rates[core])
     median = statistics.median(rates.values())
-    behind = f"core {slowest} has {rates[slowest] / median:.0%} of the median" if rates[slowest] < median / 2 else ""
+    behind = (
+        f"core {slowest} has {rates[slowest] / median:.0%} of the median"
+        if rates[slowest] < median / 2
+        else ""
+    )
     return CheckResult(
-        "cpu-matrix", Condition.HEALTHY, behind, round(sum(rates.values()), 1), unit="GFLOP/s", model=cpu_model()
+        "cpu-matrix",
+        Condition.HEALTHY,
+        behind,
+        round(sum(rates.values()), 1),
+        unit="GFLOP/s",
+        model=cpu_model(),
     )

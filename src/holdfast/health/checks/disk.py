@@ -76,7 +76,9 @@ def _write_and_read(path: Path, blocks: int, seconds: float) -> Iterator[CheckRe
         finally:
             os.close(fd)
     if wrong:
-        detail = f"{len(wrong)} of {len(sums)} blocks of 4 MiB came back changed, the first is number {wrong[0]}"
+        detail = (
+            f"{len(wrong)} of {len(sums)} blocks of 4 MiB came back changed, the first is number {wrong[0]}"
+        )
         yield CheckResult("disk-read", Condition.FAULTY, detail, subject=where)
         return
     yield CheckResult(

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from holdfast.health.checks.check import CannotCheck, Task
 from holdfast.health.capacity import available_bytes, cpu_model
+from holdfast.health.checks.check import CannotCheck, Task
 from holdfast.protocol.health import CheckResult, Condition
 
 SHARE = 0.1
@@ -55,10 +55,14 @@ def check_memory(task: Task) -> Iterator[CheckResult]:
         unit="GB/s",
         model=cpu_model(),
     )
-    yield check_patterns("memory-patterns", torch.device("cpu"), min(int(free * SHARE), MOST_BYTES), task.seconds)
+    yield check_patterns(
+        "memory-patterns", torch.device("cpu"), min(int(free * SHARE), MOST_BYTES), task.seconds
+    )
 
 
-def copy_rate(device: Any, nbytes: int, seconds: float, sync: Callable[[], object] = lambda: None) -> tuple[float, int]:
+def copy_rate(
+    device: Any, nbytes: int, seconds: float, sync: Callable[[], object] = lambda: None
+) -> tuple[float, int]:
     """GB/s of copying one buffer into another, bytes read and bytes written counted, and how often it was done. The
     best time counts: others only show what else the machine did."""
     import torch
@@ -136,7 +140,9 @@ def _first_wrong(part: Any, pattern: str, start: int) -> int | None:
     import torch
 
     wanted = (
-        torch.arange(start, start + len(part), device=part.device) if pattern == ADDRESS else PATTERNS[pattern]
+        torch.arange(start, start + len(part), device=part.device)
+        if pattern == ADDRESS
+        else PATTERNS[pattern]
     )
     wrong = part != wanted
     if not bool(wrong.any()):
