@@ -9,8 +9,10 @@ import signal
 import socket
 import sys
 import uuid
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -113,7 +115,7 @@ class Agent:
             loop.add_reader(lifeline, self._launcher_gone, lifeline)
         self._keeper, self._found_before, _, _ = await asyncio.gather(
             asyncio.to_thread(self._open_memory),
-            self._before_joining(),
+            self._unless_over(self._before_joining()),
             self._pool.start(),
             self._watcher.start(),
         )
@@ -151,6 +153,19 @@ class Agent:
             detail = run.told(self._config.node) if run.error else ""
             results += (CheckResult("hook-before-join", condition, detail, took_s=run.took_s),)
         return results
+
+    async def _unless_over(
+        self, work: Coroutine[Any, Any, tuple[CheckResult, ...]]
+    ) -> tuple[CheckResult, ...]:
+        """What the work returns; nothing when the node's end comes first: deep checks take a while."""
+        working, ending = asyncio.create_task(work), asyncio.create_task(self._over.wait())
+        await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
+        ending.cancel()
+        if not working.done():
+            working.cancel()
+            await asyncio.wait({working})
+            return ()
+        return working.result()
 
     async def _hook(self, hook: str, reason: str) -> HookRun | None:
         """Runs a hook, if there is one; says so when it fails."""
