@@ -1,6 +1,7 @@
 """A tiny level-2 job for the fault tests: some steps of a few milliseconds on synthetic data."""
 
 import sys
+import time
 
 import torch
 
@@ -19,6 +20,10 @@ class Blobs:
         return torch.randn(len(ids), WIDTH, generator=rng) + labels[:, None], labels
 
 
+DEVICE_S = float(sys.argv[sys.argv.index("--device-s") + 1]) if "--device-s" in sys.argv else 0.0
+"""Stands for an accelerator: the host waits so long for every forward pass, whatever else the machine does."""
+
+
 def said(world) -> None:
     print(f"resized {world.size} workers, {len(world.micro_batches)} micro-batches here", flush=True)
 
@@ -35,6 +40,7 @@ def main(run: hf.Run) -> None:
     for step in run.steps(Blobs(), global_batch=48, micro_batch=4, until=int(sys.argv[1])):
         with step:
             for inputs, labels in step:
+                time.sleep(DEVICE_S)
                 loss = torch.nn.functional.cross_entropy(model(inputs), labels, reduction="sum")
                 step.backward(loss, weight=len(inputs))
             step.apply(optimizer, max_grad_norm=1.0)

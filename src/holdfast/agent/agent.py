@@ -386,9 +386,11 @@ class Agent:
             self._link.send(m.FaultFired(fault.id))
             await self._link.flushed()
             worker.signal(signals[fault.kind])
-        elif worker is not None:
+        else:
             self._armed[fault.id] = fault
-            worker.tell(m.Arm((fault,)))
+            struck = [worker] if worker is not None else list(self._workers.values())
+            for each in struck if name is None or worker is not None else []:
+                each.tell(m.Arm((fault,)))
 
     async def _node_fault(self, fault: ArmedFault) -> None:
         kind = fault.kind

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from holdfast.coordinator import (
+    comparing,
     failures,
     forming,
     gang,
@@ -59,6 +60,7 @@ class Core:
         self.timing = self.spec.timing
         self.now = 0.0
         self.inspection = hangs.Inspection()
+        self.peers = comparing.Peers()
         self._out: list[Action] = []
 
     # ------------------------------------------------------------ in and out
@@ -302,6 +304,7 @@ class Core:
             return
         if worker.phase is WorkerPhase.MEMBER:  # one that has parked since said more than this late word
             worker.committed = message.committed
+            comparing.heard(self, worker, message.spent)
         s.committed = max(s.committed, message.committed)
         if message.committed <= s.generation_committed:
             return

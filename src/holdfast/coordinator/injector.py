@@ -61,8 +61,7 @@ class Injector:
         by_worker: dict[str, list[ArmedFault]] = {w: [] for w in members}  # who lost its rank is disarmed
         for plan in self.plans.values():
             if plan.left > 0 and plan.due_s is None and not _timed(plan.spec):
-                member = self._target(plan, state)
-                if member is not None:
+                for member in self._targets(plan, state):
                     by_worker.setdefault(member.worker, []).append(_armed(plan))
         return [
             Strike("", members[w].node, m.Tell(w, m.Arm(tuple(faults)))) for w, faults in by_worker.items()
@@ -147,9 +146,20 @@ class Injector:
             spare = node is not None and node.alive and plan.spec.kind in NODE_FAULTS
             return Strike(plan.id, node.name, m.RunFault(armed)) if spare and node else None
         plan.struck = member.worker
+        if plan.spec.kind is FaultKind.SLOW and plan.spec.node is not None:
+            return Strike(plan.id, member.node, m.RunFault(armed))
         if plan.spec.phase is not None:
             return Strike(plan.id, member.node, m.Tell(member.worker, m.Arm((armed,))))
         return Strike(plan.id, member.node, m.RunFault(armed, member.worker))
+
+    def _targets(self, plan: Planned, state: CoreState) -> list[m.Member]:
+        """A node that is slow is so for all of its workers; any other fault strikes one."""
+        member = self._target(plan, state)
+        if member is None or state.generation is None:
+            return []
+        if plan.spec.kind is FaultKind.SLOW and plan.spec.node is not None:
+            return [x for x in state.generation.members if x.node == member.node]
+        return [member]
 
     def _target(self, plan: Planned, state: CoreState) -> m.Member | None:
         if state.generation is None:
@@ -172,6 +182,5 @@ def _timed(spec: FaultSpec) -> bool:
 def _armed(plan: Planned) -> ArmedFault:
     spec = plan.spec
     phase: Phase | None = PHASES[spec.phase] if spec.phase else None
-    return ArmedFault(
-        f"{plan.id}/{plan.fired}", spec.kind, spec.step, None if phase is None else int(phase), spec.code
-    )
+    number = None if phase is None else int(phase)
+    return ArmedFault(f"{plan.id}/{plan.fired}", spec.kind, spec.step, number, spec.code, spec.factor)

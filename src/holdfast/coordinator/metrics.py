@@ -38,6 +38,7 @@ class _Job(Collector):
         yield from self._incidents()
         yield from self._snapshots()
         yield from self._tiers()
+        yield from self._slow()
 
     def _training(self) -> Iterator[Metric]:
         s = self._state
@@ -95,6 +96,20 @@ class _Job(Collector):
         still_open = sum(i.open for i in s.incidents)
         yield _gauge("holdfast_open_incidents", "Incidents not yet back at full strength.", still_open)
         yield _counter("holdfast_restarts", "Workers (at level 0: jobs) started again.", s.restarts_used)
+
+    def _slow(self) -> Iterator[Metric]:
+        now = [x for x in self._state.slow if x.until_step is None]
+        ratio = GaugeMetricFamily(
+            "holdfast_slow_rank_ratio",
+            "Computing time over that of its peers, of ranks that were found to be slow.",
+            labels=["rank", "node", "part"],
+        )
+        for x in now:
+            ratio.add_metric([str(x.rank), x.node, x.part], x.ratio)
+        yield ratio
+        yield _gauge("holdfast_slow_ranks", "Ranks that all others wait for.", len(now))
+        lost_s = sum(x.lost_s for x in self._state.slow)
+        yield _counter("holdfast_slow_seconds", "Training time lost by waiting for slow ranks.", lost_s)
 
     def _snapshots(self) -> Iterator[Metric]:
         totals = self._state.totals

@@ -160,6 +160,30 @@ class Change(msgspec.Struct):
     stall_s: float | None = None
 
 
+class Slow(msgspec.Struct):
+    """A worker that computes longer than its peers, so that all wait for it.
+
+    ratio: its time over theirs. part: of a step in which it needs most more. excess_s: more per step. share: of a step's
+    time for which the others wait. world: how many they are, with it. pair: it has only one peer. lost_s: of training
+    time so far. until_step: since when it is as fast as they are, or gone. asked: to be replaced.
+    """
+
+    worker: str
+    node: str
+    rank: int | None
+    ratio: float
+    since_step: int
+    found_step: int
+    part: str
+    excess_s: float
+    share: float
+    world: int
+    pair: bool = False
+    lost_s: float = 0.0
+    until_step: int | None = None
+    asked: bool = False
+
+
 class Failure(msgspec.Struct):
     """One failure of user code or of a worker process, for telling the script's faults from the machine's."""
 
@@ -378,6 +402,7 @@ class CoreState(msgspec.Struct):
     inspect_deadline_s: float | None = None
     look_again_s: float = 0.0
     stall_rounds: int = 0
+    slow: list[Slow] = []
 
     @property
     def wanted_nodes(self) -> int:

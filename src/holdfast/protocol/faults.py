@@ -33,6 +33,7 @@ class FaultKind(StrEnum):
     ECC = "ecc"
     LINK_DOWN = "link-down"
     READONLY_FS = "readonly-fs"
+    SLOW = "slow"
 
 
 MACHINE_FAULTS = frozenset({FaultKind.XID, FaultKind.ECC, FaultKind.LINK_DOWN, FaultKind.READONLY_FS})
@@ -46,18 +47,20 @@ NODE_FAULTS = MACHINE_FAULTS | {
 }
 """Faults of a whole node: its agent does them. `preempt-node` is what a SIGTERM to the agent is."""
 
-VALUES = {FaultKind.XID: "code"}
+VALUES = {FaultKind.XID: "code", FaultKind.SLOW: "factor"}
 """Faults that can be written `KIND=VALUE`, and which key the value is for."""
 LARGEST_XID = 999
 
 PHASES = {p.name.lower(): p for p in (Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE, Phase.VOTE, Phase.UPDATE)}
 PHASES |= {"commit": Phase.COMMIT, "transfer": Phase.TRANSFER, "snapshot": Phase.SNAPSHOT}
-_KEYS = ("rank", "node", "step", "after", "every", "phase", "times", "seed", "code")
+_KEYS = ("rank", "node", "step", "after", "every", "phase", "times", "seed", "code", "factor")
+_SLOW_EXAMPLE = "for example slow=1.5x,rank=2 (slow=1x ends it)"
 _EXAMPLE = "for example --fault kill-node:node=2,step=40 or --fault kill-worker:every=8s,times=4"
 
 
 class FaultSpec(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One `--fault`. A rank or node left out is drawn at random (with `seed`) when the fault is due."""
+    """One `--fault`. A rank or node left out is drawn at random (with `seed`) when the fault is due. factor: of `slow`, how
+    many times as long the worker computes from then on; 1: as fast as before."""
 
     kind: FaultKind
     rank: int | None = None
@@ -69,11 +72,12 @@ class FaultSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     times: int = 1
     seed: int = 0
     code: int | None = None
+    factor: float | None = None
 
     def __str__(self) -> str:
         parts = [
             f"{k}={getattr(self, k)}"
-            for k in ("code", "rank", "node", "step", "phase")
+            for k in ("code", "factor", "rank", "node", "step", "phase")
             if getattr(self, k) is not None
         ]
         parts += [
@@ -92,6 +96,7 @@ class ArmedFault(msgspec.Struct, frozen=True):
     step: int | None = None
     phase: int | None = None
     code: int | None = None
+    factor: float | None = None
 
 
 def join_words(words: Sequence[str]) -> str:
@@ -133,6 +138,7 @@ def parse_fault(text: str) -> FaultSpec:
         times=_times(text, fields),
         seed=_whole(text, fields, "seed") or 0,
         code=_whole(text, fields, "code"),
+        factor=_factor(text, kind, fields.get("factor")),
     )
     _check(text, spec)
     return spec
@@ -190,6 +196,16 @@ def _times(text: str, fields: dict[str, str]) -> int:
 def _seconds(text: str, fields: dict[str, str], key: str) -> float | None:
     value = fields.get(key)
     return None if value is None else parse_seconds(f"--fault {text!r}: {key}", value)
+
+
+def _factor(text: str, kind: FaultKind, value: str | None) -> float | None:
+    if (value is None) == (kind is FaultKind.SLOW):
+        raise UsageError(f"--fault {text!r}: slow needs a factor, and only slow has one; {_SLOW_EXAMPLE}")
+    if value is None:
+        return None
+    if not re.fullmatch(r"\d+(\.\d+)?x?", value) or not 1.0 <= float(value.rstrip("x")) <= 100.0:
+        raise UsageError(f"--fault {text!r}: factor={value!r} is not a number from 1 to 100; {_SLOW_EXAMPLE}")
+    return float(value.rstrip("x"))
 
 
 def _phase(text: str, fields: dict[str, str]) -> str | None:

@@ -12,7 +12,7 @@ import msgspec
 from holdfast.protocol.faults import ArmedFault
 from holdfast.protocol.health import CheckResult, Finding, Remedy
 from holdfast.protocol.job import Durable
-from holdfast.protocol.phases import Place
+from holdfast.protocol.phases import Place, Spent
 from holdfast.protocol.snapshots import Copy, DurableTier, Holder, Key, Shard
 
 PROTOCOL_VERSION = 4
@@ -89,7 +89,8 @@ class Restoring(msgspec.Struct, frozen=True, tag="restoring"):
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
     """Steps were committed. Sent at most 20 times a second, and always for a generation's first commit.
 
-    losses: (step, loss, seconds it took) of the commits since the last message (rank 0 only).
+    losses: (step, loss, seconds it took) of the commits since the last message (rank 0 only). spent: blocks of steps
+    that were completed since then.
     """
 
     generation: int
@@ -97,6 +98,7 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
     median_s: float | None = None
     losses: tuple[tuple[int, float, float], ...] = ()
     metrics: dict[str, float] = {}
+    spent: tuple[Spent, ...] = ()
 
 
 class Parked(msgspec.Struct, frozen=True, tag="parked"):

@@ -46,3 +46,40 @@ class Place(msgspec.Struct, frozen=True):
     step_began_s: float = 0.0
     phase_began_s: float = 0.0
     beat_s: float = 0.0
+
+
+BLOCK_STEPS = 5
+"""Steps that a worker sums up together. Blocks begin at multiples of it, so those of all workers are about the same
+steps, and what slows all of them at once cancels."""
+
+
+class Spent(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Where a worker's time went in the steps from `first` on, BLOCK_STEPS of them: medians in seconds per step.
+
+    micros: micro-batches that it computes of each step. wait_s: for the others, in the reduction and the vote. update_s:
+    the update and the commit. aside_s: between two steps, in work of the script's own. loss: the mean loss of its own
+    micro-batches that lies furthest from the global mean; NaN if one was not finite.
+
+    On an accelerator, work that the host need not wait for shows where the host waits next: a backward pass in the next
+    forward pass, the last one in `wait_s`.
+    """
+
+    first: int
+    micros: int
+    data_s: float
+    forward_s: float
+    backward_s: float
+    wait_s: float
+    update_s: float
+    aside_s: float
+    loss: float | None = None
+
+    @property
+    def own_s(self) -> float:
+        """What this worker needs by itself."""
+        return self.data_s + self.forward_s + self.backward_s + self.update_s
+
+    @property
+    def step_s(self) -> float:
+        """A whole step, from one begin to the next."""
+        return self.own_s + self.wait_s + self.aside_s

@@ -8,6 +8,7 @@ import signal
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from holdfast.train.group import socket_inodes
 from holdfast.train.link import Link
 
 DEFAULT_PHASE = Phase.BACKWARD
+_COMPUTES = frozenset({Phase.FORWARD, Phase.BACKWARD})
 SO_ATTACH_FILTER = 26
 
 
@@ -26,13 +28,18 @@ class InjectedError(RuntimeError):
 
 
 class FaultPlan:
-    """The faults that this worker was armed with. `reach(phase, step)` is called at every phase."""
+    """The faults that this worker was armed with. `reach(phase, step)` is called at every phase.
+
+    Attributes:
+        slow: this worker computes so many times as long; 1.0: as fast as it can.
+    """
 
     def __init__(self, link: Link) -> None:
         self._link = link
         self._armed: list[ArmedFault] = []
         self._fired: set[str] = set()
         self.poison: Callable[[], None] = lambda: None
+        self.slow = 1.0
         link.on_arm = self.arm
         link.on_drop = drop_traffic
 
@@ -54,7 +61,16 @@ class FaultPlan:
         self._fired.add(fault.id)
         self._link.send(FaultFired(fault.id, step, int(phase)))
         self._link.wait_acked(fault.id)
-        happen(fault.kind, self.poison)
+        if fault.kind is FaultKind.SLOW:
+            self.slow = fault.factor or 1.0
+        else:
+            happen(fault.kind, self.poison)
+
+    def drag(self, phase: Phase, took_s: float) -> None:
+        """A phase ends that took so long: it is to take `slow` times as long if it computes. Sleeps, so that on a machine
+        whose cores are shared only this worker is slowed."""
+        if phase in _COMPUTES:
+            time.sleep((self.slow - 1.0) * took_s)
 
 
 def happen(kind: FaultKind, poison: Callable[[], None]) -> None:

@@ -27,12 +27,13 @@ from holdfast.errors import (
 )
 from holdfast.observe.bytecount import HowFar, Seen
 from holdfast.protocol import messages as m
-from holdfast.protocol.phases import Phase
+from holdfast.protocol.phases import Phase, Spent
 from holdfast.protocol.snapshots import DurableTier, tiers_of
 from holdfast.train import durable, state
 from holdfast.train.buffers import Buffers
 from holdfast.train.faults import FaultPlan
 from holdfast.train.group import Group
+from holdfast.train.laps import Laps
 from holdfast.train.link import Link
 from holdfast.train.mesh import MeshListener
 from holdfast.train.position import NAME, Position
@@ -106,6 +107,8 @@ class Replica:
         self._durations: deque[float] = deque(maxlen=MEDIAN_OVER)
         self._losses: deque[tuple[int, float, float]] = deque(maxlen=KEPT_LOSSES)
         self._unsent: list[tuple[int, float, float]] = []
+        self._laps = Laps()
+        self._spent: list[Spent] = []
         self._sent_at = 0.0
         self._first_in_generation = True
         self._ends_here = False
@@ -184,6 +187,7 @@ class Replica:
 
     def _join(self, form: m.Form) -> None:
         began = time.monotonic()
+        self._laps.forget()
         generation = form.generation
         self._snapshots.join(form)
         self._donor.publish(self.generation, self._image() if form.serve and not form.restore else None)
@@ -342,11 +346,15 @@ class Replica:
         self.gradients.begin()
         self._buffers.keep()
         self._page.enter(Phase.DATA)
+        self._laps.begin()
 
     def enter(self, phase: Phase, step: int) -> None:
         """The step is in this phase now; an injected fault may be waiting for it."""
+        if self._faults.slow > 1.0:
+            self._faults.drag(self._laps.phase, self._laps.lasted_s())
         if phase is not Phase.DATA:
             self._page.enter(phase)
+        self._laps.enter(phase)
         self._faults.reach(phase, step)
 
     def alive(self) -> None:
@@ -388,6 +396,8 @@ class Replica:
         entry = (step.index, step.loss, step.took_s)
         self._losses.append(entry)
         self._unsent.append(entry)
+        if (spent := self._laps.commit(step.index, step.micros, step.own_loss, step.loss)) is not None:
+            self._spent.append(spent)
         now = time.monotonic()
         if self._first_in_generation or now - self._sent_at >= PROGRESS_EVERY_S:
             self._first_in_generation = False
@@ -401,7 +411,8 @@ class Replica:
         self._unsent.clear()
         median = statistics.median(self._durations) if self._durations else None
         metrics, self.metrics = self.metrics, {}
-        self.link.send(m.Progress(self.generation, self.committed or 0, median, losses, metrics))
+        spent, self._spent = tuple(self._spent), []
+        self.link.send(m.Progress(self.generation, self.committed or 0, median, losses, metrics, spent))
 
     def aside(self, on: bool) -> None:
         """The script begins or ends work of its own between two steps."""

@@ -178,6 +178,17 @@ class Step:
 
     # ------------------------------------------------------------ what Holdfast uses
 
+    @property
+    def micros(self) -> int:
+        """Micro-batches that this worker has computed."""
+        return len(self._words)
+
+    @property
+    def own_loss(self) -> float | None:
+        """The mean loss of this worker's micro-batches; None if they weigh nothing."""
+        weight = sum(w for w, _, _ in self._words)
+        return sum(x for _, x, _ in self._words) / weight if weight > 0 else None
+
     def finish(self) -> None:
         """Updates and commits a prepared step. Local: needs nobody else."""
         replica = self._replica

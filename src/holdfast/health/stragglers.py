@@ -1,0 +1,150 @@
+"""Who is slower than its peers: a sequential test on what each worker needs by itself. Pure.
+
+In a job whose workers wait for each other everyone's step takes as long as the slowest one's, so what is compared is the
+time that a worker computes, block of steps by block of steps, as the logarithm of its ratio to the median of its peers in
+the same steps: what slows all of them at once cancels. A worker is slow when the sum of the log-likelihood ratios of
+"10% slower" against "as fast as the others" crosses a threshold (Page's CUSUM, Biometrika 41, 1954; Lorden's bound: one
+false alarm in exp(threshold) looks). The scale of the noise is estimated from the differences between blocks a little
+apart, of which a lasting slowdown touches few, by a median, which spikes do not touch; and no block counts for more than a
+sixth of what is needed, so that neither a heavy tail nor a short busy time decides.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+SLOWER = 1.1
+"""What is to be found: a worker that computes so many times as long as its peers."""
+
+FALSE_PER_LOOK = 1e-6
+"""False alarms that are allowed for each block, over all workers together: 1 in 10,000 windows of 50 steps would be
+1e-5, and noise is never quite what the bound assumes."""
+
+ENOUGH = 0.7
+"""A worker is not called slow unless its median ratio has come so far towards SLOWER."""
+
+NOISE_BLOCKS = 24
+"""Over so many blocks the noise is estimated."""
+KNOWN_AFTER = 6
+"""Before so many, it is taken to be at least `UNKNOWN_NOISE`."""
+UNKNOWN_NOISE = 0.05
+LEAST_NOISE = 0.01
+SHOWN_BLOCKS = 12
+"""The ratio that is told is the median over so many."""
+OWN_AFTER = 3 * 4
+"""A worker's own noise counts, if it is the larger one, when so many differences are known: more than twice as many as a
+slowdown touches."""
+LAG = 4
+"""Noise may have a memory; blocks that are so far apart differ by all of it."""
+SHARE = 1 / 6
+"""Of the evidence that is needed, no block counts for more."""
+
+
+@dataclass
+class _Track:
+    """One worker's course. score: of the test, in nats. since, rising: first step of the rise that it is in, and its
+    blocks so far."""
+
+    score: float = 0.0
+    since: int = 0
+    rising: int = 0
+    slow: bool = False
+    jumps: deque[float] = field(default_factory=lambda: deque(maxlen=NOISE_BLOCKS))
+    ratios: deque[float] = field(default_factory=lambda: deque(maxlen=SHOWN_BLOCKS))
+
+
+@dataclass(frozen=True)
+class Change:
+    """A worker became slow, or is no longer.
+
+    ratio: its time over its peers'. since: the first step of it. compared: with so many others.
+    """
+
+    worker: str
+    slow: bool
+    ratio: float
+    since: int
+    compared: int
+
+
+class Stragglers:
+    """The test, for workers that compute the same. Time and memory grow with their number only."""
+
+    def __init__(self, slower: float = SLOWER, false_per_look: float = FALSE_PER_LOOK) -> None:
+        self._shift = math.log(slower)
+        self._false_per_look = false_per_look
+        self._tracks: dict[str, _Track] = {}
+        self._jumps: deque[float] = deque(maxlen=NOISE_BLOCKS)
+
+    def ratio(self, worker: str) -> float | None:
+        """The worker's time over its peers', lately; None if it was never compared."""
+        track = self._tracks.get(worker)
+        return math.exp(statistics.median(track.ratios)) if track and track.ratios else None
+
+    def keep(self, workers: Mapping[str, object]) -> None:
+        """Forgets all others."""
+        self._tracks = {name: track for name, track in self._tracks.items() if name in workers}
+
+    def look(self, step: int, own_s: Mapping[str, float]) -> list[Change]:
+        """One block of steps, the first of which is `step`: what each worker needed by itself, in seconds per step.
+
+        Two workers have only each other: which is slower can be seen, and twice the evidence is asked for.
+        """
+        logs = {name: math.log(max(s, 1e-9)) for name, s in own_s.items()}
+        if len(logs) < 2:
+            return []
+        pair = len(logs) == 2
+        both, middle = sum(logs.values()), statistics.median(logs.values())
+        against = {name: 2 * value - both if pair else value - middle for name, value in logs.items()}
+        jumps = [self._note(name, value, step) for name, value in against.items()]
+        known = [jump for jump in jumps if jump is not None]
+        if known:
+            self._jumps.append(statistics.median(known))
+        common = _noise(self._jumps)
+        need = math.log(len(logs) / self._false_per_look) * (2 if pair else 1)
+        changes = (
+            self._test(name, self._tracks[name], step, value, common, need, len(logs) - 1)
+            for name, value in against.items()
+        )
+        return [change for change in changes if change is not None]
+
+    def _note(self, name: str, value: float, step: int) -> float | None:
+        track = self._tracks.setdefault(name, _Track(since=step))
+        jump = abs(value - track.ratios[-LAG]) if len(track.ratios) >= LAG else None
+        if jump is not None:
+            track.jumps.append(jump)
+        track.ratios.append(value)
+        return jump
+
+    def _test(
+        self, name: str, track: _Track, step: int, value: float, common: float, need: float, others: int
+    ) -> Change | None:
+        noise = max(common, _noise(track.jumps)) if len(track.jumps) >= OWN_AFTER else common
+        gain = self._shift / noise**2 * (value - self._shift / 2)
+        most = SHARE * need * (1 + 1e-9)
+        if track.score <= 0.0:
+            track.since, track.rising = step, 0
+        track.rising += 1
+        track.score = min(need, max(0.0, track.score + max(-most, min(most, gain))))
+        if track.slow and track.score <= 0.0:
+            track.slow = False
+            return Change(name, False, math.exp(value), step, others)
+        if track.slow or track.score < need:
+            return None
+        level = statistics.median(list(track.ratios)[-track.rising :])
+        if level < ENOUGH * self._shift:
+            return None
+        track.slow = True
+        return Change(name, True, math.exp(level), track.since, others)
+
+
+def _noise(jumps: deque[float]) -> float:
+    """The standard deviation of a block's ratio: 1.4826 times the median of Gaussian differences, over √2."""
+    if not jumps:
+        return UNKNOWN_NOISE
+    found = max(LEAST_NOISE, 1.4826 / math.sqrt(2) * statistics.median(jumps))
+    return found if len(jumps) >= KNOWN_AFTER else max(found, UNKNOWN_NOISE)

@@ -1,0 +1,111 @@
+"""Workers whose own time differs from their peers', through the core."""
+
+import pytest
+from desk import Desk
+
+from holdfast.coordinator.report import build_report, build_status
+from holdfast.protocol import messages as m
+from holdfast.protocol.health import HealthSpec
+from holdfast.protocol.phases import BLOCK_STEPS, Spent
+
+
+def spent(first, own_s, step_s=0.2, micros=4, loss=None):
+    return Spent(first, micros, 0.0, own_s, 0.0, step_s - own_s, 0.0, 0.0, loss)
+
+
+def train(desk, blocks, own_s, first=0):
+    """Blocks of steps; own_s: by worker, else 0.1 s."""
+    for number in range(blocks):
+        step = first + number * BLOCK_STEPS
+        for worker in desk.members():
+            block = spent(step, own_s.get(worker, 0.1))
+            desk.says(worker, m.Progress(desk.state.number, step + BLOCK_STEPS, 0.2, (), {}, (block,)))
+
+
+def running(nodes=3, slots=1, **spec):
+    desk = Desk(nodes=nodes, nproc=slots, **spec)
+    for n in range(nodes):
+        desk.node(f"n{n}", slots=slots)
+    for worker in list(desk.state.workers):
+        desk.ready(worker)
+    for worker in desk.members():
+        desk.says(worker, m.Joined(1, 0.01))
+    return desk
+
+
+def findings(desk):
+    return [a.fields for a in desk.actions if getattr(a, "kind", "") == "finding"]
+
+
+def test_a_slow_rank_is_written_down_with_figures():
+    desk = running()
+    slow = desk.members()[1]
+    train(desk, 20, {slow: 0.15})
+    (found,) = findings(desk)
+    assert found["rule"] == "slow-rank"
+    assert found["subject"] == "rank 1"
+    assert found["worker"] == slow
+    assert found["remedy"] == "watch"
+    assert (
+        "1.50 times as long as its peers, 50 ms more a step, mostly in the forward pass" in found["evidence"]
+    )
+    assert "0.75 worker-hours an hour" in found["evidence"]
+    (shown,) = build_status(desk.state, desk.now)["slow"]
+    assert (shown["rank"], shown["ratio"], shown["since_step"]) == (1, 1.5, 0)
+    train(desk, 20, {}, first=100)
+    assert findings(desk)[-1]["condition"] == "healthy"
+    assert build_status(desk.state, desk.now)["slow"] == []
+    assert build_report(desk.state, [], desk.now)["slow"][0]["until_step"] is not None
+
+
+def test_all_ranks_of_a_node_are_the_node():
+    desk = running(nodes=3, slots=2)
+    ours = [w for w in desk.members() if w.startswith("n1")]
+    train(desk, 20, dict.fromkeys(ours, 0.15))
+    assert [f["rule"] for f in findings(desk)] == ["slow-rank", "slow-node"]
+    assert findings(desk)[-1]["node"] == "n1"
+
+
+def test_a_policy_replaces_what_has_cost_more_than_a_replacement():
+    desk = running(health=HealthSpec(replace_slow=1.3))
+    slow = desk.members()[1]
+    train(desk, 30, {slow: 0.15})
+    assert [f["remedy"] for f in findings(desk)] == ["watch"]
+    train(desk, 20, {slow: 0.15}, first=150)
+    assert [f["remedy"] for f in findings(desk)] == ["watch", "replace"]
+
+
+@pytest.mark.parametrize("trial", ["*", "slow-rank"])
+def test_on_trial_it_is_only_written_down(trial):
+    desk = running(health=HealthSpec(dry_run=(trial,)))
+    train(desk, 20, {desk.members()[1]: 0.15})
+    assert findings(desk)[0]["dry_run"]
+
+
+def test_nobody_looks_where_nobody_is_to():
+    desk = running(health=HealthSpec(watch=False))
+    train(desk, 20, {desk.members()[1]: 0.15})
+    assert findings(desk) == []
+
+
+def test_shares_of_different_sizes_are_not_compared():
+    desk = running()
+    for number in range(20):
+        step = number * BLOCK_STEPS
+        for rank, worker in enumerate(desk.members()):
+            block = spent(step, 0.15 if rank == 0 else 0.1, micros=3 if rank == 0 else 2)
+            desk.says(worker, m.Progress(1, step + BLOCK_STEPS, 0.2, (), {}, (block,)))
+    assert findings(desk) == []
+
+
+def test_a_member_that_says_nothing_holds_nobody_up():
+    desk = running(nodes=4)
+    silent = desk.members()[3]
+    for number in range(20):
+        step = number * BLOCK_STEPS
+        for worker in desk.members()[:3]:
+            block = spent(step, 0.15 if worker == desk.members()[1] else 0.1)
+            desk.says(worker, m.Progress(1, step + BLOCK_STEPS, 0.2, (), {}, (block,)))
+    assert [f["subject"] for f in findings(desk)] == ["rank 1"]
+    assert silent not in desk.core.peers.blocks
+    assert len(desk.core.peers.blocks) <= 4

@@ -1,0 +1,18 @@
+"""A worker that is really slowed, among workers that are not."""
+
+from harness import TINY, run
+
+STEPS = 75
+
+
+def test_a_slowed_worker_is_named_within_50_steps_and_changes_nothing(tmp_path, undisturbed):
+    fault = "slow=1.5x:rank=2,step=20"
+    ran = run(tmp_path, "--nnodes", 3, "--fault", fault, TINY, STEPS, "--device-s", 0.015)
+    assert ran.losses() == undisturbed.losses()[:STEPS]
+    (slow,) = ran.report["slow"]
+    assert slow["rank"] == 2
+    assert slow["since_step"] == 20
+    assert slow["found_step"] <= 70 + 1  # one more may be committed while the word is on its way
+    assert 1.3 < slow["ratio"] < 1.7
+    (found,) = ran.fields("finding")
+    assert (found["rule"], found["subject"], found["source"]) == ("slow-rank", "rank 2", "peers")
