@@ -386,10 +386,9 @@ class Agent:
             self._link.send(m.FaultFired(fault.id))
             await self._link.flushed()
             worker.signal(signals[fault.kind])
-        else:
+        elif worker is not None or name is None:
             self._armed[fault.id] = fault
-            struck = [worker] if worker is not None else list(self._workers.values())
-            for each in struck if name is None or worker is not None else []:
+            for each in [worker] if worker is not None else list(self._workers.values()):
                 each.tell(m.Arm((fault,)))
 
     async def _node_fault(self, fault: ArmedFault) -> None:
