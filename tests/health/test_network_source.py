@@ -29,35 +29,22 @@ def interface(root, name, carrier="1", flags="0x1003", device=True):
         os.symlink("../../../pci0", folder / "device")
 
 
-def test_a_link_is_lost_only_if_it_was_there(tmp_path):
-    for name, carrier in (("eth0", "1"), ("eth1", "0")):
-        interface(tmp_path, name, carrier)
-    clock = Hand()
-    source = Interfaces(Place(tmp_path), clock)
-    assert source.fileno() == -1
-    found = values(source.read())
-    assert found["net.down_s", "eth0"] == 0.0
-    assert ("net.down_s", "eth1") not in found
-    assert found["net.carrier_changes", "eth0"] == 4.0
-    assert found["net.tx_timeouts", "eth0"] == 3.0
-    interface(tmp_path, "eth0", "0")
-    assert values(source.read())["net.down_s", "eth0"] == 0.0
-    clock.now += 25
-    assert values(source.read())["net.down_s", "eth0"] == 25.0
-    interface(tmp_path, "eth0", "1")
-    assert values(source.read())["net.down_s", "eth0"] == 0.0
-
-
-def test_interfaces_without_a_device_and_those_taken_down_are_nobodys_fault(tmp_path):
+def test_interfaces_with_a_device_that_are_up(tmp_path):
     interface(tmp_path, "lo", device=False)
     interface(tmp_path, "docker0", device=False)
     interface(tmp_path, "eth0")
+    interface(tmp_path, "eth1", carrier="", flags="0x1002")  # taken down on purpose
     source = Interfaces(Place(tmp_path), Hand())
-    assert {subject for _, subject in values(source.read())} == {"eth0"}
-    interface(tmp_path, "eth0", carrier="", flags="0x1002")
-    assert values(source.read()) == {}
-    interface(tmp_path, "eth0", carrier="0")  # up again, its link not yet
-    assert ("net.down_s", "eth0") not in values(source.read())
+    assert source.fileno() == -1
+    assert values(source.read()) == {
+        ("net.carrier", "eth0"): 1.0,
+        ("net.carrier_changes", "eth0"): 4.0,
+        ("net.rx_errors", "eth0"): 5.0,
+        ("net.tx_errors", "eth0"): 0.0,
+        ("net.tx_timeouts", "eth0"): 3.0,
+    }
+    interface(tmp_path, "eth0", "0")
+    assert values(source.read())["net.carrier", "eth0"] == 0.0
 
 
 def test_a_counter_that_cannot_be_read_is_unknown(tmp_path, monkeypatch):
@@ -110,12 +97,11 @@ def port(
 def test_ports_of_infiniband(tmp_path):
     folder = port(tmp_path, symbol_error=3, link_downed=1, port_rcv_data=10**12)
     write(folder, {"ports/1/hw_counters/rnr_nak_retry_err": "2\n"})
-    clock = Hand()
-    source = Rdma(Place(tmp_path), clock)
+    source = Rdma(Place(tmp_path))
     readings = list(source.read())
     assert values(readings) == {
-        ("rdma.down_s", "mlx5_0 port 1"): 0.0,
-        ("rdma.rate_share", "mlx5_0 port 1"): 1.0,
+        ("rdma.state", "mlx5_0 port 1"): "ACTIVE",
+        ("rdma.rate_gbps", "mlx5_0 port 1"): 400.0,
         ("rdma.link_downed", "mlx5_0 port 1"): 1.0,
         ("rdma.symbol_error", "mlx5_0 port 1"): 3.0,
         ("rdma.rnr_nak_retry_err", "mlx5_0 port 1"): 2.0,
@@ -123,12 +109,10 @@ def test_ports_of_infiniband(tmp_path):
         ("rdma.char_devices_missing", "mlx5_0"): 0.0,
     }
     assert {r.device for r in readings} == {"guid:b83f:d203:00aa:0001"}
-    port(tmp_path, rate="200 Gb/sec (2X NDR)")
-    assert values(source.read())["rdma.rate_share", "mlx5_0 port 1"] == 0.5
-    port(tmp_path, state="1: DOWN")
-    list(source.read())
-    clock.now += 10
-    assert values(source.read())["rdma.down_s", "mlx5_0 port 1"] == 10.0
+    port(tmp_path, state="1: DOWN", rate="2.5 Gb/sec (1X SDR)")
+    found = values(source.read())
+    assert found["rdma.state", "mlx5_0 port 1"] == "DOWN"
+    assert ("rdma.rate_gbps", "mlx5_0 port 1") not in found  # of a link that is down it says nothing
     os.rename(folder, tmp_path / "away")
     assert values(source.read())["rdma.lost", "mlx5_0"] == 1.0
 
@@ -137,15 +121,14 @@ def test_a_missing_character_device(tmp_path):
     port(tmp_path, "mlx5_0")
     port(tmp_path, "mlx5_1")
     (tmp_path / "sys/class/infiniband_verbs/uverbs1/ibdev").unlink()
-    found = values(Rdma(Place(tmp_path), Hand()).read())
+    found = values(Rdma(Place(tmp_path)).read())
     assert found["rdma.char_devices_missing", "mlx5_0"] == 0.0
     assert found["rdma.char_devices_missing", "mlx5_1"] == 1.0
 
 
-@pytest.mark.parametrize(("operstate", "expected"), [("up", 0.0), ("down", "nothing"), (None, None)])
+@pytest.mark.parametrize(("operstate", "expected"), [("up", "ACTIVE"), ("down", "DOWN"), (None, None)])
 def test_efa_says_active_whatever_happens_so_its_interface_is_asked(tmp_path, operstate, expected):
     folder = port(tmp_path, "rdmap1", driver="efa")
     if operstate:
         write(folder, {"device/net/ens5/operstate": operstate + "\n"})
-    found = values(Rdma(Place(tmp_path), Hand()).read())
-    assert found.get(("rdma.down_s", "rdmap1 port 1"), "nothing") == expected
+    assert values(Rdma(Place(tmp_path)).read()).get(("rdma.state", "rdmap1 port 1")) == expected

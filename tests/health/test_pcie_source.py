@@ -8,7 +8,7 @@ from holdfast.health.pcie import Pcie
 from holdfast.health.sources import Place
 
 GPU = "0000:5d:00.0"
-SUBJECT = f"GPU {GPU}"
+SUBJECT = "gpu 0000:5d:00"
 AER = "RxErr 1\nBadTLP 2\nTOTAL_ERR_COR 3\n"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from holdfast.health.mounts import disk_sources
 from holdfast.health.network import network_sources
+from holdfast.health.nvml import nvml_sources
 from holdfast.health.pcie import pcie_sources
 from holdfast.health.processor import processor_sources
 from holdfast.health.rdma import rdma_sources
@@ -15,6 +16,7 @@ FACTORIES: tuple[Factory, ...] = (
     disk_sources,
     network_sources,
     rdma_sources,
+    nvml_sources,
 )
 
 

@@ -24,8 +24,7 @@ _RECEIVE_BYTES = 65_536
 class Interfaces:
     """The interfaces with a device behind them: not the loopback, bridges and pairs of containers.
 
-    A link counts as lost only if it was there before: a port that nobody plugged a cable into is no fault, nor is one
-    that was taken down on purpose. `fileno` is readable when the kernel announces a change of a link.
+    One that was taken down on purpose is left out. `fileno` is readable when the kernel announces a change of a link.
     """
 
     name = "net"
@@ -34,7 +33,6 @@ class Interfaces:
     def __init__(self, place: Place, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder = place.root / "sys/class/net"
         self._clock = clock
-        self._links = Links()
         self._news: socket.socket | None = None if place.stand_in else _listen()
         self._indexes: set[int] = set()
         self._due_s = clock()
@@ -44,8 +42,8 @@ class Interfaces:
         return self._news.fileno() if self._news else -1
 
     def read(self) -> Iterator[Reading]:
-        """`net.down_s`, `net.carrier_changes`, `net.rx_errors`, `net.tx_errors`, `net.tx_timeouts`. Nothing when it was
-        called for a change of another kind of interface (containers come and go) before the next reading is due."""
+        """`net.carrier` (0 or 1), `net.carrier_changes`, `net.rx_errors`, `net.tx_errors`, `net.tx_timeouts`. Nothing when
+        it was called for a change of another kind of interface (containers come and go) before it is due."""
         now = self._clock()
         if self._news is not None and not (changed_links(self._news) & self._indexes) and now < self._due_s:
             return
@@ -55,25 +53,7 @@ class Interfaces:
             folder = self._folder / name
             if os.path.lexists(folder / "device"):
                 self._indexes.add(int(quiet(folder / "ifindex") or 0))
-                yield from self._interface(name, folder, now)
-
-    def _interface(self, name: str, folder: Path, now: float) -> Iterator[Reading]:
-        flags = quiet(folder / "flags")
-        if not flags or not int(flags, 16) & _IFF_UP:
-            self._links.forget(name)
-            return
-        down_s = self._links.seen(name, quiet(folder / "carrier") == "1", now)
-        if down_s is not None:
-            yield Reading("net", "net.down_s", down_s, name)
-        yield from number("net", "net.carrier_changes", folder / "carrier_changes", name)
-        for counter in ("rx_errors", "tx_errors"):
-            yield from number("net", f"net.{counter}", folder / "statistics" / counter, name)
-        queues = folder / "queues"
-        timeouts = [
-            quiet(queues / queue / "tx_timeout") for queue in names(queues) if queue.startswith("tx-")
-        ]
-        if timeouts:
-            yield Reading("net", "net.tx_timeouts", float(sum(int(count or 0) for count in timeouts)), name)
+                yield from _interface(name, folder)
 
     def close(self) -> None:
         """Closes the socket."""
@@ -82,27 +62,18 @@ class Interfaces:
             self._news = None
 
 
-class Links:
-    """Since when links are down that were up."""
-
-    def __init__(self) -> None:
-        self._up_last: dict[str, float | None] = {}
-
-    def seen(self, name: str, up: bool, now: float) -> float | None:
-        """For how long it has been down: 0 when it is up, None when it never was."""
-        if up:
-            self._up_last[name] = None
-            return 0.0
-        if name not in self._up_last:
-            return None
-        since = self._up_last[name]
-        if since is None:
-            since = self._up_last[name] = now
-        return now - since
-
-    def forget(self, name: str) -> None:
-        """It was taken down, or away, on purpose."""
-        self._up_last.pop(name, None)
+def _interface(name: str, folder: Path) -> Iterator[Reading]:
+    flags = quiet(folder / "flags")
+    if not flags or not int(flags, 16) & _IFF_UP:
+        return
+    yield from number("net", "net.carrier", folder / "carrier", name)
+    yield from number("net", "net.carrier_changes", folder / "carrier_changes", name)
+    for counter in ("rx_errors", "tx_errors"):
+        yield from number("net", f"net.{counter}", folder / "statistics" / counter, name)
+    queues = folder / "queues"
+    timeouts = [quiet(queues / queue / "tx_timeout") for queue in names(queues) if queue.startswith("tx-")]
+    if timeouts:
+        yield Reading("net", "net.tx_timeouts", float(sum(int(count or 0) for count in timeouts)), name)
 
 
 def _listen() -> socket.socket | None:

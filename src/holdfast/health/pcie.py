@@ -15,12 +15,12 @@ from holdfast.health.sources import Place
 
 PCIE_S = 60.0
 _KINDS = {
-    "0x0300": "GPU",
-    "0x0302": "GPU",
-    "0x1200": "GPU",
-    "0x0200": "NIC",
-    "0x0207": "NIC",
-    "0x0108": "NVMe",
+    "0x0300": "gpu",
+    "0x0302": "gpu",
+    "0x1200": "gpu",
+    "0x0200": "nic",
+    "0x0207": "nic",
+    "0x0108": "nvme",
 }
 """By base class and subclass (PCI Code and ID Assignment): VGA and 3D controllers, accelerators, Ethernet and InfiniBand
 controllers, non-volatile memory."""
@@ -70,7 +70,9 @@ class Pcie:
                 continue
             width, speed = _ceiling(folder)
             uuid = uuids.get(address, "")
-            self._devices[address] = _Device(folder, f"{kind} {address}", uuid, width, speed)
+            # As the driver's lines call a GPU: without the function.
+            subject = f"gpu {address.partition('.')[0]}" if kind == "gpu" else f"{kind} {address}"
+            self._devices[address] = _Device(folder, subject, uuid, width, speed)
 
     def _read(self, address: str, at: _Device) -> Iterator[Reading]:
         def reading(name: str, value: float) -> Reading:
@@ -136,3 +138,13 @@ def _ceiling(folder: Path) -> tuple[int, float]:
 def pcie_sources(place: Place) -> list[Pcie]:
     """One, where there is a PCI bus."""
     return [Pcie(place)] if names(place.root / "sys/bus/pci/devices") else []
+
+
+def has_nvidia_gpu(root: Path) -> bool:
+    """Whether one is on the PCI bus, with a driver or without."""
+    folder = root / "sys/bus/pci/devices"
+    return any(
+        quiet(folder / address / "vendor") == "0x10de"
+        and quiet(folder / address / "class").startswith("0x03")
+        for address in names(folder)
+    )

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from holdfast.health.files import names, number, quiet, text, unknown
-from holdfast.health.network import Links
 from holdfast.health.readings import Reading
 from holdfast.health.sources import Place
 
 RDMA_S = 10.0
+ACTIVE = "ACTIVE"
 _COUNTERS = (
     "link_downed",
     "link_error_recovery",
@@ -40,63 +39,49 @@ _HW_COUNTERS = (
 
 
 class Rdma:
-    """Every port of every RDMA device. As with interfaces a link counts as lost only if it was there before."""
+    """Every port of every RDMA device."""
 
     name = "rdma"
     every_s = RDMA_S
 
-    def __init__(self, place: Place, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, place: Place) -> None:
         self._class = place.root / "sys/class"
         self._folder = self._class / "infiniband"
-        self._clock = clock
-        self._links = Links()
         self._guids: dict[str, str] = {}
-        self._rates: dict[str, float] = {}
 
     def read(self) -> Iterator[Reading]:
-        """`rdma.down_s`, `rdma.rate_share` (of the highest that this port had), `rdma.COUNTER`, `rdma.lost` (a device that
-        was there), `rdma.char_devices_missing`."""
-        now = self._clock()
+        """`rdma.state`, `rdma.rate_gbps`, `rdma.COUNTER`, `rdma.lost` (a device that was there),
+        `rdma.char_devices_missing`."""
         devices = names(self._folder)
         for name in devices:
             if name not in self._guids:
                 self._guids[name] = f"guid:{quiet(self._folder / name / 'node_guid')}"
             for port in names(self._folder / name / "ports"):
-                yield from self._port(name, port, now)
+                yield from self._port(name, port)
         for name, device in self._guids.items():
             yield Reading("rdma", "rdma.lost", float(name not in devices), name, device)
         yield from self._char_devices(devices)
 
-    def _port(self, name: str, port: str, now: float) -> Iterator[Reading]:
+    def _port(self, name: str, port: str) -> Iterator[Reading]:
         folder = self._folder / name / "ports" / port
         subject, device = f"{name} port {port}", self._guids[name]
-        up = self._up(name, folder)
-        if up is None:
-            why = "the driver calls every port active, and no network interface belongs to this one"
-            yield unknown("rdma", "rdma.down_s", why, subject, device)
-        else:
-            down_s = self._links.seen(subject, up, now)
-            if down_s is not None:
-                yield Reading("rdma", "rdma.down_s", down_s, subject, device)
-        if up and (rate := _rate(folder)):
-            highest = self._rates[subject] = max(rate, self._rates.get(subject, 0.0))
-            yield Reading("rdma", "rdma.rate_share", rate / highest, subject, device)
+        if (state := self._state(name, folder)) is not None:
+            yield Reading("rdma", "rdma.state", state, subject, device)
+            if state == ACTIVE and (rate := _rate(folder)):
+                yield Reading("rdma", "rdma.rate_gbps", rate, subject, device)
         for kind, wanted in (("counters", _COUNTERS), ("hw_counters", _HW_COUNTERS)):
             there = set(names(folder / kind))
             for counter in wanted:
                 if counter in there:
                     yield from number("rdma", f"rdma.{counter}", folder / kind / counter, subject, device)
 
-    def _up(self, name: str, folder: Path) -> bool | None:
-        """EFA's driver has no link state to tell; what is below an interface of the same device says it, if there is
-        one."""
-        driver = (self._folder / name / "device/driver").resolve().name
-        if driver == "efa":
+    def _state(self, name: str, folder: Path) -> str | None:
+        """EFA's driver calls every port active; what is below an interface of the same device says it, if there is one."""
+        if (self._folder / name / "device/driver").resolve().name == "efa":
             interfaces = self._folder / name / "device/net"
             states = [quiet(interfaces / interface / "operstate") for interface in names(interfaces)]
-            return any(state == "up" for state in states) if states else None
-        # `4: ACTIVE`, `5: LinkUp`
-        return quiet(folder / "state").startswith("4:")
+            return None if not states else ACTIVE if "up" in states else states[0].upper()
+        return quiet(folder / "state").partition(": ")[2] or None  # `4: ACTIVE`
 
     def _char_devices(self, devices: list[str]) -> Iterator[Reading]:
         folder = self._class / "infiniband_verbs"

@@ -1,0 +1,250 @@
+"""GPUs of NVIDIA, through the driver's library: errors of memory and links, temperature, clocks, lost devices, Xids.
+
+The library may hang when a GPU does, so that every call is made on a thread that is given up after a while (`guard`).
+Nothing here needs permission, and nothing of it is there without `nvidia-ml-py` (`pip install holdfast[gpu]`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from holdfast.health.files import names, unknown
+from holdfast.health.guard import Guard, NoAnswerError
+from holdfast.health.pcie import has_nvidia_gpu
+from holdfast.health.readings import Line, Reading
+from holdfast.health.sources import Place
+from holdfast.health.xids import XidEvents
+
+NVML_S = 30.0
+CALL_LIMIT_S = 10.0
+"""For all calls of one round; with persistence mode off the first ones take seconds."""
+LIBRARY = "libnvidia-ml.so.1"
+_FIELDS = {
+    3: "nvml.ecc.volatile.corrected",
+    4: "nvml.ecc.volatile.uncorrected",
+    5: "nvml.ecc.aggregate.corrected",
+    6: "nvml.ecc.aggregate.uncorrected",
+    38: "nvml.nvlink.flit_crc_errors",
+    45: "nvml.nvlink.data_crc_errors",
+    52: "nvml.nvlink.replays",
+    59: "nvml.nvlink.recoveries",
+    94: "nvml.pcie_replays",
+    143: "nvml.remap.uncorrected_rows",
+    144: "nvml.remap.pending",
+    145: "nvml.remap.failure",
+    230: "nvml.recovery_action",
+}
+"""Numbers of nvml.h (NVML_FI_DEV_*), asked for in one call."""
+_FIELD_TYPES = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
+_SLOWDOWN = 1
+_FABRIC_COMPLETED = 3
+
+
+class Gpu:
+    """One GPU that was there at the start. handle: None if it was lost already."""
+
+    def __init__(self, index: int, handle: Any, uuid: str = "", pci: str = "") -> None:
+        self.handle, self.uuid, self.pci = handle, uuid, pci
+        self.subject = f"gpu {pci or index}"
+        self.links: set[int] = set()
+
+
+class Nvml:
+    """All GPUs of this machine. `fileno` is readable when the driver reported an Xid."""
+
+    name = "nvml"
+    every_s = NVML_S
+
+    def __init__(self, root: Path, library: Any, clock: Callable[[], float] = time.monotonic) -> None:
+        """library: the module pynvml, loaded."""
+        self._root, self._nvml, self._clock = root, library, clock
+        self._guard = Guard("the NVIDIA driver", CALL_LIMIT_S)
+        self._gpus: list[Gpu] = []
+        self._begun = False
+        self._events = XidEvents(library)
+        self._due_s = clock()
+        self._absent = {
+            library.NVML_ERROR_NOT_SUPPORTED,
+            library.NVML_ERROR_INVALID_ARGUMENT,
+            library.NVML_ERROR_FUNCTION_NOT_FOUND,
+            library.NVML_ERROR_NOT_FOUND,
+            library.NVML_ERROR_ARGUMENT_VERSION_MISMATCH,
+        }
+
+    def fileno(self) -> int:
+        """Readable when there is an Xid to be read."""
+        return self._events.fileno()
+
+    def read(self) -> Iterator[Reading | Line]:
+        """Xids that came as the kernel's lines; every `every_s` seconds also `nvml.silent_s` and what is in docs/health.md,
+        per GPU."""
+        yield from self._events.lines()
+        now = self._clock()
+        if now < self._due_s:
+            return
+        self._due_s = now + self.every_s - 1.0
+        try:
+            readings = self._guard.call(self._readings)
+        except NoAnswerError as error:
+            yield Reading("nvml", "nvml.silent_s", error.waited_s)
+            yield unknown("nvml", "nvml.devices", str(error))
+            return
+        except self._nvml.NVMLError as error:
+            # The library without a driver is usual in containers on machines without a GPU.
+            if error.value != self._nvml.NVML_ERROR_DRIVER_NOT_LOADED or has_nvidia_gpu(self._root):
+                yield unknown("nvml", "nvml.devices", error)
+            return
+        if readings:
+            yield Reading("nvml", "nvml.silent_s", 0.0)
+            yield from readings
+
+    def close(self) -> None:
+        """Gives the driver back, unless it hangs."""
+        self._events.close()
+        if self._begun:
+            try:
+                self._guard.call(self._nvml.nvmlShutdown)
+            except (NoAnswerError, self._nvml.NVMLError):
+                pass
+        self._guard.close()
+
+    # ------------------------------------------------------------ on the guard's thread
+
+    def _readings(self) -> list[Reading]:
+        if not self._begun:
+            self._nvml.nvmlInit()
+            self._begun = True
+            self._gpus = [self._meet(index) for index in range(self._nvml.nvmlDeviceGetCount())]
+            self._events.start([gpu for gpu in self._gpus if gpu.handle is not None])
+        found = [reading for gpu in self._gpus for reading in self._read(gpu)]
+        if self._gpus:
+            missing = len(names(self._root / "proc/driver/nvidia/gpus")) - len(self._gpus)
+            found.append(Reading("nvml", "nvml.missing", float(max(0, missing))))
+        return found
+
+    def _meet(self, index: int) -> Gpu:
+        nvml = self._nvml
+        try:
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            at = nvml.nvmlDeviceGetPciInfo(handle)
+            pci = f"{at.domain:04x}:{at.bus:02x}:{at.device:02x}"
+            return Gpu(index, handle, nvml.nvmlDeviceGetUUID(handle), pci)
+        except nvml.NVMLError:
+            return Gpu(index, None)
+
+    def _read(self, gpu: Gpu) -> Iterator[Reading]:
+        nvml = self._nvml
+        found: list[Reading] = []
+        try:
+            if gpu.handle is None:
+                raise nvml.NVMLError(nvml.NVML_ERROR_GPU_IS_LOST)
+            for read in (self._fields, self._clocks, self._memory, self._links, self._fabric):
+                found += read(gpu)
+        except nvml.NVMLError as error:
+            yield from found
+            if error.value == nvml.NVML_ERROR_GPU_IS_LOST:
+                yield self._reading(gpu, "nvml.lost", 1.0)
+            elif error.value == nvml.NVML_ERROR_RESET_REQUIRED:
+                yield self._reading(gpu, "nvml.lost", 0.0)
+                yield self._reading(
+                    gpu, "nvml.recovery_action", float(nvml.NVML_GPU_RECOVERY_ACTION_GPU_RESET)
+                )
+            else:
+                yield unknown("nvml", "nvml.lost", error, gpu.subject, gpu.uuid)
+            return
+        yield self._reading(gpu, "nvml.lost", 0.0)
+        yield from found
+
+    def _reading(self, gpu: Gpu, name: str, value: float) -> Reading:
+        return Reading("nvml", name, value, gpu.subject, gpu.uuid)
+
+    def _ask(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """The answer; None for what this GPU or driver does not have. Raises NVMLError otherwise."""
+        try:
+            return call(*arguments)
+        except self._nvml.NVMLError as error:
+            if error.value in self._absent:
+                return None
+            raise
+
+    def _fields(self, gpu: Gpu) -> Iterator[Reading]:
+        for field in self._ask(self._nvml.nvmlDeviceGetFieldValues, gpu.handle, list(_FIELDS)) or ():
+            if field.nvmlReturn == self._nvml.NVML_ERROR_GPU_IS_LOST:
+                raise self._nvml.NVMLError(field.nvmlReturn)
+            if field.nvmlReturn == self._nvml.NVML_SUCCESS:
+                value = getattr(field.value, _FIELD_TYPES[field.valueType])
+                yield self._reading(gpu, _FIELDS[field.fieldId], float(value))
+
+    def _clocks(self, gpu: Gpu) -> Iterator[Reading]:
+        nvml = self._nvml
+        celsius = self._ask(nvml.nvmlDeviceGetTemperature, gpu.handle, nvml.NVML_TEMPERATURE_GPU)
+        if celsius is not None:
+            yield self._reading(gpu, "nvml.temperature_c", float(celsius))
+        margin = self._ask(nvml.nvmlDeviceGetMarginTemperature, gpu.handle)
+        if margin is None and celsius is not None:  # before Hopper
+            limit = self._ask(nvml.nvmlDeviceGetTemperatureThreshold, gpu.handle, _SLOWDOWN)
+            margin = None if limit is None else limit - celsius
+        if margin is not None:
+            yield self._reading(gpu, "nvml.temperature_margin_c", float(margin))
+        reasons = self._ask(nvml.nvmlDeviceGetCurrentClocksEventReasons, gpu.handle)
+        if reasons is not None:
+            yield self._reading(gpu, "nvml.clock_reasons", float(reasons))
+
+    def _memory(self, gpu: Gpu) -> Iterator[Reading]:
+        status = self._nvml.c_nvmlEccSramErrorStatus_v1_t()
+        if (
+            self._ask(self._nvml.nvmlDeviceGetSramEccErrorStatus, gpu.handle, ctypes.byref(status))
+            is not None
+        ):
+            yield self._reading(gpu, "nvml.ecc.sram_threshold", float(status.bThresholdExceeded))
+
+    def _links(self, gpu: Gpu) -> Iterator[Reading]:
+        """Links that were active and are not: which links a GPU should have, it does not say (cards without a bridge
+        call theirs inactive)."""
+        active = set()
+        for link in range(self._nvml.NVML_NVLINK_MAX_LINKS):
+            state = self._ask(self._nvml.nvmlDeviceGetNvLinkState, gpu.handle, link)
+            if state is None:
+                break
+            if state:
+                active.add(link)
+        gpu.links |= active
+        if gpu.links:
+            yield self._reading(gpu, "nvml.nvlink.inactive", float(len(gpu.links - active)))
+
+    def _fabric(self, gpu: Gpu) -> Iterator[Reading]:
+        info = self._nvml.c_nvmlGpuFabricInfo_v2_t()
+        if self._ask(self._nvml.nvmlDeviceGetGpuFabricInfoV, gpu.handle, ctypes.byref(info)) is None:
+            return
+        if info.state:
+            yield self._reading(gpu, "nvml.fabric.completed", float(info.state == _FABRIC_COMPLETED))
+        if info.state == _FABRIC_COMPLETED:
+            yield self._reading(gpu, "nvml.fabric.status", float(info.status))
+            yield self._reading(gpu, "nvml.fabric.health_mask", float(info.healthMask))
+
+
+def load_nvml(folder: Path | None = None) -> Any:
+    """The module pynvml with the driver's library, or the one in `folder` (a stand-in); None without either. Asks the
+    driver nothing yet."""
+    try:
+        pynvml: Any = importlib.import_module("pynvml")
+        if folder is not None:
+            pynvml.nvmlLib = ctypes.CDLL(str(folder / LIBRARY))  # as its own loading does, by another name
+        else:
+            ctypes.CDLL(LIBRARY)
+    except (ImportError, OSError):
+        return None
+    return pynvml
+
+
+def nvml_sources(place: Place) -> list[Nvml]:
+    """One, where the library is."""
+    if place.stand_in and place.nvml is None:
+        return []
+    library = load_nvml(place.nvml)
+    return [] if library is None else [Nvml(place.root, library)]

@@ -1,0 +1,103 @@
+"""Xids as the driver's library reports them: where the kernel's log cannot be read, this is how they are heard of."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from holdfast.health.readings import Line
+
+if TYPE_CHECKING:
+    from holdfast.health.nvml import Gpu
+
+WAIT_MS = 2000
+"""How long a closed one may still wait."""
+AFTER_ERROR_S = 5.0
+
+
+class XidEvents:
+    """Waits for events on a thread of its own; `fileno` is readable when there are lines.
+
+    The lines look as in the kernel's log and say that they come from there: rules for Xids judge both alike, and an Xid
+    that is heard of twice is one.
+    """
+
+    def __init__(self, library: Any) -> None:
+        self._nvml = library
+        self._lines: deque[Line] = deque()
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        self._signal = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def fileno(self) -> int:
+        """-1 when it is closed."""
+        return self._signal
+
+    def start(self, gpus: Sequence[Gpu]) -> None:
+        """Follows these from now on."""
+        if gpus:
+            threading.Thread(target=self._run, args=(list(gpus),), name="nvml-events", daemon=True).start()
+
+    def lines(self) -> Iterator[Line]:
+        """What came since the last call."""
+        try:
+            os.eventfd_read(self._signal)
+        except BlockingIOError:
+            return
+        while self._lines:
+            yield self._lines.popleft()
+
+    def close(self) -> None:
+        """Ends the thread, without waiting for it."""
+        with self._lock:
+            self._closed.set()
+            if self._signal >= 0:
+                os.close(self._signal)
+                self._signal = -1
+
+    def _run(self, gpus: list[Gpu]) -> None:
+        nvml = self._nvml
+        addresses: dict[int | None, str] = {}
+        try:
+            nvml.nvmlInit()
+            events = nvml.nvmlEventSetCreate()
+        except nvml.NVMLError:
+            return  # no events on this machine; the kernel's log has them
+        for gpu in gpus:
+            try:
+                nvml.nvmlDeviceRegisterEvents(gpu.handle, nvml.nvmlEventTypeXidCriticalError, events)
+                addresses[_address(gpu.handle)] = gpu.pci
+            except nvml.NVMLError:
+                continue
+        while addresses and not self._closed.is_set():
+            try:
+                event = nvml.nvmlEventSetWait_v2(events, WAIT_MS)
+            except nvml.NVMLError as error:
+                if error.value != nvml.NVML_ERROR_TIMEOUT:
+                    self._closed.wait(AFTER_ERROR_S)  # a lost GPU makes every wait fail
+                continue
+            self._heard(addresses.get(_address(event.device), ""), int(event.eventData))
+        try:
+            nvml.nvmlEventSetFree(events)
+            nvml.nvmlShutdown()
+        except nvml.NVMLError:
+            pass
+
+    def _heard(self, pci: str, code: int) -> None:
+        with self._lock:
+            if pci and not self._closed.is_set():
+                self._lines.append(xid_line(pci, code))
+                os.eventfd_write(self._signal, 1)
+
+
+def xid_line(pci: str, code: int) -> Line:
+    """As the kernel says it, without what only the kernel knows."""
+    return Line("kmsg", f"NVRM: Xid (PCI:{pci}): {code}, reported by the driver's library")
+
+
+def _address(handle: Any) -> int | None:
+    return ctypes.cast(handle, ctypes.c_void_p).value

@@ -1,0 +1,194 @@
+"""The stand-in library (nvml/standin.c) below the real nvidia-ml-py."""
+
+import select
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from machines import Hand, lines, values, write
+
+from holdfast.health.nvml import LIBRARY, Nvml, load_nvml, nvml_sources
+from holdfast.health.sources import Place
+
+SUBJECT = "gpu 0000:5d:00"
+HEALTHY = {
+    "uuid": "GPU-aa-0",
+    "bus": "0x5d",
+    "temperature": "60",
+    "margin": "27",
+    "reasons": "4",
+    "sram_threshold": "0",
+    "fabric": "3 0 0x2",
+    "field3": "7",
+    "field4": "0",
+    "field143": "1",
+    "field144": "0",
+    "field145": "0",
+    "field230": "0",
+    **{f"nvlink{link}": "1" for link in range(18)},
+}
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory):
+    compiler = shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("the stand-in for libnvidia-ml.so.1 needs gcc, which is not installed")
+    built = tmp_path_factory.mktemp("nvml") / LIBRARY
+    source = Path(__file__).parent / "nvml" / "standin.c"
+    subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", built, source], check=True)
+    return built
+
+
+@pytest.fixture
+def gpus(library, tmp_path):
+    """The folder of the stand-in, with a healthy GPU in it."""
+    pytest.importorskip("pynvml")
+    folder = tmp_path / "gpus"
+    write(folder / "0", HEALTHY)
+    shutil.copy(library, folder / LIBRARY)
+    return folder
+
+
+@pytest.fixture
+def nvml(gpus, tmp_path):
+    pynvml = load_nvml(gpus)
+    clock = Hand()
+    source = Nvml(tmp_path, pynvml, clock)
+    source.clock = clock
+    yield source
+    source.close()
+    pynvml.nvmlLib = None
+    pynvml._nvmlGetFunctionPointer_cache.clear()
+
+
+def again(source):
+    source.clock.now += source.every_s
+    return values(source.read())
+
+
+def test_a_healthy_gpu(nvml):
+    readings = list(nvml.read())
+    assert values(readings) == {
+        ("nvml.silent_s", ""): 0.0,
+        ("nvml.missing", ""): 0.0,
+        ("nvml.lost", SUBJECT): 0.0,
+        ("nvml.temperature_c", SUBJECT): 60.0,
+        ("nvml.temperature_margin_c", SUBJECT): 27.0,
+        ("nvml.clock_reasons", SUBJECT): 4.0,
+        ("nvml.ecc.sram_threshold", SUBJECT): 0.0,
+        ("nvml.ecc.volatile.corrected", SUBJECT): 7.0,
+        ("nvml.ecc.volatile.uncorrected", SUBJECT): 0.0,
+        ("nvml.remap.uncorrected_rows", SUBJECT): 1.0,
+        ("nvml.remap.pending", SUBJECT): 0.0,
+        ("nvml.remap.failure", SUBJECT): 0.0,
+        ("nvml.recovery_action", SUBJECT): 0.0,
+        ("nvml.nvlink.inactive", SUBJECT): 0.0,
+        ("nvml.fabric.completed", SUBJECT): 1.0,
+        ("nvml.fabric.status", SUBJECT): 0.0,
+        ("nvml.fabric.health_mask", SUBJECT): 2.0,
+    }
+    assert {r.device for r in readings if r.subject} == {"GPU-aa-0"}
+    assert list(nvml.read()) == []  # not due yet
+
+
+def test_what_goes_wrong(nvml, gpus):
+    list(nvml.read())
+    write(
+        gpus / "0", {"field4": "2", "field145": "1", "field230": "2", "sram_threshold": "1", "margin": "-3"}
+    )
+    write(gpus / "0", {"reasons": "0x48", "fabric": "3 999 0x1", "nvlink3": "0", "nvlink7": "0"})
+    found = again(nvml)
+    assert found["nvml.ecc.volatile.uncorrected", SUBJECT] == 2.0
+    assert found["nvml.remap.failure", SUBJECT] == 1.0
+    assert found["nvml.recovery_action", SUBJECT] == 2.0
+    assert found["nvml.ecc.sram_threshold", SUBJECT] == 1.0
+    assert found["nvml.temperature_margin_c", SUBJECT] == -3.0
+    assert found["nvml.clock_reasons", SUBJECT] == 0x48
+    assert found["nvml.fabric.status", SUBJECT] == 999.0
+    assert found["nvml.nvlink.inactive", SUBJECT] == 2.0
+
+
+def test_an_old_card_has_less_and_its_limit_is_its_own(nvml, gpus):
+    for name in HEALTHY:
+        (gpus / "0" / name).unlink()
+    write(gpus / "0", {"temperature": "60", "threshold1": "90", "nvlink0": "0"})
+    assert values(nvml.read()) == {
+        ("nvml.silent_s", ""): 0.0,
+        ("nvml.missing", ""): 0.0,
+        ("nvml.lost", "gpu 0000:10:00"): 0.0,
+        ("nvml.temperature_c", "gpu 0000:10:00"): 60.0,
+        ("nvml.temperature_margin_c", "gpu 0000:10:00"): 30.0,
+    }
+
+
+def test_a_gpu_is_lost_while_the_other_goes_on(nvml, gpus):
+    write(gpus / "1", HEALTHY | {"uuid": "GPU-aa-1", "bus": "0x9b"})
+    list(nvml.read())
+    write(gpus / "0", {"lost": ""})
+    found = again(nvml)
+    assert found["nvml.lost", SUBJECT] == 1.0
+    assert not [name for name, subject in found if subject == SUBJECT and name != "nvml.lost"]
+    assert found["nvml.lost", "gpu 0000:9b:00"] == 0.0
+    assert found["nvml.temperature_c", "gpu 0000:9b:00"] == 60.0
+
+
+def test_a_gpu_that_was_lost_before_has_only_its_number(nvml, gpus):
+    write(gpus / "0", {"lost": ""})
+    assert values(nvml.read())["nvml.lost", "gpu 0"] == 1.0
+
+
+def test_a_gpu_that_needs_a_reset_or_fails_otherwise(nvml, gpus):
+    list(nvml.read())
+    write(gpus / "0", {"error": "16"})
+    assert again(nvml)["nvml.recovery_action", SUBJECT] == 1.0
+    write(gpus / "0", {"error": "999"})
+    assert again(nvml)["nvml.lost", SUBJECT] is None
+
+
+def test_gpus_that_the_driver_knows_and_the_library_does_not(nvml, tmp_path):
+    write(
+        tmp_path / "proc/driver/nvidia/gpus", {"0000:5d:00.0/information": "", "0000:9b:00.0/information": ""}
+    )
+    assert values(nvml.read())["nvml.missing", ""] == 1.0
+
+
+def test_a_driver_that_hangs_is_unknown(nvml, gpus, monkeypatch):
+    list(nvml.read())
+    monkeypatch.setattr(nvml._guard, "_limit_s", 0.02)
+    write(gpus / "0", {"hang": ""})
+    found = again(nvml)
+    assert found["nvml.silent_s", ""] > 0
+    assert found["nvml.devices", ""] is None
+    assert again(nvml)["nvml.silent_s", ""] > 0
+    (gpus / "0" / "hang").unlink()
+    nvml._guard._pending.done.wait()
+    monkeypatch.setattr(nvml._guard, "_limit_s", 10.0)
+    assert again(nvml)["nvml.lost", SUBJECT] == 0.0
+
+
+@pytest.mark.parametrize(("card", "known"), [(False, []), (True, ["nvml.devices"])])
+def test_a_library_without_a_driver(nvml, gpus, tmp_path, card, known):
+    write(gpus, {"init": "9"})
+    if card:
+        write(tmp_path / "sys/bus/pci/devices/0000:5d:00.0", {"vendor": "0x10de\n", "class": "0x030200\n"})
+    readings = list(nvml.read())
+    assert [r.name for r in readings] == known
+    assert all(r.value is None and r.why == "Driver Not Loaded" for r in readings)
+
+
+def test_an_xid_wakes_the_reader_and_reads_as_the_kernels_line(nvml, gpus):
+    list(nvml.read())
+    waiter = select.poll()
+    waiter.register(nvml.fileno(), select.POLLIN)
+    write(gpus / "0", {"xid.new": "1 79\n"})
+    (gpus / "0" / "xid.new").rename(gpus / "0" / "xid")
+    assert waiter.poll(10_000)
+    assert lines(nvml.read()) == ["NVRM: Xid (PCI:0000:5d:00): 79, reported by the driver's library"]
+    assert list(nvml.read()) == []
+
+
+def test_without_the_library_there_is_no_source(tmp_path):
+    assert nvml_sources(Place(tmp_path)) == []
+    assert nvml_sources(Place(tmp_path, tmp_path / "none")) == []
