@@ -104,7 +104,7 @@ def judge(core: Core) -> None:
         gang.stalled(core, culprits, verdict.reason)
     elif culprits:
         failures.condemn(core, culprits, f"hang: {verdict.reason}")
-    elif not inspection.unheard and all(_at_rest(v, allowed) for v in inspection.views):
+    elif not inspection.unheard and all(v.idle_s >= allowed[v.worker] for v in inspection.views):
         _nobody_differs(core)
 
 
@@ -123,10 +123,6 @@ def _allowed_s(core: Core, view: m.WorkerView) -> float:
     if view.median_s is None and view.place.phase in _COMPILING:
         return core.timing.start_s
     return MARGIN * core.timing.stall_s(view.median_s)
-
-
-def _at_rest(view: m.WorkerView, allowed: dict[str, float]) -> bool:
-    return view.place.phase in WAITING_PHASES or view.idle_s >= allowed[view.worker]
 
 
 def _nobody_differs(core: Core) -> None:

@@ -119,6 +119,8 @@ def find_culprits(
         behind = tuple(v.worker for v in waiting if _advance(v) == least)
         if len(behind) < len(waiting):
             return Verdict(behind, "waits at an earlier point than the others")
+    if len(still) < len(views):  # they may have gone on while they were looked at, each with another stack
+        return Verdict((), "not every worker stands still")
     return _odd_stack(views, stacks)
 
 

@@ -1,0 +1,199 @@
+"""In the middle of an upload, and of a copy to another node: agents that are killed there, and a disk that stands still.
+Whatever was reported saved is there, and training goes on from it with the same bits."""
+
+import os
+import re
+import select
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from harness import HERE, TINY, finish, leftovers, run, start, wait_for
+from test_snapshots import LENGTH, SAVES, TIERS, begins, ends, kill_all, memory_of, remove_memory_of
+
+from holdfast.checkpoint.archive import Archive
+from holdfast.coordinator.store import Store
+
+NIGHTLY = pytest.mark.nightly
+EVERY = 10
+
+
+class Gate:
+    """Where a process of the job waits for the test. See gate/sitecustomize.py."""
+
+    def __init__(self, folder: Path, point: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        folder.mkdir()
+        (folder / "open").touch()
+        for name in ("here", "go"):
+            os.mkfifo(folder / name)
+        self._go = folder / "go"
+        self._here = os.open(folder / "here", os.O_RDWR)
+        monkeypatch.setenv("HOLDFAST_TEST_POINT", point)
+        monkeypatch.setenv("HOLDFAST_TEST_GATE", str(folder))
+        monkeypatch.setenv(
+            "PYTHONPATH", os.pathsep.join([str(HERE / "gate"), os.environ.get("PYTHONPATH", "")])
+        )
+
+    def wait(self) -> int:
+        """The process that came there."""
+        assert select.select([self._here], [], [], 90)[0], "nobody came to the point"
+        return int(os.read(self._here, 100))
+
+    def open(self) -> None:
+        """Whoever waits goes on."""
+        os.close(os.open(self._go, os.O_WRONLY))
+
+    def close(self) -> None:
+        os.close(self._here)
+
+
+@pytest.fixture
+def gate_at(tmp_path, monkeypatch):
+    made = []
+
+    def make(point: str) -> Gate:
+        made.append(Gate(tmp_path / "gate", point, monkeypatch))
+        return made[-1]
+
+    yield make
+    for gate in made:
+        gate.close()
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory):
+    ran = run(tmp_path_factory.mktemp("calm"), "--nnodes", 2, TIERS, LENGTH, SAVES)
+    assert ran.code == 0, ran.output[-3000:]
+    return ends(ran)
+
+
+def agents(home: Path) -> dict[str, int]:
+    """The processes of the nodes, by name."""
+    found = {}
+    for pid, command in leftovers(home).items():
+        if node := re.search(r"holdfast\.agent .*--node=(\w+) ", command):
+            found[node[1]] = pid
+    return found
+
+
+def events(home: Path) -> list[tuple[str, dict]]:
+    store = Store(home / "jobs" / "job" / "job.sqlite", read_only=True)
+    try:
+        return [(e.kind, e.fields) for e in store.events()]
+    finally:
+        store.close()
+
+
+def reported(told: list[tuple[str, dict]], kind: str) -> list[int]:
+    return [fields["step"] for what, fields in told if what == kind]
+
+
+def whole(tier: Path) -> list[int]:
+    """The checkpoints of a tier; every one is as it was saved."""
+    archive = Archive(str(tier))
+    return [archive.verify(step).step for step in archive.steps()]
+
+
+def check_saved(ran, told, tier: Path) -> None:
+    """Of what was reported the newest two are kept, and nothing else passes for a checkpoint."""
+    assert whole(tier) == sorted(set(reported(told, "saved")))[-2:]
+    assert not memory_of(ran.job_dir.parents[1])
+
+
+def test_an_agent_that_is_killed_in_the_middle_of_an_upload(tmp_path, gate_at, calm):
+    """Its third row is not of the first checkpoint, which is reported and stays."""
+    gate, tier = gate_at("write:3"), tmp_path / "saved"
+    options = ["--nnodes", 2, "--spares", 1, "--checkpoint", f"{tier},every=100"]
+    process = start(tmp_path, *options, TIERS, LENGTH, SAVES)
+    victim = gate.wait()
+    assert victim in agents(tmp_path).values()
+    before = reported(events(tmp_path), "saved")
+    assert whole(tier) == before != []
+    os.kill(victim, signal.SIGKILL)
+    ran = finish(process, tmp_path)
+    assert ran.code == 0, ran.output[-3000:]
+    told = events(tmp_path)
+    lost_at = [kind for kind, _ in told].index("node-lost")
+    assert begins(ran)[1] >= max(reported(told[:lost_at], "snapshot"))
+    assert ends(ran) == calm
+    check_saved(ran, told, tier)
+
+
+@pytest.mark.nightly
+def test_everything_is_killed_in_the_middle_of_an_upload(tmp_path, gate_at, calm):
+    """Nothing is left but the tier: the checkpoint that was reported is the one to go on from."""
+    gate, tier = gate_at("write:3"), tmp_path / "saved"
+    options = ["--nnodes", 2, "--checkpoint", f"{tier},every=100"]
+    process = start(tmp_path, *options, TIERS, LENGTH, SAVES)
+    gate.wait()
+    before = reported(events(tmp_path), "saved")
+    kill_all(tmp_path, process)
+    remove_memory_of(tmp_path)
+    assert whole(tier) == before != []
+    shutil.rmtree(tmp_path / "jobs" / "job" / "logs")
+    ran = run(tmp_path, *options, TIERS, LENGTH, SAVES)
+    assert ran.code == 0, ran.output[-3000:]
+    assert begins(ran) == [before[-1]]
+    assert ends(ran) == calm
+    assert whole(tier)[-1] > before[-1]
+
+
+@pytest.mark.parametrize("victim", ["buddy", pytest.param("owner", marks=NIGHTLY)])
+def test_a_node_is_killed_in_the_middle_of_a_copy(tmp_path, gate_at, calm, victim):
+    """Half of a shard is at the buddy. Either of the two is killed; what was whole before is where training goes on."""
+    gate = gate_at("send:5")
+    process = start(tmp_path, "--nnodes", 2, "--spares", 1, TIERS, LENGTH, SAVES)
+    owner = gate.wait()
+    nodes = agents(tmp_path)
+    working = {fields["node"] for kind, fields in events(tmp_path) if kind == "worker-started"}
+    (buddy,) = [pid for name, pid in nodes.items() if name in working and pid != owner]
+    os.kill(owner if victim == "owner" else buddy, signal.SIGKILL)
+    if victim == "buddy":
+        gate.open()
+    ran = finish(process, tmp_path)
+    assert ran.code == 0, ran.output[-3000:]
+    told = events(tmp_path)
+    lost_at = [kind for kind, _ in told].index("node-lost")
+    there = reported(told[:lost_at], "snapshot")
+    assert there
+    assert begins(ran)[1] >= max(there)
+    assert ends(ran) == calm
+    assert not memory_of(tmp_path)
+
+
+def test_a_disk_that_stands_still_holds_up_nothing_but_itself(tmp_path, gate_at):
+    """It is said after a while, later checkpoints are skipped with a word, and snapshots go on in memory."""
+    gate, tier = gate_at("write:1"), tmp_path / "saved"
+    wide = tmp_path / "train_wide.py"
+    wide.write_text(TINY.read_text().replace("WIDTH = 64", "WIDTH = 256"))
+    options = [
+        "--nnodes",
+        2,
+        "--snapshot-every",
+        EVERY,
+        "--detection",
+        0.5,
+        "--checkpoint",
+        f"{tier},every=50",
+    ]
+    process = start(tmp_path, *options, wide, 1_000_000)
+    gate.wait()
+    wait_for(process, "nothing of step")
+    assert whole(tier) == []
+    gate.open()
+    wait_for(process, "skipped meanwhile")
+    process.send_signal(signal.SIGINT)
+    ran = finish(process, tmp_path)
+    assert ran.report["outcome"] == "stopped"
+    assert ran.report["incidents"] == []
+    told = events(tmp_path)
+    (slow,) = [fields for kind, fields in told if kind == "tier-slow"]
+    skipped = [fields for kind, fields in told if kind == "checkpoint-skipped"]
+    assert [(f["older"], f["url"]) for f in skipped[:1]] == [(slow["step"], str(tier))]
+    alarm = [kind for kind, _ in told].index("tier-slow")
+    assert max(reported(told[:alarm], "snapshot")) > skipped[0]["step"] > slow["step"], "training went on"
+    assert not reported(told[:alarm], "saved")
+    first = next(fields for kind, fields in told if kind == "saved")
+    assert (first["step"], first["skipped"] > 0) == (slow["step"], True)
+    check_saved(ran, told, tier)
