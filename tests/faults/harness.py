@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
+import pytest
 
 from holdfast.coordinator.store import Store
 
 HERE = Path(__file__).parent
 TINY = HERE / "train_tiny.py"
+TIERS = HERE / "train_tiers.py"
+
+_started: list[subprocess.Popen[str]] = []
+"""Launchers of the test that runs now."""
 
 
 @dataclass
@@ -58,9 +67,11 @@ def start(home: Path, *args: object, job: str = "job") -> subprocess.Popen[str]:
     env = dict(os.environ, HOLDFAST_HOME=str(home))
     command = [sys.executable, "-m", "holdfast.cli", "run", "--job", job, "--no-ui"]
     command += ["--report", str(home / f"{job}.json"), *map(str, args)]
-    return subprocess.Popen(
+    process = subprocess.Popen(
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
+    _started.append(process)
+    return process
 
 
 def wait_for(process: subprocess.Popen[str], text: str) -> None:
@@ -128,6 +139,33 @@ def held(home: Path, *but: int) -> list[int]:
             except ProcessLookupError:
                 continue
     return fds
+
+
+def shared(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Ran]) -> Ran:
+    """What `make` returns for a folder that it has to itself; made once for all processes of this test run."""
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+    done = root / f"{name}.json"
+    with (root / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            (root / name).mkdir()
+            ran = make(root / name)
+            assert ran.code == 0, ran.output[-3000:]
+            done.write_bytes(msgspec.json.encode(ran, enc_hook=str))
+        return msgspec.json.decode(done.read_bytes(), type=Ran, dec_hook=lambda kind, value: kind(value))
+
+
+def end_started() -> None:
+    """Ends the launchers that a failed test left, and closes their pipes."""
+    while _started:
+        process = _started.pop()
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
 
 
 def end_leftovers(home: Path) -> None:

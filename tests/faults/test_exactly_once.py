@@ -1,7 +1,7 @@
 """Every sample exactly once per epoch, through kills and resizes, as the workers themselves recorded it."""
 
 import pytest
-from harness import HERE, run, start
+from harness import HERE, run, shared, start
 from test_life import wait_for
 from test_snapshots import kill_all
 
@@ -24,11 +24,12 @@ def check(ledger, steps=STEPS):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    home = tmp_path_factory.mktemp("undisturbed")
-    ran = run(home, "--nnodes", 3, SCRIPT, STEPS, home / "ledger", 0)
-    assert ran.code == 0, ran.output[-3000:]
-    check(home / "ledger")
-    return ran
+    def once(home):
+        ran = run(home, "--nnodes", 3, SCRIPT, STEPS, home / "ledger", 0)
+        check(home / "ledger")
+        return ran
+
+    return shared(tmp_path_factory, "samples", once)
 
 
 def test_kills_in_every_phase_lose_and_repeat_no_sample(tmp_path, undisturbed):
