@@ -12,6 +12,7 @@ from holdfast.cli import (
     data,
     events,
     fault,
+    health,
     logs,
     metrics,
     plan,
@@ -49,6 +50,7 @@ checkpoint.app.command("export")(portable.export)
 checkpoint.app.command("import")(portable.import_)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(data.app, name="data")
+app.add_typer(health.app, name="health")
 app.add_typer(plan.app, name="plan")
 
 

@@ -163,7 +163,7 @@ def _entry(table: Fields, entry: Fields) -> Fields:
     of_class: Fields = table["class"].get(entry.get("class", ""), {})
     words = [entry.get("name", ""), entry.get("why") or of_class.get("wording", "")]
     own = {k: v for k, v in entry.items() if k not in ("class", "name", "why", "repeat")}
-    return of_class | own | {"wording": ": ".join(filter(None, words))}
+    return of_class | own | {"wording": ". ".join(filter(None, words))}
 
 
 def _tables(tables: Fields, key: str, name: str, text: str) -> dict[str, Fields]:

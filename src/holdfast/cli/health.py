@@ -1,0 +1,201 @@
+"""`holdfast health`: the rules by which nodes are judged, what one of them means, and whether a file of rules is right."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from holdfast.cli.common import AsJson, write_json
+
+if TYPE_CHECKING:
+    from holdfast.health.rules import Rule
+    from holdfast.health.ruleset import RuleSet
+
+app = typer.Typer(
+    no_args_is_help=True, help="The rules by which nodes are judged: list, explain, check them."
+)
+RuleFiles = Annotated[
+    list[str] | None, typer.Option("--rules", help="A file of your own rules, over the catalogue.")
+]
+
+
+@app.command("rules")
+def rules(
+    source: Annotated[
+        str | None, typer.Option("--source", help="Only of this source, for example kmsg.")
+    ] = None,
+    remedy: Annotated[
+        str | None, typer.Option("--remedy", help="Only with this remedy, for example reboot.")
+    ] = None,
+    files: RuleFiles = None,
+    as_json: AsJson = False,
+) -> None:
+    """Lists the rules: what each looks at, how bad it is, and what it asks for."""
+    from holdfast.errors import UsageError
+    from holdfast.health.ruleset import load_rules
+    from holdfast.observe.tables import print_table
+    from holdfast.protocol.health import Remedy
+
+    known = load_rules(files or ())
+    sources = sorted({rule.source for rule in known})
+    if source is not None and source not in sources:
+        raise UsageError(f"--source {source!r}: there are {', '.join(sources)}")
+    if remedy is not None and remedy not in set(Remedy):
+        raise UsageError(f"--remedy {remedy!r}: there are {', '.join(Remedy)}")
+    shown = [r for r in known if source in (None, r.source) and remedy in (None, r.remedy.value)]
+    if as_json:
+        write_json([_fields(known, r) for r in shown])
+        return
+    rows = [(r.id, r.source, r.severity.value, r.remedy.value, _gist(r)) for r in shown]
+    print_table(sys.stdout, ("rule", "source", "severity", "asks for", "what it means"), rows)
+
+
+@app.command("explain")
+def explain(
+    name: Annotated[str, typer.Argument(help="A rule, or an Xid: xid-79, 79, `xid 79`.")],
+    files: RuleFiles = None,
+    as_json: AsJson = False,
+) -> None:
+    """Tells what a rule looks for, what it means, what it asks for and where that comes from."""
+    from holdfast.health.ruleset import load_rules
+
+    known = load_rules(files or ())
+    found = _find(known, name)
+    if as_json:
+        write_json([_fields(known, r) for r in found])
+        return
+    sys.stdout.write("\n".join(_told(known, r) for r in found))
+
+
+@app.command("check")
+def check(file: Annotated[Path, typer.Argument(help="A file of rules.")]) -> None:
+    """Checks a file of rules: what it adds and changes, or the line in which it is wrong."""
+    from holdfast.errors import UsageError
+    from holdfast.health.ruleset import catalogue
+
+    known = catalogue()
+    before = {rule.id: rule for rule in known}
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{file} cannot be read: {error}") from None
+    for id in known.read(text, str(file)):
+        rule = known.get(id)
+        if rule == before.get(id):
+            continue
+        assert rule is not None
+        what = "adds" if id not in before else "changes" if rule.enabled else "switches off"
+        sys.stdout.write(f"{what:<12} {id}: {rule.severity}, asks for {rule.remedy}\n")
+    sys.stdout.write(f"{file} is right\n")
+
+
+def _find(known: RuleSet, name: str) -> list[Rule]:
+    """The rule of this name, with the variants of its code.
+
+    Raises:
+        UsageError: there is none; the nearest names are told.
+    """
+    import difflib
+
+    from holdfast.errors import UsageError
+
+    plain = re.sub(r"[\s:=]+", "-", name.strip().lower())
+    tries = [plain, f"xid-{plain}", f"sxid-{plain}"] if plain.isdigit() else [plain]
+    for id in tries:
+        rule = known.get(id)
+        if rule is not None:
+            more = (r for r in known if rule.family and r.id.startswith(f"{id}-"))
+            return [rule, *more]
+    if re.fullmatch(r"(s?xid-)?\d+", plain):
+        family = "sxid" if plain.startswith("sxid") or len(plain) > len("xid-999") else "xid"
+        raise UsageError(
+            f"{name!r} is not in the catalogue; such a code is judged by the rule {family}-unknown. "
+            f"`holdfast health explain {family}-unknown` tells more"
+        )
+    near = difflib.get_close_matches(plain, [r.id for r in known], n=3)
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    raise UsageError(f"no rule is called {name!r}{hint}; `holdfast health rules` lists them")
+
+
+def _told(known: RuleSet, rule: Rule) -> str:
+    from holdfast.observe.tables import WIDTH
+
+    flags = [k for k in ("shared", "dry_run") if getattr(rule, k)] + (
+        [] if rule.enabled else ["switched off"]
+    )
+    rows = [
+        ("meaning", rule.wording),
+        ("looks at", f"{rule.source}: {_looks(rule)}"),
+        ("severity", rule.severity.value),
+        (
+            "asks for",
+            rule.remedy.value + (f"  ({', '.join(flags)})".replace("dry_run", "on trial") if flags else ""),
+        ),
+        ("when", _when(rule)),
+        ("from", rule.reference),
+        ("written in", known.origin(rule.id)),
+        *(("example", line) for line in rule.examples[:3]),
+    ]
+    lines = [rule.id]
+    for head, text in rows:
+        if text:
+            lines += _folded(head, text, WIDTH)
+    return "\n".join(lines) + "\n"
+
+
+def _folded(head: str, text: str, width: int) -> list[str]:
+    import textwrap
+
+    room = width - 14
+    parts = textwrap.wrap(text, room, break_long_words=True, break_on_hyphens=False) or [""]
+    return [f"  {head if i == 0 else '':<12}{part}" for i, part in enumerate(parts)]
+
+
+def _looks(rule: Rule) -> str:
+    from holdfast.health.rules import CONDITIONS
+
+    if rule.unknown:
+        return "values that cannot be read"
+    if rule.reading:
+        condition = next(c for c in CONDITIONS if getattr(rule, c) not in (None, ""))
+        return f"{rule.reading} {condition.replace('_', ' ')} {getattr(rule, condition)}"
+    code = f", code {rule.code}" if rule.family else ""
+    return f"lines like {rule.pattern}{code}"
+
+
+def _when(rule: Rule) -> str:
+    words = []
+    if rule.start_within:
+        words.append(f"no such line within {rule.start_within:g} s of the start")
+    if rule.every:
+        words.append(f"no such line for {rule.every:g} s")
+    if rule.above is not None and rule.pattern:
+        words.append(f"its number is above {rule.above:g}")
+    if rule.below is not None and rule.pattern:
+        words.append(f"its number is below {rule.below:g}")
+    if rule.count > 1:
+        words.append(f"{rule.count} times" + (f" within {rule.window:g} s" if rule.window else " in a row"))
+    elif rule.window and not rule.share:
+        words.append(f"within {rule.window:g} s")
+    if rule.share:
+        words.append(f"for {rule.share:.0%} of {rule.window:g} s")
+    if rule.holds:
+        words.append(f"for {rule.holds:g} s without a break")
+    return ", ".join(words)
+
+
+def _gist(rule: Rule) -> str:
+    """The first sentence, with a mark for what is off or on trial."""
+    mark = "(off) " if not rule.enabled else "(on trial) " if rule.dry_run else ""
+    return mark + re.split(r"(?<=[.;:]) ", rule.wording)[0].rstrip(".;:")
+
+
+def _fields(known: RuleSet, rule: Rule) -> dict[str, Any]:
+    import msgspec
+
+    fields: dict[str, Any] = msgspec.to_builtins(rule)
+    return fields | {"severity": rule.severity, "remedy": rule.remedy, "written_in": known.origin(rule.id)}
