@@ -75,6 +75,40 @@ def run(
         str,
         typer.Option("--data-cache", help="Folder of each node for remote data files: DIR[,size=50G]."),
     ] = "",
+    health: Annotated[
+        bool, typer.Option("--health/--no-health", help="Watch the nodes' hardware and kernel.")
+    ] = True,
+    health_rules: Annotated[
+        list[Path] | None,
+        typer.Option("--health-rules", help="Rules (TOML) over the catalogue; can be repeated."),
+    ] = None,
+    health_dry_run: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--health-dry-run",
+            help="RULE on trial, written down and never acted on; * for all; can be repeated.",
+        ),
+    ] = None,
+    node_history: Annotated[
+        str,
+        typer.Option(
+            "--node-history",
+            help="Histories of nodes across jobs: a SQLite file or a PostgreSQL URL.",
+        ),
+    ] = "",
+    blast_radius: Annotated[
+        str,
+        typer.Option("--blast-radius", help="Act on at most this share of the nodes within ten minutes."),
+    ] = "25%",
+    deep_checks: Annotated[
+        bool, typer.Option("--deep-checks", help="Nodes pass the deep checks before they join.")
+    ] = False,
+    hooks: Annotated[
+        Path | None,
+        typer.Option(
+            "--hooks", help="Folder of scripts on-create, before-join, on-drain, after-job, run on each node."
+        ),
+    ] = None,
     report: Annotated[Path | None, typer.Option("--report", help="Write the report as JSON.")] = None,
     no_ui: Annotated[bool, typer.Option("--no-ui", help="Plain lines instead of the live view.")] = False,
     max_restarts: Annotated[
@@ -90,6 +124,7 @@ def run(
     port: Annotated[int, typer.Option("--port", help="The coordinator's port; 0: any free one.")] = 0,
 ) -> None:
     """Runs a training script on several nodes and keeps it running through failures."""
+    from holdfast.cli.healthspec import HealthOptions
     from holdfast.cli.spec import Options, plan
 
     spec = plan(
@@ -116,6 +151,15 @@ def run(
             racks=racks,
             checkpoints=tuple(checkpoint or ()),
             data_cache=data_cache,
+            health=HealthOptions(
+                watch=health,
+                rules=tuple(health_rules or ()),
+                dry_run=tuple(health_dry_run or ()),
+                history=node_history,
+                blast_radius=blast_radius,
+                deep=deep_checks,
+                hooks=hooks,
+            ),
         )
     )
     outcome = _run(spec, no_ui, port, report)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from holdfast.cli.healthspec import HealthOptions, plan_health
 from holdfast.cli.memory import check_memory
 from holdfast.cli.saving import plan_saving
 from holdfast.data.cache import absolute_cache
@@ -50,6 +51,7 @@ class Options(msgspec.Struct, frozen=True):
     racks: int = 0
     checkpoints: tuple[str, ...] = ()
     data_cache: str = ""
+    health: HealthOptions = HealthOptions()
 
 
 def plan(given: Options) -> JobSpec:
@@ -89,6 +91,7 @@ def plan(given: Options) -> JobSpec:
             jobs.job_dir(name) / "checkpoint",
         ),
         data_cache=absolute_cache(given.data_cache) if given.data_cache else "",
+        health=plan_health(given.health),
     )
     _check_report(given.report)
     check_memory(high + given.spares, nproc, available_bytes())

@@ -1,0 +1,80 @@
+"""What a job is told about health, from the options of `holdfast run`."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import msgspec
+
+from holdfast.agent.hooks import check_hooks
+from holdfast.errors import UsageError
+from holdfast.health.ruleset import load_rules
+from holdfast.protocol.health import HealthSpec
+
+
+class HealthOptions(msgspec.Struct, frozen=True):
+    """What was given on the command line."""
+
+    watch: bool = True
+    rules: tuple[Path, ...] = ()
+    dry_run: tuple[str, ...] = ()
+    history: str = ""
+    blast_radius: str = "25%"
+    deep: bool = False
+    hooks: Path | None = None
+
+
+def plan_health(given: HealthOptions) -> HealthSpec:
+    """Raises UsageError for what cannot work; nothing is written."""
+    if not given.watch and (given.rules or given.dry_run):
+        raise UsageError(
+            "--no-health: nobody looks then, so --health-rules and --health-dry-run have no sense"
+        )
+    rules = tuple(str(path.resolve()) for path in given.rules)
+    if rules or given.dry_run:
+        load_rules(rules, given.dry_run)
+    if given.hooks is not None:
+        check_hooks(given.hooks)
+    return HealthSpec(
+        watch=given.watch,
+        rules=rules,
+        dry_run=given.dry_run,
+        history=_history(given.history),
+        blast_share=parse_share("--blast-radius", given.blast_radius),
+        deep=given.deep,
+        hooks=str(given.hooks.resolve()) if given.hooks else "",
+    )
+
+
+def parse_share(option: str, text: str) -> float:
+    """`25%` or `0.25`: more than nothing, at most everything. Raises UsageError."""
+    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)(%?)", text.strip())
+    share = float(match[1]) / (100 if match[2] else 1) if match else 0.0
+    if not 0 < share <= 1:
+        raise UsageError(f"{option} {text!r}: a share of the nodes, for example 25% or 0.25")
+    return share
+
+
+def _history(text: str) -> str:
+    """A PostgreSQL URL as it is; a file as an absolute path, in a folder that can be written."""
+    if not text:
+        return ""
+    scheme, separator, _ = text.partition("://")
+    if separator:
+        if scheme not in ("postgresql", "postgres"):
+            raise UsageError(
+                f"--node-history {scheme}://...: write a file, or postgresql://USER@HOST/DATABASE"
+            )
+        return text
+    path = Path(text).resolve()
+    if path.is_dir():
+        raise UsageError(
+            f"--node-history {text}: that is a folder; name a file in it, for example health.sqlite"
+        )
+    if not path.parent.is_dir():
+        raise UsageError(f"--node-history {text}: there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UsageError(f"--node-history {text}: it cannot be written there")
+    return str(path)
