@@ -25,6 +25,7 @@ SAMPLES = {
     "node-unavailable": {"reason": "the engine has none"},
     "node-leaving": {"node": "node1", "reason": "spot interruption", "within_s": 120.0},
     "node-left": {"node": "node1", "reason": "spot interruption"},
+    "node-taken": {"node": "n7", "reason": "Slurm took it away"},
     "node-stays": {"node": "node1"},
     "resize": {"nodes": 2, "before": 4, "reason": "holdfast resize"},
     "capacity": {"nodes": 2, "before": 4, "reason": "preempted by job 17, priority 100", "within_s": 30.0},

@@ -6,6 +6,7 @@ While there is no coordinator, messages wait here with the time of their arrival
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,6 +19,18 @@ from holdfast.errors import ProtocolError
 from holdfast.protocol import messages as m
 from holdfast.protocol.endpoint import read_endpoint
 from holdfast.protocol.frames import Codec, encode
+
+
+def give_up_when_gone(websocket: aiohttp.ClientWebSocketResponse, within_s: float) -> None:
+    """Has the kernel end the connection when the other machine's kernel is silent for so long. A process there that is
+    only busy is not taken for gone."""
+    raw = websocket.get_extra_info("socket")
+    if raw is not None:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(within_s * 1000))
+
 
 _codec: Codec[m.ToAgent] = Codec(m.ToAgent)
 RETRY_S = (0.02, 0.05, 0.1, 0.2, 0.5)
@@ -67,7 +80,9 @@ class CoordinatorLink:
         """Runs until cancelled."""
         lost_at = time.monotonic()
         attempt = 0
-        async with aiohttp.ClientSession() as session:
+        # A machine that is gone does not refuse a connection: it lets one wait.
+        limit = aiohttp.ClientTimeout(total=None, sock_connect=4 * self._heartbeat_s)
+        async with aiohttp.ClientSession(timeout=limit) as session:
             while True:
                 if await self._converse(session):
                     self._lost()
@@ -85,7 +100,7 @@ class CoordinatorLink:
         if where is None:
             return False
         try:
-            socket = await session.ws_connect(
+            link = await session.ws_connect(
                 f"{where.url}/agent",
                 headers={"Authorization": f"Bearer {self._token}"},
                 max_msg_size=16 << 20,
@@ -94,25 +109,26 @@ class CoordinatorLink:
             )
         except (aiohttp.ClientError, OSError, TimeoutError):
             return False
-        async with socket:
+        give_up_when_gone(link, 4 * self._heartbeat_s)
+        async with link:
             try:
-                await socket.send_bytes(encode(self._hello()))
+                await link.send_bytes(encode(self._hello()))
             except (OSError, aiohttp.ClientError):
                 return False
             self.connected = True
             try:
                 async with asyncio.TaskGroup() as group:
-                    sender = group.create_task(self._sending(socket))
+                    sender = group.create_task(self._sending(link))
                     pulse = group.create_task(self._beating())
-                    await self._receiving(socket)
+                    await self._receiving(link)
                     sender.cancel()
                     pulse.cancel()
             finally:
                 self.connected = False
         return True
 
-    async def _receiving(self, socket: aiohttp.ClientWebSocketResponse) -> None:
-        async for frame in socket:
+    async def _receiving(self, link: aiohttp.ClientWebSocketResponse) -> None:
+        async for frame in link:
             if self._silent:
                 await asyncio.Event().wait()
             if frame.type is aiohttp.WSMsgType.BINARY:
@@ -127,7 +143,7 @@ class CoordinatorLink:
             await asyncio.sleep(self._heartbeat_s)
             self.send(m.Heartbeat())
 
-    async def _sending(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+    async def _sending(self, link: aiohttp.ClientWebSocketResponse) -> None:
         while True:
             if not self._waiting:
                 self._idle.set()
@@ -139,7 +155,7 @@ class CoordinatorLink:
             if isinstance(message, m.FromWorker):
                 message = msgspec.structs.replace(message, age_s=time.monotonic() - arrived)
             try:
-                await socket.send_bytes(encode(message))
+                await link.send_bytes(encode(message))
             except (OSError, aiohttp.ClientError):
                 return
             self._waiting.popleft()

@@ -44,10 +44,10 @@ def ledger(folder: Path) -> Iterator[Store]:
     """
     import sqlite3
 
-    from holdfast.coordinator.store import Store
+    from holdfast.coordinator.store import Store, newest_ledger
     from holdfast.errors import UsageError
 
-    path = folder / "job.sqlite"
+    path = newest_ledger(folder)
     if not path.is_file():
         raise UsageError(f"the job {folder.name!r} was never started: there is no {path}")
     store = Store(path, read_only=True)

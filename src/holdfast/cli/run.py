@@ -193,7 +193,7 @@ def _run(spec: JobSpec, no_ui: bool, port: int, report: Path | None) -> str | No
 async def _launch(spec: JobSpec, folder: JobFolder, view: LiveView | PlainView, port: int) -> dict[str, Any]:
     import asyncio
 
-    from holdfast.engines.local.launcher import Launcher
+    from holdfast.engines.local.launcher import LocalLauncher
 
     async def tick() -> None:
         while True:
@@ -202,7 +202,7 @@ async def _launch(spec: JobSpec, folder: JobFolder, view: LiveView | PlainView, 
 
     ticking = asyncio.create_task(tick())
     try:
-        return await Launcher(spec, folder, view, port).run()
+        return await LocalLauncher(spec, folder, view, port).run()
     finally:
         ticking.cancel()
 

@@ -17,28 +17,28 @@ EXIT_PORT = 3
 
 
 def main() -> int:
-    """Serves until the job is over. Exit code 3: the port is taken."""
+    """Serves until the job is over. Exit code 3: the port is taken; 4: another took its place."""
     parser = argparse.ArgumentParser(prog="holdfast.coordinator")
     parser.add_argument("--job-dir", type=Path, required=True)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--term", type=int, default=0, help="of office; 0: nobody else could hold it")
     parser.add_argument("--lifeline", type=int)
     given = parser.parse_args()
     os.umask(0o077)
     spec = msgspec.json.decode((given.job_dir / "spec.json").read_bytes(), type=JobSpec)
     resume = msgspec.json.decode((given.job_dir / "resume.json").read_bytes(), type=Resume)
     try:
-        asyncio.run(_serve(given.job_dir, spec, resume, given.host, given.port, given.lifeline))
+        asyncio.run(_serve(given, spec, resume))
     except OSError as error:
         print(f"holdfast: cannot listen on {given.host}:{given.port}: {error.strerror}", file=sys.stderr)
         return EXIT_PORT
     return 0
 
 
-async def _serve(
-    job_dir: Path, spec: JobSpec, resume: Resume, host: str, port: int, lifeline: int | None
-) -> None:
-    await Coordinator(job_dir, spec, resume).serve(host, port, lifeline)
+async def _serve(given: argparse.Namespace, spec: JobSpec, resume: Resume) -> None:
+    coordinator = Coordinator(given.job_dir, spec, resume, given.term)
+    await coordinator.serve(given.host, given.port, given.lifeline)
 
 
 if __name__ == "__main__":

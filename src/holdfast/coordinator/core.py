@@ -47,7 +47,7 @@ from holdfast.coordinator.events import (
 )
 from holdfast.coordinator.state import CoreState, Injection, JobPhase, Node, Worker, WorkerPhase
 from holdfast.protocol import messages as m
-from holdfast.protocol.availability import Capacity, NodeAvailable, NodeGoing, NodeUnavailable
+from holdfast.protocol.availability import Capacity, NodeAvailable, NodeGoing, NodeTaken, NodeUnavailable
 from holdfast.protocol.job import JobSpec
 
 
@@ -189,6 +189,8 @@ class Core:
                 self.state.ask_after_s = None
             case NodeGoing(name, reason, within_s):
                 resizing.going(self, name, reason, within_s)
+            case NodeTaken(name, reason):
+                nodes.taken(self, name, reason)
             case Capacity(count, reason, within_s):
                 resizing.capacity(self, count, reason, within_s)
             case ResizeRequested(count, reason):

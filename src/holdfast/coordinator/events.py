@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from holdfast.protocol.availability import Capacity, NodeAvailable, NodeGoing, NodeUnavailable
+from holdfast.protocol.availability import Capacity, NodeAvailable, NodeGoing, NodeTaken, NodeUnavailable
 from holdfast.protocol.job import Durable
 from holdfast.protocol.messages import AgentMessage, Hello, ToAgent
 
@@ -78,6 +78,7 @@ Event = (
     | NodeAvailable
     | NodeUnavailable
     | NodeGoing
+    | NodeTaken
     | Capacity
     | StopRequested
     | ResizeRequested
@@ -109,10 +110,11 @@ class ProvideNode(msgspec.Struct, frozen=True):
 
 
 class ReleaseNode(msgspec.Struct, frozen=True):
-    """The job went on without this node: the engine makes sure that nothing of it runs on."""
+    """The job went on without this node: the engine makes sure that nothing of it runs on. planned: it was not lost."""
 
     node: str
     reason: str
+    planned: bool = False
 
 
 class MarkNode(msgspec.Struct, frozen=True):

@@ -64,6 +64,17 @@ def give_up(core: Core, node: Node, cause: str) -> None:
     lose(core, node, cause)
 
 
+def taken(core: Core, name: str, reason: str) -> None:
+    """A node belongs to somebody else now: what still runs there is to end, not to come back as a new node."""
+    node = core.state.nodes.get(name)
+    if node is None:
+        return
+    node.leaving = node.leaving or reason
+    if node.alive:
+        lose(core, node, reason, release=False)
+    core.record("node-taken", node=name, reason=reason)
+
+
 def fence(core: Core, node: Node | None, name: str) -> None:
     """A node that was given up speaks: nothing of it may run on. It comes back as a new one."""
     if node is not None and node.leaving is not None:

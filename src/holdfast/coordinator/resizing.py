@@ -293,7 +293,7 @@ def _release(core: Core, node: Node) -> None:
     core.record("node-left", node=node.name, reason=reason)
     core.send(node.name, m.Shutdown(reason))
     saving.node_lost(core, node)
-    core.act(ReleaseNode(node.name, reason))
+    core.act(ReleaseNode(node.name, reason, planned=True))
 
 
 # ---------------------------------------------------------------- what it cost

@@ -8,7 +8,6 @@ import asyncio
 import hmac
 import os
 import signal
-import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,11 +18,12 @@ from aiohttp import WSCloseCode, WSMsgType, web
 
 from holdfast.coordinator import events as ev
 from holdfast.coordinator import resizing
+from holdfast.coordinator.clock import Anchor, CoreClock
 from holdfast.coordinator.core import Core
 from holdfast.coordinator.injector import Injector, Planned, Strike
 from holdfast.coordinator.metrics import CONTENT_TYPE, metrics_text
 from holdfast.coordinator.report import build_report, build_status
-from holdfast.coordinator.store import LedgerEntry, Store
+from holdfast.coordinator.store import LedgerEntry, Store, newest_ledger
 from holdfast.errors import ProtocolError, UsageError
 from holdfast.protocol import messages as m
 from holdfast.protocol.availability import Availability, NodeGoing
@@ -31,22 +31,28 @@ from holdfast.protocol.endpoint import Endpoint, write_endpoint
 from holdfast.protocol.faults import NODE_FAULTS, FaultKind, parse_fault
 from holdfast.protocol.frames import Codec, encode
 from holdfast.protocol.job import JobSpec, Resume
+from holdfast.protocol.tenure import LOOK_S, newest_term
 
 _engine_says = msgspec.json.Decoder(Availability)
 _codec: Codec[m.AgentMessage] = Codec(m.AgentMessage)
 STATUS_EVERY_S = 0.2
 FAREWELL_S = 2.0
+EXIT_DEPOSED = 4
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Coordinator:
-    """One job's coordinator. `serve` returns when the job is over."""
+    """One job's coordinator. `serve` returns when the job is over, or when another took its place."""
 
-    def __init__(self, job_dir: Path, spec: JobSpec, resume: Resume) -> None:
-        self._job_dir = job_dir
+    def __init__(self, job_dir: Path, spec: JobSpec, resume: Resume, term: int = 0) -> None:
+        """term: of office, where coordinators on several machines could be; 0: there is one machine."""
+        self._job_dir, self._term = job_dir, term
         self._token = (job_dir / "token").read_text().strip()
-        self._store = Store(job_dir / "job.sqlite")
+        self._store = Store(newest_ledger(job_dir), shared=bool(term))
         saved = self._store.load()
+        kept = self._store.kept("clock")
+        self._clock = CoreClock(msgspec.msgpack.decode(kept, type=Anchor) if kept else None)
+        self._store.keep("clock", msgspec.msgpack.encode(self._clock.anchor))
         self._core = Core(spec, saved)
         self._injector = Injector(spec.faults)
         self._resumed = saved is not None
@@ -57,6 +63,7 @@ class Coordinator:
         self._status_due = False
         self._over = asyncio.Event()
         self._gone = asyncio.Event()
+        self.deposed = False
 
     @property
     def outcome(self) -> str | None:
@@ -69,6 +76,8 @@ class Coordinator:
         Raises:
             OSError: the port is taken.
         """
+        if newest_term(self._job_dir) > self._term:
+            os._exit(EXIT_DEPOSED)
         app = web.Application(middlewares=[self._authorized()])
         app.add_routes(
             [
@@ -77,6 +86,8 @@ class Coordinator:
                 web.get("/status", self._status_page),
                 web.get("/report", self._report_page),
                 web.get("/metrics", self._metrics_page),
+                web.get("/ledger", self._ledger_page),
+                web.get("/presence", self._presence),
                 web.post("/stop", self._stop),
                 web.post("/fault", self._fault),
                 web.post("/resize", self._resize),
@@ -98,7 +109,12 @@ class Coordinator:
         loop.add_signal_handler(signal.SIGTERM, lambda: self.handle(ev.StopRequested("SIGTERM")))
         if lifeline is not None:
             loop.add_reader(lifeline, self._launcher_gone, lifeline)
+        holding = asyncio.create_task(self._hold_office()) if self._term else None
         await self._over.wait()
+        if holding is not None:
+            holding.cancel()
+        if self.deposed:
+            os._exit(EXIT_DEPOSED)  # not a word more to anyone
         self._write_report()
         try:
             async with asyncio.timeout(FAREWELL_S):
@@ -109,6 +125,13 @@ class Coordinator:
             pass
         await runner.cleanup()
         self._store.close()
+
+    async def _hold_office(self) -> None:
+        """Looks whether another took over: see `protocol.tenure`."""
+        while newest_term(self._job_dir) <= self._term:  # noqa: ASYNC110 - another machine's file
+            await asyncio.sleep(LOOK_S)
+        self.deposed = True
+        self._over.set()
 
     def _launcher_gone(self, lifeline: int) -> None:
         asyncio.get_running_loop().remove_reader(lifeline)
@@ -132,7 +155,7 @@ class Coordinator:
 
     def handle(self, event: ev.Event) -> None:
         """One event through the core: its outcome is kept before anyone hears of it."""
-        now = time.monotonic()
+        now = self._clock()
         actions = self._core.handle(event, now)
         state = self._core.state
         formed = any(isinstance(a, ev.Record) and a.kind in ("formed", "started") for a in actions)
@@ -187,8 +210,8 @@ class Coordinator:
                     queue.put_nowait(encode(message))
             case ev.ProvideNode(reason):
                 self._announce("provide-node", {"reason": reason})
-            case ev.ReleaseNode(node, reason):
-                self._announce("release-node", {"node": node, "reason": reason})
+            case ev.ReleaseNode(node, reason, planned):
+                self._announce("release-node", {"node": node, "reason": reason, "planned": planned})
             case ev.MarkNode(node, reason):
                 self._announce("mark-node", {"node": node, "reason": reason})
             case ev.RebootNode(node, reason):
@@ -204,7 +227,7 @@ class Coordinator:
             self._tick.cancel()
             self._tick = None
         if times and not self._over.is_set():
-            delay = max(0.0, min(times) - time.monotonic()) + 1e-3
+            delay = max(0.0, min(times) - self._clock()) + 1e-3
             self._tick = asyncio.get_running_loop().call_later(delay, self.handle, ev.Tick())
 
     # ------------------------------------------------------------ injected faults
@@ -315,11 +338,23 @@ class Coordinator:
         return _json(self._status())
 
     async def _report_page(self, request: web.Request) -> web.StreamResponse:
-        return _json(build_report(self._core.state, self._store.steps(), time.monotonic()))
+        return _json(build_report(self._core.state, self._store.steps(), self._clock()))
 
     async def _metrics_page(self, request: web.Request) -> web.StreamResponse:
-        text = metrics_text(self._core.state, *self._store.productive(), time.monotonic())
+        text = metrics_text(self._core.state, *self._store.productive(), self._clock())
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
+
+    async def _ledger_page(self, request: web.Request) -> web.StreamResponse:
+        """The job's SQLite file."""
+        return web.Response(body=self._store.copy(), content_type="application/vnd.sqlite3")
+
+    async def _presence(self, request: web.Request) -> web.StreamResponse:
+        """Open for as long as this process lives: its end is how those who would take over hear of it."""
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        async for _ in socket:
+            pass
+        return socket
 
     async def _stop(self, request: web.Request) -> web.StreamResponse:
         self.handle(ev.StopRequested(request.query.get("reason", "asked for")))
@@ -331,7 +366,7 @@ class Coordinator:
             self._check_target(spec.rank, spec.node)
         except UsageError as error:
             return web.Response(status=400, text=str(error))
-        now = time.monotonic()
+        now = self._clock()
         plan = self._injector.add(spec, now)
         for strike in self._injector.strike_now(plan, self._core.state):
             self._strike(strike)
@@ -397,11 +432,11 @@ class Coordinator:
         self._announce("status", self._status())
 
     def _status(self) -> dict[str, Any]:
-        return build_status(self._core.state, time.monotonic())
+        return build_status(self._core.state, self._clock())
 
     def _write_report(self) -> None:
         state = self._core.state
-        report = build_report(state, self._store.steps(), time.monotonic())
+        report = build_report(state, self._store.steps(), self._clock())
         report["blame"] = msgspec.to_builtins(state.blame) if state.blame else None
         path = self._job_dir / "report.json"
         work = path.with_suffix(".tmp")

@@ -6,8 +6,10 @@ Write-ahead logging keeps every committed row through the death of the process.
 
 from __future__ import annotations
 
+import shutil
 import sqlite3
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +51,16 @@ class StepRow(msgspec.Struct, frozen=True):
 class Store:
     """The job's file. One writer (the coordinator), any number of readers."""
 
-    def __init__(self, path: Path, read_only: bool = False) -> None:
+    def __init__(self, path: Path, read_only: bool = False, shared: bool = False) -> None:
+        """shared: the file is on a file system of several machines, where SQLite's index of the log in shared memory
+        does not work: this process alone opens it, and what is committed survives the machine."""
         uri = f"file:{path}?mode=ro" if read_only else f"file:{path}"
         self._db = sqlite3.connect(uri, uri=True, isolation_level=None)
         if not read_only:
+            if shared:
+                self._db.execute("pragma locking_mode=exclusive")
             self._db.execute("pragma journal_mode=wal")
-            self._db.execute("pragma synchronous=normal")
+            self._db.execute(f"pragma synchronous={'full' if shared else 'normal'}")
             self._db.executescript(_SCHEMA)
 
     def begin(self) -> None:
@@ -125,6 +131,35 @@ class Store:
         row = self._db.execute("select count(*), coalesce(sum(took_s), 0) from steps").fetchone()
         return int(row[0]), float(row[1])
 
+    def copy(self) -> bytes:
+        """The whole file, as it is now: for those who cannot open it themselves."""
+        with closing(sqlite3.connect(":memory:")) as memory:
+            self._db.backup(memory)
+            data = bytearray(memory.serialize())
+        data[18:20] = b"\x01\x01"  # no write-ahead log goes with it
+        return bytes(data)
+
     def close(self) -> None:
         """Closes the file."""
         self._db.close()
+
+
+FIRST = "job.sqlite"
+
+
+def newest_ledger(job_dir: Path) -> Path:
+    """Where the job's ledger is: a coordinator that took over on another machine has one of its own."""
+    numbers = [int(p.stem.removeprefix("job-")) for p in job_dir.glob("job-*.sqlite")]
+    return job_dir / (f"job-{max(numbers)}.sqlite" if numbers else FIRST)
+
+
+def succeed(job_dir: Path, term: int) -> Path:
+    """A copy of the newest ledger for a new term: whoever still writes into the old one changes nothing."""
+    old, new = newest_ledger(job_dir), job_dir / f"job-{term}.sqlite"
+    work = job_dir / f".job-{term}.sqlite"
+    shutil.copyfile(old, work)
+    if (log := old.with_name(old.name + "-wal")).exists():
+        shutil.copyfile(log, work.with_name(work.name + "-wal"))
+    Store(work, shared=True).close()  # takes the log in
+    work.replace(new)
+    return new

@@ -1,4 +1,4 @@
-"""What an engine does: it provides nodes and takes them away. Slurm and Kubernetes will do the same."""
+"""What an engine does: it provides nodes and takes them away."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class Engine(Protocol):
         """Starts one more node; False when there is none to be had."""
         ...
 
-    async def release(self, node: str) -> None:
-        """Makes sure that nothing of the node runs on."""
+    async def release(self, node: str, reason: str, planned: bool) -> None:
+        """Makes sure that nothing of the node runs on. planned: it was not lost, it was to leave."""
         ...
 
     async def mark(self, node: str, reason: str) -> None:

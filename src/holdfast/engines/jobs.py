@@ -16,6 +16,7 @@ import xxhash
 
 from holdfast.checkpoint.archive import Archive
 from holdfast.checkpoint.memory import memory_base, remove_memory
+from holdfast.coordinator.store import FIRST
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.observe.bytecount import ByteCount
 from holdfast.protocol.job import Durable, JobSpec, Resume
@@ -80,8 +81,36 @@ def existing(name: str | None) -> Path:
     return folder
 
 
+class Allocation(msgspec.Struct, frozen=True):
+    """A job that a cluster runs somewhere else, as its folder has it. id: the cluster's. over: nothing of it runs any
+    more. Locks do not reach across machines reliably."""
+
+    engine: str
+    id: str
+    over: bool = False
+
+
+def read_allocation(folder: Path) -> Allocation | None:
+    """None for a job of this machine."""
+    try:
+        return msgspec.json.decode((folder / "allocation.json").read_bytes(), type=Allocation)
+    except FileNotFoundError:
+        return None
+
+
+def write_allocation(folder: Path, allocation: Allocation) -> None:
+    """Replaces the file in one step."""
+    work = folder / f".allocation.json.{os.getpid()}"
+    work.write_bytes(msgspec.json.encode(allocation))
+    work.replace(folder / "allocation.json")
+
+
 def is_running(folder: Path) -> bool:
-    """Whether the job's launcher or its coordinator lives: either holds the lock."""
+    """Whether the job's launcher or its coordinator lives: either holds the lock, or the job is a cluster's and not
+    over. (One that a cluster lost without a word is not known to be over.)"""
+    allocation = read_allocation(folder)
+    if allocation is not None and not allocation.over:
+        return True
     try:
         fd = os.open(folder / "lock", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -132,7 +161,12 @@ def free_memory(name: str) -> int:
     return nbytes
 
 
-def _sweep_memory() -> None:
+def memory_of(folder: Path) -> Path:
+    """The snapshot memory of a job that was started."""
+    return memory_root() / f"{folder.name}-{(folder / 'identity').read_text()}"
+
+
+def sweep_memory() -> None:
     """Gives the memory of jobs back that were killed, and whose folder is not there any more."""
     known = {p.parent.name + "-" + p.read_text() for p in (home() / "jobs").glob("*/identity")}
     for folder in memory_root().glob("*"):
@@ -143,19 +177,27 @@ def _sweep_memory() -> None:
 class JobFolder:
     """A job's folder, locked for as long as launcher or coordinator live."""
 
-    def __init__(self, name: str) -> None:
-        """Raises UsageError when a job of this name is running."""
+    def __init__(self, name: str, here: bool = True) -> None:
+        """here: False within an allocation, which has the job: it is not locked.
+
+        Raises:
+            UsageError: a job of this name is running.
+        """
         self.path = job_dir(name)
         self._new = not self.path.exists()
         self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self.lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self.lock = self._lock(name) if here else -1
+
+    def _lock(self, name: str) -> int:
+        lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            os.close(self.lock)
+            os.close(lock)
             raise UsageError(
                 f"a job named {name!r} is running: see `holdfast status --job {name}`, or choose another --job"
             ) from None
+        return lock
 
     @property
     def memory(self) -> Path:
@@ -163,7 +205,7 @@ class JobFolder:
         path = self.path / "identity"
         if not path.exists():
             path.write_text(secrets.token_hex(4))
-        return memory_root() / f"{self.path.name}-{path.read_text()}"
+        return memory_of(self.path)
 
     def prepare(self, spec: JobSpec, note: Callable[[str], None] = lambda text: None) -> Resume:
         """Makes the folder ready for a start; returns the checkpoints to go on from.
@@ -172,7 +214,7 @@ class JobFolder:
         """
         if self._outcome() == "finished":  # what it held in memory is in its durable tiers
             (self.path / "identity").unlink(missing_ok=True)
-        _sweep_memory()
+        sweep_memory()
         self._put_away()
         token = self.path / "token"
         token.unlink(missing_ok=True)
@@ -194,17 +236,19 @@ class JobFolder:
 
     def _put_away(self) -> None:
         """The ledger, report and logs of the run before go into `runs/N`."""
-        for name in ("coordinator.json", "job.sqlite-wal", "job.sqlite-shm"):
-            if not (self.path / "job.sqlite").exists():
+        ledgers = sorted(p.name for p in self.path.glob("job*.sqlite*"))
+        if FIRST not in ledgers:
+            for name in ("coordinator.json", *ledgers):
                 (self.path / name).unlink(missing_ok=True)
-        old = [p for p in ("job.sqlite", "report.json", "logs") if (self.path / p).exists()]
+            ledgers = []
+        old = [p for p in (*ledgers, "report.json", "logs") if (self.path / p).exists()]
         if not old:
             return
         runs = self.path / "runs"
         numbers = [int(d.name) for d in runs.glob("*") if d.name.isdigit()]
         to = runs / str(max(numbers, default=0) + 1)
         to.mkdir(parents=True)
-        for name in (*old, "job.sqlite-wal", "job.sqlite-shm", "coordinator.json"):
+        for name in (*old, "coordinator.json"):
             if (self.path / name).exists():
                 (self.path / name).rename(to / name)
         for number in sorted(numbers)[: -KEEP_LEDGERS + 1]:
@@ -217,4 +261,6 @@ class JobFolder:
 
     def close(self) -> None:
         """Gives the lock back."""
-        os.close(self.lock)
+        if self.lock >= 0:
+            os.close(self.lock)
+            self.lock = -1

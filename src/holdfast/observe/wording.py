@@ -96,6 +96,10 @@ def _node_left(f: Fields) -> str:
     return f"{f['node']} has left: {f['reason']}"
 
 
+def _node_taken(f: Fields) -> str:
+    return f"{f['node']} does not belong to the job any more: {f['reason']}"
+
+
 def _resize(f: Fields) -> str:
     return f"from {f['before']} to {plural(f['nodes'], 'node')}: {f['reason']}"
 
@@ -280,6 +284,7 @@ _SENTENCES: dict[str, Callable[[Fields], str]] = {
     "finding": _finding,
     "node-leaving": _node_leaving,
     "node-left": _node_left,
+    "node-taken": _node_taken,
     "node-stays": _node_stays,
     "resize": _resize,
     "capacity": _capacity,

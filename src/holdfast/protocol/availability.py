@@ -2,6 +2,7 @@
 makes it grow and shrink. Posted as JSON to the coordinator's `/engine`, with the job's token:
 
     {"type": "node-going", "node": "node3", "within_s": 120, "reason": "spot interruption"}
+    {"type": "node-taken", "node": "node3", "reason": "Slurm gave it to another job"}
     {"type": "capacity", "nodes": 2, "within_s": 30, "reason": "preempted by job 17, priority 100"}
     {"type": "capacity", "nodes": null, "reason": "job 17 has ended"}
 """
@@ -32,6 +33,13 @@ class NodeGoing(msgspec.Struct, frozen=True, tag="node-going"):
     within_s: float | None = None
 
 
+class NodeTaken(msgspec.Struct, frozen=True, tag="node-taken"):
+    """A node does not belong to the job any more. If it lives on unreached, it is turned away when it comes back."""
+
+    node: str
+    reason: str
+
+
 class Capacity(msgspec.Struct, frozen=True, tag="capacity"):
     """The job may train on this many nodes at most, whatever it wants. nodes: None lifts the limit.
 
@@ -43,4 +51,4 @@ class Capacity(msgspec.Struct, frozen=True, tag="capacity"):
     within_s: float | None = None
 
 
-Availability = NodeAvailable | NodeUnavailable | NodeGoing | Capacity
+Availability = NodeAvailable | NodeUnavailable | NodeGoing | NodeTaken | Capacity

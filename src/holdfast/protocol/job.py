@@ -82,6 +82,24 @@ class Timing(msgspec.Struct, frozen=True):
         return 5 * self.detection_s
 
 
+class SlurmOptions(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What `--engine slurm` asks Slurm for.
+
+    time_limit: as Slurm writes it (`30`, `4:00:00`, `2-0`). sbatch_args: further options, as they are. requeue: the job
+    is queued again when it is preempted, out of time or out of nodes, and goes on from its state. warn_s: so long before
+    its time limit the job stops in order. replace_command: run for a node that is bad, its name appended.
+    """
+
+    partition: str = ""
+    time_limit: str = ""
+    account: str = ""
+    gpus_per_node: int = 0
+    sbatch_args: tuple[str, ...] = ()
+    requeue: bool = False
+    warn_s: int = 120
+    replace_command: str = ""
+
+
 class JobSpec(msgspec.Struct, frozen=True):
     """One job. `script` is a path, or a module's name when `module` is set. racks: over which the local engine spreads
     its nodes; 0: none has a rack. data_cache: `DIR[,size=50G]`."""
@@ -105,6 +123,7 @@ class JobSpec(msgspec.Struct, frozen=True):
     racks: int = 0
     data_cache: str = ""
     health: HealthSpec = HealthSpec()
+    slurm: SlurmOptions = SlurmOptions()
 
     @property
     def target(self) -> int:

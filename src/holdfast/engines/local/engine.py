@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.checkpoint.memory import hand_on, remove_memory
+from holdfast.engines.agents import agent_arguments
 from holdfast.engines.local.nursery import AgentProcess, Nursery
 from holdfast.protocol.job import JobSpec
 
@@ -34,21 +35,9 @@ class LocalEngine:
         """Starts one more agent."""
         name = f"node{self._count}"
         self._count += 1
-        spec = self._spec
-        rack = self._emptiest_rack()
-        arguments = [
-            f"--node={name}",
-            f"--job-dir={self._job_dir}",
-            f"--slots={spec.nproc}",
-            f"--host={HOST}",
-            f"--preload={','.join(spec.preload)}",
-            f"--detection={spec.timing.detection_s}",
-            f"--stall-factor={spec.timing.stall_factor}",
-            f"--memory={self._memory / name}",
-            f"--memory-bytes={spec.saving.budget_bytes}",
-            "--shared-machine",
-            *([f"--rack={rack}"] if rack else []),
-        ]
+        spec, rack = self._spec, self._emptiest_rack()
+        arguments = agent_arguments(spec, self._job_dir, name, HOST, self._memory / name, rack)
+        arguments.append("--shared-machine")
         ours, theirs = os.pipe()
         try:
             process = await self._nursery.fork(name, arguments, theirs, self._lifeline)
@@ -79,7 +68,7 @@ class LocalEngine:
         transport.close()
         await process.wait()
 
-    async def release(self, node: str) -> None:
+    async def release(self, node: str, reason: str, planned: bool) -> None:
         """Kills the agent; the kernel then kills its workers. A machine that is lost takes its memory with it."""
         process = self._agents.pop(node, None)
         if process is not None:

@@ -1,0 +1,23 @@
+"""How an agent is started, whatever starts it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from holdfast.protocol.job import JobSpec
+
+
+def agent_arguments(spec: JobSpec, job_dir: Path, node: str, host: str, memory: Path, rack: str = "") -> list[str]:
+    """For `python -m holdfast.agent`. host: the address that it binds. memory: its folder of snapshot memory."""
+    return [
+        f"--node={node}",
+        f"--job-dir={job_dir}",
+        f"--slots={spec.nproc}",
+        f"--host={host}",
+        f"--preload={','.join(spec.preload)}",
+        f"--detection={spec.timing.detection_s}",
+        f"--stall-factor={spec.timing.stall_factor}",
+        f"--memory={memory}",
+        f"--memory-bytes={spec.saving.budget_bytes}",
+        *([f"--rack={rack}"] if rack else []),
+    ]

@@ -1,0 +1,209 @@
+"""What every engine's launcher does: it keeps a coordinator running, and does for it what it wants of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from holdfast.engines.base import Engine
+from holdfast.engines.client import Announcement, JobClient
+from holdfast.errors import HoldfastError, UsageError
+from holdfast.protocol.job import JobSpec
+
+COORDINATOR_PORT_TAKEN = 3
+COORDINATOR_DEPOSED = 4
+ATTEMPTS = 3
+
+
+class View(Protocol):
+    """Who shows the job to a person."""
+
+    def event(self, entry: dict[str, Any]) -> None:
+        """An entry of the ledger."""
+
+    def status(self, status: dict[str, Any]) -> None:
+        """The job as it is now."""
+
+    def output(self, data: bytes) -> None:
+        """What rank 0 printed."""
+
+    def note(self, text: str) -> None:
+        """Something about the launcher itself."""
+
+
+class Deposed(HoldfastError):
+    """Another launcher has the job now: nothing of it is to be touched."""
+
+
+class Launcher(ABC):
+    """Runs one job. A subclass says where its nodes come from.
+
+    Attributes:
+        host, port: where the coordinator listens. term: see `protocol.tenure`.
+        inherited: file descriptors that the coordinator keeps open.
+    """
+
+    host = "127.0.0.1"
+    term = 0
+    inherited: tuple[int, ...] = ()
+
+    def __init__(self, spec: JobSpec, job_dir: Path, view: View, port: int = 0) -> None:
+        self.spec, self.job_dir, self.view, self.port = spec, job_dir, view, port
+        self.engine: Engine | None = None
+        self.interrupts = 0
+        self._coordinator: asyncio.subprocess.Process | None = None
+        self._lifeline, self._held = os.pipe()
+        self._orders: asyncio.Queue[Announcement] = asyncio.Queue()
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    @abstractmethod
+    async def open(self) -> Engine:
+        """Makes everything ready for the coordinator's start."""
+
+    @abstractmethod
+    async def staff(self) -> None:
+        """Starts the nodes that the job begins with."""
+
+    async def run(self) -> dict[str, Any]:
+        """Runs the job to its end; returns the report.
+
+        Raises:
+            UsageError: the port is taken.
+            HoldfastError: the coordinator cannot be kept running.
+            Deposed: another launcher took over.
+        """
+        self.engine = await self.open()
+        try:
+            await self._start_coordinator()
+            await self.staff()
+            watching = asyncio.create_task(self._watch())
+            obeying = asyncio.create_task(self._obey(self.engine))
+            await self._keep_coordinator()
+            try:
+                async with asyncio.timeout(1.0):
+                    await watching  # its last announcement may still be on the way
+            except TimeoutError:
+                watching.cancel()
+            obeying.cancel()
+        finally:
+            await self.close()
+        return self._report()
+
+    # ------------------------------------------------------------ the coordinator
+
+    async def _start_coordinator(self) -> None:
+        self._coordinator = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "holdfast.coordinator",
+            f"--job-dir={self.job_dir}",
+            f"--host={self.host}",
+            f"--port={self.port}",
+            f"--term={self.term}",
+            f"--lifeline={self._lifeline}",
+            pass_fds=(*self.inherited, self._lifeline),
+            stdin=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    async def _keep_coordinator(self) -> None:
+        """Waits for the coordinator's end; one that died is started again and takes the job over."""
+        failures = 0
+        while True:
+            assert self._coordinator is not None
+            code = await self._coordinator.wait()
+            if code == 0 or self.interrupts > 1:
+                return
+            if code == COORDINATOR_PORT_TAKEN:
+                raise UsageError(f"port {self.port} is in use; choose another --port, or leave it out")
+            if code == COORDINATOR_DEPOSED:
+                raise Deposed("another coordinator has the job")
+            failures = failures + 1 if code > 0 else 0
+            if failures >= ATTEMPTS:
+                raise HoldfastError(f"the coordinator ended {failures} times with exit code {code}")
+            self.view.note("the coordinator is gone; starting it again")
+            await self._start_coordinator()
+
+    async def _watch(self) -> None:
+        async with JobClient(self.job_dir) as client:
+            async for said in client.watch():
+                self.heard(said)
+
+    def heard(self, said: Announcement) -> None:
+        """Shows what is for people; what is for the engine waits its turn."""
+        if said.kind == "event":
+            self.view.event(said.value)
+        elif said.kind == "status":
+            self.view.status(said.value)
+        elif said.kind == "log":
+            self.view.note(said.value["text"])
+        elif said.kind != "ended":
+            self._orders.put_nowait(said)
+
+    async def _obey(self, engine: Engine) -> None:
+        """One thing after the other: a node is marked before it is released."""
+        while True:
+            said = await self._orders.get()
+            try:
+                await self._order(engine, said)
+            except HoldfastError as error:
+                self.view.note(f"{said.kind}: {error}")
+
+    async def _order(self, engine: Engine, said: Announcement) -> None:
+        node, reason = said.value.get("node", ""), said.value["reason"]
+        match said.kind:
+            case "provide-node":
+                await engine.provide()
+            case "release-node":
+                await engine.release(node, reason, planned=said.value["planned"])
+            case "mark-node":
+                await engine.mark(node, reason)
+            case "reboot-node":
+                await engine.reboot(node, reason)
+
+    # ------------------------------------------------------------ the end
+
+    def stop(self, reason: str) -> None:
+        """Asks the job to end in order."""
+        self.spawn(self._ask("/stop?reason=" + reason.replace(" ", "%20")))
+
+    def end_now(self) -> None:
+        """Ends the job without order."""
+        if self._coordinator is not None and self._coordinator.returncode is None:
+            self._coordinator.kill()
+
+    def spawn(self, coroutine: Any) -> None:
+        """Runs beside everything else."""
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _ask(self, path: str) -> None:
+        async with JobClient(self.job_dir) as client:
+            try:
+                await client.post(path)
+            except UsageError as error:
+                self.view.note(str(error))
+
+    async def close(self) -> None:
+        """Ends what is left of the job."""
+        self.end_now()
+        if self._coordinator is not None:
+            await self._coordinator.wait()
+        if self.engine is not None:
+            await self.engine.close()
+        os.close(self._held)
+        os.close(self._lifeline)
+
+    def _report(self) -> dict[str, Any]:
+        try:
+            report: dict[str, Any] = msgspec.json.decode((self.job_dir / "report.json").read_bytes())
+        except (OSError, msgspec.MsgspecError):
+            return {"outcome": "killed", "reason": "stopped at once", "incidents": []}
+        return report

@@ -1,0 +1,126 @@
+"""Slurm's commands, run and read. They are its public interface: its C library changes with every version."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from pathlib import Path
+
+from holdfast.engines.slurm import parse
+from holdfast.engines.slurm.parse import JobLine, NodeLine
+from holdfast.errors import HoldfastError, UsageError
+
+ANSWER_S = 15.0
+JSON_SINCE = (23, 2)
+NEEDED = ("sbatch", "srun", "squeue", "scontrol", "scancel")
+
+
+class SlurmError(HoldfastError):
+    """A command of Slurm's failed; the message has its words."""
+
+
+def check_installed() -> None:
+    """Raises UsageError when this machine has not got Slurm's commands."""
+    missing = [name for name in NEEDED if shutil.which(name) is None]
+    if missing:
+        raise UsageError(
+            f"--engine slurm: there is no {' and no '.join(missing)} in PATH; run this where Slurm's commands are "
+            "(on a login node, perhaps after `module load slurm`)"
+        )
+
+
+def clean_environment() -> dict[str, str]:
+    """Without what Slurm said to the step that we are in: it would be taken for options."""
+    keep = ("SLURM_CONF",)
+    return {k: v for k, v in os.environ.items() if not k.startswith("SLURM_") or k in keep}
+
+
+class Slurm:
+    """Every method raises SlurmError when Slurm refuses or does not answer."""
+
+    def __init__(self) -> None:
+        self._version: tuple[int, int] | None = None
+
+    async def run(
+        self, *argv: str, within_s: float = ANSWER_S, stdin: str | None = None, cwd: Path | None = None
+    ) -> str:
+        """One command; returns what it printed."""
+        process = await asyncio.create_subprocess_exec(
+            *argv,
+            stdin=asyncio.subprocess.DEVNULL if stdin is None else asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=clean_environment(),
+            cwd=cwd,
+            start_new_session=True,
+        )
+        try:
+            async with asyncio.timeout(within_s):
+                out, err = await process.communicate(None if stdin is None else stdin.encode())
+        except TimeoutError:
+            process.kill()
+            await process.communicate()
+            raise SlurmError(
+                f"{argv[0]}: Slurm's controller did not answer within {within_s:g} s; `scontrol ping` tells more"
+            ) from None
+        if process.returncode != 0:
+            said = err.decode(errors="replace") + out.decode(errors="replace")
+            raise SlurmError(f"{argv[0]}: {parse.plain_error(said)}")
+        return out.decode(errors="replace")
+
+    async def version(self) -> tuple[int, int]:
+        """For example (22, 5)."""
+        if self._version is None:
+            self._version = parse.parse_version(await self.run("scontrol", "--version"))
+        return self._version
+
+    async def submit(self, script: str, cwd: Path) -> str:
+        """Submits a batch script; returns the job's id."""
+        said = await self.run("sbatch", "--parsable", stdin=script, cwd=cwd)
+        return said.strip().partition(";")[0]
+
+    async def try_submit(self, script: str, cwd: Path) -> None:
+        """Whether Slurm would take it: nothing is submitted."""
+        await self.run("sbatch", "--test-only", stdin=script, cwd=cwd)
+
+    async def jobs(self, *ids: str) -> dict[str, JobLine]:
+        """Those that are in the queue, by their ids."""
+        try:
+            said = await self.run("squeue", "--noheader", f"--format={parse.JOB_FORMAT}", "--jobs", ",".join(ids))
+        except SlurmError as error:
+            if "invalid job id" in str(error).lower():
+                return {}
+            raise
+        return {job.id: job for job in parse.parse_jobs(said)}
+
+    async def job(self, id: str) -> JobLine | None:
+        """None when it is not in the queue any more."""
+        return (await self.jobs(id)).get(id)
+
+    async def names(self, nodes: str) -> list[str]:
+        """`n[1-3]` as n1, n2, n3."""
+        return (await self.run("scontrol", "show", "hostnames", nodes)).split() if nodes else []
+
+    async def nodes(self, names: list[str]) -> dict[str, NodeLine]:
+        """Nodes by their names."""
+        if not names:
+            return {}
+        json = await self.version() >= JSON_SINCE
+        said = await self.run("scontrol", "show", "node", ",".join(names), "--json" if json else "--oneliner")
+        return {node.name: node for node in parse.parse_nodes(said)}
+
+    async def steps(self, job: str) -> dict[str, str]:
+        """The steps of a job by their names."""
+        said = await self.run(
+            "squeue", "--noheader", "--steps", f"--format={parse.STEP_FORMAT}", "--jobs", job
+        )
+        return parse.parse_steps(said)
+
+    async def config(self) -> dict[str, str]:
+        """Slurm's settings."""
+        return parse.parse_config(await self.run("scontrol", "show", "config"))
+
+    async def cancel(self, *what: str, within_s: float = ANSWER_S) -> None:
+        """Jobs (`17`), steps (`17.2`) or options."""
+        await self.run("scancel", *what, within_s=within_s)

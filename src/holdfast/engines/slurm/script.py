@@ -1,0 +1,68 @@
+"""The batch scripts that are submitted: pure."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+from holdfast.protocol.job import JobSpec
+
+MODULE = "holdfast.engines.slurm"
+
+
+def job_script(spec: JobSpec, job_dir: Path, home: Path) -> str:
+    """The job: all its nodes, spares among them. The script starts the launcher on the first of them."""
+    options = spec.slurm
+    lines = [
+        f"--job-name={spec.name}",
+        f"--nodes={spec.max_nodes + spec.spares}",
+        "--ntasks-per-node=1",
+        "--exclusive",
+        "--mem=0",
+        "--no-kill",
+        "--requeue" if options.requeue else "--no-requeue",
+        f"--signal=B:USR1@{options.warn_s}",
+        f"--chdir={spec.cwd}",
+        f"--output={job_dir}/slurm-%j.out",
+        "--open-mode=append",
+        *_wishes(spec),
+    ]
+    return _script(lines, home, [sys.executable, "-m", MODULE, f"--job-dir={job_dir}"])
+
+
+def follow_up_script(
+    spec: JobSpec, job_dir: Path, home: Path, without: list[str], minutes: int | None
+) -> str:
+    """One more node for a job that runs. without: nodes that it must not be. minutes: as long as the job has left."""
+    lines = [
+        f"--job-name={spec.name}+1",
+        "--nodes=1",
+        "--ntasks-per-node=1",
+        "--exclusive",
+        "--mem=0",
+        "--no-requeue",
+        f"--chdir={spec.cwd}",
+        f"--output={job_dir}/slurm-%j.out",
+        *_wishes(spec),
+        *([f"--exclude={','.join(without)}"] if without else []),
+        *([f"--time={minutes}"] if minutes is not None else []),
+    ]
+    return _script(lines, home, [sys.executable, "-m", f"{MODULE}.node", f"--job-dir={job_dir}"])
+
+
+def _wishes(spec: JobSpec) -> list[str]:
+    options = spec.slurm
+    return [
+        *([f"--partition={options.partition}"] if options.partition else []),
+        *([f"--time={options.time_limit}"] if options.time_limit else []),
+        *([f"--account={options.account}"] if options.account else []),
+        *([f"--gpus-per-node={options.gpus_per_node}"] if options.gpus_per_node else []),
+        *options.sbatch_args,
+    ]
+
+
+def _script(options: list[str], home: Path, command: list[str]) -> str:
+    begin = "".join(f"#SBATCH {option}\n" for option in options)
+    run = f"export HOLDFAST_HOME={shlex.quote(str(home))}\nexec {shlex.join(command)}\n"
+    return f"#!/bin/bash\n{begin}{run}"

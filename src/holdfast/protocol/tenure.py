@@ -1,0 +1,38 @@
+"""Who is the job's coordinator, where several machines could be: terms of office, numbered upward.
+
+A term is claimed by creating `claims/NUMBER` in the job's folder, which only one can. Whoever holds an older term than
+the newest is deposed: it must not send or write anything any more. A shared folder has no event for other machines'
+files, so the holder looks every `LOOK_S`, and a successor waits for `GRACE_S` before it reads what the other left.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+LOOK_S = 0.25
+GRACE_S = 0.6
+FOLDER = "claims"
+
+
+def newest_term(job_dir: Path) -> int:
+    """The number of the newest term; 0 when there never was one."""
+    try:
+        return max((int(p.name) for p in (job_dir / FOLDER).iterdir() if p.name.isdigit()), default=0)
+    except FileNotFoundError:
+        return 0
+
+
+def claim_term(job_dir: Path, number: int, who: str) -> bool:
+    """Takes the term, unless another has it."""
+    folder = job_dir / FOLDER
+    folder.mkdir(mode=0o700, exist_ok=True)
+    try:
+        fd = os.open(folder / str(number), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        return False
+    with os.fdopen(fd, "w") as out:
+        out.write(who)
+        out.flush()
+        os.fsync(fd)
+    return True
