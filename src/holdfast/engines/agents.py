@@ -7,7 +7,9 @@ from pathlib import Path
 from holdfast.protocol.job import JobSpec
 
 
-def agent_arguments(spec: JobSpec, job_dir: Path, node: str, host: str, memory: Path, rack: str = "") -> list[str]:
+def agent_arguments(
+    spec: JobSpec, job_dir: Path, node: str, host: str, memory: Path, rack: str = ""
+) -> list[str]:
     """For `python -m holdfast.agent`. host: the address that it binds. memory: its folder of snapshot memory."""
     return [
         f"--node={node}",

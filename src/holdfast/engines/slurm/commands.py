@@ -87,7 +87,9 @@ class Slurm:
     async def jobs(self, *ids: str) -> dict[str, JobLine]:
         """Those that are in the queue, by their ids."""
         try:
-            said = await self.run("squeue", "--noheader", f"--format={parse.JOB_FORMAT}", "--jobs", ",".join(ids))
+            said = await self.run(
+                "squeue", "--noheader", f"--format={parse.JOB_FORMAT}", "--jobs", ",".join(ids)
+            )
         except SlurmError as error:
             if "invalid job id" in str(error).lower():
                 return {}
