@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 from pathlib import Path
 
 from bench.processes import Group
@@ -36,6 +37,8 @@ def measure(folder: Path, group: Group, model: str, faults: int, progress: Progr
     argv += ["--nnodes", NODES, "--spares", 1, "--report", report, train.__file__]
     process = group.spawn([*map(str, argv)], env, log)
     job_dir = folder / "jobs" / "r"
+    while not (job_dir / "spec.json").exists() and process.poll() is None:
+        time.sleep(0.1)
     try:
         for number in range(faults):
             progress(f"Holdfast, local, {model}: fault {number + 1} of {faults}")
