@@ -21,3 +21,26 @@ def test_sizes_that_cannot_be(holdfast):
     said = holdfast("plan", "--global-batch", 8, "--micro-batch", 4, "--nnodes", "3:4")
     assert said.code == 2
     assert "2 micro-batches are too few for 3 workers" in said.err
+
+
+def test_ways_to_survive_failures_side_by_side(holdfast, tmp_path):
+    (tmp_path / "run.yaml").write_text("nodes: 64\ngpu_hours: 100k\nrate: {gpu: 0.01%, network: 0.005%}\n")
+    said = holdfast("plan", "run", "run.yaml", "--spares", 1, "--price", 2)
+    assert said.code == 0, said.err
+    assert sum("►" in line for line in said.out.splitlines()) == 3
+    assert "holdfast plan simulate --nodes 64" in said.out
+    found = json.loads(holdfast("plan", "run", "run.yaml", "--json").out)
+    assert sum(c["best"] for c in found["candidates"]) == 1
+    assert found["inputs"]["rates"] == {"gpu": 0.0001, "network": 0.00005}
+
+
+def test_bad_fields_are_refused(holdfast, tmp_path):
+    (tmp_path / "bad.yaml").write_text("- 1\n")
+    assert "fields are missing; for example" in holdfast("plan", "run", "bad.yaml").err
+    said = holdfast("plan", "run", "--nodes", "4", "--gpu-hours", "5", "--rate", "-1%")
+    assert (said.code, said.err) == (2, "holdfast: rate: '-1%' is negative; for example 0.016%\n")
+
+
+def test_published_tables(holdfast):
+    assert holdfast("plan", "tables").out.endswith("77 of 80 cells follow from the formulas, 3 (≠) do not\n")
+    assert len(json.loads(holdfast("plan", "tables", "--json").out)) == 80

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from holdfast.cli import planrun
 from holdfast.cli.common import AsJson, write_json
 
 SHOWN = 3
@@ -16,6 +17,8 @@ app = typer.Typer(
     invoke_without_command=True,
     pretty_exceptions_enable=False,
 )
+
+app.command("run")(planrun.run)
 
 GlobalBatch = Annotated[
     int | None,

@@ -1,0 +1,218 @@
+"""What could be done about failures, and what each way comes to: wall time, cost, goodput, and their spread."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from holdfast.errors import UsageError
+from holdfast.plan import formulas
+from holdfast.plan.inputs import Inputs
+from holdfast.plan.renewal import Process, simulate
+
+STORAGE, TIERED, PEERS = "restart from storage", "tiered", "peers in memory"
+STRATEGIES = (STORAGE, TIERED, PEERS)
+
+FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
+"""By which the failure rate may be wrong."""
+
+FINISHES = 0.02
+"""Less goodput than this, and a run does not finish in any practical sense."""
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """One way. lost_s: of every kind, per failure (`recovery` includes what a smaller job computes less).
+
+    percentiles_s: 10th, 50th and 90th of wall time; empty where it does not finish, or numpy is missing.
+    """
+
+    strategy: str
+    spares: int
+    waits: bool
+    interval_s: float
+    recovery_s: float
+    recoveries: tuple[tuple[float, float], ...]
+    cost_s: float
+    goodput: float
+    wall_s: float
+    cost: float
+    percentiles_s: tuple[float, ...] = ()
+    best: bool = False
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        without = "wait" if self.waits else "go on smaller"
+        return f"{self.strategy}, {self.spares} spare{'s' if self.spares != 1 else ''}, then {without}"
+
+
+def evaluate(inputs: Inputs, strategy: str, spares: int, waits: bool, rate_factor: float = 1.0) -> Candidate:
+    """One way in closed form. The recovery is a mean over failures that find a spare and those that do not; as a run is
+    judged by its mean, that is exact to first order in recovery / MTBF."""
+    mtbf_s = inputs.mtbf_s / rate_factor
+    cost_s, interval_s = _saving(inputs, strategy, mtbf_s)
+    free = formulas.spare_free(spares, inputs.repair_s / mtbf_s if mtbf_s < math.inf else 0.0)
+    kinds = tuple(
+        (share, _recovery_s(inputs, strategy, spare, waits))
+        for share, spare in ((free, True), (1 - free, False))
+        if share > 1e-12
+    )
+    recovery_s = sum(share * seconds for share, seconds in kinds)
+    wall_s = formulas.run_time_s(inputs.work_s, mtbf_s, interval_s, cost_s, recovery_s)
+    goodput = 0.0 if math.isinf(wall_s) else inputs.work_s / wall_s
+    gpus = inputs.gpus + spares * inputs.gpus_per_node
+    money = formulas.cost(wall_s / formulas.DAY_S, gpus, inputs.price)
+    return Candidate(strategy, spares, waits, interval_s, recovery_s, kinds, cost_s, goodput, wall_s, money)
+
+
+def _saving(inputs: Inputs, strategy: str, mtbf_s: float) -> tuple[float, float]:
+    """What a checkpoint costs training, and how often one is best made. With peers nothing is saved for a failure: a
+    step in flight is lost at most."""
+    if strategy == PEERS:
+        return 0.0, inputs.step_s
+    cost_s = inputs.cost_s if strategy == STORAGE else inputs.memory_cost_s
+    best_s = formulas.daly_interval_s(cost_s, mtbf_s) if mtbf_s < math.inf else inputs.work_s
+    return cost_s, max(inputs.step_s, min(best_s, inputs.work_s))
+
+
+def _recovery_s(inputs: Inputs, strategy: str, spare: bool, waits: bool) -> float:
+    """What one failure takes, the lost work apart."""
+    t = inputs.times
+    back_s = {STORAGE: t.resume_s, TIERED: _memory_s(inputs), PEERS: t.peer_s}[strategy]
+    if spare:
+        return t.detect_s + t.spare_s + back_s
+    if waits:
+        return t.detect_s + t.replace_s + back_s
+    again_s = (
+        back_s if strategy != PEERS else inputs.step_s
+    )  # those that start all again do so once more to grow
+    return t.detect_s + back_s + again_s + t.replace_s / inputs.nodes
+
+
+def _memory_s(inputs: Inputs) -> float:
+    """To start all again with the state from memory: as from storage, less what the sizes say that reading takes."""
+    if inputs.times.memory_s is not None:
+        return inputs.times.memory_s
+    share = inputs.checkpoint_bytes / inputs.nodes
+    faster_s = share / inputs.storage_bytes_per_s - share / inputs.network_bytes_per_s
+    return max(0.0, inputs.times.resume_s - max(0.0, faster_s))
+
+
+def candidates(inputs: Inputs, trials: int = 1000, seed: int = 0) -> list[Candidate]:
+    """All ways, the best one marked: the cheapest, or, without a price, the fastest. Percentiles of those that finish.
+
+    Raises:
+        UsageError: no way finishes.
+    """
+    found = [
+        evaluate(inputs, strategy, spares, waits)
+        for strategy in STRATEGIES
+        for spares in _counts(inputs.spares)
+        for waits in (True, False)
+    ]
+    finishing = [c for c in found if c.goodput >= FINISHES]
+    if not finishing:
+        least = min(found, key=lambda c: c.recovery_s)
+        raise UsageError(
+            f"the run does not finish: a failure comes every {_words(inputs.mtbf_s)} (MTBF of {inputs.nodes} nodes) and "
+            f"takes at least {_words(least.recovery_s)} to recover from; fewer nodes, a lower rate (rate: 0.016%) or a "
+            "faster recovery (detect, replace, resume, peer) are needed"
+        )
+    best = min(finishing, key=lambda c: (c.cost if inputs.price else c.wall_s, c.wall_s, c.spares))
+    return [
+        msgspec.structs.replace(
+            c,
+            best=c is best,
+            percentiles_s=spread(inputs, c, trials, seed) if c.goodput >= FINISHES else (),
+        )
+        for c in found
+    ]
+
+
+def _counts(most: int) -> list[int]:
+    """0, 1, 2, 4, ... up to the most."""
+    counts = [0]
+    while counts[-1] < most:
+        counts.append(min(most, max(1, 2 * counts[-1])))
+    return counts
+
+
+def spread(inputs: Inputs, candidate: Candidate, trials: int, seed: int = 0) -> tuple[float, ...]:
+    """10th, 50th and 90th percentile of wall time, by simulation."""
+    if math.isinf(inputs.mtbf_s):
+        return (candidate.wall_s,) * 3
+    process = Process(
+        inputs.work_s, inputs.mtbf_s, candidate.interval_s, candidate.cost_s, candidate.recoveries
+    )
+    return simulate(process, trials, seed).percentiles_s
+
+
+class Sensitivity(msgspec.Struct, frozen=True):
+    """The best way if the failure rate is `factor` times what was given, and what the way chosen comes to then."""
+
+    factor: float
+    best: str
+    best_goodput: float
+    chosen_goodput: float
+
+
+def sensitivity(inputs: Inputs, chosen: Candidate) -> list[Sensitivity]:
+    """What becomes of the answer if the failure rate is another."""
+    rows = []
+    for factor in FACTORS:
+        ways = [
+            evaluate(inputs, s, k, w, factor)
+            for s in STRATEGIES
+            for k in _counts(inputs.spares)
+            for w in (True, False)
+        ]
+        best = min(ways, key=lambda c: (c.cost if inputs.price else c.wall_s, c.wall_s, c.spares))
+        same = evaluate(inputs, chosen.strategy, chosen.spares, chosen.waits, factor)
+        rows.append(Sensitivity(factor, best.name, best.goodput, same.goodput))
+    return rows
+
+
+class Loss(msgspec.Struct, frozen=True):
+    """Where the time goes, in seconds of wall time."""
+
+    part: str
+    seconds: float
+
+
+def waterfall(inputs: Inputs, c: Candidate) -> list[Loss]:
+    """Training, checkpoints, recomputing and recovery; they add up to the wall time."""
+    saves_s = inputs.work_s * c.cost_s / c.interval_s
+    recovering_s = c.wall_s * min(1.0, c.recovery_s / inputs.mtbf_s)
+    again_s = max(0.0, c.wall_s - inputs.work_s - saves_s - recovering_s)
+    return [
+        Loss("training", inputs.work_s),
+        Loss("checkpoints", saves_s),
+        Loss("steps done again", again_s),
+        Loss("recovery", c.wall_s - inputs.work_s - saves_s - again_s),
+    ]
+
+
+def next_commands(inputs: Inputs, best: Candidate) -> list[str]:
+    """What to type."""
+    low = inputs.nodes if best.waits else max(1, inputs.nodes - max(1, round(0.05 * inputs.nodes)))
+    sizes = str(inputs.nodes) if low == inputs.nodes else f"{low}:{inputs.nodes}"
+    run = f"holdfast run --nnodes {sizes} --nproc-per-node {inputs.gpus_per_node}"
+    run += f" --spares {best.spares}" if best.spares else ""
+    every = f"{best.interval_s:.0f}s" if best.strategy == STORAGE else "30m"
+    run += " --snapshot-every 0" if best.strategy == STORAGE else ""
+    failures = best.wall_s / inputs.mtbf_s
+    run += f" --max-restarts {math.ceil(2 * failures)}" if failures > 50 else ""
+    run += f" --checkpoint s3://BUCKET/run,every={every} train.py"
+    rate = f"{100 * inputs.rate:.4g}%"
+    simulate_ = (
+        f"holdfast plan simulate --nodes {inputs.nodes} --spares {best.spares} --rate {rate} "
+        f"--days {max(1.0, inputs.work_s / formulas.DAY_S):.0f}"
+    )
+    return [run, simulate_, "holdfast plan calibrate REPORT.json   # after the first failures of your own"]
+
+
+def _words(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

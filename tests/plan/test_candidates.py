@@ -1,0 +1,94 @@
+import pytest
+
+from holdfast.errors import UsageError
+from holdfast.plan import candidates as c
+from holdfast.plan.inputs import from_report, read
+
+LLAMA = {"nodes": 2048, "gpu_hours": "21M", "rate": "0.0161%", "price": 2.5}
+
+
+def test_the_parts_of_the_time_add_up():
+    inputs = read(LLAMA)
+    for strategy in c.STRATEGIES:
+        way = c.evaluate(inputs, strategy, 1, True)
+        parts = c.waterfall(inputs, way)
+        assert sum(p.seconds for p in parts) == pytest.approx(way.wall_s)
+        assert all(p.seconds >= 0 for p in parts)
+
+
+def test_one_way_is_marked_and_it_is_the_cheapest():
+    ways = c.candidates(read(LLAMA), trials=50)
+    (best,) = [w for w in ways if w.best]
+    assert best.cost == min(w.cost for w in ways)
+    assert best.strategy == c.PEERS
+    for way in ways:
+        low, middle, high = way.percentiles_s
+        assert low <= middle <= high
+        assert middle == pytest.approx(way.wall_s, rel=0.03)
+
+
+def test_sensitivity_is_to_the_rate():
+    inputs = read(LLAMA)
+    rows = c.sensitivity(inputs, c.evaluate(inputs, c.STORAGE, 0, True))
+    shares = [r.chosen_goodput for r in rows]
+    assert shares == sorted(shares, reverse=True)
+    assert all(r.best_goodput >= r.chosen_goodput for r in rows)
+
+
+def test_without_failures_only_saving_costs():
+    way = c.evaluate(read(LLAMA | {"rate": 0}), c.PEERS, 0, True)
+    assert way.goodput == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"nodes": -4}, "nodes: -4 is less than 1; for example 256"),
+        ({"nodes": 0.5}, "nodes: 0.5 is no whole number"),
+        ({"rate": 0.05}, "rate: 0.05 means that every node fails after 20.0 hours; if a percentage is meant, write 0.05%"),
+        ({"rate": {"gpu": "-1%"}}, "rate.gpu: '-1%' is negative; for example 0.016%"),
+        ({"detect": "90 minutes"}, "detect: '90 minutes' is no time; for example 90s, 15m"),
+        ({"gpu_hours": 0}, "gpu_hours: 0 is zero; for example 10M"),
+        ({"checkpoint_size": 840}, "checkpoint_size: 840 is no size: it needs a unit, for example 840GB"),
+        ({"tokens": "15T"}, "gpu_hours and tokens: give one of them"),
+        ({"mtbf": "3h"}, "rate and mtbf: give one of them"),
+        ({"preset": "cloud"}, "preset: 'cloud' is none of self-managed"),
+        ({"preset": "holdfast"}, "needs the report of a job"),
+        ({"nodez": 4}, "unknown field 'nodez': did you mean 'nodes'?"),
+        ({"price": True}, "price: True is no number"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused_by_its_name_with_an_example(fields, said):
+    with pytest.raises(UsageError) as refused:
+        read(LLAMA | fields)
+    assert said in str(refused.value)
+
+
+def test_what_is_missing_is_asked_for():
+    with pytest.raises(UsageError, match="nodes is missing; for example nodes: 256"):
+        read({})
+    with pytest.raises(UsageError, match="give gpu_hours: 10M, or tokens"):
+        read({"nodes": 4, "rate": 0})
+    with pytest.raises(UsageError, match="rate is missing"):
+        read({"nodes": 4, "gpu_hours": 5})
+
+
+def test_failures_that_come_faster_than_any_recovery():
+    with pytest.raises(
+        UsageError, match=r"does not finish: a failure comes every 30 s \(MTBF of 2048 nodes\)"
+    ):
+        c.candidates(read({"nodes": 2048, "gpu_hours": "21M", "mtbf": "30s"}))
+
+
+def test_times_of_ones_own_report():
+    times = from_report({"job": "x", "incidents": [{"stall_s": 2.0, "detect_s": 0.5, "replace_s": 9.0}]})
+    assert (times.detect_s, times.peer_s, times.replace_s) == (0.5, 1.5, 9.0)
+    assert "medians of 1 incident" in times.source
+    with pytest.raises(UsageError, match="no incident in it was survived"):
+        from_report({"incidents": []})
+
+
+def test_tokens_and_throughput():
+    inputs = read({"nodes": 100, "tokens": "3.6T", "tokens_per_gpu_s": 1000, "rate": 0})
+    assert inputs.gpu_hours == pytest.approx(1e6)
+    assert inputs.work_s == pytest.approx(1e6 / 800 * 3600)
