@@ -28,6 +28,7 @@ from holdfast.agent.snapshots import SnapshotKeeper
 from holdfast.agent.stacks import innermost
 from holdfast.agent.zygote import Zygote
 from holdfast.errors import TierError
+from holdfast.health.identity import devices, identity
 from holdfast.protocol import messages as m
 from holdfast.protocol.faults import MACHINE_FAULTS, NODE_FAULTS, ArmedFault, FaultKind
 from holdfast.protocol.health import CheckResult, Condition, Finding, HealthSpec, Remedy, Severity
@@ -79,6 +80,10 @@ class Agent:
         self._keeper: SnapshotKeeper | None = None
         self._leaving: m.Leaving | None = None
         self._health = _health(config.job_dir)
+        # A node that shares its machine with others has a part of its identity, and none of its devices for itself.
+        root = Path("/")
+        self._identity = identity(root, config.node if config.shared_machine else "")
+        self._devices = () if config.shared_machine else devices(root)
         self._watcher = Watcher(
             config.job_dir / "nodes" / config.node,
             self._health,
@@ -195,6 +200,8 @@ class Agent:
             self._keeper.copies() if self._keeper else (),
             config.rack,
             self._leaving,
+            identity=self._identity,
+            devices=self._devices,
             checks=self._found_before,
         )
 
