@@ -9,9 +9,11 @@ one decision is made of). Their functions take the core first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from holdfast.coordinator import (
+    admission,
     comparing,
     failures,
     forming,
@@ -20,6 +22,7 @@ from holdfast.coordinator import (
     incidents,
     judging,
     nodes,
+    remedies,
     resizing,
     saving,
     stopping,
@@ -40,12 +43,13 @@ from holdfast.coordinator.events import (
     Record,
     Recovered,
     ReleaseNode,
+    Remember,
     ResizeRequested,
     Send,
     StopRequested,
     Tick,
 )
-from holdfast.coordinator.state import CoreState, Injection, JobPhase, Node, Worker, WorkerPhase
+from holdfast.coordinator.state import CoreState, Incident, Injection, JobPhase, Node, Worker, WorkerPhase
 from holdfast.protocol import messages as m
 from holdfast.protocol.availability import Capacity, NodeAvailable, NodeGoing, NodeTaken, NodeUnavailable
 from holdfast.protocol.job import JobSpec
@@ -113,6 +117,7 @@ class Core:
         times += [d for d in waits if d is not None and d > self.now]
         times += resizing.deadlines(self)
         times += storing.deadlines(self)
+        times += judging.deadlines(self)
         return min(times, default=None)
 
     def send(self, node: str, message: m.ToAgent) -> None:
@@ -127,7 +132,31 @@ class Core:
         """Queues an entry of the ledger."""
         self._out.append(Record(kind, fields))
 
-    def act(self, action: ProvideNode | ReleaseNode | MarkNode | RebootNode | End | Record) -> None:
+    def open_incident(
+        self,
+        cause: str,
+        *,
+        node: str | None,
+        workers: Iterable[str] = (),
+        rung: str | None = None,
+        at_s: float | None = None,
+        **known: Any,
+    ) -> Incident:
+        """Enters an incident, or what is part of one that is known. known: see `incidents.open_incident`."""
+        count = len(self.state.incidents)
+        since_s = self.now if at_s is None else at_s
+        incident = incidents.open_incident(self.state, since_s, cause, node=node, workers=workers, **known)
+        incident.rung = incident.rung or rung
+        if len(self.state.incidents) > count:
+            self.record("incident-opened", **incidents.describe(self.state, incident))
+        else:
+            self.record("incident-joined", id=incident.id, node=node, cause=cause)
+            judging.struck(self, incident)
+        return incident
+
+    def act(
+        self, action: ProvideNode | ReleaseNode | MarkNode | RebootNode | Remember | End | Record
+    ) -> None:
         """Queues any other action."""
         self._out.append(action)
 
@@ -171,8 +200,8 @@ class Core:
 
     def _dispatch(self, event: Event) -> None:
         match event:
-            case NodeJoined(hello):
-                nodes.joined(self, hello)
+            case NodeJoined(hello, past):
+                nodes.joined(self, hello, past)
             case NodeLost(name, session, cause):
                 node = self.state.nodes.get(name)
                 if node is not None and node.alive and node.session == session:
@@ -227,6 +256,10 @@ class Core:
                 hangs.inspected(self, message)
             case m.Found(findings):
                 judging.found(self, node, findings)
+            case m.Repaired(request, error):
+                remedies.repaired(self, node, request, error)
+            case m.Checked():
+                admission.checked(self, node, message)
             case m.Held():
                 saving.held(self, node, message)
             case m.NotHeld(key, reason):
@@ -325,6 +358,7 @@ class Core:
         for worker in self.alive_workers():
             if worker.vanished_s is not None and now >= worker.vanished_s + self.timing.detection_s:
                 failures.lose_worker(self, worker, "its agent no longer knows it")
+        judging.due(self)
         again_s = nodes.ask_again_s(self)
         if again_s is not None and now >= again_s:
             s.replacing = 0
@@ -346,6 +380,7 @@ class Core:
         s = self.state
         if s.phase is JobPhase.ENDED:
             return
+        remedies.advance(self)
         resizing.advance(self)
         if s.level != 2:
             gang.advance(self)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import msgspec
 
+from holdfast.coordinator.history import Kind, Remembered
 from holdfast.protocol.availability import Capacity, NodeAvailable, NodeGoing, NodeTaken, NodeUnavailable
 from holdfast.protocol.job import Durable
 from holdfast.protocol.messages import AgentMessage, Hello, ToAgent
 
 
 class NodeJoined(msgspec.Struct, frozen=True):
-    """An agent connected, for the first time or again."""
+    """An agent connected, for the first time or again. past: what is known of the machine and its devices, oldest first."""
 
     hello: Hello
+    past: tuple[Remembered, ...] = ()
 
 
 class NodeLost(msgspec.Struct, frozen=True):
@@ -131,10 +133,22 @@ class RebootNode(msgspec.Struct, frozen=True):
     reason: str
 
 
+class Remember(msgspec.Struct, frozen=True):
+    """Keep this in the history of a machine. Fields as in `history.Remembered`."""
+
+    machine: str
+    kind: Kind
+    node: str
+    rule: str = ""
+    device: str = ""
+    text: str = ""
+    remedy: str = ""
+
+
 class End(msgspec.Struct, frozen=True):
     """The job is over."""
 
     outcome: str
 
 
-Action = Send | Record | ProvideNode | ReleaseNode | MarkNode | RebootNode | End
+Action = Send | Record | ProvideNode | ReleaseNode | MarkNode | RebootNode | Remember | End

@@ -54,17 +54,14 @@ def failed(core: Core, worker: Worker, message: m.Failed) -> None:
         return
     if s.phase is JobPhase.RUNNING or s.yielding:
         again = _failed_before(core, worker, message)
-        incident = incidents.open_incident(
-            s,
-            core.now,
+        core.open_incident(
             cause,
             node=worker.node,
             workers=[worker.name],
+            rung=None if again else "retry in process",
             kind="nan" if message.error == "NonFiniteGradient" else None,
             needs_newcomer=again,
         )
-        incident.rung = None if again else "retry in process"
-        core.record("incident-opened", **incidents.describe(s, incident))
         if again:
             end_worker(core, worker)
     forming.break_generation(core, cause)
@@ -135,8 +132,7 @@ def lose_worker(core: Core, worker: Worker, cause: str, message: m.Exited | None
     early = was in (WorkerPhase.STARTING, WorkerPhase.ATTACHED)
     injected = False
     if member or s.number == 0:
-        incident = incidents.open_incident(s, core.now, cause, node=worker.node, workers=[worker.name])
-        core.record("incident-opened", **incidents.describe(s, incident))
+        incident = core.open_incident(cause, node=worker.node, workers=[worker.name])
         injected = incident.injected and not str(incident.fault).startswith(LIKE_A_SCRIPT)
     if message is not None and (member or early) and not injected:
         _judge_exit(core, worker, message, early)
@@ -201,8 +197,7 @@ def condemn(core: Core, workers: Iterable[Worker], cause: str) -> None:
         part = any(w.phase in (WorkerPhase.MEMBER, WorkerPhase.PARKED) for w in ours)
         if part and s.phase is not JobPhase.STOPPING:
             names = [w.name for w in ours]
-            incident = incidents.open_incident(s, core.now, cause, node=node, workers=names)
-            core.record("incident-opened", **incidents.describe(s, incident))
+            core.open_incident(cause, node=node, workers=names)
             breaks = True
         else:
             core.record("worker-ended", workers=[w.name for w in ours], cause=cause)

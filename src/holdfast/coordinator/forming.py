@@ -99,9 +99,7 @@ def gather(core: Core) -> None:
         or any(i.decided_at_s is None for i in incidents.open_ones(s))
     ):
         return
-    incident = incidents.open_incident(s, s.broke_at_s, cause, node=None, workers=[], needs_newcomer=False)
-    incident.rung = "retry in process"
-    core.record("incident-opened", **incidents.describe(s, incident))
+    core.open_incident(cause, node=None, rung="retry in process", at_s=s.broke_at_s, needs_newcomer=False)
     if s.generation is None or s.generation_committed > s.generation.start:
         return
     s.fruitless += 1
@@ -131,7 +129,7 @@ def try_form(core: Core) -> None:
         stopping.give_up(core, f"no checkpoint could be loaded: {s.unread[0]}{more}; {advice}", None)
         return
     ready = core.workers_in(WorkerPhase.READY)
-    fresh = sorted(ready, key=lambda w: (s.nodes[w.node].failures, w.node))
+    fresh = sorted(ready, key=lambda w: (bool(s.nodes[w.node].lemon), s.nodes[w.node].failures, w.node))
     kept, joining = resizing.choose(core, survivors, fresh)
     count = len(kept) + len(joining)
     if count >= max(1, s.minimum):

@@ -76,7 +76,7 @@ def _launch(core: Core) -> None:
     s, spec = core.state, core.spec
     nodes.ask(core)
     usable = _usable(core)
-    usable.sort(key=lambda n: n.failures)
+    usable.sort(key=lambda n: (bool(n.lemon), n.failures))
     count = min(len(usable), s.wanted_nodes)
     minimum = s.wanted_nodes if spec.wait_for_spare else spec.min_nodes
     if core.budget_spent():
@@ -92,7 +92,8 @@ def _launch(core: Core) -> None:
             advance(core)
         return
     s.wait_deadline_s = None
-    if count < s.wanted_nodes and (s.number == 0 or s.replacing):
+    mending = any(n.then is not None or n.checking is not None for n in core.alive_nodes())
+    if count < s.wanted_nodes and (s.number == 0 or s.replacing or mending):
         if s.form_deadline_s is None:
             s.form_deadline_s = core.now + core.timing.form_s
         if core.now < s.form_deadline_s:
@@ -102,7 +103,7 @@ def _launch(core: Core) -> None:
 
 
 def _usable(core: Core) -> list[Node]:
-    return [n for n in core.alive_nodes() if n.slots >= core.spec.nproc and n.leaving is None]
+    return [n for n in core.alive_nodes() if n.slots >= core.spec.nproc and n.leaving is None and not n.held]
 
 
 def size_now(core: Core) -> int:
@@ -189,11 +190,14 @@ def stalled(core: Core, workers: list[Worker], reason: str) -> None:
         _fault(core, workers, node, f"hang: {reason}")
 
 
+def taken_out(core: Core, workers: list[Worker], node: str, cause: str) -> None:
+    """A node's workers are to end, and so all start again."""
+    _fault(core, workers, node, cause)
+
+
 def _fault(core: Core, workers: list[Worker], node: str | None, cause: str) -> bool:
     """Opens an incident and starts all again. True when the fault was injected."""
-    s = core.state
-    incident = incidents.open_incident(s, core.now, cause, node=node, workers=[w.name for w in workers])
-    core.record("incident-opened", **incidents.describe(s, incident))
+    incident = core.open_incident(cause, node=node, workers=[w.name for w in workers])
     restart(core, cause)
     return incident.injected
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from holdfast.coordinator import failures, forming, gang, incidents, policy
+from holdfast.coordinator import failures, forming, gang, policy
 from holdfast.coordinator.state import JobPhase, Worker, WorkerPhase
 from holdfast.protocol import messages as m
 from holdfast.protocol.phases import SLOW_PHASES, WAITING_PHASES, Phase
@@ -135,9 +135,7 @@ def _nobody_differs(core: Core) -> None:
         return
     if not waiting or s.stall_rounds <= RETRIES:
         cause = "hang: nobody differs"
-        incident = incidents.open_incident(s, core.now, cause, node=None, workers=[], needs_newcomer=False)
-        incident.rung = "retry in process"
-        core.record("incident-opened", **incidents.describe(s, incident))
+        core.open_incident(cause, node=None, rung="retry in process", needs_newcomer=False)
         forming.break_generation(core, cause)
         return
     oldest = sorted(core.inside(), key=lambda w: w.started_s)

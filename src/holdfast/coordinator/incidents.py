@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from holdfast.coordinator.casebook import KEPT_EVIDENCE, TEXT_CHARS, Evidence, Sighting, graver
 from holdfast.coordinator.events import Record
 from holdfast.coordinator.state import CoreState, Incident, Injection
+from holdfast.protocol.health import Severity
 from holdfast.protocol.messages import Joined
 
 COORDINATOR = "coordinator"
@@ -14,6 +16,15 @@ COORDINATOR = "coordinator"
 INJECTION_AGE_S = 60.0
 """An injected fault that no incident claimed within this time had no effect that anyone saw."""
 
+NEAR_S = 2.0
+"""A fault whose effect follows within this time stopped training at once."""
+
+JOIN_S = 60.0
+"""What a rule finds this long before or after a worker's end, a lost node or a failed collective explains it: a hang may
+take 40 s to be found."""
+
+LOOKED_AT = 64
+"""So many of the newest incidents may be what something new belongs to."""
 
 HANG = "hang"
 """How the cause of an incident begins in which somebody stood still."""
@@ -32,13 +43,23 @@ def open_incident(
     kind: str | None = None,
     fault_at_s: float | None = None,
     needs_newcomer: bool = True,
+    quiet: bool = False,
 ) -> Incident:
-    """Enters a new incident. An injected fault of the same worker, node or kind explains when it began."""
+    """Enters an incident, or what is part of one. An injected fault of the same worker, node or kind explains when it
+    began; what a rule found on the node just before is its cause. quiet: training goes on.
+    """
     names = list(workers)
     unnamed_hang = cause.startswith(HANG) and node is None
-    injection = _claim(state, now, node, names, kind, unnamed_hang)
     generation = state.generation
     ranks = [r for w in names if generation and (r := generation.rank_of(w)) is not None]
+    known = None if quiet or kind == "kill-coordinator" else _part_of(state, now, node, names)
+    if known is not None:
+        _add(known, Evidence("", "job", cause, now))
+        _disturb(state, known, now, names, ranks, needs_newcomer)
+        if injection := _claim(state, now, node, names, kind, unnamed_hang):
+            known.injected, known.fault = True, injection.fault
+        return known
+    injection = _claim(state, now, node, names, kind, unnamed_hang)
     incident = Incident(
         id=len(state.incidents) + 1,
         cause=cause,
@@ -53,9 +74,93 @@ def open_incident(
         injected=injection is not None,
         workers=names,
         needs_newcomer=needs_newcomer,
+        quiet=quiet,
     )
     state.incidents.append(incident)
+    if not quiet and node is not None:
+        _explain_by_sighting(state, incident, now, names)
     return incident
+
+
+# ---------------------------------------------------------------- what was found, and what happened to the job
+
+
+def _part_of(state: CoreState, now: float, node: str | None, workers: list[str]) -> Incident | None:
+    """The incident that was found before its effect, if this is one: of the same node; of any for what names nobody."""
+    for incident in reversed(state.incidents[-LOOKED_AT:]):
+        if not incident.rule or graver(Severity.ERROR, incident.severity):
+            continue
+        silent_s = now - incident.heard_s
+        undecided = incident.open and (incident.quiet or incident.decided_at_s is None)
+        if not (undecided or silent_s <= (JOIN_S if incident.quiet else NEAR_S)):
+            continue
+        if incident.node == node or (node is None and not workers):
+            return incident
+    return None
+
+
+def _disturb(
+    state: CoreState, incident: Incident, now: float, names: list[str], ranks: list[int], needs_newcomer: bool
+) -> None:
+    """Training stands because of it."""
+    incident.workers += [w for w in names if w not in incident.workers]
+    incident.ranks = sorted({*incident.ranks, *ranks})
+    incident.needs_newcomer = incident.needs_newcomer or needs_newcomer
+    if not incident.quiet and incident.open:
+        return
+    if incident.quiet and now - incident.detected_at_s > NEAR_S:  # training went on until now
+        incident.fault_at_s, incident.detected_at_s = None, now
+    incident.quiet = False
+    incident.at_step, incident.generation = state.committed, state.number
+    incident.world = len(state.generation.members) if state.generation else 1
+    incident.decided_at_s = incident.first_commit_at_s = incident.replaced_at_s = incident.rung = None
+    reopen(state, incident)
+
+
+def _explain_by_sighting(state: CoreState, incident: Incident, now: float, workers: list[str]) -> None:
+    near = [
+        x
+        for x in state.health.sightings
+        if x.node == incident.node and now - x.at_s <= JOIN_S and (x.grave or x.worker in workers)
+    ]
+    if near:
+        explain(incident, near[-1], now)
+
+
+def explain(incident: Incident, sighting: Sighting, now: float) -> None:
+    """What a rule found is the cause of what happened to the job."""
+    if incident.rule == "" and not incident.quiet:
+        _add(incident, Evidence("", "job", incident.cause, incident.detected_at_s))
+    incident.rule, incident.heard_s = incident.rule or sighting.rule, now
+    incident.cause = f"{sighting.rule}: {sighting.text}" if sighting.text else sighting.rule
+
+
+def unexplained(state: CoreState, now: float, node: str, worker: str = "") -> Incident | None:
+    """What happened to the job lately on this node, or to nobody in particular, and has no cause yet."""
+    for incident in reversed(state.incidents):
+        if now - incident.detected_at_s > JOIN_S:
+            return None
+        if incident.rule or incident.injected or incident.rung == COORDINATOR:
+            continue
+        if incident.node == node or (incident.node is None and incident.fault is None):
+            return incident
+    return None
+
+
+def witnessed(incident: Incident, rule: str, source: str, text: str, now: float) -> bool:
+    """Adds evidence to an incident; False: it had that already."""
+    incident.heard_s = now
+    for known in incident.evidence:
+        if (known.rule, known.source) == (rule, source):
+            known.count += 1
+            return False
+    _add(incident, Evidence(rule, source, text[:TEXT_CHARS], now))
+    return True
+
+
+def _add(incident: Incident, evidence: Evidence) -> None:
+    if len(incident.evidence) < KEPT_EVIDENCE:
+        incident.evidence.append(evidence)
 
 
 def _claim(
@@ -88,8 +193,14 @@ def explains(incident: Incident, injection: Injection) -> bool:
 
 
 def open_ones(state: CoreState) -> list[Incident]:
-    """Incidents that are not closed yet, oldest first; however many there were before them."""
-    return [i for i in state.incidents[state.closed :] if i.open]
+    """Incidents that disturb training and are not closed yet, oldest first; however many there were before them."""
+    return [i for i in state.incidents[state.closed :] if i.open and not i.quiet]
+
+
+def reopen(state: CoreState, incident: Incident) -> None:
+    """Something is to be done about it after all."""
+    incident.full_at_s = None
+    state.closed = min(state.closed, incident.id - 1)
 
 
 def decided(state: CoreState, now: float, rung: str) -> None:
@@ -162,6 +273,9 @@ def describe(state: CoreState, incident: Incident) -> dict[str, object]:
         "lost_steps": incident.lost_steps,
         "rung": incident.rung,
         "cause": incident.cause,
+        "rule": incident.rule or None,
+        "quiet": incident.quiet,
+        "verdict": incident.verdict or None,
     }
 
 
@@ -181,6 +295,8 @@ def kind_of(incident: Incident) -> str:
     """One word for a fault's cause: that of an injected fault, else what was seen of it."""
     if incident.fault:
         return incident.fault.partition(":")[0]
+    if incident.rule:
+        return "health"
     return next((kind for words, kind in KINDS_BY_WORDS if incident.cause.startswith(words)), "script")
 
 

@@ -1,4 +1,10 @@
-"""What findings about a node's health mean for the job, and what is done about them."""
+"""What findings about a node's health mean for the job, and what is done about them.
+
+Findings of one node become one incident, together with what they did to the job: a worker's exit, a lost node, a failed
+collective. A fatal one is decided at once; an error that the job can live with is decided a moment later, when others
+would have reported the same, and is acted on at a step's edge. `verdicts` and `fleet` say what may be done, `remedies`
+does it.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +12,447 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from holdfast.coordinator import nodes
-from holdfast.coordinator.events import MarkNode
-from holdfast.coordinator.state import Node
+from holdfast.coordinator import fleet, incidents, remedies, verdicts
+from holdfast.coordinator.casebook import (
+    KEPT_ASKS,
+    KEPT_SIGHTINGS,
+    TEXT_CHARS,
+    Act,
+    Ask,
+    Sighting,
+    count,
+    graver,
+    stronger,
+)
+from holdfast.coordinator.events import Remember
+from holdfast.coordinator.history import Kind
+from holdfast.coordinator.state import Incident, Node
+from holdfast.coordinator.verdicts import Decision
 from holdfast.protocol.health import Condition, Finding, Remedy, Severity
 
 if TYPE_CHECKING:
     from holdfast.coordinator.core import Core
 
+BURST_S = 180.0
+"""Findings of one node belong together until it was silent for so long (as NVIDIA's Fleet Intelligence has it)."""
+
+ECHO_S = 10.0
+"""So much later than the first sign others may tell of the same fault."""
+
+UNKNOWN_S = 600.0
+"""What could not be told for so long is for a person to look at; it is no fault, and nothing is done about it."""
+
+UNKNOWN_KEPT = 16
+
+# ---------------------------------------------------------------- what is heard
+
 
 def found(core: Core, node: Node, findings: tuple[Finding, ...]) -> None:
     """Rules matched on a node."""
     for finding in findings:
-        core.record("finding", node=node.name, **msgspec.structs.asdict(finding))
-        if finding.dry_run or finding.condition is not Condition.FAULTY or not node.alive:
+        count(core.state.health.totals.findings, finding.rule)
+        _hear(core, node, finding)
+
+
+def _hear(core: Core, node: Node, finding: Finding) -> None:
+    trial = finding.dry_run or finding.rule in node.trial
+    if finding.condition is not Condition.FAULTY:
+        _write(core, node, finding, None)
+        _not_faulty(core, node, finding)
+        return
+    node.unknown.pop(finding.rule, None)
+    if not trial:
+        _sight(core, node, finding)
+    if not _counts(finding) or trial or not node.alive:
+        if trial and _counts(finding) and node.alive:
+            _on_trial(core, node, finding)
+        else:
+            _write(core, node, finding, _explain(core, node, finding) if not trial else None)
+        return
+    incident = _incident(core, node, finding)
+    new = incidents.witnessed(incident, finding.rule, finding.source, finding.evidence, core.now)
+    if new:
+        _write(core, node, finding, incident)
+    _weigh_in(incident, finding)
+    _consider(core, node, incident, finding)
+
+
+def _counts(finding: Finding) -> bool:
+    """It is a matter of its own; milder ones are only written down, or explain what happens to a worker."""
+    return not graver(Severity.ERROR, finding.severity) or finding.remedy is Remedy.ASK
+
+
+def _write(core: Core, node: Node, finding: Finding, incident: Incident | None) -> None:
+    told = msgspec.structs.asdict(finding)
+    core.record("finding", node=node.name, incident=incident.id if incident else None, **told)
+
+
+def _sight(core: Core, node: Node, finding: Finding) -> None:
+    grave = _counts(finding) or (
+        finding.severity is Severity.WARNING and stronger(finding.remedy, Remedy.WATCH)
+    )
+    s = core.state
+    sightings = s.health.sightings
+    text = finding.evidence[:TEXT_CHARS]
+    sightings.append(
+        Sighting(
+            finding.rule,
+            node.name,
+            node.machine,
+            core.now,
+            text,
+            finding.worker,
+            grave and not finding.shared,
+            s.committed,
+            s.number,
+        )
+    )
+    del sightings[:-KEPT_SIGHTINGS]
+
+
+def _explain(core: Core, node: Node, finding: Finding) -> Incident | None:
+    """A mild finding may still be why a worker ended just before."""
+    sighting = core.state.health.sightings[-1]
+    incident = incidents.unexplained(core.state, core.now, node.name)
+    if incident is None or not (sighting.grave or finding.worker in incident.workers):
+        return None
+    _explained(core, incident, sighting, finding)
+    return incident
+
+
+def _explained(core: Core, incident: Incident, sighting: Sighting, finding: Finding) -> None:
+    was = incident.cause
+    incidents.explain(incident, sighting, core.now)
+    incident.node = incident.node or sighting.node
+    incident.source, incident.device = finding.source, finding.device
+    core.record("incident-explained", id=incident.id, node=sighting.node, cause=incident.cause, was=was)
+
+
+def _incident(core: Core, node: Node, finding: Finding) -> Incident:
+    """The incident that a finding belongs to: what happened to the job just before, what was found on the node a moment
+    ago, or a new one."""
+    s = core.state
+    happened = incidents.unexplained(s, core.now, node.name)
+    if happened is not None:
+        _explained(core, happened, s.health.sightings[-1], finding)
+        return happened
+    for incident in reversed(s.incidents[-incidents.LOOKED_AT :]):
+        if not incident.rule or incident.node != node.name:
             continue
-        if finding.severity is Severity.FATAL and finding.remedy is Remedy.REPLACE:
-            cause = f"{finding.rule}: {finding.evidence}"
-            core.act(MarkNode(node.name, cause))
-            nodes.give_up(core, node, cause)
+        if _belongs(core, incident, finding):
+            return incident
+    began_s = core.now - finding.age_s if finding.age_s > 0 else None
+    cause = f"{finding.rule}: {finding.evidence}" if finding.evidence else finding.rule
+    incident = core.open_incident(cause, node=node.name, quiet=True, fault_at_s=began_s, needs_newcomer=False)
+    incident.rule, incident.device, incident.source = finding.rule, finding.device, finding.source
+    incident.full_at_s = core.now  # nothing is disturbed, and nothing is done yet
+    return incident
+
+
+def _belongs(core: Core, incident: Incident, finding: Finding) -> bool:
+    """To a burst that goes on, or to what is being dealt with, or was just now. Once more after that is a new incident."""
+    act = next((a for a in reversed(core.state.health.acts) if a.incident == incident.id), None)
+    if act is not None:
+        return act.done_s is None or core.now - act.done_s <= ECHO_S
+    if incident.device and finding.device and finding.device != incident.device:
+        return False
+    return core.now - incident.heard_s <= BURST_S
+
+
+def _weigh_in(incident: Incident, finding: Finding) -> None:
+    """The worst of all findings counts. What is grave gives the incident its name."""
+    worse = graver(finding.severity, incident.severity)
+    if worse or (stronger(finding.remedy, incident.asked) and finding.severity is incident.severity):
+        incident.severity, incident.asked = finding.severity, finding.remedy
+        incident.rule, incident.source = finding.rule, finding.source
+        incident.device = finding.device or incident.device
+
+
+# ---------------------------------------------------------------- what is neither a fault nor acted on
+
+
+def _not_faulty(core: Core, node: Node, finding: Finding) -> None:
+    if finding.condition is Condition.HEALTHY:
+        node.unknown.pop(finding.rule, None)
+        for incident in core.state.incidents[-KEPT_ASKS:]:
+            if incident.node == node.name and incident.rule == finding.rule and incident.due_s is not None:
+                _withhold(core, node, incident, Decision(Remedy.WATCH, "it is well again", "well"))
+        return
+    since_s = node.unknown.setdefault(finding.rule, core.now)
+    if len(node.unknown) > UNKNOWN_KEPT:
+        del node.unknown[next(iter(node.unknown))]
+    if core.now - since_s >= UNKNOWN_S:
+        node.unknown[finding.rule] = core.now
+        told = f"{finding.rule} could not be told for {core.now - since_s:.0f} s: {finding.evidence}"
+        ask(core, node, finding.rule, told)
+
+
+def _on_trial(core: Core, node: Node, finding: Finding) -> None:
+    """What would have been done, had the rule been believed."""
+    _write(core, node, finding, None)
+    if not core.state.health.said.get(f"trial {node.name} {finding.rule}", -BURST_S) + BURST_S <= core.now:
+        return
+    _say(core, f"trial {node.name} {finding.rule}")
+    decision = _decision(core, node, finding.rule, finding.device, finding.source, finding.remedy, finding)
+    core.record(
+        "verdict",
+        incident=None,
+        node=node.name,
+        rule=finding.rule,
+        asked=finding.remedy,
+        does=Remedy.WATCH,
+        would=decision.does,
+        against="trial",
+        reason=f"the rule is on trial; it would be: {decision.reason}",
+        weighed=decision.weighed,
+    )
+
+
+def _say(core: Core, what: str) -> None:
+    said = core.state.health.said
+    said.pop(what, None)
+    said[what] = core.now
+    while len(said) > KEPT_SIGHTINGS:
+        del said[next(iter(said))]
+
+
+def ask(core: Core, node: Node, rule: str, text: str, incident: Incident | None = None) -> None:
+    """A person is to look at something."""
+    asks = core.state.health.asks
+    number = incident.id if incident else 0
+    asks[:] = [a for a in asks if (a.node, a.rule) != (node.name, rule)]
+    asks.append(Ask(core.now, node.name, rule, text[:TEXT_CHARS], number))
+    del asks[:-KEPT_ASKS]
+    core.record("asked", node=node.name, rule=rule, text=text, incident=number or None)
+
+
+# ---------------------------------------------------------------- when it is decided
+
+
+def _consider(core: Core, node: Node, incident: Incident, finding: Finding) -> None:
+    if finding.shared:
+        told = "many nodes have this at once: none of them is to blame"
+        if incident.does is None:
+            _withhold(core, node, incident, Decision(Remedy.WATCH, told, "shared"))
+        return
+    if _is_storm(core, node, incident):
+        return
+    done = incident.does is not None and not stronger(incident.asked, incident.does)
+    planned = node.then is not None and incident.severity is Severity.FATAL
+    if done and not planned:
+        return
+    if finding.severity is Severity.FATAL:
+        decide(core, incident)
+    elif incident.due_s is None:
+        _later(core, incident, core.now + core.timing.detection_s)
+
+
+def _is_storm(core: Core, node: Node, incident: Incident) -> bool:
+    """The same on many nodes at once. Nothing is done about any of them, and what was planned is called off."""
+    seen = fleet.storm(core, incident.rule)
+    if seen is None:
+        return False
+    nodes, within_s = seen
+    key = f"storm {incident.rule}"
+    if core.now - core.state.health.said.get(key, -BURST_S) >= BURST_S:
+        core.record(
+            "storm", rule=incident.rule, nodes=nodes, of=fleet.size(core), within_s=round(within_s, 3)
+        )
+    _say(core, key)
+    reason = f"{nodes} of {fleet.size(core)} nodes report it within {within_s:.0f} s"
+    for other in core.state.incidents[-incidents.LOOKED_AT :]:
+        there = core.state.nodes.get(other.node or "")
+        if other.rule == incident.rule and there is not None and _undone(other):
+            remedies.call_off(core, there, other)
+            _withhold(core, there, other, Decision(Remedy.WATCH, reason, "storm"))
+    if incident.does is None and incident.verdict != reason:
+        _withhold(core, node, incident, Decision(Remedy.WATCH, reason, "storm"))
+    return True
+
+
+def _undone(incident: Incident) -> bool:
+    return incident.due_s is not None or (incident.quiet and incident.open)
+
+
+def struck(core: Core, incident: Incident) -> None:
+    """What was found has now ended a worker or more: there is nothing to wait for."""
+    if incident.due_s is not None:
+        incident.due_s = core.now
+
+
+def deadlines(core: Core) -> list[float]:
+    """When something is to be decided, or an agent should have answered."""
+    times = [i.due_s for i in _undecided(core) if i.due_s is not None]
+    return [t for t in (*times, *remedies.deadlines(core)) if t > core.now]
+
+
+def _undecided(core: Core) -> list[Incident]:
+    return [core.state.incidents[number - 1] for number in core.state.health.undecided]
+
+
+def _later(core: Core, incident: Incident, at_s: float) -> None:
+    """It is decided then."""
+    incident.due_s = at_s
+    if incident.id not in core.state.health.undecided:
+        core.state.health.undecided.append(incident.id)
+
+
+def due(core: Core) -> None:
+    """Decides what was left until now."""
+    for incident in _undecided(core):
+        if incident.due_s is not None and core.now >= incident.due_s:
+            decide(core, incident)
+    health = core.state.health
+    health.undecided = [n for n in health.undecided if core.state.incidents[n - 1].due_s is not None]
+    remedies.late(core)
+
+
+def decide(core: Core, incident: Incident) -> None:
+    """Says what is done about an incident, and begins it."""
+    incident.due_s = None
+    node = core.state.nodes.get(incident.node or "")
+    if node is None or not node.alive or core.state.stop_reason is not None:
+        return
+    if any(w.digest is not None for w in core.state.workers.values()):
+        _withhold(core, node, incident, Decision(Remedy.WATCH, "the job is about to end", "ending"))
+        return
+    decision = _decision(core, node, incident.rule, incident.device, incident.source, incident.asked, None)
+    fatal = incident.severity is Severity.FATAL
+    if decision.after_s is not None and not fatal:
+        _later(core, incident, decision.after_s)
+        _verdict(core, node, incident, decision, Remedy.WATCH)
+        return
+    if decision.against or decision.does is Remedy.WATCH:
+        _withhold(core, node, incident, decision)
+        return
+    if decision.does is Remedy.ASK:
+        incident.does = Remedy.ASK
+        _verdict(core, node, incident, decision, Remedy.ASK)
+        ask(core, node, incident.rule, incident.cause, incident)
+        return
+    _verdict(core, node, incident, decision, decision.does)
+    incident.does = decision.does
+    count(core.state.health.totals.acts, decision.does)
+    if not incident.injected:
+        remember(core, node, Kind.INCIDENT, incident)
+    remedies.begin(core, node, incident, decision.does, planned=not fatal)
+
+
+def remember(core: Core, node: Node, kind: Kind, incident: Incident, remedy: str = "") -> None:
+    """For later jobs, of machines that can be told again."""
+    if node.identity:
+        text = incident.cause[:TEXT_CHARS]
+        core.act(Remember(node.identity, kind, node.name, incident.rule, incident.device, text, remedy))
+
+
+def _withhold(core: Core, node: Node, incident: Incident, decision: Decision) -> None:
+    incident.due_s = None
+    count(core.state.health.totals.withheld, decision.against or "watch")
+    _verdict(core, node, incident, decision, Remedy.WATCH)
+    if decision.against == "blast":
+        since_s = core.state.health.said.get("blast", -core.spec.health.blast_window_s)
+        if core.now - since_s >= core.spec.health.blast_window_s:
+            _say(core, "blast")
+            done, size, limit = len(fleet.acted_on(core)), fleet.size(core), fleet.limit(core)
+            window_s = core.spec.health.blast_window_s
+            core.record("blast-limit", node=node.name, nodes=done, of=size, limit=limit, within_s=window_s)
+    if decision.against == "budget":
+        ask(core, node, incident.rule, incident.cause, incident)
+
+
+def _verdict(core: Core, node: Node, incident: Incident, decision: Decision, does: Remedy) -> None:
+    if does is Remedy.WATCH and incident.verdict == decision.reason:
+        return  # said already
+    incident.verdict = decision.reason
+    core.record(
+        "verdict",
+        incident=incident.id,
+        node=node.name,
+        rule=incident.rule,
+        asked=incident.asked,
+        does=does,
+        would=decision.does,
+        against=decision.against,
+        reason=decision.reason,
+        weighed=decision.weighed,
+    )
+
+
+# ---------------------------------------------------------------- what is decided
+
+
+def _decision(
+    core: Core, node: Node, rule: str, device: str, source: str, asked: Remedy, trial: Finding | None
+) -> Decision:
+    """Weighs one cause on one node. trial: the rule is on trial, and this is only said."""
+    s = core.state
+    if asked is Remedy.WATCH:
+        return Decision(asked, "the rule asks for nothing to be done")
+    if asked is Remedy.ASK:
+        return Decision(asked, "the rule asks for a person")
+    soft = _soft(core, node, rule, source, asked)
+    if soft is not None:
+        return soft
+    before = verdicts.for_cause(s.health.acts, node.machine, device, rule, core.now)
+    does = verdicts.rung(asked, before)
+    weighed = [f"done before for {rule} on {node.machine}: {_told(before)}"]
+    why = f"{rule} asks for it"
+    if does is not asked:
+        why = f"{rule} asks for {asked.value}, which was tried: {_told(before)}"
+    if does is Remedy.RESTART_WORKER:
+        if core.budget_spent():
+            return Decision(Remedy.ASK, "the restart budget is spent", "budget", tuple(weighed))
+        return Decision(does, why, weighed=tuple(weighed))
+    done = verdicts.repairs(s.health.acts, node.machine, core.now)
+    weighed.append(f"repairs of {node.machine} in 7 days: {len(done)} of {verdicts.NODE_ACTS}")
+    if len(done) >= verdicts.NODE_ACTS and does is not Remedy.REPLACE:
+        does, why = Remedy.REPLACE, f"{len(done)} repairs of {node.machine} in 7 days did not help"
+    all_done = sum(n for remedy, n in s.health.totals.acts.items() if verdicts.acts_on_node(Remedy(remedy)))
+    weighed.append(f"repairs in this job: {all_done} of {core.spec.max_restarts}")
+    if all_done >= core.spec.max_restarts:
+        told = f"the job's budget of {core.spec.max_restarts} repairs is spent"
+        return Decision(does, told, "budget", tuple(weighed))
+    near = fleet.acted_on(core)
+    window_s = core.spec.health.blast_window_s
+    weighed.append(
+        f"nodes acted on in {window_s:g} s: {len(near)} of {fleet.limit(core)} ({fleet.size(core)} in all)"
+    )
+    if not fleet.may_act(core, node.machine):
+        told = (
+            f"{len(near)} of {fleet.size(core)} nodes were acted on within {window_s:g} s, and no more may be"
+        )
+        return Decision(does, told, "blast", tuple(weighed))
+    if node.lemon:
+        weighed.append(f"history: {node.lemon}")
+    wait_s = verdicts.back_off_s(done)
+    after_s = done[-1].at_s + wait_s if done and core.now < done[-1].at_s + wait_s else None
+    if after_s is not None and trial is None:
+        weighed.append(f"back-off: {wait_s:g} s after the last repair")
+    return Decision(does, why, weighed=tuple(weighed), after_s=after_s)
+
+
+def _told(acts: list[Act]) -> str:
+    if not acts:
+        return "nothing"
+    return ", ".join(a.remedy.value + (" (did not work)" if a.error else "") for a in acts[-4:])
+
+
+def _soft(core: Core, node: Node, rule: str, source: str, asked: Remedy) -> Decision | None:
+    """What is said by workers or by comparison needs a majority that is well, and a second time on the same node."""
+    soft = source in verdicts.SOFT_SOURCES
+    script = fleet.follows_the_script(core, rule) if soft or asked is Remedy.RESTART_WORKER else None
+    if script is not None:
+        return Decision(Remedy.WATCH, f"{script}: the script, not the node", "script")
+    if not soft:
+        return None
+    members = {w.node for w in core.members()}
+    others = fleet.others_show_it(core, node, rule)
+    if len(members) < 3 or others * 2 >= len(members):
+        told = f"{others} other of {len(members)} nodes show it: no majority that is well speaks against {node.name}"
+        return Decision(Remedy.WATCH, told, "canary")
+    seen = [x for x in core.state.health.sightings if (x.rule, x.machine) == (rule, node.machine)]
+    if len(seen) < 2:
+        return Decision(
+            Remedy.WATCH, f"the first time on {node.name}: once more, and it is the node's", "canary"
+        )
+    return None

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from holdfast.coordinator import failures, forming, gang, incidents, resizing, saving, stopping
+from holdfast.coordinator import (
+    admission,
+    failures,
+    forming,
+    gang,
+    incidents,
+    remedies,
+    resizing,
+    saving,
+    stopping,
+)
 from holdfast.coordinator.events import ProvideNode, ReleaseNode
+from holdfast.coordinator.history import Remembered
 from holdfast.coordinator.state import JobPhase, Node, Worker, WorkerPhase
 from holdfast.protocol import messages as m
+from holdfast.protocol.health import Remedy
 from holdfast.protocol.phases import Phase
 
 if TYPE_CHECKING:
@@ -19,8 +31,8 @@ KEPT_GONE = 32
 # ---------------------------------------------------------------- agents
 
 
-def joined(core: Core, hello: m.Hello) -> None:
-    """An agent said hello, for the first time or again."""
+def joined(core: Core, hello: m.Hello, past: tuple[Remembered, ...] = ()) -> None:
+    """An agent said hello, for the first time or again. past: what is known of the machine."""
     s = core.state
     known = s.nodes.get(hello.node)
     if hello.version != m.PROTOCOL_VERSION:
@@ -37,9 +49,18 @@ def joined(core: Core, hello: m.Hello) -> None:
             return
         known.last_seen_s = core.now
         _reconcile(core, known, hello)
+        remedies.repeat(core, known)
+        admission.repeat(core, known)
         return
     if known is not None and known.alive:
         lose(core, known, "a new agent took its place", release=False)
+    reason = admission.refusal(hello)
+    if reason is not None:
+        admission.refuse(core, hello, reason)
+        _refuse(core, hello.node, reason)
+        s.joined += known is None
+        s.replacing = max(0, s.replacing - 1)
+        return
     s.nodes.pop(hello.node, None)
     node = Node(hello.node, hello.session, hello.host, hello.slots, core.now, ports=hello.ports)
     node.rack = hello.rack
@@ -50,6 +71,7 @@ def joined(core: Core, hello: m.Hello) -> None:
     s.joined += known is None
     s.replacing = max(0, s.replacing - 1)
     core.record("node-joined", node=hello.node, host=hello.host, slots=hello.slots)
+    admission.admit(core, node, hello, past)
     _reconcile(core, node, hello)
 
 
@@ -95,8 +117,9 @@ def lose(core: Core, node: Node, cause: str, release: bool = True) -> None:
     core.record("node-lost", node=node.name, cause=cause)
     if part and s.phase is not JobPhase.STOPPING:
         names = [w.name for w in part]
-        incident = incidents.open_incident(s, core.now, cause, node=node.name, workers=names)
-        core.record("incident-opened", **incidents.describe(s, incident))
+        incident = core.open_incident(cause, node=node.name, workers=names)
+        admission.lost(core, node, incident)
+    remedies.lost(core, node)
     for worker in ours:
         worker.phase = WorkerPhase.GONE
     saving.node_lost(core, node)
@@ -126,19 +149,15 @@ def recovered(core: Core, last_s: float) -> None:
     s.form_deadline_s = _not_before(s.form_deadline_s, back_s)
     s.inspect_deadline_s = None
     s.replacing, s.ask_after_s = 0, back_s  # the engine's answers may be lost, and its ear not be open yet
-    incident = incidents.open_incident(
-        s,
-        core.now,
+    incident = core.open_incident(
         "the coordinator was lost",
         node=None,
-        workers=[],
+        rung=incidents.COORDINATOR,
         kind="kill-coordinator",
         fault_at_s=last_s,
         needs_newcomer=False,
     )
-    incident.rung = incidents.COORDINATOR
     incident.decided_at_s = core.now
-    core.record("incident-opened", **incidents.describe(s, incident))
 
 
 def _not_before(deadline: float | None, time_s: float) -> float | None:
@@ -247,7 +266,7 @@ def free_slots(core: Core) -> list[tuple[Node, int]]:
     return [
         (node, slot)
         for node in core.alive_nodes()
-        if node.leaving is None
+        if node.leaving is None and node.held is None
         for slot in range(min(node.slots, core.spec.nproc))
         if (node.name, slot) not in taken and not (spent and slot in node.used)
     ]
@@ -283,7 +302,9 @@ def missing(core: Core) -> int:
 
 
 def _staying(core: Core) -> list[Node]:
-    return [n for n in core.alive_nodes() if n.leaving is None]
+    """Nodes that are used or will be: of those that are out for a repair, those whose device is being reset."""
+    there = [n for n in core.alive_nodes() if not n.lemon]
+    return [n for n in there if n.leaving is None and (n.held is None or n.then is Remedy.RESET_DEVICE)]
 
 
 def expected_until_s(core: Core) -> float:
@@ -312,17 +333,22 @@ def unavailable(core: Core, reason: str) -> None:
         s.replaced -= 1
     s.ask_after_s = core.now + core.timing.form_s
     core.record("node-unavailable", reason=reason)
+    for node in core.alive_nodes():
+        if node.then is not None and node.leaving is not None:
+            core.record("node-trains-on", node=node.name, reason=node.leaving)
 
 
 def hopeless(core: Core) -> bool:
     """Nothing that could bring another worker is under way or left to try."""
     starting = core.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED)
-    return not (starting or coming(core) or free_slots(core))
+    held = any(n.then is not None or n.checking is not None for n in core.alive_nodes())
+    return not (starting or held or coming(core) or free_slots(core))
 
 
 def coming(core: Core) -> bool:
     """Another node is on its way, or can be asked for."""
-    return bool(core.state.replacing or expected(core) or missing(core))
+    held = any(n.then is not None or n.checking is not None for n in core.alive_nodes())
+    return bool(held or core.state.replacing or expected(core) or missing(core))
 
 
 def forget(core: Core) -> None:

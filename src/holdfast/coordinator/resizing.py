@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from holdfast.coordinator import failures, gang, incidents, policy, saving, stopping
+from holdfast.coordinator import failures, gang, incidents, policy, remedies, saving, stopping
 from holdfast.coordinator.events import ReleaseNode
 from holdfast.coordinator.state import Change, CoreState, JobPhase, Node, Worker, WorkerPhase
 from holdfast.errors import UsageError
@@ -82,6 +82,12 @@ def going(core: Core, name: str, reason: str, within_s: float | None) -> None:
     if node.leaving is None:
         core.state.unpaid += 1  # a node in its place is no repair
     _mark(core, node, reason, within_s)
+    node.excess = False
+
+
+def leave(core: Core, node: Node, reason: str) -> None:
+    """A node is to leave for its health: when its place is filled, at a step's edge."""
+    _mark(core, node, reason, None)
     node.excess = False
 
 
@@ -288,6 +294,9 @@ def _holds_on(core: Core, node: Node) -> bool:
 
 
 def _release(core: Core, node: Node) -> None:
+    if node.then is not None:
+        remedies.left(core, node)
+        return
     reason = node.leaving or ""
     node.alive = False
     core.record("node-left", node=node.name, reason=reason)

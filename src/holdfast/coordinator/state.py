@@ -9,6 +9,8 @@ from enum import StrEnum
 
 import msgspec
 
+from holdfast.coordinator.casebook import Checking, Evidence, Health
+from holdfast.protocol.health import Remedy, Severity
 from holdfast.protocol.job import Durable, JobSpec
 from holdfast.protocol.messages import Form, Generation, Ready, Stop
 from holdfast.protocol.snapshots import Copy, Shard
@@ -45,7 +47,10 @@ class Node(msgspec.Struct, omit_defaults=True):
     used: slots that had a worker already. strikes: volleys of workers in a row that died before they were ready.
     fenced: it was told that the job went on without it. refused: why it may not come back, if it may not.
     leaving: why it is to leave, if it is; leaves_until_s: how long it has, if that is limited; excess: only because
-    the job is to be smaller. refused_step: the newest step of which it could not keep a shard.
+    the job is to be smaller. refused_step: the newest step of which it could not keep a shard. identity, devices: what
+    lasts of the machine. held: why it has no workers for now. then: what is done when it has left. checking: its deep
+    checks are under way. lemon: it failed in several jobs, and others are taken first. trial: rules that are not
+    believed on it. unknown: rule to since when it could not be told.
     """
 
     name: str
@@ -68,6 +73,19 @@ class Node(msgspec.Struct, omit_defaults=True):
     leaves_until_s: float | None = None
     excess: bool = False
     refused_step: int = -1
+    identity: str = ""
+    devices: tuple[str, ...] = ()
+    held: str | None = None
+    then: Remedy | None = None
+    checking: Checking | None = None
+    lemon: str = ""
+    trial: tuple[str, ...] = ()
+    unknown: dict[str, float] = {}
+
+    @property
+    def machine(self) -> str:
+        """What its history is kept under."""
+        return self.identity or self.name
 
 
 class Worker(msgspec.Struct, omit_defaults=True):
@@ -99,10 +117,12 @@ class Worker(msgspec.Struct, omit_defaults=True):
     restored: tuple[int, int] | None = None
 
 
-class Incident(msgspec.Struct):
+class Incident(msgspec.Struct, omit_defaults=True):
     """One fault, from its first sign to the first commit at full strength.
 
-    world: members of the generation that it struck, so what full strength means for it.
+    world: members of the generation that it struck, so what full strength means for it. rule: of the finding that
+    explains it; severity, asked: the worst of all findings. quiet: training was not disturbed. evidence: what was seen,
+    oldest first; heard_s: when last. due_s: when it will be decided. does: what is done; verdict: that in words.
     """
 
     id: int
@@ -127,6 +147,17 @@ class Incident(msgspec.Struct):
     full_at_s: float | None = None
     lost_steps: int | None = None
     needs_newcomer: bool = False
+    rule: str = ""
+    device: str = ""
+    source: str = ""
+    severity: Severity = Severity.INFO
+    asked: Remedy = Remedy.WATCH
+    quiet: bool = False
+    heard_s: float = 0.0
+    due_s: float | None = None
+    does: Remedy | None = None
+    verdict: str = ""
+    evidence: list[Evidence] = []
 
     @property
     def began_s(self) -> float:
@@ -403,6 +434,7 @@ class CoreState(msgspec.Struct):
     look_again_s: float = 0.0
     stall_rounds: int = 0
     slow: list[Slow] = []
+    health: Health = msgspec.field(default_factory=Health)
 
     @property
     def wanted_nodes(self) -> int:

@@ -75,6 +75,96 @@ def _finding(f: Fields) -> str:
     return f"{about}: {f['rule']}{trial}: {f['evidence']}"
 
 
+_DOES = {
+    "watch": "nothing is done",
+    "restart-worker": "its workers start again",
+    "reset-device": "the device is reset",
+    "reboot": "it is rebooted",
+    "replace": "it is replaced",
+    "ask": "a person is asked",
+}
+
+
+def does(remedy: str) -> str:
+    """What is done about a finding, in words."""
+    return _DOES.get(remedy, remedy)
+
+
+def _verdict(f: Fields) -> str:
+    number = f"incident {f['incident']}: " if f.get("incident") else ""
+    return f"{number}{f['node']}: {does(f['does'])}: {f['reason']}"
+
+
+def _storm(f: Fields) -> str:
+    seen = f"{f['nodes']} of {plural(f['of'], 'node')} report {f['rule']} within {seconds(f['within_s'])}"
+    return f"{seen}: this looks like the network or the script, nothing is replaced"
+
+
+def _blast_limit(f: Fields) -> str:
+    window = f"{f['nodes']} of {plural(f['of'], 'node')} acted on within {seconds(f['within_s'])}"
+    return f"{window}, the limit: {f['node']} and others are left alone"
+
+
+def _asked(f: Fields) -> str:
+    return f"to be looked at: {f['node']}: {f['text']}"
+
+
+def _node_held(f: Fields) -> str:
+    return f"{f['node']} is held: {f['reason']}"
+
+
+def _node_trains_on(f: Fields) -> str:
+    return f"{f['node']} trains on as long as there is no other: {f['reason']}"
+
+
+def _repairing(f: Fields) -> str:
+    device = f" of {f['device']}" if f.get("device") else ""
+    return f"{f['node']}: {f['remedy']}{device} begins"
+
+
+def _repaired(f: Fields) -> str:
+    if f.get("error"):
+        return f"{f['node']}: {f['remedy']} did not work: {f['error']}"
+    return f"{f['node']}: {f['remedy']} done after {seconds(f['took_s'])}"
+
+
+def _rebooting(f: Fields) -> str:
+    return f"{f['node']} is rebooted: {f['reason']}"
+
+
+def _readmitted(f: Fields) -> str:
+    checks = f["checks"]
+    how = f"passed {plural(len(checks), 'deep check')}" if checks else f.get("was") or "cleared"
+    return f"{f['node']} may be used again: {how}"
+
+
+def _lemon(f: Fields) -> str:
+    return f"{f['node']} is used only if there is no other: {f['reason']}"
+
+
+def _checks_unknown(f: Fields) -> str:
+    return f"{f['node']} joins though these checks could not tell: {', '.join(f['checks'])}"
+
+
+def _history(f: Fields) -> str:
+    return f"the nodes' history is not used: {f['reason']}"
+
+
+def _incident_joined(f: Fields) -> str:
+    where = f"{f['node']}: " if f.get("node") else ""
+    return f"incident {f['id']}: and then {where}{f['cause']}"
+
+
+def _incident_explained(f: Fields) -> str:
+    return f"incident {f['id']}: the cause is {f['cause']}"
+
+
+def _incident_settled(f: Fields) -> str:
+    took = f.get("full_strength_s")
+    after = "" if took is None else f" after {seconds(took)}"
+    return f"incident {f['id']}: settled{after}, training was not disturbed"
+
+
 def _node_refused(f: Fields) -> str:
     return f"{f['node']} was refused: {f['reason']}"
 
@@ -282,6 +372,22 @@ _SENTENCES: dict[str, Callable[[Fields], str]] = {
     "node-refused": _node_refused,
     "node-unavailable": _node_unavailable,
     "finding": _finding,
+    "verdict": _verdict,
+    "storm": _storm,
+    "blast-limit": _blast_limit,
+    "asked": _asked,
+    "node-held": _node_held,
+    "node-trains-on": _node_trains_on,
+    "repairing": _repairing,
+    "repaired": _repaired,
+    "rebooting": _rebooting,
+    "readmitted": _readmitted,
+    "lemon": _lemon,
+    "checks-unknown": _checks_unknown,
+    "history": _history,
+    "incident-joined": _incident_joined,
+    "incident-explained": _incident_explained,
+    "incident-settled": _incident_settled,
     "node-leaving": _node_leaving,
     "node-left": _node_left,
     "node-taken": _node_taken,

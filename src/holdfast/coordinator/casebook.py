@@ -1,0 +1,126 @@
+"""What the core remembers of the nodes' health: plain values, a part of `state.CoreState`. All lists are bounded."""
+
+from __future__ import annotations
+
+import msgspec
+
+from holdfast.protocol.health import Remedy, Severity
+
+KEPT_EVIDENCE = 8
+KEPT_SIGHTINGS = 64
+KEPT_ACTS = 64
+KEPT_MACHINES = 128
+KEPT_ASKS = 16
+KEPT_RULES = 256
+TEXT_CHARS = 120
+
+
+class Evidence(msgspec.Struct, omit_defaults=True):
+    """One thing that was seen of an incident. count: how often. rule: empty for what happened to the job itself."""
+
+    rule: str
+    source: str
+    text: str
+    at_s: float
+    count: int = 1
+
+
+class Sighting(msgspec.Struct, omit_defaults=True):
+    """A rule that matched lately: for what happens to workers next, and for the same on other nodes. grave: it explains
+    the end of a worker. step, generation: what the job was at, for telling the script's faults from the machine's."""
+
+    rule: str
+    node: str
+    machine: str
+    at_s: float
+    text: str = ""
+    worker: str = ""
+    grave: bool = False
+    step: int = 0
+    generation: int = 0
+
+
+class Act(msgspec.Struct, omit_defaults=True):
+    """One remedy that was begun. machine: the node's lasting identity. age_s: of one of an earlier job, when it was told.
+
+    request, until_s: of an order that an agent has yet to answer. sent: it has the order.
+    """
+
+    at_s: float
+    machine: str
+    node: str
+    rule: str
+    remedy: Remedy
+    incident: int = 0
+    device: str = ""
+    done_s: float | None = None
+    error: str | None = None
+    request: int = 0
+    until_s: float | None = None
+    sent: bool = False
+
+    @property
+    def done(self) -> bool:
+        """It is over, well or not."""
+        return self.done_s is not None
+
+
+class Ask(msgspec.Struct, omit_defaults=True):
+    """Something that a person is to look at."""
+
+    at_s: float
+    node: str
+    rule: str
+    text: str
+    incident: int = 0
+
+
+class Checking(msgspec.Struct, omit_defaults=True):
+    """A node that may not be used before its deep checks say so."""
+
+    request: int
+    until_s: float
+    why: str
+
+
+class HealthTotals(msgspec.Struct, omit_defaults=True):
+    """Since the job's start. findings: by rule. acts: by remedy. withheld: by what spoke against acting."""
+
+    findings: dict[str, int] = {}
+    acts: dict[str, int] = {}
+    withheld: dict[str, int] = {}
+
+
+class Health(msgspec.Struct, omit_defaults=True):
+    """quarantine: machine to the reason why it is not used. said: what was said loudly, and when. requests: counts the
+    orders to agents. undecided: incidents that are decided a moment later."""
+
+    sightings: list[Sighting] = []
+    acts: list[Act] = []
+    quarantine: dict[str, str] = {}
+    said: dict[str, float] = {}
+    asks: list[Ask] = []
+    undecided: list[int] = []
+    requests: int = 0
+    refusals: int = 0
+    totals: HealthTotals = msgspec.field(default_factory=HealthTotals)
+
+
+SEVERITIES = tuple(Severity)
+REMEDIES = tuple(Remedy)
+
+
+def graver(a: Severity, b: Severity) -> bool:
+    """a is worse than b."""
+    return SEVERITIES.index(a) > SEVERITIES.index(b)
+
+
+def stronger(a: Remedy, b: Remedy) -> bool:
+    """a is a higher rung than b."""
+    return REMEDIES.index(a) > REMEDIES.index(b)
+
+
+def count(table: dict[str, int], key: str) -> None:
+    """One more of a kind; of more kinds than are kept apart the rest is `other`."""
+    known = key if key in table or len(table) < KEPT_RULES else "other"
+    table[known] = table.get(known, 0) + 1

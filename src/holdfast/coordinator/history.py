@@ -1,0 +1,98 @@
+"""What is known of a machine from before: what its records mean for whether, and when, it is used. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+
+import msgspec
+
+from holdfast.protocol.health import Remedy
+
+DAY_S = 86_400.0
+
+LEMON_WINDOW_S = 30 * DAY_S
+LEMON_INCIDENTS = 3
+LEMON_JOBS = 2
+"""A machine with so many incidents in so many jobs within the window is a lemon. What counts are signals of Meta's lemon
+detection (arXiv 2410.21680: Xids, nodes that fail jobs, nodes that jobs exclude, repairs); the numbers are ours."""
+
+DOUBTED = 2
+"""So often called wrong on a machine, and a rule is on trial there; wrong so often on all, and it is shown as doubtful."""
+
+KEPT_RECORDS = 64
+"""Newest records of a machine that are looked at."""
+
+
+class Kind(StrEnum):
+    """What is remembered of a machine."""
+
+    INCIDENT = "incident"  # a rule found a fault on it
+    LOST = "lost"  # it was lost while it was used
+    ACTED = "acted"  # a remedy was begun
+    QUARANTINED = "quarantined"
+    READMITTED = "readmitted"  # it passed the deep checks
+    CLEARED = "cleared"  # a person says that it is well
+    FALSE_POSITIVE = "false-positive"  # a person says that the rule was wrong
+
+
+class Remembered(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One record. device: what it concerns, if that is not the whole machine. remedy: that was begun."""
+
+    kind: Kind
+    age_s: float
+    job: str = ""
+    rule: str = ""
+    device: str = ""
+    text: str = ""
+    remedy: str = ""
+
+
+class Standing(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What follows. quarantine, lemon: why; empty: it is not. trial: rules that are not believed on it. acts: remedies
+    that count for the next one."""
+
+    quarantine: str = ""
+    lemon: str = ""
+    trial: tuple[str, ...] = ()
+    acts: tuple[Remembered, ...] = ()
+    incidents: int = 0
+    jobs: int = 0
+
+
+def standing(records: Sequence[Remembered], devices: Sequence[str] = ()) -> Standing:
+    """records: of the machine and of its devices, oldest first. devices: what it has now; faults of devices that were
+    taken out since are not its own any more."""
+    quarantine = ""
+    by_rule = ""
+    wrong: dict[str, int] = {}
+    counting: list[Remembered] = []
+    for record in records:
+        if record.device and devices and record.device not in devices:
+            continue
+        match record.kind:
+            case Kind.CLEARED:
+                quarantine, counting = "", []
+            case Kind.FALSE_POSITIVE:
+                wrong[record.rule] = wrong.get(record.rule, 0) + 1
+                counting = [r for r in counting if r.rule != record.rule]
+                quarantine = "" if by_rule == record.rule else quarantine
+            case Kind.QUARANTINED:
+                quarantine, by_rule = record.text or record.rule or "it was replaced", record.rule
+            case Kind.READMITTED:
+                quarantine = ""
+            case _:
+                counting.append(record)
+    faults = [r for r in counting if r.kind in (Kind.INCIDENT, Kind.LOST) and r.age_s <= LEMON_WINDOW_S]
+    jobs = {r.job for r in faults}
+    lemon = ""
+    if len(faults) >= LEMON_INCIDENTS and len(jobs) >= LEMON_JOBS:
+        lemon = f"{len(faults)} incidents in {len(jobs)} jobs within {LEMON_WINDOW_S / DAY_S:g} days"
+    return Standing(
+        quarantine,
+        lemon,
+        tuple(sorted(rule for rule, times in wrong.items() if times >= DOUBTED)),
+        tuple(r for r in counting if r.kind is Kind.ACTED and r.remedy in set(Remedy)),
+        len(faults),
+        len(jobs),
+    )

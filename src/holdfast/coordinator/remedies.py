@@ -1,0 +1,263 @@
+"""Carrying out what was decided about a node: end its workers, reset a device, reboot, replace.
+
+What is planned happens when the node has left the job at a step's edge (`Node.then`); what is fatal happens now. At level
+0 every change is a restart of all, so what is planned waits for the next one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from holdfast.coordinator import admission, failures, gang, incidents, judging, nodes, resizing, saving
+from holdfast.coordinator.casebook import KEPT_ACTS, Act
+from holdfast.coordinator.events import MarkNode, RebootNode, ReleaseNode
+from holdfast.coordinator.history import Kind
+from holdfast.coordinator.state import Incident, JobPhase, Node, Worker, WorkerPhase
+from holdfast.protocol import messages as m
+from holdfast.protocol.health import Remedy, Severity
+
+if TYPE_CHECKING:
+    from holdfast.coordinator.core import Core
+
+# ---------------------------------------------------------------- begun
+
+
+def begin(core: Core, node: Node, incident: Incident, remedy: Remedy, planned: bool) -> None:
+    """Does what was decided."""
+    acts = core.state.health.acts
+    for before in acts:
+        if before.node == node.name and not before.done:
+            before.done_s = core.now  # what was under way there is overtaken
+    act = Act(core.now, node.machine, node.name, incident.rule, remedy, incident.id, incident.device)
+    acts.append(act)
+    del acts[:-KEPT_ACTS]
+    if not incident.injected:
+        judging.remember(core, node, Kind.ACTED, incident, remedy.value)
+    if remedy is Remedy.RESTART_WORKER:
+        _restart(core, node, incident, act)
+    elif planned:
+        _plan(core, node, incident, remedy)
+    else:
+        _take_out(core, node, incident, act)
+
+
+def _restart(core: Core, node: Node, incident: Incident, act: Act) -> None:
+    """New workers on the node, for those that still run; one that ended is started again anyway."""
+    act.done_s = core.now
+    ours = [w for w in core.alive_workers() if w.node == node.name and w.phase is not WorkerPhase.DONE]
+    named = [w for w in ours if w.name in incident.workers]
+    gone = any(
+        core.state.workers[w].phase is WorkerPhase.GONE for w in incident.workers if w in core.state.workers
+    )
+    if not gone:
+        _end(core, node, [w for w in named or ours if not w.told_to_end], incident.cause)
+    settle(core, incident)
+
+
+def _plan(core: Core, node: Node, incident: Incident, remedy: Remedy) -> None:
+    if incident.quiet:
+        incidents.reopen(core.state, incident)
+    node.then = remedy
+    if core.state.level == 2:
+        resizing.leave(core, node, f"{remedy.value} for {incident.cause}")
+    elif node.held is None:
+        node.held = incident.cause
+        core.record("node-held", node=node.name, reason=f"not used from the next start on: {incident.cause}")
+
+
+def _take_out(core: Core, node: Node, incident: Incident, act: Act) -> None:
+    """Now: nothing that runs on it can be trusted."""
+    if incident.quiet:
+        incidents.reopen(core.state, incident)
+    if act.remedy is Remedy.RESET_DEVICE:
+        node.then, node.held = Remedy.RESET_DEVICE, f"reset for {incident.cause}"
+        node.leaving = None
+        _order(core, act)
+        _end(core, node, [w for w in core.alive_workers() if w.node == node.name], incident.cause)
+        _send(core, node, act)
+        return
+    act.done_s, node.then = core.now, None
+    if act.remedy is Remedy.REBOOT:
+        _reboot(core, node, incident.cause)
+    else:
+        _replace(core, node, incident, incident.cause)
+        nodes.lose(core, node, incident.cause)
+    settle(core, incident)
+
+
+def _end(core: Core, node: Node, workers: list[Worker], cause: str) -> None:
+    if core.state.level == 2:
+        failures.condemn(core, workers, cause)
+    elif workers and core.state.phase is JobPhase.RUNNING:
+        gang.taken_out(core, workers, node.name, cause)
+
+
+def _replace(core: Core, node: Node, incident: Incident | None, cause: str) -> None:
+    core.act(MarkNode(node.name, cause))
+    admission.quarantine(core, node, cause, incident)
+
+
+def _reboot(core: Core, node: Node, cause: str) -> None:
+    s = core.state
+    core.record("rebooting", node=node.name, reason=cause)
+    nodes.lose(core, node, cause)
+    core.act(RebootNode(node.name, cause))
+    s.replacing, s.replaced, s.asked_at_s = s.replacing + 1, s.replaced + 1, core.now
+
+
+def settle(core: Core, incident: Incident) -> None:
+    """What was done about a quiet incident is done."""
+    if incident.quiet and incident.open:
+        incident.full_at_s = core.now
+        core.record("incident-settled", **incidents.describe(core.state, incident))
+
+
+# ---------------------------------------------------------------- planned, and now the node has left
+
+
+def left(core: Core, node: Node) -> None:
+    """A node that was to leave for its health has nobody in the job any more."""
+    s = core.state
+    remedy, node.then = node.then, None
+    act = next((a for a in reversed(s.health.acts) if a.node == node.name and not a.done), None)
+    incident = s.incidents[act.incident - 1] if act and act.incident else None
+    cause = incident.cause if incident else node.leaving or ""
+    if remedy is Remedy.RESET_DEVICE and act is not None:
+        node.then, node.held = remedy, f"reset for {cause}"
+        node.leaving, node.leaves_until_s, node.excess = None, None, False
+        _order(core, act)
+        _send(core, node, act)
+        return
+    if act is not None:
+        act.done_s = core.now
+    reason = node.leaving or cause
+    core.record("node-left", node=node.name, reason=reason)
+    core.send(node.name, m.Shutdown(reason))
+    node.alive = False
+    saving.node_lost(core, node)
+    if remedy is Remedy.REBOOT:
+        core.act(ReleaseNode(node.name, reason))
+        core.record("rebooting", node=node.name, reason=cause)
+        core.act(RebootNode(node.name, cause))
+        s.replacing, s.replaced, s.asked_at_s = s.replacing + 1, s.replaced + 1, core.now
+    else:
+        _replace(core, node, incident, cause)
+        core.act(ReleaseNode(node.name, reason))
+    if incident is not None:
+        settle(core, incident)
+
+
+def call_off(core: Core, node: Node, incident: Incident) -> None:
+    """What was planned is not done after all."""
+    acts = core.state.health.acts
+    act = next((a for a in acts if a.incident == incident.id and not a.done and not a.request), None)
+    incident.due_s = None
+    if act is None or node.then is None or not node.alive:
+        return
+    acts.remove(act)
+    node.then, node.leaving, node.leaves_until_s, node.held = None, None, None, None
+    incident.does = None
+    core.record("node-stays", node=node.name)
+    settle(core, incident)
+
+
+# ---------------------------------------------------------------- what an agent does itself
+
+
+def _order(core: Core, act: Act) -> None:
+    core.state.health.requests += 1
+    act.request = core.state.health.requests
+    act.until_s = core.now + core.timing.stop_s
+
+
+def _send(core: Core, node: Node, act: Act) -> None:
+    """The order goes out once nothing of the job runs on the node."""
+    if any(w.node == node.name and not w.exited for w in core.state.workers.values()):
+        return
+    act.sent, act.until_s = True, core.now + core.timing.start_s
+    core.record("repairing", node=node.name, remedy=act.remedy, device=act.device, incident=act.incident)
+    repeat(core, node)
+
+
+def repeat(core: Core, node: Node) -> None:
+    """Sends an order (again) whose answer is not there; an agent does each number once."""
+    for act in core.state.health.acts:
+        if act.node == node.name and act.sent and not act.done:
+            core.send(node.name, m.Repair(act.request, act.remedy, act.device, act.rule))
+
+
+def repaired(core: Core, node: Node, request: int, error: str | None) -> None:
+    """An agent did what it was told, or could not."""
+    act = next((a for a in core.state.health.acts if a.request == request and a.node == node.name), None)
+    if act is None or act.done:
+        return
+    took_s = round(core.now - act.at_s, 4)
+    act.done_s, act.error, act.until_s = core.now, error, None
+    node.then = None
+    core.record(
+        "repaired", node=node.name, remedy=act.remedy, error=error, incident=act.incident, took_s=took_s
+    )
+    incident = core.state.incidents[act.incident - 1]
+    if error is None:
+        node.held = None
+        settle(core, incident)
+        return
+    node.held = f"{act.remedy.value} did not work: {error}"
+    incident.severity, incident.does = Severity.FATAL, None
+    judging.decide(core, incident)
+    if node.alive and node.held is not None:
+        judging.ask(core, node, incident.rule, node.held, incident)
+        settle(core, incident)
+
+
+def lost(core: Core, node: Node) -> None:
+    """A node is gone in the middle of it."""
+    for act in core.state.health.acts:
+        if act.node == node.name and not act.done:
+            act.done_s, act.error = core.now, "the node was lost meanwhile"
+            incident = core.state.incidents[act.incident - 1]
+            if act.remedy is Remedy.REPLACE:
+                _replace(core, node, incident, incident.cause)
+            settle(core, incident)
+    node.then, node.checking = None, None
+
+
+def deadlines(core: Core) -> list[float]:
+    """When agents should have answered."""
+    return [
+        *(a.until_s for a in core.state.health.acts if a.until_s is not None and not a.done),
+        *(n.checking.until_s for n in core.alive_nodes() if n.checking is not None),
+    ]
+
+
+def late(core: Core) -> None:
+    """Answers that did not come."""
+    for act in list(core.state.health.acts):
+        if act.until_s is not None and not act.done and core.now >= act.until_s:
+            node = core.state.nodes.get(act.node)
+            if node is None or not node.alive:
+                act.done_s = core.now
+            else:
+                why = "its agent did not answer" if act.sent else "its workers did not end"
+                repaired(core, node, act.request, f"{why} in time")
+    for node in core.alive_nodes():
+        if node.checking is not None and core.now >= node.checking.until_s:
+            admission.turn_away(core, node, "its deep checks gave no answer in time")
+
+
+def advance(core: Core) -> None:
+    """Orders that waited for workers to end; at level 0, what waited for a restart of all."""
+    for act in core.state.health.acts:
+        node = core.state.nodes.get(act.node)
+        if node is not None and node.alive and act.request and not act.sent and not act.done:
+            _send(core, node, act)
+    if core.state.level == 2 or core.state.stop_reason is not None:
+        return
+    for node in core.alive_nodes():
+        ordered = any(a.node == node.name and a.request and not a.done for a in core.state.health.acts)
+        if (
+            node.then is not None
+            and not ordered
+            and not any(w.node == node.name for w in core.alive_workers())
+        ):
+            left(core, node)

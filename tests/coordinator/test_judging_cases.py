@@ -1,0 +1,619 @@
+"""What is made of findings: cases, one core each."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from desk import Desk, running
+
+from holdfast.coordinator import events as e
+from holdfast.coordinator import fleet, incidents
+from holdfast.coordinator.history import Kind, Remembered
+from holdfast.coordinator.state import Incident, WorkerPhase
+from holdfast.protocol import messages as m
+from holdfast.protocol.health import CheckResult, Condition, Finding, HealthSpec, Remedy, Severity
+
+FATAL, ERROR, WARNING = Severity.FATAL, Severity.ERROR, Severity.WARNING
+WIDE = HealthSpec(blast_share=1.0)
+
+
+def finding(
+    rule: str = "xid-79", severity: Severity = FATAL, remedy: Remedy = Remedy.REPLACE, **more: object
+) -> Finding:
+    fields = {"source": "kmsg", "evidence": f"{rule} was seen", "device": "GPU-1"} | more
+    return Finding(rule, severity, remedy, **fields)  # type: ignore[arg-type]
+
+
+def finds(desk: Desk, node: str, *args: object, **more: object) -> list[e.Action]:
+    return desk.do(e.NodeSays(node, m.Found((finding(*args, **more),))))  # type: ignore[arg-type]
+
+
+def park_all(desk: Desk) -> None:
+    for worker in desk.members():
+        if desk.known(worker).phase is WorkerPhase.MEMBER:
+            desk.parks(worker, desk.state.committed)
+
+
+def train_on(desk: Desk) -> None:
+    """Whatever ends now ends, and what comes next commits a step."""
+    park_all(desk)
+    desk.commit(desk.state.committed + 1)
+
+
+def verdicts(desk: Desk) -> list[tuple[object, object]]:
+    return [(v["does"], v["against"]) for v in desk.records("verdict")]
+
+
+def marked(desk: Desk) -> list[str]:
+    return [a.node for a in desk.did(e.MarkNode)]
+
+
+# ---------------------------------------------------------------- one incident
+
+
+def test_a_fatal_finding_breaks_the_generation_and_replaces_the_node():
+    desk = running(3, spares=1)
+    finds(desk, "n1")
+    assert not desk.state.nodes["n1"].alive
+    assert marked(desk) == ["n1"]
+    assert verdicts(desk) == [("replace", "")]
+    [incident] = desk.incidents()
+    assert incident.cause == "xid-79: xid-79 was seen"
+    assert (incident.quiet, incident.ranks, incident.rule) == (False, [1], "xid-79")
+    train_on(desk)
+    assert not incident.open
+    assert {w.partition(".")[0] for w in desk.members()} == {"n0", "n2", "n3"}
+
+
+def test_a_finding_and_then_a_dead_worker_are_one_incident_with_the_finding_as_its_cause():
+    desk = running(3, spares=1)
+    finds(desk, "n1", "xid-48", ERROR)
+    worker = desk.worker_on("n1")
+    desk.exits(worker, -9)
+    [incident] = desk.incidents()
+    assert incident.cause == "xid-48: xid-48 was seen"
+    assert [x.text for x in incident.evidence] == ["xid-48 was seen", "killed by signal 9 (SIGKILL)"]
+    assert not incident.quiet
+    assert verdicts(desk) == [("replace", "")]  # not only a new worker
+    assert desk.records("incident-joined")
+    train_on(desk)
+    assert not incident.open
+
+
+def test_a_dead_worker_and_then_a_finding_are_one_incident_too():
+    desk = running(3, spares=1)
+    desk.exits(desk.worker_on("n1"), -6)
+    finds(desk, "n1")
+    [incident] = desk.incidents()
+    assert incident.cause == "xid-79: xid-79 was seen"
+    assert desk.records("incident-explained")[0]["was"] == "killed by signal 6 (SIGABRT)"
+    assert marked(desk) == ["n1"]
+    assert not desk.state.nodes["n1"].alive
+    train_on(desk)
+    assert not incident.open
+
+
+def test_a_finding_after_training_went_on_still_explains_and_still_replaces():
+    desk = running(3, spares=1)
+    desk.exits(desk.worker_on("n1"), -6)
+    train_on(desk)
+    assert not desk.incidents()[0].open
+    finds(desk, "n1")
+    assert len(desk.incidents()) == 1
+    assert not desk.state.nodes["n1"].alive
+
+
+def test_a_failed_collective_is_explained_by_a_link_that_went_down():
+    desk = running(3, spares=1)
+    finds(desk, "n1", "link-down", ERROR)
+    desk.says(desk.worker_on("n0"), m.CollectiveError(1, 5, "reset by peer"))
+    park_all(desk)
+    [incident] = desk.incidents()
+    assert incident.rule == "link-down"
+    assert incident.node == "n1"
+
+
+def test_a_failed_collective_and_then_a_link_down():
+    desk = running(3, spares=1)
+    desk.says(desk.worker_on("n0"), m.CollectiveError(1, 5, "reset by peer"))
+    train_on(desk)
+    finds(desk, "n1", "link-down", ERROR)
+    [incident] = desk.incidents()
+    assert (incident.node, incident.rule) == ("n1", "link-down")
+
+
+def test_a_lost_node_is_explained_by_what_was_found_before():
+    desk = running(3, spares=1)
+    finds(desk, "n1", "ecc", ERROR)
+    desk.lose("n1")
+    [incident] = desk.incidents()
+    assert incident.rule == "ecc"
+    assert marked(desk) == []  # it was not decided yet, and is gone
+
+
+def test_findings_of_several_sources_are_one_incident_with_all_evidence():
+    desk = running(3, spares=1)
+    for source in ("kmsg", "nvml", "dcgm", "kmsg"):
+        finds(desk, "n1", "xid-48", ERROR, source=source)
+    [incident] = desk.incidents()
+    assert [(x.source, x.count) for x in incident.evidence] == [("kmsg", 2), ("nvml", 1), ("dcgm", 1)]
+    assert len(desk.records("finding")) == 3
+
+
+def test_devices_of_one_node_have_incidents_of_their_own():
+    desk = running(3, spares=1)
+    finds(desk, "n1", "ecc", ERROR, Remedy.WATCH)
+    finds(desk, "n1", "ecc", ERROR, Remedy.WATCH, device="GPU-2")
+    assert len(desk.incidents()) == 2
+
+
+def test_a_warning_explains_a_death_but_is_no_incident():
+    desk = running(3)
+    finds(desk, "n1", "oom-kill", WARNING, Remedy.RESTART_WORKER)
+    assert not desk.incidents()
+    desk.exits(desk.worker_on("n1"), -9)
+    [incident] = desk.incidents()
+    assert incident.cause == "oom-kill: oom-kill was seen"
+    assert verdicts(desk) == []
+
+
+def test_what_is_only_watched_explains_nothing():
+    desk = running(3)
+    finds(desk, "n1", "hot", WARNING, Remedy.WATCH)
+    desk.exits(desk.worker_on("n1"), -9)
+    assert desk.incidents()[0].rule == ""
+
+
+# ---------------------------------------------------------------- at a step's edge
+
+
+def test_an_error_lets_the_node_go_at_a_step_edge():
+    desk = running(3, spares=1)
+    finds(desk, "n1", "ecc", ERROR)
+    assert verdicts(desk) == []  # others may report the same in a moment
+    desk.wait(desk.core.timing.detection_s + 0.1)
+    assert verdicts(desk) == [("replace", "")]
+    assert desk.state.yielding
+    train_on(desk)
+    desk.commit(desk.state.committed + 1)
+    assert marked(desk) == ["n1"]
+    assert not desk.state.nodes["n1"].alive
+    [incident] = desk.incidents()
+    assert incident.quiet
+    assert not incident.open
+    assert desk.state.lost_steps == desk.state.restarts_used == 0
+    assert incidents.describe(desk.state, incident)["stall_s"] is None
+
+
+def test_without_another_node_it_trains_on_until_there_is_one():
+    desk = running(2, wait_for_spare=True)
+    finds(desk, "n1", "ecc", ERROR)
+    desk.wait(3.0)
+    assert desk.did(e.ProvideNode)
+    desk.do(e.NodeUnavailable("none"))
+    assert desk.records("node-trains-on")
+    desk.wait(60.0)
+    assert not desk.state.yielding
+    desk.commit(20)
+    desk.node("n9")
+    desk.ready(desk.worker_on("n9"))
+    desk.wait(3.0)
+    assert desk.state.yielding
+    train_on(desk)
+    assert not desk.state.nodes["n1"].alive
+
+
+def test_a_fatal_finding_does_not_wait_for_what_was_planned():
+    desk = running(2, wait_for_spare=True)
+    finds(desk, "n1", "ecc", ERROR)
+    desk.wait(3.0)
+    finds(desk, "n1", "xid-79")
+    assert not desk.state.nodes["n1"].alive
+    assert len(desk.incidents()) == 1
+
+
+def test_at_level_0_an_error_waits_for_the_next_start():
+    desk = Desk(2, spares=1)
+    for i in range(3):
+        desk.node(f"n{i}")
+    finds(desk, "n1", "ecc", ERROR)
+    desk.wait(3.0)
+    assert desk.state.nodes["n1"].held
+    assert desk.state.number == 1
+    desk.exits(desk.worker_on("n0"), 1)
+    desk.exits(desk.worker_on("n1"), -15)
+    assert not desk.state.nodes["n1"].alive
+    assert {x.node for x in desk.state.generation.members} == {"n0", "n2"}
+
+
+# ---------------------------------------------------------------- the ladder
+
+
+def test_a_reset_ends_the_workers_first_and_then_the_node_is_used_again():
+    desk = running(3)
+    worker = desk.worker_on("n1")
+    finds(desk, "n1", "xid-95", FATAL, Remedy.RESET_DEVICE)
+    assert worker in desk.killed()
+    assert not desk.sent(m.Repair)
+    park_all(desk)
+    assert desk.worker_on("n0")
+    assert not [w for w in desk.core.alive_workers() if w.node == "n1"]
+    desk.exits(worker, -9)
+    [(node, order)] = desk.sent(m.Repair)
+    assert (node, order.remedy, order.device) == ("n1", Remedy.RESET_DEVICE, "GPU-1")
+    desk.do(e.NodeSays("n1", m.Repaired(order.request)))
+    assert desk.state.nodes["n1"].held is None
+    desk.ready(desk.worker_on("n1"))
+    train_on(desk)
+    train_on(desk)
+    assert len(desk.members()) == 3
+    assert not desk.incidents()[0].open
+
+
+def reset(desk: Desk, node: str, error: str | None = None) -> None:
+    for worker in list(desk.state.workers.values()):
+        if worker.node == node and not worker.exited:
+            desk.exits(worker.name, -9)
+    request = desk.sent(m.Repair)[-1][1].request
+    desk.do(e.NodeSays(node, m.Repaired(request, error)))
+
+
+def test_a_reset_that_fails_becomes_a_reboot():
+    desk = running(3)
+    finds(desk, "n1", "xid-95", FATAL, Remedy.RESET_DEVICE)
+    park_all(desk)
+    reset(desk, "n1", "the driver is busy")
+    assert [a.node for a in desk.did(e.RebootNode)] == ["n1"]
+    assert [a.node for a in desk.did(e.ReleaseNode)] == ["n1"]
+    assert verdicts(desk) == [("reset-device", ""), ("reboot", "")]
+
+
+def test_a_reset_without_an_answer_becomes_a_reboot():
+    desk = running(3)
+    finds(desk, "n1", "xid-95", FATAL, Remedy.RESET_DEVICE)
+    park_all(desk)
+    desk.exits(desk.killed().pop(), -9)
+    desk.wait(desk.core.timing.start_s + 1)
+    assert [a.node for a in desk.did(e.RebootNode)] == ["n1"]
+
+
+def test_an_order_is_repeated_after_the_coordinator_came_back():
+    desk = running(3)
+    finds(desk, "n1", "xid-95", FATAL, Remedy.RESET_DEVICE)
+    park_all(desk)
+    desk.exits(desk.killed().pop(), -9)
+    desk.crash()
+    desk.back()
+    orders = desk.sent(m.Repair)
+    assert len(orders) == 2
+    assert orders[0] == orders[1]
+
+
+def test_the_same_again_on_the_same_device_climbs():
+    desk = running(3)
+    finds(desk, "n1", "xid-95", FATAL, Remedy.RESET_DEVICE)
+    park_all(desk)
+    reset(desk, "n1")
+    desk.wait(20.0)
+    finds(desk, "n1", "xid-95", FATAL, Remedy.RESET_DEVICE)
+    assert verdicts(desk) == [("reset-device", ""), ("reboot", "")]
+    assert "which was tried: reset-device" in str(desk.records("verdict")[-1]["reason"])
+    assert len(desk.incidents()) == 2
+
+
+def test_what_is_told_again_a_moment_later_does_not_climb():
+    desk = running(3)
+    finds(desk, "n1", "xid-95", FATAL, Remedy.RESET_DEVICE)
+    park_all(desk)
+    reset(desk, "n1")
+    finds(desk, "n1", "xid-95", FATAL, Remedy.RESET_DEVICE, source="nvml")
+    assert verdicts(desk) == [("reset-device", "")]
+    assert len(desk.incidents()) == 1
+
+
+def come_back(desk: Desk, name: str, *past: Remembered, identity: str = "M1", **more: object) -> None:
+    hello = m.Hello(m.PROTOCOL_VERSION, name, f"{name}-x", name, 1, 1, identity=identity, **more)  # type: ignore[arg-type]
+    desk.do(e.NodeJoined(hello, past))
+
+
+def test_two_reboots_for_the_same_and_the_node_is_replaced():
+    desk = running(2, health=WIDE)
+    for i in range(3):
+        come_back(desk, f"m{i}")
+        finds(desk, f"m{i}", "xid-79", FATAL, Remedy.REBOOT)
+        park_all(desk)
+        desk.wait(20.0)
+    assert [does for does, _ in verdicts(desk)] == ["reboot", "reboot", "replace"]
+    assert marked(desk) == ["m2"]
+
+
+def test_reboots_of_earlier_jobs_count():
+    desk = running(2)
+    past = [Remembered(Kind.ACTED, 3600.0, "old", "xid-79", remedy="reboot")] * 2
+    come_back(desk, "m0", *past)
+    finds(desk, "m0", "xid-79", FATAL, Remedy.REBOOT)
+    assert [does for does, _ in verdicts(desk)] == ["replace"]
+
+
+def test_what_asks_for_a_person_is_not_acted_on():
+    desk = running(3)
+    finds(desk, "n1", "xid-142", FATAL, Remedy.ASK)
+    assert verdicts(desk) == [("ask", "")]
+    assert [a.rule for a in desk.state.health.asks] == ["xid-142"]
+    assert desk.state.nodes["n1"].alive
+    assert not desk.incidents()[0].open
+
+
+def test_a_worker_that_does_not_end_by_itself_is_ended():
+    desk = running(3)
+    worker = desk.worker_on("n1")
+    finds(desk, "n1", "xid-13", ERROR, Remedy.RESTART_WORKER)
+    assert worker not in desk.killed()
+    desk.wait(2.1)
+    assert worker in desk.killed()
+    [incident] = desk.incidents()
+    train_on(desk)
+    assert not incident.quiet
+
+
+def test_a_worker_that_ended_by_itself_is_not_ended_again():
+    desk = running(3)
+    finds(desk, "n1", "xid-13", ERROR, Remedy.RESTART_WORKER)
+    desk.exits(desk.worker_on("n1"), 1)
+    park_all(desk)
+    desk.wait(3.0)
+    assert not desk.killed()
+    assert len(desk.incidents()) == 1
+
+
+# ---------------------------------------------------------------- limits
+
+
+def test_no_more_nodes_than_the_blast_limit_are_acted_on_and_that_is_said_once():
+    desk = running(8)
+    for i in range(5):
+        finds(desk, f"n{i}", f"xid-{i}")
+    assert fleet.limit(desk.core) == 2
+    assert marked(desk) == ["n0", "n1"]
+    assert verdicts(desk)[2:] == [("watch", "blast")] * 3
+    assert len(desk.records("blast-limit")) == 1
+    assert not any(i.open for i in desk.incidents()[2:])
+
+
+def test_after_the_window_nodes_may_be_acted_on_again():
+    desk = running(4)
+    finds(desk, "n0")
+    finds(desk, "n1", "xid-62")
+    assert marked(desk) == ["n0"]
+    train_on(desk)
+    desk.wait(601.0)
+    finds(desk, "n1", "xid-62")
+    assert marked(desk) == ["n0", "n1"]
+
+
+def test_the_same_on_many_nodes_is_the_network_s():
+    desk = running(8)
+    for i in range(5):
+        finds(desk, f"n{i}", "link-down", ERROR)
+    desk.wait(3.0)
+    assert marked(desk) == []
+    assert not any(n.leaving for n in desk.state.nodes.values())
+    [storm] = desk.records("storm")
+    assert (storm["nodes"], storm["of"]) == (3, 8)
+    assert {against for _, against in verdicts(desk)} == {"storm"}
+    assert not any(i.open or i.due_s for i in desk.incidents())
+
+
+def test_what_was_planned_is_called_off_when_many_report_the_same():
+    desk = running(4, wait_for_spare=True)
+    finds(desk, "n0", "link-down", ERROR)
+    desk.wait(3.0)
+    assert desk.state.nodes["n0"].leaving
+    for i in (1, 2):
+        finds(desk, f"n{i}", "link-down", ERROR)
+    assert desk.state.nodes["n0"].leaving is None
+    assert desk.records("node-stays")
+    assert fleet.acted_on(desk.core) == set()
+
+
+@pytest.mark.parametrize(
+    ("more", "against"),
+    [({"shared": True}, "shared"), ({"dry_run": True}, "trial"), ({"condition": Condition.UNKNOWN}, None)],
+)
+def test_what_is_never_acted_on(more, against):
+    desk = running(3, spares=1)
+    finds(desk, "n1", **more)
+    desk.wait(5.0)
+    assert all(n.alive and not n.leaving for n in desk.state.nodes.values())
+    assert [a for _, a in verdicts(desk)] == ([against] if against else [])
+    if against == "trial":
+        assert desk.records("verdict")[0]["would"] == "replace"
+    assert desk.records("finding")
+
+
+def test_what_is_unknown_for_long_is_asked_about():
+    desk = running(3)
+    for _ in range(3):
+        finds(desk, "n1", "nvml-hang", condition=Condition.UNKNOWN)
+        desk.wait(301.0)
+    assert len(desk.records("asked")) == 1
+    finds(desk, "n1", "nvml-hang", condition=Condition.HEALTHY)
+    assert desk.state.nodes["n1"].unknown == {}
+
+
+def test_what_is_well_again_before_it_is_decided_is_let_be():
+    desk = running(3, spares=1)
+    finds(desk, "n1", "link-down", ERROR)
+    finds(desk, "n1", "link-down", condition=Condition.HEALTHY)
+    desk.wait(5.0)
+    assert verdicts(desk) == [("watch", "well")]
+
+
+def test_repairs_of_one_machine_back_off():
+    desk = running(3, spares=2, health=WIDE)
+    past = [Remembered(Kind.ACTED, 10.0, "old", "ecc", remedy="reset-device")]
+    come_back(desk, "m0", *past)
+    finds(desk, "m0", "hot", ERROR, Remedy.RESET_DEVICE)
+    desk.wait(5.0)
+    assert desk.state.nodes["m0"].then is None
+    assert desk.incidents()[0].due_s is not None
+    desk.wait(46.0)
+    reset(desk, "m0")
+    assert desk.state.nodes["m0"].held is None
+
+
+def test_a_machine_that_was_repaired_too_often_is_replaced():
+    desk = running(3)
+    past = [Remembered(Kind.ACTED, 86400.0 * 4, "old", f"r{i}", remedy="reset-device") for i in range(5)]
+    come_back(desk, "m0", *past)
+    finds(desk, "m0", "xid-95", FATAL, Remedy.RESET_DEVICE)
+    assert [does for does, _ in verdicts(desk)] == ["replace"]
+
+
+def test_the_job_s_budget_of_repairs_holds():
+    desk = running(4, max_restarts=2, health=WIDE)
+    for i in range(4):
+        finds(desk, f"n{i}", f"xid-{i}")
+    assert verdicts(desk) == [("replace", ""), ("replace", ""), ("watch", "budget"), ("watch", "budget")]
+    assert len(desk.records("asked")) == 2
+
+
+# ---------------------------------------------------------------- whose fault
+
+
+def test_nan_on_one_of_two_nodes_blames_nobody():
+    desk = running(2)
+    for _ in range(3):
+        finds(desk, "n1", "nan", source="worker")
+    assert {against for _, against in verdicts(desk)} == {"canary"}
+
+
+def test_nan_twice_on_one_node_while_the_majority_is_well_is_the_node_s():
+    desk = running(4, spares=1)
+    finds(desk, "n1", "nan", source="worker")
+    assert verdicts(desk) == [("watch", "canary")]
+    finds(desk, "n1", "nan", source="worker")
+    assert marked(desk) == ["n1"]
+
+
+def test_nan_on_most_nodes_is_nobody_s():
+    desk = running(4, health=WIDE)
+    for _ in range(2):
+        for i in (0, 1, 2):
+            finds(desk, f"n{i}", "nan", source="worker", worker=f"w{i}")
+    assert marked(desk) == []
+
+
+def test_what_follows_the_step_across_nodes_is_the_script_s():
+    desk = running(4, spares=2)
+    finds(desk, "n1", "xid-31", FATAL, Remedy.RESTART_WORKER)
+    train_at = desk.state.committed
+    park_all(desk)
+    assert desk.state.number == 2
+    desk.state.committed = train_at
+    finds(desk, "n2", "xid-31", FATAL, Remedy.RESTART_WORKER)
+    assert verdicts(desk) == [("restart-worker", ""), ("watch", "script")]
+
+
+# ---------------------------------------------------------------- who may be used
+
+
+def test_a_node_whose_basic_checks_are_faulty_is_refused_and_another_asked_for():
+    desk = running(2)
+    desk.lose("n1")
+    asked = len(desk.did(e.ProvideNode))
+    bad = CheckResult("disk", Condition.FAULTY, "12 GB/s were promised, 0.1 measured")
+    come_back(desk, "m0", checks=(bad,))
+    assert "m0" not in desk.state.nodes
+    assert "0.1 measured" in str(desk.records("node-refused")[0]["reason"])
+    assert marked(desk) == ["m0"]
+    desk.wait(2.0)
+    assert len(desk.did(e.ProvideNode)) == asked + 1
+
+
+def test_unknown_checks_are_said_and_no_reason_to_refuse():
+    desk = running(2)
+    come_back(desk, "m0", checks=(CheckResult("nvml", Condition.UNKNOWN),))
+    assert desk.state.nodes["m0"].held is None
+    assert desk.records("checks-unknown")[0]["checks"] == ["nvml"]
+
+
+def test_a_replaced_machine_that_comes_back_owes_deep_checks():
+    desk = running(2, spares=1)
+    come_back(desk, "m0")
+    finds(desk, "m0")
+    assert [a.kind for a in desk.did(e.Remember)] == [Kind.INCIDENT, Kind.ACTED, Kind.QUARANTINED]
+    come_back(desk, "m1")
+    node = desk.state.nodes["m1"]
+    assert node.held
+    assert not [w for w in desk.core.alive_workers() if w.node == "m1"]
+    [(to, order)] = desk.sent(m.RunChecks)
+    assert (to, order.deep) == ("m1", True)
+    desk.do(e.NodeSays("m1", m.Checked(order.request, (CheckResult("memory", Condition.HEALTHY),))))
+    assert node.held is None
+    assert desk.worker_on("m1")
+    assert desk.did(e.Remember)[-1].kind is Kind.READMITTED
+    assert desk.state.health.quarantine == {}
+
+
+@pytest.mark.parametrize("result", [Condition.FAULTY, Condition.UNKNOWN, None])
+def test_a_machine_that_does_not_pass_is_turned_away(result):
+    desk = running(2)
+    come_back(desk, "m0", Remembered(Kind.QUARANTINED, 60.0, "old", "xid-79", text="xid-79"))
+    order = desk.sent(m.RunChecks)[0][1]
+    results = (CheckResult("memory", result),) if result else ()
+    desk.do(e.NodeSays("m0", m.Checked(order.request, results)))
+    assert not desk.state.nodes["m0"].alive
+    assert marked(desk) == ["m0"]
+
+
+def test_deep_checks_that_never_answer():
+    desk = running(2)
+    come_back(desk, "m0", Remembered(Kind.QUARANTINED, 60.0, "old", "xid-79"))
+    desk.wait(1900.0)
+    assert not desk.state.nodes["m0"].alive
+
+
+def test_with_deep_every_new_node_is_checked():
+    desk = Desk(2, health=HealthSpec(deep=True))
+    desk.node("n0")
+    assert desk.sent(m.RunChecks)
+    assert not desk.workers()
+
+
+def test_a_lemon_is_used_last():
+    lemon = [Remembered(Kind.INCIDENT, 3600.0, f"job{i}", "ecc") for i in range(3)]
+    desk = running(2, spares=0)
+    come_back(desk, "m0", *lemon)
+    assert desk.records("lemon")
+    come_back(desk, "m1", identity="M2")
+    for name in ("m0", "m1"):
+        desk.ready(desk.worker_on(name))
+    desk.lose("n1")
+    park_all(desk)
+    assert {w.partition(".")[0] for w in desk.members()} == {"n0", "m1"}
+
+
+def test_injected_faults_are_not_remembered():
+    desk = running(2, spares=1)
+    come_back(desk, "m0")
+    desk.do(e.Injected("xid=79:node=9", "xid", "m0", None))
+    finds(desk, "m0")
+    assert marked(desk) == ["m0"]
+    assert not desk.did(e.Remember)
+
+
+# ---------------------------------------------------------------- state
+
+
+def test_the_state_stays_small_and_survives_in_a_storm_of_findings():
+    desk = running(3, spares=1)
+    for i in range(2000):
+        finds(desk, f"n{i % 3}", f"rule-{i % 300}", WARNING if i % 2 else ERROR, evidence="x" * 400)
+    small = msgspec.structs.replace(desk.state, incidents=[])
+    assert len(msgspec.msgpack.encode(small)) < 64 << 10
+    for incident in desk.incidents():
+        assert len(msgspec.msgpack.encode(incident)) < 4096
+    encoded = msgspec.msgpack.encode(desk.state)
+    assert msgspec.msgpack.encode(msgspec.msgpack.decode(encoded, type=type(desk.state))) == encoded
+    assert isinstance(desk.incidents()[0], Incident)
