@@ -54,17 +54,26 @@ def test_the_first_generation_waits_a_while_for_the_target_and_then_goes():
     assert len(desk.members()) == 2
 
 
-def test_a_checkpoint_on_disk_is_where_a_new_job_goes_on():
-    desk = Desk(2)
+@pytest.mark.parametrize(
+    ("nodes", "nproc", "readers"), [(1, 1, [0]), (2, 1, [0]), (8, 1, [0]), (9, 1, [0, 1]), (3, 3, [0, 3])]
+)
+def test_a_checkpoint_on_disk_is_where_a_new_job_goes_on(nodes, nproc, readers):
+    """One of eight reads it, on nodes of their own; the others have it from those."""
+    desk = Desk(nodes, nproc=nproc)
     desk.do(e.DurableFound(Durable(40, "kept")))
-    desk.node("n0")
-    desk.node("n1")
+    for i in range(nodes):
+        desk.node(f"n{i}", slots=nproc)
     for worker in desk.workers():
         desk.ready(worker)
     forms = [desk.told(w, m.Form)[0] for w in desk.members()]
-    assert [(f.restore, f.durable, f.generation.start) for f in forms] == [
-        (True, Durable(40, "kept"), 40)
-    ] * 2
+    assert len(forms) == nodes * nproc
+    assert all(f.restore and f.generation.start == 40 for f in forms)
+    assert [f.rank for f in forms if f.durable] == readers
+    assert [f.rank for f in forms if f.serve] == (readers if len(forms) > 1 else [])
+    for form in forms:
+        reads = form.rank in readers
+        assert form.durable == (Durable(40, "kept") if reads else None)
+        assert form.donors == (() if reads else tuple(readers))
 
 
 def test_an_initial_node_that_never_comes_is_replaced():

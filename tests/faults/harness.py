@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,8 +151,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[
     with (root / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not done.exists():
-            (root / name).mkdir()
-            ran = make(root / name)
+            ran = make(Path(tempfile.mkdtemp(prefix=f"{name}-", dir=root)))
             assert ran.code == 0, ran.output[-3000:]
             done.write_bytes(msgspec.json.encode(ran, enc_hook=str))
         return msgspec.json.decode(done.read_bytes(), type=Ran, dec_hook=lambda kind, value: kind(value))

@@ -1,8 +1,11 @@
-"""A job that has all its steps leaves the last state in its durable tiers."""
+"""A job that has all its steps leaves the last state in its durable tiers, from which the next one goes on."""
+
+import re
 
 import pytest
 from conftest import STEPS
 from harness import TINY, run
+from s3server import S3Server
 from test_snapshots import memory_of
 
 from holdfast.checkpoint.archive import Archive
@@ -27,6 +30,26 @@ def test_the_result_of_training_is_a_checkpoint_in_every_tier(tmp_path, undistur
     assert losses + second.losses() == undisturbed.losses()
     assert second.report["final"] == undisturbed.report["final"]
     assert Archive(str(near)).steps() == [STEPS - 50, STEPS]
+
+
+def test_one_member_reads_it_for_all(tmp_path, undisturbed, monkeypatch):
+    """The object store sends every byte once, to however many replicas."""
+    with S3Server() as store:
+        given = {"AWS_ENDPOINT_URL": store.endpoint, "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
+        for name, value in {**given, "AWS_REGION": "eu-west-3"}.items():
+            monkeypatch.setenv(name, value)
+        options = ["--nnodes", 3, "--snapshot-every", 0, "--checkpoint", "s3://bucket/run,every=0"]
+        first = run(tmp_path, *options, TINY, STEPS - 50)
+        assert first.code == 0, first.output[-3000:]
+        (row,) = [key for key in store.objects if key.endswith(".bin")]
+        losses, nbytes, before = first.losses(), len(store.objects[row]), len(store.asked)
+        second = run(tmp_path, *options, TINY, STEPS)
+        assert second.code == 0, second.output[-3000:]
+        ranges = [r.headers["Range"] for r in store.asked[before:] if (r.kind, r.key) == ("get", row)]
+    ends = [re.fullmatch(r"bytes=(\d+)-(\d+)", text) for text in ranges]
+    assert sum(int(e[2]) - int(e[1]) + 1 for e in ends) == nbytes
+    assert losses + second.losses() == undisturbed.losses()
+    assert second.report["final"] == undisturbed.report["final"]
 
 
 @pytest.mark.nightly

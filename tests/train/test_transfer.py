@@ -109,6 +109,26 @@ def test_an_older_generation_is_gone(donors):
         fetch(generation_of(donors, number=4), (0,), {"big": Big(1)})
 
 
+def test_a_state_that_is_to_come_is_waited_for(donors, monkeypatch):
+    """A donor that reads it itself says so; who waits is seen to live meanwhile."""
+    monkeypatch.setattr(transfer, "PUBLISH_WAIT_S", 0.01)
+    for donor in donors[:2]:
+        donor.publish(3, None)
+    rounds = []
+
+    def seen(nbytes, total):
+        rounds.append(nbytes)
+        if len(rounds) == 3:
+            donors[0].publish(4, state.capture({"big": Big(0)}, 7))
+
+    mine = {"big": Big(1)}
+    image = fetch(generation_of(donors), (0, 1), mine, seen)
+    state.load(mine, image)
+    assert all(torch.equal(a, b) for a, b in zip(mine["big"].tensors, Big(0).tensors, strict=True))
+    assert rounds[:3] == [0, 0, 0]
+    assert sum(rounds) == image.index.nbytes
+
+
 def test_a_broken_generation_ends_the_transfer(donors):
     donors[0].publish(4, state.capture({"big": Big(0)}, 7))
 

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 MAX_DONORS = 8
 """Stripes from more donors than this gain nothing: the newcomer's link is full."""
 
+READ_FOR = 8
+"""A durable checkpoint is read by one of so many members, and the others have it from those: a tier is slower than they
+are, and often paid for by the byte."""
+
 PATIENT_ATTEMPTS = 4
 """So many generations in a row may break for no known reason before there is a pause between attempts."""
 
@@ -204,6 +208,8 @@ def _form(core: Core, survivors: list[Worker], kept: list[Worker], fresh: list[W
     s.generation = m.Generation(s.number, members, start)
     live = durable is None and snapshot is None
     donors = tuple(r for r, w in enumerate(ranks) if w in holders)[:MAX_DONORS] if live else ()
+    readers = _readers(members) if durable is not None else ()
+    donors = donors or readers
     savers = saving.savers(core, members)
     s.forms = {}
     for rank, name in enumerate(ranks):
@@ -216,11 +222,11 @@ def _form(core: Core, survivors: list[Worker], kept: list[Worker], fresh: list[W
             rank,
             apply=name in outcome.apply,
             restore=name in restore,
-            serve=bool(restore) and rank in donors,
-            donors=donors if name in restore else (),
+            serve=bool(restore) and rank in donors and len(ranks) > len(readers),
+            donors=donors if name in restore and rank not in readers else (),
             copy=copy,
             holders=sources,
-            durable=durable,
+            durable=durable if rank in readers else None,
             saves=rank in savers,
             mtbf_s=saving.mean_time_between_failures_s(core),
         )
@@ -244,6 +250,13 @@ def _form(core: Core, survivors: list[Worker], kept: list[Worker], fresh: list[W
         applied=bool(outcome.apply),
         source=_source(outcome, snapshot, durable),
     )
+
+
+def _readers(members: tuple[m.Member, ...]) -> tuple[int, ...]:
+    """Ranks that read a durable checkpoint for all; on different nodes where there are such."""
+    first = {member.node: member.rank for member in reversed(members)}
+    others = [member.rank for member in members if first[member.node] != member.rank]
+    return tuple(sorted([*sorted(first.values()), *others][: -(-len(members) // READ_FOR)]))
 
 
 def _source(outcome: policy.Outcome, snapshot: Snapshot | None, durable: Durable | None) -> str:

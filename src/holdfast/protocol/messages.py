@@ -251,7 +251,7 @@ class Form(msgspec.Struct, frozen=True, tag="form"):
     apply: apply the prepared gradient first (the step counts after all).
     restore: fetch the state at `generation.start`: from the ranks in `donors`; when there are none from snapshot
     memory, `copy` held by `holders`, nearest first; else from the durable checkpoint.
-    serve: be a donor, so publish the state.
+    serve: be a donor, so publish the state; with `restore`, as soon as it is read from the durable checkpoint.
     saves: copy snapshots into this node's memory; mtbf_s: what `auto` goes by.
     """
 

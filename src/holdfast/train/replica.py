@@ -190,11 +190,17 @@ class Replica:
         self._laps.forget()
         generation = form.generation
         self._snapshots.join(form)
-        self._donor.publish(self.generation, self._image() if form.serve and not form.restore else None)
+        reads_for_all = form.serve and form.restore
+        if reads_for_all:
+            self._donor.publish(self.generation - 1, None)  # who asks for this one is told that it is to come
+        else:
+            self._donor.publish(self.generation, self._image() if form.serve else None)
         restored = 0
         restore_s = None
         if form.restore:
             restored, restore_s = self._restore(form)
+            if reads_for_all:
+                self._donor.publish(self.generation, self._image())
         elif self.committed is None:
             self.committed = generation.start
         self._page.enter(Phase.JOIN)
@@ -276,7 +282,8 @@ class Replica:
         def seen(nbytes: int, total: int) -> None:
             self._page.beat()
             self.link.check(number)
-            restoring.add(nbytes, total)
+            if nbytes:
+                restoring.add(nbytes, total)
 
         return seen
 

@@ -34,7 +34,9 @@ from holdfast.train.state import Image, Protected, targets
 CHUNK_BYTES = 4 << 20
 DIGEST_BYTES = 8
 MIN_STRIPE_BYTES = 8 << 20
-PUBLISH_WAIT_S = 60.0
+PUBLISH_WAIT_S = 2.0
+"""A request for a state that a donor does not have yet is held for so long; then the reader asks again, which shows that
+it lives. A donor may be reading it from a durable tier."""
 CONNECT_S = 5.0
 
 
@@ -63,6 +65,9 @@ class DonorServer:
             self._generation, self._image = generation, image
             self._news.notify_all()
 
+    def _is_to_come(self, generation: int) -> bool:
+        return self._generation < generation
+
     def _wait(self, generation: int) -> Image | None:
         with self._news:
             self._news.wait_for(lambda: self._generation >= generation, timeout=PUBLISH_WAIT_S)
@@ -86,7 +91,9 @@ class DonorServer:
                 url = urlsplit(self.path)
                 number = parse_qs(url.query).get("generation", [""])[0]
                 image = donor._wait(int(number)) if number.isdigit() else None
-                if image is None:
+                if image is None and number.isdigit() and donor._is_to_come(int(number)):
+                    self.send_error(503, "this generation is not served yet: ask again")
+                elif image is None:
                     self.send_error(410, "this generation is not served here")
                 elif url.path == "/state/index":
                     self._send(msgspec.json.encode(image.index))
@@ -129,11 +136,16 @@ class DonorServer:
         return Handler
 
 
+class _NotYetError(StateError):
+    """A donor does not have the state yet."""
+
+
 class Fetch:
     """One transfer: the state at a generation's start, from its donors in parallel stripes."""
 
     def __init__(self, generation: Generation, donors: tuple[int, ...], token: str, seen: Seen) -> None:
-        """`seen` is told after every chunk; it may raise to end the transfer."""
+        """`seen` is told after every chunk, and of 0 bytes now and then while there are none yet; it may raise to end the
+        transfer."""
         self._generation = generation.number
         self._members = [generation.members[rank] for rank in donors]
         self._token = token
@@ -179,14 +191,19 @@ class Fetch:
         return image
 
     def _index(self) -> Index:
-        reasons = []
-        for member in self._members:
-            try:
-                with self._get(member, "/state/index") as response:
-                    return msgspec.json.decode(response.read(), type=Index)
-            except (OSError, http.client.HTTPException, StateError, msgspec.MsgspecError) as error:
-                reasons.append(f"rank {member.rank} on {member.node}: {error}")
-        raise StateError(f"no donor gave its state: {'; '.join(reasons)}")
+        while True:
+            reasons, to_come = [], False
+            for member in self._members:
+                try:
+                    with self._get(member, "/state/index") as response:
+                        return msgspec.json.decode(response.read(), type=Index)
+                except _NotYetError:
+                    to_come = True
+                except (OSError, http.client.HTTPException, StateError, msgspec.MsgspecError) as error:
+                    reasons.append(f"rank {member.rank} on {member.node}: {error}")
+            if not to_come:
+                raise StateError(f"no donor gave its state: {'; '.join(reasons)}")
+            self._seen(0, 0)
 
     def _stripe(self, members: list[Member], image: Image, stripe: tuple[int, int]) -> None:
         """Reads one stripe, going on at the next donor where one fails."""
@@ -219,10 +236,12 @@ class Fetch:
             self._open.add(connection)
         try:
             connection.request("GET", f"{path}?generation={self._generation}", headers=headers)
-            response = connection.getresponse()
-            if response.status not in (200, 206):
-                raise StateError(f"it answered {response.status} {response.reason}")
-            yield response
+            with connection.getresponse() as response:
+                if response.status == http.HTTPStatus.SERVICE_UNAVAILABLE:
+                    raise _NotYetError("it does not have the state yet")
+                if response.status not in (200, 206):
+                    raise StateError(f"it answered {response.status} {response.reason}")
+                yield response
         finally:
             with self._lock:
                 self._open.discard(connection)

@@ -236,7 +236,8 @@ class Checks:
             )
             for rank in form.donors:
                 donor = state.forms[generation.members[rank].worker]
-                self.require(donor.serve and not donor.restore, "rank %d is no donor", rank)
+                has = not donor.restore or donor.durable is not None
+                self.require(donor.serve and has, "rank %d is no donor", rank)
 
     def recorded(self, record: e.Record) -> None:
         """An entry of the ledger that was really written."""
