@@ -176,6 +176,21 @@ def test_the_odd_stack_is_at_fault_when_all_wait_at_one_point():
     assert culprits(*views, stacks={"a": "poll", "b": "poll", "c": "poll"}) == ()
 
 
+def test_two_that_wait_for_each_other_are_a_pair_of_which_one_is_taken():
+    ranks = {"a": 0, "b": 1, "c": 2, "d": 3}
+    views = [
+        view("a", Phase.VOTE, waits_for=1),
+        view("b", Phase.REDUCE, waits_for=3),
+        view("c", Phase.VOTE, waits_for=1),
+        view("d", Phase.REDUCE, waits_for=1),
+    ]
+    verdict = find_culprits(views, dict.fromkeys(ranks, 3.0), {}, ranks=ranks)
+    assert (verdict.workers, verdict.one_of) == (("b", "d"), True)
+    assert verdict.reason == "ranks 1 and 3 wait for each other: the network between them"
+    views[3] = view("d", Phase.REDUCE, waits_for=0)  # no pair: both are behind
+    assert find_culprits(views, dict.fromkeys(ranks, 3.0), {}, ranks=ranks).workers == ("b", "d")
+
+
 # ---------------------------------------------------------------- the script's fault or the machine's
 
 

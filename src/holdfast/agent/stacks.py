@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-FRAMES = 4
+FRAMES = 12
+"""The standard library's and torch's own take some before the script's come."""
 
 
 def innermost(path: Path, offset: int) -> str:

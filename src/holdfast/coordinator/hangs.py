@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.coordinator import failures, forming, gang, policy
 from holdfast.coordinator.state import JobPhase, Worker, WorkerPhase
+from holdfast.health import stacks
 from holdfast.protocol import messages as m
 from holdfast.protocol.phases import SLOW_PHASES, WAITING_PHASES, Phase
 
@@ -92,18 +93,31 @@ def judge(core: Core) -> None:
     s, inspection = core.state, core.inspection
     s.inspect_deadline_s = None
     allowed = {v.worker: _allowed_s(core, v) for v in inspection.views}
+    ranks = {x.worker: x.rank for x in s.generation.members} if s.generation else {}
     verdict = policy.find_culprits(
-        inspection.views, allowed, inspection.stacks, complete=not inspection.unheard
+        inspection.views, allowed, inspection.stacks, complete=not inspection.unheard, ranks=ranks
     )
-    core.record("stall-judged", workers=list(verdict.workers), reason=verdict.reason)
+    groups = stacks.cluster({v.worker: inspection.stacks.get(v.worker, "") for v in inspection.views})
+    where = stacks.describe(groups, ranks)
+    core.record("stall-judged", workers=list(verdict.workers), reason=verdict.reason, where=where)
     culprits = [s.workers[w] for w in verdict.workers if s.workers[w].phase is WorkerPhase.MEMBER]
+    if verdict.one_of:  # the longest here, so that it is the other one's turn if the hang comes again
+        culprits = sorted(culprits, key=lambda w: w.started_s)[:1]
+    before = len(s.incidents)
+    _act(core, culprits, verdict.reason, allowed)
+    for incident in s.incidents[before:]:
+        incident.where = where
+
+
+def _act(core: Core, culprits: list[Worker], reason: str, allowed: dict[str, float]) -> None:
+    s, inspection = core.state, core.inspection
     if s.level != 2:
         if _at_work(core, {w.name for w in culprits}):
             s.look_again_s = core.now + LOOK_AGAIN * core.timing.detection_s
             return
-        gang.stalled(core, culprits, verdict.reason)
+        gang.stalled(core, culprits, reason)
     elif culprits:
-        failures.condemn(core, culprits, f"hang: {verdict.reason}")
+        failures.condemn(core, culprits, f"hang: {reason}")
     elif not inspection.unheard and all(v.idle_s >= allowed[v.worker] for v in inspection.views):
         _nobody_differs(core)
 

@@ -276,6 +276,7 @@ def describe(state: CoreState, incident: Incident) -> dict[str, object]:
         "rule": incident.rule or None,
         "quiet": incident.quiet,
         "verdict": incident.verdict or None,
+        "where": incident.where or None,
     }
 
 

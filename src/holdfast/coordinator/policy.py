@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from holdfast.coordinator.state import Blame, Failure
+from holdfast.health import stacks as health_stacks
 from holdfast.protocol.messages import Exited, Generation, WorkerView
 from holdfast.protocol.phases import WAITING_PHASES, Phase
 
@@ -74,10 +74,12 @@ def assign_ranks(
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """Who holds the others up, and how that was told. No workers: nobody differs."""
+    """Who holds the others up, and how that was told. No workers: nobody differs. one_of: one of them does, and which
+    cannot be told."""
 
     workers: tuple[str, ...]
     reason: str
+    one_of: bool = False
 
 
 def find_culprits(
@@ -85,15 +87,16 @@ def find_culprits(
     allowed_s: Mapping[str, float],
     stacks: Mapping[str, str],
     complete: bool = True,
+    ranks: Mapping[str, int] | None = None,
 ) -> Verdict:
     """Who of the members of a generation that stands still is the odd one out.
 
     In this order: stopped processes; workers that have not even begun to join; workers that stand still while they
-    compute, when others wait; the worker that is furthest behind among those that wait;
-    the one whose stack differs.
+    compute, when others wait; two that wait for each other; the worker that is furthest behind among those that wait;
+    the ones whose stacks differ from those of most.
 
     allowed_s: per worker, how long it may stand still where it is. complete: every member was seen; without that
-    nobody is called behind, for the one that all wait for may be the one that was not seen.
+    nobody is called behind, for the one that all wait for may be the one that was not seen. ranks: of the workers.
     """
     stopped = tuple(v.worker for v in views if v.process in ("T", "t", "X", "Z"))
     if stopped:
@@ -117,6 +120,10 @@ def find_culprits(
     if waiting and len(still) == len(views):
         least = min(_advance(v) for v in waiting)
         behind = tuple(v.worker for v in waiting if _advance(v) == least)
+        pair = _waiting_for_each_other(waiting, ranks or {})
+        if pair and set(behind) >= set(pair):
+            names = " and ".join(str((ranks or {})[w]) for w in pair)
+            return Verdict(pair, f"ranks {names} wait for each other: the network between them", one_of=True)
         if len(behind) < len(waiting):
             return Verdict(behind, "waits at an earlier point than the others")
     if len(still) < len(views):  # they may have gone on while they were looked at, each with another stack
@@ -129,16 +136,18 @@ def _advance(view: WorkerView) -> tuple[int, int, int, int]:
     return place.generation, place.committed, place.phase, place.collectives
 
 
+def _waiting_for_each_other(waiting: Sequence[WorkerView], ranks: Mapping[str, int]) -> tuple[str, ...]:
+    """The only two of several workers of which each waits for the other's words: what they send does not arrive."""
+    worker_of = {rank: worker for worker, rank in ranks.items()}
+    waits_for = {v.worker: worker_of.get(v.place.waits_for, "") for v in waiting}
+    pairs = {tuple(sorted((a, b))) for a, b in waits_for.items() if waits_for.get(b) == a}
+    return pairs.pop() if len(pairs) == 1 and len(waiting) > 2 else ()
+
+
 def _odd_stack(views: Sequence[WorkerView], stacks: Mapping[str, str]) -> Verdict:
-    known = {v.worker: stacks[v.worker] for v in views if stacks.get(v.worker)}
-    counts = Counter(known.values())
-    if len(known) >= 3 and len(counts) == 2:
-        (_, many), (rare, few) = counts.most_common(2)
-        if few < many:
-            return Verdict(
-                tuple(w for w, s in known.items() if s == rare), "its stack differs from the others'"
-            )
-    return Verdict((), "nobody differs")
+    groups = health_stacks.cluster({v.worker: stacks.get(v.worker, "") for v in views})
+    odd = health_stacks.odd_ones(groups)
+    return Verdict((), "nobody differs") if odd is None else Verdict(odd.workers, odd.reason)
 
 
 class ScriptFault(msgspec.Struct, frozen=True):

@@ -123,6 +123,7 @@ class Incident(msgspec.Struct, omit_defaults=True):
     world: members of the generation that it struck, so what full strength means for it. rule: of the finding that
     explains it; severity, asked: the worst of all findings. quiet: training was not disturbed. evidence: what was seen,
     oldest first; heard_s: when last. due_s: when it will be decided. does: what is done; verdict: that in words.
+    where: of a hang, where all ranks stood.
     """
 
     id: int
@@ -158,6 +159,7 @@ class Incident(msgspec.Struct, omit_defaults=True):
     does: Remedy | None = None
     verdict: str = ""
     evidence: list[Evidence] = []
+    where: str = ""
 
     @property
     def began_s(self) -> float:

@@ -296,9 +296,10 @@ def _stalled(f: Fields) -> str:
 
 
 def _stall_judged(f: Fields) -> str:
+    where = f"; {f['where']}" if f.get("where") else ""
     if not f["workers"]:
-        return f"no rank is found to be at fault: {f['reason']}"
-    return f"held up by {', '.join(f['workers'])}: {f['reason']}"
+        return f"no rank is found to be at fault: {f['reason']}{where}"
+    return f"held up by {', '.join(f['workers'])}: {f['reason']}{where}"
 
 
 def _saved(f: Fields) -> str:

@@ -1,4 +1,4 @@
-"""The progress page: 48 bytes of shared memory in which a worker says where it is.
+"""The progress page: 52 bytes of shared memory in which a worker says where it is.
 
 Writing it costs under a microsecond, so every change of phase can be noted; it is read only when something
 looks wrong. It can be read when the worker is stopped, deadlocked or holds the GIL for ever.
@@ -19,8 +19,10 @@ STACKS_SIGNAL = signal.SIGUSR2
 """A worker that gets it writes the Python stacks of all its threads, whatever its main thread does."""
 
 _LAYOUT = struct.Struct(
-    "<qqiiddd"
-)  # generation, committed, phase, collectives, step began, phase began, last beat
+    "<qqiidddi"
+)  # generation, committed, phase, collectives, step began, phase began, last beat, waits for
+_WAITS = struct.Struct("<i")
+_WAITS_AT = _LAYOUT.size - _WAITS.size
 
 
 class ProgressPage:
@@ -39,6 +41,7 @@ class ProgressPage:
         self.committed = 0
         self.phase = Phase.STARTUP
         self.collectives = 0
+        self.waits_for = -1
         self._step_began_s = self._phase_began_s = time.monotonic()
 
     def enter(self, phase: Phase) -> None:
@@ -62,7 +65,13 @@ class ProgressPage:
             self._step_began_s,
             self._phase_began_s,
             time.monotonic(),
+            self.waits_for,
         )
+
+    def wait_for(self, rank: int) -> None:
+        """The worker waits for this rank from now on; -1: no longer. No sign of life."""
+        self.waits_for = rank
+        _WAITS.pack_into(self._map, _WAITS_AT, rank)
 
     def read(self) -> Place:
         """What the page says now (from the agent's side)."""

@@ -37,7 +37,8 @@ SLOW_PHASES = frozenset({Phase.ASIDE, Phase.TIER})
 
 
 class Place(msgspec.Struct, frozen=True):
-    """What the page said at one moment. Times are CLOCK_MONOTONIC seconds of the worker's node."""
+    """What the page said at one moment. Times are CLOCK_MONOTONIC seconds of the worker's node. waits_for: the rank whose
+    words it waits for; -1: nobody's in particular."""
 
     generation: int = 0
     committed: int = 0
@@ -46,6 +47,7 @@ class Place(msgspec.Struct, frozen=True):
     step_began_s: float = 0.0
     phase_began_s: float = 0.0
     beat_s: float = 0.0
+    waits_for: int = -1
 
 
 BLOCK_STEPS = 5

@@ -99,12 +99,16 @@ class Mesh:
 
     Every member calls the same methods in the same order. A peer that is gone raises CollectiveFailed in
     whoever waits for it; `abort` (from another thread) raises it at once.
+
+    Attributes:
+        waits: called with the rank that is waited for, and with -1 when nobody is.
     """
 
     def __init__(self, generation: Generation, rank: int) -> None:
         self._generation = generation
         self.rank = rank
         self.size = len(generation.members)
+        self.waits: Callable[[int], None] = lambda rank: None
         self._peers: dict[int, socket.socket] = {}
         self._aborted = False
 
@@ -175,7 +179,9 @@ class Mesh:
             if rank == self.rank:
                 words += own
             else:
+                self.waits(rank)
                 words += [self._hear_one(rank, step) for _ in range(counts[rank] if counts else 1)]
+        self.waits(-1)
         return words
 
     def _hear_one(self, rank: int, step: int) -> Word:

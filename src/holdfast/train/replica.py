@@ -206,6 +206,7 @@ class Replica:
         self._page.enter(Phase.JOIN)
         self.group = Group(generation, form.rank, self.link.start.host, self._listener)
         self.link.guard(generation.number, self.group.abort)
+        self.group.mesh.waits = self._page.wait_for
         self.group.connect(self.link.token)
         self.link.check(generation.number)
         self._page.committed = self.committed or 0

@@ -1,0 +1,160 @@
+"""Who stands where: the stacks of all ranks in groups, and which group is the odd one. Pure.
+
+When a job stands still, almost all ranks wait in the same collective, and those that do not are what it waits for. Stacks
+of the same place differ in details (which wake-up loop of the standard library, whose installation path), so frames are
+brought down to what matters first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+_FRAME = re.compile(r'^\s*File "(?P<path>.*)", line (?P<line>\d+) in (?P<name>.*)$')
+
+_STANDARD = re.compile(r"(^|/)lib/python3\.\d+/(?!(site|dist)-packages/)|^<frozen |^<string>$")
+_INSTALLED = re.compile(
+    r"/(site|dist)-packages/|(^|/)holdfast/(train|data|checkpoint|protocol|agent|observe)/"
+)
+
+_PLACES: tuple[tuple[str, str, str, bool], ...] = (
+    ("torch/distributed/distributed_c10d.py", "", "", True),
+    ("holdfast/train/mesh.py", "_hear_one", "the words of the others", True),
+    ("holdfast/train/mesh.py", "", "connecting", True),
+    ("holdfast/train/group.py", "wait", "a reduction", True),
+    ("holdfast/train/group.py", "", "connecting", True),
+    ("holdfast/train/link.py", "next_order", "the next generation", True),
+    ("holdfast/train/link.py", "wait_broken", "the end of the generation", True),
+    ("holdfast/train/transfer.py", "", "fetching the state", False),
+    ("torch/utils/data/", "", "a data loader", False),
+    ("holdfast/data/", "", "loading data", False),
+    ("holdfast/checkpoint/", "", "a checkpoint", False),
+    ("torch/distributed/checkpoint/", "", "a checkpoint", False),
+    ("torch/serialization.py", "", "a checkpoint", False),
+    ("torch/cuda/", "synchronize", "waiting for the device", False),
+    ("torch/autograd/graph.py", "_engine_run_backward", "the backward pass", False),
+    ("torch/_dynamo/", "", "compiling", False),
+    ("torch/_inductor/", "", "compiling", False),
+)
+"""Part of a path, a function ('': any), what people call it ('': the function itself), and whether it waits for others."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A place in a program. line: of the script's own code only, where one function may hold several collectives."""
+
+    file: str
+    name: str
+    line: int = 0
+
+
+@dataclass(frozen=True)
+class Group:
+    """Workers that stand at the same place. waits: it is one where a worker waits for others."""
+
+    place: str
+    workers: tuple[str, ...]
+    waits: bool
+    frames: tuple[Frame, ...]
+
+
+@dataclass(frozen=True)
+class Odd:
+    """The workers that are not where most are, and why they are the ones. None: nobody can be told from the others."""
+
+    workers: tuple[str, ...]
+    reason: str
+
+
+def read(stack: str) -> tuple[Frame, ...]:
+    """The frames of a stack as faulthandler writes it, innermost first, without the standard library's."""
+    frames = []
+    for text in stack.splitlines():
+        found = _FRAME.match(text)
+        if found is None:
+            if text.strip():
+                frames.append(Frame("", text.strip()))
+            continue
+        path = found["path"]
+        if _STANDARD.search(path):
+            continue
+        own = not _INSTALLED.search(path)
+        line = int(found["line"]) if own else 0
+        frames.append(Frame(_short(path), found["name"], line))
+    return tuple(frames)
+
+
+def cluster(stacks: Mapping[str, str]) -> list[Group]:
+    """Groups of workers at the same place, largest first. stacks: per worker; those without one are left out."""
+    places: dict[tuple[Frame, ...], list[str]] = {}
+    known: dict[str, tuple[Frame, ...]] = {}
+    for worker, stack in stacks.items():
+        if not stack:
+            continue
+        frames = known.get(stack)
+        if frames is None:
+            frames = known[stack] = read(stack)
+        places.setdefault(frames, []).append(worker)
+    groups = []
+    for frames, workers in places.items():
+        place, waits = _place(frames)
+        groups.append(Group(place, tuple(workers), waits, frames))
+    return sorted(groups, key=lambda g: (-len(g.workers), g.place, g.workers))
+
+
+def odd_ones(groups: list[Group]) -> Odd | None:
+    """Whom the others wait for, by their stacks alone.
+
+    Where some wait in a collective and fewer do not, it is those. Where all wait, or none does, it is those that are
+    elsewhere, if more than half are at one place. Who waits is not to blame for those who do not. Of two workers only one that waits for nobody can be told from the other.
+    """
+    total = sum(len(g.workers) for g in groups)
+    busy = [g for g in groups if not g.waits]
+    count = sum(len(g.workers) for g in busy)
+    if busy and 0 < count < total and (2 * count < total or (total == 2 and count == 1)):
+        return Odd(_workers(busy), f"the others wait for it: {_names(busy)}")
+    most = len(groups[0].workers) if groups else 0
+    others = [g for g in groups[1:] if groups[0].waits or not g.waits]
+    if total >= 3 and others and 2 * most > total:
+        return Odd(_workers(others), f"its stack differs from the others': {_names(others)}")
+    return None
+
+
+def describe(groups: Iterable[Group], ranks: Mapping[str, int]) -> str:
+    """`61 ranks in all_reduce, 2 in a data loader (ranks 3, 17), 1 in poll (rank 5)`; the largest group's are left out."""
+    parts = []
+    for number, group in enumerate(groups):
+        count = len(group.workers)
+        word = f"{count} rank{'s' if count > 1 else ''}" if not number else str(count)
+        known = sorted(ranks[w] for w in group.workers if w in ranks)
+        shown = ", ".join(map(str, known[:8])) + (", ..." if len(known) > 8 else "")
+        who = f" (rank{'s' if len(known) > 1 else ''} {shown})" if known and (number or count == 1) else ""
+        parts.append(f"{word} in {group.place}{who}")
+    return ", ".join(parts)
+
+
+def _place(frames: tuple[Frame, ...]) -> tuple[str, bool]:
+    """What people call the innermost place that says something, and whether one waits for others there."""
+    for frame in frames:
+        for part, name, words, waits in _PLACES:
+            if part in frame.file and name in ("", frame.name):
+                return words or frame.name, waits
+        if frame.line:
+            return f"{frame.name} ({frame.file}:{frame.line})", False
+    return (frames[0].name if frames else "nothing of Python's"), False
+
+
+def _short(path: str) -> str:
+    """What is the same on all nodes: below the packages, else the last two parts."""
+    inside = re.search(r"/(?:site|dist)-packages/(.*)", path) or re.search(r"/(holdfast/.*)", path)
+    return inside[1] if inside else "/".join(path.rsplit("/", 2)[-2:])
+
+
+def _workers(groups: list[Group]) -> tuple[str, ...]:
+    return tuple(w for g in groups for w in g.workers)
+
+
+def _names(groups: list[Group]) -> str:
+    shown = [g.place for g in groups[:3]]
+    return ", ".join(shown) + (f" and {len(groups) - 3} other places" if len(groups) > 3 else "")
