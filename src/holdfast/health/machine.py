@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from holdfast.health.dcgm import dcgm_sources
 from holdfast.health.mounts import disk_sources
 from holdfast.health.network import network_sources
 from holdfast.health.nvml import nvml_sources
@@ -17,6 +18,7 @@ FACTORIES: tuple[Factory, ...] = (
     network_sources,
     rdma_sources,
     nvml_sources,
+    dcgm_sources,
 )
 
 

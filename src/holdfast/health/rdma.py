@@ -9,7 +9,7 @@ from holdfast.health.files import names, number, quiet, text, unknown
 from holdfast.health.readings import Reading
 from holdfast.health.sources import Place
 
-RDMA_S = 10.0
+RDMA_S = 15.0
 ACTIVE = "ACTIVE"
 _COUNTERS = (
     "link_downed",

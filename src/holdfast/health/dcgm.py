@@ -1,0 +1,131 @@
+"""GPUs as DCGM tells of them, where its exporter runs: for agents that cannot ask the driver themselves.
+
+`HOLDFAST_DCGM_URL` names the exporter's page of metrics. Its readings have the names of the driver's own, so the same
+rules judge them; where the agent has the driver's library this source stays out, for two that count the same would
+count it twice.
+"""
+
+from __future__ import annotations
+
+import os
+import urllib.request
+from collections.abc import Callable, Iterator
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from holdfast.health.files import unknown
+from holdfast.health.guard import Guard, NoAnswerError
+from holdfast.health.nvml import load_nvml
+from holdfast.health.readings import Line, Reading
+from holdfast.health.sources import Place
+from holdfast.health.xids import xid_line
+
+URL_VARIABLE = "HOLDFAST_DCGM_URL"
+DCGM_S = 30.0
+FETCH_LIMIT_S = 5.0
+PAGE_BYTES = 8 << 20
+_NAMES = {
+    "DCGM_FI_DEV_ECC_SBE_VOL_TOTAL": "nvml.ecc.volatile.corrected",
+    "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL": "nvml.ecc.volatile.uncorrected",
+    "DCGM_FI_DEV_ECC_SBE_AGG_TOTAL": "nvml.ecc.aggregate.corrected",
+    "DCGM_FI_DEV_ECC_DBE_AGG_TOTAL": "nvml.ecc.aggregate.uncorrected",
+    "DCGM_FI_DEV_UNCORRECTABLE_REMAPPED_ROWS": "nvml.remap.uncorrected_rows",
+    "DCGM_FI_DEV_ROW_REMAP_PENDING": "nvml.remap.pending",
+    "DCGM_FI_DEV_ROW_REMAP_FAILURE": "nvml.remap.failure",
+    "DCGM_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL": "nvml.nvlink.flit_crc_errors",
+    "DCGM_FI_DEV_NVLINK_CRC_DATA_ERROR_COUNT_TOTAL": "nvml.nvlink.data_crc_errors",
+    "DCGM_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL": "nvml.nvlink.replays",
+    "DCGM_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL": "nvml.nvlink.recoveries",
+    "DCGM_FI_DEV_PCIE_REPLAY_COUNTER": "nvml.pcie_replays",
+    "DCGM_FI_DEV_GPU_TEMP": "nvml.temperature_c",
+    "DCGM_FI_DEV_CLOCKS_EVENT_REASONS": "nvml.clock_reasons",
+    "DCGM_FI_DEV_CLOCK_THROTTLE_REASONS": "nvml.clock_reasons",
+}
+_XID = "DCGM_FI_DEV_XID_ERRORS"
+_XID_COUNT = "DCGM_EXP_XID_ERRORS_COUNT"
+_WANTED = {*_NAMES, _XID, _XID_COUNT}
+_NO_VALUE = 0x7FFFFFF0
+"""From here on DCGM's blank values begin (dcgm_structs.h)."""
+
+
+class Dcgm:
+    """One exporter's page, read every `every_s` seconds."""
+
+    name = "dcgm"
+    every_s = DCGM_S
+
+    def __init__(self, url: str, fetch: Callable[[str], str] | None = None) -> None:
+        self._url, self._fetch = url, fetch or fetch_page
+        self._guard = Guard("DCGM's exporter", FETCH_LIMIT_S + 1.0)
+        self._last_xid: dict[str, float] = {}
+        self._counts: dict[tuple[str, str], float] = {}
+        self._seen: dict[str, str] = {}
+
+    def read(self) -> Iterator[Reading | Line]:
+        """As the driver's library, as far as the exporter is set up to tell; Xids as the kernel's lines."""
+        try:
+            samples = self._guard.call(lambda: list(parse_samples(self._fetch(self._url))))
+        except (NoAnswerError, OSError, ValueError) as error:
+            yield unknown("dcgm", "dcgm.page", f"{self._url}: {error}")
+            return
+        if not samples and self._seen:  # it has just been started, say
+            yield unknown("dcgm", "dcgm.page", f"{self._url} tells of no GPU")
+            return
+        yield Reading("dcgm", "dcgm.silent", 0.0)
+        here: set[str] = set()
+        for name, labels, value in samples:
+            pci = labels.get("pci_bus_id", "").lower()[4:].partition(".")[0]
+            subject = f"gpu {pci or labels.get('gpu', '')}"
+            uuid = labels.get("UUID", "")
+            here.add(uuid)
+            self._seen[uuid] = subject
+            if name == _XID:
+                yield from self._last(pci, uuid, value)
+            elif name == _XID_COUNT:
+                yield from self._counted(pci, uuid, labels.get("xid", ""), value)
+            elif name in _NAMES:
+                yield Reading("nvml", _NAMES[name], value, subject, uuid)
+        # A GPU that DCGM has lost is no longer on its page.
+        for uuid, subject in self._seen.items():
+            yield Reading("nvml", "nvml.lost", float(uuid not in here), subject, uuid)
+
+    def _last(self, pci: str, uuid: str, code: float) -> Iterator[Line]:
+        """The gauge holds the last Xid: the first look may see an old one, and a repeated one cannot be seen."""
+        before = self._last_xid.get(uuid)
+        self._last_xid[uuid] = code
+        if before is not None and code not in (before, 0.0) and pci:
+            yield xid_line(pci, int(code))
+
+    def _counted(self, pci: str, uuid: str, xid: str, count: float) -> Iterator[Line]:
+        before = self._counts.get((uuid, xid))
+        self._counts[uuid, xid] = count
+        if before is not None and count > before and pci and xid.isdigit():
+            yield xid_line(pci, int(xid))
+
+    def close(self) -> None:
+        """Gives its thread back."""
+        self._guard.close()
+
+
+def parse_samples(page: str) -> Iterator[tuple[str, dict[str, str], float]]:
+    """(name, labels, value) of every sample that somebody here asks for and that has a value. Raises ValueError."""
+    wanted = "\n".join(line for line in page.splitlines() if line.partition("{")[0] in _WANTED)
+    for family in text_string_to_metric_families(wanted + "\n"):
+        for sample in family.samples:
+            if sample.value < _NO_VALUE:
+                yield sample.name, sample.labels, sample.value
+
+
+def fetch_page(url: str) -> str:
+    """Raises OSError (urllib's errors are) and ValueError."""
+    with urllib.request.urlopen(url, timeout=FETCH_LIMIT_S) as answer:
+        page: bytes = answer.read(PAGE_BYTES)
+    return page.decode(errors="replace")
+
+
+def dcgm_sources(place: Place) -> list[Dcgm]:
+    """One, where the environment says where and the driver's library is not to be had."""
+    url = os.environ.get(URL_VARIABLE, "")
+    if not url or place.stand_in or load_nvml() is not None:
+        return []
+    return [Dcgm(url)]
