@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.holdfast-ready
 
-.PHONY: setup demo test s3-test lint clean
+.PHONY: setup demo test s3-test slurm-test lint clean
 
 setup: $(STAMP)
 
@@ -27,6 +27,11 @@ test: setup
 # Against a real S3 server, which it starts, with its packages where they are missing (Debian 12 or newer, as root).
 s3-test: setup
 	tests/s3/with-store.sh $(BIN)/python -m pytest -m s3 tests/s3
+
+# On a real Slurm of six nodes on this machine, which it starts, with its packages where they are missing (Debian 12 or
+# newer). Needs root: every node is a set of namespaces.
+slurm-test: setup
+	tests/slurm/cluster.sh with $(BIN)/python -m pytest -s -m slurm tests/slurm
 
 lint: setup
 	$(BIN)/ruff check .

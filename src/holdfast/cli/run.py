@@ -35,7 +35,7 @@ def run(
     wait_for_spare: Annotated[
         bool, typer.Option("--wait-for-spare", help="Never go on smaller than the target.")
     ] = False,
-    engine: Annotated[str, typer.Option("--engine", help="Where nodes come from: local.")] = "local",
+    engine: Annotated[str, typer.Option("--engine", help="Where nodes come from: local or slurm.")] = "local",
     job: Annotated[str | None, typer.Option("--job", help="Name; the same name goes on from there.")] = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module.")] = False,
     preload: Annotated[
@@ -122,10 +122,30 @@ def run(
         float, typer.Option("--stall-factor", help="A stall is this many median steps (3 s at least).")
     ] = 5.0,
     port: Annotated[int, typer.Option("--port", help="The coordinator's port; 0: any free one.")] = 0,
+    partition: Annotated[str, typer.Option("--partition", help="Slurm: the partition.")] = "",
+    time: Annotated[str, typer.Option("--time", help="Slurm: the time limit, as Slurm writes it.")] = "",
+    account: Annotated[str, typer.Option("--account", help="Slurm: the account.")] = "",
+    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", help="Slurm: GPUs of each node.")] = 0,
+    sbatch_arg: Annotated[
+        list[str] | None,
+        typer.Option("--sbatch-arg", help="Slurm: another option of sbatch's; can be repeated."),
+    ] = None,
+    requeue: Annotated[
+        bool,
+        typer.Option("--requeue", help="Slurm: queue again when preempted, out of time or nodes, and go on."),
+    ] = False,
+    stop_before: Annotated[
+        int, typer.Option("--stop-before", help="Slurm: stop in order so many seconds before the time limit.")
+    ] = 120,
+    replace_command: Annotated[
+        str, typer.Option("--replace-command", help="Slurm: run for a bad node, its name appended.")
+    ] = "",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Slurm: show the batch script and end.")] = False,
 ) -> None:
     """Runs a training script on several nodes and keeps it running through failures."""
     from holdfast.cli.healthspec import HealthOptions
     from holdfast.cli.spec import Options, plan
+    from holdfast.protocol.job import SlurmOptions
 
     spec = plan(
         Options(
@@ -160,8 +180,24 @@ def run(
                 deep=deep_checks,
                 hooks=hooks,
             ),
+            slurm=SlurmOptions(
+                partition,
+                time,
+                account,
+                gpus_per_node,
+                tuple(sbatch_arg or ()),
+                requeue,
+                stop_before,
+                replace_command,
+            ),
+            dry_run=dry_run,
         )
     )
+    if dry_run:
+        from holdfast.cli.slurm import print_script
+
+        print_script(spec)
+        return
     outcome = _run(spec, no_ui, port, report)
     if outcome not in ("finished", "stopped"):
         sys.exit(EXIT_FAILED)
@@ -202,6 +238,10 @@ async def _launch(spec: JobSpec, folder: JobFolder, view: LiveView | PlainView, 
 
     ticking = asyncio.create_task(tick())
     try:
+        if spec.engine == "slurm":
+            from holdfast.cli.slurm import submit_and_follow
+
+            return await submit_and_follow(spec, folder, view)
         return await LocalLauncher(spec, folder, view, port).run()
     finally:
         ticking.cancel()

@@ -20,7 +20,7 @@ from holdfast.engines import jobs
 from holdfast.errors import UsageError
 from holdfast.health.capacity import available_bytes
 from holdfast.protocol.faults import FaultSpec, parse_fault
-from holdfast.protocol.job import JobSpec, Timing
+from holdfast.protocol.job import JobSpec, SlurmOptions, Timing
 
 MIN_FREE_BYTES = 256 << 20
 HOST = "127.0.0.1"
@@ -52,6 +52,8 @@ class Options(msgspec.Struct, frozen=True):
     checkpoints: tuple[str, ...] = ()
     data_cache: str = ""
     health: HealthOptions = HealthOptions()
+    slurm: SlurmOptions = SlurmOptions()
+    dry_run: bool = False
 
 
 def plan(given: Options) -> JobSpec:
@@ -61,7 +63,7 @@ def plan(given: Options) -> JobSpec:
         UsageError: something of it cannot work; nothing was started or written.
     """
     low, high = parse_nnodes(given.nnodes)
-    nproc = parse_nproc(given.nproc_per_node)
+    nproc = parse_nproc(given.nproc_per_node, given.slurm.gpus_per_node)
     _check_numbers(given)
     faults = tuple(_fault(text, high, nproc, given.spares) for text in given.faults)
     script = _find_script(given.script, given.module)
@@ -91,10 +93,12 @@ def plan(given: Options) -> JobSpec:
             jobs.job_dir(name) / "checkpoint",
         ),
         data_cache=absolute_cache(given.data_cache) if given.data_cache else "",
+        slurm=given.slurm,
         health=plan_health(given.health),
     )
     _check_report(given.report)
-    check_memory(high + given.spares, nproc, available_bytes())
+    if given.engine == "local":
+        check_memory(high + given.spares, nproc, available_bytes())
     _check_port(given.port)
     _check_disk(jobs.home())
     return spec
@@ -112,8 +116,11 @@ def parse_nnodes(text: str) -> tuple[int, int]:
     return low, high
 
 
-def parse_nproc(text: str) -> int:
-    """A number, or as with torchrun `cpu` (cores), `gpu` or `auto` (GPUs if there are any, else cores)."""
+def parse_nproc(text: str, gpus_per_node: int = 0) -> int:
+    """A number, or as with torchrun `cpu` (cores), `gpu` or `auto` (GPUs if there are any, else cores). gpus_per_node:
+    of nodes that are not this one."""
+    if gpus_per_node and text in ("auto", "gpu"):
+        return gpus_per_node
     if text in ("auto", "cpu", "gpu"):
         gpus = sum(1 for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
         if text == "gpu" and not gpus:
@@ -131,8 +138,17 @@ def _check_numbers(given: Options) -> None:
         raise UsageError(f"--spares {given.spares}: 0 or more")
     if given.racks < 0:
         raise UsageError(f"--racks {given.racks}: 0 or more, for example 2")
-    if given.engine != "local":
-        raise UsageError(f"--engine {given.engine!r}: there is only `local` so far")
+    if given.engine not in ("local", "slurm"):
+        raise UsageError(f"--engine {given.engine!r}: there are local and slurm")
+    if given.engine != "slurm" and (given.slurm != SlurmOptions() or given.dry_run):
+        raise UsageError(
+            "--partition, --time, --account, --gpus-per-node, --sbatch-arg, --requeue, --stop-before, "
+            "--replace-command and --dry-run are for Slurm: give --engine slurm too"
+        )
+    if given.slurm.gpus_per_node < 0:
+        raise UsageError(f"--gpus-per-node {given.slurm.gpus_per_node}: 0 or more, for example 8")
+    if given.slurm.warn_s < 10:
+        raise UsageError(f"--stop-before {given.slurm.warn_s}: 10 seconds or more")
     if given.max_restarts < 0:
         raise UsageError(f"--max-restarts {given.max_restarts}: 0 or more")
     if not 0.2 <= given.detection_s <= 600:

@@ -207,6 +207,10 @@ class JobFolder:
             path.write_text(secrets.token_hex(4))
         return memory_of(self.path)
 
+    def identify(self) -> None:
+        """Gives the job's memory its name, for those who look for it on other machines."""
+        _ = self.memory
+
     def prepare(self, spec: JobSpec, note: Callable[[str], None] = lambda text: None) -> Resume:
         """Makes the folder ready for a start; returns the checkpoints to go on from.
 
@@ -215,7 +219,7 @@ class JobFolder:
         if self._outcome() == "finished":  # what it held in memory is in its durable tiers
             (self.path / "identity").unlink(missing_ok=True)
         sweep_memory()
-        self._put_away()
+        self.put_away()
         token = self.path / "token"
         token.unlink(missing_ok=True)
         fd = os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -234,7 +238,7 @@ class JobFolder:
         outcome = report.get("outcome")
         return outcome if isinstance(outcome, str) else None
 
-    def _put_away(self) -> None:
+    def put_away(self) -> None:
         """The ledger, report and logs of the run before go into `runs/N`."""
         ledgers = sorted(p.name for p in self.path.glob("job*.sqlite*"))
         if FIRST not in ledgers:

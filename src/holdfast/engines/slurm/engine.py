@@ -1,0 +1,399 @@
+"""The Slurm engine: agents as steps of the job's allocation, follow-up allocations, and what Slurm is told.
+
+Slurm takes 9 to 30 s to notice a lost node. Holdfast does not wait for that: it tells Slurm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from holdfast.engines.jobs import home
+from holdfast.engines.slurm.commands import Slurm, SlurmError, clean_environment
+from holdfast.engines.slurm.parse import WAITING
+from holdfast.engines.slurm.script import MODULE, follow_up_script
+from holdfast.protocol.availability import Availability, Capacity, NodeGoing, NodeTaken, NodeUnavailable
+from holdfast.protocol.job import JobSpec
+
+POLL_S = 3.0
+"""Slurm tells nobody that an administrator drains a node or that a job is to make room (its triggers are for
+administrators and come 7 s late), so it is asked."""
+
+CLOSE_S = 10.0
+REACH_S = 1.0
+SLURMD_PORT = 6818
+KNOWN = "slurm.json"
+FAILURES = 2
+"""So often an agent may be lost on a node that Slurm can reach before the node is drained."""
+
+
+class Known(msgspec.Struct):
+    """What a launcher that takes over has to know. follow_ups: allocations beside the job's own, each with its node
+    once it has one. bad: nodes that are not used again, and why. going: those that left as planned."""
+
+    follow_ups: dict[str, str | None] = {}
+    bad: dict[str, str] = {}
+    going: set[str] = set()
+
+
+class SlurmEngine:
+    """The nodes of one job. Every public method may be called while another one runs."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        job_dir: Path,
+        job_id: str,
+        note: Callable[[str], None],
+        post: Callable[[Availability], None],
+    ) -> None:
+        """post: tells the coordinator about capacity."""
+        self._spec, self._job_dir, self._id = spec, job_dir, job_id
+        self._note, self._post = note, post
+        self.slurm = Slurm()
+        self.batch_host = ""
+        self.alive: set[str] = set()
+        self._joined: set[str] = set()
+        self._steps: dict[str, asyncio.subprocess.Process] = {}
+        self._known = Known()
+        self._terminated: set[str] = set()
+        self._failures: dict[str, int] = {}
+        self._admin = True
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._polling: asyncio.Task[None] | None = None
+
+    # ------------------------------------------------------------ nodes
+
+    async def start(self, fresh: bool) -> None:
+        """Starts an agent on every node; not fresh: they run already, and only Slurm is watched."""
+        job = await self.slurm.job(self._id)
+        if job is None:
+            raise SlurmError(f"the Slurm job {self._id} is gone")
+        self.batch_host = job.batch_host
+        names = await self.slurm.names(job.nodes)
+        if not fresh:
+            self._recall()
+        for name in names if fresh else ():
+            await self._start_step(name)
+        self._polling = asyncio.create_task(self._poll())
+
+    def _recall(self) -> None:
+        try:
+            self._known = msgspec.json.decode((self._job_dir / KNOWN).read_bytes(), type=Known)
+        except FileNotFoundError:
+            return
+
+    def _keep(self) -> None:
+        work = self._job_dir / f".{KNOWN}"
+        work.write_bytes(msgspec.json.encode(self._known))
+        work.replace(self._job_dir / KNOWN)
+
+    async def _start_step(self, node: str) -> None:
+        """One step for one node: nothing that happens to it ends another. Its exit code means nothing."""
+        logs = self._job_dir / "logs" / "agents"
+        logs.mkdir(parents=True, exist_ok=True)
+        gpus = self._spec.slurm.gpus_per_node
+        process = await asyncio.create_subprocess_exec(
+            "srun",
+            f"--jobid={self._id}",
+            "--nodes=1",
+            "--ntasks=1",
+            f"--nodelist={node}",
+            f"--job-name=agent-{node}",
+            "--overlap",
+            "--mem=0",
+            "--no-kill",
+            "--kill-on-bad-exit=0",
+            "--input=none",
+            "--open-mode=append",
+            f"--output={logs}/%N.log",
+            f"--chdir={self._spec.cwd}",
+            *([f"--gpus-per-node={gpus}"] if gpus else []),
+            sys.executable,
+            "-m",
+            f"{MODULE}.node",
+            f"--job-dir={self._job_dir}",
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
+            env=clean_environment(),
+            start_new_session=True,  # a signal to the batch script is not one to the steps
+        )
+        self._steps[node] = process
+        self._spawn(self._reap(node, process))
+
+    async def _reap(self, node: str, process: asyncio.subprocess.Process) -> None:
+        await process.wait()
+        if self._steps.get(node) is process:
+            del self._steps[node]
+            if node not in self._joined and self._polling is not None:
+                self._note(
+                    f"the agent of {node} ended before it joined: see {self._job_dir}/logs/agents/{node}.log"
+                )
+
+    async def provide(self) -> bool:
+        """A node of the allocation that has no agent, else one more from Slurm's queue."""
+        node = await self._idle_node()
+        if node is not None:
+            self._note(f"an agent starts on {node}, which the allocation has already")
+            await self._start_step(node)
+            return True
+        if any(where is None for where in self._known.follow_ups.values()):
+            self._post(NodeUnavailable("a node was asked of Slurm and has not come yet"))
+            return False
+        try:
+            await self._ask_for_one_more()
+        except SlurmError as error:
+            self._post(NodeUnavailable(str(error)))
+            return False
+        return True
+
+    async def _idle_node(self) -> str | None:
+        try:
+            job = await self.slurm.job(self._id)
+            if job is None:
+                return None
+            names = await self.slurm.names(job.nodes)
+            told = await self.slurm.nodes(names)
+        except SlurmError as error:
+            self._note(str(error))
+            return None
+        for name in names:
+            free = name not in self.alive and name not in self._steps and name not in self._known.bad
+            if free and name not in self._known.going and name in told and told[name].usable:
+                return name
+        return None
+
+    async def _ask_for_one_more(self) -> None:
+        job = await self.slurm.job(self._id)
+        minutes = None if job is None or job.left_s is None else max(1, int(job.left_s // 60))
+        without = sorted({*self._known.bad, *self._known.going})
+        script = follow_up_script(self._spec, self._job_dir, home(), without, minutes)
+        id = await self.slurm.submit(script, self._job_dir)
+        self._known.follow_ups[id] = None
+        self._keep()
+        self._note(f"asked Slurm for one more node: its job {id}")
+
+    # ------------------------------------------------------------ what Slurm is told
+
+    async def mark(self, node: str, reason: str) -> None:
+        """Drains the node, with the reason, and has the site replace it."""
+        self._known.bad[node] = reason
+        self._keep()
+        await self._tell(node, "drain", reason)
+        if self._spec.slurm.replace_command:
+            await self._run_site_command(node, reason)
+
+    async def release(self, node: str, reason: str, planned: bool) -> None:
+        """Ends the node's step. One that cannot be reached, or fails again and again, is Slurm's to know of."""
+        self.alive.discard(node)
+        if process := self._steps.get(node):
+            _kill(process)  # it only watches; the step is ended below
+        if planned:
+            self._known.going.add(node)
+        elif node not in self._known.bad:
+            await self._judge(node, reason)
+        self._keep()
+        if node in self._known.bad or node in self._known.going:
+            self._post(NodeTaken(node, reason))
+        self._spawn(self._end(node))
+
+    async def _judge(self, node: str, reason: str) -> None:
+        """Whether a lost node is bad, or only its agent was."""
+        reached, state = await self._reachable(node), "down"
+        if reached:
+            self._failures[node] = self._failures.get(node, 0) + 1
+            state = "drain"
+        if not reached or self._failures[node] >= FAILURES:
+            self._known.bad[node] = reason
+            if node == self.batch_host and not reached:
+                # Slurm would send the batch script's end after it, and take that for the job's when it arrives.
+                self._note(f"Slurm is not told of {node}: the job's batch script ran there")
+            else:
+                await self._tell(node, state, reason)
+
+    async def _end(self, node: str) -> None:
+        """Nothing of the node runs on, and it goes back to Slurm where it can."""
+        follow_up = next((id for id, where in self._known.follow_ups.items() if where == node), None)
+        try:
+            if follow_up is not None:
+                del self._known.follow_ups[follow_up]
+                self._keep()
+                await self.slurm.cancel(follow_up)
+                return
+            step = (await self.slurm.steps(self._id)).get(f"agent-{node}")
+            if step is not None:
+                await self.slurm.cancel("--signal=KILL", step, within_s=5.0)
+        except SlurmError as error:
+            self._note(str(error))
+        if node in self._known.bad or node in self._known.going:
+            await self._give_back(node)
+
+    async def _give_back(self, node: str) -> None:
+        """Makes the allocation smaller, so that Slurm can have the node repaired or give it to others."""
+        try:
+            job = await self.slurm.job(self._id)
+            names = await self.slurm.names(job.nodes) if job else []
+            if node not in names or node == self.batch_host or len(names) < 2:
+                return
+            rest = ",".join(n for n in names if n != node)
+            await self.slurm.run(
+                "scontrol", "update", f"jobid={self._id}", f"nodelist={rest}", cwd=self._job_dir, within_s=6.0
+            )
+        except SlurmError as error:  # 22.05 cannot once it has taken a dead node out of the job
+            self._note(f"{node} stays in the allocation until the job ends, idle ({error})")
+
+    async def _reachable(self, node: str) -> bool:
+        """Whether the node's slurmd listens: the machine is there, and only our agent is not."""
+        try:
+            told = await self.slurm.nodes([node])
+            port = int((await self.slurm.config()).get("SlurmdPort", "").partition("-")[0] or SLURMD_PORT)
+            async with asyncio.timeout(REACH_S):
+                _, writer = await asyncio.open_connection(told[node].address, port)
+            writer.close()
+        except (OSError, TimeoutError, SlurmError, KeyError, ValueError):
+            return False
+        return True
+
+    async def _tell(self, node: str, state: str, reason: str) -> None:
+        if not self._admin:
+            return
+        text = f"holdfast {self._spec.name}: {reason}".replace("\n", " ")[:200]
+        try:
+            await self.slurm.run(
+                "scontrol", "update", f"nodename={node}", f"state={state}", f"reason={text}", within_s=6.0
+            )
+            self._note(f"told Slurm: {node} is {state}: {reason}")
+        except SlurmError as error:
+            self._admin = "invalid user" not in str(error).lower() and "denied" not in str(error).lower()
+            self._note(
+                f"{node} is not {'drained' if state == 'drain' else 'set down'} in Slurm ({error}); "
+                "this job does not use it any more, others may get it"
+            )
+
+    async def reboot(self, node: str, reason: str) -> None:
+        """`scontrol reboot`, which waits until the node is free of this job; then it may come back."""
+        self._known.bad[node] = reason
+        text = f"holdfast {self._spec.name}: {reason}".replace("\n", " ")[:200]
+        await self._end(node)
+        try:
+            await self.slurm.run("scontrol", "reboot", "ASAP", "nextstate=RESUME", f"reason={text}", node)
+            self._note(f"told Slurm to boot {node}")
+            self._known.bad.pop(node, None)
+        except SlurmError as error:
+            self._note(f"{node} cannot be booted through Slurm ({error})")
+            await self._tell(node, "drain", reason)
+
+    async def _run_site_command(self, node: str, reason: str) -> None:
+        command = [*shlex.split(self._spec.slurm.replace_command), node]
+        env = {**os.environ, "HOLDFAST_NODE": node, "HOLDFAST_REASON": reason}
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command, env=env, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
+            )
+        except OSError as error:
+            self._note(f"--replace-command {command[0]!r}: {error.strerror}")
+            return
+        self._note(f"replacing {node}: {shlex.join(command)}")
+        self._spawn(self._follow_command(command[0], process))
+
+    async def _follow_command(self, name: str, process: asyncio.subprocess.Process) -> None:
+        if code := await process.wait():
+            self._note(f"--replace-command {name!r} ended with exit code {code}")
+
+    # ------------------------------------------------------------ what Slurm tells
+
+    def heard(self, kind: str, fields: dict[str, object]) -> None:
+        """An event of the job: who is there, and whether Slurm takes all of it away at once."""
+        node = str(fields.get("node", ""))
+        if kind == "node-joined":
+            self.alive.add(node)
+            self._joined.add(node)
+            self._terminated.discard(node)
+        elif kind in ("node-lost", "node-left", "node-taken"):
+            self.alive.discard(node)
+        elif kind == "node-leaving" and fields.get("reason") == "SIGTERM":
+            self._terminated.add(node)
+            within_s = fields.get("within_s")
+            if self.alive and self.alive <= self._terminated and isinstance(within_s, int | float):
+                self._post(Capacity(0, "Slurm takes the whole allocation", float(within_s)))
+
+    async def _poll(self) -> None:
+        while True:
+            await asyncio.sleep(POLL_S)
+            try:
+                await self._look()
+            except SlurmError as error:
+                self._note(str(error))  # the job needs no controller: it is asked again
+
+    async def _look(self) -> None:
+        lines = await self.slurm.jobs(self._id, *self._known.follow_ups)
+        ours = lines.get(self._id)
+        if ours is not None and ours.state == "RUNNING":
+            names = await self.slurm.names(ours.nodes)
+            followed = {node for node in self._known.follow_ups.values() if node}
+            for node in self.alive - set(names) - followed - set(self._known.bad) - self._known.going:
+                self._known.going.add(node)
+                self._keep()
+                self._post(NodeTaken(node, "Slurm took it out of the allocation"))
+            told = await self.slurm.nodes(sorted(self.alive))
+            for name, line in told.items():
+                if line.going and name not in self._known.bad and name not in self._known.going:
+                    self._known.going.add(name)
+                    self._keep()
+                    self._post(NodeGoing(name, f"Slurm drains it: {line.reason or 'without a reason'}"))
+            if ours.left_s is not None and ours.left_s < self._spec.slurm.warn_s:
+                self._post(Capacity(0, "the time limit", ours.left_s))
+        for id, where in list(self._known.follow_ups.items()):
+            job = lines.get(id)
+            if job is not None and job.state == "RUNNING" and where is None:
+                self._known.follow_ups[id] = job.nodes
+                self._keep()
+                self._note(f"Slurm gives {job.nodes}: its job {id} runs")
+            elif job is None or job.state not in WAITING | {"RUNNING"}:
+                del self._known.follow_ups[id]
+                self._keep()
+                if where is None:
+                    self._post(NodeUnavailable(f"Slurm's job {id} ended before it began"))
+
+    # ------------------------------------------------------------ the end
+
+    async def close(self) -> None:
+        """Gives back what was asked for beyond the allocation, and waits for the agents, which end with the job."""
+        if self._polling is not None:
+            self._polling.cancel()
+        if self._known.follow_ups:
+            try:
+                await self.slurm.cancel(*self._known.follow_ups)
+            except SlurmError as error:
+                self._note(str(error))
+        steps = list(self._steps.values())
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                await asyncio.gather(*(p.wait() for p in steps))
+        except TimeoutError:
+            for process in steps:
+                _kill(process)
+        for task in list(self._tasks):
+            await task
+
+    def _spawn(self, coroutine: object) -> None:
+        assert asyncio.iscoroutine(coroutine)
+        task: asyncio.Task[None] = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        try:
+            os.kill(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return

@@ -1,0 +1,129 @@
+"""The launcher within an allocation: it runs beside the coordinator, on the first node or on one that took over."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from holdfast.engines import jobs
+from holdfast.engines.base import Engine
+from holdfast.engines.client import Announcement, JobClient
+from holdfast.engines.jobs import Allocation, JobFolder
+from holdfast.engines.launcher import Launcher, View
+from holdfast.engines.slurm.commands import SlurmError
+from holdfast.engines.slurm.engine import KNOWN, SlurmEngine
+from holdfast.engines.slurm.place import Place
+from holdfast.errors import UsageError
+from holdfast.protocol.availability import Availability
+from holdfast.protocol.job import JobSpec
+from holdfast.protocol.tenure import claim_term, newest_term
+
+ROSTER = "roster.json"
+
+
+class SlurmLauncher(Launcher):
+    """One term of office in one allocation. term 0: the first; else what was claimed before, to go on with."""
+
+    def __init__(self, spec: JobSpec, job_dir: Path, view: View, place: Place, term: int = 0) -> None:
+        super().__init__(spec, job_dir, view)
+        self.host, self._place, self.term = place.host, place, term
+        self.fresh = term == 0
+        self._slurm_engine = SlurmEngine(spec, job_dir, self.allocation, view.note, self._post)
+
+    @property
+    def allocation(self) -> str:
+        """The id of the training job's own allocation."""
+        known = jobs.read_allocation(self.job_dir)
+        return known.id if known else self._place.allocation
+
+    async def open(self) -> Engine:
+        """A new start prepares the job's folder; one that takes over finds everything there."""
+        loop = asyncio.get_running_loop()
+        if self.fresh:
+            self.term = newest_term(self.job_dir) + 1
+            if not claim_term(self.job_dir, self.term, self._place.node):
+                raise SlurmError(f"another launcher has the job in {self.job_dir}")
+            folder = JobFolder(self.spec.name, here=False)
+            resume = await asyncio.to_thread(folder.prepare, self.spec, self.view.note)
+            folder.identify()
+            (self.job_dir / KNOWN).unlink(missing_ok=True)
+            if resume.checkpoints:
+                newest = resume.checkpoints[0]
+                self.view.note(f"the newest checkpoint is of step {newest.step} ({newest.place})")
+            loop.add_signal_handler(signal.SIGTERM, self._ended_by_slurm)
+            loop.add_signal_handler(signal.SIGUSR1, self.stop, "the time limit")
+        loop.add_signal_handler(signal.SIGINT, lambda: None)
+        return self._slurm_engine
+
+    async def staff(self) -> None:
+        """Starts the agents, unless they run."""
+        await self._slurm_engine.start(self.fresh)
+
+    def heard(self, said: Announcement) -> None:
+        """See `Launcher.heard`."""
+        if said.kind == "event":
+            self._slurm_engine.heard(said.value["kind"], said.value["fields"])
+            if said.value["kind"] in ("node-joined", "node-lost", "node-left"):
+                write_roster(self.job_dir, self._slurm_engine.alive)
+        super().heard(said)
+
+    def _ended_by_slurm(self) -> None:
+        self.stop("Slurm ends the job")
+
+    def _post(self, said: Availability) -> None:
+        self.spawn(self._say(msgspec.json.encode(said).decode()))
+
+    async def _say(self, body: str) -> None:
+        async with JobClient(self.job_dir) as client:
+            try:
+                await client.post("/engine", body)
+            except UsageError as error:
+                self.view.note(str(error))
+
+    # ------------------------------------------------------------ the end
+
+    async def conclude(self, report: dict[str, Any]) -> None:
+        """What becomes of the allocation: it ends, or is queued again with what the job still has to do."""
+        id, slurm = self.allocation, self._slurm_engine.slurm
+        outcome, reason = report.get("outcome"), report.get("reason") or ""
+        again = self.spec.slurm.requeue and wants_requeue(outcome, reason)
+        try:
+            job = await slurm.job(id)
+            again = again and job is not None and job.state == "RUNNING"  # else Slurm has decided already
+            if again:
+                self.view.note(f"the job is queued again, to go on from its state: {reason}")
+                await slurm.run("scontrol", "requeue", id)
+                return
+            jobs.write_allocation(self.job_dir, Allocation("slurm", id, over=True))
+            if not self.fresh:  # the batch script, whose end is the job's, is lost
+                await slurm.cancel(id)
+        except SlurmError as error:
+            self.view.note(str(error))
+            jobs.write_allocation(self.job_dir, Allocation("slurm", id, over=True))
+
+
+def wants_requeue(outcome: object, reason: str) -> bool:
+    """Whether the job ended for want of time or nodes, and not because it was done, broken or told to stop."""
+    if outcome == "failed":
+        return "too few workers" in reason
+    wanting = ("time limit", "whole allocation", "Slurm ends the job")
+    return outcome == "stopped" and any(text in reason for text in wanting)
+
+
+def write_roster(job_dir: Path, nodes: set[str]) -> None:
+    """The nodes that are in the job: half of them must miss the coordinator before one replaces it."""
+    work = job_dir / f".{ROSTER}"
+    work.write_bytes(msgspec.json.encode(sorted(nodes)))
+    work.replace(job_dir / ROSTER)
+
+
+def read_roster(job_dir: Path) -> list[str]:
+    """See `write_roster`; empty when nothing is known."""
+    try:
+        return msgspec.json.decode((job_dir / ROSTER).read_bytes(), type=list[str])
+    except (OSError, msgspec.MsgspecError):
+        return []

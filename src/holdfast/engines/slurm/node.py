@@ -1,0 +1,203 @@
+"""`python -m holdfast.engines.slurm.node`: one node of the job. It starts the node's agent, and stands by: when the
+coordinator's own node is lost, one of these processes starts a new coordinator from the job's folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import aiohttp
+import msgspec
+
+from holdfast.agent.link import give_up_when_gone
+from holdfast.checkpoint.memory import remove_memory
+from holdfast.coordinator.store import succeed
+from holdfast.engines import jobs
+from holdfast.engines.agents import agent_arguments
+from holdfast.engines.launcher import Deposed
+from holdfast.engines.slurm.commands import Slurm, SlurmError
+from holdfast.engines.slurm.launcher import SlurmLauncher, read_roster
+from holdfast.engines.slurm.place import Place, find_place
+from holdfast.errors import HoldfastError
+from holdfast.observe.plain import PlainView
+from holdfast.protocol.endpoint import read_endpoint
+from holdfast.protocol.job import JobSpec
+from holdfast.protocol.tenure import GRACE_S, claim_term, newest_term
+
+RETRY_S = 0.3
+TURN_S = 0.5
+"""Nodes claim in the order of their names, so much apart."""
+
+
+def main() -> int:
+    """Serves until the agent ends."""
+    parser = argparse.ArgumentParser(prog="holdfast.engines.slurm.node")
+    parser.add_argument("--job-dir", type=Path, required=True)
+    given = parser.parse_args()
+    os.umask(0o077)
+    spec = msgspec.json.decode((given.job_dir / "spec.json").read_bytes(), type=JobSpec)
+    try:
+        return asyncio.run(_run(spec, given.job_dir))
+    except HoldfastError as error:
+        print(f"holdfast: {error}", file=sys.stderr)
+        return 1
+
+
+async def _run(spec: JobSpec, job_dir: Path) -> int:
+    slurm = Slurm()
+    place = await find_place(slurm)
+    grace_s = await _grace_s(slurm)
+    memory = jobs.memory_of(job_dir)
+    await asyncio.to_thread(jobs.sweep_memory)
+    agent = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "holdfast.agent",
+        *agent_arguments(spec, job_dir, place.node, place.host, memory / place.node),
+        f"--grace={grace_s:g}",
+        stdin=asyncio.subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, _pass_on, agent)
+    loop.add_signal_handler(signal.SIGINT, lambda: None)
+    standing_by = asyncio.create_task(StandBy(spec, job_dir, place, slurm).run())
+    code = await agent.wait()
+    if code == 0:  # in order; one that was killed may be started again and adopt it
+        await asyncio.to_thread(remove_memory, memory / place.node)
+    await _finish(standing_by)
+    return 0
+
+
+async def _finish(standing_by: asyncio.Task[bool]) -> None:
+    """Whoever has the coordinator stays until the job is over."""
+    if not StandBy.in_office:
+        standing_by.cancel()
+    try:
+        await standing_by
+    except asyncio.CancelledError:
+        return
+
+
+async def _grace_s(slurm: Slurm) -> float:
+    """How long a node has from SIGTERM on, by Slurm's KillWait."""
+    try:
+        said = (await slurm.config()).get("KillWait", "")
+        return max(2.0, float(said.split()[0]) - 2.0)
+    except (SlurmError, ValueError, IndexError):
+        return 28.0
+
+
+def _pass_on(agent: asyncio.subprocess.Process) -> None:
+    if agent.returncode is None:
+        os.kill(agent.pid, signal.SIGTERM)
+
+
+class StandBy:
+    """Watches the coordinator, and takes its place when it is gone for most of the job.
+
+    One node that has lost its cable must not claim anything: so each that misses the coordinator says so in the job's
+    folder, and more than half of those without the coordinator's node must have said it.
+    """
+
+    in_office = False
+
+    def __init__(self, spec: JobSpec, job_dir: Path, place: Place, slurm: Slurm) -> None:
+        self._spec, self._job_dir, self._place, self._slurm = spec, job_dir, place, slurm
+        self._missing = job_dir / "missing"
+
+    async def run(self) -> bool:
+        """Returns when a job that this process took over has ended."""
+        lost_at = time.monotonic()
+        while True:
+            if await self._present():
+                lost_at = time.monotonic()
+                (self._missing / self._place.node).unlink(missing_ok=True)
+            elif time.monotonic() - lost_at > self._spec.timing.adopt_s / 2 and newest_term(self._job_dir):
+                self._say_missing()
+                term = newest_term(self._job_dir) + 1
+                if await self._may_claim(term - 1) and claim_term(self._job_dir, term, self._place.node):
+                    await self._take_over(term)
+                    return True
+            await asyncio.sleep(RETRY_S)  # there is no event for another machine's coordinator
+
+    async def _present(self) -> bool:
+        """Waits for as long as the coordinator lives; False when there was none."""
+        where = read_endpoint(self._job_dir)
+        if where is None:
+            return False
+        token = (self._job_dir / "token").read_text().strip()
+        limit_s = self._spec.timing.detection_s
+        limit = aiohttp.ClientTimeout(total=None, sock_connect=limit_s / 2)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=limit) as session,
+                session.ws_connect(
+                    f"{where.url}/presence", headers={"Authorization": f"Bearer {token}"}
+                ) as socket,
+            ):
+                (self._missing / self._place.node).unlink(missing_ok=True)
+                give_up_when_gone(socket, limit_s)
+                async for _ in socket:
+                    pass
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return False
+        return True
+
+    def _say_missing(self) -> None:
+        self._missing.mkdir(exist_ok=True)
+        (self._missing / self._place.node).write_text(str(newest_term(self._job_dir)))
+
+    async def _may_claim(self, term: int) -> bool:
+        holder = self._holder(term)
+        others = [n for n in read_roster(self._job_dir) if n != holder]
+        missing = sorted(n for n in others if self._misses(n, term))
+        if self._place.node not in missing or 2 * len(missing) <= len(others):
+            return False
+        if len(others) < 3 and not await self._slurm_answers():
+            return False  # it may be this node that is cut off
+        await asyncio.sleep(TURN_S * missing.index(self._place.node))
+        return newest_term(self._job_dir) == term
+
+    def _misses(self, node: str, term: int) -> bool:
+        try:
+            return (self._missing / node).read_text() == str(term)
+        except OSError:
+            return False
+
+    def _holder(self, term: int) -> str:
+        try:
+            return (self._job_dir / "claims" / str(term)).read_text()
+        except OSError:
+            return ""
+
+    async def _slurm_answers(self) -> bool:
+        try:
+            job = await self._slurm.job(self._place.allocation)
+        except SlurmError:
+            return False
+        return job is not None and job.state == "RUNNING"
+
+    async def _take_over(self, term: int) -> None:
+        StandBy.in_office = True
+        await asyncio.sleep(GRACE_S)  # if the other lives, it has stopped by now
+        await asyncio.to_thread(succeed, self._job_dir, term)
+        with PlainView(self._spec, self._job_dir) as view:
+            view.note(f"the coordinator's node is lost; {self._place.node} takes over")
+            launcher = SlurmLauncher(self._spec, self._job_dir, view, self._place, term)
+            try:
+                report = await launcher.run()
+            except Deposed:
+                return
+        view.ended(report)
+        await launcher.conclude(report)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

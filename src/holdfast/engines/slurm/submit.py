@@ -1,0 +1,217 @@
+"""Submits a job to Slurm and follows it. The job does not need this process: it goes on when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from holdfast.engines import jobs
+from holdfast.engines.client import JobClient
+from holdfast.engines.jobs import Allocation, JobFolder
+from holdfast.engines.launcher import View
+from holdfast.engines.slurm import parse
+from holdfast.engines.slurm.commands import Slurm, SlurmError, check_installed
+from holdfast.engines.slurm.script import job_script
+from holdfast.errors import HoldfastError, UsageError
+from holdfast.protocol.endpoint import read_endpoint
+from holdfast.protocol.job import JobSpec
+
+LOOK_S = 1.0
+"""Slurm has no event for a job that begins."""
+
+
+def check_options(spec: JobSpec) -> None:
+    """Raises UsageError for wishes that cannot be."""
+    options = spec.slurm
+    if not options.time_limit:
+        return
+    try:
+        limit_s = parse.parse_limit(options.time_limit)
+    except ValueError:
+        raise UsageError(
+            f"--time {options.time_limit!r}: write it as Slurm does: minutes, hours:minutes:seconds or days-hours, "
+            "for example 30, 4:00:00 or 2-0"
+        ) from None
+    if limit_s is not None and limit_s < 2 * options.warn_s:
+        raise UsageError(
+            f"--time {options.time_limit}: {limit_s:g} s is too short, for the job stops {options.warn_s} s before its "
+            f"limit to save its state; give {-(-2 * options.warn_s // 60)} minutes or more, or less --stop-before"
+        )
+
+
+class Submitter:
+    """Submits one job; `follow` then shows it until it is over."""
+
+    def __init__(self, spec: JobSpec, folder: JobFolder, view: View) -> None:
+        self._spec, self._folder, self._view = spec, folder, view
+        self._slurm = Slurm()
+        self._id = ""
+        self._interrupts = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def script(self) -> str:
+        """What is submitted."""
+        return job_script(self._spec, self._folder.path, jobs.home().absolute())
+
+    async def submit(self) -> str:
+        """Returns the id of the Slurm job.
+
+        Raises:
+            UsageError: Slurm is not there, or would never run the job; nothing is left behind.
+        """
+        check_installed()
+        check_options(self._spec)
+        path = self._folder.path
+        known = jobs.read_allocation(path)
+        try:
+            there = await self._slurm.job(known.id) if known is not None else None
+            if there is not None and there.state not in ("COMPLETING", "COMPLETED", "CANCELLED", "FAILED"):
+                raise UsageError(
+                    f"a job named {self._spec.name!r} is in Slurm's queue (job {there.id}, {there.state.lower()}): "
+                    f"see `holdfast status --job {self._spec.name}`, or choose another --job"
+                )
+            await self._slurm.try_submit(self.script, path)
+            await self._check_limit()
+            self._folder.put_away()
+            (path / "spec.json").write_bytes(msgspec.json.format(msgspec.json.encode(self._spec)))
+            self._id = await self._slurm.submit(self.script, path)
+        except SlurmError as error:
+            raise UsageError(f"Slurm does not take the job: {error}") from None
+        jobs.write_allocation(path, Allocation("slurm", self._id))
+        return self._id
+
+    async def _check_limit(self) -> None:
+        """Slurm takes jobs that ask for more time than their partition has, and never starts them."""
+        options = self._spec.slurm
+        asked_s = parse.parse_limit(options.time_limit)
+        if asked_s is None or not options.partition:
+            return
+        said = await self._slurm.run("sinfo", "--noheader", f"--partition={options.partition}", "--format=%l")
+        limit_s = parse.parse_limit(said.split()[0]) if said.split() else None
+        if limit_s is not None and asked_s > limit_s:
+            raise UsageError(
+                f"--time {options.time_limit}: the partition {options.partition!r} gives {limit_s / 60:g} minutes at most"
+            )
+
+    async def follow(self) -> dict[str, Any]:
+        """Shows the job until it is over; returns its report. Ctrl-C once stops it in order, twice at once.
+
+        Raises:
+            HoldfastError: it ended without a report.
+        """
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, self._interrupted)
+        while True:
+            await self._begun()
+            async with JobClient(self._folder.path) as client:
+                watching = asyncio.create_task(self._watch(client))
+                over = asyncio.create_task(self._over())
+                done, left = await asyncio.wait((watching, over), return_when=asyncio.FIRST_COMPLETED)
+                if watching in done:
+                    again = await over
+                else:
+                    again = over.result()
+                for task in left:
+                    task.cancel()
+            if not again:
+                return self._report()
+            self._view.note("the job waits in Slurm's queue again")
+
+    async def _begun(self) -> None:
+        """Waits until the job's coordinator is there, and says what Slurm waits for."""
+        said = ""
+        while read_endpoint(self._folder.path) is None:
+            job = await self._job()
+            if job is None or job.state not in parse.LIVING:
+                raise HoldfastError(self._why_gone())
+            now = f"the Slurm job {self._id} is {job.state.lower()}" + (
+                f" ({job.reason})" if job.state == "PENDING" and job.reason != "None" else ""
+            )
+            if now != said:
+                said = now
+                hint = f"; it may never begin: `scancel {self._id}`" if job.reason in parse.HOPELESS else ""
+                self._view.note(now + hint)
+            await asyncio.sleep(LOOK_S)
+
+    async def _watch(self, client: JobClient) -> None:
+        async for said in client.watch():
+            if said.kind == "event":
+                self._view.event(said.value)
+            elif said.kind == "status":
+                self._view.status(said.value)
+            elif said.kind == "log":
+                self._view.note(said.value["text"])
+
+    async def _over(self) -> bool:
+        """Waits until Slurm has ended the job; True when it is queued again."""
+        while True:
+            job = await self._job()
+            known = jobs.read_allocation(self._folder.path)
+            if known is not None and known.over and (job is None or job.state == "COMPLETING"):
+                return False
+            if job is None or job.state not in parse.LIVING:
+                return False
+            if job.state in parse.WAITING and (self._folder.path / "report.json").exists():
+                (self._folder.path / "coordinator.json").unlink(missing_ok=True)
+                return True
+            await asyncio.sleep(LOOK_S)
+
+    async def _job(self) -> parse.JobLine | None:
+        while True:
+            try:
+                return await self._slurm.job(self._id)
+            except SlurmError as error:
+                self._view.note(str(error))
+                await asyncio.sleep(LOOK_S)
+
+    def _interrupted(self) -> None:
+        self._interrupts += 1
+        self._spawn(self._stop(self._interrupts > 1))
+
+    async def _stop(self, at_once: bool) -> None:
+        begun = read_endpoint(self._folder.path) is not None
+        if begun and not at_once:
+            self._view.note("stopping after this step; once more to cancel the Slurm job at once")
+            async with JobClient(self._folder.path) as client:
+                try:
+                    await client.post("/stop?reason=interrupted")
+                except UsageError as error:
+                    self._view.note(str(error))
+            return
+        self._view.note(f"cancelling the Slurm job {self._id}")
+        try:
+            await self._slurm.cancel(self._id)
+        except SlurmError as error:
+            self._view.note(str(error))
+
+    def _report(self) -> dict[str, Any]:
+        self._mark_over()
+        path: Path = self._folder.path / "report.json"
+        try:
+            report: dict[str, Any] = msgspec.json.decode(path.read_bytes())
+        except (OSError, msgspec.MsgspecError):
+            if self._interrupts:
+                return {"outcome": "killed", "reason": "stopped at once", "incidents": []}
+            raise HoldfastError(self._why_gone()) from None
+        return report
+
+    def _mark_over(self) -> None:
+        jobs.write_allocation(self._folder.path, Allocation("slurm", self._id, over=True))
+
+    def _why_gone(self) -> str:
+        self._mark_over()
+        return (
+            f"the Slurm job {self._id} ended without a report: see {self._folder.path}/slurm-{self._id}.out "
+            f"and `scontrol show job {self._id}`"
+        )
+
+    def _spawn(self, coroutine: object) -> None:
+        assert asyncio.iscoroutine(coroutine)
+        task: asyncio.Task[None] = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,177 @@
+"""The test cluster's nodes, and jobs on it, for tests and benchmarks. Started by `tests/slurm/cluster.sh with`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+from holdfast.coordinator.store import Store, newest_ledger
+from holdfast.engines.client import Announcement, JobClient
+
+CLUSTER = os.environ.get("HOLDFAST_SLURM_CLUSTER", "")
+NODES = [f"n{i}" for i in range(1, 7)]
+PATIENCE_S = 60.0
+Wanted = Callable[[Announcement], bool]
+
+
+def cluster(*argv: str) -> None:
+    """cluster.sh: kill, boot, cut, heal."""
+    subprocess.run([CLUSTER, *argv], check=True, timeout=20)
+
+
+def slurm(*argv: str, check: bool = True) -> str:
+    """One of Slurm's commands."""
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=20, check=False)
+    assert done.returncode == 0 or not check, f"{argv}: {done.stderr}"
+    return done.stdout.strip()
+
+
+def until(true: Callable[[], bool], what: str, within_s: float = PATIENCE_S) -> None:
+    """Slurm has no events: waits until it says so."""
+    end = time.monotonic() + within_s
+    while not true():
+        assert time.monotonic() < end, f"not within {within_s:g} s: {what}"
+        time.sleep(0.1)
+
+
+def mend() -> None:
+    """Every node is up, plugged in and idle, and no job is left."""
+    slurm("scancel", "--user", str(os.getuid()), check=False)
+    down = set(slurm("sinfo", "-h", "-N", "-p", "train", "-t", "down,drain,fail", "-o", "%N").split())
+    for node in NODES:
+        cluster("heal", node)
+    for node in down:
+        cluster("kill", node)
+        cluster("boot", node)
+    until(lambda: not slurm("squeue", "-h"), "the queue is empty")
+
+    def idle() -> bool:
+        states = dict(
+            x.split() for x in slurm("sinfo", "-h", "-N", "-p", "train", "-o", "%N %T").splitlines()
+        )
+        for node in [
+            n for n, s in states.items() if s.rstrip("*") in ("down", "drained", "draining", "fail")
+        ]:
+            slurm("scontrol", "update", f"nodename={node}", "state=resume", check=False)
+        return sum(s == "idle" for s in states.values()) == len(NODES)
+
+    until(idle, "all nodes are idle")
+
+
+class Job:
+    """`holdfast run --engine slurm`, and what became of it."""
+
+    def __init__(self, home: Path, name: str, *args: object) -> None:
+        self.name, self.home = name, home
+        self.dir = home / "jobs" / name
+        self.env = dict(os.environ, HOLDFAST_HOME=str(home), OMP_NUM_THREADS="1")
+        argv = [sys.executable, "-m", "holdfast.cli", "run", "--engine", "slurm", "--no-ui", "--job", name]
+        self.log = home / f"{name}.log"
+        with self.log.open("wb") as out:
+            self.process = subprocess.Popen(
+                [*argv, *map(str, args)], env=self.env, stdout=out, stderr=out, start_new_session=True
+            )
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        if exc[0] is not None:
+            said = [self.log, *self.dir.glob("slurm-*.out"), *self.dir.glob("logs/agents/*.log")]
+            print(*(f"--- {p.name}\n{p.read_text()[-3000:]}" for p in said), sep="\n", file=sys.stderr)
+
+    def wait(self, within_s: float = PATIENCE_S) -> int:
+        """The submitter's exit code."""
+        return self.process.wait(within_s)
+
+    @property
+    def id(self) -> str:
+        return json.loads((self.dir / "allocation.json").read_text())["id"]
+
+    @property
+    def coordinator(self) -> str:
+        """The node of the coordinator."""
+        host = json.loads((self.dir / "coordinator.json").read_text())["host"]
+        return f"n{int(host.rpartition('.')[2]) - 10}"
+
+    def see(self, wanted: Wanted, after: int = 0, within_s: float = PATIENCE_S) -> Announcement:
+        """Waits for something that the coordinator says, across coordinators."""
+
+        async def look() -> Announcement:
+            async with asyncio.timeout(within_s):
+                while not (self.dir / "coordinator.json").exists():  # noqa: ASYNC110 - another machine's file
+                    await asyncio.sleep(0.1)
+                async with JobClient(self.dir) as client, aclosing(client.watch(after)) as heard:
+                    async for said in heard:
+                        if wanted(said):
+                            return said
+            raise AssertionError("the job has ended")
+
+        return asyncio.run(look())
+
+    def event(
+        self, kind: str, after: int = 0, within_s: float = PATIENCE_S, **fields: object
+    ) -> dict[str, Any]:
+        """Waits for an event of the ledger."""
+
+        def wanted(said: Announcement) -> bool:
+            if said.kind != "event" or said.value["kind"] != kind or said.value["seq"] <= after:
+                return False
+            return all(said.value["fields"].get(k) == v for k, v in fields.items())
+
+        value: dict[str, Any] = self.see(wanted, after, within_s).value
+        return value
+
+    def training(self, world: int, beyond: int = 0, spares: int = 0) -> dict[str, Any]:
+        """Waits until so many workers train, beyond a step, and so many spares are ready; returns the status."""
+
+        def wanted(said: Announcement) -> bool:
+            if said.kind != "status" or said.value["phase"] != "running":
+                return False
+            ready = sum(w["state"] == "ready" for w in said.value["workers"])
+            return said.value["world"] == world and said.value["step"] > beyond and ready >= spares
+
+        value: dict[str, Any] = self.see(wanted).value
+        return value
+
+    def post(self, path: str, body: str = "") -> None:
+        async def send() -> None:
+            async with JobClient(self.dir) as client:
+                await client.post(path, body)
+
+        asyncio.run(send())
+
+    def report(self) -> dict[str, Any]:
+        value: dict[str, Any] = json.loads((self.dir / "report.json").read_text())
+        return value
+
+    def losses(self) -> list[float | None]:
+        store = Store(newest_ledger(self.dir), read_only=True)
+        try:
+            return [s.loss for s in store.steps()]
+        finally:
+            store.close()
+
+    def command(self, *args: str, within_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+        """Another command of holdfast's about this job."""
+        argv = [sys.executable, "-m", "holdfast.cli", args[0], "--job", self.name, *args[1:]]
+        return subprocess.run(
+            argv, env=self.env, capture_output=True, text=True, timeout=within_s, check=False
+        )
+
+
+def members(status: dict[str, Any]) -> list[str]:
+    """The nodes that train, by rank."""
+    ranked = [w for w in status["workers"] if w["rank"] is not None]
+    return [w["node"] for w in sorted(ranked, key=lambda w: w["rank"])]
