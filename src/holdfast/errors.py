@@ -50,7 +50,14 @@ class TierError(HoldfastError):
 
 
 class NonFiniteGradient(HoldfastError):
-    """The gradient holds NaN or Inf. Lower the learning rate, clip, or look at the data of this step."""
+    """The gradient holds NaN or Inf. Lower the learning rate, clip, or look at the data of this step.
+
+    own: this rank's own part of it does, or of the loss.
+    """
+
+    def __init__(self, message: str, own: bool = False) -> None:
+        super().__init__(message)
+        self.own = own
 
 
 class StepFault(HoldfastError):

@@ -10,7 +10,7 @@ import statistics
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from holdfast.coordinator import judging
+from holdfast.coordinator import judging, suspects
 from holdfast.coordinator.state import Slow, Worker
 from holdfast.health.stragglers import Change, Stragglers
 from holdfast.protocol.health import Condition, Finding, Remedy, Severity
@@ -84,6 +84,7 @@ def _look(core: Core, first: int, said: dict[str, Spent]) -> None:
     by_load: dict[int, dict[str, Spent]] = {}
     for name, spent in said.items():
         by_load.setdefault(spent.micros, {})[name] = spent
+    suspects.compared(core, said)
     changes: list[Change] = []
     for micros, group in by_load.items():
         test = core.peers.tests.setdefault(micros, Stragglers())

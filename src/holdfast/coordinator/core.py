@@ -27,6 +27,7 @@ from holdfast.coordinator import (
     saving,
     stopping,
     storing,
+    suspects,
 )
 from holdfast.coordinator.events import (
     Action,
@@ -65,6 +66,7 @@ class Core:
         self.now = 0.0
         self.inspection = hangs.Inspection()
         self.peers = comparing.Peers()
+        self.curves = suspects.Curves()
         self._out: list[Action] = []
 
     # ------------------------------------------------------------ in and out
@@ -340,6 +342,7 @@ class Core:
         if worker.phase is WorkerPhase.MEMBER:  # one that has parked since said more than this late word
             worker.committed = message.committed
             comparing.heard(self, worker, message.spent)
+            suspects.heard(self, worker, message.losses)
         s.committed = max(s.committed, message.committed)
         if message.committed <= s.generation_committed:
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from holdfast.coordinator import forming, gang, incidents, nodes, policy, stopping
+from holdfast.coordinator import forming, gang, incidents, nodes, policy, stopping, suspects
 from holdfast.coordinator.state import Blame, Failure, Injection, JobPhase, Worker, WorkerPhase
 from holdfast.protocol import messages as m
 from holdfast.protocol.phases import Phase
@@ -47,6 +47,8 @@ def failed(core: Core, worker: Worker, message: m.Failed) -> None:
     if message.generation != current.number:
         return
     note_failure(core, message.step, message.signature, worker, message.generation)
+    if message.own:
+        suspects.brought(core, worker, message)
     verdict = policy.script_fault(s.failures)
     if verdict is not None:
         forming.break_generation(core, cause)

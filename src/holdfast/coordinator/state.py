@@ -359,6 +359,7 @@ class CoreState(msgspec.Struct):
     that were given the state after the last step. last_failed: tiers that did not take it.
     doubtful: tier to the manifest that could not be written, as far as is known.
     closed: so many of the oldest incidents are closed.
+    brought: node to the steps of which its own part was not finite.
     skipped: shards that no node could keep since the last whole snapshot. rewinds: oldest first, their starts rising.
     """
 
@@ -436,6 +437,7 @@ class CoreState(msgspec.Struct):
     look_again_s: float = 0.0
     stall_rounds: int = 0
     slow: list[Slow] = []
+    brought: dict[str, list[int]] = {}
     health: Health = msgspec.field(default_factory=Health)
 
     @property

@@ -123,6 +123,8 @@ class Stragglers:
     def _test(
         self, name: str, track: _Track, step: int, value: float, common: float, need: float, others: int
     ) -> Change | None:
+        if track.score <= 0.0 and value <= self._shift / 2:
+            return None  # so it is for almost all, almost always
         noise = max(common, _noise(track.jumps)) if len(track.jumps) >= OWN_AFTER else common
         gain = self._shift / noise**2 * (value - self._shift / 2)
         most = SHARE * need * (1 + 1e-9)
@@ -146,5 +148,5 @@ def _noise(jumps: deque[float]) -> float:
     """The standard deviation of a block's ratio: 1.4826 times the median of Gaussian differences, over √2."""
     if not jumps:
         return UNKNOWN_NOISE
-    found = max(LEAST_NOISE, 1.4826 / math.sqrt(2) * statistics.median(jumps))
+    found = max(LEAST_NOISE, 1.4826 / math.sqrt(2) * sorted(jumps)[len(jumps) // 2])
     return found if len(jumps) >= KNOWN_AFTER else max(found, UNKNOWN_NOISE)

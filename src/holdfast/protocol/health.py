@@ -91,6 +91,7 @@ class HealthSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     blast_share, blast_window_s: at most this share of the nodes is acted on within this time. deep: nodes that come new
     pass the deep checks first. hooks: a folder of scripts, see `docs/health.md`. replace_slow: a worker that computes so
     many times as long as its peers is replaced, once it has cost more time than a replacement does; 0: never.
+    replace_suspect: a node whose part of loss or gradient alone is wrong again and again is replaced, not only told of.
     """
 
     watch: bool = True
@@ -102,3 +103,4 @@ class HealthSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     deep: bool = False
     hooks: str = ""
     replace_slow: float = 0.0
+    replace_suspect: bool = False

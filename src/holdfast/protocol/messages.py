@@ -115,7 +115,8 @@ class Parked(msgspec.Struct, frozen=True, tag="parked"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """User code raised. In a step the worker parks next; outside of one it exits."""
+    """User code raised. In a step the worker parks next; outside of one it exits. own: this rank's own part of the gradient
+    or the loss is not finite."""
 
     generation: int
     step: int | None
@@ -124,6 +125,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     message: str
     traceback: str = ""
     where: str = ""
+    own: bool = False
 
     @property
     def signature(self) -> str:

@@ -48,6 +48,9 @@ if TYPE_CHECKING:
 PROGRESS_EVERY_S = 0.05
 MEDIAN_OVER = 31
 KEPT_LOSSES = 64
+CHECKED_STEPS = 20
+"""After a gradient that was not finite so many steps are looked at before they are summed, to see whose it is if there is
+another one."""
 
 
 class World(NamedTuple):
@@ -95,6 +98,7 @@ class Replica:
         self.committed: int | None = None
         self.form: m.Form | None = None
         self.checks_local = False
+        self._checked = 0
         self._faults = faults
         self._alone = alone
         self._protected = protected
@@ -396,7 +400,8 @@ class Replica:
 
     def commit(self, step: Step) -> None:
         """The step counts: notes it, and tells the agent now and then."""
-        self.checks_local = False
+        self._checked -= self.checks_local
+        self.checks_local = self._checked > 0
         self.last_loss = step.loss
         self._page.committed = step.index + 1
         self._page.beat()
@@ -459,7 +464,7 @@ class Replica:
 
     def _report(self, step: Step, error: Exception) -> None:
         if isinstance(error, NonFiniteGradient):
-            self.checks_local = True
+            self.checks_local, self._checked = True, CHECKED_STEPS
         frames = traceback.extract_tb(error.__traceback__)
         where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
         self.link.send(
@@ -471,6 +476,7 @@ class Replica:
                 str(error),
                 "".join(traceback.format_exception(error)),
                 where,
+                isinstance(error, NonFiniteGradient) and error.own,
             )
         )
 

@@ -164,7 +164,8 @@ class Step:
         if not math.isfinite(norm):
             raise NonFiniteGradient(
                 f"the gradient of step {self.index} is {norm} (loss {self.loss:.6g}): look at this step's data, "
-                "lower the learning rate or clip"
+                "lower the learning rate or clip",
+                own=not math.isfinite(self.own_loss or 0.0),
             )
         if max_grad_norm is not None:
             gradients.clip(norm, max_grad_norm)
@@ -257,4 +258,4 @@ class Step:
     def _check_local(self) -> None:
         """After a gradient that was not finite: who brings it in? Costs one pass, in one step."""
         if not self._replica.gradients.local_is_finite():
-            raise NonFiniteGradient(f"this rank's own gradient of step {self.index} is not finite")
+            raise NonFiniteGradient(f"this rank's own gradient of step {self.index} is not finite", own=True)

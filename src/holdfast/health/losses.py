@@ -1,0 +1,104 @@
+"""When a loss jumps, and whose part of it stands out. Pure.
+
+A job's loss goes up now and then; what is looked for is a jump that its own scatter does not explain. And a processor that
+computes wrongly without noticing shows, if at all, in the same worker's part being off again and again, while every worker
+gets random samples of the same data.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+WINDOW = 64
+"""So many losses before it are what a loss is held against."""
+FEWEST = 16
+SCALES = 8.0
+"""A jump is so many times the robust scatter of the window (1.4826 x its median distance from the median), ..."""
+SHARE = 0.5
+"""... and so much of the median."""
+
+APART_SCALES = 10.0
+TIMES = 3
+"""So often within `RECENT` blocks the same worker's part stands out, and no other's, until it is said."""
+RECENT = 100
+
+
+@dataclass(frozen=True)
+class Jump:
+    """A loss that its window does not explain. usual: the window's median."""
+
+    step: int
+    loss: float
+    usual: float
+
+
+class Losses:
+    """The job's loss, step by step."""
+
+    def __init__(self) -> None:
+        self._window: deque[float] = deque(maxlen=WINDOW)
+        self._last = -1
+        self._high = False
+
+    def take(self, step: int, loss: float) -> Jump | None:
+        """The next loss. A jump is told once, until the loss is down again, or the window has risen to it."""
+        if step <= self._last:
+            return None
+        self._last = step
+        if len(self._window) < FEWEST:
+            if math.isfinite(loss):
+                self._window.append(loss)
+            return None
+        usual = statistics.median(self._window)
+        scatter = 1.4826 * statistics.median(abs(x - usual) for x in self._window)
+        jumped = not loss - usual <= max(SCALES * scatter, SHARE * abs(usual))  # also what is no number
+        told, self._high = jumped and not self._high, jumped
+        if math.isfinite(loss):
+            self._window.append(loss)
+        return Jump(step, loss, usual) if told else None
+
+
+@dataclass(frozen=True)
+class Apart:
+    """A worker whose part of the loss stands out again and again."""
+
+    worker: str
+    loss: float
+    usual: float
+    times: int
+
+
+class Parts:
+    """Each worker's own mean loss, block of steps by block of steps."""
+
+    def __init__(self) -> None:
+        self._scatter: deque[float] = deque(maxlen=WINDOW)
+        self._recent: deque[str | None] = deque(maxlen=RECENT)
+
+    def look(self, own: Mapping[str, float]) -> Apart | None:
+        """One block: per worker, its mean loss that was furthest from the job's. Of fewer than three nobody stands out."""
+        if len(own) < 3:
+            return None
+        usual = statistics.median(x if math.isfinite(x) else math.inf for x in own.values())
+        if not math.isfinite(usual):
+            return None  # most of them: it is the script's
+        off = {name: abs(x - usual) if math.isfinite(x) else math.inf for name, x in own.items()}
+        common = statistics.median(self._scatter) if len(self._scatter) >= FEWEST else None
+        self._scatter.append(1.4826 * statistics.median(off.values()))
+        if common is None:
+            return None
+        limit = max(APART_SCALES * common, SHARE * abs(usual))
+        apart = [name for name, far in off.items() if far > limit]
+        worker = apart[0] if len(apart) == 1 else None
+        self._recent.append(worker)
+        if worker is None:
+            return None
+        counts = Counter(name for name in self._recent if name is not None)
+        if counts[worker] < TIMES or len(counts) > 1:
+            return None
+        self._recent.clear()
+        return Apart(worker, own[worker], usual, counts[worker])

@@ -1,0 +1,80 @@
+"""Jumps of a loss, and whose part of it stands out."""
+
+import math
+import random
+
+import pytest
+
+from holdfast.health.losses import TIMES, Losses, Parts
+
+
+def falling(steps, seed=1, noise=0.1):
+    rng = random.Random(seed)
+    return [2.0 + 3.0 * math.exp(-step / 50) + rng.gauss(0, noise) for step in range(steps)]
+
+
+def jumps(losses):
+    watch = Losses()
+    return [jump.step for step, loss in enumerate(losses) if (jump := watch.take(step, loss)) is not None]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_loss_that_falls_with_noise_does_not_jump(seed):
+    assert jumps(falling(2000, seed)) == []
+
+
+@pytest.mark.parametrize("loss", [12.0, math.nan, math.inf])
+def test_a_jump_is_told_once(loss):
+    curve = falling(300)
+    curve[200:205] = [loss] * 5
+    assert jumps(curve) == [200]
+
+
+def test_a_loss_that_stays_high_is_the_new_one_and_may_jump_again():
+    curve = falling(200) + [x + 8.0 for x in falling(200)] + [60.0]
+    assert jumps(curve) == [200, 400]
+
+
+def test_a_loss_around_zero_has_a_scatter_too():
+    rng = random.Random(3)
+    curve = [rng.gauss(0, 1) for _ in range(3000)]
+    assert jumps(curve) == []
+    assert jumps([*curve[:100], 30.0]) == [100]
+
+
+def test_steps_that_come_again_after_a_rewind_are_not_taken_twice():
+    watch = Losses()
+    for step, loss in enumerate(falling(100)):
+        watch.take(step, loss)
+    assert watch.take(50, 1000.0) is None
+
+
+def parts(blocks, apart=()):
+    """`apart`: block number to (worker, loss). Returns what was said."""
+    rng = random.Random(5)
+    watch, found = Parts(), []
+    for number in range(blocks):
+        own = {f"w{n}": 2.0 + rng.gauss(0, 0.1) for n in range(6)}
+        own |= {worker: loss for at, worker, loss in apart if at == number}
+        if (said := watch.look(own)) is not None:
+            found.append((number, said.worker, said.times))
+    return found
+
+
+def test_a_worker_whose_part_is_off_again_and_again_is_named():
+    assert parts(500) == []
+    apart = [(30, "w3", 40.0), (60, "w3", math.nan), (90, "w3", 9.0)]
+    assert parts(200, apart[:2]) == []
+    assert parts(200, apart) == [(90, "w3", TIMES)]
+
+
+def test_several_workers_in_turn_are_the_data():
+    apart = [(20 + 10 * n, f"w{n % 3}", 40.0) for n in range(12)]
+    assert parts(200, apart) == []
+
+
+def test_most_workers_off_is_the_scripts():
+    watch = Parts()
+    for _ in range(40):
+        assert watch.look({f"w{n}": math.nan if n else 2.0 for n in range(4)}) is None
+    assert watch.look({"a": 1.0, "b": 100.0}) is None
