@@ -20,13 +20,17 @@ class Matcher:
     def __init__(self, rules: list[Rule]) -> None:
         first = rules[0]
         self.pattern = re.compile(first.pattern)
-        self.hint = literal(first.pattern)
+        self._hints = literals(first.pattern)
         self._variant = re.compile(first.variant) if first.variant else None
         self._rules = rules if not first.family else []
         self._codes: dict[str, list[Rule]] = defaultdict(list)
         for rule in rules:
             if rule.family:
                 self._codes[rule.code].append(rule)
+
+    def may_match(self, text: str) -> bool:
+        """Whether it is worth a search."""
+        return any(hint in text for hint in self._hints)
 
     def rules(self, text: str, match: re.Match[str]) -> list[Rule]:
         """Those that a match is of: of a family the code's, for its variant if there is one."""
@@ -62,48 +66,47 @@ class Matchers:
         """Every enabled rule that the line matches."""
         text = line.text[:MATCHED_CHARS]
         for matcher in self._by_source.get(line.source, ()):
-            if matcher.hint in text and (match := matcher.pattern.search(text)):
+            if matcher.may_match(text) and (match := matcher.pattern.search(text)):
                 for rule in matcher.rules(text, match):
                     if rule.enabled:
                         yield rule, match
 
 
-def literal(pattern: str) -> str:
-    """The longest text that every match holds; empty when it is not plain to see. Looks at the top level only."""
+def literals(pattern: str) -> tuple[str, ...]:
+    """Texts of which every match holds one: the longest plain run of each alternative. An empty one: it is not plain to
+    see. Looks at the top level only."""
     if re.search(r"\(\?[a-zA-Z-]*[ix]", pattern):
-        return ""
-    runs, run, depth, i = [], "", 0, 0
+        return ("",)
+    alternatives: list[list[str]] = [[""]]
+    depth = i = 0
     while i < len(pattern):
         c = pattern[i]
         step, plain = 1, ""
         if c == "\\":
             step = 2
             escaped = pattern[i + 1 : i + 2]
-            plain = escaped if not escaped.isalnum() else ""
             if escaped in ("x", "u", "U", "N"):
-                return ""
+                return ("",)
+            plain = "" if escaped.isalnum() else escaped
         elif c == "[":
             end = pattern.find("]", i + 2)
-            step = (end - i + 1) if end > 0 else len(pattern)
-        elif c == "(":
-            depth += 1
-        elif c == ")":
-            depth -= 1
-        elif c == "|" and depth == 0:
-            return ""
-        elif c not in ".^$*+?{}|":
-            plain = c
+            step = end - i + 1 if end > 0 else len(pattern)
         elif c == "{":
             end = pattern.find("}", i)
-            step = (end - i + 1) if end > 0 else 1
+            step = end - i + 1 if end > 0 else 1
+        elif c in "()":
+            depth += 1 if c == "(" else -1
+        elif c not in ".^$*+?}|":
+            plain = c
+        runs = alternatives[-1]
         following = pattern[i + step : i + step + 1]
-        if depth or not plain or following in ("*", "?", "{"):
-            runs.append(run)
-            run = ""
+        if c == "|" and not depth:
+            alternatives.append([""])
+        elif depth or not plain or following in ("*", "?", "{"):
+            runs.append("")
         else:
-            run += plain
-        if plain and following == "+":
-            runs.append(run)
-            run = ""
+            runs[-1] += plain
+            if following == "+":
+                runs.append("")
         i += step
-    return max([*runs, run], key=len)
+    return tuple(max(runs, key=len) for runs in alternatives)
