@@ -91,8 +91,8 @@ def test_nvlink_lines_are_as_bad_as_they_say(book, pid):
         ("0x0 (None)", Severity.INFO, Remedy.WATCH),
         ("0x1 (GPU Reset Required)", Severity.FATAL, Remedy.RESET_DEVICE),
         ("0x2 (Node Reboot Required)", Severity.FATAL, Remedy.REBOOT),
-        ("0x3 (Drain P2P)", Severity.ERROR, Remedy.RESTART_WORKER),
-        ("0x4 (Drain and Reset)", Severity.FATAL, Remedy.RESET_DEVICE),
+        ("0x3 (Drain P2P)", Severity.ERROR, Remedy.ASK),
+        ("0x4 (Drain and Reset)", Severity.ERROR, Remedy.RESET_DEVICE),
     ],
 )
 def test_154_says_what_to_do(book, action, severity, remedy):

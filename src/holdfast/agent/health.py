@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -29,6 +30,7 @@ from holdfast.protocol.health import Condition, Finding, HealthSpec, Remedy, Sev
 
 _CLOSED_AFTER_WRITE, _MOVED_HERE = 0x8, 0x80
 FIRST_READ_S = 10.0
+_T = TypeVar("_T")
 
 
 class Watcher:
@@ -70,8 +72,7 @@ class Watcher:
         for folder in {Path(name).parent for name in self._spec.rules}:
             self._inotify.watch(folder, _CLOSED_AFTER_WRITE | _MOVED_HERE)
         self._follow_kernel()
-        machine = Poller(self._rules, self._found_by(self._shared))
-        self._pollers.append(machine)
+        machine = self._poller(self._shared)
         machine.add(await asyncio.to_thread(machine_sources, Place(job_dirs=(self._job_dir,))))
         self._watch_pollers()
 
@@ -98,8 +99,7 @@ class Watcher:
     async def stand_in(self, place: Place) -> None:
         """Watches the stand-in for this node's machine from now on like a real one; returns when it was read once."""
         if self._standing_in is None and self._spec.watch:
-            self._standing_in = Poller(self._rules, self._found_by(shared=False))
-            self._pollers.append(self._standing_in)
+            self._standing_in = self._poller(shared=False)
             self._standing_in.add(await asyncio.to_thread(machine_sources, place))
             self._watch_pollers()
             await asyncio.to_thread(self._standing_in.read_once, FIRST_READ_S)
@@ -236,8 +236,21 @@ class Watcher:
         again = [s for s in (poller.watch_yourself() for poller in self._pollers) if s is not None]
         self._watchdog = self._loop.call_later(min(again), self._watch_pollers) if again else None
 
-    def _found_by(self, shared: bool) -> Callable[[list[Finding]], None]:
-        return lambda findings: _soon(self._loop, self._tell, findings, shared)
+    def _poller(self, shared: bool) -> Poller:
+        poller = Poller(
+            self._rules,
+            lambda findings: self._soon(self._tell, findings, shared),
+            lambda lines: self._soon(self._judge, lines, shared),
+        )
+        self._pollers.append(poller)
+        return poller
+
+    def _soon(self, call: Callable[[list[_T], bool], None], what: list[_T], shared: bool) -> None:
+        """On the loop's thread, if the loop still turns."""
+        try:
+            self._loop.call_soon_threadsafe(call, what, shared)
+        except RuntimeError:
+            return
 
     # ------------------------------------------------------------ to the coordinator
 
@@ -256,18 +269,6 @@ class Watcher:
         """Something about the watching itself."""
         print(f"holdfast agent {self._folder.name}: {evidence}", flush=True)
         self._send(m.Found((Finding(rule, severity, Remedy.WATCH, "agent", condition, evidence=evidence),)))
-
-
-def _soon(
-    loop: asyncio.AbstractEventLoop,
-    call: Callable[[list[Finding], bool], None],
-    findings: list[Finding],
-    shared: bool,
-) -> None:
-    try:
-        loop.call_soon_threadsafe(call, findings, shared)
-    except RuntimeError:
-        return  # the loop has ended
 
 
 def _stamp(name: str) -> tuple[int, int] | None:

@@ -36,11 +36,17 @@ class _Polled:
 
 
 class Poller:
-    """Owns the sources. `found` is called on the poller's thread."""
+    """Owns the sources. `found` and `said` are called on the poller's thread; `said` gets the lines that sources have,
+    to be judged together with those from elsewhere: a burst is one, however it is heard of."""
 
-    def __init__(self, rules: Iterable[Rule], found: Callable[[list[Finding]], None]) -> None:
+    def __init__(
+        self,
+        rules: Iterable[Rule],
+        found: Callable[[list[Finding]], None],
+        said: Callable[[list[Line]], None],
+    ) -> None:
         self._book = RuleBook(rules)
-        self._found = found
+        self._found, self._said = found, said
         self._polled: list[_Polled] = []
         self._hung: list[_Polled] = []
         self._lock = threading.Lock()

@@ -81,7 +81,7 @@ class Kmsg:
         last = None
         for _ in range(BATCH):
             try:
-                data = os.read(self._fd, RECORD_BYTES)
+                data = self._read()
             except BlockingIOError:
                 break
             except OSError as error:
@@ -99,6 +99,9 @@ class Kmsg:
             self._write_left()
         return lines
 
+    def _read(self) -> bytes:
+        return os.read(self._fd, RECORD_BYTES)
+
     def close(self) -> None:
         """Gives the descriptor back."""
         os.close(self._fd)
@@ -106,7 +109,7 @@ class Kmsg:
     def _read_left(self) -> int | None:
         try:
             boot, _, sequence = self._left.read_text().partition(" ") if self._left else ("", "", "")
-        except OSError:
+        except (OSError, UnicodeDecodeError):
             return None
         return int(sequence) if boot == self._boot and sequence.isdigit() else None
 
