@@ -52,7 +52,7 @@ class Watcher:
         self._book = RuleBook(())
         self._pollers: list[Poller] = []
         self._logs: dict[str, LogTail] = {}
-        self._ranks: dict[str, int] = {}
+        self._log_watches: dict[str, int] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._watchdog: asyncio.TimerHandle | None = None
         self._standing_in: Poller | None = None
@@ -183,7 +183,6 @@ class Watcher:
 
     def trains(self, worker: str, rank: int, log: Path) -> None:
         """A worker begins to train, or does so again."""
-        self._ranks[worker] = rank
         self._book.begins(worker, rank, time.monotonic())
         if worker not in self._logs:
             self._logs[worker] = LogTail(log, worker)
@@ -202,17 +201,18 @@ class Watcher:
             if tail.followed:
                 self._judge(tail.lines(), shared=False)
             tail.close()
-        self._ranks.pop(worker, None)
+        if self._inotify is not None and worker in self._log_watches:
+            self._inotify.forget(self._log_watches.pop(worker))
         self.pauses(worker)
 
     def _follow_logs(self) -> None:
         """Logs are read only if some rule is about them."""
         if self._inotify is None or not self._book.reads_logs:
             return
-        for tail in self._logs.values():
+        for worker, tail in self._logs.items():
             if not tail.followed:
                 tail.open()
-                self._inotify.watch(tail.path, MODIFIED)
+                self._log_watches[worker] = self._inotify.watch(tail.path, MODIFIED)
 
     def _plan(self) -> None:
         """The next moment at which a line is overdue."""

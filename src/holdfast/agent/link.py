@@ -154,8 +154,17 @@ class CoordinatorLink:
             arrived, message = self._waiting[0]
             if isinstance(message, m.FromWorker):
                 message = msgspec.structs.replace(message, age_s=time.monotonic() - arrived)
+            elif isinstance(message, m.Found):
+                message = _aged(message, time.monotonic() - arrived)
             try:
                 await link.send_bytes(encode(message))
             except (OSError, aiohttp.ClientError):
                 return
             self._waiting.popleft()
+
+
+def _aged(found: m.Found, waited_s: float) -> m.Found:
+    """Findings that waited for a coordinator are older by that."""
+    return m.Found(
+        tuple(msgspec.structs.replace(f, age_s=round(f.age_s + waited_s, 3)) for f in found.findings)
+    )

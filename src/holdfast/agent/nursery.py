@@ -24,7 +24,9 @@ def main() -> int:
     channel = socket.socket(fileno=int(sys.argv[1]))
     zygote.import_modules(sys.argv[2].split(","))
     from holdfast.agent.__main__ import main as agent_main
+    from holdfast.health.ruleset import catalogue
 
+    catalogue()  # as with the modules: its agents need not read it
     os.environ["SPT_NOENV"] = (
         "1"  # a name may be as long as this command line, and leaves the environment readable
     )

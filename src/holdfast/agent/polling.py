@@ -138,7 +138,10 @@ class Poller:
             if p.fd >= 0:
                 waiter.register(p.fd, select.POLLIN)
         delay_s = min((p.next_s for p in polled), default=time.monotonic() + 3600) - time.monotonic()
-        ready = {fd for fd, _ in waiter.poll(max(0.0, delay_s) * 1000 + 1)}
+        ready = dict(waiter.poll(max(0.0, delay_s) * 1000 + 1))
+        for p in polled:
+            if ready.get(p.fd, 0) & (select.POLLNVAL | select.POLLHUP):
+                p.fd = -1  # it is closed: nothing comes from there any more
         if self._wake in ready:
             os.eventfd_read(self._wake)
         now = time.monotonic()

@@ -68,9 +68,9 @@ async def strike(watcher: Watcher, fault: ArmedFault) -> None:
     if kind in BROKEN:
         place = Place(watcher.folder / "machine", watcher.folder / "machine" / "nvml")
         if not place.root.exists():
-            _write(place.root, HEALTHY)
+            write_files(place.root, HEALTHY)
         await watcher.stand_in(place)
-        _write(place.root, BROKEN[kind])
+        write_files(place.root, BROKEN[kind])
     lines = (xid_line(fault.code or 0),) if kind is FaultKind.XID else LINES.get(kind, ())
     append_kernel_lines(watcher.folder / "kmsg", lines)
 
@@ -89,7 +89,8 @@ def append_kernel_lines(path: Path, lines: tuple[str, ...]) -> None:
             log.write(format_record(log.tell(), line))
 
 
-def _write(root: Path, files: dict[str, str]) -> None:
+def write_files(root: Path, files: dict[str, str]) -> None:
+    """Writes files below `root`, each at once."""
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)

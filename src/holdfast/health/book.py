@@ -110,7 +110,7 @@ class RuleBook:
         found = []
         for rule, condition, evidence, count in self._levels.judge(reading, now_s):
             about = "" if rule.unknown else reading.subject
-            if condition is Condition.FAULTY and rule.count == 1 and not self._news(rule, about, now_s):
+            if rule.changes and not self._news(rule, about, now_s):
                 continue
             found.append(
                 finding(rule, about, evidence, count=count, device=reading.device, condition=condition)

@@ -16,7 +16,6 @@ _V = TypeVar("_V")
 SAMPLES = 64
 """Kept of one reading for one rule's window; a new one within a 64th of the window takes the last one's place."""
 KEYS_KEPT = 8192
-CHANGES = ("rises", "falls", "rate_above")
 ANY = "*"
 
 
@@ -159,9 +158,7 @@ def _turn(
         yield rule, Condition.FAULTY, words, 1
     elif not true and series.said:
         series.said = False
-        if not any(
-            getattr(rule, c) is not None for c in CHANGES
-        ):  # a counter that stands still has healed nothing
+        if not rule.changes:  # a counter that stands still has healed nothing
             yield rule, Condition.HEALTHY, words, 1
 
 

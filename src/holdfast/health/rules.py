@@ -84,9 +84,9 @@ class Rule(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
         return bool(self.start_within or self.every)
 
     @property
-    def kind(self) -> str:
-        """What it looks at, in a word."""
-        return "unknown" if self.unknown else "reading" if self.reading else "line"
+    def changes(self) -> bool:
+        """It is about a change of a value, which is over as soon as the value stands still."""
+        return any(limit is not None for limit in (self.rises, self.falls, self.rate_above))
 
 
 CONDITIONS = (

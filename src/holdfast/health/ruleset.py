@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterable, Iterator
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,13 @@ class RuleSet:
 
     def __len__(self) -> int:
         return len(self._made)
+
+    def copy(self) -> RuleSet:
+        """One that can be changed without changing this one."""
+        other = RuleSet()
+        other._fields, other._families = dict(self._fields), dict(self._families)
+        other._origins, other._made = dict(self._origins), dict(self._made)
+        return other
 
     def get(self, id: str) -> Rule | None:
         """The rule of this name."""
@@ -197,7 +205,13 @@ def _key_line(text: str, begin: int, key: str) -> int:
 
 
 def catalogue() -> RuleSet:
-    """Holdfast's own rules."""
+    """Holdfast's own rules, to be changed at will."""
+    return _catalogue().copy()
+
+
+@cache
+def _catalogue() -> RuleSet:
+    """Read once in a process: a fork that has them already need not."""
     rules = RuleSet()
     folder = resources.files("holdfast.health.catalogue")
     for file in sorted(folder.iterdir(), key=lambda f: f.name):
