@@ -43,7 +43,7 @@ class Poller:
         self,
         rules: Iterable[Rule],
         found: Callable[[list[Finding]], None],
-        said: Callable[[list[Line]], None],
+        said: Callable[[list[Line]], None] = lambda lines: None,
     ) -> None:
         self._book = RuleBook(rules)
         self._found, self._said = found, said
