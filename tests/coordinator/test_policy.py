@@ -168,6 +168,14 @@ def test_alone_and_at_a_standstill():
     assert culprits(view("a", Phase.FORWARD, idle_s=1.0)) == ()
 
 
+def test_who_has_gone_on_while_all_were_looked_at_is_not_at_fault():
+    """The stacks of a job that trains differ all the time."""
+    stacks = {"a": "poll", "b": "read", "c": "poll"}
+    assert culprits(*(view(w, Phase.VOTE, idle_s=0.0) for w in "abc"), stacks=stacks) == ()
+    views = (view("a", Phase.VOTE), view("b", Phase.REDUCE, idle_s=0.0), view("c", Phase.VOTE))
+    assert culprits(*views, stacks=stacks) == ()
+
+
 def test_the_odd_stack_is_at_fault_when_all_wait_at_one_point():
     views = [view(w, Phase.REDUCE) for w in "abc"]
     assert culprits(*views, stacks={"a": "poll", "b": "read", "c": "poll"}) == ("b",)
