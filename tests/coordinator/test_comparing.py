@@ -109,3 +109,17 @@ def test_a_member_that_says_nothing_holds_nobody_up():
     assert [f["subject"] for f in findings(desk)] == ["rank 1"]
     assert silent not in desk.core.peers.blocks
     assert len(desk.core.peers.blocks) <= 4
+
+
+def test_the_slow_node_leaves_at_a_steps_edge_when_its_replacement_is_ready():
+    desk = running(nodes=4, max_nodes=3, spares=1, health=HealthSpec(replace_slow=1.3))
+    slow = desk.members()[1]
+    node = desk.state.workers[slow].node
+    train(desk, 60, {slow: 0.15})
+    desk.wait(5.0)
+    verdicts = [a.fields for a in desk.actions if getattr(a, "kind", "") == "verdict"]
+    assert [(v["node"], v["does"]) for v in verdicts] == [(node, "replace")]
+    (incident,) = desk.state.incidents
+    assert incident.quiet
+    assert incident.cause.startswith("slow-rank: computes 1.50 times as long as its peers")
+    assert desk.state.nodes[node].leaving is not None

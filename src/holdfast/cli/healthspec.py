@@ -11,6 +11,7 @@ import msgspec
 from holdfast.agent.hooks import check_hooks
 from holdfast.errors import UsageError
 from holdfast.health.ruleset import load_rules
+from holdfast.health.stragglers import SLOWER
 from holdfast.protocol.health import HealthSpec
 
 
@@ -24,6 +25,8 @@ class HealthOptions(msgspec.Struct, frozen=True):
     blast_radius: str = "25%"
     deep: bool = False
     hooks: Path | None = None
+    replace_slow: float = 0.0
+    replace_suspect: bool = False
 
 
 def plan_health(given: HealthOptions) -> HealthSpec:
@@ -37,6 +40,10 @@ def plan_health(given: HealthOptions) -> HealthSpec:
         load_rules(rules, given.dry_run)
     if given.hooks is not None:
         check_hooks(given.hooks)
+    if given.replace_slow and given.replace_slow < SLOWER:
+        raise UsageError(
+            f"--replace-slow {given.replace_slow:g}: from {SLOWER:g} on a rank is told from noise; for example 1.3"
+        )
     return HealthSpec(
         watch=given.watch,
         rules=rules,
@@ -45,6 +52,8 @@ def plan_health(given: HealthOptions) -> HealthSpec:
         blast_share=parse_share("--blast-radius", given.blast_radius),
         deep=given.deep,
         hooks=str(given.hooks.resolve()) if given.hooks else "",
+        replace_slow=given.replace_slow,
+        replace_suspect=given.replace_suspect,
     )
 
 

@@ -109,6 +109,21 @@ def run(
             "--hooks", help="Folder of scripts on-create, before-join, on-drain, after-job, run on each node."
         ),
     ] = None,
+    replace_slow: Annotated[
+        float,
+        typer.Option(
+            "--replace-slow",
+            help="Replace a node that computes so many times as long as its peers, when that has cost more "
+            "time than a replacement does: for example 1.3. 0: only say so.",
+        ),
+    ] = 0.0,
+    replace_suspect: Annotated[
+        bool,
+        typer.Option(
+            "--replace-suspect/--ask-suspect",
+            help="Replace a node whose own part of loss or gradient alone is wrong again and again.",
+        ),
+    ] = False,
     report: Annotated[Path | None, typer.Option("--report", help="Write the report as JSON.")] = None,
     no_ui: Annotated[bool, typer.Option("--no-ui", help="Plain lines instead of the live view.")] = False,
     max_restarts: Annotated[
@@ -179,6 +194,8 @@ def run(
                 blast_radius=blast_radius,
                 deep=deep_checks,
                 hooks=hooks,
+                replace_slow=replace_slow,
+                replace_suspect=replace_suspect,
             ),
             slurm=SlurmOptions(
                 partition,

@@ -168,7 +168,6 @@ def _say(
     ours = {w.name for w in core.members() if w.node == slow.node}
     if len(ours) > 1 and ours <= {x.worker for x in core.state.slow if x.until_step is None}:
         rule, subject = SLOW_NODE, "all ranks"
-    trial = core.spec.health.dry_run
     finding = Finding(
         rule,
         severity,
@@ -180,7 +179,7 @@ def _say(
         evidence=describe(slow)
         if condition is Condition.FAULTY
         else f"as fast as its peers since step {slow.until_step}",
-        dry_run=bool({"*", rule, SLOW_RANK} & set(trial)),
+        dry_run=suspects.on_trial(core, rule),
     )
     judging.found(core, node, (finding,))
 

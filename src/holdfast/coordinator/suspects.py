@@ -4,6 +4,7 @@ and again, which may be a processor that computes wrongly without noticing."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from holdfast.coordinator import judging
@@ -31,6 +32,11 @@ class Curves:
 
     losses: Losses = field(default_factory=Losses)
     parts: Parts = field(default_factory=Parts)
+
+
+def on_trial(core: Core, rule: str) -> bool:
+    """The user put it there, by its name or a pattern as in `slow-*`."""
+    return any(fnmatchcase(rule, pattern) for pattern in core.spec.health.dry_run)
 
 
 def heard(core: Core, worker: Worker, losses: tuple[tuple[int, float, float], ...]) -> None:
@@ -85,7 +91,6 @@ def _say(
     if node is None:
         return
     rank = core.state.generation.rank_of(worker.name) if core.state.generation else None
-    trial = bool({"*", rule} & set(core.spec.health.dry_run))
     subject = "" if shared or rank is None else f"rank {rank}"
     name = "" if shared else worker.name
     finding = Finding(
@@ -97,6 +102,6 @@ def _say(
         worker=name,
         evidence=told,
         shared=shared,
-        dry_run=trial,
+        dry_run=on_trial(core, rule),
     )
     judging.found(core, node, (finding,))

@@ -14,6 +14,7 @@ from holdfast.observe import units
 Status = Mapping[str, Any]
 
 LOST_SHOWN = 3
+SLOW_SHOWN = 3
 INCIDENTS_SHOWN = 5
 _JOB_WORDS = {
     "gathering": "gathering workers",
@@ -50,6 +51,8 @@ def board(status: Status, rate: float | None = None, rows: int = 40) -> Renderab
     saved = saved_line(status)
     if saved is not None:
         parts.append(saved)
+    for slow in (status.get("slow") or [])[-SLOW_SHOWN:]:
+        parts.append(slow_line(slow))
     if status["incidents"]:
         parts.append(_incidents(status))
     return Group(*parts)
@@ -94,6 +97,15 @@ def saved_line(status: Status) -> Text | None:
     if not parts:
         return None
     return Text("saved  " + "; ".join(parts), style="dim", overflow="ellipsis", no_wrap=True)
+
+
+def slow_line(slow: Mapping[str, Any]) -> Text:
+    """`slow   rank 2 on node2 computes 1.48 times as long as its peers since step 40: the others wait 31% of the time`."""
+    text = (
+        f"slow   rank {slow['rank']} on {slow['node']} computes {slow['ratio']:.2f} times as long as its peers since step "
+        f"{units.count(slow['since_step'])}: the others wait {units.share(slow['share'])} of the time"
+    )
+    return Text(text, style="yellow", overflow="ellipsis", no_wrap=True)
 
 
 def written(tier: Mapping[str, Any]) -> str:

@@ -61,7 +61,7 @@ def draw_report(report: Report, job_dir: Path, path: Path) -> None:
 
 
 def report_view(report: Report, job_dir: Path) -> RenderableType:
-    """Header, incidents, where their time went, planned changes; the closing error last."""
+    """Header, incidents, where their time went, planned changes, slow ranks; the closing error last."""
     parts: list[RenderableType] = [_header(report, job_dir)]
     incidents = report.get("incidents") or []
     if incidents:
@@ -69,6 +69,9 @@ def report_view(report: Report, job_dir: Path) -> RenderableType:
     changes = report.get("changes") or []
     if changes:
         parts += [Text(), _changes(changes)]
+    slow = report.get("slow") or []
+    if slow:
+        parts += [Text(), _slow(slow)]
     if report.get("outcome") == "failed" or report.get("blame"):
         parts += [Text(), closing(report, saved=bool(report.get("saved")))]
     return Group(*parts)
@@ -195,6 +198,37 @@ def _changes(changes: Sequence[Report]) -> Table:
         sizes = f"{c['from_world']} \u2192 {c['to_world']}"
         stall, after = units.seconds(c["stall_s"]), units.seconds(c["t_s"])
         table.add_row(str(c["id"]), Text(c["reason"]), after, units.count(c["at_step"]), sizes, stall)
+    return table
+
+
+def _slow(ranks: Sequence[Report]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title="Slow ranks", **_TITLED)
+    table.add_column("rank", justify="right", min_width=2)
+    table.add_column("node", overflow="fold", max_width=16)
+    table.add_column("mostly in", overflow="fold", ratio=1)
+    for name in (
+        "times its\npeers",
+        "since\nstep",
+        "until\nstep",
+        "found at\nstep",
+        "others\nwait",
+        "worker-hours\nan hour",
+        "lost",
+    ):
+        table.add_column(name, justify="right", no_wrap=True)
+    for x in ranks:
+        table.add_row(
+            units.text(x["rank"]),
+            units.text(x["node"]),
+            x["part"],
+            f"{x['ratio']:.2f}",
+            units.count(x["since_step"]),
+            units.count(x["until_step"]),
+            units.count(x["found_step"]),
+            units.share(x["share"]),
+            f"{x['worker_hours_per_hour']:.2g}",
+            units.seconds(x["lost_s"]),
+        )
     return table
 
 

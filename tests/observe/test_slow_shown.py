@@ -1,0 +1,43 @@
+"""Slow ranks on the board and in the report."""
+
+import io
+from pathlib import Path
+
+from rich.console import Console
+
+from holdfast.observe.board import board
+from holdfast.observe.tables import print_report
+
+SLOW = {
+    "rank": 2, "node": "node2", "worker": "node2.0#3", "ratio": 1.482, "part": "the forward pass", "since_step": 40,
+    "found_step": 71, "until_step": None, "excess_s": 0.03, "share": 0.31, "worker_hours_per_hour": 0.93, "lost_s": 12.3,
+}  # fmt: skip
+
+
+def test_the_board_has_a_line(status):
+    text = io.StringIO()
+    Console(file=text, width=110).print(board(status | {"slow": [SLOW]}))
+    assert "slow   rank 2 on node2 computes 1.48 times as long as its peers since step 40" in text.getvalue()
+
+
+def test_the_report_has_a_table_of_100_columns(report):
+    text = io.StringIO()
+    print_report(report | {"slow": [SLOW]}, Path("/jobs/demo"), text)
+    lines = text.getvalue().splitlines()
+    row = next(line for line in lines if "the forward pass" in line)
+    assert row.split() == [
+        "2",
+        "node2",
+        "the",
+        "forward",
+        "pass",
+        "1.48",
+        "40",
+        "–",
+        "71",
+        "31.0%",
+        "0.93",
+        "12.3",
+        "s",
+    ]
+    assert max(map(len, lines)) <= 100
