@@ -27,7 +27,6 @@ import msgspec
 from holdfast.checkpoint.layout import Head, decode_head, digest
 from holdfast.checkpoint.memory import Slot, SlotPool
 from holdfast.checkpoint.pages import PAGE
-from holdfast.checkpoint.rows import Look
 from holdfast.errors import StateError, TierError
 from holdfast.protocol.snapshots import Holder, Key, Part
 
@@ -38,7 +37,7 @@ STALL_S = 20.0
 
 WAKE_BYTES = 1 << 20
 """A stream's reader is woken when so much has come: woken for every packet, two ends that share a machine's processors
-spend a sixth of their time on changing places. It sums it up at once, while it is in the processor's cache."""
+spend a sixth of their time on changing places."""
 
 SEND_BYTES = 4 << 20
 """Given to the kernel at once. Out of the mapped slot: sendfile from tmpfs saves a copy, and is slower all the same,
@@ -212,7 +211,7 @@ class Peer:
         part = part or Part("", len(data), digest(data))
         return data, decode_head(data, part, self.where)
 
-    def read_into(self, low: int, view: memoryview, look: Look = lambda piece, low: None) -> None:
+    def read_into(self, low: int, view: memoryview) -> None:
         """Fills `view` with the row's bytes from `low` on.
 
         Raises:
@@ -227,11 +226,11 @@ class Peer:
             assert self._coming is not None
             response, _, end = self._coming
             self._wake_at(WAKE_BYTES if end - high >= WAKE_BYTES else 1)
-            for begin in range(0, len(view), WAKE_BYTES):
-                piece = view[begin : begin + WAKE_BYTES]
-                if response.readinto(piece) < len(piece):
+            while view:
+                got = response.readinto(view)
+                if not got:
                     raise TierError(f"{self.where} closed the connection")
-                look(piece, low + begin)
+                view = view[got:]
             self._coming = (response, high, end) if high < end else None
         except (OSError, http.client.HTTPException) as error:
             self.close()
@@ -294,20 +293,20 @@ class OwnNode(Peer):
     _file: int | None = None
     _reachable = True
 
-    def read_into(self, low: int, view: memoryview, look: Look = lambda piece, low: None) -> None:
+    def read_into(self, low: int, view: memoryview) -> None:
         """Fills `view` with the row's bytes from `low` on."""
         if self._file is None and self._reachable:
             self._hold()
         if self._file is None:
-            super().read_into(low, view, look)
+            super().read_into(low, view)
             return
         if self._aborted:
             raise TierError(f"the transfer from {self.where} was ended")
-        for begin in range(0, len(view), WAKE_BYTES):
-            piece = view[begin : begin + WAKE_BYTES]
-            if os.preadv(self._file, [piece], PAGE + low + begin) < len(piece):
+        while view:
+            got = os.preadv(self._file, [view], PAGE + low)
+            if not got:
                 raise TierError(f"{self.where} is cut short")
-            look(piece, low + begin)
+            low, view = low + got, view[got:]
 
     def _hold(self) -> None:
         try:

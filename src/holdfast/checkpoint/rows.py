@@ -11,10 +11,8 @@ from holdfast.checkpoint.tier import Tier
 from holdfast.errors import HoldfastError, StateError
 
 WINDOW_BYTES = 8 << 20
-"""So much is read at once; a multiple of a checksum's chunk."""
-
-Look = Callable[[memoryview, int], None]
-"""Told of bytes of whole chunks, and of where they begin, as soon as they are there: they are still in the cache then."""
+"""So much is read at once; a multiple of a checksum's chunk. Smaller ones cost more turns of the interpreter than they
+save by being summed while they are in the cache."""
 
 
 class Source(Protocol):
@@ -22,8 +20,8 @@ class Source(Protocol):
 
     where: str
 
-    def read_into(self, low: int, view: memoryview, look: Look) -> None:
-        """Fills `view` with the row's bytes from `low` on, a chunk's begin; raises a HoldfastError when it cannot."""
+    def read_into(self, low: int, view: memoryview) -> None:
+        """Fills `view` with the row's bytes from `low` on; raises a HoldfastError when it cannot."""
 
 
 class TierSource:
@@ -33,10 +31,9 @@ class TierSource:
         self._tier, self._name = tier, name
         self.where = f"{tier.url}/{name}"
 
-    def read_into(self, low: int, view: memoryview, look: Look) -> None:
+    def read_into(self, low: int, view: memoryview) -> None:
         """Fills `view` with the row's bytes from `low` on."""
         self._tier.read_into(self._name, low, view)
-        look(view, low)
 
 
 class Row:
@@ -95,23 +92,18 @@ class Row:
 
     def _fill(self, low: int, view: memoryview) -> None:
         reasons = []
-        bad: list[tuple[int, int]] = []
-
-        def look(piece: memoryview, begin: int) -> None:
-            bad.extend(damaged(piece, begin, self._sums))
-
         for source in self._usable():
-            bad.clear()
             try:
-                source.read_into(low, view, look)
+                source.read_into(low, view)
             except HoldfastError as error:
                 why = f"{source.where}: {error}"
             else:
                 with self._lock:
                     self.fetched_bytes += len(view)
-                if not bad:
+                bad = next(damaged(view, low, self._sums), None)
+                if bad is None:
                     return
-                why = f"{source.where}: bytes {bad[0][0]} to {bad[0][1]} were changed"
+                why = f"{source.where}: bytes {bad[0]} to {bad[1]} were changed"
             reasons.append(why)
             self._drop(source, why)
         raise StateError("; ".join(reasons) or "no source is left that has these bytes")
