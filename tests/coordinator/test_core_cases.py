@@ -54,6 +54,16 @@ def test_the_first_generation_waits_a_while_for_the_target_and_then_goes():
     assert len(desk.members()) == 2
 
 
+def test_who_was_not_listened_to_is_not_silent():
+    """The coordinator got no processor for ten detection times; the heartbeats of that time are still to be read."""
+    desk = running(2)
+    away_s = 10 * desk.core.timing.detection_s
+    desk.do(e.Overslept(away_s), after_s=away_s)
+    assert len(desk.core.alive_nodes()) == 2
+    desk.wait(desk.core.timing.detection_s + 0.1, alive=("n0",))
+    assert [n.name for n in desk.core.alive_nodes()] == ["n0"]
+
+
 @pytest.mark.parametrize(
     ("nodes", "nproc", "readers"), [(1, 1, [0]), (2, 1, [0]), (8, 1, [0]), (9, 1, [0, 1]), (3, 3, [0, 3])]
 )

@@ -47,8 +47,8 @@ def test_kills_in_every_phase_lose_and_repeat_no_sample(tmp_path, undisturbed):
 def test_smaller_and_larger_worlds_lose_and_repeat_no_sample(tmp_path):
     faults = [
         "kill-node:rank=3,phase=vote,step=20",
-        "kill-worker:rank=0,phase=update,step=35",
-        "kill-worker:rank=1,phase=vote,step=36",
+        "kill-worker:rank=0,phase=update,step=21",  # before the node is replaced
+        "kill-worker:rank=1,phase=vote,step=22",
         "kill-node:rank=2,phase=backward,step=60",
         "kill-worker:rank=0,phase=commit,step=90",
     ]

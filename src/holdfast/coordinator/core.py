@@ -39,6 +39,7 @@ from holdfast.coordinator.events import (
     NodeJoined,
     NodeLost,
     NodeSays,
+    Overslept,
     ProvideNode,
     RebootNode,
     Record,
@@ -230,6 +231,8 @@ class Core:
                 storing.found(self, event)
             case Recovered(last_s):
                 nodes.recovered(self, last_s)
+            case Overslept(away_s):
+                nodes.overslept(self, away_s)
             case Tick():
                 pass
 

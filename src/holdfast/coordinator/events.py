@@ -69,6 +69,12 @@ class DurableFound(msgspec.Struct, frozen=True):
     passed_over: tuple[str, ...] = ()
 
 
+class Overslept(msgspec.Struct, frozen=True):
+    """The coordinator's process did not get to listen for so long: what agents said meanwhile is still to be read."""
+
+    away_s: float
+
+
 class Tick(msgspec.Struct, frozen=True):
     """Time passed: a deadline may be due."""
 
@@ -87,6 +93,7 @@ Event = (
     | Injected
     | Recovered
     | DurableFound
+    | Overslept
     | Tick
 )
 

@@ -131,6 +131,12 @@ def lose(core: Core, node: Node, cause: str, release: bool = True) -> None:
         forming.break_generation(core, cause)
 
 
+def overslept(core: Core, away_s: float) -> None:
+    """Nobody was heard for so long because nobody listened: that is no silence of theirs."""
+    for node in core.alive_nodes():
+        node.last_seen_s = min(core.now, node.last_seen_s + away_s)
+
+
 def recovered(core: Core, last_s: float) -> None:
     """This process replaced a coordinator that died. Agents that do not come back are lost.
 

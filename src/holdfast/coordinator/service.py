@@ -60,6 +60,7 @@ class Coordinator:
         self._agents: dict[str, asyncio.Queue[bytes | None]] = {}
         self._watchers: set[asyncio.Queue[bytes]] = set()
         self._tick: asyncio.TimerHandle | None = None
+        self._beat: asyncio.TimerHandle | None = None
         self._status_due = False
         self._over = asyncio.Event()
         self._gone = asyncio.Event()
@@ -105,6 +106,7 @@ class Coordinator:
         self._take_over()
         write_endpoint(self._job_dir, Endpoint(host, bound, os.getpid()))
         loop = asyncio.get_running_loop()
+        self._look_at_clock()
         loop.add_signal_handler(signal.SIGINT, lambda: None)
         loop.add_signal_handler(signal.SIGTERM, lambda: self.handle(ev.StopRequested("SIGTERM")))
         if lifeline is not None:
@@ -153,8 +155,26 @@ class Coordinator:
 
     # ------------------------------------------------------------ the core
 
+    def _look_at_clock(self) -> None:
+        """Once for every two heartbeats. When the processor or the disk kept this process from it, it kept it from
+        listening, too: the agents are not to blame, and the core has to know before it looks at any deadline."""
+        beat, self._beat = self._beat, None
+        loop, every_s = asyncio.get_running_loop(), self._core.timing.heartbeat_s / 2
+        if beat is not None:
+            beat.cancel()
+            late_s = loop.time() - beat.when()
+            if late_s > every_s:
+                self._handle(ev.Overslept(late_s))
+        if not self._over.is_set():
+            self._beat = loop.call_later(every_s, self._look_at_clock)
+
     def handle(self, event: ev.Event) -> None:
         """One event through the core: its outcome is kept before anyone hears of it."""
+        if self._beat is not None and asyncio.get_running_loop().time() > self._beat.when():
+            self._look_at_clock()
+        self._handle(event)
+
+    def _handle(self, event: ev.Event) -> None:
         now = self._clock()
         actions = self._core.handle(event, now)
         state = self._core.state
