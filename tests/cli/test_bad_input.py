@@ -24,6 +24,11 @@ CASES = {
     "a rank that is none": (["--fault", "kill-worker:rank=x", "train.py"], "not a whole number"),
     "no such fault": (["--fault", "kill-all", "train.py"], "there are kill-worker, kill-node"),
     "a fault without a time": (["--fault", "raise:after=soon", "train.py"], "write 8s, 500ms or 2m"),
+    "a fault of a machine that nobody watches": (
+        ["--no-health", "--fault", "xid=79", "train.py"],
+        "nobody watches the nodes of this job",
+    ),
+    "an Xid on a node that is none": (["--fault", "xid=79,node=5", "train.py"], "there is no node 5"),
     "an unknown option": (["--spare", "1", "train.py"], "--spares"),
     "a bad name": (["--job", "../escape", "train.py"], "use letters, digits"),
     "no such preload": (["--preload", "torch,nope", "train.py"], "there is no module 'nope'"),

@@ -10,6 +10,7 @@ import pytest
 from holdfast.agent import health, polling, standin
 from holdfast.agent.health import Watcher
 from holdfast.health.book import RuleBook
+from holdfast.health.kmsg import Kmsg
 from holdfast.health.machine import machine_sources
 from holdfast.health.readings import Line, Reading
 from holdfast.health.ruleset import catalogue
@@ -127,16 +128,32 @@ def test_rules_change_while_it_runs_and_an_error_changes_nothing(on_a_node, tmp_
     on_a_node(test, rules=(str(path),))
 
 
-def test_rules_that_are_wrong_from_the_start_leave_the_catalogue(on_a_node, tmp_path):
+def test_rules_that_are_wrong_from_the_start_leave_the_catalogue_and_what_is_on_trial(on_a_node, tmp_path):
     path = tmp_path / "ours.toml"
     path.write_text("[[rule]\n")
 
     async def test(node):
         await node.hears("rules-unreadable")
         node.says(OFF_THE_BUS)
-        await node.hears("xid-79")
+        assert (await node.hears("xid-79")).dry_run
 
-    on_a_node(test, rules=(str(path),))
+    on_a_node(test, rules=(str(path),), dry_run=("xid-*", "ours"))
+
+
+def test_a_disk_that_is_full_stops_nobody_from_listening(tmp_path):
+    """Where the kernel's log was left is written down as it is read."""
+
+    class Device(Kmsg):
+        def __init__(self):
+            self._left, self._boot, self._after, self.overrun = tmp_path / "nowhere" / "left", "b", None, 0
+            self.records = [b"3,1,1,-;one", b"3,2,1,-;two"]
+
+        def _read(self):
+            if not self.records:
+                raise BlockingIOError
+            return self.records.pop(0)
+
+    assert [line.text for line in Device().lines()] == ["one", "two"]
 
 
 def test_rules_on_trial(on_a_node):

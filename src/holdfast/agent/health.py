@@ -22,7 +22,7 @@ from holdfast.health.logs import LogTail
 from holdfast.health.machine import machine_sources
 from holdfast.health.readings import Line
 from holdfast.health.rules import Rule
-from holdfast.health.ruleset import load_rules
+from holdfast.health.ruleset import catalogue, load_rules
 from holdfast.health.sources import Place
 from holdfast.observe.inotify import MODIFIED, Inotify
 from holdfast.protocol import messages as m
@@ -63,14 +63,12 @@ class Watcher:
         """Begins to watch."""
         if not self._spec.watch:
             return
-        self._folder.mkdir(parents=True, exist_ok=True)
         self._rules = await asyncio.to_thread(self._first_rules)
         self._book.use(self._rules)
-        self._inotify = Inotify(self._files_changed)
-        self._files = (KmsgFile(self._folder / "kmsg"),)
-        self._inotify.watch(self._folder / "kmsg")
-        for folder in {Path(name).parent for name in self._spec.rules}:
-            self._inotify.watch(folder, _CLOSED_AFTER_WRITE | _MOVED_HERE)
+        try:
+            self._follow_files()
+        except OSError as error:
+            self._tell_own("files-unwatched", f"changes of logs and rule files are not seen here: {error}")
         self._follow_kernel()
         machine = self._poller(self._shared)
         machine.add(await asyncio.to_thread(machine_sources, Place(job_dirs=(self._job_dir,))))
@@ -118,9 +116,13 @@ class Watcher:
             return None
 
     def _first_rules(self) -> list[Rule]:
-        """With a file that is wrong from the beginning, the catalogue alone."""
+        """With a file that is wrong from the beginning the catalogue alone; what is on trial stays on trial."""
         rules = self._read_rules()
-        return list(load_rules()) if rules is None else rules
+        if rules is not None:
+            return rules
+        known = catalogue()
+        known.on_trial(name for name in self._spec.dry_run if known.named(name))
+        return list(known)
 
     def _rules_changed(self) -> None:
         rules = self._read_rules()
@@ -137,6 +139,14 @@ class Watcher:
         )
 
     # ------------------------------------------------------------ lines
+
+    def _follow_files(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._inotify = Inotify(self._files_changed)
+        self._files = (KmsgFile(self._folder / "kmsg"),)
+        self._inotify.watch(self._folder / "kmsg")
+        for folder in {Path(name).parent for name in self._spec.rules}:
+            self._inotify.watch(folder, _CLOSED_AFTER_WRITE | _MOVED_HERE)
 
     def _follow_kernel(self) -> None:
         try:

@@ -19,7 +19,7 @@ from holdfast.data.cache import absolute_cache
 from holdfast.engines import jobs
 from holdfast.errors import UsageError
 from holdfast.health.capacity import available_bytes
-from holdfast.protocol.faults import FaultSpec, parse_fault
+from holdfast.protocol.faults import FaultSpec, check_watched, parse_fault
 from holdfast.protocol.job import JobSpec, SlurmOptions, Timing
 
 MIN_FREE_BYTES = 256 << 20
@@ -66,6 +66,8 @@ def plan(given: Options) -> JobSpec:
     nproc = parse_nproc(given.nproc_per_node, given.slurm.gpus_per_node)
     _check_numbers(given)
     faults = tuple(_fault(text, high, nproc, given.spares) for text in given.faults)
+    for fault in faults:
+        check_watched(fault, given.health.watch)
     script = _find_script(given.script, given.module)
     name = jobs.check_name(given.job) if given.job else jobs.default_name(given.script)
     spec = JobSpec(

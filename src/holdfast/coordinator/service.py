@@ -28,7 +28,7 @@ from holdfast.errors import ProtocolError, UsageError
 from holdfast.protocol import messages as m
 from holdfast.protocol.availability import Availability, NodeGoing
 from holdfast.protocol.endpoint import Endpoint, write_endpoint
-from holdfast.protocol.faults import NODE_FAULTS, FaultKind, parse_fault
+from holdfast.protocol.faults import NODE_FAULTS, FaultKind, check_watched, parse_fault
 from holdfast.protocol.frames import Codec, encode
 from holdfast.protocol.job import JobSpec, Resume
 from holdfast.protocol.tenure import LOOK_S, newest_term
@@ -383,6 +383,7 @@ class Coordinator:
     async def _fault(self, request: web.Request) -> web.StreamResponse:
         try:
             spec = parse_fault(await request.text())
+            check_watched(spec, self._core.spec.health.watch)
             self._check_target(spec.rank, spec.node)
         except UsageError as error:
             return web.Response(status=400, text=str(error))

@@ -114,10 +114,14 @@ class Kmsg:
         return int(sequence) if boot == self._boot and sequence.isdigit() else None
 
     def _write_left(self) -> None:
-        if self._left is not None:
-            work = self._left.with_suffix(".tmp")
+        if self._left is None:
+            return
+        work = self._left.with_suffix(".tmp")
+        try:
             work.write_text(f"{self._boot} {self._after}")
             work.replace(self._left)
+        except OSError:
+            return  # a full disk is no reason not to listen
 
 
 class KmsgFile:

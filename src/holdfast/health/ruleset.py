@@ -105,6 +105,11 @@ class RuleSet:
         self._origins |= dict.fromkeys(made, name)
         return list(made)
 
+    def named(self, name: str) -> list[str]:
+        """The rules that a name is of; `*` in it stands for anything."""
+        pattern = re.compile(re.escape(name).replace(r"\*", ".*"))
+        return [id for id in self._made if pattern.fullmatch(id)]
+
     def on_trial(self, names: Iterable[str]) -> None:
         """Puts rules on trial: written down, never acted on. `*`: all; `xid-*`: a family.
 
@@ -112,8 +117,7 @@ class RuleSet:
             UsageError: no rule is called so.
         """
         for name in names:
-            pattern = re.compile(re.escape(name).replace(r"\*", ".*"))
-            hit = [id for id in self._made if pattern.fullmatch(id)]
+            hit = self.named(name)
             if not hit:
                 raise UsageError(f"no rule is called {name!r}; `holdfast health rules` lists them")
             for id in hit:

@@ -144,6 +144,14 @@ def parse_fault(text: str) -> FaultSpec:
     return spec
 
 
+def check_watched(spec: FaultSpec, watch: bool) -> None:
+    """A fault of a machine that nobody watches is none. Raises UsageError."""
+    if spec.kind in MACHINE_FAULTS and not watch:
+        raise UsageError(
+            f"--fault {str(spec)!r}: nobody watches the nodes of this job (--no-health), so nobody would see it"
+        )
+
+
 def _split(text: str) -> tuple[str, str]:
     """The kind, and the keys with their values."""
     head, _, rest = re.sub(r"^([\w-]+),", r"\1:", text).partition(":")
