@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True, help="The rules by which nodes are judged: list, explain, check them."
 )
+SXID_DIGITS = 5
+"""SXids have so many, Xids fewer."""
 RuleFiles = Annotated[
     list[str] | None, typer.Option("--rules", help="A file of your own rules, over the catalogue.")
 ]
@@ -111,7 +113,8 @@ def _find(known: RuleSet, name: str) -> list[Rule]:
             more = (r for r in known if rule.family and r.id.startswith(f"{id}-"))
             return [rule, *more]
     if re.fullmatch(r"(s?xid-)?\d+", plain):
-        family = "sxid" if plain.startswith("sxid") or len(plain) > len("xid-999") else "xid"
+        number = plain.rpartition("-")[2]
+        family = "sxid" if plain.startswith("sxid") or len(number) > SXID_DIGITS - 1 else "xid"
         raise UsageError(
             f"{name!r} is not in the catalogue; such a code is judged by the rule {family}-unknown. "
             f"`holdfast health explain {family}-unknown` tells more"

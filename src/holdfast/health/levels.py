@@ -17,12 +17,14 @@ SAMPLES = 64
 """Kept of one reading for one rule's window; a new one within a 64th of the window takes the last one's place."""
 KEYS_KEPT = 8192
 ANY = "*"
+REMIND_S = 600.0
+"""What is still unknown after this long is told again: the core asks a person then."""
 
 
 class Series:
     """What one rule remembers of one reading."""
 
-    __slots__ = ("left", "said", "samples", "since_s", "times")
+    __slots__ = ("left", "said", "said_s", "samples", "since_s", "times")
 
     def __init__(self) -> None:
         self.samples: deque[tuple[float, float]] = deque()
@@ -30,6 +32,7 @@ class Series:
         self.since_s: float | None = None
         self.times: deque[float] = deque()
         self.said = False
+        self.said_s = 0.0
 
 
 class Levels:
@@ -153,8 +156,8 @@ def _turn(
         elif not often:
             series.said = False
         return
-    if true and not series.said:
-        series.said = True
+    if true and (not series.said or (rule.unknown and now_s - series.said_s >= REMIND_S)):
+        series.said, series.said_s = True, now_s
         yield rule, Condition.FAULTY, words, 1
     elif not true and series.said:
         series.said = False
