@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.health.checks import cpu, disk, memory
+from holdfast.health.checks import collective, cpu, disk, memory, network
 from holdfast.health.checks.check import Check, Task, attempt
 from holdfast.health.checks.floors import against_floor, read_floors
 from holdfast.protocol.health import CheckResult
@@ -20,10 +20,14 @@ ALONE: dict[str, Check] = {
     "cpu": cpu.check_cpu,
     "memory": memory.check_memory,
     "disk": disk.check_disk,
+    "loopback": network.check_loopback,
 }
 """Of the node alone."""
 
-TOGETHER: dict[str, Check] = {}
+TOGETHER: dict[str, Check] = {
+    "pair": network.check_pair,
+    "all-reduce": collective.check_all_reduce,
+}
 """Between nodes: only when asked for."""
 
 

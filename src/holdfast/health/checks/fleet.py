@@ -1,0 +1,98 @@
+"""Nodes judged by each other: pure. A device that is far behind others of its model is faulty, whatever its floor."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from holdfast.protocol.health import CheckResult, Condition
+
+LEAST_VALUES = 4
+"""Fewer have no median that one of them could be judged by."""
+
+SIGMAS = 4.0
+_MAD_TO_SIGMA = 1.4826
+
+TOLERANCES = {
+    "gpu": 0.05,  # SuperBench calls 5% below the baseline defective
+    "cpu-matrix": 0.1,
+    "memory-copy": 0.1,
+    "all-reduce": 0.2,
+    "loopback": 0.5,
+    "pair": 0.5,
+    "disk": 0.5,
+}
+"""How much worse than the median a healthy device may be; by the longest beginning of the check's name."""
+
+Results = Mapping[str, Sequence[CheckResult]]
+
+
+def tolerance(name: str) -> float | None:
+    """None: values of this check are not compared (free space says nothing about health)."""
+    fit = [key for key in TOLERANCES if name.startswith(key)]
+    return TOLERANCES[max(fit, key=len)] if fit else None
+
+
+def against_fleet(by_node: Results) -> dict[str, list[CheckResult]]:
+    """The same results; healthy ones that are far worse than the median of their model, or that have other bits than
+    most of their model, are faulty."""
+    groups: dict[tuple[str, str], list[CheckResult]] = defaultdict(list)
+    for results in by_node.values():
+        for r in results:
+            if r.condition is not Condition.UNKNOWN and not r.with_node:
+                groups[r.name, r.model].append(r)
+    return {
+        node: [_judged(r, groups.get((r.name, r.model), [])) for r in results]
+        for node, results in by_node.items()
+    }
+
+
+def summary(results: Results) -> dict[str, Condition]:
+    """Each node as a whole: faulty if anything is, else unknown if anything is. A bad way is not the node's fault."""
+    order = (Condition.FAULTY, Condition.UNKNOWN)
+    return {
+        node: next((c for c in order if any(r.condition is c and not r.with_node for r in rs)), Condition.HEALTHY)
+        if rs
+        else Condition.UNKNOWN
+        for node, rs in results.items()
+    }
+
+
+def _judged(result: CheckResult, group: Sequence[CheckResult]) -> CheckResult:
+    if result.condition is not Condition.HEALTHY or result.with_node:
+        return result
+    if result.digest:
+        return _same_bits(result, group)
+    allowed = tolerance(result.name)
+    values = [r.value for r in group if r.value is not None]
+    if allowed is None or result.value is None or len(values) < LEAST_VALUES:
+        return result
+    median = statistics.median(values)
+    spread = _MAD_TO_SIGMA * statistics.median(abs(v - median) for v in values)
+    behind = result.value - median if result.lower else median - result.value
+    if not median or behind <= allowed * median or behind <= SIGMAS * spread:
+        return result
+    word = "above" if result.lower else "below"
+    why = f"{behind / median:.0%} {word} the median of {len(values)} ({median:g} {result.unit})"
+    return _faulty(result, why)
+
+
+def _same_bits(result: CheckResult, group: Sequence[CheckResult]) -> CheckResult:
+    """The majority is right; without one nobody can tell who is."""
+    counts = Counter(r.digest for r in group if r.digest)
+    common, most = counts.most_common(1)[0]
+    total = counts.total()
+    if len(counts) == 1 or (result.digest == common and most * 2 > total):
+        return result
+    if most * 2 > total and total >= 3:
+        return _faulty(result, f"other bits than {most} of {total} of its model, which agree")
+    detail = f"{len(counts)} different results among {total} of its model: who is right cannot be told"
+    return msgspec.structs.replace(result, condition=Condition.UNKNOWN, detail=detail)
+
+
+def _faulty(result: CheckResult, why: str) -> CheckResult:
+    detail = "; ".join(filter(None, (why, result.detail)))
+    return msgspec.structs.replace(result, condition=Condition.FAULTY, detail=detail)

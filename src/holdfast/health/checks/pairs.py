@@ -1,0 +1,152 @@
+"""Which nodes are measured with which, and what that says: pure.
+
+Two rounds single out a bad node or a bad way. First everyone is measured with somebody; then each of a slow pair is
+measured again, with one of a fast pair. Who is slow both times is slow itself; who was slow only with that other one has
+a bad way to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from holdfast.protocol.health import CheckResult, Condition
+
+Pair = tuple[str, str]
+
+SLOW_SHARE = 0.5
+"""Of the bandwidth that the fast quarter has, and twice its latency. (DLRover's check of the network takes the median,
+which one bad node among five spoils: the odd one out is in two pairs.)"""
+
+LATENCY_FLOOR_S = 50e-6
+"""Differences below are the scheduler's, not the network's."""
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """What a pair measured. bytes_per_s 0: they did not reach each other. None: it could not be tried."""
+
+    bytes_per_s: float | None
+    latency_s: float = 0.0
+    why: str = ""
+    damaged: bool = False
+
+
+def first_round(nodes: Sequence[str]) -> list[list[Pair]]:
+    """Everyone with somebody. Pairs of one batch have no node in common, so they can be measured at once."""
+    pairs = list(zip(nodes[::2], nodes[1::2], strict=False))
+    batches = [pairs] if pairs else []
+    if len(nodes) % 2 and len(nodes) > 1:
+        batches.append([(nodes[-1], nodes[0])])
+    return batches
+
+
+def slow_pairs(first: Mapping[Pair, Measured]) -> list[Pair]:
+    """Those that are far behind the others, or did not reach each other."""
+    known = {p: m for p, m in first.items() if m.bytes_per_s is not None}
+    rates = sorted(m.bytes_per_s for m in known.values() if m.bytes_per_s)
+    if not rates:
+        return list(known)
+    rate = rates[3 * len(rates) // 4]
+    latency_s = sorted(m.latency_s for m in known.values() if m.bytes_per_s)[(len(rates) - 1) // 4]
+    ceiling_s = max(2 * latency_s, latency_s + LATENCY_FLOOR_S)
+    return [
+        p
+        for p, m in known.items()
+        if (m.bytes_per_s or 0) < SLOW_SHARE * rate or m.latency_s > ceiling_s or m.damaged
+    ]
+
+
+def second_round(first: Mapping[Pair, Measured]) -> list[list[Pair]]:
+    """Each of a slow pair with one that was fast. Nothing to do without either of them."""
+    slow = slow_pairs(first)
+    suspects = list(dict.fromkeys(n for p in slow for n in p))
+    fast = list(dict.fromkeys(n for p, m in first.items() if p not in slow and m.bytes_per_s for n in p))
+    cleared = [n for n in suspects if n in fast]  # with somebody else it was fast already
+    suspects = [n for n in suspects if n not in cleared]
+    if not fast:
+        return []
+    batches: list[list[Pair]] = []
+    for start in range(0, len(suspects), len(fast)):
+        part = suspects[start : start + len(fast)]
+        batches.append([(node, fast[i]) for i, node in enumerate(part)])
+    return batches
+
+
+def judge(first: Mapping[Pair, Measured], second: Mapping[Pair, Measured]) -> dict[str, list[CheckResult]]:
+    """A result `pair` for every node, and `link` for those whose way to one other is bad."""
+    slow = slow_pairs(first)
+    nodes = list(dict.fromkeys(n for p in first for n in p))
+    best = _best(nodes, [*first.items(), *second.items()])
+    unclear = bool(slow) and not second and not any(p not in slow and m.bytes_per_s for p, m in first.items())
+    again = _again(first, second, slow)
+    results: dict[str, list[CheckResult]] = {}
+    for node in nodes:
+        mine = [p for p in slow if node in p]
+        if best[node] is None:
+            why = next((m.why for p, m in first.items() if node in p and m.why), "not measured")
+            results[node] = [CheckResult("pair", Condition.UNKNOWN, why)]
+        elif unclear:
+            results[node] = [
+                _pair(Condition.UNKNOWN, best[node], "all pairs are bad: the network, or all of them")
+            ]
+        elif mine and node in again and again[node]:
+            partners = ", ".join(_other(p, node) for p in mine)
+            what = f"slow or unreachable with {partners} and with one that is fast"
+            results[node] = [_pair(Condition.FAULTY, best[node], what)]
+        elif mine and node not in again:
+            results[node] = [
+                _pair(Condition.UNKNOWN, best[node], "slow, and not measured again with a fast one")
+            ]
+        else:
+            results[node] = [_pair(Condition.HEALTHY, best[node], "")]
+            for other in (_other(p, node) for p in mine):
+                if again.get(other) is False:
+                    measured = first.get((node, other)) or first[(other, node)]
+                    results[node].append(_link(other, measured))
+    return results
+
+
+def _again(
+    first: Mapping[Pair, Measured], second: Mapping[Pair, Measured], slow: Sequence[Pair]
+) -> dict[str, bool]:
+    """Whether each suspect was slow again; those that were not measured again are not in it."""
+    fine = {p: m for p, m in first.items() if p not in slow and m.bytes_per_s}
+    again = {node: False for pair in fine for node in pair}
+    for pair, measured in second.items():
+        if measured.bytes_per_s is not None:
+            again[pair[0]] = pair in slow_pairs(fine | {pair: measured})
+    return again
+
+
+def _best(nodes: Iterable[str], measured: Iterable[tuple[Pair, Measured]]) -> dict[str, Measured | None]:
+    """The fastest that each node was."""
+    best: dict[str, Measured | None] = dict.fromkeys(nodes)
+    for pair, m in measured:
+        for node in pair:
+            if m.bytes_per_s is None:
+                continue
+            known = best.get(node)
+            if known is None or m.bytes_per_s > (known.bytes_per_s or 0):
+                best[node] = m
+    return best
+
+
+def _pair(condition: Condition, measured: Measured | None, detail: str) -> CheckResult:
+    if measured is None or not measured.bytes_per_s:
+        return CheckResult("pair", condition, detail)
+    told = f"{measured.latency_s * 1e6:.0f} µs there and back"
+    value = round(measured.bytes_per_s / 1e9, 3)
+    return CheckResult("pair", condition, "; ".join(filter(None, (detail, told))), value, unit="GB/s")
+
+
+def _link(other: str, measured: Measured) -> CheckResult:
+    rate = measured.bytes_per_s or 0.0
+    how = "bytes came back changed" if measured.damaged else "slow with it, fast with another"
+    if not rate:
+        how = "they do not reach each other, and both reach others"
+    return CheckResult("link", Condition.FAULTY, how, round(rate / 1e9, 3), unit="GB/s", with_node=other)
+
+
+def _other(pair: Pair, node: str) -> str:
+    return pair[1] if pair[0] == node else pair[0]
