@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from holdfast.cli import (
+    check,
     checkpoint,
     data,
     events,
@@ -43,6 +44,7 @@ app.command("logs")(logs.logs)
 app.command("report")(report.report)
 app.command("metrics")(metrics.metrics)
 app.command("fault")(fault.fault)
+app.command("check")(check.check)
 app.command("resize")(resize.resize)
 app.command("drain")(resize.drain)
 app.command("stop")(stop.stop)

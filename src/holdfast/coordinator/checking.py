@@ -9,6 +9,9 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
+import msgspec
+from aiohttp import web
+
 from holdfast.coordinator.state import CoreState, Node
 from holdfast.errors import UsageError
 from holdfast.health.checks import pairs
@@ -23,6 +26,9 @@ ANSWER_S = 1800.0
 """The longest that a node may take; its agent gives up single checks long before."""
 
 PAIR_ANSWER_S = 180.0
+NEWS_S = 1.0
+"""So long a question about a run waits for news: shorter than two silent seconds."""
+
 KEPT = 8
 LISTENING, COMMON = -1, -2
 """Which of the ports that a node offers are used for pairs, and for the meeting point of all."""
@@ -90,7 +96,9 @@ class CheckRuns:
         """
         run = self._runs.get(id)
         if run is None:
-            raise UsageError("the coordinator knows nothing of these checks: it was started again; ask once more")
+            raise UsageError(
+                "the coordinator knows nothing of these checks: it was started again; ask once more"
+            )
         return await run.wait(after, patience_s)
 
     async def ask(self, node: str, order: m.RunChecks, patience_s: float) -> tuple[CheckResult, ...] | None:
@@ -129,6 +137,33 @@ class CheckRuns:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
+def check_routes(runs: CheckRuns, state: Callable[[], CoreState]) -> list[web.RouteDef]:
+    """`POST /check`: a CheckWish as JSON begins a run. `GET /check?id=&after=`: its news, as soon as there are some."""
+
+    async def begin(request: web.Request) -> web.StreamResponse:
+        try:
+            wish = msgspec.json.decode(await request.read(), type=CheckWish)
+            id = runs.begin(wish, state())
+        except (msgspec.MsgspecError, UsageError) as error:
+            return web.Response(status=400, text=str(error))
+        return _json(await runs.news(id, 0, NEWS_S))
+
+    async def news(request: web.Request) -> web.StreamResponse:
+        try:
+            id, after = (int(request.query[key]) for key in ("id", "after"))
+            return _json(await runs.news(id, after, NEWS_S))
+        except (KeyError, ValueError):
+            return web.Response(status=400, text="send ?id=N&after=VERSION, whole numbers")
+        except UsageError as error:
+            return web.Response(status=400, text=str(error))
+
+    return [web.post("/check", begin), web.get("/check", news)]
+
+
+def _json(value: CheckNews) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
+
+
 Ask = Callable[[str, m.RunChecks, float], Awaitable[tuple[CheckResult, ...] | None]]
 
 
@@ -148,7 +183,9 @@ class _Run:
     def news(self) -> CheckNews:
         """How far it is."""
         results = {n: tuple(r) for n, r in self._results.items()} if self._over else {}
-        return CheckNews(self.id, self._version, self._doing, tuple(sorted(self._waiting)), self._over, results)
+        return CheckNews(
+            self.id, self._version, self._doing, tuple(sorted(self._waiting)), self._over, results
+        )
 
     async def wait(self, after: int, patience_s: float) -> CheckNews:
         """As `news`, when there are some, or the patience is over."""

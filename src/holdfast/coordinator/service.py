@@ -18,6 +18,7 @@ from aiohttp import WSCloseCode, WSMsgType, web
 
 from holdfast.coordinator import events as ev
 from holdfast.coordinator import resizing
+from holdfast.coordinator.checking import CheckRuns, check_routes
 from holdfast.coordinator.clock import Anchor, CoreClock
 from holdfast.coordinator.core import Core
 from holdfast.coordinator.injector import Injector, Planned, Strike
@@ -59,6 +60,10 @@ class Coordinator:
         self._resume = resume
         self._agents: dict[str, asyncio.Queue[bytes | None]] = {}
         self._watchers: set[asyncio.Queue[bytes]] = set()
+        self._checks = CheckRuns(
+            lambda node, order: self._do(ev.Send(node, order)),
+            lambda node, found: self.handle(ev.NodeSays(node, found)),
+        )
         self._tick: asyncio.TimerHandle | None = None
         self._beat: asyncio.TimerHandle | None = None
         self._status_due = False
@@ -94,6 +99,7 @@ class Coordinator:
                 web.post("/resize", self._resize),
                 web.post("/drain", self._drain),
                 web.post("/engine", self._engine),
+                *check_routes(self._checks, lambda: self._core.state),
             ]
         )
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=FAREWELL_S)
@@ -292,6 +298,7 @@ class Coordinator:
             if self._agents.get(node) is queue:
                 del self._agents[node]
                 self._gone.set()
+                self._checks.lost(node)
                 self.handle(ev.NodeLost(node, session, "its agent's connection closed"))
         return socket
 
@@ -310,6 +317,8 @@ class Coordinator:
         if isinstance(message, m.Hello):
             self.handle(ev.NodeJoined(message))
             return message.session
+        if isinstance(message, m.Checked) and self._checks.answered(node, message):
+            return session
         if isinstance(message, m.FaultFired):
             self._fired(message.fault, node, self._armed_worker(message.fault))
         elif isinstance(message, m.FromWorker) and isinstance(message.message, m.FaultFired):

@@ -54,7 +54,9 @@ def summary(results: Results) -> dict[str, Condition]:
     """Each node as a whole: faulty if anything is, else unknown if anything is. A bad way is not the node's fault."""
     order = (Condition.FAULTY, Condition.UNKNOWN)
     return {
-        node: next((c for c in order if any(r.condition is c and not r.with_node for r in rs)), Condition.HEALTHY)
+        node: next(
+            (c for c in order if any(r.condition is c and not r.with_node for r in rs)), Condition.HEALTHY
+        )
         if rs
         else Condition.UNKNOWN
         for node, rs in results.items()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.health.checks import collective, cpu, disk, memory, network
+from holdfast.health.checks import collective, cpu, dcgm, disk, gpu, memory, network, nvlink
 from holdfast.health.checks.check import Check, Task, attempt
 from holdfast.health.checks.floors import against_floor, read_floors
 from holdfast.protocol.health import CheckResult
@@ -21,6 +21,9 @@ ALONE: dict[str, Check] = {
     "memory": memory.check_memory,
     "disk": disk.check_disk,
     "loopback": network.check_loopback,
+    "gpu": gpu.check_gpus,
+    "nvlink": nvlink.check_nvlink,
+    "dcgm": dcgm.check_dcgm,
 }
 """Of the node alone."""
 

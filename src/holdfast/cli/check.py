@@ -1,0 +1,210 @@
+"""`holdfast check`: tests nodes on purpose, this machine or those of a running job."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from holdfast.cli.common import JobName
+
+if TYPE_CHECKING:
+    from holdfast.protocol.checking import CheckNews, CheckWish
+    from holdfast.protocol.health import CheckResult, Condition
+
+    Results = dict[str, Sequence[CheckResult]]
+
+T = TypeVar("T")
+WIDTH = 100
+EXIT_FAULTY = 1
+EXIT_UNKNOWN = 3
+HERE = "this machine"
+MOST_SECONDS = 3600.0
+
+
+def check(
+    nodes: Annotated[
+        list[str] | None, typer.Argument(help="Nodes of the job; without any, those that do not train.")
+    ] = None,
+    job: JobName = None,
+    deep: Annotated[
+        bool,
+        typer.Option("--deep", help="Also processor, memory, disk, network and GPUs: some ten seconds each."),
+    ] = False,
+    disturb: Annotated[
+        bool, typer.Option("--disturb", help="Deep checks also on nodes that train: it slows them down.")
+    ] = False,
+    seconds: Annotated[
+        float, typer.Option("--seconds", help="About how long each deep check lasts; 0: as usual (2).")
+    ] = 0.0,
+    folder: Annotated[
+        Path, typer.Option("--folder", help="This machine: where its disk is tested; by default here.")
+    ] = Path(),
+    json: Annotated[
+        Path | None, typer.Option("--json", help="Write the results as JSON; - for standard output.")
+    ] = None,
+) -> None:
+    """Checks nodes of a running job, or this machine when neither nodes nor a job are named.
+
+    Exit code 0: all healthy; 1: something is faulty; 3: nothing is, but something could not be found out.
+    """
+    from holdfast.errors import UsageError
+    from holdfast.health.checks.fleet import summary
+    from holdfast.protocol.checking import CheckWish
+    from holdfast.protocol.health import Condition
+
+    if not 0 <= seconds <= MOST_SECONDS:
+        raise UsageError(f"--seconds {seconds:g}: between 0 and {MOST_SECONDS:.0f}, for example 10")
+    if json is not None and str(json) != "-" and not json.resolve().parent.is_dir():
+        raise UsageError(f"--json {json}: there is no folder {json.resolve().parent}")
+    if nodes or job:
+        results = _of_job(job, CheckWish(tuple(nodes or ()), deep, disturb, seconds))
+    else:
+        if not folder.is_dir():
+            raise UsageError(f"--folder {folder}: there is no such folder")
+        results = {HERE: _of_machine(folder.resolve(), deep, seconds)}
+    conditions = summary(results)
+    _show(results, conditions, json)
+    if Condition.FAULTY in conditions.values():
+        raise typer.Exit(EXIT_FAULTY)
+    if Condition.UNKNOWN in conditions.values():
+        raise typer.Exit(EXIT_UNKNOWN)
+
+
+def _of_machine(folder: Path, deep: bool, seconds: float) -> Sequence[CheckResult]:
+    import asyncio
+
+    from holdfast.checkpoint.memory import memory_base
+    from holdfast.health.checks.basic import Needs, run_basic
+    from holdfast.health.checks.check import SECONDS, Task
+    from holdfast.health.checks.child import check_in_child
+    from holdfast.health.checks.suite import Said
+
+    results = run_basic(Needs("127.0.0.1", 1, folder, memory_base()))
+    if not deep:
+        return results
+    task = Task(HERE, folder=str(folder), seconds=seconds or SECONDS)
+
+    async def run() -> list[CheckResult]:
+        with _Doing() as doing:
+
+            def tell(said: Said) -> None:
+                if said.running:
+                    doing.now(f"checking {said.running}")
+
+            return await doing.during(check_in_child(task, tell))
+
+    return [*results, *asyncio.run(run())]
+
+
+def _of_job(job: str | None, wish: CheckWish) -> Results:
+    import asyncio
+
+    from holdfast.engines import jobs
+
+    return asyncio.run(_ask(jobs.existing(job), wish))
+
+
+async def _ask(folder: Path, wish: CheckWish) -> Results:
+    import msgspec
+
+    from holdfast.engines.client import JobClient
+    from holdfast.protocol.checking import CheckNews
+
+    async with JobClient(folder) as client:
+        with _Doing() as doing:
+            news = msgspec.convert(await client.post("/check", msgspec.json.encode(wish).decode()), CheckNews)
+            while not news.over:
+                doing.now(_told(news))
+                page = f"/check?id={news.id}&after={news.version}"
+                news = msgspec.convert(await client.get(page), CheckNews)
+            return {node: list(results) for node, results in news.results.items()}
+
+
+def _told(news: CheckNews) -> str:
+    from holdfast.observe.units import clip
+
+    return clip(
+        f"{news.doing}: waiting for {', '.join(news.waiting)}" if news.waiting else news.doing, WIDTH - 20
+    )
+
+
+class _Doing:
+    """Says what goes on, first after two silent seconds: one line, rewritten in a terminal, ever more rarely elsewhere."""
+
+    def __init__(self) -> None:
+        import time
+
+        from holdfast.observe.bytecount import SILENT_S
+
+        self._clock: Callable[[], float] = time.monotonic
+        self._silence_s = SILENT_S
+        self._began_s = self._said_s = self._clock()
+        self._what = ""
+        self._open = False
+
+    def __enter__(self) -> _Doing:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._open:
+            sys.stderr.write("\r\033[K")
+            sys.stderr.flush()
+
+    def now(self, what: str) -> None:
+        """This goes on now."""
+        self._what = what
+        self._show()
+
+    async def during(self, work: Coroutine[Any, Any, T]) -> T:
+        """Waits for the work and shows how long it takes."""
+        import asyncio
+
+        task = asyncio.create_task(work)
+        while not (await asyncio.wait({task}, timeout=1.0))[0]:
+            self._show()
+        return task.result()
+
+    def _show(self) -> None:
+        from holdfast.observe.bytecount import LONGEST_SILENCE_S
+
+        now_s = self._clock()
+        if now_s - self._said_s < self._silence_s:
+            return
+        line = f"{self._what} ({now_s - self._began_s:.0f} s)"
+        self._said_s = now_s
+        self._open = sys.stderr.isatty()
+        if self._open:
+            self._silence_s = 0.0
+        else:
+            self._silence_s = min(2 * self._silence_s, LONGEST_SILENCE_S)
+        sys.stderr.write(f"\r\033[K{line}" if self._open else f"{line}\n")
+        sys.stderr.flush()
+
+
+def _show(results: Results, conditions: Mapping[str, Condition], path: Path | None) -> None:
+    from datetime import UTC, datetime
+
+    import msgspec
+
+    report = {
+        "utc": datetime.now(UTC).isoformat(timespec="seconds"),
+        "nodes": {n: {"condition": conditions[n], "results": rs} for n, rs in results.items()},
+    }
+    if path is not None:
+        text = msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n"
+        if str(path) == "-":
+            sys.stdout.write(text.decode())
+            return
+        path.write_bytes(text)
+    from rich.console import Console
+
+    from holdfast.observe.checks import checks_table
+
+    console = Console(width=min(WIDTH, Console().width) if sys.stdout.isatty() else WIDTH, highlight=False)
+    console.print(checks_table(results, conditions))
+    for node, condition in conditions.items():
+        console.print(f"{node}: {condition.value}", soft_wrap=True)

@@ -1,0 +1,85 @@
+"""Results of checks as a table, and in words while they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from holdfast.observe import units
+from holdfast.protocol.health import CheckResult, Condition
+
+STYLES = {Condition.HEALTHY: "green", Condition.FAULTY: "bold red", Condition.UNKNOWN: "yellow"}
+ALL_ROWS_UP_TO = 4
+"""Of more nodes than these only what is not healthy has a row, and every node one line."""
+
+Results = Mapping[str, Sequence[CheckResult]]
+
+
+def checks_table(by_node: Results, conditions: Mapping[str, Condition]) -> Table:
+    """One row for every result, worst nodes first."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("node", overflow="fold", max_width=16)
+    table.add_column("check", overflow="fold", max_width=22)
+    table.add_column("", no_wrap=True)
+    table.add_column("measured", justify="right", no_wrap=True)
+    table.add_column("least", justify="right", no_wrap=True)
+    table.add_column("", overflow="fold", ratio=1)
+    brief = len(by_node) > ALL_ROWS_UP_TO
+    order = (Condition.FAULTY, Condition.UNKNOWN, Condition.HEALTHY)
+    for node in sorted(by_node, key=lambda n: order.index(conditions[n])):
+        results = [r for r in by_node[node] if not brief or r.condition is not Condition.HEALTHY]
+        if not results:
+            passed = units.plural(len(by_node[node]), "result")
+            table.add_row(
+                node, "", _word(conditions[node]), "", "", Text(f"{passed}, all healthy", style="dim")
+            )
+        for i, r in enumerate(results):
+            table.add_row(
+                node if not i else "",
+                _name(r),
+                _word(r.condition),
+                measured(r),
+                floor(r),
+                Text(told(r), style="dim"),
+            )
+    return table
+
+
+def told(result: CheckResult) -> str:
+    """What there is to say beside the figures."""
+    to = f"to {result.with_node}" if result.with_node else ""
+    return "; ".join(filter(None, (to, result.detail)))
+
+
+def measured(result: CheckResult) -> str:
+    """The value, as people read it."""
+    return "" if result.value is None else figure(result.value, result.unit)
+
+
+def floor(result: CheckResult) -> str:
+    """What it must be at least, or at most."""
+    if result.floor is None:
+        return ""
+    return ("≤ " if result.lower else "") + figure(result.floor, result.unit)
+
+
+def figure(value: float, unit: str) -> str:
+    """`2.21 GB/s`, `21.4 GB`, `12 files`."""
+    if unit == "B":
+        return units.size(int(value))
+    if unit == "s":
+        return units.seconds(value) if value >= 1e-3 or value == 0 else f"{value * 1e6:.0f} µs"
+    number = f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
+    return f"{number} {unit}".strip()
+
+
+def _name(result: CheckResult) -> str:
+    where = f" {result.subject}" if result.subject and not result.subject.startswith("/") else ""
+    return result.name + where
+
+
+def _word(condition: Condition) -> Text:
+    return Text(condition.value, style=STYLES[condition])
