@@ -62,11 +62,17 @@ def test_without_a_gpu_there_is_nothing_to_say():
     [
         ("NVIDIA H100 80GB HBM3", (True,) * 18, Condition.HEALTHY),
         ("NVIDIA H100 80GB HBM3", (True,) * 17 + (False,), Condition.FAULTY),
-        ("NVIDIA H100 PCIe", (False,) * 12, Condition.UNKNOWN),
+        ("NVIDIA H100 PCIe", (True,) * 6 + (False,) * 6, Condition.UNKNOWN),
     ],
 )
 def test_links(model, states, condition):
-    (result,) = nvlink.judge_links([nvlink.Links(0, model, states), nvlink.Links(1, "L4", ())])
+    (result,) = nvlink.judge_links(
+        [
+            nvlink.Links(0, model, states),
+            nvlink.Links(1, "L4", ()),
+            nvlink.Links(2, "A100-PCIE", (False,) * 12),
+        ]
+    )
     assert (result.condition, result.value, result.floor) == (condition, sum(states), len(states))
 
 
@@ -96,7 +102,11 @@ def test_a_diagnostic_of_version_3():
     found = {(r.name, r.subject): r for r in dcgm.parse_diag(DIAG_3)}
     assert len(found) == 4
     assert found["dcgm-denylist", "gpu 0,1"].condition is Condition.HEALTHY
-    assert found["dcgm-persistence-mode", "gpu 0"].condition is Condition.UNKNOWN
+    warned = found["dcgm-persistence-mode", "gpu 0"]
+    assert (warned.condition, warned.detail) == (
+        Condition.HEALTHY,
+        "Persistence mode for GPU 0 is disabled.",
+    )
     assert found["dcgm-gpu-memory", "gpu 0"].detail == ""
     bad = found["dcgm-gpu-memory", "gpu 1"]
     assert (bad.condition, bad.detail) == (Condition.FAULTY, "Memory check failed at 0x3f00.; GPU 1")

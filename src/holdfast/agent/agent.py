@@ -151,7 +151,7 @@ class Agent:
     async def _before_joining(self) -> tuple[CheckResult, ...]:
         """Checks and hooks of a node that begins, while its first process gets warm."""
         await self._hook("on-create", "the node begins")
-        results = await self._checks.before_joining(self._health.deep)
+        results = await self._checks.before_joining()
         run = await self._hook("before-join", "the node is about to join")
         if run is not None:
             condition = Condition.FAULTY if run.error else Condition.HEALTHY
@@ -162,7 +162,7 @@ class Agent:
     async def _unless_over(
         self, work: Coroutine[Any, Any, tuple[CheckResult, ...]]
     ) -> tuple[CheckResult, ...]:
-        """What the work returns; nothing when the node's end comes first: deep checks take a while."""
+        """What the work returns; nothing when the node's end comes first: a hook may take a while."""
         working, ending = asyncio.create_task(work), asyncio.create_task(self._over.wait())
         await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
         ending.cancel()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.health.checks.basic import Needs, run_basic
-from holdfast.health.checks.check import SECONDS, Task, failed
+from holdfast.health.checks.check import SECONDS, Task
 from holdfast.health.checks.child import check_in_child
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import CheckResult
@@ -31,12 +31,9 @@ class NodeChecks:
         self._send = send
         self._busy = asyncio.Lock()
 
-    async def before_joining(self, deep: bool) -> tuple[CheckResult, ...]:
-        """The basic checks, and the deep ones where the job wants them of nodes that come new."""
-        results = await asyncio.to_thread(run_basic, self._needs)
-        if deep and not failed(results):
-            results += tuple(await check_in_child(self._task(m.RunChecks(0, deep=True))))
-        return results
+    async def before_joining(self) -> tuple[CheckResult, ...]:
+        """The basic checks. Deep ones come when the core asks for them: it does not use a node before they are over."""
+        return await asyncio.to_thread(run_basic, self._needs)
 
     async def answer(self, order: m.RunChecks) -> None:
         """Does what RunChecks asks for and tells the coordinator. Cancelled, it ends the child."""

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+from holdfast.agent.hooks import timeout_s
 from holdfast.checkpoint.memory import hand_on, remove_memory
 from holdfast.engines.agents import agent_arguments
 from holdfast.engines.local.nursery import AgentProcess, Nursery
@@ -27,6 +28,8 @@ class LocalEngine:
         self._nursery = Nursery(spec.preload)
         self._agents: dict[str, AgentProcess] = {}
         self._reading: set[asyncio.Task[None]] = set()
+        self._leaving: set[asyncio.Task[None]] = set()
+        self._hooks_s = 2 * timeout_s() if spec.health.hooks else 0.0  # on-drain, then after-job
         self._racks: dict[str, str] = {}
         self._count = 0
         hand_on(memory, [f"node{i}" for i in range(spec.max_nodes + spec.spares)])
@@ -71,10 +74,30 @@ class LocalEngine:
     async def release(self, node: str, reason: str, planned: bool) -> None:
         """Kills the agent; the kernel then kills its workers. A machine that is lost takes its memory with it."""
         process = self._agents.pop(node, None)
-        if process is not None:
-            process.signal(signal.SIGKILL)
-            await process.wait()
-            await asyncio.to_thread(remove_memory, self._memory / node)
+        if process is None:
+            return
+        if planned and self._hooks_s:
+            task = asyncio.create_task(
+                self._let_go(process, node)
+            )  # others are not to wait for its last hook
+            self._leaving.add(task)
+            task.add_done_callback(self._leaving.discard)
+        else:
+            await self._end(process, node)
+
+    async def _let_go(self, process: AgentProcess, node: str) -> None:
+        """An agent that was told to leave ends when its hooks have."""
+        try:
+            async with asyncio.timeout(self._hooks_s):
+                await process.wait()
+        except TimeoutError:
+            pass
+        await self._end(process, node)
+
+    async def _end(self, process: AgentProcess, node: str) -> None:
+        process.signal(signal.SIGKILL)
+        await process.wait()
+        await asyncio.to_thread(remove_memory, self._memory / node)
 
     async def mark(self, node: str, reason: str) -> None:
         """Nothing to tell: a node of this engine is only a process, and its name is not used again."""
@@ -88,11 +111,12 @@ class LocalEngine:
         for process in self._agents.values():
             process.signal(signal.SIGTERM)
         try:
-            async with asyncio.timeout(CLOSE_S):
+            async with asyncio.timeout(CLOSE_S + self._hooks_s):
                 await asyncio.gather(*(p.wait() for p in self._agents.values()))
         except TimeoutError:
             for process in self._agents.values():
                 process.signal(signal.SIGKILL)
+        await asyncio.gather(*self._leaving)
         await asyncio.gather(*self._reading)
         await self._nursery.close()
         await asyncio.to_thread(remove_memory, self._memory)

@@ -15,7 +15,8 @@ from holdfast.protocol.health import CheckResult, Condition
 LEVELS = ((30.0, 1), (180.0, 2), (1200.0, 3))
 """Seconds that a level takes, with room to spare: 1: some 30 s, 2: two minutes, 3: a quarter of an hour."""
 
-_CONDITIONS = {"pass": Condition.HEALTHY, "fail": Condition.FAULTY, "warn": Condition.UNKNOWN}
+_CONDITIONS = {"pass": Condition.HEALTHY, "warn": Condition.HEALTHY, "fail": Condition.FAULTY}
+"""A warning is about how the machine is set up (persistence mode, another clock); it is shown, and is no fault."""
 
 
 def check_dcgm(task: Task) -> Iterator[CheckResult]:

@@ -26,17 +26,17 @@ def check_nvlink(task: Task) -> Iterator[CheckResult]:
 
 
 def judge_links(gpus: Iterable[Links]) -> Iterator[CheckResult]:
-    """Cards for PCIe report links that they do not have as down, so there nobody can tell."""
+    """Cards for PCIe report links that they do not have as down. If some are up there is a bridge, and nobody can tell."""
     for gpu in gpus:
-        if not gpu.states:
-            continue
         active, known = sum(gpu.states), len(gpu.states)
         card = "pcie" in gpu.model.lower()
+        if not known or (card and not active):
+            continue
         condition = Condition.HEALTHY if active == known else Condition.UNKNOWN if card else Condition.FAULTY
         down = ", ".join(str(n) for n, up in enumerate(gpu.states) if not up)
         detail = f"down: {down}" if down else ""
         if down and card:
-            detail += "; a PCIe card may have none"
+            detail += "; a PCIe card may not have them"
         yield CheckResult(
             "nvlink",
             condition,
