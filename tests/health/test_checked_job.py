@@ -55,7 +55,17 @@ def check(home: Path, *args: object) -> subprocess.CompletedProcess[str]:
 
 def test_a_spare_is_checked_and_hooks_run(tmp_path):
     process = start(
-        tmp_path, "--nnodes", 1, "--spares", 1, "--hooks", hooks(tmp_path / "hooks"), TINY, 100_000, "--device-s", 0.01
+        tmp_path,
+        "--nnodes",
+        1,
+        "--spares",
+        1,
+        "--hooks",
+        hooks(tmp_path / "hooks"),
+        TINY,
+        100_000,
+        "--device-s",
+        0.01,
     )
     job_dir = tmp_path / "jobs" / "job"
     asyncio.run(until_it_trains(job_dir, 2))

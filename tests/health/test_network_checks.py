@@ -53,7 +53,7 @@ def test_one_without_the_token_is_turned_away(monkeypatch):
     monkeypatch.setattr(network, "MEET_S", 0.2)
     (result,) = pair(token="another")
     assert result.condition is Condition.FAULTY
-    assert "closed the connection" in result.detail
+    assert result.value == 0.0  # closed or reset, as it comes
 
 
 def test_nobody_there(monkeypatch):

@@ -82,11 +82,11 @@ def work_once(a: Any, b: Any, vector: Any) -> str:
 
 
 def run_core(core: int, operands: tuple[Any, ...], seconds: float) -> CoreRun:
-    """Rounds on the core that this thread is pinned to, for so long."""
+    """Rounds on the core that this thread is pinned to, for so long; two at least."""
     began_s = time.monotonic()
     first = work_once(*operands)
     rounds, wrong = 1, 0
-    while time.monotonic() - began_s < seconds:
+    while rounds < 2 or time.monotonic() - began_s < seconds:
         wrong += work_once(*operands) != first
         rounds += 1
     return CoreRun(core, first, rounds, time.monotonic() - began_s, wrong)
