@@ -312,6 +312,14 @@ def test_not_a_number_on_all_ranks_at_once_is_retried_in_process():
     assert desk.state.outcome is None
 
 
+def test_not_a_number_that_another_rank_says_first_is_the_injected_fault_all_the_same():
+    desk = running(3)
+    desk.fails("n1.0#2", 5, "NonFiniteGradient", "step.py:1")
+    desk.do(e.Injected("nan:rank=0", "nan", "n0", "n0.0#1"))
+    assert [(i.fault, i.injected) for i in desk.incidents()] == [("nan:rank=0", True)]
+    assert not desk.state.injections
+
+
 def test_not_a_number_again_is_the_scripts():
     desk = running(3)
     for attempt in (1, 2):

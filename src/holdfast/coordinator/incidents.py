@@ -182,8 +182,10 @@ def _claim(
 
 def explains(incident: Incident, injection: Injection) -> bool:
     """An injection that was heard of after its effect (the messages took different ways)."""
-    hit = (injection.worker in incident.workers) or (
-        injection.node is not None and injection.node == incident.node and injection.worker is None
+    hit = (
+        (injection.worker in incident.workers)
+        or (injection.node is not None and injection.node == incident.node and injection.worker is None)
+        or (injection.kind == incident.fault == "nan")  # whoever says it first: all have it
     )
     if incident.open and not incident.injected and hit:
         incident.injected, incident.fault = True, injection.fault
