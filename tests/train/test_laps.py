@@ -71,3 +71,19 @@ def test_what_a_dropped_try_took_does_not_count(clock):
     watch.enter(Phase.FORWARD)
     clock[0] += 100.0
     assert [step(clock, watch, i) for i in range(BLOCK_STEPS)][-1].forward_s == 4.0
+
+
+def test_the_rank_whose_vote_comes_last_is_told(clock):
+    def vote(watch, index, slowest):
+        watch.begin()
+        watch.enter(Phase.VOTE)
+        for rank in (0, 2, 3):
+            watch.wait_for(rank)
+            clock[0] += 0.5 if rank == slowest else 0.1
+        watch.wait_for(-1)
+        clock[0] += 9.0
+        return watch.commit(index, 1, 1.0, 1.0)
+
+    watch = Laps()
+    assert [vote(watch, i, s) for i, s in enumerate([2, 3, 2, 0, 2])][-1].late == 2
+    assert [vote(watch, 5 + i, s) for i, s in enumerate([2, 3, 2, 0, 0])][-1].late == -1

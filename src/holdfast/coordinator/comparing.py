@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 from holdfast.coordinator import judging, suspects
 from holdfast.coordinator.state import Slow, Worker
+from holdfast.health import reductions
+from holdfast.health.reductions import Reductions
 from holdfast.health.stragglers import Change, Stragglers
 from holdfast.protocol.health import Condition, Finding, Remedy, Severity
 from holdfast.protocol.phases import BLOCK_STEPS, Spent
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
 SLOW_RANK = "slow-rank"
 SLOW_NODE = "slow-node"
+SLOW_REDUCTION = "slow-reduction"
 
 WAITS_BLOCKS = 4
 """A block is looked at when all members have said it, or somebody is so many blocks further."""
@@ -45,6 +48,7 @@ class Peers:
     blocks: dict[int, dict[str, Spent]] = field(default_factory=dict)
     looked: int = -1
     tests: dict[int, Stragglers] = field(default_factory=dict)
+    reductions: Reductions = field(default_factory=Reductions)
 
 
 def heard(core: Core, worker: Worker, spent: tuple[Spent, ...]) -> None:
@@ -55,6 +59,7 @@ def heard(core: Core, worker: Worker, spent: tuple[Spent, ...]) -> None:
     size = len(core.members())
     if peers.generation != core.state.number:
         peers.generation, peers.blocks, peers.looked = core.state.number, {}, -1
+        peers.reductions = Reductions()
         _new_members(core, size)
     for block in spent:
         if block.first > peers.looked:
@@ -85,6 +90,9 @@ def _look(core: Core, first: int, said: dict[str, Spent]) -> None:
     for name, spent in said.items():
         by_load.setdefault(spent.micros, {})[name] = spent
     suspects.compared(core, said)
+    reduction = core.peers.reductions.look(list(said.values()))
+    if reduction is not None:
+        _reduction(core, reduction)
     changes: list[Change] = []
     for micros, group in by_load.items():
         test = core.peers.tests.setdefault(micros, Stragglers())
@@ -156,6 +164,34 @@ def _over(core: Core, change: Change) -> None:
         if slow.worker == change.worker and slow.until_step is None:
             slow.until_step = change.since
             _say(core, slow, Severity.INFO, Remedy.WATCH, Condition.HEALTHY)
+
+
+def _reduction(core: Core, change: reductions.Change) -> None:
+    """The communication itself takes longer than it did. Without a rank that stands out it is nobody's node."""
+    members = core.members()
+    rank = change.rank if change.rank is not None and change.rank < len(members) else None
+    node = core.state.nodes.get(members[rank or 0].node)
+    if node is None:
+        return
+    told = f"the reduction takes {change.now_s * 1e3:.3g} ms a step, {change.usual_s * 1e3:.3g} ms as the generation began"
+    if change.slow:
+        where = "" if rank is None else f"; the others wait longest for the word of rank {rank}"
+        told += (
+            f", since step {change.since}, and nobody computes so long: {change.share:.0%} of the time{where}. "
+            "`holdfast check --deep` finds a bad pair"
+        )
+    finding = Finding(
+        SLOW_REDUCTION,
+        Severity.WARNING if change.slow else Severity.INFO,
+        Remedy.WATCH,
+        "peers",
+        Condition.FAULTY if change.slow else Condition.HEALTHY,
+        subject="" if rank is None else f"rank {rank}",
+        evidence=told,
+        shared=rank is None,
+        dry_run=suspects.on_trial(core, SLOW_REDUCTION),
+    )
+    judging.found(core, node, (finding,))
 
 
 def _say(

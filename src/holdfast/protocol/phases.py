@@ -60,7 +60,8 @@ class Spent(msgspec.Struct, frozen=True, omit_defaults=True):
 
     micros: micro-batches that it computes of each step. wait_s: for the others, in the reduction and the vote. update_s:
     the update and the commit. aside_s: between two steps, in work of the script's own. loss: the mean loss of its own
-    micro-batches that lies furthest from the global mean; NaN if one was not finite.
+    micro-batches that lies furthest from the global mean; NaN if one was not finite. late: the rank for whose vote it waited
+    longest in most of the steps; -1: not always for the same.
 
     On an accelerator, work that the host need not wait for shows where the host waits next: a backward pass in the next
     forward pass, the last one in `wait_s`.
@@ -75,6 +76,7 @@ class Spent(msgspec.Struct, frozen=True, omit_defaults=True):
     update_s: float
     aside_s: float
     loss: float | None = None
+    late: int = -1
 
     @property
     def own_s(self) -> float:

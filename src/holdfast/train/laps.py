@@ -28,12 +28,25 @@ class Laps:
         self._next = -1
         self._loss: float | None = None
         self._off = -1.0
+        self._late: list[int] = []
+        self._wait = (-1, 0.0)
+        self._longest = (0.0, -1)
 
     def enter(self, phase: Phase) -> None:
         """What comes now is this phase's."""
         now = perf_counter()
         self._parts[_PART[self.phase]] += now - self._since_s
         self.phase, self._since_s = phase, now
+
+    def wait_for(self, rank: int) -> None:
+        """The word of this rank is waited for from now on; -1: of nobody. Only at the vote: then all are done computing."""
+        if self.phase is not Phase.VOTE:
+            return
+        now = perf_counter()
+        before, since_s = self._wait
+        if before >= 0 and now - since_s > self._longest[0]:
+            self._longest = (now - since_s, before)
+        self._wait = (rank, now)
 
     def lasted_s(self) -> float:
         """Since the last change of phase."""
@@ -56,11 +69,13 @@ class Laps:
         parts, self._parts = self._parts, [0.0] * 6
         if step % BLOCK_STEPS == 0:
             self._steps, self._micros, self._next, self._off = [], micros, step, -1.0
-            self._loss = None
+            self._loss, self._late = None, []
+        late, self._longest = self._longest[1], (0.0, -1)
         if step != self._next or micros != self._micros:
             self._next = -1
             return None
         self._steps.append(parts)
+        self._late.append(late)
         self._next = step + 1
         self._note_loss(own_loss, loss)
         if len(self._steps) < BLOCK_STEPS or not micros:
@@ -68,7 +83,13 @@ class Laps:
         parts_of = zip(*self._steps, strict=True)
         data, forward, backward, wait, update, aside = (sorted(s)[BLOCK_STEPS // 2] for s in parts_of)
         first = step + 1 - BLOCK_STEPS
-        return Spent(first, micros, data, forward, backward, wait, update, aside, self._loss)
+        return Spent(
+            first, micros, data, forward, backward, wait, update, aside, self._loss, self._most_late()
+        )
+
+    def _most_late(self) -> int:
+        rank = max(self._late, key=self._late.count)
+        return rank if self._late.count(rank) > BLOCK_STEPS / 2 else -1
 
     def _note_loss(self, own: float | None, loss: float) -> None:
         if own is None:

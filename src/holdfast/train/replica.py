@@ -210,7 +210,7 @@ class Replica:
         self._page.enter(Phase.JOIN)
         self.group = Group(generation, form.rank, self.link.start.host, self._listener)
         self.link.guard(generation.number, self.group.abort)
-        self.group.mesh.waits = self._page.wait_for
+        self.group.mesh.waits = self._wait_for
         self.group.connect(self.link.token)
         self.link.check(generation.number)
         self._page.committed = self.committed or 0
@@ -377,6 +377,10 @@ class Replica:
     def check(self) -> None:
         """Raises GenerationBroken when there is no use in going on with this step."""
         self.link.check(self.generation)
+
+    def _wait_for(self, rank: int) -> None:
+        self._page.wait_for(rank)
+        self._laps.wait_for(rank)
 
     def vote(self, step: int) -> None:
         """Closes the reduction: returns when every member holds the complete gradient.

@@ -1,0 +1,86 @@
+"""When the reduction itself has become slower: a link, a switch, a network card. Pure.
+
+All wait for a slow link, and all about as long; so what every worker waits at least is what the communication takes, and a
+slow worker does not change it, for it is the one that waits least. In a ring the one at the receiving end of a slow link has
+its last piece last, so the others wait for its word at the vote: that is where to look first.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from holdfast.protocol.phases import Spent
+
+LEARNED = 24
+"""Blocks of steps from which the usual time is taken, after the first `WARM_UP`."""
+WARM_UP = 2
+SLOWER = 1.5
+WORTH = 0.05
+"""It must cost so much of a step's time."""
+LOOKED_AT, OF_THEM = 16, 12
+"""So many blocks are looked at, and so many of them must be slow."""
+MOST = 2 / 3
+"""Of the other workers wait longest for the same one, in most of these blocks: the link is that one's."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """The reduction became slow, or is as fast as it was. usual_s, now_s: of a step. rank: whose link it seems to be."""
+
+    slow: bool
+    since: int
+    usual_s: float
+    now_s: float
+    share: float
+    rank: int | None
+
+
+class Reductions:
+    """The reductions of one generation."""
+
+    def __init__(self) -> None:
+        self._first: list[float] = []
+        self._recent: deque[tuple[int, float, float, int | None]] = deque(maxlen=LOOKED_AT)
+        self._skip = WARM_UP
+        self._slow = False
+
+    def look(self, said: Sequence[Spent]) -> Change | None:
+        """One block of all workers."""
+        if len(said) < 2:
+            return None
+        if self._skip:
+            self._skip -= 1
+            return None
+        least_s = min(s.wait_s for s in said)
+        if len(self._first) < LEARNED:
+            self._first.append(least_s)
+            return None
+        step_s = statistics.median(s.step_s for s in said)
+        self._recent.append((said[0].first, least_s, step_s, _named(said)))
+        if len(self._recent) < LOOKED_AT:
+            return None
+        return self._weigh(statistics.median(self._first))
+
+    def _weigh(self, usual_s: float) -> Change | None:
+        slow = [x for x in self._recent if x[1] > SLOWER * usual_s and x[1] - usual_s > WORTH * x[2]]
+        if self._slow == (len(slow) >= OF_THEM) or (self._slow and len(slow) > LOOKED_AT - OF_THEM):
+            return None
+        self._slow = not self._slow
+        seen = slow or list(self._recent)
+        now_s = statistics.median(x[1] for x in seen)
+        share = (now_s - usual_s) / statistics.median(x[2] for x in seen)
+        names = Counter(x[3] for x in seen if x[3] is not None)
+        rank, times = names.most_common(1)[0] if names else (None, 0)
+        return Change(self._slow, seen[0][0], usual_s, now_s, share, rank if times > len(seen) / 2 else None)
+
+
+def _named(said: Sequence[Spent]) -> int | None:
+    """The rank that most of the others wait for longest."""
+    names = Counter(s.late for s in said if s.late >= 0)
+    if not names or len(said) < 3:
+        return None
+    rank, times = names.most_common(1)[0]
+    return rank if times >= MOST * (len(said) - 1) else None
