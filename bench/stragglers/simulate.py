@@ -43,10 +43,11 @@ class Slowed:
 
 
 def blocks(times: Times) -> Times:
-    """Medians of BLOCK_STEPS steps each, as workers send them."""
+    """Means of BLOCK_STEPS steps each without the longest, as workers send them."""
     steps, workers = times.shape
     whole = steps // BLOCK_STEPS
-    return np.median(times[: whole * BLOCK_STEPS].reshape(whole, BLOCK_STEPS, workers), axis=1)
+    ordered = np.sort(times[: whole * BLOCK_STEPS].reshape(whole, BLOCK_STEPS, workers), axis=1)
+    return ordered[:, :-1].mean(axis=1)
 
 
 def quiet(noise: Noise, workers: int, windows: int, seed: int) -> Quiet:

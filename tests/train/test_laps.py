@@ -34,7 +34,7 @@ def step(clock, watch, index, micros=2, own=1.0, loss=1.0, slow=1.0):
     return watch.commit(index, micros, own, loss)
 
 
-def test_a_block_has_the_medians_of_its_steps(clock):
+def test_a_block_has_the_means_of_its_steps_but_for_the_longest(clock):
     watch = Laps()
     watch.forget()
     found = [step(clock, watch, i, slow=10.0 if i == 2 else 1.0) for i in range(2 * BLOCK_STEPS)]

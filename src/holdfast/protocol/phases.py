@@ -56,7 +56,8 @@ steps, and what slows all of them at once cancels."""
 
 
 class Spent(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Where a worker's time went in the steps from `first` on, BLOCK_STEPS of them: medians in seconds per step.
+    """Where a worker's time went in the steps from `first` on, BLOCK_STEPS of them: in seconds per step, each the mean without
+    the longest one.
 
     micros: micro-batches that it computes of each step. wait_s: for the others, in the reduction and the vote. update_s:
     the update and the commit. aside_s: between two steps, in work of the script's own. loss: the mean loss of its own

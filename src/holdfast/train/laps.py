@@ -81,7 +81,7 @@ class Laps:
         if len(self._steps) < BLOCK_STEPS or not micros:
             return None
         parts_of = zip(*self._steps, strict=True)
-        data, forward, backward, wait, update, aside = (sorted(s)[BLOCK_STEPS // 2] for s in parts_of)
+        data, forward, backward, wait, update, aside = (_mean_without_longest(s) for s in parts_of)
         first = step + 1 - BLOCK_STEPS
         return Spent(
             first, micros, data, forward, backward, wait, update, aside, self._loss, self._most_late()
@@ -104,3 +104,9 @@ class Laps:
         """The block under way is of no use: another generation begins."""
         self._next = -1
         self.phase, self._since_s, self._parts = Phase.COMMIT, perf_counter(), [0.0] * 6
+
+
+def _mean_without_longest(values: tuple[float, ...]) -> float:
+    """One spike does not count. A mean of the same steps on all workers keeps what slows all of them in proportion, which
+    medians do not."""
+    return (sum(values) - max(values)) / (BLOCK_STEPS - 1)
