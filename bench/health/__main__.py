@@ -18,6 +18,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+import holdfast
 from bench.health.rig import build, build_gpus
 from bench.machine import ForeignCpu, conclude, introduce
 from holdfast.agent.polling import Poller
@@ -60,6 +61,7 @@ def measure(source: Source, book: RuleBook, repetitions: int) -> Cost:
         count = _judge(source.read(), book, clock.now)
         if round_:  # the first one learns what there is
             took.append(time.process_time() - began)
+    source.close()
     label = f"{source.name} ({type(source).__name__})"
     return Cost(label, source.every_s, count, tuple(took))
 
@@ -85,7 +87,7 @@ def _judge(readings: Iterable[Reading | Line], book: RuleBook, now_s: float) -> 
 def show(console: Console, title: str, costs: list[Cost]) -> float:
     """A table; returns the share of all."""
     table = Table(title=title)
-    for column in ("source", "every", "readings", "one reading of all, ms", "spread, ms", "share of a core"):
+    for column in ("source", "every", "values", "median ms", "spread, ms", "of a core"):
         table.add_column(column, justify="left" if column == "source" else "right")
     for cost in costs:
         ms = sorted(1000 * s for s in cost.reads_s)
@@ -126,8 +128,13 @@ def main() -> None:
     given = parser.parse_args()
     console = Console()
     rules = len(load_rules())
-    introduce(console, {}, f"{rules} rules, {given.repetitions} readings of every source")
+    introduce(
+        console,
+        {"holdfast": holdfast.__version__},
+        f"{rules} rules, {given.repetitions} readings of every source",
+    )
     with ForeignCpu() as cpu, tempfile.TemporaryDirectory() as folder:
+        share, found = live(given.live)  # first: a library of a measurement may have threads that end later
         here = [
             measure(source, RuleBook(load_rules()), given.repetitions) for source in machine_sources(Place())
         ]
@@ -139,9 +146,8 @@ def main() -> None:
         there = [
             measure(source, RuleBook(load_rules()), given.repetitions) for source in machine_sources(place)
         ]
-        title = "8 GPUs, 8 InfiniBand ports, 8 NVMe drives, 10 interfaces, 2000 processes (files)"
+        title = "8 GPUs, 8 RDMA ports, 8 NVMe drives, 10 interfaces, 2000 processes (files)"
         big = show(console, title if gpus else f"{title}; no C compiler, so without the GPUs' driver", there)
-        share, found = live(given.live)
     console.print(
         f"The agent's thread on this machine for {given.live:.0f} s, wake-ups and rules included: {share:.4%} of a core; "
         f"{len(found)} findings",

@@ -1,54 +1,22 @@
 """The stand-in library (nvml/standin.c) below the real nvidia-ml-py."""
 
 import select
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
+from gpus import HEALTHY, forget, stand_in, xid
 from machines import Hand, lines, values, write
 
-from holdfast.health.nvml import LIBRARY, Nvml, load_nvml, nvml_sources
+from holdfast.health.nvml import Nvml, load_nvml, nvml_sources
 from holdfast.health.sources import Place
 
 SUBJECT = "gpu 0000:5d:00"
-HEALTHY = {
-    "uuid": "GPU-aa-0",
-    "bus": "0x5d",
-    "temperature": "60",
-    "margin": "27",
-    "reasons": "4",
-    "sram_threshold": "0",
-    "fabric": "3 0 0x2",
-    "field3": "7",
-    "field4": "0",
-    "field143": "1",
-    "field144": "0",
-    "field145": "0",
-    "field230": "0",
-    **{f"nvlink{link}": "1" for link in range(18)},
-}
-
-
-@pytest.fixture(scope="session")
-def library(tmp_path_factory):
-    compiler = shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("the stand-in for libnvidia-ml.so.1 needs gcc, which is not installed")
-    built = tmp_path_factory.mktemp("nvml") / LIBRARY
-    source = Path(__file__).parent / "nvml" / "standin.c"
-    subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", built, source], check=True)
-    return built
 
 
 @pytest.fixture
-def gpus(library, tmp_path):
+def gpus(tmp_path):
     """The folder of the stand-in, with a healthy GPU in it."""
-    pytest.importorskip("pynvml")
-    folder = tmp_path / "gpus"
-    write(folder / "0", HEALTHY)
-    shutil.copy(library, folder / LIBRARY)
-    return folder
+    stand_in(tmp_path / "gpus")
+    return tmp_path / "gpus"
 
 
 @pytest.fixture
@@ -59,8 +27,7 @@ def nvml(gpus, tmp_path):
     source.clock = clock
     yield source
     source.close()
-    pynvml.nvmlLib = None
-    pynvml._nvmlGetFunctionPointer_cache.clear()
+    forget(pynvml)
 
 
 def again(source):
@@ -182,8 +149,7 @@ def test_an_xid_wakes_the_reader_and_reads_as_the_kernels_line(nvml, gpus):
     list(nvml.read())
     waiter = select.poll()
     waiter.register(nvml.fileno(), select.POLLIN)
-    write(gpus / "0", {"xid.new": "1 79\n"})
-    (gpus / "0" / "xid.new").rename(gpus / "0" / "xid")
+    xid(gpus / "0", 1, 79)
     assert waiter.poll(10_000)
     assert lines(nvml.read()) == ["NVRM: Xid (PCI:0000:5d:00): 79, reported by the driver's library"]
     assert list(nvml.read()) == []

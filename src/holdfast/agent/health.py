@@ -17,6 +17,7 @@ import msgspec
 from holdfast.agent.polling import Poller
 from holdfast.errors import UsageError
 from holdfast.health.book import RuleBook
+from holdfast.health.identity import gpu_uuids
 from holdfast.health.kmsg import Journal, Kmsg, KmsgFile, open_kernel_log
 from holdfast.health.logs import LogTail
 from holdfast.health.machine import machine_sources
@@ -57,6 +58,7 @@ class Watcher:
         self._watchdog: asyncio.TimerHandle | None = None
         self._standing_in: Poller | None = None
         self._rules: list[Rule] = []
+        self._gpus: dict[str, str] = {}
         self._stamps: dict[str, tuple[int, int] | None] = {}
 
     async def start(self) -> None:
@@ -69,6 +71,7 @@ class Watcher:
             self._follow_files()
         except OSError as error:
             self._tell_own("files-unwatched", f"changes of logs and rule files are not seen here: {error}")
+        self._gpus = await asyncio.to_thread(_gpus_by_subject)
         self._follow_kernel()
         machine = self._poller(self._shared)
         machine.add(await asyncio.to_thread(machine_sources, Place(job_dirs=(self._job_dir,))))
@@ -266,8 +269,12 @@ class Watcher:
 
     def _tell(self, findings: list[Finding], shared: bool) -> None:
         if findings:
-            marked = [msgspec.structs.replace(f, shared=True) if shared else f for f in findings]
-            self._send(m.Found(tuple(marked)))
+            self._send(m.Found(tuple(self._marked(finding, shared) for finding in findings)))
+
+    def _marked(self, finding: Finding, shared: bool) -> Finding:
+        """With what the rules cannot know: whose machine it is, and the UUID of a GPU that a line calls by its address."""
+        device = finding.device or self._gpus.get(finding.subject, "")
+        return msgspec.structs.replace(finding, device=device, shared=finding.shared or shared)
 
     def _tell_own(
         self,
@@ -279,6 +286,11 @@ class Watcher:
         """Something about the watching itself."""
         print(f"holdfast agent {self._folder.name}: {evidence}", flush=True)
         self._send(m.Found((Finding(rule, severity, Remedy.WATCH, "agent", condition, evidence=evidence),)))
+
+
+def _gpus_by_subject() -> dict[str, str]:
+    """UUIDs by what rules for the kernel's lines call a GPU: its address without the function."""
+    return {f"gpu {pci.partition('.')[0]}": uuid for pci, uuid in gpu_uuids(Path("/")).items()}
 
 
 def _stamp(name: str) -> tuple[int, int] | None:
