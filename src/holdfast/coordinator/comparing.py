@@ -175,7 +175,10 @@ def _reduction(core: Core, change: reductions.Change) -> None:
         return
     told = f"the reduction takes {change.now_s * 1e3:.3g} ms a step, {change.usual_s * 1e3:.3g} ms as the generation began"
     if change.slow:
-        where = "" if rank is None else f"; the others wait longest for the word of rank {rank}"
+        where = ""
+        if rank is not None:
+            before = (rank + 1) % len(members)  # in gloo's ring
+            where = f"; the others wait longest for rank {rank}, which gets its part from rank {before}"
         told += (
             f", since step {change.since}, and nobody computes so long: {change.share:.0%} of the time{where}. "
             "`holdfast check --deep` finds a bad pair"

@@ -38,6 +38,8 @@ SHOWN_BLOCKS = 12
 OWN_AFTER = 3 * 4
 """A worker's own noise counts, if it is the larger one, when so many differences are known: more than twice as many as a
 slowdown touches."""
+PAIR = 4
+"""So many times the evidence is asked for of two workers: the noise of one alone is enough to make them differ."""
 LAG = 4
 """Noise may have a memory; blocks that are so far apart differ by all of it."""
 SHARE = 1 / 6
@@ -92,7 +94,7 @@ class Stragglers:
     def look(self, step: int, own_s: Mapping[str, float]) -> list[Change]:
         """One block of steps, the first of which is `step`: what each worker needed by itself, in seconds per step.
 
-        Two workers have only each other: which is slower can be seen, and twice the evidence is asked for.
+        Two workers have only each other: which is slower can be seen, and more evidence is asked for.
         """
         logs = {name: math.log(max(s, 1e-9)) for name, s in own_s.items()}
         if len(logs) < 2:
@@ -105,7 +107,7 @@ class Stragglers:
         if known:
             self._jumps.append(statistics.median(known))
         common = _noise(self._jumps)
-        need = math.log(len(logs) / self._false_per_look) * (2 if pair else 1)
+        need = math.log(len(logs) / self._false_per_look) * (PAIR if pair else 1)
         changes = (
             self._test(name, self._tracks[name], step, value, common, need, len(logs) - 1)
             for name, value in against.items()
