@@ -1,12 +1,13 @@
 import os
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from machines import values, write
 
 from holdfast.health.guard import Guard, NoAnswerError
-from holdfast.health.mounts import Disks, Mounts, parse_mounts
+from holdfast.health.mounts import Mounts, parse_mounts
 from holdfast.health.sources import Place
 
 ROOT = "22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw,errors=remount-ro\n"
@@ -42,6 +43,14 @@ def test_only_disks_and_file_servers_are_watched_each_once():
     assert [mount.place for mount in mounts] == ["/", "/data one", "/home"]
     with pytest.raises(ValueError, match="mountinfo"):
         parse_mounts("nonsense\n")
+
+
+def test_what_the_job_writes_into_is_watched_whatever_it_is():
+    more = "50 22 0:60 / / rw - overlay overlay rw\n51 22 0:61 / /jobs rw - tmpfs tmpfs rw\n"
+    places = [
+        m.place for m in parse_mounts(OTHER + more, (Path("/jobs/one"), Path("/jobs/two"), Path("/scratch")))
+    ]
+    assert sorted(places) == ["/", "/etc/hosts", "/jobs"]
 
 
 def test_space_is_counted_as_df_does(tmp_path):
@@ -142,30 +151,3 @@ def test_a_guard_gives_up_and_recovers():
     guard._pending.done.wait()
     assert guard.call(lambda: 4) == 4
     guard.close()
-
-
-def test_drives_and_arrays(tmp_path):
-    write(
-        tmp_path,
-        {
-            "sys/block/sda/device/ioerr_cnt": "0x1f\n",
-            "sys/block/sda/device/state": "running\n",
-            "sys/block/md0/md/degraded": "1\n",
-            "sys/block/nvme0n1/size": "100\n",
-            "sys/class/nvme/nvme0/state": "live\n",
-            "sys/class/nvme/nvme0/serial": "S123  \n",
-            "sys/class/nvme/nvme0/hwmon3/temp1_alarm": "0\n",
-            "sys/fs/ext4/sda1/errors_count": "2\n",
-            "sys/fs/ext4/features/lazy_itable_init": "supported\n",
-        },
-    )
-    readings = list(Disks(Place(tmp_path)).read())
-    assert values(readings) == {
-        ("disk.io_errors", "sda"): 31.0,
-        ("disk.state", "sda"): "running",
-        ("md.degraded", "md0"): 1.0,
-        ("nvme.state", "nvme0"): "live",
-        ("nvme.temperature_alarm", "nvme0"): 0.0,
-        ("fs.errors", "sda1"): 2.0,
-    }
-    assert {r.device for r in readings if r.subject == "nvme0"} == {"nvme:S123"}

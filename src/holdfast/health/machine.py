@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from holdfast.health.dcgm import dcgm_sources
-from holdfast.health.mounts import disk_sources
+from holdfast.health.disks import disk_sources
+from holdfast.health.mounts import mount_sources
 from holdfast.health.network import network_sources
 from holdfast.health.nvml import nvml_sources
 from holdfast.health.pcie import pcie_sources
@@ -14,6 +15,7 @@ from holdfast.health.sources import Factory, Place, Source
 FACTORIES: tuple[Factory, ...] = (
     processor_sources,
     pcie_sources,
+    mount_sources,
     disk_sources,
     network_sources,
     rdma_sources,

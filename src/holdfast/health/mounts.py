@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.health.files import names, number, text, unknown
+from holdfast.health.files import text, unknown
 from holdfast.health.guard import Guard, NoAnswerError
 from holdfast.health.readings import Reading
 from holdfast.health.sources import Place
@@ -75,9 +75,11 @@ class Mount(msgspec.Struct, frozen=True):
         return "ro" not in self.options and not self.made_read_only
 
 
-def parse_mounts(mountinfo: str) -> list[Mount]:
-    """The watched mounts, one for each file system: the one with the shortest path. Raises ValueError."""
+def parse_mounts(mountinfo: str, folders: tuple[Path, ...] = ()) -> list[Mount]:
+    """The mounts to be watched: those on disks and file servers, one for each file system (the one with the shortest path),
+    and those that `folders` are on, whatever they are. Raises ValueError."""
     found: dict[str, Mount] = {}
+    holding: dict[Path, Mount] = {}
     for line in mountinfo.splitlines():
         before, _, after = line.partition(" - ")
         head, tail = before.split(" "), after.split(" ")
@@ -92,9 +94,16 @@ def parse_mounts(mountinfo: str) -> list[Mount]:
             tuple(tail[2].split(",")),
         )
         known = found.get(mount.device)
+        for folder in folders:
+            if folder.is_relative_to(mount.place):
+                best = holding.get(folder)
+                if best is None or len(mount.place) >= len(best.place):  # a later one hides an earlier one
+                    holding[folder] = mount
         # A read-only bind mount of a file system that is written to elsewhere says nothing of the file system.
         if mount.watched and (known is None or _rank(mount) < _rank(known)):
             found[mount.device] = mount
+    for mount in holding.values():
+        found.setdefault(mount.device, mount)
     return list(found.values())
 
 
@@ -116,6 +125,7 @@ class Mounts:
         self._root, self._statvfs = place.root, statvfs
         self._mountinfo = place.root / "proc/self/mountinfo"
         self._stand_in = place.stand_in
+        self._folders = tuple(folder.absolute() for folder in place.job_dirs)
         self._guards: dict[str, Guard] = {}
         self._written: set[str] = set()
         self._changes: select.epoll | None = None
@@ -134,7 +144,7 @@ class Mounts:
         if self._changes is not None:
             self._changes.poll(0)
         try:
-            mounts = parse_mounts(text(self._mountinfo) or "")
+            mounts = parse_mounts(text(self._mountinfo) or "", self._folders)
         except (OSError, ValueError) as error:
             yield unknown("disk", "mount.read_only", error)
             return
@@ -189,62 +199,6 @@ def _guard_name(mount: Mount) -> str:
     return f"file server of {mount.place}" if mount.network else "local file systems"
 
 
-class Disks:
-    """Drives and arrays: errors, drives that went offline, arrays that lack one."""
-
-    name = "disk"
-    every_s = MOUNTS_S
-
-    def __init__(self, place: Place) -> None:
-        self._sys = place.root / "sys"
-
-    def read(self) -> Iterator[Reading]:
-        """`disk.io_errors` (since the start), `disk.state`, `nvme.state`, `nvme.temperature_alarm`, `md.degraded`,
-        `fs.errors` (ext4, over the life of the file system)."""
-        blocks = self._sys / "block"
-        for name in names(blocks):
-            if name.startswith("md"):
-                yield from number("disk", "md.degraded", blocks / name / "md/degraded", name)
-            elif name.startswith("sd"):
-                device = blocks / name / "device"
-                serial = _serial(device)
-                yield from number("disk", "disk.io_errors", device / "ioerr_cnt", name, serial, base=16)
-                yield from _word("disk.state", device / "state", name, serial)
-        drives = self._sys / "class/nvme"
-        for name in names(drives):
-            serial = _serial(drives / name)
-            yield from _word("nvme.state", drives / name / "state", name, serial)
-            for sensor in (entry for entry in names(drives / name) if entry.startswith("hwmon")):
-                alarm = drives / name / sensor / "temp1_alarm"
-                yield from number("disk", "nvme.temperature_alarm", alarm, name, serial)
-        systems = self._sys / "fs/ext4"
-        for name in names(systems):
-            yield from number("disk", "fs.errors", systems / name / "errors_count", name)
-
-    def close(self) -> None:
-        """Holds nothing."""
-
-
-def _serial(folder: Path) -> str:
-    try:
-        found = (text(folder / "serial") or text(folder / "wwid") or "").strip()
-    except OSError:
-        return ""
-    return f"nvme:{found}" if found and folder.name.startswith("nvme") else found
-
-
-def _word(name: str, path: Path, subject: str, device: str) -> Iterator[Reading]:
-    try:
-        if content := text(path):
-            yield Reading("disk", name, content, subject, device)
-    except OSError as error:
-        yield unknown("disk", name, error, subject, device)
-
-
-def disk_sources(place: Place) -> list[Mounts | Disks]:
-    """Every machine has file systems."""
-    return (
-        [Mounts(place), Disks(place)]
-        if text(place.root / "proc/self/mountinfo") is not None
-        else [Disks(place)]
-    )
+def mount_sources(place: Place) -> list[Mounts]:
+    """One, where mounts can be seen."""
+    return [Mounts(place)] if text(place.root / "proc/self/mountinfo") is not None else []

@@ -1,0 +1,133 @@
+"""Drives and arrays: what the kernel counts, and what NVMe drives say of themselves."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from holdfast.health.files import names, number, text, unknown
+from holdfast.health.guard import Guard, NoAnswerError
+from holdfast.health.readings import Reading
+from holdfast.health.sources import Place
+
+DISKS_S = 60.0
+ANSWER_S = 5.0
+_NVME_ADMIN_COMMAND = 0xC0484E41
+_GET_LOG_PAGE, _SMART_LOG, _ALL_NAMESPACES = 0x02, 0x02, 0xFFFFFFFF
+_LOG_BYTES = 512
+_COMMAND = struct.Struct("=BBHIIIQQIIIIIIIIII")
+"""struct nvme_passthru_cmd of linux/nvme_ioctl.h."""
+
+
+class Smart(msgspec.Struct, frozen=True):
+    """What of a drive's log (NVM Express, SMART / Health Information) rules are about."""
+
+    critical_warning: int
+    used_percent: int
+    media_errors: int
+
+
+class Disks:
+    """Drives and arrays: errors, drives that went offline, arrays that lack one."""
+
+    name = "disk"
+    every_s = DISKS_S
+
+    def __init__(self, place: Place, smart: Callable[[str], Smart] | None = None) -> None:
+        """smart: reads a drive's own log, given its device file; None: the kernel's way, on a real machine."""
+        self._sys = place.root / "sys"
+        self._smart = smart or (None if place.stand_in else nvme_smart)
+        self._guards: dict[str, Guard] = {}
+
+    def read(self) -> Iterator[Reading]:
+        """`disk.io_errors` (since the start), `disk.state`, `nvme.state`, `nvme.temperature_alarm`,
+        `nvme.critical_warning` (a mask), `nvme.media_errors`, `nvme.used_percent`, `md.degraded`, `fs.errors` (ext4, over
+        the life of the file system)."""
+        blocks = self._sys / "block"
+        for name in names(blocks):
+            if name.startswith("md"):
+                yield from number("disk", "md.degraded", blocks / name / "md/degraded", name)
+            elif name.startswith("sd"):
+                device = blocks / name / "device"
+                serial = _serial(device)
+                yield from number("disk", "disk.io_errors", device / "ioerr_cnt", name, serial, base=16)
+                yield from _word("disk.state", device / "state", name, serial)
+        drives = self._sys / "class/nvme"
+        for name in names(drives):
+            serial = _serial(drives / name)
+            yield from _word("nvme.state", drives / name / "state", name, serial)
+            for sensor in (entry for entry in names(drives / name) if entry.startswith("hwmon")):
+                alarm = drives / name / sensor / "temp1_alarm"
+                yield from number("disk", "nvme.temperature_alarm", alarm, name, serial)
+            if self._smart is not None:
+                yield from self._own_log(self._smart, name, serial)
+        systems = self._sys / "fs/ext4"
+        for name in names(systems):
+            yield from number("disk", "fs.errors", systems / name / "errors_count", name)
+
+    def _own_log(self, smart: Callable[[str], Smart], name: str, serial: str) -> Iterator[Reading]:
+        guard = self._guards.setdefault(name, Guard(f"drive {name}", ANSWER_S))
+        try:
+            log = guard.call(lambda: smart(f"/dev/{name}"))
+        except FileNotFoundError:
+            return  # a container without the device
+        except (NoAnswerError, OSError) as error:
+            yield unknown("disk", "nvme.critical_warning", error, name, serial)
+            return
+        yield Reading("disk", "nvme.critical_warning", float(log.critical_warning), name, serial)
+        yield Reading("disk", "nvme.media_errors", float(log.media_errors), name, serial)
+        yield Reading("disk", "nvme.used_percent", float(log.used_percent), name, serial)
+
+    def close(self) -> None:
+        """Gives its threads back."""
+        for guard in self._guards.values():
+            guard.close()
+        self._guards.clear()
+
+
+def _serial(folder: Path) -> str:
+    try:
+        found = (text(folder / "serial") or text(folder / "wwid") or "").strip()
+    except OSError:
+        return ""
+    return f"nvme:{found}" if found and folder.name.startswith("nvme") else found
+
+
+def _word(name: str, path: Path, subject: str, device: str) -> Iterator[Reading]:
+    try:
+        if content := text(path):
+            yield Reading("disk", name, content, subject, device)
+    except OSError as error:
+        yield unknown("disk", name, error, subject, device)
+
+
+def nvme_smart(path: str) -> Smart:
+    """Asks a drive for its log. For root only (CAP_SYS_ADMIN). Raises OSError."""
+    log = ctypes.create_string_buffer(_LOG_BYTES)
+    words = (_LOG_BYTES // 4 - 1) << 16 | _SMART_LOG
+    address = ctypes.addressof(log)
+    command = _COMMAND.pack(
+        _GET_LOG_PAGE, 0, 0, _ALL_NAMESPACES, 0, 0, 0, address, 0, _LOG_BYTES, words, 0, 0, 0, 0, 0, 1000, 0
+    )
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.ioctl(fd, _NVME_ADMIN_COMMAND, command)
+    finally:
+        os.close(fd)
+    return parse_smart(log.raw)
+
+
+def parse_smart(log: bytes) -> Smart:
+    """Of the 512 bytes that a drive answers."""
+    return Smart(log[0], log[5], int.from_bytes(log[160:176], "little"))
+
+
+def disk_sources(place: Place) -> list[Disks]:
+    """Every machine has some disk; it is looked for anew each time."""
+    return [Disks(place)]
