@@ -1,10 +1,11 @@
+import itertools
 import os
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from machines import values, write
+from machines import Hand, values, write
 
 from holdfast.health.guard import Guard, NoAnswerError
 from holdfast.health.mounts import Mounts, parse_mounts
@@ -33,9 +34,9 @@ def space(share=0.5, **changes):
     return SimpleNamespace(**fields | changes)
 
 
-def machine(tmp_path, mountinfo, statvfs=lambda path: space()):
+def machine(tmp_path, mountinfo, statvfs=lambda path: space(), clock=None):
     write(tmp_path, {"proc/self/mountinfo": mountinfo})
-    return Mounts(Place(tmp_path), statvfs)
+    return Mounts(Place(tmp_path), statvfs, clock or itertools.count(0, 60).__next__)
 
 
 def test_only_disks_and_file_servers_are_watched_each_once():
@@ -120,6 +121,19 @@ def test_an_error_of_the_file_system_is_unknown(tmp_path):
     (reading,) = [r for r in source.read() if r.name == "disk.free_share"]
     assert reading.value is None
     assert "Input/output error" in reading.why
+    source.close()
+
+
+def test_mounts_that_change_all_the_time_are_not_read_all_the_time(tmp_path):
+    clock = Hand()
+    source = machine(tmp_path, ROOT, clock=clock)
+    assert ("disk.free_share", "/") in values(source.read())
+    clock.now += 1
+    assert values(source.read()) == {}
+    clock.now += 5
+    assert values(source.read()) == {("mount.read_only", "/"): 0.0}
+    clock.now += 54
+    assert ("disk.free_share", "/") in values(source.read())
     source.close()
 
 

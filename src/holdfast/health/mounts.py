@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import select
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from holdfast.health.readings import Reading
 from holdfast.health.sources import Place
 
 MOUNTS_S = 60.0
+CHANGES_APART_S = 5.0
 ANSWER_S = 5.0
 """A file server that takes longer for statfs is not to be relied on; a local disk takes microseconds."""
 _ALWAYS_READ_ONLY = {"squashfs", "iso9660", "udf", "erofs", "cramfs", "romfs"}
@@ -121,8 +123,14 @@ class Mounts:
     name = "disk"
     every_s = MOUNTS_S
 
-    def __init__(self, place: Place, statvfs: Callable[[str], os.statvfs_result] = os.statvfs) -> None:
-        self._root, self._statvfs = place.root, statvfs
+    def __init__(
+        self,
+        place: Place,
+        statvfs: Callable[[str], os.statvfs_result] = os.statvfs,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._root, self._statvfs, self._clock = place.root, statvfs, clock
+        self._due_s = self._free_s = clock()
         self._mountinfo = place.root / "proc/self/mountinfo"
         self._stand_in = place.stand_in
         self._folders = tuple(folder.absolute() for folder in place.job_dirs)
@@ -140,9 +148,17 @@ class Mounts:
 
     def read(self) -> Iterator[Reading]:
         """`mount.read_only` (0 or 1), `disk.free_share`, `disk.free_bytes`, `disk.inodes_free_share`, and of file servers
-        `mount.silent_s`: for how long one has not answered."""
+        `mount.silent_s`: for how long one has not answered. After a change only the first, and not again at once: where
+        containers come and go mounts change all the time."""
         if self._changes is not None:
             self._changes.poll(0)
+        now = self._clock()
+        due = now >= self._due_s
+        if not due and now < self._free_s:
+            return
+        self._free_s = now + CHANGES_APART_S
+        if due:
+            self._due_s = now + self.every_s - 1.0
         try:
             mounts = parse_mounts(text(self._mountinfo) or "", self._folders)
         except (OSError, ValueError) as error:
@@ -153,7 +169,8 @@ class Mounts:
             if mount.writable:
                 self._written.add(mount.device)
             yield Reading("disk", "mount.read_only", float(lost), mount.place)
-            yield from self._space(mount)
+            if due:
+                yield from self._space(mount)
         for gone in set(self._guards) - {_guard_name(mount) for mount in mounts}:
             self._guards.pop(gone).close()
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 WAIT_MS = 2000
 """How long a closed one may still wait."""
 AFTER_ERROR_S = 5.0
+LINES_KEPT = 1024
 
 
 class XidEvents:
@@ -28,7 +29,7 @@ class XidEvents:
 
     def __init__(self, library: Any) -> None:
         self._nvml = library
-        self._lines: deque[Line] = deque()
+        self._lines: deque[Line] = deque(maxlen=LINES_KEPT)
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._signal = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
