@@ -16,8 +16,11 @@ SLOW = {
 
 def test_the_board_has_a_line(status):
     text = io.StringIO()
-    Console(file=text, width=110).print(board(status | {"slow": [SLOW]}))
-    assert "slow   rank 2 on node2 computes 1.48 times as long as its peers since step 40" in text.getvalue()
+    Console(file=text, width=100).print(board(status | {"slow": [SLOW]}))
+    assert (
+        "slow   rank 2 on node2 takes 1.48 times its peers' time since step 40; they wait 31.0% of the time"
+        in text.getvalue()
+    )
 
 
 def test_the_report_has_a_table_of_100_columns(report):

@@ -100,10 +100,10 @@ def saved_line(status: Status) -> Text | None:
 
 
 def slow_line(slow: Mapping[str, Any]) -> Text:
-    """`slow   rank 2 on node2 computes 1.48 times as long as its peers since step 40: the others wait 31% of the time`."""
+    """`slow   rank 2 on node2 takes 1.48 times its peers' time since step 40; they wait 31.0% of the time`."""
     text = (
-        f"slow   rank {slow['rank']} on {slow['node']} computes {slow['ratio']:.2f} times as long as its peers since step "
-        f"{units.count(slow['since_step'])}: the others wait {units.share(slow['share'])} of the time"
+        f"slow   rank {units.text(slow['rank'])} on {slow['node']} takes {slow['ratio']:.2f} times its peers' time since "
+        f"step {units.count(slow['since_step'])}; they wait {units.share(slow['share'])} of the time"
     )
     return Text(text, style="yellow", overflow="ellipsis", no_wrap=True)
 
