@@ -73,6 +73,10 @@ def test_a_policy_replaces_what_has_cost_more_than_a_replacement():
     assert [f["remedy"] for f in findings(desk)] == ["watch"]
     train(desk, 20, {slow: 0.15}, first=150)
     assert [f["remedy"] for f in findings(desk)] == ["watch", "replace"]
+    train(desk, 25, {slow: 0.15}, first=250)
+    assert desk.state.slow[0].asked_s < 11.0
+    train(desk, 20, {slow: 0.15}, first=375)
+    assert desk.state.slow[0].asked_s > 20.0  # once more: it is still there
 
 
 @pytest.mark.parametrize("trial", ["*", "slow-rank"])

@@ -53,10 +53,11 @@ class Peers:
 
 def heard(core: Core, worker: Worker, spent: tuple[Spent, ...]) -> None:
     """A member says where the time of its last steps went."""
-    if not spent or not core.spec.health.watch:
+    generation = core.state.generation
+    if not spent or generation is None or not core.spec.health.watch:
         return
     peers = core.peers
-    size = len(core.members())
+    size = len(generation.members)
     if peers.generation != core.state.number:
         peers.generation, peers.blocks, peers.looked = core.state.number, {}, -1
         peers.reductions = Reductions()
@@ -115,15 +116,11 @@ def _cost(core: Core, slow: Slow, group: dict[str, Spent], ratio: float | None) 
     slow.excess_s = round(excess_s, 6)
     slow.share = round(min(1.0, max(0.0, excess_s) / max(own.step_s, 1e-9)), 4)
     slow.lost_s += max(0.0, excess_s) * BLOCK_STEPS
-    policy = core.spec.health.replace_slow
-    if (
-        not slow.asked
-        and policy
-        and slow.ratio >= policy
-        and slow.pair is False
-        and slow.lost_s >= _price_s(core)
-    ):
-        slow.asked = True
+    wanted = core.spec.health.replace_slow
+    if not wanted or slow.ratio < wanted or slow.pair:
+        return
+    if slow.lost_s >= slow.asked_s + _price_s(core):  # again and again, for it may not have been possible
+        slow.asked_s = slow.lost_s
         _say(core, slow, Severity.ERROR, Remedy.REPLACE)
 
 

@@ -109,7 +109,7 @@ class _Job(Collector):
         yield ratio
         yield _gauge("holdfast_slow_ranks", "Ranks that all others wait for.", len(now))
         lost_s = sum(x.lost_s for x in self._state.slow)
-        yield _counter("holdfast_slow_seconds", "Training time lost by waiting for slow ranks.", lost_s)
+        yield _counter("holdfast_slow_seconds", "Training time that was waited for slow ranks.", lost_s)
 
     def _snapshots(self) -> Iterator[Metric]:
         totals = self._state.totals

@@ -198,7 +198,8 @@ class Slow(msgspec.Struct):
 
     ratio: its time over theirs. part: of a step in which it needs most more. excess_s: more per step. share: of a step's
     time for which the others wait. world: how many they are, with it. pair: it has only one peer. lost_s: of training
-    time so far. until_step: since when it is as fast as they are, or gone. asked: to be replaced.
+    time so far. until_step: since when it is as fast as they are, or gone. asked_s: what was
+    lost when its replacement was asked for last.
     """
 
     worker: str
@@ -214,7 +215,7 @@ class Slow(msgspec.Struct):
     pair: bool = False
     lost_s: float = 0.0
     until_step: int | None = None
-    asked: bool = False
+    asked_s: float = 0.0
 
 
 class Failure(msgspec.Struct):
