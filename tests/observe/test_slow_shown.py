@@ -1,4 +1,4 @@
-"""Slow ranks on the board and in the report."""
+"""Slow ranks on the board and in the report, and where ranks stood in a hang."""
 
 import io
 from pathlib import Path
@@ -44,3 +44,10 @@ def test_the_report_has_a_table_of_100_columns(report):
         "s",
     ]
     assert max(map(len, lines)) <= 100
+
+
+def test_an_incident_tells_where_all_ranks_stood(report, incident):
+    where = "61 ranks in all_reduce, 2 in a data loader (ranks 17, 40)"
+    text = io.StringIO()
+    print_report(report | {"incidents": [incident | {"where": where}]}, Path("/jobs/demo"), text)
+    assert "61 ranks in all_reduce" in text.getvalue()

@@ -238,5 +238,9 @@ _TITLED: dict[str, Any] = {"title_justify": "left", "title_style": "bold"}
 def _what(incident: Report) -> Text:
     fault, cause = incident["fault"], incident["cause"]
     if fault and fault != cause:
-        return Text.assemble(fault, "\n", (units.clip(cause, 120), "dim"))
-    return Text(units.clip(cause, 160))
+        text = Text.assemble(fault, "\n", (units.clip(cause, 120), "dim"))
+    else:
+        text = Text(units.clip(cause, 160))
+    if where := incident.get("where"):
+        text.append(f"\n{units.clip(where, 160)}", style="dim")
+    return text
