@@ -11,6 +11,7 @@ INTERFACES = 10
 OTHER_PCI = 100
 PROCESSES = 2000
 CONTROLLERS = 16
+QUEUES = 16
 PORT_COUNTERS = (
     "link_downed",
     "link_error_recovery",
@@ -122,5 +123,5 @@ def _interface(name: str, number: int) -> dict[str, str]:
         f"{folder}/device/vendor": "0x15b3\n",
         f"{folder}/statistics/rx_errors": "0\n",
         f"{folder}/statistics/tx_errors": "0\n",
-        **{f"{folder}/queues/tx-{queue}/tx_timeout": "0\n" for queue in range(16)},
+        **{f"{folder}/queues/tx-{queue}/tx_timeout": "0\n" for queue in range(QUEUES)},
     }

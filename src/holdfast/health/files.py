@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from holdfast.health.readings import Reading
@@ -61,9 +61,21 @@ def number(
         yield unknown(source, name, error, subject, device)
 
 
+def attempt(source: str, name: str, work: Callable[[], float | None], subject: str = "") -> Iterator[Reading]:
+    """What the work returns, as a reading; None: the machine does not have it. Files may hold anything."""
+    try:
+        value = work()
+    except (OSError, ValueError, IndexError, KeyError, ArithmeticError, StopIteration) as error:
+        yield unknown(source, name, error, subject)
+        return
+    if value is not None:
+        yield Reading(source, name, value, subject)
+
+
 def unknown(source: str, name: str, error: Exception | str, subject: str = "", device: str = "") -> Reading:
     """A value that should be there and cannot be read."""
     why = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+    why = why or type(error).__name__
     if isinstance(error, OSError) and error.filename:
         why = f"{error.filename}: {why}"
     return Reading(source, name, None, subject, device, why)

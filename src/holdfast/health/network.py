@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from holdfast.health.files import names, number, quiet
+from holdfast.health.files import attempt, names, number, quiet, text
 from holdfast.health.readings import Reading
 from holdfast.health.sources import Place
 
@@ -52,7 +52,8 @@ class Interfaces:
         for name in names(self._folder):
             folder = self._folder / name
             if os.path.lexists(folder / "device"):
-                self._indexes.add(int(quiet(folder / "ifindex") or 0))
+                if (index := quiet(folder / "ifindex")).isdigit():
+                    self._indexes.add(int(index))
                 yield from _interface(name, folder)
 
     def close(self) -> None:
@@ -63,17 +64,26 @@ class Interfaces:
 
 
 def _interface(name: str, folder: Path) -> Iterator[Reading]:
-    flags = quiet(folder / "flags")
-    if not flags or not int(flags, 16) & _IFF_UP:
+    if not _is_up(quiet(folder / "flags")):
         return
     yield from number("net", "net.carrier", folder / "carrier", name)
     yield from number("net", "net.carrier_changes", folder / "carrier_changes", name)
     for counter in ("rx_errors", "tx_errors"):
         yield from number("net", f"net.{counter}", folder / "statistics" / counter, name)
-    queues = folder / "queues"
-    timeouts = [quiet(queues / queue / "tx_timeout") for queue in names(queues) if queue.startswith("tx-")]
-    if timeouts:
-        yield Reading("net", "net.tx_timeouts", float(sum(int(count or 0) for count in timeouts)), name)
+    yield from attempt("net", "net.tx_timeouts", lambda: _tx_timeouts(folder / "queues"), name)
+
+
+def _is_up(flags: str) -> bool:
+    """By administration, whatever the cable says."""
+    try:
+        return bool(int(flags, 16) & _IFF_UP)
+    except ValueError:
+        return False
+
+
+def _tx_timeouts(queues: Path) -> float | None:
+    counts = [text(queues / queue / "tx_timeout") for queue in names(queues) if queue.startswith("tx-")]
+    return float(sum(int(count or 0) for count in counts)) if counts else None
 
 
 def _listen() -> socket.socket | None:

@@ -6,9 +6,10 @@ import ctypes
 import os
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
-from holdfast.health.files import keyed, names, number, quiet, text, unknown
+from holdfast.health.files import attempt, keyed, names, number, quiet, text, unknown
 from holdfast.health.readings import Reading
 from holdfast.health.sources import Place
 
@@ -35,20 +36,22 @@ class Pressure:
     def read(self) -> Iterator[Reading]:
         """`cpu.stalled_percent` and the like: some task for the processor, all tasks for memory and disk."""
         for kind, line in (("cpu", "some"), ("memory", "full"), ("io", "full")):
-            name = f"{kind}.stalled_percent"
-            try:
-                content = text(self._root / "proc/pressure" / kind)
-                if content is not None:
-                    fields = next(row for row in content.splitlines() if row.startswith(line)).split()
-                    yield Reading("proc", name, float(fields[2].removeprefix("avg60=")))
-            except (OSError, StopIteration, ValueError, IndexError) as error:
-                yield unknown("proc", name, error)
+            path = self._root / "proc/pressure" / kind
+            yield from attempt("proc", f"{kind}.stalled_percent", partial(_pressure, path, line))
         if (tainted := quiet(self._root / "proc/sys/kernel/tainted")).isdigit():
             for what, bit in _TAINTS.items():
                 yield Reading("proc", f"kernel.saw_{what}", float(int(tainted) >> bit & 1))
 
     def close(self) -> None:
         """Holds nothing."""
+
+
+def _pressure(path: Path, line: str) -> float | None:
+    """Over the last minute."""
+    if (content := text(path)) is None:
+        return None
+    fields = next(row for row in content.splitlines() if row.startswith(line)).split()
+    return float(fields[2].removeprefix("avg60="))
 
 
 class Processes:
@@ -77,7 +80,7 @@ class Processes:
             if rest[1:2] == "Z":
                 zombies += 1
             elif rest[1:2] == "D":
-                key = pid, rest.split()[19]
+                key = pid, "".join(rest.split()[19:20])  # numbers are given again: with the time of its start
                 blocked[key] = self._blocked.get(key, now)
                 titles[key] = f"{command.partition('(')[2]} (pid {pid})"
         self._blocked = blocked
@@ -85,23 +88,23 @@ class Processes:
         subject = "" if oldest is None else titles[oldest]
         yield Reading("proc", "process.blocked_s", 0.0 if oldest is None else now - blocked[oldest], subject)
         yield Reading("proc", "process.zombies", float(zombies))
-        yield from self._shares(proc)
-
-    def _shares(self, proc: Path) -> Iterator[Reading]:
-        try:
-            loads, highest = text(proc / "loadavg"), text(proc / "sys/kernel/pid_max")
-            if loads and highest:
-                yield Reading(
-                    "proc", "process.used_share", int(loads.split()[3].split("/")[1]) / int(highest)
-                )
-            if handles := text(proc / "sys/fs/file-nr"):
-                used, _, limit = handles.split()
-                yield Reading("proc", "file.used_share", int(used) / int(limit))
-        except (OSError, ValueError, IndexError) as error:
-            yield unknown("proc", "process.used_share", error)
+        yield from attempt("proc", "process.used_share", lambda: _processes_share(proc))
+        yield from attempt("proc", "file.used_share", lambda: _files_share(proc))
 
     def close(self) -> None:
         """Holds nothing."""
+
+
+def _processes_share(proc: Path) -> float | None:
+    loads, highest = text(proc / "loadavg"), text(proc / "sys/kernel/pid_max")
+    return int(loads.split()[3].split("/")[1]) / int(highest) if loads and highest else None
+
+
+def _files_share(proc: Path) -> float | None:
+    if not (handles := text(proc / "sys/fs/file-nr")):
+        return None
+    used, _, limit = handles.split()
+    return int(used) / int(limit)
 
 
 class Memory:
@@ -121,22 +124,17 @@ class Memory:
     def read(self) -> Iterator[Reading]:
         """`memory.available_share`, `memory.oom_kills` (since the boot), `edac.ce_count` and `edac.ue_count`."""
         try:
-            if content := text(self._root / "proc/meminfo"):
-                table = keyed(content, ":")
-                total, available = (int(table[key].split()[0]) for key in ("MemTotal", "MemAvailable"))
-                yield Reading("proc", "memory.available_share", available / total)
-                if "HardwareCorrupted" in table:
-                    corrupted = int(table["HardwareCorrupted"].split()[0]) * 1024
-                    yield Reading("proc", "memory.corrupted_bytes", float(corrupted))
-        except (OSError, ValueError, KeyError) as error:
+            table = keyed(text(self._root / "proc/meminfo") or "", ":")
+        except OSError as error:
             yield unknown("proc", "memory.available_share", error)
-        try:
-            content = text(self._root / "proc/vmstat") or ""
-            at = content.find("\noom_kill ")
-            if at >= 0:
-                yield Reading("proc", "memory.oom_kills", float(content[at + 10 :].split(maxsplit=1)[0]))
-        except (OSError, ValueError, IndexError) as error:
-            yield unknown("proc", "memory.oom_kills", error)
+            return
+        if table:
+            yield from attempt("proc", "memory.available_share", lambda: _available(table))
+        if "HardwareCorrupted" in table:
+            yield from attempt(
+                "proc", "memory.corrupted_bytes", lambda: 1024.0 * _kib(table, "HardwareCorrupted")
+            )
+        yield from attempt("proc", "memory.oom_kills", lambda: _oom_kills(self._root / "proc/vmstat"))
         for controller in self._controllers:
             for kind in ("ce_count", "ue_count"):
                 path = self._edac / controller / kind
@@ -144,6 +142,20 @@ class Memory:
 
     def close(self) -> None:
         """Holds nothing."""
+
+
+def _kib(table: dict[str, str], key: str) -> int:
+    return int(table[key].split()[0])
+
+
+def _available(table: dict[str, str]) -> float:
+    return _kib(table, "MemAvailable") / _kib(table, "MemTotal")
+
+
+def _oom_kills(path: Path) -> float | None:
+    content = text(path) or ""
+    at = content.find("\noom_kill ")
+    return float(content[at + 10 :].split(maxsplit=1)[0]) if at >= 0 else None
 
 
 class Clock:
@@ -167,11 +179,15 @@ class Clock:
                 yield unknown("proc", "clock.unsynchronized", error)
         if boot := quiet(self._root / "proc/sys/kernel/random/boot_id"):
             yield Reading("proc", "boot.id", boot)
-        if uptime := quiet(self._root / "proc/uptime"):
-            yield Reading("proc", "boot.uptime_s", float(uptime.split()[0]))
+        yield from attempt("proc", "boot.uptime_s", lambda: _uptime_s(self._root / "proc/uptime"))
 
     def close(self) -> None:
         """Holds nothing."""
+
+
+def _uptime_s(path: Path) -> float | None:
+    content = text(path)
+    return None if content is None else float(content.split()[0])
 
 
 def kernel_clock() -> tuple[int, int]:
