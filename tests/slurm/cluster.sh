@@ -57,7 +57,7 @@ SlurmdPort=17003
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket=$D/munge/munge.sock,cred_expire=2
+AuthInfo=socket=$D/munge/munge.sock,cred_expire=5
 StateSaveLocation=$D/state
 SlurmdSpoolDir=$D/spool/%n
 SlurmctldPidFile=$D/pid/slurmctld.pid
@@ -78,7 +78,7 @@ SchedulerType=sched/backfill
 SchedulerParameters=bf_interval=1,sched_interval=1,sched_min_interval=0,requeue_delay=0
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-SlurmdTimeout=6
+SlurmdTimeout=${SLURMD_TIMEOUT:-30}
 SlurmctldTimeout=30
 MessageTimeout=4
 TCPTimeout=2

@@ -45,12 +45,10 @@ def until(true: Callable[[], bool], what: str, within_s: float = PATIENCE_S) -> 
 def mend() -> None:
     """Every node is up, plugged in and idle, and no job is left."""
     slurm("scancel", "--user", str(os.getuid()), check=False)
-    down = set(slurm("sinfo", "-h", "-N", "-p", "train", "-t", "down,drain,fail", "-o", "%N").split())
     for node in NODES:
         cluster("heal", node)
-    for node in down:
-        cluster("kill", node)
-        cluster("boot", node)
+        if not (Path(os.environ["HOLDFAST_SLURM_DIR"]) / "pid" / f"power-{node}").exists():
+            cluster("boot", node)
     until(lambda: not slurm("squeue", "-h"), "the queue is empty")
 
     def idle() -> bool:

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -99,3 +101,125 @@ def test_nodes_lost_drained_and_the_coordinators_own(home: Path, undisturbed: li
     assert report["outcome"] == "finished"
     assert job.losses() == undisturbed
     until(lambda: not slurm("squeue", "-h"), "nothing is left in the queue")
+
+
+def test_a_job_that_makes_room_is_queued_again_and_goes_on(home: Path, undisturbed: list[float]) -> None:
+    with Job(home, "room", "--nnodes", 3, "--requeue", TRAIN, *paced(home, "room")) as job:
+        before = job.training(3, beyond=40)
+        slurm(
+            "sbatch", "--partition=urgent", "--nodes=6", "--exclusive", "--wrap=sleep 1", "--output=/dev/null"
+        )
+        until(lambda: (job.dir / "report.json").exists(), "it stopped")
+        stopped = job.report()
+        assert stopped["outcome"] == "stopped"
+        assert "Slurm takes the whole allocation" in stopped["reason"]
+        assert stopped["saved"]["step"] >= before["step"]
+        until(lambda: (job.dir / "runs" / "1" / "report.json").exists(), "it begins again")
+        job.training(3, beyond=stopped["steps"]["committed"])
+        hurry(job)
+        assert job.wait(100) == 0
+    assert job.report()["outcome"] == "finished"
+    assert job.losses() == undisturbed[-len(job.losses()) :]
+    assert len(job.losses()) + stopped["saved"]["step"] == STEPS
+
+
+def test_the_time_limit_is_an_end_in_order(home: Path) -> None:
+    args = ["--partition", "short", "--time", 1, "--stop-before", 25, TRAIN, *paced(home, "limit")]
+    with Job(home, "limit", "--nnodes", 2, *args) as job:
+        job.training(2)
+        assert job.wait(100) == 0
+    report = job.report()
+    assert report["outcome"] == "stopped"
+    assert "time limit" in report["reason"]
+    assert report["saved"]["step"] == report["steps"]["committed"]
+
+
+def test_a_node_cut_off_fences_itself(home: Path, undisturbed: list[float]) -> None:
+    with Job(
+        home, "cut", "--nnodes", 3, "--spares", 1, "--wait-for-spare", TRAIN, *paced(home, "cut")
+    ) as job:
+        status = job.training(3, spares=1)
+        head = job.coordinator
+        victim = next(n for n in members(status) if n != head)
+        cluster("cut", victim)
+        lost = job.event("node-lost", node=victim)
+        closed = job.event("incident-closed", lost["seq"])
+        job.event("node-taken", lost["seq"], node=victim)
+        cluster("heal", victim)
+        until(lambda: not on_node(victim, "holdfast.agent"), "its agent and workers are gone")
+        assert not any(
+            e["seq"] > closed["seq"] and e["fields"].get("node") == victim for e in events(job, "node-joined")
+        )
+
+        status = job.training(3, beyond=status["step"])
+        cluster("cut", head)  # the coordinator's: most nodes miss it, so one of them takes over
+        until(lambda: job.coordinator != head, "another has the coordinator")
+        cluster("heal", head)  # what lives there is turned away, or comes back as a new node
+        status = job.training(3, beyond=status["step"] + 20)
+        assert job.coordinator != head
+        hurry(job)
+        assert job.wait(100) == 0
+    told("cut", job.report())
+    assert job.losses() == undisturbed
+
+
+def on_node(node: str, text: str) -> list[str]:
+    """Command lines of a node's processes that contain the text."""
+    found = subprocess.run(
+        [os.environ["HOLDFAST_SLURM_CLUSTER"], "exec", node, "ps", "-eo", "args"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return [line for line in found.stdout.splitlines() if text in line]
+
+
+def events(job: Job, kind: str) -> list[dict]:
+    said = job.command("events", "--json", "--kind", kind)
+    assert said.returncode == 0, said.stderr
+    return [json.loads(line) for line in said.stdout.splitlines()]
+
+
+def test_commands_from_elsewhere_and_a_submitter_that_dies(home: Path) -> None:
+    with Job(home, "far", "--nnodes", 2, TRAIN, *paced(home, "far")) as job:
+        job.training(2, beyond=5)
+        job.process.send_signal(signal.SIGHUP)
+        job.process.wait(10)
+        shown = job.command("status", "--json")
+        assert json.loads(shown.stdout)["world"] == 2
+        assert {e["kind"] for e in events(job, "formed")} == {"formed"}
+        assert "running" in job.command("report", "--json").stdout
+        assert job.command("logs", "--rank", "0").returncode == 0
+        stopped = job.command("stop")
+        assert stopped.returncode == 0, stopped.stderr
+        assert "stopped at step" in stopped.stdout
+    until(lambda: not slurm("squeue", "-h"), "the queue is empty")
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--partition", "nope"], "invalid partition specified: nope"),
+        (["--nnodes", 40], "Requested node configuration is not available"),
+        (["--partition", "short", "--time", 30], "the partition 'short' gives 1 minutes at most"),
+        (["--time", 1], "60 s is too short"),
+    ],
+)
+def test_what_slurm_would_never_run_is_refused(home: Path, args: list[object], said: str) -> None:
+    with Job(home, "bad", *args, TRAIN, 5) as job:
+        assert job.wait(30) == 2
+    assert said in job.log.read_text()
+    assert not job.dir.exists()
+    assert not slurm("squeue", "-h")
+
+
+def test_a_slurm_that_is_down_or_not_there(home: Path) -> None:
+    cluster("slurmctld", "stop")
+    try:
+        with Job(home, "down", TRAIN, 5) as job:
+            assert job.wait(60) == 2
+    finally:
+        cluster("slurmctld", "start")
+    assert "Slurm does not take the job: " in job.log.read_text()
+    assert not job.dir.exists()
+    until(lambda: "UP" in slurm("scontrol", "ping", check=False), "Slurm is back")

@@ -37,6 +37,8 @@ from holdfast.protocol.page import STACKS_SIGNAL
 
 _PR_SET_CHILD_SUBREAPER = 36
 PORTS_OFFERED = 16
+SAME_SIGNAL_S = 1.0
+"""SIGTERM within this time is the same one: a scheduler signals a step, and every process of it."""
 STACKS_WAIT_S = 0.15
 
 
@@ -79,6 +81,7 @@ class Agent:
         self._follower = LogFollower()
         self._keeper: SnapshotKeeper | None = None
         self._leaving: m.Leaving | None = None
+        self._terminated_at = 0.0
         self._health = _health(config.job_dir)
         # A node that shares its machine with others has a part of its identity, and none of its devices for itself.
         root = Path("/")
@@ -423,9 +426,13 @@ class Agent:
     def _terminated(self) -> None:
         """SIGTERM: this machine is to be taken away (Slurm, Kubernetes and spot markets send it). The job goes on
         without it from a step's edge on. A second one, or one that nobody hears, ends it now."""
+        now = asyncio.get_running_loop().time()
+        if self._leaving is not None and now < self._terminated_at + SAME_SIGNAL_S:
+            return
         if self._leaving is not None or not self._link.connected:
             self._over.set()
             return
+        self._terminated_at = now
         self._reason = "SIGTERM"
         self._leaving = m.Leaving(self._reason, self._config.grace_s)
         self._link.send(self._leaving)

@@ -50,10 +50,32 @@ def ledger(folder: Path) -> Iterator[Store]:
     path = newest_ledger(folder)
     if not path.is_file():
         raise UsageError(f"the job {folder.name!r} was never started: there is no {path}")
-    store = Store(path, read_only=True)
+    copy = _copy_from_afar(folder)
+    store = Store(path, read_only=True) if copy is None else Store.of(copy)
     try:
         yield store
     except sqlite3.Error as error:
         raise UsageError(f"the ledger {path} cannot be read: {error}") from error
     finally:
         store.close()
+
+
+def _copy_from_afar(folder: Path) -> bytes | None:
+    """The ledger of a job that a cluster runs: its coordinator alone can open the file. None: it is free to be read."""
+    import asyncio
+
+    from holdfast.engines.client import JobClient, NoAnswer
+    from holdfast.engines.jobs import read_allocation
+
+    allocation = read_allocation(folder)
+    if allocation is None or allocation.over:
+        return None
+
+    async def ask() -> bytes:
+        async with JobClient(folder) as client:
+            return await client.get_bytes("/ledger")
+
+    try:
+        return asyncio.run(ask())
+    except NoAnswer:
+        return None

@@ -63,6 +63,14 @@ class Store:
             self._db.execute(f"pragma synchronous={'full' if shared else 'normal'}")
             self._db.executescript(_SCHEMA)
 
+    @classmethod
+    def of(cls, data: bytes) -> Store:
+        """What `copy` gave, for reading."""
+        store = cls.__new__(cls)
+        store._db = sqlite3.connect(":memory:", isolation_level=None)
+        store._db.deserialize(data)
+        return store
+
     def begin(self) -> None:
         """What follows is written together."""
         self._db.execute("begin")

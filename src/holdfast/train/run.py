@@ -235,6 +235,8 @@ def start(main: Callable[[Run], object]) -> None:
     attachment = worker.attach()
     if attachment is None:
         attachment = worker.alone()
+    else:
+        worker.leave_sigterm_to_the_agent()
     main(Run(attachment))
     sys.stdout.flush()
 

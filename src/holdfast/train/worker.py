@@ -89,6 +89,7 @@ def become(sock: socket.socket) -> int:
     start = _wait_for_work(sock)
     if start is None:
         return 0
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ.update(start.env)
     os.chdir(start.cwd)
     _write_to(start.log)
@@ -125,6 +126,21 @@ def _flush_files() -> None:
                 continue
     sys.stdout.flush()
     sys.stderr.flush()
+
+
+def leave_sigterm_to_the_agent() -> None:
+    """A scheduler that wants the node sends SIGTERM to every process on it. The agent then sees to it that this one ends
+    in order; unless the script has a handler of its own, it takes no notice. Its children do."""
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        return
+    ours = os.getpid()
+
+    def heed(number: int, frame: object) -> None:
+        if os.getpid() != ours:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGTERM, heed)
 
 
 def die_with_parent() -> None:

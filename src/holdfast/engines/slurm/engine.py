@@ -203,11 +203,14 @@ class SlurmEngine:
         self._keep()
         if node in self._known.bad or node in self._known.going:
             self._post(NodeTaken(node, reason))
-        self._spawn(self._end(node))
+        if node not in self.alive:
+            self._spawn(self._end(node))
 
     async def _judge(self, node: str, reason: str) -> None:
         """Whether a lost node is bad, or only its agent was."""
         reached, state = await self._reachable(node), "down"
+        if node in self.alive:
+            return  # it is back already
         if reached:
             self._failures[node] = self._failures.get(node, 0) + 1
             state = "drain"

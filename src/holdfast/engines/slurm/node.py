@@ -156,7 +156,9 @@ class StandBy:
 
     async def _may_claim(self, term: int) -> bool:
         holder = self._holder(term)
-        others = [n for n in read_roster(self._job_dir) if n != holder]
+        # A coordinator that is cut off takes the others off its roster: whoever says something is there.
+        said = {p.name for p in self._missing.iterdir()}
+        others = {*read_roster(self._job_dir), *(n for n in said if self._misses(n, term))} - {holder}
         missing = sorted(n for n in others if self._misses(n, term))
         if self._place.node not in missing or 2 * len(missing) <= len(others):
             return False

@@ -121,6 +121,7 @@ class Submitter:
             if not again:
                 return self._report()
             self._view.note("the job waits in Slurm's queue again")
+            await self._begin_at_once()
 
     async def _begun(self) -> None:
         """Waits until the job's coordinator is there, and says what Slurm waits for."""
@@ -137,6 +138,13 @@ class Submitter:
                 hint = f"; it may never begin: `scancel {self._id}`" if job.reason in parse.HOPELESS else ""
                 self._view.note(now + hint)
             await asyncio.sleep(LOOK_S)
+
+    async def _begin_at_once(self) -> None:
+        """Slurm holds a job that was queued again for two minutes by default, until its old credentials are void."""
+        try:
+            await self._slurm.run("scontrol", "update", f"jobid={self._id}", "starttime=now")
+        except SlurmError as error:
+            self._view.note(str(error))
 
     async def _watch(self, client: JobClient) -> None:
         async for said in client.watch():
