@@ -135,7 +135,7 @@ boot() { # the process in pid/power-NODE is the power switch: with it everything
   # `-b`: it came up just now, whatever the machine's uptime says. nsenter, for `ip netns exec` hides /sys/fs/cgroup.
   setsid nsenter --net="/run/netns/hfslurm-$n" unshare --pid --fork --kill-child=KILL --mount --mount-proc --uts --ipc \
     bash -c "hostname $n; mount --bind $D/hosts /etc/hosts; mount -t tmpfs -o size=1g,nosuid tmpfs /dev/shm; \
-      mkdir -p $D/spool/$n; exec slurmd -b -D -f $D/slurm.conf -N $n" </dev/null >>"$D/log/boot-$n.log" 2>&1 8>&- 9>&- &
+      mkdir -p $D/spool/$n; exec slurmd -b -D -f $D/slurm.conf -N $n" </dev/null >>"$D/log/boot-$n.log" 2>&1 7>&- 8>&- 9>&- &
   echo $! >"$D/pid/power-$n"
 }
 
@@ -145,7 +145,7 @@ power_off() {
   rm -f "$f"
 }
 
-controller() { (setsid slurmctld -f "$D/slurm.conf" </dev/null >/dev/null 2>&1 8>&- 9>&-); }
+controller() { (setsid slurmctld -f "$D/slurm.conf" </dev/null >/dev/null 2>&1 7>&- 8>&- 9>&-); }
 
 end_of() { # a pid file: asks the process to end, and waits for it
   local pid end=$((SECONDS + 10))
@@ -169,7 +169,7 @@ start() {
   configure
   cables
   munged --force --key-file="$D/munge/key" --socket="$D/munge/munge.sock" --pid-file="$D/munge/munged.pid" \
-    --log-file="$D/munge/munged.log" --seed-file="$D/munge/seed" --num-threads=4 2>/dev/null 8>&- 9>&-
+    --log-file="$D/munge/munged.log" --seed-file="$D/munge/seed" --num-threads=4 2>/dev/null 7>&- 8>&- 9>&-
   controller
   for n in $(names); do boot "$n"; done
   local end=$((SECONDS + WAIT_S))
@@ -187,6 +187,8 @@ case ${1:-} in
   with)
     shift
     packages
+    exec 7>/tmp/holdfast-slurm.lock # one at a time: the addresses are the same
+    flock 7
     D=$(mktemp -d /tmp/holdfast-slurm-XXXXXX)
     export HOLDFAST_SLURM_DIR=$D SLURM_CONF=$D/slurm.conf HOLDFAST_SLURM_CLUSTER=$SELF
     trap stop EXIT
@@ -194,7 +196,7 @@ case ${1:-} in
     trap 'exit 143' TERM
     start
     echo "$(sinfo --version), $NODES nodes, after $SECONDS s" >&2
-    "$@"
+    "$@" 7>&-
     ;;
   kill | boot | cut | heal | exec | slurmctld)
     D=${HOLDFAST_SLURM_DIR:?set by: cluster.sh with COMMAND}

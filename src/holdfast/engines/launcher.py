@@ -84,7 +84,13 @@ class Launcher(ABC):
             await self.staff()
             watching = asyncio.create_task(self._watch())
             obeying = asyncio.create_task(self._obey(self.engine))
-            await self._keep_coordinator()
+            try:
+                await self._keep_coordinator()
+            except Deposed:
+                for task in (watching, obeying, *self._tasks):
+                    task.cancel()
+                await self.abandon()
+                raise
             try:
                 async with asyncio.timeout(1.0):
                     await watching  # its last announcement may still be on the way
@@ -190,6 +196,9 @@ class Launcher(ABC):
                 await client.post(path)
             except UsageError as error:
                 self.view.note(str(error))
+
+    async def abandon(self) -> None:
+        """Another has the job: stops doing things for it, at once."""
 
     async def close(self) -> None:
         """Ends what is left of the job."""

@@ -64,6 +64,9 @@ class Slurm:
             raise SlurmError(
                 f"{argv[0]}: Slurm's controller did not answer within {within_s:g} s; `scontrol ping` tells more"
             ) from None
+        except asyncio.CancelledError:
+            process.kill()  # what waits for a network is not to come true when that is back
+            raise
         if process.returncode != 0:
             said = err.decode(errors="replace") + out.decode(errors="replace")
             raise SlurmError(f"{argv[0]}: {parse.plain_error(said)}")
@@ -94,6 +97,13 @@ class Slurm:
             if "invalid job id" in str(error).lower():
                 return {}
             raise
+        return {job.id: job for job in parse.parse_jobs(said)}
+
+    async def named(self, name: str) -> dict[str, JobLine]:
+        """This user's jobs of a name, by their ids."""
+        said = await self.run(
+            "squeue", "--noheader", f"--format={parse.JOB_FORMAT}", f"--name={name}", f"--user={os.getuid()}"
+        )
         return {job.id: job for job in parse.parse_jobs(said)}
 
     async def job(self, id: str) -> JobLine | None:

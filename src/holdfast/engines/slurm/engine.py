@@ -10,6 +10,7 @@ import os
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import msgspec
 from holdfast.engines.jobs import home
 from holdfast.engines.slurm.commands import Slurm, SlurmError, clean_environment
 from holdfast.engines.slurm.parse import WAITING
-from holdfast.engines.slurm.script import MODULE, follow_up_script
+from holdfast.engines.slurm.script import MODULE, follow_up_name, follow_up_script
 from holdfast.protocol.availability import Availability, Capacity, NodeGoing, NodeTaken, NodeUnavailable
 from holdfast.protocol.job import JobSpec
 
@@ -28,6 +29,10 @@ administrators and come 7 s late), so it is asked."""
 
 CLOSE_S = 10.0
 REACH_S = 1.0
+SETTLE_S = 1.0
+TOGETHER_S = 5.0
+"""Nodes that are lost within this time were lost together."""
+LEAVE_S = 30.0
 SLURMD_PORT = 6818
 KNOWN = "slurm.json"
 FAILURES = 2
@@ -64,6 +69,7 @@ class SlurmEngine:
         self._steps: dict[str, asyncio.subprocess.Process] = {}
         self._known = Known()
         self._terminated: set[str] = set()
+        self._lost_at: dict[str, float] = {}
         self._failures: dict[str, int] = {}
         self._admin = True
         self._tasks: set[asyncio.Task[None]] = set()
@@ -80,6 +86,8 @@ class SlurmEngine:
         names = await self.slurm.names(job.nodes)
         if not fresh:
             self._recall()
+            for id, other in (await self.slurm.named(follow_up_name(self._spec))).items():
+                self._known.follow_ups.setdefault(id, other.nodes or None)
         for name in names if fresh else ():
             await self._start_step(name)
         self._polling = asyncio.create_task(self._poll())
@@ -91,7 +99,7 @@ class SlurmEngine:
             return
 
     def _keep(self) -> None:
-        work = self._job_dir / f".{KNOWN}"
+        work = self._job_dir / f".{KNOWN}.{os.uname().nodename}.{os.getpid()}"
         work.write_bytes(msgspec.json.encode(self._known))
         work.replace(self._job_dir / KNOWN)
 
@@ -194,12 +202,27 @@ class SlurmEngine:
     async def release(self, node: str, reason: str, planned: bool) -> None:
         """Ends the node's step. One that cannot be reached, or fails again and again, is Slurm's to know of."""
         self.alive.discard(node)
-        if process := self._steps.get(node):
-            _kill(process)  # it only watches; the step is ended below
         if planned:
             self._known.going.add(node)
         elif node not in self._known.bad:
-            await self._judge(node, reason)
+            self._lost_at[node] = time.monotonic()
+            self._spawn(self._lost(node, reason))
+            return
+        self._left(node, reason)
+
+    async def _lost(self, node: str, reason: str) -> None:
+        """Nothing that trains waits for this. Many at once are a network's doing, this node's perhaps: then nothing is
+        said of anybody."""
+        await asyncio.sleep(SETTLE_S)
+        since = time.monotonic() - TOGETHER_S
+        lost = [n for n, at in self._lost_at.items() if at > since and n not in self.alive]
+        if len(lost) > 1 and len(lost) > len(self.alive):
+            self._note(f"{len(lost)} nodes were lost at once, {node} among them: Slurm is told nothing of it")
+            return
+        await self._judge(node, reason)
+        self._left(node, reason)
+
+    def _left(self, node: str, reason: str) -> None:
         self._keep()
         if node in self._known.bad or node in self._known.going:
             self._post(NodeTaken(node, reason))
@@ -224,6 +247,15 @@ class SlurmEngine:
 
     async def _end(self, node: str) -> None:
         """Nothing of the node runs on, and it goes back to Slurm where it can."""
+        process = self._steps.get(node)
+        if process is not None and node in self._known.going:  # its agent ends when its hooks have
+            try:
+                async with asyncio.timeout(LEAVE_S):
+                    await process.wait()
+            except TimeoutError:
+                pass
+        if process is not None:
+            _kill(process)  # it only watches; the step is ended now
         follow_up = next((id for id, where in self._known.follow_ups.items() if where == node), None)
         try:
             if follow_up is not None:
@@ -367,6 +399,13 @@ class SlurmEngine:
                     self._post(NodeUnavailable(f"Slurm's job {id} ended before it began"))
 
     # ------------------------------------------------------------ the end
+
+    async def abandon(self) -> None:
+        """Stops at once, and leaves everything as it is."""
+        running = [t for t in (*self._tasks, self._polling) if t is not None]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
 
     async def close(self) -> None:
         """Gives back what was asked for beyond the allocation, and waits for the agents, which end with the job."""

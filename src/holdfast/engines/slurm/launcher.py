@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -67,9 +68,15 @@ class SlurmLauncher(Launcher):
         """See `Launcher.heard`."""
         if said.kind == "event":
             self._slurm_engine.heard(said.value["kind"], said.value["fields"])
-            if said.value["kind"] in ("node-joined", "node-lost", "node-left"):
+            changed = said.value["kind"] in ("node-joined", "node-lost", "node-left")
+            if changed and newest_term(self.job_dir) == self.term:
                 write_roster(self.job_dir, self._slurm_engine.alive)
         super().heard(said)
+
+    async def abandon(self) -> None:
+        """See `Launcher.abandon`."""
+        self.engine = None
+        await self._slurm_engine.abandon()
 
     def _ended_by_slurm(self) -> None:
         self.stop("Slurm ends the job")
@@ -116,7 +123,7 @@ def wants_requeue(outcome: object, reason: str) -> bool:
 
 def write_roster(job_dir: Path, nodes: set[str]) -> None:
     """The nodes that are in the job: half of them must miss the coordinator before one replaces it."""
-    work = job_dir / f".{ROSTER}"
+    work = job_dir / f".{ROSTER}.{os.uname().nodename}.{os.getpid()}"
     work.write_bytes(msgspec.json.encode(sorted(nodes)))
     work.replace(job_dir / ROSTER)
 

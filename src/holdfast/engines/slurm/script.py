@@ -31,12 +31,17 @@ def job_script(spec: JobSpec, job_dir: Path, home: Path) -> str:
     return _script(lines, home, [sys.executable, "-m", MODULE, f"--job-dir={job_dir}"])
 
 
+def follow_up_name(spec: JobSpec) -> str:
+    """Of the Slurm jobs that bring further nodes."""
+    return f"{spec.name}+1"
+
+
 def follow_up_script(
     spec: JobSpec, job_dir: Path, home: Path, without: list[str], minutes: int | None
 ) -> str:
     """One more node for a job that runs. without: nodes that it must not be. minutes: as long as the job has left."""
     lines = [
-        f"--job-name={spec.name}+1",
+        f"--job-name={follow_up_name(spec)}",
         "--nodes=1",
         "--ntasks-per-node=1",
         "--exclusive",
