@@ -21,6 +21,7 @@ from holdfast.cli import (
     report,
     resize,
     run,
+    site,
     status,
     stop,
 )
@@ -52,6 +53,7 @@ checkpoint.app.command("export")(portable.export)
 checkpoint.app.command("import")(portable.import_)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(data.app, name="data")
+app.add_typer(site.app, name="slurm")
 app.add_typer(health.app, name="health")
 app.add_typer(plan.app, name="plan")
 

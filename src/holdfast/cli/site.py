@@ -7,7 +7,9 @@ from importlib import resources
 
 import typer
 
-app = typer.Typer(help="Scripts for slurm.conf: print them, put them where Slurm finds them.", no_args_is_help=True)
+app = typer.Typer(
+    help="Scripts for slurm.conf: print them, put them where Slurm finds them.", no_args_is_help=True
+)
 
 
 @app.command("health-program")

@@ -199,6 +199,7 @@ class Launcher(ABC):
 
     async def abandon(self) -> None:
         """Another has the job: stops doing things for it, at once."""
+        self.engine = None
 
     async def close(self) -> None:
         """Ends what is left of the job."""

@@ -75,7 +75,7 @@ class SlurmLauncher(Launcher):
 
     async def abandon(self) -> None:
         """See `Launcher.abandon`."""
-        self.engine = None
+        await super().abandon()
         await self._slurm_engine.abandon()
 
     def _ended_by_slurm(self) -> None:
