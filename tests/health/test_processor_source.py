@@ -50,17 +50,24 @@ def test_a_process_that_hangs_is_found_by_how_long_it_did(tmp_path):
     )
     clock = Hand()
     source = Processes(Place(tmp_path), clock)
+    subject = "process a (b) c (pid 7)"
     found = values(source.read())
-    assert found["process.blocked_s", "a (b) c (pid 7)"] == 0.0
-    assert found["process.zombies", ""] == 1.0
-    assert found["process.used_share", ""] == 0.5
-    assert found["file.used_share", ""] == 0.25
-    clock.now += 60
-    assert values(source.read())["process.blocked_s", "a (b) c (pid 7)"] == 60.0
+    assert found == {
+        ("process.zombies", ""): 1.0,
+        ("process.used_share", ""): 0.5,
+        ("file.used_share", ""): 0.25,
+    }
+    for blocked_s in (60.0, 120.0):
+        clock.now += 60
+        assert values(source.read())["process.blocked_s", subject] == blocked_s
     write(tmp_path, stat(7, "another", "D", 900))  # the number was given again
-    assert values(source.read())["process.blocked_s", "another (pid 7)"] == 0.0
+    clock.now += 60
+    assert values(source.read())["process.blocked_s", subject] == 0.0
+    clock.now += 60
+    assert values(source.read())["process.blocked_s", "process another (pid 7)"] == 60.0
     write(tmp_path, stat(7, "another", "R", 900))
-    assert values(source.read())["process.blocked_s", ""] == 0.0
+    assert values(source.read())["process.blocked_s", "process another (pid 7)"] == 0.0
+    assert not [name for name, _ in values(source.read()) if name == "process.blocked_s"]
 
 
 def test_memory_and_its_controllers(tmp_path):

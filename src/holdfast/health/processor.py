@@ -17,6 +17,7 @@ PRESSURE_S = 15.0
 PROCESSES_S = 60.0
 MEMORY_S = 15.0
 CLOCK_S = 60.0
+BLOCKED_TOLD = 8
 _TAINTS = {"machine_check": 4, "oops": 7, "soft_lockup": 14}
 """Bits of /proc/sys/kernel/tainted (Documentation/admin-guide/tainted-kernels.rst): what the kernel has seen since its
 boot, also where its log cannot be read."""
@@ -63,12 +64,14 @@ class Processes:
     def __init__(self, place: Place, clock: Callable[[], float] = time.monotonic) -> None:
         self._root, self._clock = place.root, clock
         self._blocked: dict[tuple[str, str], float] = {}
+        self._told: set[str] = set()
 
     def read(self) -> Iterator[Reading]:
-        """`process.blocked_s`: the longest that one was in state D at every look. Shares are of the limit."""
+        """`process.blocked_s`: of those that were in state D at every look since (the longest ones), and 0 of one that is
+        not any more. Shares are of the limit."""
         now = self._clock()
         blocked: dict[tuple[str, str], float] = {}
-        titles: dict[tuple[str, str], str] = {}
+        hung: dict[str, float] = {}
         zombies = 0
         proc = self._root / "proc"
         prefix = f"{proc}/"
@@ -81,12 +84,14 @@ class Processes:
                 zombies += 1
             elif rest[1:2] == "D":
                 key = pid, "".join(rest.split()[19:20])  # numbers are given again: with the time of its start
-                blocked[key] = self._blocked.get(key, now)
-                titles[key] = f"{command.partition('(')[2]} (pid {pid})"
+                since = blocked[key] = self._blocked.get(key, now)
+                if since < now:
+                    hung[f"process {command.partition('(')[2]} (pid {pid})"] = now - since
         self._blocked = blocked
-        oldest = min(blocked, key=blocked.__getitem__, default=None)
-        subject = "" if oldest is None else titles[oldest]
-        yield Reading("proc", "process.blocked_s", 0.0 if oldest is None else now - blocked[oldest], subject)
+        longest = sorted(hung, key=hung.__getitem__, reverse=True)[:BLOCKED_TOLD]
+        for subject in (*longest, *(self._told - set(longest))):
+            yield Reading("proc", "process.blocked_s", hung.get(subject, 0.0), subject)
+        self._told = set(longest)
         yield Reading("proc", "process.zombies", float(zombies))
         yield from attempt("proc", "process.used_share", lambda: _processes_share(proc))
         yield from attempt("proc", "file.used_share", lambda: _files_share(proc))
