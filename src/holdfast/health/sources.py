@@ -23,6 +23,9 @@ class Source(Protocol):
     `read` returns everything that the source knows of now. It raises nothing: what cannot be read now is a Reading with
     value None and `why`; what the machine does not have gives no Reading. Lines among the readings are allowed, for
     sources that collect events (NVML's, DCGM's).
+
+    One that the kernel or a driver wakes has a method `fileno() -> int`, too: readable when there is news before the
+    period is over, -1 when there never is. `read` is called then as well, and may give only what is new.
     """
 
     @property
