@@ -12,6 +12,7 @@ import pytest
 from rows_on_tiers import row_of
 from snapshots_in_memory import BUDGET, flip, index_of, key_of, new_folder, slot_files, steps_of
 
+from holdfast.agent import snapshots
 from holdfast.agent.snapshots import SnapshotKeeper
 from holdfast.checkpoint import peers
 from holdfast.checkpoint.archive import Archive
@@ -509,6 +510,22 @@ def test_close_ends_what_is_under_way_and_leaves_nothing(tmp_path, monkeypatch):
         await asyncio.gather(*tasks, return_exceptions=True)
         assert any(isinstance(x, m.NotHeld) and x.key == copy.key for x in b.said)
         await a.close()
+
+    run(scenario())
+
+
+def test_close_does_not_wait_for_a_tier_that_does_not_answer(tmp_path, monkeypatch, capsys):
+    async def scenario():
+        monkeypatch.setattr(snapshots, "LEAVE_S", 0.01)
+        node, gate = Node(), Gate(monkeypatch)
+        await node.held(key_of(10))
+        task = asyncio.create_task(store(node, tmp_path, key_of(10)))
+        await gate.wait()
+        await node.close()
+        assert "a durable tier does not answer" in capsys.readouterr().err
+        assert not task.done()
+        gate.open.set()
+        await task
 
     run(scenario())
 

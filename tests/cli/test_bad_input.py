@@ -18,7 +18,7 @@ CASES = {
     "no number": (["--nnodes", "many", "train.py"], "write a number or MIN:MAX, for example 4 or 2:4"),
     "0 workers": (["--nproc-per-node", "0", "train.py"], "at least 1"),
     "spares below 0": (["--spares", "-1", "train.py"], "--spares -1: 0 or more"),
-    "another engine": (["--engine", "moon", "train.py"], "there is only `local`"),
+    "another engine": (["--engine", "moon", "train.py"], "there are local and slurm"),
     "no such rank": (["--nnodes", "2", "--fault", "kill-worker:rank=2", "train.py"], "ranks are 0 to 1"),
     "no such node": (["--nnodes", "2", "--fault", "kill-node:node=2", "train.py"], "nodes are 0 to 1"),
     "a rank that is none": (["--fault", "kill-worker:rank=x", "train.py"], "not a whole number"),

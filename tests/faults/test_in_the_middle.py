@@ -6,11 +6,13 @@ import re
 import select
 import shutil
 import signal
+import threading
 from pathlib import Path
 
 import pytest
 from conftest import LENGTH, SAVES
 from harness import HERE, TIERS, TINY, finish, leftovers, run, start, wait_for
+from s3server import S3Server
 from test_snapshots import begins, ends, kill_all, memory_of, remove_memory_of
 
 from holdfast.checkpoint.archive import Archive
@@ -132,6 +134,38 @@ def test_everything_is_killed_in_the_middle_of_an_upload(tmp_path, gate_at, tier
     assert begins(ran) == [before[-1]]
     assert ends(ran) == ends(tiers_undisturbed)
     assert whole(tier)[-1] > before[-1]
+
+
+@pytest.mark.nightly
+def test_everything_is_killed_while_an_object_store_takes_a_checkpoint(
+    tmp_path, tiers_undisturbed, monkeypatch
+):
+    """It has the row's bytes, and never answers; the checkpoint before is the one to go on from."""
+    reached = threading.Event()
+    with S3Server() as store:
+        given = {"AWS_ENDPOINT_URL": store.endpoint, "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
+        for name, value in {**given, "AWS_REGION": "eu-west-3"}.items():
+            monkeypatch.setenv(name, value)
+
+        def second(request):
+            meant = request.key.endswith(".bin") and any(k.endswith("manifest.json") for k in store.objects)
+            if meant:
+                reached.set()
+            return meant
+
+        store.fault("put part", "stall", when=second)
+        options = ["--nnodes", 2, "--checkpoint", "s3://bucket/run,every=100"]
+        process = start(tmp_path, *options, TIERS, LENGTH, SAVES)
+        assert reached.wait(90)
+        wait_for(process, "is saved in")
+        before = reported(events(tmp_path), "saved")
+        kill_all(tmp_path, process)
+        remove_memory_of(tmp_path)
+        shutil.rmtree(tmp_path / "jobs" / "job" / "logs")
+        ran = run(tmp_path, *options, TIERS, LENGTH, SAVES)
+        assert ran.code == 0, ran.output[-3000:]
+        assert begins(ran) == [before[-1]]
+        assert ends(ran) == ends(tiers_undisturbed)
 
 
 @pytest.mark.parametrize("victim", ["buddy", pytest.param("owner", marks=NIGHTLY)])

@@ -59,4 +59,9 @@ async def _run(config: AgentConfig, zygote: Zygote | None, lifeline: int | None)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        code = main()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)  # a thread may wait for a durable tier that does not answer

@@ -37,6 +37,9 @@ MODEST_NICE = 10
 """For the node's own workers, for copies from other nodes, and for durable tiers: so many each. A tier that does not
 answer must not hold up a snapshot."""
 
+LEAVE_S = 3.0
+"""For a write to a durable tier to end when the job is over."""
+
 LOOK_EVERY_S = 600.0
 """So often the agent reads what lies in its memory."""
 
@@ -96,9 +99,24 @@ class SnapshotKeeper:
         for pull in list(self._pulls):
             pull.abort()
         await asyncio.to_thread(self._server.close)
-        for threads in (self._own, self._copying, self._storing):
+        for threads in (self._own, self._copying):
             await asyncio.to_thread(threads.shutdown, cancel_futures=True)
+        self._storing.shutdown(wait=False, cancel_futures=True)
+        await self._leave_tiers()
         self.pool.close()
+
+    async def _leave_tiers(self) -> None:
+        """Waits for what is being written, but not for a tier that does not answer: the process ends without its thread."""
+        try:
+            async with asyncio.timeout(LEAVE_S):
+                while self._stores:
+                    await self._freed.wait()
+        except TimeoutError:
+            print(
+                "holdfast agent: a durable tier does not answer; it is left alone",
+                file=sys.stderr,
+                flush=True,
+            )
 
     # ------------------------------------------------------------ this node's workers
 
