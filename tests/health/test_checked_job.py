@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import TINY, end_leftovers, finish, start
+from harness import TINY, end_leftovers, finish, start, wait_for
 
 from holdfast.engines.client import JobClient
 
@@ -68,6 +68,7 @@ def test_a_spare_is_checked_and_hooks_run(tmp_path):
         0.01,
     )
     job_dir = tmp_path / "jobs" / "job"
+    wait_for(process, "waiting for nodes")  # the folder is there
     asyncio.run(until_it_trains(job_dir, 2))
     report = tmp_path / "checks.json"
     ran = check(tmp_path, "--deep", "--seconds", 0.2, "--json", report)

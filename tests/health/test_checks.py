@@ -56,6 +56,15 @@ def test_every_gpu_must_answer(tmp_path, answering, condition):
     assert (result.condition, result.value, result.floor) == (condition, answering, 2)
 
 
+def test_too_little_memory_is_said_with_both_figures(monkeypatch):
+    monkeypatch.setattr(basic, "available_bytes", lambda: 100 << 20)
+    (result,) = basic.check_memory()
+    assert (result.condition, result.detail) == (
+        Condition.FAULTY,
+        "105 MB free memory, at least 268 MB are needed",
+    )
+
+
 def test_no_gpu_is_no_result(tmp_path):
     assert list(basic.check_gpus(tmp_path)) == []
 
@@ -85,7 +94,7 @@ def test_a_check_that_fails_by_itself_blames_nobody():
 
 
 def test_a_core_works_alike_in_every_round():
-    run = cpu.run_core(0, cpu.operands_for(CPU, 32), 0.02)
+    run = cpu.run_core(0, cpu.operands_for(32), 0.02)
     assert run.rounds > 1
     assert run.wrong == 0
 

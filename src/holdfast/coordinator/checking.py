@@ -6,6 +6,7 @@ It decides nothing about the job. What is faulty goes to the core as findings, l
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
@@ -71,7 +72,9 @@ class CheckRuns:
         self._send, self._tell = send, tell
         self._runs: dict[int, _Run] = {}
         self._count = 0
-        self._requests = 0
+        self._requests = -secrets.randbelow(
+            1 << 40
+        )  # an answer to the coordinator before is none to this one
         self._asked: dict[tuple[str, int], asyncio.Future[tuple[CheckResult, ...] | None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -204,6 +207,13 @@ class _Run:
 
     async def do(self) -> None:
         """From the first order to the last answer."""
+        try:
+            await self._do()
+        finally:  # whoever waits for the end hears of it, however it came
+            self._over = True
+            await self._say("", ())
+
+    async def _do(self) -> None:
         wish = self._wish
         await self._say("each node by itself", self._nodes)
         await asyncio.gather(*(self._alone(name) for name in self._nodes))
@@ -215,8 +225,6 @@ class _Run:
         for name, results in self._results.items():
             if findings := tuple(_finding(r) for r in results if r.condition is Condition.FAULTY):
                 self._tell(name, m.Found(findings))
-        self._over = True
-        await self._say("", ())
 
     async def _alone(self, name: str) -> None:
         order = m.RunChecks(0, self._wish.deep, seconds=self._wish.seconds)
@@ -260,6 +268,8 @@ class _Run:
 
     async def _measure(self, pair: pairs.Pair) -> pairs.Measured:
         listener, caller = (self._nodes[n] for n in pair)
+        if not listener.ports:
+            return pairs.Measured(None, why=f"{listener.name} offers no port")
         port = listener.ports[LISTENING]
         seconds = self._wish.seconds
         to_caller = m.Peer(caller.name, caller.host, 0)
@@ -280,7 +290,7 @@ class _Run:
         """Without those that are known to be bad: they would hold up all others."""
         bad = {n for n in names if any(r.name == "pair" and _bad(r) for r in self._results[n])}
         group = [n for n in names if n not in bad]
-        if len(group) < 2:
+        if len(group) < 2 or not self._nodes[group[0]].ports:
             return
         await self._say("all-reduce over all", group)
         port = self._nodes[group[0]].ports[COMMON]

@@ -21,6 +21,7 @@ import msgspec
 
 from holdfast.health.capacity import available_bytes, cpu_model
 from holdfast.health.checks.check import CannotCheck, Task, attempt
+from holdfast.observe.units import size
 from holdfast.protocol.health import CheckResult, Condition
 
 MEMORY_FLOOR_BYTES = 256 << 20
@@ -107,7 +108,7 @@ def check_disk(folder: Path) -> Iterator[CheckResult]:
 def check_files(slots: int) -> Iterator[CheckResult]:
     """How many files a process may have open: every worker connects to every other one."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    floor = FILES_FLOOR + 16 * slots
+    floor = FILES_FLOOR + 8 * slots
     if soft == resource.RLIM_INFINITY:
         yield CheckResult("files", Condition.HEALTHY, "no limit of open files")
     else:
@@ -209,8 +210,12 @@ def in_time(function: Inventory, patience_s: float, what: str) -> list[str]:
 
 
 def _at_least(name: str, value: float, floor: float, unit: str, what: str) -> CheckResult:
-    condition = Condition.HEALTHY if value >= floor else Condition.FAULTY
-    return CheckResult(name, condition, what, value, floor, unit)
+    if value >= floor:
+        return CheckResult(name, Condition.HEALTHY, what, value, floor, unit)
+    has, needs = ((size(int(x)) if unit == "B" else f"{x:,.0f} {unit}") for x in (value, floor))
+    return CheckResult(
+        name, Condition.FAULTY, f"{has} {what}, at least {needs} are needed", value, floor, unit
+    )
 
 
 def _free(folder: Path) -> int:

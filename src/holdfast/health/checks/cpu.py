@@ -46,7 +46,7 @@ def check_cpu(task: Task) -> Iterator[CheckResult]:
     except ImportError:
         raise CannotCheck("needs torch, which is not installed here") from None
     torch.set_num_threads(1)
-    operands = operands_for(torch.device("cpu"), SIZE)
+    operands = operands_for(SIZE)
     cores = sorted(os.sched_getaffinity(0))
     work_once(*operands)  # libraries choose their kernels in the first call
 
@@ -60,16 +60,23 @@ def check_cpu(task: Task) -> Iterator[CheckResult]:
     yield _speed(runs)
 
 
-def operands_for(device: torch.device, size: int) -> tuple[Any, ...]:
-    """The same operands on every machine: from integers, which no library rounds its own way."""
+def operands_for(size: int) -> tuple[Any, ...]:
+    """Two matrices and a vector, the same on every machine."""
     import torch
 
     generator = torch.Generator().manual_seed(SEED)
-    both = torch.randint(-(1 << 20), 1 << 20, (2, size, size), generator=generator).to(torch.float32) / (
-        1 << 20
-    )
     vector = torch.randint(1, 1 << 20, (size * size,), generator=generator).to(torch.float64) / (1 << 20)
-    return both[0].contiguous().to(device), both[1].contiguous().to(device), vector.to(device)
+    return (*matrices(torch.device("cpu"), size), vector)
+
+
+def matrices(device: torch.device, size: int) -> tuple[Any, Any]:
+    """Two square matrices, the same on every machine: from integers, which no library rounds its own way."""
+    import torch
+
+    generator = torch.Generator().manual_seed(SEED)
+    both = torch.randint(-(1 << 20), 1 << 20, (2, size, size), generator=generator, dtype=torch.int32)
+    a, b = (both.to(device).to(torch.float32) / (1 << 20)).unbind()
+    return a, b
 
 
 def work_once(a: Any, b: Any, vector: Any) -> str:

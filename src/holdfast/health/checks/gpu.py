@@ -16,7 +16,7 @@ import msgspec
 import xxhash
 
 from holdfast.health.checks.check import CannotCheck, Task
-from holdfast.health.checks.cpu import operands_for
+from holdfast.health.checks.cpu import matrices
 from holdfast.health.checks.memory import check_patterns, copy_rate
 from holdfast.protocol.health import CheckResult, Condition
 
@@ -100,7 +100,7 @@ def burn(
     with other devices of the model. damage: of tests: told the number and the result of every round."""
     import torch
 
-    a, b, _ = operands_for(gpu.device, size)
+    a, b = matrices(gpu.device, size)
     sync = synchronizer(gpu.device)
     digest = xxhash.xxh3_64()
     rounds, wrong, best_s = 0, 0, math.inf
