@@ -138,6 +138,18 @@ WRONG = {
         '[[rule]]\nid = "a"\nsource = "kmsg"\npattern = "x"\nsubject = "gpu {pci}"\n',
         "line 5: a: subject names 'pci'",
     ),
+    "a subject that is no template": (
+        '[[rule]]\nid = "a"\nsource = "kmsg"\npattern = "x"\nsubject = "gpu {"\n',
+        "line 5: a: subject 'gpu {'",
+    ),
+    "lines from nowhere": (
+        '[[rule]]\nid = "a"\nsource = "kmesg"\npattern = "x"\n',
+        "line 3: a: lines come from kmsg and log, not 'kmesg'",
+    ),
+    "a family without codes": (
+        '[family.oam]\nsource = "kmsg"\npattern = "x"\n[family.oam.class.bad]\n[family.oam.code]\n7 = { class = "bad" }\n',
+        "needs a group (?P<code>...)",
+    ),
     "an example that is none": (
         '[[rule]]\nid = "a"\nsource = "kmsg"\npattern = "x"\nexamples = ["y"]\n',
         "line 5: a: the pattern does not match its example 'y'",

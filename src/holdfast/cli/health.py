@@ -81,6 +81,7 @@ def check(file: Annotated[Path, typer.Argument(help="A file of rules.")]) -> Non
 
     known = catalogue()
     before = {rule.id: rule for rule in known}
+    readings = {(rule.source, rule.reading) for rule in known}
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -92,6 +93,10 @@ def check(file: Annotated[Path, typer.Argument(help="A file of rules.")]) -> Non
         assert rule is not None
         what = "adds" if id not in before else "changes" if rule.enabled else "switches off"
         sys.stdout.write(f"{what:<12} {id}: {rule.severity}, asks for {rule.remedy}\n")
+        if rule.reading and (rule.source, rule.reading) not in readings:
+            sys.stdout.write(
+                f"{'':<12} no other rule is about {rule.reading} of {rule.source}: is it spelt right?\n"
+            )
     sys.stdout.write(f"{file} is right\n")
 
 

@@ -19,15 +19,13 @@ _SEVERITIES, _REMEDIES = list(Severity), list(Remedy)
 
 
 class Burst:
-    """Occurrences of one thing on one subject, and the worst that was said of them."""
+    """When something last occurred on one subject, and the worst that was said of it."""
 
-    __slots__ = ("count", "last_s", "said", "times")
+    __slots__ = ("last_s", "said")
 
     def __init__(self) -> None:
-        self.times: deque[float] = deque()
         self.last_s = float("-inf")
         self.said: tuple[int, int] | None = None
-        self.count = 0
 
 
 class RuleBook:

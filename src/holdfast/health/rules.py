@@ -15,6 +15,7 @@ QUIET_S = 180.0
 """A burst is over after this long without another occurrence (NVIDIA Fleet Intelligence, NVSentinel)."""
 DURATIONS = ("window", "quiet", "apart", "holds", "start_within", "start_after", "every")
 SAMPLES_CAP = 10_000
+LINE_SOURCES = ("kmsg", "log")
 
 
 class Rule(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -170,6 +171,10 @@ def _check_reading(rule: Rule) -> None:
 
 
 def _check_line(rule: Rule) -> None:
+    if rule.source not in LINE_SOURCES:
+        raise RuleError(
+            "source", f"{rule.id}: lines come from {' and '.join(LINE_SOURCES)}, not {rule.source!r}"
+        )
     try:
         pattern = re.compile(rule.pattern)
     except re.error as error:
