@@ -175,15 +175,19 @@ def _check_line(rule: Rule) -> None:
         raise RuleError(
             "source", f"{rule.id}: lines come from {' and '.join(LINE_SOURCES)}, not {rule.source!r}"
         )
+    pattern = _compiled(rule, "pattern")
+    if rule.variant:
+        _compiled(rule, "variant")
+    if rule.family and "code" not in pattern.groupindex:
+        raise RuleError("pattern", f"{rule.id}: the pattern of a family needs a group (?P<code>...)")
     try:
-        pattern = re.compile(rule.pattern)
-    except re.error as error:
-        raise RuleError("pattern", f"{rule.id}: the pattern is no regular expression: {error}") from None
-    for field in re.findall(r"\{(\w*)\}", rule.subject):
-        if field not in pattern.groupindex:
-            raise RuleError(
-                "subject", f"{rule.id}: subject names {field!r}, which is no group of the pattern"
-            )
+        rule.subject.format(**dict.fromkeys(pattern.groupindex, ""))
+    except KeyError as error:
+        raise RuleError(
+            "subject", f"{rule.id}: subject names {error}, which is no group of the pattern"
+        ) from None
+    except (IndexError, ValueError, AttributeError) as error:
+        raise RuleError("subject", f"{rule.id}: subject {rule.subject!r}: {error}") from None
     if (rule.above is not None or rule.below is not None) and not pattern.groups:
         raise RuleError(
             "pattern", f"{rule.id}: above and below judge a number: give it a group (?P<value>...)"
@@ -196,6 +200,13 @@ def _check_line(rule: Rule) -> None:
     for line in rule.others:
         if pattern.search(line) is not None:
             raise RuleError("others", f"{rule.id}: the pattern matches {line!r}, which it must not")
+
+
+def _compiled(rule: Rule, key: str) -> re.Pattern[str]:
+    try:
+        return re.compile(getattr(rule, key))
+    except re.error as error:
+        raise RuleError(key, f"{rule.id}: the {key} is no regular expression: {error}") from None
 
 
 def _seconds(key: str, text: str) -> float:
