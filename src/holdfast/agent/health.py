@@ -155,7 +155,8 @@ class Watcher:
         try:
             self._kernel = open_kernel_log(self._folder / "kmsg.left")
         except OSError as error:
-            self._tell_own("kmsg-unreadable", str(error.strerror))
+            if self._first_to_say("kmsg-unreadable"):
+                self._tell_own("kmsg-unreadable", str(error.strerror))
             return
         self._loop.add_reader(self._kernel.fileno(), self._kernel_spoke)
 
@@ -276,6 +277,16 @@ class Watcher:
         device = finding.device or self._gpus.get(finding.subject, "")
         return msgspec.structs.replace(finding, device=device, shared=finding.shared or shared)
 
+    def _first_to_say(self, rule: str) -> bool:
+        """Of nodes on one machine one says for all what is wrong with it."""
+        try:
+            (self._folder.parent / f".{rule}").touch(exist_ok=not self._shared)
+        except FileExistsError:
+            return False
+        except OSError:
+            return True
+        return True
+
     def _tell_own(
         self,
         rule: str,
@@ -284,7 +295,6 @@ class Watcher:
         condition: Condition = Condition.UNKNOWN,
     ) -> None:
         """Something about the watching itself."""
-        print(f"holdfast agent {self._folder.name}: {evidence}", flush=True)
         self._send(m.Found((Finding(rule, severity, Remedy.WATCH, "agent", condition, evidence=evidence),)))
 
 
