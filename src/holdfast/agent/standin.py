@@ -47,12 +47,19 @@ LINES = {
     ),
 }
 XIDS = {
+    13: "Graphics SM Warp Exception on (GPC 0, TPC 1, SM 0): Out Of Range Address",
     31: "Ch 00000008, intr 00000000. MMU Fault: ENGINE GRAPHICS GPC0 GPCCLIENT_T1_0 faulted @ 0x7f3e_4c000000. Fault is "
     "of type FAULT_PDE ACCESS_TYPE_VIRT_READ",
+    43: "Ch 00000008",
+    45: "Ch 00000008",
     48: "An uncorrectable double bit error (DBE) has been detected on GPU in the framebuffer at partition 0, "
     "subpartition 0.",
+    63: "Row Remapper: New row (0x0000000b78e2c000) marked for remapping, reset gpu to activate.",
+    64: "Row Remapper: Failed to remap row, reset gpu and try again.",
     74: "NVLink: fatal error detected on link 2(0x10000, 0x0, 0x0, 0x0, 0x0, 0x0, 0x0)",
     79: "GPU has fallen off the bus.",
+    94: "Contained: SM (0x1). RST: No, D-RST: No",
+    95: "Uncontained: FBHUB. RST: Yes, D-RST: No",
     119: "Timeout after 6s of waiting for RPC response from GPU0 GSP! Expected function 76 (GSP_RM_CONTROL) (0x20802a02 0x8).",
 }
 XID_FORMS = {

@@ -138,10 +138,12 @@ class RuleBook:
 
 
 def subject_of(rule: Rule, match: re.Match[str], worker: str) -> str:
-    """What a match is about: the rule's words with the match's groups in them; in a log, the worker."""
+    """What a match is about: the rule's words with the match's groups in them; in a log, the worker. PCI addresses are
+    written alike by all."""
     if not rule.subject:
         return worker
-    return rule.subject.format(**{k: (v or "").lower() for k, v in match.groupdict().items()})
+    groups = {k: v or "" for k, v in match.groupdict().items()}
+    return rule.subject.format(**groups | {k: v.lower() for k, v in groups.items() if k == "pci"})
 
 
 def finding(
