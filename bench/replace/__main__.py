@@ -22,7 +22,7 @@ from bench.progress import Progress
 from bench.recovery import model as job
 from bench.recovery.analyse import spread
 from bench.recovery.environments import versions
-from bench.replace import local
+from bench.replace import local, slurm
 from bench.replace.figures import Failed, Replaced
 
 WIDTH = 100
@@ -37,10 +37,13 @@ PUBLISHED = (
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.replace", description=__doc__)
     parser.add_argument("--models", default="10m", help=f"of {', '.join(job.WIDTHS)} (default: 10m)")
+    parser.add_argument("--engine", choices=tuple(GOALS), default="local", help="slurm: needs root")
     parser.add_argument("--faults", type=int, default=5, help="nodes to replace (default: 5)")
     chosen = parser.parse_args()
+    if chosen.engine == "slurm":
+        slurm.begin_cluster()
     console, progress = Console(width=WIDTH), Progress()
-    machine.introduce(console, versions(Path(sys.executable), ["torch", "holdfast"]), "gloo on loopback")
+    machine.introduce(console, versions(Path(sys.executable), ["torch", "holdfast"]), "gloo on this machine")
     table = Table(
         title=f"{chosen.faults} replacements: median (min to max)", box=box.SIMPLE_HEAD, width=WIDTH
     )
@@ -51,13 +54,24 @@ def main() -> int:
         for model in chosen.models.split(","):
             with tempfile.TemporaryDirectory(prefix="bench-replace-") as scratch, children.group() as group:
                 try:
-                    found = local.measure(Path(scratch), group, model, chosen.faults, progress)
+                    if chosen.engine == "slurm":
+                        found = slurm.measure(group, model, chosen.faults, progress)
+                    else:
+                        found = local.measure(Path(scratch), group, model, chosen.faults, progress)
                 except Failed as error:
                     done = bool(console.print(str(error), style="red"))
                     continue
-            table.add_row(f"Holdfast, local, {model}", *cells(found))
+            table.add_row(f"Holdfast, {chosen.engine}, {model}", *cells(found))
+        if chosen.engine == "slurm":
+            try:
+                table.add_row(
+                    "Slurm's requeue, torchrun, told at once",
+                    *cells(slurm.measure_requeue(chosen.faults, progress)),
+                )
+            except Failed as error:
+                done = bool(console.print(str(error), style="red"))
     console.print(table)
-    verdict_s, full_s = GOALS["local"]
+    verdict_s, full_s = GOALS[chosen.engine]
     console.print(f"To stay below: {verdict_s:g} s to the verdict, {full_s:g} s from there to full strength.")
     console.print(PUBLISHED, highlight=False)
     machine.conclude(console, cpu)

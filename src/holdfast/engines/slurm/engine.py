@@ -173,7 +173,10 @@ class SlurmEngine:
         except SlurmError as error:
             self._note(str(error))
             return None
+        since = time.monotonic() - TOGETHER_S
         for name in names:
+            if self._lost_at.get(name, 0.0) > since:
+                continue  # it is not known yet what became of it
             free = name not in self.alive and name not in self._steps and name not in self._known.bad
             if free and name not in self._known.going and name in told and told[name].usable:
                 return name
@@ -370,6 +373,17 @@ class SlurmEngine:
 
     async def _look(self) -> None:
         lines = await self.slurm.jobs(self._id, *self._known.follow_ups)
+        for id, where in list(self._known.follow_ups.items()):
+            job = lines.get(id)
+            if job is not None and job.state == "RUNNING" and where is None:
+                self._known.follow_ups[id] = job.nodes
+                self._keep()
+                self._note(f"Slurm gives {job.nodes}: its job {id} runs")
+            elif job is None or job.state not in WAITING | {"RUNNING"}:
+                del self._known.follow_ups[id]
+                self._keep()
+                if where is None:
+                    self._post(NodeUnavailable(f"Slurm's job {id} ended before it began"))
         ours = lines.get(self._id)
         if ours is not None and ours.state == "RUNNING":
             names = await self.slurm.names(ours.nodes)
@@ -386,17 +400,6 @@ class SlurmEngine:
                     self._post(NodeGoing(name, f"Slurm drains it: {line.reason or 'without a reason'}"))
             if ours.left_s is not None and ours.left_s < self._spec.slurm.warn_s:
                 self._post(Capacity(0, "the time limit", ours.left_s))
-        for id, where in list(self._known.follow_ups.items()):
-            job = lines.get(id)
-            if job is not None and job.state == "RUNNING" and where is None:
-                self._known.follow_ups[id] = job.nodes
-                self._keep()
-                self._note(f"Slurm gives {job.nodes}: its job {id} runs")
-            elif job is None or job.state not in WAITING | {"RUNNING"}:
-                del self._known.follow_ups[id]
-                self._keep()
-                if where is None:
-                    self._post(NodeUnavailable(f"Slurm's job {id} ended before it began"))
 
     # ------------------------------------------------------------ the end
 
