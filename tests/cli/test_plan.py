@@ -44,3 +44,20 @@ def test_bad_fields_are_refused(holdfast, tmp_path):
 def test_published_tables(holdfast):
     assert holdfast("plan", "tables").out.endswith("77 of 80 cells follow from the formulas, 3 (≠) do not\n")
     assert len(json.loads(holdfast("plan", "tables", "--json").out)) == 80
+
+
+def test_simulated_runs_and_one_of_them_again(holdfast, home):
+    asked = ("plan", "simulate", "--nodes", 8, "--days", 1, "--rate", "1%", "--spares", 2)
+    found = json.loads(holdfast(*asked, "--trials", 3, "--json").out)["trials"]
+    assert [t["seed"] for t in found] == [0, 1, 2]
+    assert "where the time goes" in holdfast(*asked, "--trials", 2).out
+    said = holdfast(*asked, "--replay", 1)
+    assert said.code == 0, said.err
+    assert f"{found[1]['incidents']} incidents" in said.out
+    events = holdfast("events", "--job", "simulated-1").out
+    assert events.count("incident-opened") == found[1]["incidents"]
+    assert events.rstrip().endswith("finished at step 8640")
+    report = json.loads(holdfast("report", "--job", "simulated-1", "--json").out)
+    assert len(report["incidents"]) == found[1]["incidents"]
+    assert report["goodput"]["share"] == round(found[1]["goodput"], 4)
+    assert "has a job already" in holdfast(*asked, "--replay", 1).err

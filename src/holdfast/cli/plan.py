@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from holdfast.cli import planrun
+from holdfast.cli import planrun, simulate
 from holdfast.cli.common import AsJson, write_json
 
 SHOWN = 3
@@ -19,6 +19,7 @@ app = typer.Typer(
 )
 
 app.command("run")(planrun.run)
+app.command("simulate")(simulate.simulate)
 
 GlobalBatch = Annotated[
     int | None,

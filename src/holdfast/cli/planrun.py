@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from holdfast.plan.inputs import Inputs
 
 
-def _field(text: str, *names: str) -> Any:
+def field(text: str, *names: str) -> Any:
+    """A flag for a field that YAML has too: text, checked with the field's name."""
     return typer.Option(*names, help=text, show_default=False)
 
 
@@ -24,36 +25,36 @@ Text = str | None
 
 def run(
     config: Annotated[Path | None, typer.Argument(help="YAML with the same fields as the flags.")] = None,
-    nodes: Annotated[Text, _field("Nodes that train.", "--nodes")] = None,
-    gpus_per_node: Annotated[Text, _field("By default 8.", "--gpus-per-node")] = None,
-    gpu_hours: Annotated[Text, _field("The work: 10M.", "--gpu-hours")] = None,
-    tokens: Annotated[Text, _field("Or: 15T, with --tokens-per-gpu-s.", "--tokens")] = None,
-    tokens_per_gpu_s: Annotated[Text, _field("Throughput of a GPU.", "--tokens-per-gpu-s")] = None,
-    rate: Annotated[Text, _field("Failures per node-hour: 0.016%.", "--rate")] = None,
-    mtbf: Annotated[Text, _field("Or: time between failures of the job: 3h.", "--mtbf")] = None,
+    nodes: Annotated[Text, field("Nodes that train.", "--nodes")] = None,
+    gpus_per_node: Annotated[Text, field("By default 8.", "--gpus-per-node")] = None,
+    gpu_hours: Annotated[Text, field("The work: 10M.", "--gpu-hours")] = None,
+    tokens: Annotated[Text, field("Or: 15T, with --tokens-per-gpu-s.", "--tokens")] = None,
+    tokens_per_gpu_s: Annotated[Text, field("Throughput of a GPU.", "--tokens-per-gpu-s")] = None,
+    rate: Annotated[Text, field("Failures per node-hour: 0.016%.", "--rate")] = None,
+    mtbf: Annotated[Text, field("Or: time between failures of the job: 3h.", "--mtbf")] = None,
     preset: Annotated[
-        Text, _field("self-managed, managed-cloud, checkpointless, or holdfast with --report.", "--preset")
+        Text, field("self-managed, managed-cloud, checkpointless, or holdfast with --report.", "--preset")
     ] = None,
-    report: Annotated[Path | None, _field("A job's report.json, for --preset holdfast.", "--report")] = None,
-    detect: Annotated[Text, _field("Until a failure is known: 90s.", "--detect")] = None,
-    replace: Annotated[Text, _field("Until a new node is there: 15m.", "--replace")] = None,
-    spare: Annotated[Text, _field("Until a spare takes the place: 1m.", "--spare")] = None,
-    resume: Annotated[Text, _field("Start again from storage: 24m.", "--resume")] = None,
-    resume_memory: Annotated[Text, _field("Start again from memory: 5m.", "--resume-memory")] = None,
-    peer: Annotated[Text, _field("Survivors go on after: 2m.", "--peer")] = None,
+    report: Annotated[Path | None, field("A job's report.json, for --preset holdfast.", "--report")] = None,
+    detect: Annotated[Text, field("Until a failure is known: 90s.", "--detect")] = None,
+    replace: Annotated[Text, field("Until a new node is there: 15m.", "--replace")] = None,
+    spare: Annotated[Text, field("Until a spare takes the place: 1m.", "--spare")] = None,
+    resume: Annotated[Text, field("Start again from storage: 24m.", "--resume")] = None,
+    resume_memory: Annotated[Text, field("Start again from memory: 5m.", "--resume-memory")] = None,
+    peer: Annotated[Text, field("Survivors go on after: 2m.", "--peer")] = None,
     checkpoint_cost: Annotated[
-        Text, _field("A save to storage stalls training: 30s.", "--checkpoint-cost")
+        Text, field("A save to storage stalls training: 30s.", "--checkpoint-cost")
     ] = None,
-    memory_cost: Annotated[Text, _field("A snapshot in memory stalls it: 1s.", "--memory-cost")] = None,
-    checkpoint_size: Annotated[Text, _field("840GB.", "--checkpoint-size")] = None,
-    step: Annotated[Text, _field("A step: 10s.", "--step")] = None,
-    price: Annotated[Text, _field("Of a GPU-hour: 2.5.", "--price")] = None,
-    spares: Annotated[Text, _field("At most: 4.", "--spares")] = None,
+    memory_cost: Annotated[Text, field("A snapshot in memory stalls it: 1s.", "--memory-cost")] = None,
+    checkpoint_size: Annotated[Text, field("840GB.", "--checkpoint-size")] = None,
+    step: Annotated[Text, field("A step: 10s.", "--step")] = None,
+    price: Annotated[Text, field("Of a GPU-hour: 2.5.", "--price")] = None,
+    spares: Annotated[Text, field("At most: 4.", "--spares")] = None,
     repair: Annotated[
-        Text, _field("Until a spare that was used is made up for; by default as --replace.", "--repair")
+        Text, field("Until a spare that was used is made up for; by default as --replace.", "--repair")
     ] = None,
     plot: Annotated[
-        Path | None, _field("Draw the pictures into this folder, with matplotlib.", "--plot")
+        Path | None, field("Draw the pictures into this folder, with matplotlib.", "--plot")
     ] = None,
     svg: Annotated[bool, typer.Option("--svg", help="With --plot: SVG instead of PNG.")] = False,
     chart: Annotated[bool, typer.Option("--chart", help="Draw the pictures into the terminal.")] = False,

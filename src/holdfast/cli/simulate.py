@@ -1,0 +1,190 @@
+"""`holdfast plan simulate`: runs of a cluster that is only drawn, decided by the coordinator's own core."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from holdfast.cli.common import AsJson, write_json
+from holdfast.cli.planrun import Text, days, field, read_yaml
+
+if TYPE_CHECKING:
+    from holdfast.simulate.scenario import Scenario
+    from holdfast.simulate.trace import Trace
+    from holdfast.simulate.trial import Trial
+
+_OWN = ("config", "trials", "seed", "replay", "job", "trace", "as_json")
+
+
+def simulate(
+    config: Annotated[
+        Path | None,
+        typer.Argument(help="YAML with the fields of the flags, and `failures`: a list of classes."),
+    ] = None,
+    nodes: Annotated[Text, field("Nodes that train.", "--nodes")] = None,
+    work: Annotated[Text, field("The work, without failures: 54.", "--days")] = None,
+    rate: Annotated[Text, field("Failures per node-hour: 0.0161%.", "--rate")] = None,
+    spares: Annotated[Text, field("Nodes that wait.", "--spares")] = None,
+    min_nodes: Annotated[Text, field("The fewest to go on with; by default all.", "--min-nodes")] = None,
+    step: Annotated[Text, field("A step: 10s.", "--step")] = None,
+    detection: Annotated[Text, field("The coordinator's knob: 2s.", "--detection")] = None,
+    start: Annotated[Text, field("A process until it is ready: 1m.", "--start")] = None,
+    peer: Annotated[Text, field("State from a peer: 10s.", "--peer")] = None,
+    replace: Annotated[Text, field("Until a new node is there: 15m.", "--replace")] = None,
+    repair: Annotated[Text, field("Until a failed one is whole: 24h.", "--repair")] = None,
+    trials: Annotated[int, typer.Option("--trials", help="How many runs.")] = 20,
+    seed: Annotated[int, typer.Option("--seed", help="Of the first one.")] = 0,
+    replay: Annotated[
+        int | None, typer.Option("--replay", help="The trial with this seed again, with its ledger.")
+    ] = None,
+    job: Annotated[
+        str | None, typer.Option("--job", help="With --replay: the job's name; `simulated-SEED`.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="Nodes that come and go as recorded, CSV or JSON.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Simulates whole runs: failures, spares, repairs, elasticity. The coordinator's own code decides."""
+    flags = {k: v for k, v in locals().items() if v is not None and k not in _OWN}
+    if "work" in flags:
+        flags["days"] = flags.pop("work")
+    from holdfast.errors import UsageError
+    from holdfast.simulate.scenario import read
+
+    if trials < 1:
+        raise UsageError(f"--trials {trials}: at least 1")
+    given = (read_yaml(config) if config else {}) | flags
+    record = _trace(trace) if trace else None
+    if record is not None:
+        given = {"nodes": record.most, "days": record.ends_s / 86400, "rate": 0} | given
+    scenario = read(given)
+    if replay is not None:
+        _replay(scenario, replay, job, record)
+        return
+    found = _run(scenario, trials, seed, record)
+    if as_json:
+        import msgspec
+
+        built = msgspec.to_builtins
+        write_json({"scenario": built(scenario), "trials": [built(t) for t in found]})
+        return
+    _print(scenario, found, config)
+
+
+def _trace(path: Path) -> Trace:
+    from holdfast.errors import UsageError
+    from holdfast.simulate.trace import parse
+
+    try:
+        return parse(path.name, path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--trace {path} cannot be read: {error}") from error
+
+
+def _replay(scenario: Scenario, seed: int, job: str | None, record: Trace | None) -> None:
+    from holdfast.engines import jobs
+    from holdfast.simulate.replay import replay
+
+    name = jobs.check_name(job or f"simulated-{seed}")
+    trial = replay(scenario, seed, jobs.job_dir(name), record)
+    sys.stdout.write(
+        f"seed {seed}: {days(trial.wall_s)}, goodput {trial.goodput:.2%}, {trial.incidents} incidents\n"
+        f"  holdfast events --job {name}\n  holdfast report --job {name}\n"
+    )
+
+
+def _run(scenario: Scenario, trials: int, seed: int, record: Trace | None) -> list[Trial]:
+    import time
+
+    from holdfast.simulate.trial import run_all
+
+    found = []
+    shown = began = time.monotonic()
+    for trial in run_all(scenario, trials, seed, record):
+        found.append(trial)
+        if time.monotonic() - shown > 2:
+            shown = time.monotonic()
+            left_s = (shown - began) / len(found) * (trials - len(found))
+            sys.stderr.write(f"{len(found)} of {trials} trials, about {left_s:.0f} s left\n")
+    return found
+
+
+def _print(scenario: Scenario, trials: list[Trial], config: Path | None) -> None:
+    from holdfast.observe import units
+    from holdfast.observe.tables import print_table
+
+    out = sys.stdout
+    ideal = scenario.work_s
+    out.write(
+        f"{scenario.nodes} nodes x {scenario.gpus_per_node} GPUs, {scenario.spares} spares, at least {scenario.least}; "
+        f"{days(ideal)} of work; {len(trials)} trials, seeds {trials[0].seed} to {trials[-1].seed}\n\n"
+    )
+    measures: list[tuple[str, list[float], Any]] = [
+        ("wall time", [t.wall_s for t in trials], days),
+        ("goodput", [t.goodput for t in trials], units.share),
+        ("incidents", [float(t.incidents) for t in trials], "{:.0f}".format),
+        ("nodes that were replaced", [float(t.new_nodes) for t in trials], "{:.0f}".format),
+        ("GPU-hours", [t.node_hours * scenario.gpus_per_node for t in trials], "{:,.0f}".format),
+    ]
+    print_table(
+        out,
+        ("", "10%", "50%", "90%"),
+        [(name, *(shown(_percentile(values, p)) for p in (10, 50, 90))) for name, values, shown in measures],
+    )
+    out.write("\nwhere the time goes (mean)\n")
+    wall = sum(t.wall_s for t in trials)
+    words = {
+        "training": "training",
+        "smaller": "fewer nodes than wanted",
+        "slow": "waiting for slow nodes",
+        "lost_steps": "steps done again",
+        "stalled": "recovery",
+        "changes": "planned changes",
+        "starting": "start",
+        "given_up": "started again by hand",
+    }
+    parts = [(word, sum(getattr(t.spent, name) for t in trials) / wall) for name, word in words.items()]
+    print_table(
+        out,
+        ("", "share", ""),
+        [(word, f"{100 * share:.2f}%", "█" * round(50 * share)) for word, share in parts if share > 0],
+    )
+    _print_trouble(trials)
+    what = str(config) if config else f"--nodes {scenario.nodes} --days {ideal / 86400:g} ..."
+    out.write(
+        f"\nnext\n  holdfast plan simulate {what} --replay {trials[0].seed}   # its events and report\n"
+    )
+
+
+def _print_trouble(trials: list[Trial]) -> None:
+    failures: dict[str, int] = {}
+    for trial in trials:
+        for name, count in trial.failures.items():
+            failures[name] = failures.get(name, 0) + count
+    if failures:
+        each = ", ".join(f"{name} {count / len(trials):.1f}" for name, count in failures.items())
+        sys.stdout.write(f"\nfailures in a run: {each}\n")
+    reasons = [reason for t in trials for reason in t.given_up]
+    if reasons:
+        count = sum(bool(t.given_up) for t in trials)
+        sys.stdout.write(
+            f"in {count} of {len(trials)} trials the job gave up and was started again: {max(set(reasons), key=reasons.count)}"
+            " (spares, --min-nodes or a longer --detection help)\n"
+        )
+    short = [t for t in trials if t.done < 1]
+    if short:
+        done = sum(t.done for t in short) / len(short)
+        sys.stdout.write(f"the trace ended before the work was done: {done:.1%} of it on average\n")
+
+
+def _percentile(values: list[float], percent: float) -> float:
+    """By linear interpolation."""
+    ordered = sorted(values)
+    at = (len(ordered) - 1) * percent / 100
+    low = int(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)

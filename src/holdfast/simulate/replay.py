@@ -1,0 +1,60 @@
+"""One trial again, with its ledger in a job's folder: what shows jobs shows it too."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from holdfast.coordinator.report import build_report
+from holdfast.coordinator.store import Store
+from holdfast.errors import UsageError
+from holdfast.simulate.cluster import BEGIN_S, Cluster
+from holdfast.simulate.scenario import Scenario
+from holdfast.simulate.trace import Trace
+from holdfast.simulate.trial import Trial, result, run
+
+STARTED = datetime(2000, 1, 1, tzinfo=UTC)
+"""When every simulated job began, in its ledger."""
+
+
+def replay(scenario: Scenario, seed: int, folder: Path, trace: Trace | None = None) -> Trial:
+    """Runs a trial again and writes `job.sqlite`, `spec.json` and `report.json` as a real job does.
+
+    Raises:
+        UsageError: the folder has a job already.
+    """
+    if (folder / "spec.json").exists():
+        raise UsageError(f"{folder} has a job already; choose another --job")
+    entries: list[tuple[float, str, dict[str, Any]]] = []
+    kept: list[Cluster] = []
+    run(scenario, seed, trace=trace, note=lambda *entry: entries.append(entry), keep=kept.append)
+    (cluster,) = kept
+    trial, state = result(cluster), cluster.core.state
+    state.outcome = state.outcome or "finished"
+    state.committed = cluster.committed
+    state.spec = msgspec.structs.replace(state.spec, name=folder.name)
+    for node in state.nodes.values():
+        node.last_seen_s = min(node.last_seen_s, BEGIN_S + trial.wall_s)
+    folder.mkdir(parents=True, exist_ok=True)
+    store = Store(folder / "job.sqlite")
+    try:
+        store.begin()
+        for t_s, kind, fields in entries:
+            utc = (STARTED + timedelta(seconds=t_s)).isoformat(timespec="milliseconds")
+            store.add_event(round(t_s, 4), utc, kind, fields)
+        store.save(state)
+        store.commit()
+    finally:
+        store.close()
+    report = build_report(state, [], BEGIN_S + trial.wall_s)
+    report["goodput"] = {
+        "wall_s": round(trial.wall_s, 3),
+        "productive_s": round(trial.spent.training, 3),
+        "share": round(trial.goodput, 4),
+    }
+    (folder / "report.json").write_bytes(msgspec.json.encode(report))
+    (folder / "spec.json").write_bytes(msgspec.json.encode(state.spec))
+    return trial

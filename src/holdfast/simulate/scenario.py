@@ -1,0 +1,276 @@
+"""What is simulated: the cluster, the work, what fails how often, and what everything takes. Times in seconds."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from holdfast.errors import UsageError
+from holdfast.plan import quantities
+
+SCOPES = ("worker", "node", "hang", "slow", "rack", "job")
+"""What a failure strikes: one process, one machine, one process that stands still, one machine that gets slow, a group of
+machines at once (a rack, a switch), all processes at once."""
+
+
+class FailureClass(msgspec.Struct, frozen=True):
+    """One kind of failure.
+
+    rate: per node-hour; of `rack`, per node-hour too: a rack of 16 fails 16 times as often; of `job` likewise. shape: of
+    the Weibull times between failures of one machine: 1 exponential, below 1 early failures and bursts. size: machines of
+    a rack or switch. burst: a failure of a machine takes so many others of its rack along, on average, within
+    `burst_s`. lasts_s: until a slow machine is fast again, or a rack has power again. factor: a slow machine's step time.
+    found_s: after so long a slow machine is reported to the coordinator; 0: never.
+    """
+
+    name: str
+    scope: str
+    rate: float
+    shape: float = 1.0
+    size: int = 16
+    burst: float = 0.0
+    burst_s: float = 60.0
+    lasts_s: float = 3600.0
+    factor: float = 1.5
+    found_s: float = 0.0
+
+
+class Scenario(msgspec.Struct, frozen=True):
+    """One cluster and one run.
+
+    work_s: of training at full size without failures. min_nodes: the fewest to go on with; `nodes`: never smaller.
+    lemons: share of machines that fail `lemon_factor` times as often. detection_s: the coordinator's knob, from which its
+    time-outs follow. start_s: of a process, until it is ready. join_s, peer_s: until a generation trains, without and
+    with somebody who fetches the state from a peer. memory_s, load_s: with all of them fetching it from snapshots in
+    memory or from a durable tier. cloud: a failed machine is handed back and a new one comes; else it is repaired.
+    replace_s: until a machine that is to be had is there. scarce, capacity_s: the share of requests for which there is
+    none, and how long that lasts on average. resubmit_s: until somebody starts a job again that gave up.
+    memory_every_s, durable_every_s: between snapshots and between checkpoints; 0: none.
+    """
+
+    nodes: int
+    work_s: float
+    classes: tuple[FailureClass, ...] = ()
+    spares: int = 0
+    min_nodes: int = 0
+    gpus_per_node: int = 8
+    step_s: float = 10.0
+    micro_batches: int = 0
+    lemons: float = 0.0
+    lemon_factor: float = 10.0
+    detection_s: float = 2.0
+    start_s: float = 60.0
+    join_s: float = 1.0
+    peer_s: float = 10.0
+    memory_s: float = 30.0
+    load_s: float = 300.0
+    cloud: bool = True
+    replace_s: float = 900.0
+    repair_s: float = 86400.0
+    scarce: float = 0.0
+    capacity_s: float = 3600.0
+    resubmit_s: float = 600.0
+    memory_every_s: float = 60.0
+    durable_every_s: float = 1800.0
+    store_s: float = 60.0
+    max_restarts: int = 1_000_000
+
+    @property
+    def rate(self) -> float:
+        """Failures per node-hour of all classes that stop the job."""
+        return sum(c.rate for c in self.classes if c.scope != "slow")
+
+    @property
+    def least(self) -> int:
+        """The fewest nodes to go on with."""
+        return self.min_nodes or self.nodes
+
+    @property
+    def steps(self) -> int:
+        """Steps of the work."""
+        return max(1, round(self.work_s / self.step_s))
+
+
+LLAMA = (
+    FailureClass("gpu", "node", 0.0161e-2 * 0.66),
+    FailureClass("software", "worker", 0.0161e-2 * 0.24),
+    FailureClass("hang", "hang", 0.0161e-2 * 0.10),
+)
+"""Failures as Llama 3.1's: 0.0161% per node-hour. Of its 419 unexpected interruptions 278 are of machines (GPU, memory,
+network, host), about a quarter of software and maintenance; the share of hangs is an assumption."""
+
+EXAMPLES = {
+    "nodes": "2048",
+    "days": "54",
+    "rate": "0.0161%",
+    "failures": "[{name: gpu, scope: node, rate: 0.01%}, {name: switch, scope: rack, size: 32, rate: 0.0001%}]",
+    "spares": "4",
+    "min_nodes": "2000",
+    "gpus_per_node": "8",
+    "step": "10s",
+    "micro_batches": "4096",
+    "lemons": "2%",
+    "lemon_factor": "10",
+    "detection": "2s",
+    "start": "1m",
+    "join": "1s",
+    "peer": "10s",
+    "resume_memory": "30s",
+    "resume": "5m",
+    "cloud": "true",
+    "replace": "15m",
+    "repair": "24h",
+    "scarce": "10%",
+    "capacity": "1h",
+    "resubmit": "10m",
+    "memory_every": "1m",
+    "durable_every": "30m",
+    "store": "1m",
+    "max_restarts": "1000",
+}
+"""Every field and an example of it."""
+
+_TIMES = {
+    "step": "step_s",
+    "detection": "detection_s",
+    "start": "start_s",
+    "join": "join_s",
+    "peer": "peer_s",
+    "resume_memory": "memory_s",
+    "resume": "load_s",
+    "replace": "replace_s",
+    "repair": "repair_s",
+    "capacity": "capacity_s",
+    "resubmit": "resubmit_s",
+    "memory_every": "memory_every_s",
+    "durable_every": "durable_every_s",
+    "store": "store_s",
+}
+_COUNTS = {"spares": 0, "min_nodes": 1, "gpus_per_node": 1, "micro_batches": 0, "max_restarts": 0}
+
+
+def read(given: Mapping[str, Any]) -> Scenario:
+    """Checks what was given.
+
+    Raises:
+        UsageError: names the field and an example.
+    """
+    _known("field", given, EXAMPLES)
+    for name in ("nodes", "days"):
+        if name not in given:
+            raise UsageError(f"{name} is missing; for example {name}: {EXAMPLES[name]}")
+    nodes = quantities.count("nodes", given["nodes"])
+    days = quantities.amount("days", given["days"], "54")
+    fields: dict[str, Any] = {
+        f: quantities.time_s(n, given[n], zero=n != "step") for n, f in _TIMES.items() if n in given
+    }
+    for name, least in _COUNTS.items():
+        if name in given:
+            fields[name] = quantities.count(name, given[name], least, EXAMPLES[name])
+    for name in ("lemons", "scarce"):
+        if name in given:
+            fields[name] = _share(name, given[name])
+    if "lemon_factor" in given:
+        fields["lemon_factor"] = quantities.amount("lemon_factor", given["lemon_factor"], "10")
+    if "cloud" in given:
+        fields["cloud"] = _flag(given["cloud"])
+    scenario = Scenario(nodes, days * 86400.0, _classes(given), **fields)
+    check(scenario)
+    return scenario
+
+
+def check(s: Scenario) -> None:
+    """Refuses what cannot be: by the field's name."""
+    if s.least > s.nodes:
+        raise UsageError(
+            f"min_nodes: {s.min_nodes} is more than nodes: {s.nodes}; for example {max(1, s.nodes - 8)}"
+        )
+    if s.step_s > s.work_s:
+        raise UsageError(
+            f"step: {s.step_s:g} s is longer than the whole run of {s.work_s:g} s; for example 10s"
+        )
+    if s.start_s >= 150 * s.detection_s:
+        raise UsageError(
+            f"start: the coordinator ends workers that are not ready within 150 x detection = {150 * s.detection_s:g} s, "
+            f"and these need {s.start_s:g} s; for example detection: {s.start_s / 100:.0f}s"
+        )
+    if s.rate and s.nodes * s.rate * (s.peer_s + s.detection_s) >= 3600:
+        mtbf_s = 3600 / (s.nodes * s.rate)
+        raise UsageError(
+            f"the run does not finish: {s.nodes} nodes fail every {mtbf_s:.0f} s, and recovery takes "
+            f"{s.peer_s + s.detection_s:.0f} s (detection + peer); for example rate: 0.0161%"
+        )
+
+
+def spec_detection_s(replace_s: float, start_s: float) -> float:
+    """The smallest detection time with which the coordinator waits for a new node for as long as one takes: it gives a
+    job that is too small up after 150 times that."""
+    return max(2.0, 1.3 * (replace_s + start_s) / 150)
+
+
+def _classes(given: Mapping[str, Any]) -> tuple[FailureClass, ...]:
+    if "failures" not in given:
+        if "rate" not in given:
+            raise UsageError("rate is missing; for example rate: 0.0161% (failures per node-hour)")
+        rate = quantities.rate("rate", given["rate"])
+        whole = sum(c.rate for c in LLAMA)
+        return tuple(msgspec.structs.replace(c, rate=rate * c.rate / whole) for c in LLAMA) if rate else ()
+    if "rate" in given:
+        raise UsageError("rate and failures: give one of them; each of the failures has a rate of its own")
+    said = given["failures"]
+    if not isinstance(said, list) or not all(isinstance(x, Mapping) for x in said):
+        raise UsageError(f"failures: a list of classes; for example {EXAMPLES['failures']}")
+    return tuple(_class(i, x) for i, x in enumerate(said))
+
+
+def _class(index: int, given: Mapping[str, Any]) -> FailureClass:
+    at = f"failures[{index}]"
+    names = {f.removesuffix("_s"): f for f in FailureClass.__struct_fields__}
+    _known(f"field in {at}", given, names)
+    scope = given.get("scope", "node")
+    if scope not in SCOPES:
+        raise UsageError(f"{at}.scope: {scope!r} is none of {', '.join(SCOPES)}")
+    if "rate" not in given:
+        raise UsageError(f"{at}.rate is missing; for example rate: 0.01% (per node-hour)")
+    fields: dict[str, Any] = {}
+    for name in ("shape", "factor"):
+        if name in given:
+            fields[name] = quantities.amount(f"{at}.{name}", given[name], "0.7" if name == "shape" else "1.5")
+    if "burst" in given:
+        fields["burst"] = quantities.amount(f"{at}.burst", given["burst"], "2", zero=True)
+    for name in ("burst", "lasts", "found"):
+        key = "burst_within" if name == "burst" else name
+        if key in given:
+            fields[f"{name}_s"] = quantities.time_s(f"{at}.{key}", given[key], zero=True)
+    if "size" in given:
+        fields["size"] = quantities.count(f"{at}.size", given["size"], example="16")
+    return FailureClass(
+        str(given.get("name", scope)), scope, quantities.rate(f"{at}.rate", given["rate"]), **fields
+    )
+
+
+def _known(what: str, given: Mapping[str, Any], names: Mapping[str, Any]) -> None:
+    for name in given:
+        if name not in names:
+            near = difflib.get_close_matches(str(name), names, 1)
+            hint = f": did you mean {near[0]!r}?" if near else f"; there are {', '.join(names)}"
+            raise UsageError(f"unknown {what} {name!r}{hint}")
+
+
+def _share(name: str, given: Any) -> float:
+    if isinstance(given, str) and given.endswith("%"):
+        found = quantities.amount(name, given[:-1], "2%", zero=True) / 100
+    else:
+        found = quantities.amount(name, given, "2%", zero=True)
+    if found > 1:
+        raise UsageError(f"{name}: {given!r} is more than all; for example 2%")
+    return found
+
+
+def _flag(given: Any) -> bool:
+    if str(given).lower() not in ("true", "false", "yes", "no"):
+        raise UsageError(f"cloud: {given!r} is neither true nor false")
+    return str(given).lower() in ("true", "yes")

@@ -1,0 +1,143 @@
+"""Recorded traces: which nodes were there when. Read from CSV or JSON, our own or the public spot-instance traces'.
+
+- `t_s,node,event` (CSV with this head; `event` is up or down), or JSON: a list of {"t_s": 60, "node": "a", "up": true}.
+- {"metadata": {"gap_seconds": 300}, "data": [16, 15, ...]}: how many nodes there are at every tick (spot-traces).
+- `2021-12-11, 11:11:30, 55`: how many nodes there are from then on (Bamboo).
+
+A count says how many, not which: those that came last go first, as no node is better than another.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable
+from datetime import datetime
+from typing import Any
+
+import msgspec
+
+from holdfast.errors import UsageError
+
+
+class NodeChange(msgspec.Struct, frozen=True):
+    """A node is there from a time on, or is not. t_s: seconds since the trace's start."""
+
+    t_s: float
+    node: str
+    up: bool
+
+
+class Trace(msgspec.Struct, frozen=True):
+    """A record, in the order of its times. most: nodes that were there at once."""
+
+    changes: tuple[NodeChange, ...]
+    ends_s: float
+    most: int
+
+
+def parse(name: str, text: str) -> Trace:
+    """Reads a trace. name: of the file, for errors.
+
+    Raises:
+        UsageError: it is none, with the line.
+    """
+    stripped = text.lstrip()
+    if not stripped:
+        raise UsageError(f"trace {name} is empty; for example\nt_s,node,event\n0,a,up\n3600,a,down")
+    if stripped[0] in "[{":
+        return _json(name, text)
+    if stripped[0].isdigit():
+        return _dated_counts(name, text)
+    return _events_csv(name, text)
+
+
+def _events_csv(name: str, text: str) -> Trace:
+    reader = csv.DictReader(io.StringIO(text), skipinitialspace=True)
+    if not {"t_s", "node", "event"} <= set(reader.fieldnames or ()):
+        raise UsageError(
+            f"trace {name}: the head is {','.join(reader.fieldnames or ())}; it must be t_s,node,event"
+        )
+    changes = []
+    for row in reader:
+        at = f"trace {name}, line {reader.line_num}"
+        if row["event"] not in ("up", "down"):
+            raise UsageError(f"{at}: event {row['event']!r} is neither up nor down")
+        changes.append(NodeChange(_time(at, row["t_s"]), str(row["node"]), row["event"] == "up"))
+    return _ordered(name, changes)
+
+
+def _json(name: str, text: str) -> Trace:
+    try:
+        found: Any = msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise UsageError(f"trace {name} is no JSON: {error}") from error
+    if isinstance(found, list):
+        try:
+            return _ordered(name, msgspec.convert(found, list[NodeChange]))
+        except msgspec.ValidationError as error:
+            raise UsageError(
+                f'trace {name}: {error}; for example {{"t_s": 60, "node": "a", "up": true}}'
+            ) from error
+    try:
+        gap_s = float(found["metadata"]["gap_seconds"])
+        counts = [int(x) for x in found["data"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"trace {name}: metadata.gap_seconds and data are missing, or no numbers") from error
+    if gap_s <= 0:
+        raise UsageError(f"trace {name}: metadata.gap_seconds: {gap_s:g} is not positive; for example 300")
+    return _counts(name, ((i * gap_s, n) for i, n in enumerate(counts)), gap_s)
+
+
+def _dated_counts(name: str, text: str) -> Trace:
+    points: list[tuple[float, int]] = []
+    first: datetime | None = None
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            day, clock, count = (x.strip() for x in line.split(","))
+            at = datetime.fromisoformat(f"{day} {clock}")
+            first = first or at
+            points.append(((at - first).total_seconds(), int(count)))
+        except ValueError as error:
+            raise UsageError(
+                f"trace {name}, line {number}: {line!r} is not like 2021-12-11, 11:11:30, 55"
+            ) from error
+    return _counts(name, points, 60.0)
+
+
+def _counts(name: str, points: Iterable[tuple[float, int]], last_s: float) -> Trace:
+    there: list[str] = []
+    changes: list[NodeChange] = []
+    at_s, made = 0.0, 0
+    for at_s, count in points:
+        if count < 0:
+            raise UsageError(f"trace {name}: {count} nodes at {at_s:g} s")
+        while len(there) > count:
+            changes.append(NodeChange(at_s, there.pop(), False))
+        while len(there) < count:
+            there.append(f"t{made}")
+            made += 1
+            changes.append(NodeChange(at_s, there[-1], True))
+    return _ordered(name, changes, at_s + last_s)
+
+
+def _ordered(name: str, changes: list[NodeChange], ends_s: float | None = None) -> Trace:
+    if not changes:
+        raise UsageError(f"trace {name}: no node is ever there")
+    times = [c.t_s for c in changes]
+    if min(times) < 0 or times != sorted(times):
+        raise UsageError(f"trace {name}: times must not be negative, nor go back")
+    there, most = set[str](), 0
+    for change in changes:
+        (there.add if change.up else there.discard)(change.node)
+        most = max(most, len(there))
+    return Trace(tuple(changes), times[-1] + 60.0 if ends_s is None else ends_s, most)
+
+
+def _time(at: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UsageError(f"{at}: t_s {text!r} is no number of seconds") from None

@@ -1,0 +1,100 @@
+"""Trials of a scenario: run, counted, replayed."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from holdfast.simulate.cluster import Cluster, FewNames, Spent
+from holdfast.simulate.scenario import Scenario
+from holdfast.simulate.trace import Trace
+
+NAMES = 24
+"""Nodes of the core's that machines take turns in, at first: enough for the failures of the near future."""
+
+
+WHOLE = 96
+"""Up to so many nodes each has a name of its own."""
+
+
+class Trial(msgspec.Struct, frozen=True):
+    """One run. goodput: training at full size over wall time. given_up: why the job ended before its work was done,
+    each time; it was started again. node_hours: of all nodes that were there. done: the share of the work; less than 1
+    where a trace ended before it."""
+
+    seed: int
+    wall_s: float
+    goodput: float
+    spent: Spent
+    failures: dict[str, int]
+    incidents: int
+    lost_steps: int
+    new_nodes: int
+    given_up: list[str]
+    node_hours: float
+    done: float
+
+
+def run(
+    scenario: Scenario,
+    seed: int,
+    fold: bool = True,
+    one_by_one: bool = False,
+    trace: Trace | None = None,
+    note: Callable[[float, str, dict[str, Any]], None] | None = None,
+    keep: Callable[[Cluster], None] | None = None,
+) -> Trial:
+    """Runs one trial. fold: many machines share few names. one_by_one, trace, note: see `Cluster`. Neither of fold and
+    one_by_one changes the result. keep: is given the cluster as it is at the end."""
+    names = NAMES if fold and scenario.nodes > WHOLE else 0
+    while True:
+        entries: list[tuple[float, str, dict[str, Any]]] = []
+
+        def book(t_s: float, kind: str, fields: dict[str, Any], to: list[Any] = entries) -> None:
+            to.append((t_s, kind, fields))
+
+        try:
+            cluster = Cluster(scenario, seed, names, one_by_one, trace, book if note is not None else None)
+            cluster.run()
+        except FewNames:
+            names *= 2
+            continue
+        if note is not None:
+            for entry in entries:
+                note(*entry)
+        if keep is not None:
+            keep(cluster)
+        return result(cluster)
+
+
+def run_all(scenario: Scenario, trials: int, seed: int = 0, trace: Trace | None = None) -> Iterator[Trial]:
+    """Trials with seeds from `seed` on. The garbage of a trial is freed at its end: without cycles in it there is no need
+    to look for any meanwhile."""
+    for number in range(trials):
+        gc.disable()
+        try:
+            yield run(scenario, seed + number, trace=trace)
+        finally:
+            gc.enable()
+            gc.collect()
+
+
+def result(cluster: Cluster) -> Trial:
+    """What a trial came to."""
+    wall_s = cluster.finished_s if cluster.finished_s is not None else float("inf")
+    return Trial(
+        cluster.seed,
+        wall_s,
+        cluster.spent.training / wall_s,
+        cluster.spent,
+        dict(sorted(cluster.failures.items())),
+        cluster.incidents,
+        cluster.lost_steps,
+        cluster.nodes_new,
+        cluster.given_up,
+        cluster.node_s / 3600,
+        min(1.0, cluster.committed / cluster.scenario.steps),
+    )
