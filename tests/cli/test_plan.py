@@ -61,3 +61,19 @@ def test_simulated_runs_and_one_of_them_again(holdfast, home):
     assert len(report["incidents"]) == found[1]["incidents"]
     assert report["goodput"]["share"] == round(found[1]["goodput"], 4)
     assert "has a job already" in holdfast(*asked, "--replay", 1).err
+
+
+def test_past_runs_say_what_the_next_one_may_expect(holdfast, home):
+    asked = ("plan", "simulate", "--nodes", 8, "--days", 4, "--rate", "1%", "--spares", 2)
+    holdfast(*asked, "--replay", 1, "--job", "past")
+    said = holdfast("plan", "calibrate", "past", "--out", "next.yaml")
+    assert said.code == 0, said.err
+    assert "95% confidence" in said.out
+    folder = home / "jobs" / "past"
+    by_ledger = holdfast("plan", "calibrate", folder / "job.sqlite", "--json").out
+    assert by_ledger == holdfast("plan", "calibrate", folder / "report.json", "--json").out
+    rate = next(r for r in json.loads(by_ledger)["rates"] if r["kind"] == "all")
+    assert rate["low"] < 0.01 < rate["high"]
+    assert holdfast("plan", "run", "next.yaml", "--nodes", 8, "--gpu-hours", 1000).code == 0
+    (folder / "bad.json").write_text("{}")
+    assert "is no report of a job" in holdfast("plan", "calibrate", folder / "bad.json").err

@@ -37,7 +37,9 @@ def test_nobody_is_left_for_a_while():
     asked = read({"nodes": 2, "min_nodes": 1, "days": 1, "rate": 0, "start": "10s"})
     found = run(asked, 0, trace=trace)
     assert found.spent.stalled + found.spent.given_up == pytest.approx(3600, rel=0.3)
-    assert found.spent.training == pytest.approx(3 * 3600 - 1816, abs=400)  # half an hour since the checkpoint
+    assert found.spent.training == pytest.approx(
+        3 * 3600 - 1816, abs=400
+    )  # half an hour since the checkpoint
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from holdfast.cli import planrun, simulate
+from holdfast.cli import calibrate, planrun, simulate
 from holdfast.cli.common import AsJson, write_json
 
 SHOWN = 3
@@ -20,6 +20,8 @@ app = typer.Typer(
 
 app.command("run")(planrun.run)
 app.command("simulate")(simulate.simulate)
+app.command("calibrate")(calibrate.calibrate)
+app.command("validate")(calibrate.validate)
 
 GlobalBatch = Annotated[
     int | None,

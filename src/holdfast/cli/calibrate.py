@@ -1,0 +1,136 @@
+"""`holdfast plan calibrate` and `validate`: what past runs say, and what the planner is worth."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from holdfast.cli.common import AsJson, write_json
+
+if TYPE_CHECKING:
+    from holdfast.plan.calibration import Run
+
+
+def calibrate(
+    runs: Annotated[
+        list[str], typer.Argument(help="Reports (JSON), ledgers (job.sqlite), job folders, or names of jobs.")
+    ],
+    per_node: Annotated[
+        int,
+        typer.Option("--nproc-per-node", help="Workers on each node, where a report alone does not say it."),
+    ] = 1,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Write the fields as YAML, for plan run and plan simulate.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Estimates failure rates, with confidence intervals, and phase times from past runs."""
+    import msgspec
+
+    from holdfast.observe import units
+    from holdfast.observe.tables import print_table
+    from holdfast.plan.calibration import FEW, calibrate, fields
+
+    found = calibrate([_read(r, per_node) for r in runs])
+    made = fields(found)
+    if out is not None:
+        out.write_text("".join(f"{k}: {v}\n" for k, v in made.items()))
+    if as_json:
+        write_json(msgspec.to_builtins(found) | {"fields": made})
+        return
+    said = sys.stdout
+    said.write(f"{units.plural(found.runs, 'run')}, {found.node_hours:,.1f} node-hours\n\n")
+    rows = [
+        (
+            r.kind,
+            str(r.failures),
+            f"{100 * r.rate:.4f}%",
+            f"{100 * r.low:.4f}% to {100 * r.high:.4f}%",
+            "few" if r.few else "",
+        )
+        for r in found.rates
+    ]
+    print_table(said, ("failures", "seen", "per node-hour", "95% confidence", ""), rows)
+    if found.rates[-1].few:
+        said.write(f"fewer than {FEW} failures: the rate may be anything in that range\n")
+    if found.injected:
+        said.write(f"{units.plural(found.injected, 'injected fault')} counted for times only\n")
+    if found.times:
+        said.write("\n")
+        phases = [
+            (
+                t.phase.removesuffix("_s").replace("_", " "),
+                str(t.count),
+                units.seconds(t.median_s),
+                units.seconds(t.p90_s),
+            )
+            for t in found.times
+        ]
+        print_table(said, ("phase", "seen", "median", "90%"), phases)
+    said.write("\nfields for plan run\n" + "".join(f"  {k}: {v}\n" for k, v in made.items()))
+
+
+def _read(name: str, per_node: int) -> Run:
+    import msgspec
+
+    from holdfast.cli.common import ledger
+    from holdfast.cli.report import read_report
+    from holdfast.engines import jobs
+    from holdfast.errors import UsageError
+    from holdfast.plan.calibration import Run
+
+    path = Path(name)
+    if path.is_file() and path.name != "job.sqlite":
+        try:
+            found = msgspec.json.decode(path.read_bytes())
+        except msgspec.DecodeError as error:
+            raise UsageError(
+                f"{path} is neither a report (JSON) nor a ledger named job.sqlite: {error}"
+            ) from error
+        if not isinstance(found, dict) or "incidents" not in found:
+            raise UsageError(f"{path} is no report of a job: it has no incidents")
+        return Run(found, per_node)
+    folder = path.parent if path.is_file() else path if path.is_dir() else jobs.existing(name)
+    with ledger(folder) as store:
+        state = store.load()
+    return Run(read_report(folder), state.spec.nproc if state else per_node)
+
+
+def validate(as_json: AsJson = False) -> None:
+    """Compares formulas, simulation, core and public numbers; says which of these cannot be reproduced."""
+    import msgspec
+
+    from holdfast.observe.tables import print_table
+    from holdfast.simulate.validation import validate
+
+    checks = validate()
+    if as_json:
+        write_json(msgspec.to_builtins(checks))
+        return
+
+    def shown(value: float, unit: str) -> str:
+        if unit == "%":
+            return f"{100 * value:.2f}%"
+        return f"{value:.4f}%" if unit == "% rate" else f"{value:.2f} {unit}"
+
+    marks = {True: "✓", False: "≠", None: "?"}
+    rows = [
+        (
+            marks[c.reproduced],
+            shown(c.expected, c.unit),
+            shown(c.ours, c.unit),
+            c.name + (f" ({c.note})" if c.note else ""),
+        )
+        for c in checks
+    ]
+    print_table(sys.stdout, ("", "expected", "ours", "what"), rows)
+    open_ = sum(c.reproduced is None for c in checks)
+    wrong = sum(c.reproduced is False for c in checks)
+    sys.stdout.write(
+        f"\n{len(checks) - open_ - wrong} of {len(checks)} agree, {wrong} (≠) do not; {open_} (?) public numbers cannot be reproduced\n"
+    )
+    if wrong:
+        raise typer.Exit(1)

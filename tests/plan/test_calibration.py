@@ -1,0 +1,58 @@
+import pytest
+
+from holdfast.errors import UsageError
+from holdfast.plan.calibration import Run, calibrate, fields
+from holdfast.plan.candidates import candidates
+from holdfast.plan.inputs import read
+
+
+def report(incidents, hours=100.0, world=16):
+    return {
+        "world": {"history": [[0.0, world]]},
+        "goodput": {"wall_s": hours * 3600},
+        "steps": {"median_s": 2.5},
+        "incidents": incidents,
+    }
+
+
+def incident(cause="silent for 2 s", injected=False, **times):
+    return {"cause": cause, "injected": injected, "detect_s": None, "stall_s": 12.0} | times
+
+
+def test_rates_have_confidence_intervals_and_few_events_say_so():
+    found = calibrate([Run(report([incident() for _ in range(4)]), 8), Run(report([incident("hang: x")]), 8)])
+    assert found.node_hours == pytest.approx(2 * 100 * 2)
+    by_kind = {r.kind: r for r in found.rates}
+    assert (by_kind["node"].failures, by_kind["hang"].failures, by_kind["all"].failures) == (4, 1, 5)
+    every = by_kind["all"]
+    assert every.rate == pytest.approx(5 / 400)
+    assert every.low < every.rate < every.high
+    assert every.few
+    assert not calibrate([Run(report([incident()] * 12))]).rates[-1].few
+
+
+def test_injected_faults_count_for_times_only():
+    found = calibrate([Run(report([incident(injected=True, detect_s=0.5)]))])
+    assert found.injected == 1
+    assert found.rates[-1].failures == 0
+    assert {t.phase: t.median_s for t in found.times} == {"detect_s": 0.5, "stall_s": 12.0}
+    assert found.rates[-1].high > 0
+
+
+def test_what_it_says_is_input_for_the_next_plan():
+    made = fields(calibrate([Run(report([incident(detect_s=0.5, replace_s=60)] * 3, hours=5000))]))
+    assert made["peer"] == "11.500s"
+    inputs = read({"nodes": 64, "gpu_hours": "100k"} | made)
+    assert inputs.rate == pytest.approx(3 / (5000 * 16), rel=1e-3)
+    assert (inputs.times.detect_s, inputs.times.peer_s, inputs.step_s) == (0.5, 11.5, 2.5)
+    assert any(c.best for c in candidates(inputs, trials=20))
+
+
+def test_without_failures_the_upper_limit_is_all_that_is_known():
+    made = fields(calibrate([Run(report([]))]))
+    assert float(made["rate"].rstrip("%")) == pytest.approx(100 * 3.6889 / 1600, rel=1e-4)
+
+
+def test_nothing_to_learn_from():
+    with pytest.raises(UsageError, match="no time in them"):
+        calibrate([Run({"incidents": []})])
