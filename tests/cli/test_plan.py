@@ -64,8 +64,8 @@ def test_simulated_runs_and_one_of_them_again(holdfast, home):
 
 
 def test_past_runs_say_what_the_next_one_may_expect(holdfast, home):
-    asked = ("plan", "simulate", "--nodes", 8, "--days", 4, "--rate", "1%", "--spares", 2)
-    holdfast(*asked, "--replay", 1, "--job", "past")
+    asked = ("plan", "simulate", "--nodes", 8, "--days", 30, "--rate", "1%", "--spares", 2)
+    holdfast(*asked, "--replay", 4, "--job", "past")
     said = holdfast("plan", "calibrate", "past", "--out", "next.yaml")
     assert said.code == 0, said.err
     assert "95% confidence" in said.out

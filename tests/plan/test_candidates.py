@@ -84,6 +84,9 @@ def test_times_of_ones_own_report():
     times = from_report({"job": "x", "incidents": [{"stall_s": 2.0, "detect_s": 0.5, "replace_s": 9.0}]})
     assert (times.detect_s, times.peer_s, times.replace_s) == (0.5, 1.5, 9.0)
     assert "medians of 1 incident" in times.source
+    spare = from_report({"incidents": [{"stall_s": 2.0, "replace_s": 0.1, "rung": "spare"}]})
+    assert spare.replace_s == 900
+    assert "replaced no node without a spare" in spare.source
     with pytest.raises(UsageError, match="no incident in it was survived"):
         from_report({"incidents": []})
 

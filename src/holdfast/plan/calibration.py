@@ -14,9 +14,13 @@ from holdfast.plan import formulas
 FEW = 10
 """With fewer events than this a rate is little more than a guess, and it is said."""
 
+SPARE = "spare"
+"""The rung of an incident in which a spare took the place; `spare_s` is how long that took."""
+
 PHASES = (
     "detect_s",
     "decide_s",
+    "spare_s",
     "replace_s",
     "join_s",
     "restore_s",
@@ -114,6 +118,8 @@ def fields(found: Calibration) -> dict[str, Any]:
         made["detect"] = f"{times['detect_s']:.3f}s"
     if "replace_s" in times:
         made["replace"] = f"{times['replace_s']:.3f}s"
+    if "spare_s" in times:
+        made["spare"] = "0s"  # it is part of what training stood still for
     if "stall_s" in times:
         made["peer"] = f"{max(0.0, times['stall_s'] - times.get('detect_s', 0.0)):.3f}s"
     if found.step_s is not None:
@@ -142,9 +148,17 @@ def _rate(kind: str, failures: int, node_hours: float) -> Rate:
 
 
 def _time(phase: str, incidents: Sequence[Mapping[str, Any]]) -> Time | None:
-    values = sorted(float(i[phase]) for i in incidents if i.get(phase) is not None)
+    values = sorted(float(v) for i in incidents if (v := _phase(phase, i)) is not None)
     if not values:
         return None
     return Time(
         phase, len(values), statistics.median(values), values[min(len(values) - 1, int(0.9 * len(values)))]
     )
+
+
+def _phase(phase: str, incident: Mapping[str, Any]) -> float | None:
+    """A spare that was there says nothing of how long a new node takes."""
+    if phase in ("spare_s", "replace_s"):
+        found = incident.get("replace_s")
+        return found if (incident.get("rung") == SPARE) == (phase == "spare_s") else None
+    return incident.get(phase)

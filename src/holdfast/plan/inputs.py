@@ -166,15 +166,19 @@ def from_report(report: Mapping[str, Any]) -> Times:
         )
     stall = _median(incidents, "stall_s") or 0.0
     detect = _median(incidents, "detect_s") or 0.0
-    replace = _median(incidents, "replace_s")
+    replace = _median([i for i in incidents if i.get("rung") != "spare"], "replace_s")
+    source = f"measured: medians of {len(incidents)} incidents of job {report.get('job', '?')}"
+    if replace is None:
+        replace = PRESETS["managed-cloud"].replace_s
+        source += "; it replaced no node without a spare: a new one as of `managed-cloud`"
     return Times(
         detect_s=detect,
-        replace_s=replace if replace is not None else 0.0,
+        replace_s=replace,
         spare_s=0.0,
         resume_s=stall,
         memory_s=None,
         peer_s=max(0.0, stall - detect),
-        source=f"measured: medians of {len(incidents)} incidents of job {report.get('job', '?')}",
+        source=source,
     )
 
 
