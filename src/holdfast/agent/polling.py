@@ -167,11 +167,15 @@ class Poller:
         return True
 
     def _judge(self, readings: Iterable[Reading | Line], now_s: float) -> None:
-        findings = []
+        findings: list[Finding] = []
+        lines: list[Line] = []
         for said in readings:
-            findings += (
-                self._book.line(said, now_s) if isinstance(said, Line) else self._book.reading(said, now_s)
-            )
+            if isinstance(said, Line):
+                lines.append(said)
+            else:
+                findings += self._book.reading(said, now_s)
+        if lines:
+            self._said(lines)
         if findings:
             self._found(findings)
 
