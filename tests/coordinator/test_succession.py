@@ -1,0 +1,49 @@
+"""A coordinator that goes on with what one on another machine left: terms, clock, ledger."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from holdfast.coordinator.clock import Anchor, CoreClock
+from holdfast.coordinator.store import FIRST, Store, newest_ledger, succeed
+from holdfast.protocol.tenure import claim_term, newest_term
+
+
+def test_a_term_is_claimed_once(tmp_path: Path) -> None:
+    assert newest_term(tmp_path) == 0
+    assert claim_term(tmp_path, 1, "n1")
+    assert not claim_term(tmp_path, 1, "n2")
+    assert claim_term(tmp_path, 2, "n2")
+    assert newest_term(tmp_path) == 2
+
+
+def test_the_clock_goes_on_on_another_machine() -> None:
+    anchor = Anchor(now_s=5_000_000.0, utc_s=time.time() - 7.0, boot="the other machine")
+    assert CoreClock(anchor, boot="this machine")() == pytest.approx(5_000_007.0, abs=1.0)
+
+
+def test_the_clock_of_one_machine_is_its_own() -> None:
+    first = CoreClock(None, boot="this machine")
+    again = CoreClock(first.anchor, boot="this machine")
+    assert again() == pytest.approx(time.monotonic(), abs=1.0)
+    assert again() >= first.anchor.now_s
+
+
+def test_a_successor_has_a_ledger_of_its_own(tmp_path: Path) -> None:
+    old = Store(tmp_path / FIRST, shared=True)
+    old.add_event(1.0, "2026-11-21T23:00:00", "formed", {"generation": 1})
+    path = succeed(tmp_path, 2)
+    old.add_event(
+        2.0, "2026-11-21T23:00:01", "formed", {"generation": 2}
+    )  # deposed, and does not know it yet
+    assert newest_ledger(tmp_path) == path
+    new = Store(path, shared=True)
+    new.add_event(3.0, "2026-11-21T23:00:02", "formed", {"generation": 3})
+    copy = Store.of(new.copy())
+    for store in (new, copy):
+        assert [e.fields["generation"] for e in store.events()] == [1, 3]
+    for store in (old, new, copy):
+        store.close()

@@ -1,0 +1,155 @@
+"""What the Slurm engine decides by itself, with a Slurm that only answers."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from holdfast.engines.slurm import engine as module
+from holdfast.engines.slurm.commands import SlurmError
+from holdfast.engines.slurm.engine import SlurmEngine
+from holdfast.engines.slurm.parse import JobLine, NodeLine
+from holdfast.protocol.availability import Availability, Capacity, NodeGoing, NodeTaken, NodeUnavailable
+from holdfast.protocol.job import JobSpec
+
+
+class Answers:
+    """Stands for Slurm: refuses to be told of nodes, unless `admin`."""
+
+    def __init__(self, admin: bool = False) -> None:
+        self.admin, self.asked = admin, list[tuple[str, ...]]()
+        self.lines = {"7": JobLine("7", "RUNNING", "None", "n1", 3600.0, "n[1-3]")}
+        self.states = {n: NodeLine(n, "127.0.0.1", frozenset({"MIXED"}), "") for n in ("n1", "n2", "n3")}
+
+    async def run(self, *argv: str, **options: object) -> str:
+        self.asked.append(argv)
+        if argv[:2] == ("scontrol", "update") and not self.admin:
+            raise SlurmError("scontrol: slurm_update error: Invalid user id")
+        return ""
+
+    async def job(self, id: str) -> JobLine | None:
+        return self.lines.get(id)
+
+    async def jobs(self, *ids: str) -> dict[str, JobLine]:
+        return {id: self.lines[id] for id in ids if id in self.lines}
+
+    async def names(self, nodes: str) -> list[str]:
+        return ["n1", "n2", "n3"]
+
+    async def nodes(self, names: list[str]) -> dict[str, NodeLine]:
+        return {n: self.states[n] for n in names if n in self.states}
+
+    async def steps(self, job: str) -> dict[str, str]:
+        return {}
+
+    async def submit(self, script: str, cwd: Path) -> str:
+        self.asked.append(("sbatch", script))
+        return "8"
+
+    async def config(self) -> dict[str, str]:
+        return {}
+
+
+class Engine(SlurmEngine):
+    """One that remembers what it said."""
+
+    def __init__(self, folder: Path, admin: bool = False) -> None:
+        self.notes: list[str] = []
+        self.posts: list[Availability] = []
+        spec = JobSpec("job", "train.py", max_nodes=3, engine="slurm")
+        super().__init__(spec, folder, "7", self.notes.append, self.posts.append)
+        self.slurm = Answers(admin)  # type: ignore[assignment]
+        self.alive = {"n1", "n2", "n3"}
+
+    async def settle(self) -> None:
+        while self._tasks:
+            await asyncio.gather(*self._tasks)
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SETTLE_S", 0.0)
+    monkeypatch.setattr(module, "REACH_S", 0.01)
+
+
+def test_who_may_not_drain_says_so_once(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+
+    async def marks() -> None:
+        await engine.mark("n2", "xid 79: fell off")
+        await engine.mark("n3", "ecc")
+
+    asyncio.run(marks())
+    assert [a[:2] for a in engine.slurm.asked].count(("scontrol", "update")) == 1
+    assert engine.notes == [
+        "n2 is not drained in Slurm (scontrol: slurm_update error: Invalid user id); this job does not use it any more, "
+        "others may get it"
+    ]
+
+
+def test_a_bad_node_is_drained_and_turned_away(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, admin=True)
+
+    async def bad() -> None:
+        await engine.mark("n2", "xid 79: fell off")
+        await engine.release("n2", "xid 79: fell off", planned=False)
+        await engine.settle()
+
+    asyncio.run(bad())
+    update, shrink = [a for a in engine.slurm.asked if a[:2] == ("scontrol", "update")]
+    assert update[2:] == ("nodename=n2", "state=drain", "reason=holdfast job: xid 79: fell off")
+    assert shrink[2:] == ("jobid=7", "nodelist=n1,n3")
+    assert engine.posts == [NodeTaken("n2", "xid 79: fell off")]
+
+
+def test_many_lost_at_once_are_nobodys_fault(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, admin=True)
+
+    async def lost() -> None:
+        await engine.release("n2", "silent for 2 s", planned=False)
+        await engine.release("n3", "silent for 2 s", planned=False)
+        await engine.settle()
+
+    asyncio.run(lost())
+    assert not engine.slurm.asked
+    assert not engine.posts
+    assert "2 nodes were lost at once, n2 among them: Slurm is told nothing of it" in engine.notes
+
+
+def test_a_follow_up_is_asked_for_once(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+
+    async def ask() -> None:
+        engine._known.bad["n2"] = "xid"
+        engine.alive = {"n1", "n3"}
+        assert await engine.provide()
+        assert not await engine.provide()
+
+    asyncio.run(ask())
+    (submitted,) = [a[1] for a in engine.slurm.asked if a[0] == "sbatch"]
+    assert "#SBATCH --exclude=n2\n" in submitted
+    assert "#SBATCH --time=60\n" in submitted
+    assert engine.posts == [NodeUnavailable("a node was asked of Slurm and has not come yet")]
+
+
+def test_what_slurm_says_of_the_allocation(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    engine.alive = {"n1", "n2", "n3", "n9"}
+    engine.slurm.states["n3"] = NodeLine("n3", "127.0.0.1", frozenset({"MIXED", "DRAIN"}), "fan")
+    asyncio.run(engine._look())
+    asyncio.run(engine._look())  # what was said is not said again
+    assert engine.posts == [
+        NodeTaken("n9", "Slurm took it out of the allocation"),
+        NodeGoing("n3", "Slurm drains it: fan"),
+    ]
+
+
+def test_sigterm_to_all_nodes_is_the_end_of_the_allocation(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    for node in ("n1", "n2"):
+        engine.heard("node-leaving", {"node": node, "reason": "SIGTERM", "within_s": 8.0})
+    assert not engine.posts
+    engine.heard("node-leaving", {"node": "n3", "reason": "SIGTERM", "within_s": 8.0})
+    assert engine.posts == [Capacity(0, "Slurm takes the whole allocation", 8.0)]
