@@ -6,7 +6,9 @@ import pytest
 from gpus import HEALTHY, forget, stand_in, xid
 from machines import Hand, lines, values, write
 
+from holdfast.health.book import RuleBook
 from holdfast.health.nvml import Nvml, load_nvml, nvml_sources
+from holdfast.health.ruleset import load_rules
 from holdfast.health.sources import Place
 
 SUBJECT = "gpu 0000:5d:00"
@@ -80,13 +82,17 @@ def test_what_goes_wrong(nvml, gpus):
 def test_an_old_card_has_less_and_its_limit_is_its_own(nvml, gpus):
     for name in HEALTHY:
         (gpus / "0" / name).unlink()
-    write(gpus / "0", {"temperature": "60", "threshold1": "90", "nvlink0": "0"})
+    write(
+        gpus / "0", {"temperature": "60", "threshold1": "90", "nvlink0": "0", "field30": "2", "field31": "1"}
+    )
     assert values(nvml.read()) == {
         ("nvml.silent_s", ""): 0.0,
         ("nvml.missing", ""): 0.0,
         ("nvml.lost", "gpu 0000:10:00"): 0.0,
         ("nvml.temperature_c", "gpu 0000:10:00"): 60.0,
         ("nvml.temperature_margin_c", "gpu 0000:10:00"): 30.0,
+        ("nvml.retired.double_bit_pages", "gpu 0000:10:00"): 2.0,
+        ("nvml.retired.pending", "gpu 0000:10:00"): 1.0,
     }
 
 
@@ -158,3 +164,28 @@ def test_an_xid_wakes_the_reader_and_reads_as_the_kernels_line(nvml, gpus):
 def test_without_the_library_there_is_no_source(tmp_path):
     assert nvml_sources(Place(tmp_path)) == []
     assert nvml_sources(Place(tmp_path, tmp_path / "none")) == []
+
+
+@pytest.mark.parametrize(
+    ("files", "rules"),
+    [
+        ({"lost": ""}, ["gpu-lost"]),
+        ({"field4": "1"}, ["gpu-ecc-uncorrected"]),
+        ({"sram_threshold": "1"}, ["gpu-sram-threshold"]),
+        ({"field144": "1"}, ["gpu-remap-pending"]),
+        ({"field145": "1", "field230": "1"}, ["gpu-needs-reset", "gpu-remap-failed"]),
+        ({"field230": "2"}, ["gpu-needs-reboot"]),
+        ({"fabric": "3 999 0x2"}, ["gpu-fabric-failed"]),
+        ({"fabric": "3 0 0x6"}, ["gpu-fabric-health"]),
+        ({"reasons": "0x4", "field3": "900"}, []),  # a power cap, and errors that were corrected
+    ],
+)
+def test_what_the_rules_make_of_it(nvml, gpus, files, rules):
+    book = RuleBook(load_rules())
+    for reading in nvml.read():
+        assert book.reading(reading, 0.0) == []
+    nvml.clock.now += nvml.every_s
+    write(gpus / "0", files)
+    found = [f for reading in nvml.read() for f in book.reading(reading, nvml.every_s)]
+    assert sorted(f.rule for f in found) == rules
+    assert {(f.subject, f.device) for f in found} <= {(SUBJECT, "GPU-aa-0")}
