@@ -212,6 +212,20 @@ def test_a_fatal_finding_does_not_wait_for_what_was_planned():
     assert len(desk.incidents()) == 1
 
 
+def test_a_second_trouble_does_not_weaken_or_forget_what_is_planned():
+    desk = running(2, wait_for_spare=True, health=WIDE)
+    finds(desk, "n1", "ecc", ERROR)
+    desk.wait(3.0)
+    finds(desk, "n1", "hot", ERROR, Remedy.RESET_DEVICE, device="GPU-2")
+    desk.wait(3.0)
+    assert verdicts(desk) == [("replace", "")]
+    assert desk.state.nodes["n1"].then is Remedy.REPLACE
+    finds(desk, "n1", "xid-13", FATAL, Remedy.RESTART_WORKER, device="GPU-3")
+    assert verdicts(desk)[-1] == ("replace", "")
+    assert not desk.state.nodes["n1"].alive
+    assert not any(i.open and i.quiet for i in desk.incidents())
+
+
 def test_at_level_0_an_error_waits_for_the_next_start():
     desk = Desk(2, spares=1)
     for i in range(3):
@@ -574,11 +588,13 @@ def test_deep_checks_that_never_answer():
     assert not desk.state.nodes["m0"].alive
 
 
-def test_with_deep_every_new_node_is_checked():
+def test_with_deep_every_new_node_is_checked_and_what_is_unknown_is_no_reason_to_refuse_it():
     desk = Desk(2, health=HealthSpec(deep=True))
     desk.node("n0")
-    assert desk.sent(m.RunChecks)
     assert not desk.workers()
+    request = desk.sent(m.RunChecks)[0][1].request
+    desk.do(e.NodeSays("n0", m.Checked(request, (CheckResult("disk", Condition.UNKNOWN),))))
+    assert desk.state.nodes["n0"].held is None
 
 
 def test_a_lemon_is_used_last():

@@ -24,6 +24,7 @@ from holdfast.agent.hooks import HookRun, Hooks
 from holdfast.agent.link import CoordinatorLink
 from holdfast.agent.pool import WarmPool
 from holdfast.agent.process import WorkerProcess
+from holdfast.agent.repairs import Repairs
 from holdfast.agent.snapshots import SnapshotKeeper
 from holdfast.agent.stacks import innermost
 from holdfast.agent.zygote import Zygote
@@ -108,6 +109,7 @@ class Agent:
             config.timing.heartbeat_s,
             self._unlinked,
         )
+        self._repairs = Repairs(config.shared_machine, self._link.send)
         self._checks = NodeChecks(
             config.node, config.host, config.slots, config.job_dir, config.memory, self._link.send
         )
@@ -242,6 +244,8 @@ class Agent:
                 self._fence()
             case m.RunChecks():
                 self._spawn(self._checks.answer(order))
+            case m.Repair():
+                self._spawn(self._repairs.answer(order))
             case m.Drain(reason):
                 self._drained(reason)
             case m.Shutdown(reason):

@@ -16,6 +16,7 @@ from holdfast.cli import (
     health,
     logs,
     metrics,
+    node,
     plan,
     portable,
     report,
@@ -24,6 +25,7 @@ from holdfast.cli import (
     site,
     status,
     stop,
+    why,
 )
 from holdfast.cli.torchrun import RunCommand
 from holdfast.errors import HoldfastError, UsageError
@@ -49,11 +51,13 @@ app.command("check")(check.check)
 app.command("resize")(resize.resize)
 app.command("drain")(resize.drain)
 app.command("stop")(stop.stop)
+app.command("why")(why.why)
 checkpoint.app.command("export")(portable.export)
 checkpoint.app.command("import")(portable.import_)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(data.app, name="data")
 app.add_typer(site.app, name="slurm")
+app.add_typer(node.app, name="node")
 app.add_typer(health.app, name="health")
 app.add_typer(plan.app, name="plan")
 

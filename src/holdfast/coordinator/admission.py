@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 CHECKS_S = 1800.0
 """So long the deep checks of one node may take; thorough ones of many devices take a quarter of an hour."""
 
+NEW = "it is new"
+
 PAST_ACTS = 8
 """So many remedies of earlier jobs count for the next one on a machine."""
 
@@ -67,7 +69,7 @@ def admit(core: Core, node: Node, hello: m.Hello, past: Sequence[Remembered]) ->
         s.health.quarantine[node.machine] = why
         _check(core, node, why)
     elif core.spec.health.deep:
-        _check(core, node, "it is new")
+        _check(core, node, NEW)
     if node.lemon:
         core.record("lemon", node=node.name, reason=node.lemon)
 
@@ -88,10 +90,13 @@ def repeat(core: Core, node: Node) -> None:
 
 
 def checked(core: Core, node: Node, message: m.Checked) -> None:
-    """An agent's answer. Only a node of which every check is well may be used again."""
+    """An agent's answer. What was given up may be used again only if every check is well; of a new node what could not be
+    told is no reason to refuse it."""
     if node.checking is None or message.request != node.checking.request:
         return
-    bad = [r for r in message.results if r.condition is not Condition.HEALTHY]
+    new = node.machine not in core.state.health.quarantine
+    fine = (Condition.HEALTHY, Condition.UNKNOWN) if new else (Condition.HEALTHY,)
+    bad = [r for r in message.results if r.condition not in fine]
     if bad or not message.results:
         turn_away(core, node, f"its deep checks did not pass: {_described(bad) or 'no check was run'}")
         return
@@ -127,17 +132,18 @@ def quarantine(core: Core, node: Node, reason: str, incident: Incident | None) -
 
 def lost(core: Core, node: Node, incident: Incident) -> None:
     """A node was lost while it was used, and no rule says why: that counts, too."""
-    if node.identity and not incident.rule and not incident.injected:
+    if node.identity and core.spec.engine != "local" and not incident.rule and not incident.injected:
         core.act(Remember(node.identity, Kind.LOST, node.name, text=incident.cause[:400]))
 
 
 def cleared(core: Core, machine: str, rule: str) -> None:
-    """A person says that a machine is well, or that a rule was wrong about it."""
-    core.state.health.quarantine.pop(machine, None)
-    for node in core.alive_nodes():
-        if node.machine == machine or node.name == machine:
-            core.state.health.quarantine.pop(node.machine, None)
-            node.lemon = ""
-            if node.checking is not None:
-                node.checking, node.held = None, None
-                core.record("readmitted", node=node.name, checks=[], was="cleared by a person")
+    """A person says that a machine is well, or that a rule was wrong about it. What was asked about it is answered."""
+    health = core.state.health
+    health.quarantine.pop(machine, None)
+    names = {n.name for n in core.state.nodes.values() if n.machine == machine}
+    health.asks[:] = [a for a in health.asks if a.node not in names or rule not in ("", a.rule)]
+    for node in [n for n in core.alive_nodes() if n.machine == machine]:
+        node.lemon = ""
+        if node.held is not None and node.then is None:
+            node.checking, node.held = None, None
+            core.record("readmitted", node=node.name, checks=[], was="cleared by a person")

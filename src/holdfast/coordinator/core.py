@@ -35,6 +35,7 @@ from holdfast.coordinator.events import (
     End,
     Event,
     Injected,
+    MachineCleared,
     MarkNode,
     NodeJoined,
     NodeLost,
@@ -227,6 +228,8 @@ class Core:
                 resizing.capacity(self, count, reason, within_s)
             case ResizeRequested(count, reason):
                 resizing.resize(self, count, reason)
+            case MachineCleared(machine, rule):
+                admission.cleared(self, machine, rule)
             case DurableFound():
                 storing.found(self, event)
             case Recovered(last_s):

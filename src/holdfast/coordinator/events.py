@@ -75,6 +75,13 @@ class Overslept(msgspec.Struct, frozen=True):
     away_s: float
 
 
+class MachineCleared(msgspec.Struct, frozen=True):
+    """A person says that a machine is well; rule: that was wrong about it."""
+
+    machine: str
+    rule: str = ""
+
+
 class Tick(msgspec.Struct, frozen=True):
     """Time passed: a deadline may be due."""
 
@@ -94,6 +101,7 @@ Event = (
     | Recovered
     | DurableFound
     | Overslept
+    | MachineCleared
     | Tick
 )
 

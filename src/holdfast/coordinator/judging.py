@@ -73,7 +73,8 @@ def _hear(core: Core, node: Node, finding: Finding) -> None:
     new = incidents.witnessed(incident, finding.rule, finding.source, finding.evidence, core.now)
     if new:
         _write(core, node, finding, incident)
-    _weigh_in(incident, finding)
+    if not finding.shared:
+        _weigh_in(incident, finding)
     _consider(core, node, incident, finding)
 
 
@@ -262,16 +263,13 @@ def _is_storm(core: Core, node: Node, incident: Incident) -> bool:
     reason = f"{nodes} of {fleet.size(core)} nodes report it within {within_s:.0f} s"
     for other in core.state.incidents[-incidents.LOOKED_AT :]:
         there = core.state.nodes.get(other.node or "")
-        if other.rule == incident.rule and there is not None and _undone(other):
-            remedies.call_off(core, there, other)
+        if other.rule != incident.rule or there is None:
+            continue
+        if remedies.call_off(core, there, other) or other.due_s is not None:
             _withhold(core, there, other, Decision(Remedy.WATCH, reason, "storm"))
     if incident.does is None and incident.verdict != reason:
         _withhold(core, node, incident, Decision(Remedy.WATCH, reason, "storm"))
     return True
-
-
-def _undone(incident: Incident) -> bool:
-    return incident.due_s is not None or (incident.quiet and incident.open)
 
 
 def struck(core: Core, incident: Incident) -> None:
@@ -316,6 +314,10 @@ def decide(core: Core, incident: Incident) -> None:
     if any(w.digest is not None for w in core.state.workers.values()):
         _withhold(core, node, incident, Decision(Remedy.WATCH, "the job is about to end", "ending"))
         return
+    if node.checking is not None:
+        told = "it is not used anyway before it has passed the deep checks"
+        _withhold(core, node, incident, Decision(Remedy.WATCH, told, "held"))
+        return
     decision = _decision(core, node, incident.rule, incident.device, incident.source, incident.asked, None)
     fatal = incident.severity is Severity.FATAL
     if decision.after_s is not None and not fatal:
@@ -330,6 +332,14 @@ def decide(core: Core, incident: Incident) -> None:
         _verdict(core, node, incident, decision, Remedy.ASK)
         ask(core, node, incident.rule, incident.cause, incident)
         return
+    if node.then is not None:
+        doing = any(a.node == node.name and a.request and not a.done for a in core.state.health.acts)
+        if not stronger(decision.does, node.then) and (doing or not fatal):
+            told = f"{node.then.value} is under way for it already"
+            _withhold(core, node, incident, Decision(Remedy.WATCH, told, "under way"))
+            return
+        if stronger(node.then, decision.does):
+            decision = msgspec.structs.replace(decision, does=node.then)  # what was planned, and now
     _verdict(core, node, incident, decision, decision.does)
     incident.does = decision.does
     count(core.state.health.totals.acts, decision.does)

@@ -36,6 +36,8 @@ class _Job(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from self._training()
         yield from self._incidents()
+        yield from self._changes()
+        yield from self._health()
         yield from self._snapshots()
         yield from self._tiers()
         yield from self._slow()
@@ -110,6 +112,43 @@ class _Job(Collector):
         yield _gauge("holdfast_slow_ranks", "Ranks that all others wait for.", len(now))
         lost_s = sum(x.lost_s for x in self._state.slow)
         yield _counter("holdfast_slow_seconds", "Training time that was waited for slow ranks.", lost_s)
+
+    def _changes(self) -> Iterator[Metric]:
+        s = self._state
+        done = s.changed
+        yield _summary(
+            "holdfast_change_stall_seconds",
+            "For which planned changes of the membership stalled training.",
+            done.count,
+            done.stall_s,
+        )
+        yield _gauge("holdfast_wanted_nodes", "Nodes that are wanted to train on now.", s.wanted_nodes)
+        leaving = sum(n.alive and n.leaving is not None for n in s.nodes.values())
+        yield _gauge("holdfast_leaving_nodes", "Nodes that are to leave and are still there.", leaving)
+
+    def _health(self) -> Iterator[Metric]:
+        health = self._state.health
+        tables = (
+            ("holdfast_findings", "What rules found, by rule.", "rule", health.totals.findings),
+            ("holdfast_health_actions", "What was done about findings.", "remedy", health.totals.acts),
+            (
+                "holdfast_health_withheld",
+                "Findings that were not acted on, by what spoke against it.",
+                "against",
+                health.totals.withheld,
+            ),
+        )
+        for name, text, label, table in tables:
+            family = CounterMetricFamily(name, text, labels=[label])
+            for key, number in sorted(table.items()):
+                family.add_metric([key], number)
+            yield family
+        yield _gauge(
+            "holdfast_quarantined_machines", "Machines not used for their health.", len(health.quarantine)
+        )
+        held = sum(n.alive and n.held is not None for n in self._state.nodes.values())
+        yield _gauge("holdfast_held_nodes", "Nodes that are there and not used now.", held)
+        yield _gauge("holdfast_health_asks", "Matters that a person is to look at.", len(health.asks))
 
     def _snapshots(self) -> Iterator[Metric]:
         totals = self._state.totals

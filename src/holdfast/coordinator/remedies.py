@@ -28,6 +28,8 @@ def begin(core: Core, node: Node, incident: Incident, remedy: Remedy, planned: b
     for before in acts:
         if before.node == node.name and not before.done:
             before.done_s = core.now  # what was under way there is overtaken
+            if before.incident != incident.id:
+                settle(core, core.state.incidents[before.incident - 1])
     act = Act(core.now, node.machine, node.name, incident.rule, remedy, incident.id, incident.device)
     acts.append(act)
     del acts[:-KEPT_ACTS]
@@ -147,18 +149,18 @@ def left(core: Core, node: Node) -> None:
         settle(core, incident)
 
 
-def call_off(core: Core, node: Node, incident: Incident) -> None:
-    """What was planned is not done after all."""
+def call_off(core: Core, node: Node, incident: Incident) -> bool:
+    """What was planned is not done after all. False: nothing was, or it is under way."""
     acts = core.state.health.acts
     act = next((a for a in acts if a.incident == incident.id and not a.done and not a.request), None)
-    incident.due_s = None
     if act is None or node.then is None or not node.alive:
-        return
+        return False
     acts.remove(act)
     node.then, node.leaving, node.leaves_until_s, node.held = None, None, None, None
     incident.does = None
     core.record("node-stays", node=node.name)
     settle(core, incident)
+    return True
 
 
 # ---------------------------------------------------------------- what an agent does itself
@@ -251,13 +253,17 @@ def advance(core: Core) -> None:
         node = core.state.nodes.get(act.node)
         if node is not None and node.alive and act.request and not act.sent and not act.done:
             _send(core, node, act)
-    if core.state.level == 2 or core.state.stop_reason is not None:
+    if core.state.stop_reason is not None:
         return
     for node in core.alive_nodes():
-        ordered = any(a.node == node.name and a.request and not a.done for a in core.state.health.acts)
-        if (
-            node.then is not None
-            and not ordered
-            and not any(w.node == node.name for w in core.alive_workers())
-        ):
+        if node.then is None or _ordered(core, node):
+            continue
+        if core.state.level == 2 and node.leaving is None:  # it was planned before the job was at level 2
+            resizing.leave(core, node, f"{node.then.value} for {node.held}")
+            node.held = None
+        elif core.state.level != 2 and not any(w.node == node.name for w in core.alive_workers()):
             left(core, node)
+
+
+def _ordered(core: Core, node: Node) -> bool:
+    return any(a.node == node.name and a.request and not a.done for a in core.state.health.acts)

@@ -95,8 +95,14 @@ def build_status(state: CoreState, now: float) -> dict[str, Any]:
         "t_s": round(now - state.began_s, 3),
         "nodes": [
             {"node": n.name, "host": n.host, "rack": n.rack, "alive": n.alive, "failures": n.failures}
+            | ({"held": n.held} if n.held else {})
+            | ({"identity": n.identity} if n.identity else {})
             for n in state.nodes.values()
         ],
+        "health": {
+            "asks": [msgspec.to_builtins(a) for a in state.health.asks],
+            "quarantine": state.health.quarantine,
+        },
         "workers": [
             {
                 "worker": w.name,

@@ -338,6 +338,7 @@ def committed(core: Core, now: float) -> None:
     if change is None or change.generation != s.number or change.stall_s is not None:
         return
     change.stall_s = max(0.0, now - change.left_at_s - (core.median_s() or 0.0))
+    s.changed.count, s.changed.stall_s = s.changed.count + 1, s.changed.stall_s + change.stall_s
     if change.joined:
         s.join_cost_s = change.stall_s
     core.record("changed", **describe(s, change))

@@ -21,8 +21,10 @@ from holdfast.coordinator import resizing
 from holdfast.coordinator.checking import CheckRuns, check_routes
 from holdfast.coordinator.clock import Anchor, CoreClock
 from holdfast.coordinator.core import Core
+from holdfast.coordinator.history_store import FILE_NAME
 from holdfast.coordinator.injector import Injector, Planned, Strike
 from holdfast.coordinator.metrics import CONTENT_TYPE, metrics_text
+from holdfast.coordinator.remembering import Memory
 from holdfast.coordinator.report import build_report, build_status
 from holdfast.coordinator.store import LedgerEntry, Store, newest_ledger
 from holdfast.errors import ProtocolError, UsageError
@@ -58,6 +60,8 @@ class Coordinator:
         self._injector = Injector(spec.faults)
         self._resumed = saved is not None
         self._resume = resume
+        where = self._core.spec.health.history or str(job_dir.absolute().parents[1] / FILE_NAME)
+        self._memory = Memory(where, spec.name, self._no_history)
         self._agents: dict[str, asyncio.Queue[bytes | None]] = {}
         self._watchers: set[asyncio.Queue[bytes]] = set()
         self._checks = CheckRuns(
@@ -100,6 +104,7 @@ class Coordinator:
                 web.post("/drain", self._drain),
                 web.post("/engine", self._engine),
                 *check_routes(self._checks, lambda: self._core.state),
+                web.post("/clear", self._clear),
             ]
         )
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=FAREWELL_S)
@@ -132,6 +137,7 @@ class Coordinator:
         except TimeoutError:
             pass
         await runner.cleanup()
+        await self._memory.close()
         self._store.close()
 
     async def _hold_office(self) -> None:
@@ -242,6 +248,8 @@ class Coordinator:
                 self._announce("mark-node", {"node": node, "reason": reason})
             case ev.RebootNode(node, reason):
                 self._announce("reboot-node", {"node": node, "reason": reason})
+            case ev.Remember():
+                self._memory.remember(action)
             case ev.End():
                 self._over.set()
             case _:
@@ -287,10 +295,10 @@ class Coordinator:
         self._agents[node] = queue
         sender = asyncio.create_task(_drain(queue, socket))
         try:
-            self.handle(ev.NodeJoined(hello))
+            await self._joined(hello)
             async for frame in socket:
                 if frame.type is WSMsgType.BINARY:
-                    session = self._heard(node, session, frame.data)
+                    session = await self._heard(node, session, frame.data)
         except ProtocolError as error:
             self._announce("log", {"text": f"{node}: {error}"})
         finally:
@@ -312,10 +320,23 @@ class Coordinator:
             return None
         return message if isinstance(message, m.Hello) else None
 
-    def _heard(self, node: str, session: str, data: bytes) -> str:
+    async def _joined(self, hello: m.Hello) -> None:
+        """A node that is not known joins with its history."""
+        known = self._core.state.nodes.get(hello.node)
+        new = known is None or known.session != hello.session
+        past = await self._memory.past(hello.identity, hello.devices) if new else ()
+        self.handle(ev.NodeJoined(hello, past))
+
+    def _no_history(self, why: str) -> None:
+        """Said once; the job goes on without."""
+        t_s = round(self._clock() - self._core.state.began_s, 4)
+        utc = datetime.now(UTC).isoformat(timespec="milliseconds")
+        self._announce("event", self._store.add_event(t_s, utc, "history", {"reason": why}))
+
+    async def _heard(self, node: str, session: str, data: bytes) -> str:
         message = _codec.decode(data)
         if isinstance(message, m.Hello):
-            self.handle(ev.NodeJoined(message))
+            await self._joined(message)
             return message.session
         if isinstance(message, m.Checked) and self._checks.answered(node, message):
             return session
@@ -436,6 +457,14 @@ class Coordinator:
             return web.Response(status=400, text=str(error))
         self.handle(going)
         return _json({"node": going.node})
+
+    async def _clear(self, request: web.Request) -> web.StreamResponse:
+        """`?machine=ID&rule=`: a person says that a machine is well, or that a rule was wrong about it."""
+        machine = request.query.get("machine", "")
+        if not machine:
+            return web.Response(status=400, text="send ?machine=ID")
+        self.handle(ev.MachineCleared(machine, request.query.get("rule", "")))
+        return _json({})
 
     async def _engine(self, request: web.Request) -> web.StreamResponse:
         """What the engine knows of capacity: one of `protocol.availability`, as JSON."""

@@ -218,6 +218,13 @@ class Slow(msgspec.Struct):
     asked_s: float = 0.0
 
 
+class ChangeTotals(msgspec.Struct, omit_defaults=True):
+    """Planned changes since the job's start, and for how long they stalled training."""
+
+    count: int = 0
+    stall_s: float = 0.0
+
+
 class Failure(msgspec.Struct):
     """One failure of user code or of a worker process, for telling the script's faults from the machine's."""
 
@@ -428,6 +435,7 @@ class CoreState(msgspec.Struct):
     unpaid: int = 0
     grows: bool = False
     changes: list[Change] = []
+    changed: ChangeTotals = msgspec.field(default_factory=ChangeTotals)
     change_reason: str | None = None
     grew_at_s: float = 0.0
     join_cost_s: float = 0.0

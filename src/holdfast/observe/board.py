@@ -16,6 +16,7 @@ Status = Mapping[str, Any]
 LOST_SHOWN = 3
 SLOW_SHOWN = 3
 INCIDENTS_SHOWN = 5
+ASKS_SHOWN = 3
 _JOB_WORDS = {
     "gathering": "gathering workers",
     "running": "training",
@@ -53,6 +54,7 @@ def board(status: Status, rate: float | None = None, rows: int = 40) -> Renderab
         parts.append(saved)
     for slow in (status.get("slow") or [])[-SLOW_SHOWN:]:
         parts.append(slow_line(slow))
+    parts += [Text(line, style="yellow") for line in asks(status)]
     if status["incidents"]:
         parts.append(_incidents(status))
     return Group(*parts)
@@ -108,6 +110,12 @@ def slow_line(slow: Mapping[str, Any]) -> Text:
     return Text(text, style="yellow", overflow="ellipsis", no_wrap=True)
 
 
+def asks(status: Status) -> list[str]:
+    """What a person is to look at."""
+    asked = (status.get("health") or {}).get("asks") or []
+    return [units.clip(f"to be looked at: {a['node']}: {a['text']}", 100) for a in asked[-ASKS_SHOWN:]]
+
+
 def written(tier: Mapping[str, Any]) -> str:
     """`: 1.20 GB of 4.00 GB`; empty when that is not known."""
     if not tier.get("written"):
@@ -147,7 +155,7 @@ def _lines(status: Status) -> Iterable[tuple[str, str, str, str, str]]:
     dash = units.UNKNOWN
     for node in status["nodes"]:
         if node["alive"] and node["node"] not in staffed:
-            yield dash, node["node"], dash, "spare", dash
+            yield dash, node["node"], dash, "held" if node.get("held") else "spare", dash
     for node in [n for n in status["nodes"] if not n["alive"]][-LOST_SHOWN:]:
         yield dash, node["node"], dash, "lost", dash
 

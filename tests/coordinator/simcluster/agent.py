@@ -38,9 +38,10 @@ class Connection:
 class SimAgent:
     """The agent of one node."""
 
-    def __init__(self, cluster: Cluster, name: str) -> None:
+    def __init__(self, cluster: Cluster, name: str, identity: str = "") -> None:
         self.cluster = cluster
         self.name = self.host = name
+        self.identity = identity
         self.sessions = 1
         self.workers: dict[str, SimWorker] = {}
         self.alive = True
@@ -103,7 +104,16 @@ class SimAgent:
         views = tuple(self.view(w) for w in self.workers.values() if w.alive or self.cluster.plan.repeats)
         slots = self.cluster.plan.spec.nproc
         identity = (m.PROTOCOL_VERSION, self.name, self.session, self.host, slots, 1, (29500, 29501))
-        return m.Hello(*identity, views, self.memory.port, self.memory.copies(), self.rack, self.leaving)
+        return m.Hello(
+            *identity,
+            views,
+            self.memory.port,
+            self.memory.copies(),
+            self.rack,
+            self.leaving,
+            self.identity,
+            checks=self.cluster.ailments.basic_checks(self),
+        )
 
     def disconnected(self, connection: Connection) -> None:
         """The other side closed the connection, or died."""
@@ -252,6 +262,10 @@ class SimAgent:
                     worker.hear(said)
             case m.Inspect(request):
                 self.send(m.Views(request, tuple(self.view(w) for w in self.workers.values())))
+            case m.Repair():
+                self.cluster.ailments.repair(self, message)
+            case m.RunChecks():
+                self.cluster.ailments.check(self, message)
             case m.Replicate():
                 self.memory.replicate(message)
             case m.StoreShard():

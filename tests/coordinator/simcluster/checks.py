@@ -92,6 +92,7 @@ class Checks:
                 cluster.log("core -> %s", action)
             self._check_action(action, state)
         self.saved.handled(event, actions, state)
+        cluster.ailments.handled(event, actions, core)
         lost = state.lost_steps - self._lost
         self.require(
             state.committed >= self._committed - lost or state.number != self._number,

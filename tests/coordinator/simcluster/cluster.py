@@ -12,6 +12,7 @@ from holdfast.protocol import messages as m
 from holdfast.protocol.job import Durable
 from holdfast.protocol.snapshots import Copy, Holder
 from simcluster.agent import SimAgent
+from simcluster.ailments import Ailments
 from simcluster.checks import Checks
 from simcluster.clock import Clock
 from simcluster.faults import Faults
@@ -52,6 +53,7 @@ class Cluster:
         self._chain = [1]
         self.checks = Checks(self)
         self.faults = Faults(self)
+        self.ailments = Ailments(self)
         self.service = Service(self)
         self.service.handle(e.Tick())
         if plan.durable_step is not None and plan.level == 2:
@@ -154,9 +156,10 @@ class Cluster:
 
     # ------------------------------------------------------------ engine
 
-    def add_node(self) -> SimAgent:
+    def add_node(self, identity: str = "") -> SimAgent:
         """One more machine."""
-        agent = SimAgent(self, f"n{self._nodes}")
+        name = f"n{self._nodes}"
+        agent = SimAgent(self, name, identity or self.ailments.identity(name))
         self._nodes += 1
         self.agents[agent.name] = agent
         self.log("%s is there", agent.name)

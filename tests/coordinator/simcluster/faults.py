@@ -44,6 +44,7 @@ class Faults:
     def stop(self) -> None:
         """From now on nothing new breaks; what is broken stays so, but the network heals."""
         self.over = True
+        self.cluster.ailments.over = True
         self.slow = self._nan_next = False
         self._flaky_left, self._torn_until_s = 0, 0.0
         self._triggers.clear()

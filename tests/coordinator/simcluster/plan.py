@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from holdfast.protocol.health import HealthSpec
 from holdfast.protocol.job import JobSpec, Timing
 from holdfast.protocol.snapshots import DurableTier, Saving
 
@@ -54,6 +55,13 @@ class Plan:
     no_memory: float = 0.0  # how many nodes have no snapshot memory
     racks: int = 0  # that nodes stand in; 0: nobody knows
     changes: list[tuple[float, str]] = field(default_factory=list)  # planned ones of the membership
+    findings: list[tuple[float, str]] = field(default_factory=list)
+    repair_fails: float = 0.0
+    repair_silent: float = 0.0  # how often an agent never answers
+    check_fails: float = 0.0
+    check_silent: float = 0.0
+    comes_back: float = 0.0  # how often a machine that was replaced comes back under another name
+    refused_checks: float = 0.0  # how often the basic checks of a new node are faulty
 
     @property
     def coordinator_dies(self) -> bool:
@@ -63,7 +71,9 @@ class Plan:
     @property
     def only_changes(self) -> bool:
         """Nothing ever breaks: only the membership is changed, as planned."""
-        broken = self.faults or self.triggers or self.bug or self.engine_refuses or self.torn_end
+        broken = (
+            self.faults or self.triggers or self.bug or self.engine_refuses or self.torn_end or self.findings
+        )
         return not broken and self.stop_after_s is None
 
     @property
@@ -175,7 +185,56 @@ def plan_for(seed: int, level: int | None = None) -> Plan:
     if level == 2:
         _draw_saving(plan, window)
     _draw_changes(plan, window)
+    _draw_health(plan, window)
     return plan
+
+
+FINDINGS = {
+    "replace-now": 4,
+    "reset-now": 3,
+    "reboot-now": 3,
+    "restart-now": 2,
+    "replace-later": 4,
+    "reset-later": 3,
+    "reboot-later": 2,
+    "restart-later": 2,
+    "and-dies": 3,
+    "dies-and": 3,
+    "storm-now": 1,
+    "storm-later": 2,
+    "shared": 1,
+    "trial": 2,
+    "unknown": 2,
+    "warning": 2,
+    "ask": 1,
+    "soft": 2,
+    "well-again": 1,
+}
+"""What may be found on a node, with its weight in the draw."""
+
+
+def _draw_health(plan: Plan, window: float) -> None:
+    """Findings of all kinds, and repairs and checks that go wrong. Drawn apart, too."""
+    rng = random.Random(-5_000_011 - plan.seed)
+    if rng.random() < 0.5:
+        return
+    kinds, weights = list(FINDINGS), list(FINDINGS.values())
+    for kind in rng.choices(kinds, weights, k=rng.choice((1, 2, 4, 8))):
+        plan.findings.append((rng.uniform(0.5, window), kind))
+    plan.repair_fails = rng.choice((0.0, 0.3, 1.0))
+    plan.repair_silent = rng.choice((0.0, 0.0, 0.3))
+    plan.check_fails = rng.choice((0.0, 0.0, 0.5))
+    plan.check_silent = rng.choice((0.0, 0.0, 0.2))
+    plan.comes_back = rng.choice((0.0, 0.5, 1.0))
+    plan.refused_checks = rng.choice((0.0, 0.0, 0.2))
+    health = HealthSpec(
+        blast_share=rng.choice((0.25, 0.5, 1.0)),
+        blast_window_s=rng.choice((5.0, 600.0)),
+        deep=rng.random() < 0.1,
+    )
+    plan.spec = msgspec.structs.replace(plan.spec, health=health)
+    if rng.random() < 0.3:
+        plan.faults, plan.triggers, plan.changes = [], [], []
 
 
 CHANGES = {

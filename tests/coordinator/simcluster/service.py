@@ -124,6 +124,8 @@ class Service:
                 if self.cluster.plan.closes_released and (connection := self.connections.pop(node, None)):
                     self._drop(connection)
                 self.cluster.release(node)
+            case e.MarkNode() | e.RebootNode() | e.Remember():
+                self.cluster.ailments.acted(action)
             case e.End(outcome):
                 self.ended = outcome
                 self.cluster.ended(outcome)

@@ -1,0 +1,66 @@
+"""What an agent can repair itself: it resets a GPU with the driver's own tool, once per order."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable
+
+from holdfast.protocol import messages as m
+from holdfast.protocol.health import Remedy
+
+RESET_S = 120.0
+TOOL = "nvidia-smi"
+TOLD_CHARS = 200
+
+
+class Repairs:
+    """One node's. shared: the machine is not the node's alone, so its devices are not to be touched."""
+
+    def __init__(self, shared: bool, send: Callable[[m.Repaired], None], tool: str = TOOL) -> None:
+        self._shared, self._send, self._tool = shared, send, tool
+        self._answers: dict[int, m.Repaired | None] = {}
+
+    async def answer(self, order: m.Repair) -> None:
+        """Does what is ordered and says how it went; an order that comes again is not done again."""
+        if order.request in self._answers:
+            known = self._answers[order.request]
+            if known is not None:
+                self._send(known)
+            return
+        self._answers[order.request] = None
+        said = m.Repaired(order.request, await self._repair(order))
+        self._answers[order.request] = said
+        self._send(said)
+
+    async def _repair(self, order: m.Repair) -> str | None:
+        """What went wrong; None: nothing."""
+        if order.remedy is not Remedy.RESET_DEVICE:
+            return f"an agent cannot {order.remedy.value}"
+        if self._shared:
+            return "the node shares its machine with others, and has no device of its own to reset"
+        path = shutil.which(self._tool)
+        if path is None:
+            return f"there is no {self._tool} on this node"
+        which = ("-i", order.device) if order.device else ()
+        process = await asyncio.create_subprocess_exec(
+            path,
+            "--gpu-reset",
+            *which,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        try:
+            async with asyncio.timeout(RESET_S):
+                output, _ = await process.communicate()
+        except (TimeoutError, asyncio.CancelledError) as error:
+            process.kill()
+            await process.wait()
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            return f"{self._tool} --gpu-reset did not end within {RESET_S:g} s"
+        if process.returncode == 0:
+            return None
+        told = " ".join(output.decode(errors="replace").split())[-TOLD_CHARS:]
+        return f"{self._tool} --gpu-reset ended with exit code {process.returncode}: {told}"

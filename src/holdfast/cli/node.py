@@ -1,0 +1,190 @@
+"""`holdfast node`: the histories of machines, over all jobs: which are left alone, why, and that they are well again."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from holdfast.cli.common import AsJson, write_json
+
+if TYPE_CHECKING:
+    from holdfast.coordinator.history_store import Entry, History
+
+app = typer.Typer(help="Histories of nodes, over all jobs.", no_args_is_help=True)
+
+Where = Annotated[
+    str | None,
+    typer.Option(
+        "--node-history", help="A SQLite file or a PostgreSQL URL; by default $HOLDFAST_HOME/health.sqlite."
+    ),
+]
+Name = Annotated[
+    str, typer.Argument(metavar="NODE", help="As `holdfast node ls` shows it, or a node's name in a job.")
+]
+
+
+@app.command("ls")
+def ls(where: Where = None, as_json: AsJson = False) -> None:
+    """Shows every machine with a history, and rules that were wrong about several."""
+    with _history(where) as history:
+        entries = history.all()
+    machines = [_summary(machine, entries) for machine in dict.fromkeys(e.machine for e in entries)]
+    wrong = _wrong(entries)
+    if as_json:
+        write_json({"machines": machines, "false_positives": wrong})
+        return
+    if not machines:
+        sys.stdout.write("no node has a history\n")
+        return
+    from holdfast.observe.tables import print_table
+
+    rows = [
+        [x["machine"], x["node"], str(x["incidents"]), str(x["jobs"]), x["last"], x["standing"]]
+        for x in machines
+    ]
+    print_table(sys.stdout, ("machine", "last as", "incidents", "jobs", "last", "standing"), rows)
+    for rule, times in wrong.items():
+        sys.stdout.write(f"\nthe rule {rule} was wrong {times} times: see `holdfast health explain {rule}`\n")
+
+
+@app.command("show")
+def show(name: Name, where: Where = None, as_json: AsJson = False) -> None:
+    """Shows what is remembered of one machine."""
+    import msgspec
+
+    from holdfast.coordinator.history_store import find_machine
+
+    with _history(where) as history:
+        entries = history.all()
+    machine = find_machine(entries, name)
+    mine = [e for e in entries if e.machine == machine]
+    if as_json:
+        write_json({**_summary(machine, entries), "records": [msgspec.to_builtins(e) for e in mine]})
+        return
+    sys.stdout.write(f"{machine}: {_summary(machine, entries)['standing']}\n\n")
+    from holdfast.observe.tables import print_table
+
+    rows = [[_when(e.utc_s), e.job, e.node, e.kind.value, _told(e)] for e in mine]
+    print_table(sys.stdout, ("when", "job", "as", "what", ""), rows)
+
+
+@app.command("clear")
+def clear(
+    name: Name,
+    false_positive: Annotated[
+        str | None,
+        typer.Option(
+            "--false-positive",
+            metavar="RULE",
+            help="This rule was wrong; after two times it is on trial here.",
+        ),
+    ] = None,
+    where: Where = None,
+) -> None:
+    """Says that a machine is well: jobs use it again, and what was held against it counts no more."""
+    import asyncio
+
+    from holdfast.coordinator.history import DOUBTED, Kind
+    from holdfast.coordinator.history_store import Entry, find_machine, now_s
+    from holdfast.errors import UsageError
+
+    with _history(where) as history:
+        entries = history.all()
+        machine = find_machine(entries, name)
+        rules = sorted({e.rule for e in entries if e.machine == machine and e.rule})
+        if false_positive is not None and false_positive not in rules:
+            raise UsageError(
+                f"--false-positive {false_positive!r}: what was found on {machine} is {', '.join(rules) or 'nothing'}"
+            )
+        node = next(e.node for e in reversed(entries) if e.machine == machine)
+        kind = Kind.CLEARED if false_positive is None else Kind.FALSE_POSITIVE
+        history.add(Entry(now_s(), machine, node, "", kind, false_positive or "", text="holdfast node clear"))
+        mine = history.past(machine)
+    told = asyncio.run(_tell_jobs(machine, false_positive or ""))
+    sys.stdout.write(f"{machine} is cleared{f' of {false_positive}' if false_positive else ''}")
+    sys.stdout.write(f", also in {', '.join(told)}\n" if told else "\n")
+    wrong = sum(e.kind is Kind.FALSE_POSITIVE and e.rule == false_positive for e in mine)
+    if wrong >= DOUBTED:
+        sys.stdout.write(
+            f"{false_positive} was wrong here {wrong} times: it is on trial on this machine from now on\n"
+        )
+
+
+async def _tell_jobs(machine: str, rule: str) -> list[str]:
+    """Running jobs use it at once."""
+    from urllib.parse import urlencode
+
+    from holdfast.engines import jobs
+    from holdfast.engines.client import JobClient, NoAnswer
+
+    told = []
+    for folder in sorted((jobs.home() / "jobs").glob("*")):
+        if not jobs.is_running(folder):
+            continue
+        try:
+            async with JobClient(folder) as client:
+                await client.post(f"/clear?{urlencode({'machine': machine, 'rule': rule})}")
+        except NoAnswer:
+            continue
+        told.append(folder.name)
+    return told
+
+
+@contextmanager
+def _history(where: str | None) -> Iterator[History]:
+    from holdfast.coordinator.history_store import FILE_NAME, History
+    from holdfast.engines import jobs
+
+    history = History(where or str(jobs.home() / FILE_NAME), must_exist=True)
+    try:
+        yield history
+    finally:
+        history.close()
+
+
+def _summary(machine: str, entries: Sequence[Entry]) -> dict[str, Any]:
+    from holdfast.coordinator.history import standing
+    from holdfast.coordinator.history_store import now_s
+
+    mine = [e for e in entries if e.machine == machine]
+    known = standing([e.remembered(now_s()) for e in mine])
+    words = [f"quarantine: {known.quarantine}"] if known.quarantine else []
+    words += [f"lemon: {known.lemon}"] if known.lemon else []
+    words += [f"on trial: {', '.join(known.trial)}"] if known.trial else []
+    return {
+        "machine": machine,
+        "node": mine[-1].node,
+        "incidents": known.incidents,
+        "jobs": known.jobs,
+        "last": _when(mine[-1].utc_s),
+        "quarantine": known.quarantine or None,
+        "lemon": known.lemon or None,
+        "trial": list(known.trial),
+        "standing": "; ".join(words) or "may be used",
+    }
+
+
+def _wrong(entries: Sequence[Entry]) -> dict[str, int]:
+    """Rules that people called wrong again and again."""
+    from holdfast.coordinator.history import DOUBTED, Kind
+
+    times: dict[str, int] = {}
+    for entry in entries:
+        if entry.kind is Kind.FALSE_POSITIVE:
+            times[entry.rule] = times.get(entry.rule, 0) + 1
+    return {rule: n for rule, n in sorted(times.items()) if n >= DOUBTED}
+
+
+def _when(utc_s: float) -> str:
+    from datetime import UTC, datetime
+
+    return datetime.fromtimestamp(utc_s, UTC).strftime("%Y-%m-%d %H:%M")
+
+
+def _told(entry: Entry) -> str:
+    parts = (entry.rule, entry.remedy, entry.device, entry.text)
+    return ": ".join(p for i, p in enumerate(parts) if p and not (i == 0 and entry.text.startswith(p)))

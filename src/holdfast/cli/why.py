@@ -1,0 +1,65 @@
+"""`holdfast why`: one incident as a short story, and decisions not to act."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from holdfast.cli.common import AsJson, JobName, ledger, write_json
+
+
+def why(
+    incident: Annotated[int | None, typer.Argument(help="Its number; without one, all are listed.")] = None,
+    job: JobName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Tells what was seen, what was weighed and decided, what was done and what it cost."""
+    import msgspec
+
+    from holdfast.engines import jobs
+    from holdfast.errors import UsageError
+    from holdfast.observe.story import story, unheeded
+
+    folder = jobs.existing(job)
+    with ledger(folder) as store:
+        entries: list[dict[str, Any]] = [msgspec.structs.asdict(e) for e in store.events()]
+    numbers = [e["fields"]["id"] for e in entries if e["kind"] == "incident-opened"]
+    if incident is None:
+        _list(entries, unheeded(entries), as_json)
+        return
+    lines = story(incident, entries)
+    if not lines:
+        there = f"there are 1 to {max(numbers)}" if numbers else "there was none"
+        raise UsageError(f"no incident {incident} in the job {folder.name}: {there}")
+    if as_json:
+        write_json({"incident": incident, "story": lines})
+    else:
+        sys.stdout.write("\n".join(lines) + "\n")
+
+
+def _list(entries: list[dict[str, Any]], ignored: list[str], as_json: bool) -> None:
+    from holdfast.observe.wording import does
+
+    causes = {e["fields"]["id"]: e["fields"] for e in entries if e["kind"] == "incident-opened"}
+    for entry in entries:
+        if entry["kind"] == "incident-explained":
+            causes[entry["fields"]["id"]] = {
+                **causes[entry["fields"]["id"]],
+                "cause": entry["fields"]["cause"],
+            }
+    decided = {e["fields"]["incident"]: e["fields"] for e in entries if e["kind"] == "verdict"}
+    if as_json:
+        write_json(
+            {"incidents": [{**c, "decided": decided.get(n)} for n, c in causes.items()], "ignored": ignored}
+        )
+        return
+    if not causes and not ignored:
+        sys.stdout.write("nothing happened to this job\n")
+    for number, cause in causes.items():
+        told = f" -> {does(decided[number]['does'])}" if number in decided else ""
+        where = f"{cause['node']}: " if cause.get("node") else ""
+        sys.stdout.write(f"{number:4}  {where}{cause['cause']}{told}\n")
+    if ignored:
+        sys.stdout.write("\nRules on trial:\n" + "\n".join(ignored) + "\n")

@@ -1,0 +1,201 @@
+"""What is found on the simulated nodes, and what becomes of repairs, checks and machines that come back.
+
+Invariants: no more machines are acted on than the blast limit allows, nothing is done for what is on trial, unknown or
+shared, a machine that was given up is not used before it has passed its checks, and the budgets hold.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from holdfast.coordinator import events as e
+from holdfast.coordinator import fleet, verdicts
+from holdfast.protocol import messages as m
+from holdfast.protocol.health import CheckResult, Condition, Finding, Remedy, Severity
+
+if TYPE_CHECKING:
+    from holdfast.coordinator.core import Core
+    from simcluster.agent import SimAgent
+    from simcluster.cluster import Cluster
+
+REMEDIES = {
+    "replace": Remedy.REPLACE,
+    "reset": Remedy.RESET_DEVICE,
+    "reboot": Remedy.REBOOT,
+    "restart": Remedy.RESTART_WORKER,
+}
+HARMLESS = ("trial-", "unknown-", "shared-")
+"""How the rules begin for which nothing may ever be done."""
+
+
+class Ailments:
+    """Finds things on nodes, and plays their agents and their engine."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.over = False
+        self.rng = random.Random(-6_000_023 - cluster.plan.seed)
+        self.acts = 0
+        self._size = 0
+        self._given_up: set[str] = set()
+        self._passed: dict[int, str] = {}
+        self._counted: set[tuple[int, str, str]] = set()
+        for after_s, kind in cluster.plan.findings:
+            cluster.clock.after(after_s, self.find, kind)
+
+    def identity(self, name: str) -> str:
+        """Some machines cannot be told again."""
+        return f"M-{name}" if self.cluster.plan.findings and self.rng.random() < 0.8 else ""
+
+    # ------------------------------------------------------------ what is found
+
+    def find(self, kind: str) -> None:
+        """Something is found on a node that is drawn."""
+        living = [a for a in self.cluster.agents.values() if a.alive and not a.silent]
+        if self.over or self.cluster.service.ended is not None or not living:
+            return
+        agent = self.rng.choice(living)
+        self.cluster.log("found: %s on %s", kind, agent.name)
+        self.cluster.faults.last_s = self.cluster.clock.now
+        if kind.startswith("storm"):
+            for other in living:
+                self.cluster.clock.after(
+                    self.rng.uniform(0.0, 0.5), self._tell, other, self._finding(kind, "storm")
+                )
+        elif kind == "and-dies":
+            self._tell(agent, self._finding("replace-later", "dying"))
+            self.cluster.clock.after(self.rng.uniform(0.0, 1.0), self._kill, agent)
+        elif kind == "dies-and":
+            self._kill(agent)
+            finding = self._finding(self.rng.choice(("replace-now", "reset-now", "reboot-later")), "dead")
+            self.cluster.clock.after(self.rng.uniform(0.0, 1.0), self._tell, agent, finding)
+        elif kind == "well-again":
+            finding = self._finding("replace-later", "well")
+            self._tell(agent, finding)
+            well = msgspec.structs.replace(finding, condition=Condition.HEALTHY)
+            self.cluster.clock.after(self.rng.uniform(0.0, 3.0), self._tell, agent, well)
+        else:
+            for _ in range(self.rng.choice((1, 1, 2, 3))):
+                rule = f"{kind}-{self.rng.randrange(2)}"
+                self.cluster.clock.after(
+                    self.rng.choice((0.0, 0.1, 12.0)), self._tell, agent, self._finding(kind, rule)
+                )
+
+    def _finding(self, kind: str, rule: str) -> Finding:
+        word, _, when = kind.partition("-")
+        severity = Severity.FATAL if when == "now" else Severity.ERROR
+        remedy = REMEDIES.get(word, self.rng.choice(list(REMEDIES.values())))
+        finding = Finding(
+            rule,
+            severity,
+            remedy,
+            "kmsg",
+            device=self.rng.choice(("", "GPU-1", "GPU-2")),
+            evidence="simulated",
+        )
+        change: dict[str, dict[str, object]] = {
+            "shared": {"shared": True, "severity": Severity.FATAL},
+            "trial": {"dry_run": True, "severity": Severity.FATAL},
+            "unknown": {"condition": Condition.UNKNOWN, "severity": Severity.FATAL},
+            "warning": {"severity": Severity.WARNING},
+            "ask": {"remedy": Remedy.ASK},
+            "soft": {"source": "worker"},
+        }
+        return msgspec.structs.replace(finding, **change.get(word, {}))
+
+    def _tell(self, agent: SimAgent, finding: Finding) -> None:
+        if agent.alive:
+            agent.send(m.Found((finding,)))
+
+    def _kill(self, agent: SimAgent) -> None:
+        if not self.over:
+            for worker in agent.living()[:1]:
+                self.cluster.faults.untold.append(worker.name)
+                worker.die(-9)
+
+    # ------------------------------------------------------------ agents
+
+    def basic_checks(self, agent: SimAgent) -> tuple[CheckResult, ...]:
+        """Before a node joins."""
+        bad = not self.over and agent.sessions == 1 and self.rng.random() < self.cluster.plan.refused_checks
+        condition = Condition.FAULTY if bad else self.rng.choice((Condition.HEALTHY, Condition.UNKNOWN))
+        return (CheckResult("disk", condition),) if self.cluster.plan.findings else ()
+
+    def repair(self, agent: SimAgent, order: m.Repair) -> None:
+        """The agent does it, or does not."""
+        self.cluster.checks.require(not agent.living(), "%s is repaired while it has workers", agent.name)
+        if self.rng.random() < self.cluster.plan.repair_silent:
+            return
+        error = "simulated" if self.rng.random() < self.cluster.plan.repair_fails else None
+        self.cluster.clock.after(self.rng.uniform(0.1, 3.0), agent.send, m.Repaired(order.request, error))
+
+    def check(self, agent: SimAgent, order: m.RunChecks) -> None:
+        """The deep checks of a node."""
+        if not self.over and self.rng.random() < self.cluster.plan.check_silent:
+            return
+        bad = self.rng.random() < self.cluster.plan.check_fails
+        condition = Condition.FAULTY if bad else Condition.HEALTHY
+        if not bad:
+            self._passed[order.request] = agent.identity or agent.name
+        answer = m.Checked(order.request, (CheckResult("memory", condition),))
+        self.cluster.clock.after(self.rng.uniform(0.5, 5.0), agent.send, answer)
+
+    # ------------------------------------------------------------ the engine
+
+    def acted(self, action: e.MarkNode | e.RebootNode | e.Remember) -> None:
+        """The engine is told; what was taken away may come back."""
+        if isinstance(action, e.Remember):
+            return
+        agent = self.cluster.agents.get(action.node)
+        identity = agent.identity if agent is not None else ""
+        if isinstance(action, e.RebootNode):
+            if not self.over or self.rng.random() < 0.5:
+                self.cluster.clock.after(self.rng.uniform(1.0, 8.0), self._back, identity)
+        elif identity and not self.over and self.rng.random() < self.cluster.plan.comes_back:
+            self.cluster.clock.after(self.rng.uniform(1.0, 8.0), self._back, identity)
+
+    def _back(self, identity: str) -> None:
+        there = any(a.alive and a.identity == identity for a in self.cluster.agents.values() if identity)
+        if self.cluster.service.ended is None and not there:
+            self.cluster.add_node(identity)
+
+    # ------------------------------------------------------------ invariants
+
+    def handled(self, event: e.Event, actions: list[e.Action], core: Core) -> None:
+        """After every event."""
+        if not self.cluster.plan.findings:
+            return
+        require, state = self.cluster.checks.require, core.state
+        near, share = fleet.acted_on(core), state.spec.health.blast_share
+        size, self._size = max(self._size, fleet.size(core)), fleet.size(core)  # who is acted on may be gone
+        limit = verdicts.blast_limit(size, share)
+        for act in state.health.acts:
+            key = (act.incident, act.machine, act.remedy.value)
+            if act.incident and verdicts.acts_on_node(act.remedy) and key not in self._counted:
+                again = any(machine == act.machine for _, machine, _ in self._counted)
+                self._counted.add(key)
+                before = {m for _, m, _ in self._counted if m in near} - {act.machine}
+                require(again or len(before) < limit, "%s is the %d. of %d", act, len(near), limit)
+            require(not act.rule.startswith(HARMLESS), "acted on %s", act)
+        spent = sum(n for r, n in state.health.totals.acts.items() if verdicts.acts_on_node(Remedy(r)))
+        require(spent <= state.spec.max_restarts, "%d acts of %d", spent, state.spec.max_restarts)
+        for action in actions:
+            if isinstance(action, e.Record) and action.kind == "readmitted":
+                checks = action.fields["checks"]
+                require(bool(checks), "%s is readmitted without checks", action.fields["node"])
+            if isinstance(action, e.Send) and isinstance(action.message, m.StartWorker):
+                node = state.nodes.get(action.node)
+                if node is not None:
+                    require(
+                        node.machine not in state.health.quarantine,
+                        "%s is used, though given up",
+                        action.node,
+                    )
+                    require(node.held is None, "%s is used, though held: %s", action.node, node.held)
+            if isinstance(action, e.MarkNode):
+                self.acts += 1
+        for incident in state.incidents[-8:]:
+            require(len(incident.evidence) <= 8, "evidence of %d", incident.id)

@@ -1,0 +1,208 @@
+"""Histories of machines: what records mean, and where they are kept."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sqlite3
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from holdfast.coordinator.events import Remember
+from holdfast.coordinator.history import Kind, Remembered, standing
+from holdfast.coordinator.history_store import Entry, History, HistoryError, find_machine, now_s
+from holdfast.coordinator.remembering import Memory
+from holdfast.errors import UsageError
+
+DAY_S = 86_400.0
+
+
+def seen(kind: Kind = Kind.INCIDENT, days: float = 1.0, job: str = "a", **more: str) -> Remembered:
+    return Remembered(kind, days * DAY_S, job, **more)
+
+
+# ---------------------------------------------------------------- what records mean
+
+
+def test_repeated_incidents_in_several_jobs_make_a_lemon():
+    assert standing([seen(), seen(), seen(job="b")]).lemon == "3 incidents in 2 jobs within 30 days"
+    assert not standing([seen(), seen(), seen()]).lemon  # one job's
+    assert not standing([seen(), seen(job="b")]).lemon
+    assert not standing([seen(days=40), seen(days=35, job="b"), seen(job="c")]).lemon
+    assert standing([seen(Kind.LOST), seen(Kind.LOST, job="b"), seen(job="c")]).lemon
+
+
+def test_quarantine_lasts_until_checks_are_passed_or_a_person_says_so():
+    held = seen(Kind.QUARANTINED, 3.0, text="xid-79", rule="xid-79")
+    assert standing([held]).quarantine == "xid-79"
+    assert not standing([held, seen(Kind.READMITTED)]).quarantine
+    assert not standing([held, seen(Kind.CLEARED)]).quarantine
+    assert not standing([held, seen(Kind.FALSE_POSITIVE, rule="xid-79")]).quarantine
+    assert standing([held, seen(Kind.FALSE_POSITIVE, rule="other")]).quarantine
+    assert standing([held, seen(Kind.READMITTED), held]).quarantine
+
+
+def test_a_rule_that_was_wrong_twice_is_on_trial_on_that_machine():
+    wrong = seen(Kind.FALSE_POSITIVE, rule="hot")
+    assert standing([wrong]).trial == ()
+    assert standing([wrong, wrong]).trial == ("hot",)
+
+
+def test_what_was_cleared_counts_no_more():
+    bad = [seen(), seen(), seen(job="b")]
+    assert not standing([*bad, seen(Kind.CLEARED)]).lemon
+    acts = [seen(Kind.ACTED, rule="x", remedy="reboot"), seen(Kind.ACTED, rule="y", remedy="reboot")]
+    assert [r.rule for r in standing([*acts, seen(Kind.FALSE_POSITIVE, rule="x")]).acts] == ["y"]
+
+
+def test_faults_of_a_device_that_was_taken_out_are_not_the_machine_s_any_more():
+    held = seen(Kind.QUARANTINED, text="ecc", device="GPU-1")
+    assert standing([held], ["GPU-1", "GPU-2"]).quarantine
+    assert not standing([held], ["GPU-2"]).quarantine
+    assert standing([held]).quarantine  # nobody knows what it has
+
+
+# ---------------------------------------------------------------- where they are kept
+
+
+def entry(machine: str = "M1", kind: Kind = Kind.INCIDENT, **more: str) -> Entry:
+    return Entry(now_s(), machine, f"node-{machine}", "job", kind, **more)
+
+
+def keeps_and_finds(where: str) -> None:
+    history = History(where)
+    history.add(entry(rule="xid-79", device="GPU-1", text="it's gone; drop table"))
+    history.add(entry("M2", rule="ecc", device="GPU-2"))
+    history.add(entry("M2", Kind.LOST))
+    history.close()
+    again = History(where)
+    assert [e.text for e in again.past("M1")] == ["it's gone; drop table"]
+    assert [e.machine for e in again.past("M3", ["GPU-2", "GPU-9"])] == ["M2"]
+    assert len(again.all()) == 3
+    for _ in range(70):
+        again.add(entry("M4"))
+    assert len(again.past("M4")) == 64
+    again.close()
+
+
+def test_a_file(tmp_path):
+    keeps_and_finds(str(tmp_path / "sub" / "health.sqlite"))
+
+
+def test_reading_makes_no_file(tmp_path):
+    history = History(str(tmp_path / "health.sqlite"), must_exist=True)
+    assert history.all() == []
+    history.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_is_no_history_is_named(tmp_path):
+    path = tmp_path / "health.sqlite"
+    path.write_text("these are not the bytes of a database, but enough of them")
+    with pytest.raises(HistoryError, match=r"health.sqlite cannot be used.*move it away"):
+        History(str(path))
+
+
+def test_what_is_neither_a_file_nor_postgresql_is_refused():
+    with pytest.raises(HistoryError, match="use a file, or postgresql"):
+        History("mysql://root:secret@h/db")
+
+
+def test_a_machine_is_found_by_what_people_call_it():
+    entries = [entry("serial:A17"), entry("serial:B17"), entry("serial:B17")]
+    assert find_machine(entries, "serial:A17") == find_machine(entries, "A17") == "serial:A17"
+    assert find_machine(entries, "node-serial:B17") == "serial:B17"
+    with pytest.raises(UsageError, match="may be serial:A17, serial:B17"):
+        find_machine(entries, "17")
+    with pytest.raises(UsageError, match="node ls"):
+        find_machine(entries, "C")
+
+
+# ---------------------------------------------------------------- beside a running job
+
+
+def test_a_job_reads_what_another_wrote(tmp_path):
+    where, said = str(tmp_path / "health.sqlite"), []
+
+    async def job(name: str) -> tuple[Remembered, ...]:
+        memory = Memory(where, name, said.append)
+        known = await memory.past("M1", ["GPU-1"])
+        memory.remember(Remember("M1", Kind.QUARANTINED, "n1", "xid-79", "GPU-1", "xid-79: gone"))
+        await memory.close()
+        return known
+
+    assert asyncio.run(job("first")) == ()
+    [record] = asyncio.run(job("second"))
+    assert (record.kind, record.job, record.text) == (Kind.QUARANTINED, "first", "xid-79: gone")
+    assert record.age_s < 60
+    assert said == []
+
+
+def test_a_history_that_cannot_be_had_is_said_once_and_the_job_goes_on(tmp_path):
+    path, said = tmp_path / "health.sqlite", []
+    path.write_text("these are not the bytes of a database, but enough of them")
+
+    async def job() -> None:
+        memory = Memory(str(path), "job", said.append)
+        assert await memory.past("M1", ()) == ()
+        assert await memory.past("M1", ()) == ()
+        memory.remember(Remember("M1", Kind.LOST, "n1"))
+        await memory.close()
+
+    asyncio.run(job())
+    assert len(said) == 1
+    assert "move it away" in said[0]
+
+
+def test_a_database_that_is_not_there(tmp_path):
+    pytest.importorskip("psycopg")
+    with pytest.raises(HistoryError, match="cannot be reached"):
+        History(f"postgresql:///x?host={tmp_path}")
+
+
+POSTGRES = shutil.which("postgres") or next(
+    iter(map(str, Path("/usr/lib/postgresql").glob("*/bin/postgres"))), None
+)
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(POSTGRES is None, reason="no PostgreSQL here")
+def test_postgresql(tmp_path):
+    pytest.importorskip("psycopg")
+    tools = Path(str(POSTGRES)).resolve().parent
+    data = tmp_path / "data"
+    owner = ["setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups"] if os.geteuid() == 0 else []
+    tmp_path.chmod(0o777)
+    for parent in tmp_path.parents[:2]:
+        parent.chmod(0o755)
+    subprocess.run(
+        [*owner, tools / "initdb", "-D", data, "-U", "me", "-A", "trust"],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+    server = subprocess.Popen(
+        [*owner, tools / "postgres", "-D", data, "-k", tmp_path, "-c", "listen_addresses="],
+        stderr=subprocess.PIPE,
+    )
+    assert server.stderr is not None
+    try:
+        for line in server.stderr:
+            if b"ready to accept" in line:
+                break
+        keeps_and_finds(f"postgresql://me@/postgres?host={tmp_path}")
+    finally:
+        server.terminate()
+        server.wait()
+        server.stderr.close()
+
+
+def test_the_file_is_readable_by_others_tools(tmp_path):
+    history = History(str(tmp_path / "h.sqlite"))
+    history.add(entry())
+    history.close()
+    db = sqlite3.connect(tmp_path / "h.sqlite")
+    assert db.execute("select machine, kind from holdfast_health").fetchall() == [("M1", "incident")]
+    db.close()
