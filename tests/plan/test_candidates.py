@@ -95,3 +95,10 @@ def test_tokens_and_throughput():
     inputs = read({"nodes": 100, "tokens": "3.6T", "tokens_per_gpu_s": 1000, "rate": 0})
     assert inputs.gpu_hours == pytest.approx(1e6)
     assert inputs.work_s == pytest.approx(1e6 / 800 * 3600)
+
+
+def test_without_numpy_there_are_no_percentiles_and_the_rest_is_there(monkeypatch):
+    monkeypatch.setattr(c, "available", lambda: False)
+    ways = c.candidates(read(LLAMA))
+    assert any(w.best for w in ways)
+    assert all(w.percentiles_s == () for w in ways)

@@ -93,6 +93,13 @@ def test_slow_nodes_hold_up_all():
     assert found.spent.slow == pytest.approx(3600.0 * found.failures["slow"], rel=0.15)
 
 
+def test_slow_nodes_that_are_found_are_replaced_by_the_coordinators_own_verdict():
+    classes = [{"name": "slow", "scope": "slow", "rate": "0.1%", "factor": 2, "lasts": "6h", "found": "10m"}]
+    found = run(read({"nodes": 16, "days": 4, "spares": 2, "failures": classes}), 3)
+    assert found.new_nodes > 0
+    assert found.spent.slow < 0.2 * 3 * 3600 * found.failures["slow"]
+
+
 def test_lemons_fail_more_often():
     few = run(read({"nodes": 64, "days": 4, "rate": "0.05%", "min_nodes": 32}), 1)
     many = run(read({"nodes": 64, "days": 4, "rate": "0.05%", "min_nodes": 32, "lemons": "20%"}), 1)

@@ -211,6 +211,8 @@ def _print(
         ]
         table.append(row + ([f"{way.cost:,.0f}"] if inputs.price else []))
     print_table(out, heads, table)
+    if not best.percentiles_s:
+        out.write("percentiles need numpy: pip install 'holdfast[plan]'\n")
     out.write(f"\n► {best.name}: where its {days(best.wall_s)} go\n")
     print_table(
         out,

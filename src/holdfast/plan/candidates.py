@@ -9,7 +9,7 @@ import msgspec
 from holdfast.errors import UsageError
 from holdfast.plan import formulas
 from holdfast.plan.inputs import Inputs
-from holdfast.plan.renewal import Process, simulate
+from holdfast.plan.renewal import Process, available, simulate
 
 STORAGE, TIERED, PEERS = "restart from storage", "tiered", "peers in memory"
 STRATEGIES = (STORAGE, TIERED, PEERS)
@@ -139,9 +139,11 @@ def _counts(most: int) -> list[int]:
 
 
 def spread(inputs: Inputs, candidate: Candidate, trials: int, seed: int = 0) -> tuple[float, ...]:
-    """10th, 50th and 90th percentile of wall time, by simulation."""
+    """10th, 50th and 90th percentile of wall time, by simulation; empty where numpy is missing."""
     if math.isinf(inputs.mtbf_s):
         return (candidate.wall_s,) * 3
+    if not available():
+        return ()
     process = Process(
         inputs.work_s, inputs.mtbf_s, candidate.interval_s, candidate.cost_s, candidate.recoveries
     )

@@ -50,6 +50,13 @@ class Spread(msgspec.Struct, frozen=True):
     failures: float
 
 
+def available() -> bool:
+    """Whether numpy is there."""
+    from importlib.util import find_spec
+
+    return find_spec("numpy") is not None
+
+
 def simulate(process: Process, trials: int = 10_000, seed: int = 0) -> Spread:
     """Runs all trials.
 

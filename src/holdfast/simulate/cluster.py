@@ -574,7 +574,10 @@ class Cluster:
             self.at(self.now + kind.lasts_s, self._fast_again, machine)
             self._pace()
             if kind.found_s and kind.found_s < kind.lasts_s:
-                self.at(self.now + kind.found_s, self._found_slow, machine)
+                self.at(
+                    self.now + kind.found_s / 2, self._found_slow, machine, Severity.WARNING, Remedy.WATCH
+                )
+                self.at(self.now + kind.found_s, self._found_slow, machine, Severity.ERROR, Remedy.REPLACE)
         elif machine.worker is None or machine.hung_s is not None:
             return
         elif kind.scope == "worker" or not (member and machine.ready):
@@ -661,12 +664,15 @@ class Cluster:
             machine.worker or "", 0, 1, self._generation, place, idle_s=idle_s, median_s=self._step_s
         )
 
-    def _found_slow(self, machine: Machine) -> None:
-        if machine.up and machine.slow > 1.0 and machine in self._members:
-            finding = Finding(
-                "slow-node", Severity.ERROR, Remedy.REPLACE, "peers", evidence="slower than its peers"
-            )
-            self._say(machine, m.Found((finding,)))
+    def _found_slow(self, machine: Machine, severity: Severity, remedy: Remedy) -> None:
+        """Its peers show that it is slow: first a warning, then, when that has cost enough, it is to be replaced."""
+        if machine.up and machine.worker and machine.slow > 1.0 and machine in self._members:
+            done = self._base
+            if self._stepping:
+                done += math.floor((self.now - self._since_s) / self._step_s)
+            said = m.Progress(self._generation, done, self._step_s)
+            finding = Finding("slow-node", severity, remedy, "peers", evidence="slower than its peers")
+            self.tell([self._from(machine, said), e.NodeSays(machine.name, m.Found((finding,)))])
 
     def _fast_again(self, machine: Machine) -> None:
         if machine.slow > 1.0:
