@@ -96,3 +96,10 @@ def test_the_command_line_refuses_before_anything_starts(tmp_path, monkeypatch, 
     assert left.value.code == 2
     assert "there is no such folder" in capsys.readouterr().err
     assert not (tmp_path / "home").exists()
+
+
+def test_a_slowness_that_noise_may_be_is_refused():
+    with pytest.raises(UsageError, match="is told from noise"):
+        plan_health(HealthOptions(replace_slow=1.05))
+    assert plan_health(HealthOptions(replace_slow=1.3)).replace_slow == 1.3
+    assert plan_health(HealthOptions(dry_run=("slow-rank", "part-*"))).dry_run == ("slow-rank", "part-*")
