@@ -11,7 +11,8 @@ import msgspec
 from holdfast.coordinator.report import build_report
 from holdfast.coordinator.store import Store
 from holdfast.errors import UsageError
-from holdfast.simulate.cluster import BEGIN_S, Cluster
+from holdfast.simulate.cluster import Cluster
+from holdfast.simulate.machine import BEGIN_S
 from holdfast.simulate.scenario import Scenario
 from holdfast.simulate.trace import Trace
 from holdfast.simulate.trial import Trial, result, run
@@ -34,7 +35,7 @@ def replay(scenario: Scenario, seed: int, folder: Path, trace: Trace | None = No
     (cluster,) = kept
     trial, state = result(cluster), cluster.core.state
     state.outcome = state.outcome or "finished"
-    state.committed = cluster.committed
+    state.committed = cluster.steps.committed
     state.spec = msgspec.structs.replace(state.spec, name=folder.name)
     for node in state.nodes.values():
         node.last_seen_s = min(node.last_seen_s, BEGIN_S + trial.wall_s)

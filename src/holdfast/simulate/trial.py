@@ -8,8 +8,10 @@ from typing import Any
 
 import msgspec
 
-from holdfast.simulate.cluster import Cluster, FewNames, Spent
+from holdfast.simulate.cluster import Cluster
+from holdfast.simulate.machine import FewNames
 from holdfast.simulate.scenario import Scenario
+from holdfast.simulate.steps import Spent
 from holdfast.simulate.trace import Trace
 
 NAMES = 24
@@ -88,13 +90,13 @@ def result(cluster: Cluster) -> Trial:
     return Trial(
         cluster.seed,
         wall_s,
-        cluster.spent.training / wall_s,
-        cluster.spent,
+        cluster.steps.spent.training / wall_s,
+        cluster.steps.spent,
         dict(sorted(cluster.failures.items())),
         cluster.incidents,
-        cluster.lost_steps,
+        cluster.steps.lost,
         cluster.nodes_new,
         cluster.given_up,
         cluster.node_s / 3600,
-        min(1.0, cluster.committed / cluster.scenario.steps),
+        min(1.0, cluster.steps.committed / cluster.scenario.steps),
     )

@@ -1,0 +1,96 @@
+"""Steps that follow each other while nothing happens: how many are done, and where the time goes."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+import msgspec
+
+
+class Spent(msgspec.Struct):
+    """Where the wall time went, in seconds. training: as long as the steps that count take at full size."""
+
+    training: float = 0.0
+    smaller: float = 0.0
+    slow: float = 0.0
+    lost_steps: float = 0.0
+    stalled: float = 0.0
+    changes: float = 0.0
+    starting: float = 0.0
+    given_up: float = 0.0
+
+
+class Steps:
+    """The books. ideal_s: a step at full size. running: steps follow each other since `since_s`, from `base` on, each in
+    `step_s`: `speed` times as long for the size, and `slowness` times for slow members. halted_s, halted_for: since when and
+    why they do not. untold: the coordinator has not heard of the last ones. token: grows with every change of these.
+    lost: steps that were committed and had to be done again."""
+
+    def __init__(self, ideal_s: float, begin_s: float) -> None:
+        self.ideal_s = ideal_s
+        self.spent = Spent()
+        self.committed = 0
+        self.lost = 0
+        self.running = False
+        self.since_s = begin_s
+        self.base = 0
+        self.step_s = ideal_s
+        self.speed = 1.0
+        self.slowness = 1.0
+        self.halted_s = begin_s
+        self.halted_for = "starting"
+        self.untold = False
+        self.token = 0
+        self._segments: deque[tuple[float, int, float]] = deque(maxlen=4096)
+
+    def start(self, now: float, speed: float, slowness: float) -> None:
+        """Steps follow each other from now on."""
+        self.running = True
+        self.speed, self.slowness = speed, slowness
+        self.step_s = self.ideal_s * speed * slowness
+        self.since_s, self.base = now, self.committed
+        self._segments.append((now, self.base, self.step_s))
+        self.token += 1
+
+    def settle(self, until_s: float, whole: bool = False) -> None:
+        """Books the steps since the last time, up to a moment. whole: it is the end of a step."""
+        passed_s = until_s - self.since_s
+        steps = passed_s / self.step_s
+        done = round(steps) if whole else math.floor(steps + 1e-9)
+        self.spent.training += done * self.ideal_s
+        self.spent.smaller += done * self.ideal_s * (self.speed - 1)
+        self.spent.slow += done * self.ideal_s * self.speed * (self.slowness - 1)
+        self.spent.lost_steps += passed_s - done * self.step_s
+        self.committed = self.base = self.base + done
+        self.since_s = until_s
+
+    def halt(self, now: float, why: str, whole: bool = False, told: bool = False) -> None:
+        """Nobody commits from now on."""
+        self.settle(now, whole)
+        self.running, self.untold = False, not told
+        self.halted_s, self.halted_for = now, why
+        self.token += 1
+
+    def went_back(self, step: int) -> None:
+        """Training goes on from a step; what was done beyond is lost."""
+        lost = max(0, self.committed - step)
+        self.lost += lost
+        self.spent.training -= lost * self.ideal_s
+        self.spent.lost_steps += lost * self.ideal_s
+        self.committed = self.base = step
+
+    def account(self, now: float) -> None:
+        """Books the standstill up to now."""
+        setattr(self.spent, self.halted_for, getattr(self.spent, self.halted_for) + now - self.halted_s)
+
+    def done_at(self, now: float) -> int:
+        """Committed steps at this moment."""
+        return self.base + (math.floor((now - self.since_s) / self.step_s) if self.running else 0)
+
+    def committed_at(self, time_s: float) -> int:
+        """Committed steps at an earlier time, as far as they still count."""
+        for since_s, base, step_s in reversed(self._segments):
+            if since_s <= time_s:
+                return min(self.committed, base + math.floor((time_s - since_s) / step_s))
+        return 0

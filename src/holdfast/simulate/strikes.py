@@ -1,0 +1,193 @@
+"""What fails in a simulated cluster, and what agents and peers say of it."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from typing import TYPE_CHECKING
+
+from holdfast.coordinator import events as e
+from holdfast.protocol import messages as m
+from holdfast.protocol.health import Finding, Remedy, Severity
+from holdfast.protocol.phases import Phase, Place
+from holdfast.simulate import names
+from holdfast.simulate.machine import HOP_S, SIGKILL, FewNames, Machine
+from holdfast.simulate.scenario import FailureClass
+
+if TYPE_CHECKING:
+    from holdfast.simulate.cluster import Cluster
+
+
+def expect(cluster: Cluster, machine: Machine, at_s: float, kind: FailureClass | None) -> None:
+    """Its next failure is known."""
+    machine.fails_s, machine.failure = at_s, kind
+    cluster.at(at_s, strike, cluster, machine, at_s)
+
+
+def strike(cluster: Cluster, machine: Machine, planned_s: float) -> None:
+    """A machine fails, and perhaps takes others of its rack along."""
+    kind = machine.failure
+    if machine.fails_s != planned_s or kind is None or machine.source is None:
+        return
+    if not machine.name:
+        raise FewNames
+    if not machine.up:
+        return
+    cluster.failures[kind.name] = cluster.failures.get(kind.name, 0) + 1
+    extra = machine.source.burst(kind)
+    for delay_s in extra:
+        rack = names.rack(cluster, machine.place, kind)
+        cluster.at(cluster.now + delay_s, follow, cluster, rack[machine.source.pick(len(rack))], kind)
+    if kind.scope != "node":
+        expect(cluster, machine, *machine.source.next(cluster.now))
+    fail(cluster, machine, kind)
+
+
+def follow(cluster: Cluster, place: int, kind: FailureClass) -> None:
+    """Another machine of the rack fails."""
+    for machine in cluster.machines.values():
+        if machine.place == place and machine.up:
+            cluster.failures[kind.name] += 1
+            fail(cluster, machine, kind)
+            return
+    if any(x.place == place for x in cluster.rest):
+        raise FewNames
+
+
+def fail(cluster: Cluster, machine: Machine, kind: FailureClass) -> None:
+    """What a failure does to one machine."""
+    member = machine in cluster.members
+    if kind.scope == "node":
+        lose(cluster, [machine], None)
+    elif kind.scope == "slow":
+        machine.slow = kind.factor
+        cluster.at(cluster.now + kind.lasts_s, fast_again, cluster, machine)
+        cluster.pace()
+        if kind.found_s and kind.found_s < kind.lasts_s:
+            cluster.at(
+                cluster.now + kind.found_s / 2, found_slow, cluster, machine, Severity.WARNING, Remedy.WATCH
+            )
+            cluster.at(
+                cluster.now + kind.found_s, found_slow, cluster, machine, Severity.ERROR, Remedy.REPLACE
+            )
+    elif machine.worker is None or machine.hung_s is not None:
+        return
+    elif kind.scope == "worker" or not (member and machine.ready):
+        if member:
+            cluster.halt("stalled")
+        cluster.at(cluster.now + HOP_S, end_worker, cluster, machine, machine.worker)
+    else:
+        machine.hung_s = cluster.now
+        cluster.halt("stalled")
+        stall_s = cluster.core.timing.stall_s(cluster.steps.step_s)
+        cluster.at(cluster.now + stall_s, stalled, cluster, machine, machine.worker)
+
+
+def lose(cluster: Cluster, machines: list[Machine], repair_s: float | None) -> None:
+    """Machines are gone at once."""
+    if any(x in cluster.members for x in machines):
+        cluster.halt("stalled")
+        if not any(x.up for x in cluster.members if x not in machines):
+            cluster.tell_saved()
+    for machine in machines:
+        cluster.down(machine, repair_s)
+    cluster.wind()
+
+
+def expect_group(cluster: Cluster, index: int) -> None:
+    """The next failure of many at once is known."""
+    at_s, _ = cluster.groups[index][2].next(cluster.now)
+    cluster.group_s[index] = at_s
+    cluster.at(at_s, strike_group, cluster, index)
+
+
+def strike_group(cluster: Cluster, index: int) -> None:
+    """A rack, a switch, or all processes."""
+    kind, places, _ = cluster.groups[index]
+    expect_group(cluster, index)
+    cluster.failures[kind.name] = cluster.failures.get(kind.name, 0) + 1
+    if kind.scope == "job":
+        end_all_workers(cluster)
+        return
+    if any(x.place in places for x in cluster.rest):
+        raise FewNames
+    struck = [x for x in cluster.machines.values() if x.up and x.place in places]
+    if struck:
+        lose(cluster, struck, kind.lasts_s)
+
+
+def end_all_workers(cluster: Cluster) -> None:
+    """All processes end at once: what is left is in memory and in durable tiers."""
+    cluster.halt("stalled")
+    cluster.tell_saved()
+    cluster.at(
+        cluster.now + HOP_S, exit_all, cluster, [(x, x.worker) for x in cluster.members if x.up and x.worker]
+    )
+
+
+def exit_all(cluster: Cluster, pairs: list[tuple[Machine, str]]) -> None:
+    """The agents see it."""
+    events: list[e.Event] = []
+    for machine, name in pairs:
+        if machine.up and machine.worker == name:
+            machine.worker = None
+            events.append(e.NodeSays(machine.name, m.Exited(name, SIGKILL)))
+    cluster.tell(events)
+
+
+def end_worker(cluster: Cluster, machine: Machine, name: str, code: int = SIGKILL) -> None:
+    """The agent sees a process end."""
+    if machine.up and machine.worker == name:
+        machine.worker = None
+        cluster.tell([e.NodeSays(machine.name, m.Exited(name, code))])
+
+
+def stalled(cluster: Cluster, machine: Machine, name: str) -> None:
+    """The agent sees that a worker stands still, and says so until somebody acts."""
+    if machine.up and machine.worker == name and machine.hung_s is not None:
+        cluster.tell([e.NodeSays(machine.name, m.Stalled(name, view(cluster, machine)))])
+        again_s = cluster.now + cluster.core.timing.stall_floor_s
+        cluster.at(again_s, stalled, cluster, machine, name)
+
+
+def inspected(cluster: Cluster, machine: Machine, request: int) -> None:
+    """All agents answer at once."""
+    events: list[e.Event] = []
+    heap = cluster.heap
+    while True:
+        if machine.up and machine.worker:
+            events.append(e.NodeSays(machine.name, m.Views(request, (view(cluster, machine),))))
+        if not (heap and heap[0][0] == cluster.now and heap[0][2] == inspected):
+            break
+        _, machine, request = heapq.heappop(heap)[3]
+    if events:
+        cluster.tell(events)
+
+
+def view(cluster: Cluster, machine: Machine) -> m.WorkerView:
+    """What the agent of a machine knows of its worker."""
+    hung = machine.hung_s is not None
+    phase = Phase.FORWARD if hung else Phase.REDUCE if machine in cluster.members else Phase.IDLE
+    place = Place(cluster.generation, cluster.steps.committed, int(phase))
+    idle_s = cluster.now - (machine.hung_s if machine.hung_s is not None else cluster.steps.halted_s)
+    return m.WorkerView(
+        machine.worker or "", 0, 1, cluster.generation, place, idle_s=idle_s, median_s=cluster.steps.step_s
+    )
+
+
+def found_slow(cluster: Cluster, machine: Machine, severity: Severity, remedy: Remedy) -> None:
+    """Its peers show that it is slow: first a warning, then, when that has cost enough, it is to be replaced."""
+    if machine.up and machine.worker and machine.slow > 1.0 and machine in cluster.members:
+        done = cluster.steps.base
+        if cluster.steps.running:
+            done += math.floor((cluster.now - cluster.steps.since_s) / cluster.steps.step_s)
+        said = m.Progress(cluster.generation, done, cluster.steps.step_s)
+        finding = Finding("slow-node", severity, remedy, "peers", evidence="slower than its peers")
+        cluster.tell([cluster.word(machine, said), e.NodeSays(machine.name, m.Found((finding,)))])
+
+
+def fast_again(cluster: Cluster, machine: Machine) -> None:
+    """A slow machine is as fast as the others."""
+    if machine.slow > 1.0:
+        machine.slow = 1.0
+        cluster.pace()
