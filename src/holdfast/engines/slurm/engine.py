@@ -72,13 +72,16 @@ class SlurmEngine:
         self._lost_at: dict[str, float] = {}
         self._failures: dict[str, int] = {}
         self._admin = True
+        self._own_step_of = ""
         self._tasks: set[asyncio.Task[None]] = set()
         self._polling: asyncio.Task[None] | None = None
 
     # ------------------------------------------------------------ nodes
 
-    async def start(self, fresh: bool) -> None:
-        """Starts an agent on every node; not fresh: they run already, and only Slurm is watched."""
+    async def start(self, fresh: bool, here: str) -> None:
+        """Starts an agent on every node; not fresh: they run already, only Slurm is watched, and the step of the node
+        `here` is the one that this process is in."""
+        self._own_step_of = "" if fresh else here
         job = await self.slurm.job(self._id)
         if job is None:
             raise SlurmError(f"the Slurm job {self._id} is gone")
@@ -250,6 +253,9 @@ class SlurmEngine:
 
     async def _end(self, node: str) -> None:
         """Nothing of the node runs on, and it goes back to Slurm where it can."""
+        if node == self._own_step_of:
+            self._note(f"the coordinator stays on {node} until the job ends")
+            return
         process = self._steps.get(node)
         if process is not None and node in self._known.going:  # its agent ends when its hooks have
             try:

@@ -62,7 +62,7 @@ class SlurmLauncher(Launcher):
 
     async def staff(self) -> None:
         """Starts the agents, unless they run."""
-        await self._slurm_engine.start(self.fresh)
+        await self._slurm_engine.start(self.fresh, self._place.node)
 
     def heard(self, said: Announcement) -> None:
         """See `Launcher.heard`."""

@@ -67,22 +67,15 @@ async def _run(spec: JobSpec, job_dir: Path) -> int:
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, _pass_on, agent)
     loop.add_signal_handler(signal.SIGINT, lambda: None)
-    standing_by = asyncio.create_task(StandBy(spec, job_dir, place, slurm).run())
+    stand_by = StandBy(spec, job_dir, place, slurm)
+    standing_by = asyncio.create_task(stand_by.run())
     code = await agent.wait()
     if code == 0:  # in order; one that was killed may be started again and adopt it
         await asyncio.to_thread(remove_memory, memory / place.node)
-    await _finish(standing_by)
-    return 0
-
-
-async def _finish(standing_by: asyncio.Task[bool]) -> None:
-    """Whoever has the coordinator stays until the job is over."""
-    if not StandBy.in_office:
+    if not stand_by.in_office:  # whoever has the coordinator stays until the job is over
         standing_by.cancel()
-    try:
-        await standing_by
-    except asyncio.CancelledError:
-        return
+    await asyncio.wait([standing_by])
+    return 0
 
 
 async def _grace_s(slurm: Slurm) -> float:
@@ -104,15 +97,17 @@ class StandBy:
 
     One node that has lost its cable must not claim anything: so each that misses the coordinator says so in the job's
     folder, and more than half of those without the coordinator's node must have said it.
-    """
 
-    in_office = False
+    Attributes:
+        in_office: this process has the coordinator.
+    """
 
     def __init__(self, spec: JobSpec, job_dir: Path, place: Place, slurm: Slurm) -> None:
         self._spec, self._job_dir, self._place, self._slurm = spec, job_dir, place, slurm
         self._missing = job_dir / "missing"
+        self.in_office = False
 
-    async def run(self) -> bool:
+    async def run(self) -> None:
         """Returns when a job that this process took over has ended."""
         lost_at = time.monotonic()
         while True:
@@ -124,7 +119,7 @@ class StandBy:
                 term = newest_term(self._job_dir) + 1
                 if await self._may_claim(term - 1) and claim_term(self._job_dir, term, self._place.node):
                     await self._take_over(term)
-                    return True
+                    return
             await asyncio.sleep(RETRY_S)  # there is no event for another machine's coordinator
 
     async def _present(self) -> bool:
@@ -187,7 +182,7 @@ class StandBy:
         return job is not None and job.state == "RUNNING"
 
     async def _take_over(self, term: int) -> None:
-        StandBy.in_office = True
+        self.in_office = True
         await asyncio.sleep(GRACE_S)  # if the other lives, it has stopped by now
         await asyncio.to_thread(succeed, self._job_dir, term)
         with PlainView(self._spec, self._job_dir) as view:
