@@ -109,8 +109,10 @@ class StandBy:
 
     async def run(self) -> None:
         """Returns when a job that this process took over has ended."""
-        lost_at = time.monotonic()
+        lost_at, known = time.monotonic(), 0
         while True:
+            if (newest := newest_term(self._job_dir)) != known:  # somebody took over, and has to start
+                lost_at, known = time.monotonic() + self._spec.timing.adopt_s, newest
             if await self._present():
                 lost_at = time.monotonic()
                 (self._missing / self._place.node).unlink(missing_ok=True)
