@@ -13,7 +13,15 @@ MIXED = [
     {"name": "software", "scope": "worker", "rate": "0.1%"},
     {"name": "hang", "scope": "hang", "rate": "0.05%"},
     {"name": "throttled", "scope": "slow", "rate": "0.05%", "factor": 1.5, "lasts": "1h"},
-    {"name": "flaky", "scope": "node", "rate": "0.05%", "shape": 0.6, "burst": 1, "size": 8},
+    {
+        "name": "flaky",
+        "scope": "node",
+        "rate": "0.05%",
+        "shape": 0.6,
+        "burst": 1,
+        "burst_within": "2m",
+        "size": 8,
+    },
     {"name": "switch", "scope": "rack", "rate": "0.001%", "size": 8, "lasts": "2h"},
 ]
 ALL_AT_ONCE = {"name": "network", "scope": "job", "rate": "0.05%"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -72,7 +73,7 @@ def simulate(
         built = msgspec.to_builtins
         write_json({"scenario": built(scenario), "trials": [built(t) for t in found]})
         return
-    _print(scenario, found, config)
+    _print(scenario, found)
 
 
 def _trace(path: Path) -> Trace:
@@ -113,7 +114,7 @@ def _run(scenario: Scenario, trials: int, seed: int, record: Trace | None) -> li
     return found
 
 
-def _print(scenario: Scenario, trials: list[Trial], config: Path | None) -> None:
+def _print(scenario: Scenario, trials: list[Trial]) -> None:
     from holdfast.observe import units
     from holdfast.observe.tables import print_table
 
@@ -154,10 +155,8 @@ def _print(scenario: Scenario, trials: list[Trial], config: Path | None) -> None
         [(word, f"{100 * share:.2f}%", "█" * round(50 * share)) for word, share in parts if share > 0],
     )
     _print_trouble(trials)
-    what = str(config) if config else f"--nodes {scenario.nodes} --days {ideal / 86400:g} ..."
-    out.write(
-        f"\nnext\n  holdfast plan simulate {what} --replay {trials[0].seed}   # its events and report\n"
-    )
+    again = shlex.join(["holdfast", *sys.argv[1:], "--replay", str(trials[0].seed)])
+    out.write(f"\nnext\n  {again}   # its events and report\n")
 
 
 def _print_trouble(trials: list[Trial]) -> None:

@@ -100,7 +100,7 @@ def _memory_s(inputs: Inputs) -> float:
 
 
 def candidates(inputs: Inputs, trials: int = 1000, seed: int = 0) -> list[Candidate]:
-    """All ways, the best one marked: the cheapest, or, without a price, the fastest. Percentiles of those that finish.
+    """All ways, the best one marked: the one that takes the fewest GPU-hours. Percentiles of those that finish.
 
     Raises:
         UsageError: no way finishes.
@@ -119,7 +119,7 @@ def candidates(inputs: Inputs, trials: int = 1000, seed: int = 0) -> list[Candid
             f"takes at least {_words(least.recovery_s)} to recover from; fewer nodes, a lower rate (rate: 0.016%) or a "
             "faster recovery (detect, replace, resume, peer) are needed"
         )
-    best = min(finishing, key=lambda c: (c.cost if inputs.price else c.wall_s, c.wall_s, c.spares))
+    best = min(finishing, key=lambda c: _price(inputs, c))
     return [
         msgspec.structs.replace(
             c,
@@ -128,6 +128,11 @@ def candidates(inputs: Inputs, trials: int = 1000, seed: int = 0) -> list[Candid
         )
         for c in found
     ]
+
+
+def _price(inputs: Inputs, c: Candidate) -> tuple[float, float]:
+    """What a way is chosen by: node-seconds, spares included; then wall time."""
+    return c.wall_s * (inputs.nodes + c.spares), c.wall_s
 
 
 def _counts(most: int) -> list[int]:
@@ -169,7 +174,7 @@ def sensitivity(inputs: Inputs, chosen: Candidate) -> list[Sensitivity]:
             for k in _counts(inputs.spares)
             for w in (True, False)
         ]
-        best = min(ways, key=lambda c: (c.cost if inputs.price else c.wall_s, c.wall_s, c.spares))
+        best = min(ways, key=lambda c: _price(inputs, c))
         same = evaluate(inputs, chosen.strategy, chosen.spares, chosen.waits, factor)
         rows.append(Sensitivity(factor, best.name, best.goodput, same.goodput))
     return rows
@@ -210,7 +215,7 @@ def next_commands(inputs: Inputs, best: Candidate) -> list[str]:
     simulate_ = (
         f"holdfast plan simulate --nodes {inputs.nodes} --spares {best.spares} --rate {rate} "
         f"--days {max(1.0, inputs.work_s / formulas.DAY_S):.0f}"
-    )
+    ) + ("" if best.waits else f" --min-nodes {low}")
     return [run, simulate_, "holdfast plan calibrate REPORT.json   # after the first failures of your own"]
 
 

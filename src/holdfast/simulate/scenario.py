@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -205,12 +205,6 @@ def check(s: Scenario) -> None:
         )
 
 
-def spec_detection_s(replace_s: float, start_s: float) -> float:
-    """The smallest detection time with which the coordinator waits for a new node for as long as one takes: it gives a
-    job that is too small up after 150 times that."""
-    return max(2.0, 1.3 * (replace_s + start_s) / 150)
-
-
 def _classes(given: Mapping[str, Any]) -> tuple[FailureClass, ...]:
     if "failures" not in given:
         if "rate" not in given:
@@ -228,7 +222,7 @@ def _classes(given: Mapping[str, Any]) -> tuple[FailureClass, ...]:
 
 def _class(index: int, given: Mapping[str, Any]) -> FailureClass:
     at = f"failures[{index}]"
-    names = {f.removesuffix("_s"): f for f in FailureClass.__struct_fields__}
+    names = {f.removesuffix("_s") for f in FailureClass.__struct_fields__} | {"burst_within"}
     _known(f"field in {at}", given, names)
     scope = given.get("scope", "node")
     if scope not in SCOPES:
@@ -252,7 +246,7 @@ def _class(index: int, given: Mapping[str, Any]) -> FailureClass:
     )
 
 
-def _known(what: str, given: Mapping[str, Any], names: Mapping[str, Any]) -> None:
+def _known(what: str, given: Mapping[str, Any], names: Collection[str]) -> None:
     for name in given:
         if name not in names:
             near = difflib.get_close_matches(str(name), names, 1)
