@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from holdfast.agent.checks import NodeChecks
 from holdfast.health.checks import basic, cpu, disk, memory
 from holdfast.health.checks.basic import Needs, run_basic
 from holdfast.health.checks.check import CannotCheck, Task, attempt, failed
 from holdfast.health.checks.child import check_in_child
 from holdfast.health.checks.suite import Said
+from holdfast.protocol import messages as m
 from holdfast.protocol.health import CheckResult, Condition
 
 CPU = torch.device("cpu")
@@ -184,3 +186,15 @@ def test_checks_in_a_child(tmp_path):
     assert [r.name for r in results] == ["disk-write", "disk-read"]
     assert said[0] == Said(running="disk")
     assert [s.result for s in said if s.result] == results
+
+
+def test_an_order_that_is_repeated_meanwhile_is_carried_out_once(tmp_path):
+    sent = []
+
+    async def ask():
+        ours = NodeChecks("n", "127.0.0.1", 1, tmp_path, tmp_path, sent.append)
+        await asyncio.gather(*(ours.answer(m.RunChecks(n)) for n in (1, 1, 2)))
+
+    asyncio.run(ask())
+    assert [s.request for s in sent] == [1, 2]
+    assert {r.name for r in sent[0].results} >= {"memory", "port"}

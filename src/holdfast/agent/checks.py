@@ -30,20 +30,30 @@ class NodeChecks:
         self._needs = Needs(host, slots, folder, memory)
         self._send = send
         self._busy = asyncio.Lock()
+        self._under_way: set[int] = set()
 
     async def before_joining(self) -> tuple[CheckResult, ...]:
         """The basic checks. Deep ones come when the core asks for them: it does not use a node before they are over."""
         return await asyncio.to_thread(run_basic, self._needs)
 
     async def answer(self, order: m.RunChecks) -> None:
-        """Does what RunChecks asks for and tells the coordinator. Cancelled, it ends the child."""
-        async with self._busy:
-            results: tuple[CheckResult, ...] = ()
-            if not order.only:
-                results = await asyncio.to_thread(run_basic, self._needs)
-            if order.deep or order.only:
-                results += tuple(await check_in_child(self._task(order)))
+        """Does what RunChecks asks for and tells the coordinator. An order that is repeated while it is carried out is
+        no new one. Cancelled, it ends the child."""
+        if order.request in self._under_way:
+            return
+        self._under_way.add(order.request)
+        try:
+            async with self._busy:
+                results = await self._results(order)
+        finally:
+            self._under_way.discard(order.request)
         self._send(m.Checked(order.request, results))
+
+    async def _results(self, order: m.RunChecks) -> tuple[CheckResult, ...]:
+        alone = () if order.only else await asyncio.to_thread(run_basic, self._needs)
+        if order.deep or order.only:
+            return (*alone, *await check_in_child(self._task(order)))
+        return alone
 
     def _task(self, order: m.RunChecks) -> Task:
         token = (self._folder / "token").read_text().strip()
