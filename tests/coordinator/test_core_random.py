@@ -49,3 +49,6 @@ def test_the_schedules_are_eventful():
     assert restored["disk"] > 20
     assert sum(s.snapshots for s in ran) > 1000
     assert sum(s.checkpoints for s in ran) > 300
+    assert sum(s.acts for s in ran) > 150
+    assert sum(s.withheld for s in ran) > 150
+    assert sum(s.readmitted for s in ran) > 15

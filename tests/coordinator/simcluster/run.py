@@ -27,6 +27,10 @@ class Summary:
     restored: tuple[tuple[str, int], ...] = ()
     snapshots: int = 0
     checkpoints: int = 0
+    verdicts: int = 0
+    acts: int = 0
+    withheld: int = 0
+    readmitted: int = 0
 
 
 def run_seed(seed: int, level: int | None = None) -> Summary:
@@ -57,4 +61,8 @@ def run_seed(seed: int, level: int | None = None) -> Summary:
         tuple(sorted(cluster.checks.saved.restored_from.items())),
         cluster.checks.records.get("snapshot", 0),
         cluster.checks.records.get("saved", 0),
+        cluster.checks.records.get("verdict", 0),
+        sum(state.health.totals.acts.values()),
+        sum(state.health.totals.withheld.values()),
+        cluster.checks.records.get("readmitted", 0),
     )
