@@ -75,6 +75,8 @@ def main() -> int:
     console.print(f"To stay below: {verdict_s:g} s to the verdict, {full_s:g} s from there to full strength.")
     console.print(PUBLISHED, highlight=False)
     machine.conclude(console, cpu)
+    if chosen.engine == "slurm":
+        console.print("(The nodes are Slurm's children, not ours: what they do counts as others' here.)")
     return 0 if done else 1
 
 

@@ -137,6 +137,7 @@ boot() { # the process in pid/power-NODE is the power switch: with it everything
     bash -c "hostname $n; mount --bind $D/hosts /etc/hosts; mount -t tmpfs -o size=1g,nosuid tmpfs /dev/shm; \
       mkdir -p $D/spool/$n; exec slurmd -b -D -f $D/slurm.conf -N $n" </dev/null >>"$D/log/boot-$n.log" 2>&1 7>&- 8>&- 9>&- &
   echo $! >"$D/pid/power-$n"
+  disown
 }
 
 power_off() {
