@@ -154,7 +154,8 @@ class Core:
         if len(self.state.incidents) > count:
             self.record("incident-opened", **incidents.describe(self.state, incident))
         else:
-            self.record("incident-joined", id=incident.id, node=node, cause=cause)
+            if cause != incident.cause:  # else it is what was found that took its effect
+                self.record("incident-joined", id=incident.id, node=node, cause=cause)
             judging.struck(self, incident)
         return incident
 

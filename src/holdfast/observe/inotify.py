@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,8 @@ class Inotify:
         self._fd: int = self._libc.inotify_init1(_IN_NONBLOCK)
         if self._fd < 0:
             number = ctypes.get_errno()
-            raise OSError(number, f"inotify: {os.strerror(number)}")
+            advice = " for this user; raise fs.inotify.max_user_instances" if number == errno.EMFILE else ""
+            raise OSError(number, f"inotify: {os.strerror(number)}{advice}")
         asyncio.get_running_loop().add_reader(self._fd, self._woken)
 
     def watch(self, path: Path, events: int = MODIFIED) -> int:
