@@ -597,6 +597,16 @@ def test_with_deep_every_new_node_is_checked_and_what_is_unknown_is_no_reason_to
     assert desk.state.nodes["n0"].held is None
 
 
+def test_nobody_is_asked_for_in_the_place_of_nodes_that_are_checked_because_they_are_new():
+    desk = Desk(2, health=HealthSpec(deep=True))
+    for name in ("n0", "n1"):
+        desk.node(name)
+    assert not desk.did(e.ProvideNode)
+    request = desk.sent(m.RunChecks)[0][1].request
+    desk.do(e.NodeSays("n0", m.Checked(request, (CheckResult("disk", Condition.FAULTY),))))
+    assert len(desk.did(e.ProvideNode)) == 1
+
+
 def test_a_lemon_is_used_last():
     lemon = [Remembered(Kind.INCIDENT, 3600.0, f"job{i}", "ecc") for i in range(3)]
     desk = running(2, spares=0)

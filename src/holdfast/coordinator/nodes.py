@@ -308,9 +308,15 @@ def missing(core: Core) -> int:
 
 
 def _staying(core: Core) -> list[Node]:
-    """Nodes that are used or will be: of those that are out for a repair, those whose device is being reset."""
-    there = [n for n in core.alive_nodes() if not n.lemon]
-    return [n for n in there if n.leaving is None and (n.held is None or n.then is Remedy.RESET_DEVICE)]
+    """Nodes that are used or will be: of those that are out for a repair, those whose device is being reset; and those
+    that are checked because every new one is, or one would be asked for in the place of each."""
+    deep = core.spec.health.deep
+    there = [n for n in core.alive_nodes() if not n.lemon and n.leaving is None]
+    return [
+        n
+        for n in there
+        if n.held is None or n.then is Remedy.RESET_DEVICE or (deep and n.checking is not None)
+    ]
 
 
 def expected_until_s(core: Core) -> float:
