@@ -79,7 +79,7 @@ class Agent:
         self._over = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._ports = _free_ports(config.host, PORTS_OFFERED)
-        self._follower = LogFollower()
+        self._follower = LogFollower(self._files_changed)
         self._keeper: SnapshotKeeper | None = None
         self._leaving: m.Leaving | None = None
         self._terminated_at = 0.0
@@ -94,6 +94,7 @@ class Agent:
             config.shared_machine,
             self._tell_found,
             config.job_dir,
+            self._follower.inotify,
         )
         self._hooks = Hooks(self._health.hooks, config.job_dir.name, config.node, self._logs)
         self._found_before: tuple[CheckResult, ...] = ()
@@ -421,6 +422,9 @@ class Agent:
         for worker in self._workers.values():
             worker.signal(signal.SIGKILL if kind is FaultKind.KILL_NODE else signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGKILL if kind is FaultKind.KILL_NODE else signal.SIGSTOP)
+
+    def _files_changed(self) -> None:
+        self._watcher.files_changed()
 
     def _tell_found(self, found: m.Found) -> None:
         self._link.send(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.observe.inotify import Inotify
@@ -11,8 +12,10 @@ from holdfast.observe.inotify import Inotify
 class LogFollower:
     """Prints what a worker writes from the moment it is chosen on, beginning with what it wrote before."""
 
-    def __init__(self) -> None:
-        self._inotify = Inotify(self._copy)
+    def __init__(self, also: Callable[[], None]) -> None:
+        """also: called too when a file of `inotify` changed. A user has few inotify instances: an agent takes one."""
+        self.inotify = Inotify(self._changed)
+        self._also = also
         self._watch: int | None = None
         self._path: Path | None = None
         self._offsets: dict[Path, int] = {}
@@ -22,10 +25,10 @@ class LogFollower:
         if path == self._path:
             return
         if self._watch is not None:
-            self._inotify.forget(self._watch)
+            self.inotify.forget(self._watch)
         self._path = path
         path.touch()
-        self._watch = self._inotify.watch(path)
+        self._watch = self.inotify.watch(path)
         self._copy()
 
     def append_quietly(self, path: Path, text: str) -> None:
@@ -35,6 +38,10 @@ class LogFollower:
         with path.open("ab") as log:
             log.write(text.encode())
             self._offsets[path] = log.tell()
+
+    def _changed(self) -> None:
+        self._copy()
+        self._also()
 
     def _copy(self) -> None:
         if self._path is None:
@@ -56,4 +63,4 @@ class LogFollower:
     def close(self) -> None:
         """Prints the rest and gives the descriptor back."""
         self._copy()
-        self._inotify.close()
+        self.inotify.close()

@@ -42,18 +42,24 @@ class Watcher:
     """
 
     def __init__(
-        self, folder: Path, spec: HealthSpec, shared: bool, send: Callable[[m.Found], None], job_dir: Path
+        self,
+        folder: Path,
+        spec: HealthSpec,
+        shared: bool,
+        send: Callable[[m.Found], None],
+        job_dir: Path,
+        inotify: Inotify | None = None,
     ) -> None:
+        """inotify: one that calls `files_changed`; without it the watcher has its own."""
         self._folder, self._spec, self._shared, self._send = folder, spec, shared, send
         self._job_dir = job_dir
         self._loop = asyncio.get_running_loop()
         self._files: tuple[KmsgFile, ...] = ()
         self._kernel: Kmsg | Journal | None = None
-        self._inotify: Inotify | None = None
+        self._inotify, self._own = inotify, inotify is None
         self._book = RuleBook(())
         self._pollers: list[Poller] = []
         self._logs: dict[str, LogTail] = {}
-        self._log_watches: dict[str, int] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._watchdog: asyncio.TimerHandle | None = None
         self._standing_in: Poller | None = None
@@ -82,7 +88,7 @@ class Watcher:
         for timer in (self._timer, self._watchdog):
             if timer is not None:
                 timer.cancel()
-        if self._inotify is not None:
+        if self._inotify is not None and self._own:
             self._inotify.close()
         self._close_kernel()
         for file in self._files:
@@ -145,7 +151,7 @@ class Watcher:
 
     def _follow_files(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._inotify = Inotify(self._files_changed)
+        self._inotify = self._inotify or Inotify(self.files_changed)
         self._files = (KmsgFile(self._folder / "kmsg"),)
         self._inotify.watch(self._folder / "kmsg")
         for folder in {Path(name).parent for name in self._spec.rules}:
@@ -176,7 +182,8 @@ class Watcher:
             self._kernel.close()
             self._kernel = None
 
-    def _files_changed(self) -> None:
+    def files_changed(self) -> None:
+        """A file that `inotify` watches changed, or another one."""
         for file in self._files:
             self._judge(file.lines(), shared=False)
         for tail in self._logs.values():
@@ -215,18 +222,18 @@ class Watcher:
             if tail.followed:
                 self._judge(tail.lines(), shared=False)
             tail.close()
-        if self._inotify is not None and worker in self._log_watches:
-            self._inotify.forget(self._log_watches.pop(worker))
         self.pauses(worker)
 
     def _follow_logs(self) -> None:
         """Logs are read only if some rule is about them."""
         if self._inotify is None or not self._book.reads_logs:
             return
-        for worker, tail in self._logs.items():
+        for tail in self._logs.values():
             if not tail.followed:
                 tail.open()
-                self._log_watches[worker] = self._inotify.watch(tail.path, MODIFIED)
+            self._inotify.watch(
+                tail.path, MODIFIED
+            )  # again does no harm: whoever shares it may have ended it
 
     def _plan(self) -> None:
         """The next moment at which a line is overdue."""
