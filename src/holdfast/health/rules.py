@@ -121,6 +121,7 @@ def make_rule(fields: dict[str, Any]) -> Rule:
     if fields.get("fault_on_match"):
         fields.setdefault("severity", "error")
         fields.setdefault("remedy", "restart-worker")
+        fields.setdefault("quiet", 1.0)  # each counts: what a log says is acted on when it comes again
     try:
         rule = msgspec.convert(fields, Rule)
     except msgspec.ValidationError as error:
