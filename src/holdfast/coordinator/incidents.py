@@ -54,7 +54,8 @@ def open_incident(
     ranks = [r for w in names if generation and (r := generation.rank_of(w)) is not None]
     known = None if quiet or kind == "kill-coordinator" else _part_of(state, now, node, names)
     if known is not None:
-        _add(known, Evidence("", "job", cause, now))
+        if cause != known.cause:  # not what was done about it
+            _add(known, Evidence("", "job", cause, now))
         _disturb(state, known, now, names, ranks, needs_newcomer)
         if injection := _claim(state, now, node, names, kind, unnamed_hang):
             known.injected, known.fault = True, injection.fault
