@@ -12,21 +12,26 @@ from pathlib import Path
 MODIFIED, CREATED = 0x2, 0x100
 _IN_NONBLOCK = 0o4000
 _BLOCK_BYTES = 1 << 16
+WITHOUT_S = 0.5
+"""Where the kernel has no instance left for this user (there are 128 by default), `changed` is called so often."""
 
 
 class Inotify:
     """Calls `changed` when a watched file, or a file of a watched folder, changed."""
 
     def __init__(self, changed: Callable[[], None]) -> None:
-        """Raises OSError when the kernel has no inotify instance left for this user."""
+        """Raises OSError when the kernel has no inotify at all."""
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._changed = changed
         self._fd: int = self._libc.inotify_init1(_IN_NONBLOCK)
-        if self._fd < 0:
-            number = ctypes.get_errno()
-            advice = " for this user; raise fs.inotify.max_user_instances" if number == errno.EMFILE else ""
-            raise OSError(number, f"inotify: {os.strerror(number)}{advice}")
-        asyncio.get_running_loop().add_reader(self._fd, self._woken)
+        self._timer: asyncio.TimerHandle | None = None
+        if self._fd >= 0:
+            asyncio.get_running_loop().add_reader(self._fd, self._woken)
+            return
+        number = ctypes.get_errno()
+        if number != errno.EMFILE:
+            raise OSError(number, f"inotify: {os.strerror(number)}")
+        self._timer = asyncio.get_running_loop().call_later(WITHOUT_S, self._look)
 
     def watch(self, path: Path, events: int = MODIFIED) -> int:
         """Watches a file or a folder; returns the watch's number."""
@@ -37,6 +42,10 @@ class Inotify:
         """Ends one watch."""
         self._libc.inotify_rm_watch(self._fd, watch)
 
+    def _look(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(WITHOUT_S, self._look)
+        self._changed()
+
     def _woken(self) -> None:
         try:
             os.read(self._fd, _BLOCK_BYTES)
@@ -46,5 +55,8 @@ class Inotify:
 
     def close(self) -> None:
         """Ends all watches."""
-        asyncio.get_running_loop().remove_reader(self._fd)
-        os.close(self._fd)
+        if self._timer is not None:
+            self._timer.cancel()
+        else:
+            asyncio.get_running_loop().remove_reader(self._fd)
+            os.close(self._fd)
