@@ -2,7 +2,8 @@
 
 import pytest
 
-from holdfast.protocol.faults import FaultKind, FaultSpec, join_words, parse_fault
+from holdfast.errors import UsageError
+from holdfast.protocol.faults import FaultKind, FaultSpec, join_words, node_name, parse_fault
 
 XID = FaultSpec(FaultKind.XID, node=2, step=40, code=79)
 
@@ -27,3 +28,16 @@ def test_an_xid(words):
 )
 def test_what_is_shown_can_be_given_again(text):
     assert str(parse_fault(text)) == text
+
+
+@pytest.mark.parametrize(("given", "name"), [("2", "node2"), ("node2", "node2"), ("gpu-a17", "gpu-a17")])
+def test_a_node_has_a_number_or_a_name(given, name):
+    spec = parse_fault(f"kill-node:node={given}")
+    assert spec.node is not None
+    assert node_name(spec.node) == name
+    assert parse_fault(str(spec)) == spec
+
+
+def test_what_is_no_name_of_a_node_is_refused():
+    with pytest.raises(UsageError, match="neither a number nor a node's name"):
+        parse_fault("kill-node:node=-1")

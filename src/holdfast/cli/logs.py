@@ -22,7 +22,9 @@ def logs(
     rank: Annotated[
         int | None, typer.Option("--rank", help="Of this rank: every worker that had it.", min=0)
     ] = None,
-    node: Annotated[int | None, typer.Option("--node", help="Of the workers of this node.", min=0)] = None,
+    node: Annotated[
+        str | None, typer.Option("--node", help="Of the workers of this node: its name, or 2 for node2.")
+    ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends.")] = False,
     lines: Annotated[
         int, typer.Option("-n", "--lines", help="Last lines of each log; 0: all.", min=0)

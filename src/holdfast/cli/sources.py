@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.observe.units import ranks
+from holdfast.protocol.faults import node_name
 
 
 class LogSources:
     """Told every event in its order, knows the logs to show.
 
-    rank: every worker that ever had it. node: every worker of `node{node}`. Neither: the newest generation.
+    rank: every worker that ever had it. node: every worker of this node. Neither: the newest generation.
     """
 
-    def __init__(self, rank: int | None = None, node: int | None = None) -> None:
+    def __init__(self, rank: int | None = None, node: str | None = None) -> None:
         self._rank, self._node = rank, node
         self._logs: dict[str, Path] = {}
         self._nodes: dict[str, str] = {}
@@ -43,7 +44,7 @@ class LogSources:
         if self._rank is not None:
             workers = self._holders.get(self._rank, [])
         elif self._node is not None:
-            workers = [w for w, node in self._nodes.items() if node == f"node{self._node}"]
+            workers = [w for w, node in self._nodes.items() if node == node_name(self._node)]
         else:
             workers = self._members or list(self._logs)
         return {self._logs[w]: self._label(w) for w in workers if w in self._logs}

@@ -167,7 +167,7 @@ def _fault(text: str, nodes: int, nproc: int, spares: int) -> FaultSpec:
         raise UsageError(
             f"--fault {text!r}: there is no rank {spec.rank}; ranks are 0 to {nodes * nproc - 1}"
         )
-    if spec.node is not None and spec.node >= nodes + spares:
+    if isinstance(spec.node, int) and spec.node >= nodes + spares:
         raise UsageError(
             f"--fault {text!r}: there is no node {spec.node}; nodes are 0 to {nodes + spares - 1}"
         )

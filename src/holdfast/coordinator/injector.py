@@ -8,7 +8,7 @@ import msgspec
 
 from holdfast.coordinator.state import CoreState, JobPhase
 from holdfast.protocol import messages as m
-from holdfast.protocol.faults import NODE_FAULTS, PHASES, ArmedFault, FaultKind, FaultSpec
+from holdfast.protocol.faults import NODE_FAULTS, PHASES, ArmedFault, FaultKind, FaultSpec, node_name
 from holdfast.protocol.phases import Phase
 
 MIN_GAP_S = 1e-3
@@ -107,9 +107,9 @@ class Injector:
     def _idle_node(self, plan: Planned, state: CoreState) -> str | None:
         """A fault of a whole node that waits for a step, when that node is a spare: it has no steps of its own."""
         spec = plan.spec
-        name = f"node{spec.node}"
         if spec.node is None or spec.kind not in NODE_FAULTS or plan.struck or _timed(spec) or spec.phase:
             return None
+        name = node_name(spec.node)
         node, generation = state.nodes.get(name), state.generation
         if generation is None or node is None or not node.alive or state.committed < (spec.step or 0):
             return None
@@ -142,7 +142,7 @@ class Injector:
         member = self._target(plan, state)
         armed = _armed(plan)
         if member is None:
-            node = state.nodes.get(f"node{plan.spec.node}")
+            node = None if plan.spec.node is None else state.nodes.get(node_name(plan.spec.node))
             spare = node is not None and node.alive and plan.spec.kind in NODE_FAULTS
             return Strike(plan.id, node.name, m.RunFault(armed)) if spare and node else None
         plan.struck = member.worker
@@ -168,7 +168,7 @@ class Injector:
         if spec.rank is not None:
             return next((x for x in members if x.rank == spec.rank), None)
         if spec.node is not None:
-            return next((x for x in members if x.node == f"node{spec.node}"), None)
+            return next((x for x in members if x.node == node_name(spec.node)), None)
         if spec.phase == "transfer":
             restoring = [x for x in members if state.forms.get(x.worker) and state.forms[x.worker].restore]
             return restoring[0] if restoring else None

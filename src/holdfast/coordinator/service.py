@@ -31,7 +31,7 @@ from holdfast.errors import ProtocolError, UsageError
 from holdfast.protocol import messages as m
 from holdfast.protocol.availability import Availability, NodeGoing
 from holdfast.protocol.endpoint import Endpoint, write_endpoint
-from holdfast.protocol.faults import NODE_FAULTS, FaultKind, check_watched, parse_fault
+from holdfast.protocol.faults import NODE_FAULTS, FaultKind, check_watched, node_name, parse_fault
 from holdfast.protocol.frames import Codec, encode
 from holdfast.protocol.job import JobSpec, Resume
 from holdfast.protocol.tenure import LOOK_S, newest_term
@@ -424,14 +424,14 @@ class Coordinator:
         self._plan_tick()
         return _json({"fault": str(spec)})
 
-    def _check_target(self, rank: int | None, node: int | None) -> None:
+    def _check_target(self, rank: int | None, node: int | str | None) -> None:
         state = self._core.state
         members = state.generation.members if state.generation else ()
         if rank is not None and rank not in {x.rank for x in members}:
             raise UsageError(f"no rank {rank} in this job: there are {len(members)}, counted from 0")
-        if node is not None and f"node{node}" not in {n for n, x in state.nodes.items() if x.alive}:
+        if node is not None and node_name(node) not in {n for n, x in state.nodes.items() if x.alive}:
             alive = ", ".join(n for n, x in state.nodes.items() if x.alive)
-            raise UsageError(f"no node node{node} in this job: there are {alive}")
+            raise UsageError(f"no node {node_name(node)} in this job: there are {alive}")
 
     async def _resize(self, request: web.Request) -> web.StreamResponse:
         """`?nodes=N&reason=`: how many to train on from now on."""

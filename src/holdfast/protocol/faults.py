@@ -58,13 +58,18 @@ _SLOW_EXAMPLE = "for example slow=1.5x,rank=2 (slow=1x ends it)"
 _EXAMPLE = "for example --fault kill-node:node=2,step=40 or --fault kill-worker:every=8s,times=4"
 
 
+def node_name(given: int | str) -> str:
+    """A node as people call it: by its name, or by the number of one of the local engine's."""
+    return f"node{given}" if isinstance(given, int) or given.isdecimal() else given
+
+
 class FaultSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """One `--fault`. A rank or node left out is drawn at random (with `seed`) when the fault is due. factor: of `slow`, how
     many times as long the worker computes from then on; 1: as fast as before."""
 
     kind: FaultKind
     rank: int | None = None
-    node: int | None = None
+    node: int | str | None = None
     step: int | None = None
     after_s: float | None = None
     every_s: float | None = None
@@ -130,7 +135,7 @@ def parse_fault(text: str) -> FaultSpec:
     spec = FaultSpec(
         kind=kind,
         rank=_whole(text, fields, "rank"),
-        node=_whole(text, fields, "node"),
+        node=_node(text, fields),
         step=_whole(text, fields, "step"),
         after_s=_seconds(text, fields, "after"),
         every_s=_seconds(text, fields, "every"),
@@ -190,6 +195,17 @@ def _whole(text: str, fields: dict[str, str], key: str) -> int | None:
     if not re.fullmatch(r"\d+", value):
         raise UsageError(f"--fault {text!r}: {key}={value!r} is not a whole number from 0 upward; {_EXAMPLE}")
     return int(value)
+
+
+def _node(text: str, fields: dict[str, str]) -> int | str | None:
+    value = fields.get("node")
+    if value is None or re.fullmatch(r"\d+", value):
+        return _whole(text, fields, "node")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", value):
+        raise UsageError(
+            f"--fault {text!r}: node={value!r} is neither a number nor a node's name; {_EXAMPLE}"
+        )
+    return value
 
 
 def _times(text: str, fields: dict[str, str]) -> int:
