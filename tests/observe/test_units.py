@@ -46,3 +46,8 @@ def test_clip_keeps_the_width():
 def test_clock():
     assert units.clock(35.9) == "0:35"
     assert units.clock(3723) == "1:02:03"
+
+
+@pytest.mark.parametrize(("value", "said"), [(57_048_551, "57.05 M"), (812_345, "812.3 k"), (99.6, "100")])
+def test_amounts(value, said):
+    assert units.amount(value) == said

@@ -209,7 +209,7 @@ def _print(
             units.share(way.goodput),
             units.seconds(way.interval_s),
         ]
-        table.append(row + ([f"{way.cost:,.0f}"] if inputs.price else []))
+        table.append(row + ([units.amount(way.cost)] if inputs.price else []))
     print_table(out, heads, table)
     if not best.percentiles_s:
         out.write("percentiles need numpy: pip install 'holdfast[plan]'\n")

@@ -56,6 +56,13 @@ def size(nbytes: int | None) -> str:
     )
 
 
+def amount(value: float) -> str:
+    """`57.05 M`, `812.3 k`: of money in whatever currency."""
+    if value >= 1e6:
+        return f"{value / 1e6:,.2f} M"
+    return f"{value / 1e3:.1f} k" if value >= 1e4 else f"{value:.0f}"
+
+
 def rate(value: float | None) -> str:
     """`4.90 steps/s`."""
     if value is None:
