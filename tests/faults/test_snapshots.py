@@ -185,7 +185,8 @@ def test_a_rack_that_is_lost_takes_no_shard_with_it(tmp_path):
         os.kill(pid, signal.SIGKILL)
     ran = finish(process, tmp_path)
     assert ran.code == 0, ran.output[-3000:]
-    assert {f["node"] for f in ran.fields("node-lost")} == {"node0", "node2"}
+    lost = {f["node"]: f["cause"] for f in ran.fields("node-lost")}
+    assert set(lost) == {"node0", "node2"}, f"{lost}\n{ran.output[-3000:]}"
     assert min(begins(ran)[1:]) >= 620 - 3 * SAVES
     # What each rank alone knows: no sum over ranks is in it, which the restart may order otherwise.
     steps = LENGTH * (LENGTH - 1) // 2

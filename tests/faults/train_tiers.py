@@ -1,6 +1,7 @@
 """A torchrun script with two lines of `holdfast.checkpoint`: DDP, and a part of the state that every rank has alone."""
 
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -8,6 +9,7 @@ import torch.distributed as dist
 import holdfast as hf
 
 steps, every = int(sys.argv[1]), int(sys.argv[2])
+device_s = float(sys.argv[3]) if len(sys.argv) > 3 else 0.0  # that an accelerator would take for a step
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 torch.manual_seed(0)
@@ -23,6 +25,7 @@ for step in range(begin, steps):
     optimizer.zero_grad()
     ddp(x).square().mean().backward()
     optimizer.step()
+    time.sleep(device_s)
     own += (rank + 1) * step
     state["seen"] += rank + 1
     if (step + 1) % every == 0:

@@ -93,7 +93,8 @@ class HealthTotals(msgspec.Struct, omit_defaults=True):
 
 class Health(msgspec.Struct, omit_defaults=True):
     """quarantine: machine to the reason why it is not used. said: what was said loudly, and when. requests: counts the
-    orders to agents. undecided: incidents that are decided a moment later."""
+    orders to agents. undecided: incidents that are decided a moment later. turned_away: nodes that were refused as they
+    came, and why."""
 
     sightings: list[Sighting] = []
     acts: list[Act] = []
@@ -103,6 +104,7 @@ class Health(msgspec.Struct, omit_defaults=True):
     undecided: list[int] = []
     requests: int = 0
     refusals: int = 0
+    turned_away: dict[str, str] = {}
     totals: HealthTotals = msgspec.field(default_factory=HealthTotals)
 
 

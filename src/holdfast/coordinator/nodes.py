@@ -58,10 +58,12 @@ def joined(core: Core, hello: m.Hello, past: tuple[Remembered, ...] = ()) -> Non
     if reason is not None:
         admission.refuse(core, hello, reason)
         _refuse(core, hello.node, reason)
+        s.health.turned_away[hello.node] = reason
         s.joined += known is None
         s.replacing = max(0, s.replacing - 1)
         return
     s.nodes.pop(hello.node, None)
+    s.health.turned_away.pop(hello.node, None)
     node = Node(hello.node, hello.session, hello.host, hello.slots, core.now, ports=hello.ports)
     node.rack = hello.rack
     node.failures = known.failures if known else 0
@@ -101,6 +103,10 @@ def fence(core: Core, node: Node | None, name: str) -> None:
     """A node that was given up speaks: nothing of it may run on. It comes back as a new one."""
     if node is not None and node.leaving is not None:
         core.send(name, m.Shutdown(node.leaving))  # it left as planned, and is not to come back
+        return
+    refused = core.state.health.turned_away.get(name) if node is None else node.refused
+    if refused is not None:  # what it says now was on its way before it heard so
+        core.send(name, m.Shutdown(f"this node is refused: {refused}"))
         return
     if node is None or not node.fenced:
         core.send(name, m.Fence("the job went on without this node"))
@@ -375,6 +381,8 @@ def forget(core: Core) -> None:
                 s.forms.pop(name, None)
         needed = {f.worker for f in s.failures}
         s.blames = {w: b for w, b in s.blames.items() if w in s.workers or w in needed}
+    for name in list(s.health.turned_away)[:-KEPT_GONE]:
+        del s.health.turned_away[name]
     lost = [n.name for n in s.nodes.values() if not n.alive and n.refused is None]
     if len(lost) > 2 * KEPT_GONE:
         for name in lost[:-KEPT_GONE]:
