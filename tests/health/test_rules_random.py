@@ -2,7 +2,7 @@
 
 import string
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from holdfast.health import book as book_module
@@ -38,6 +38,9 @@ def test_the_fixed_part_of_a_pattern_is_in_every_line_that_matches():
 
 
 @settings(max_examples=300, deadline=None)
+@example("{?|}2", "")
+@example("[^]a]b", "cb")
+@example(r"[\]a]", "a")
 @given(st.from_regex(r"[a-c.+*?()|{}\[\]^$2]{1,12}", fullmatch=True), st.text("abc2", max_size=12))
 def test_the_fixed_part_of_any_pattern(pattern, line):
     import re

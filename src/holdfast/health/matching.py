@@ -12,6 +12,9 @@ from holdfast.health.rules import Rule
 MATCHED_CHARS = 2000
 """So much of a line is looked at: a user's pattern on a line of a megabyte would hold everything else up."""
 UNKNOWN_CODE = "unknown"
+_SET = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
+_COUNT = re.compile(r"\{(?:\d+(?:,\d*)?|,\d*)\}")
+"""A set of characters; a repetition. A brace that begins none is a character."""
 
 
 class Matcher:
@@ -85,15 +88,15 @@ def literals(pattern: str) -> tuple[str, ...]:
         if c == "\\":
             step = 2
             escaped = pattern[i + 1 : i + 2]
-            if escaped in ("x", "u", "U", "N"):
+            if escaped in ("x", "u", "U", "N") or escaped.isdigit():
                 return ("",)
             plain = "" if escaped.isalnum() else escaped
         elif c == "[":
-            end = pattern.find("]", i + 2)
-            step = end - i + 1 if end > 0 else len(pattern)
+            found = _SET.match(pattern, i)
+            step = len(found[0]) if found else len(pattern)
         elif c == "{":
-            end = pattern.find("}", i)
-            step = end - i + 1 if end > 0 else 1
+            found = _COUNT.match(pattern, i)
+            step = len(found[0]) if found else 1
         elif c in "()":
             depth += 1 if c == "(" else -1
         elif c not in ".^$*+?}|":
