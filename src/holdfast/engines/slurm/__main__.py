@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import os
 import sys
 from pathlib import Path
-
-import msgspec
 
 from holdfast.engines import jobs
 from holdfast.engines.launcher import Deposed
 from holdfast.engines.slurm.commands import Slurm
+from holdfast.engines.slurm.entry import enter
 from holdfast.engines.slurm.launcher import SlurmLauncher
 from holdfast.engines.slurm.place import find_place
 from holdfast.errors import HoldfastError
@@ -20,21 +17,8 @@ from holdfast.observe.plain import PlainView
 from holdfast.protocol.job import JobSpec
 
 
-def main() -> int:
-    """Runs the job to its end."""
-    parser = argparse.ArgumentParser(prog="holdfast.engines.slurm")
-    parser.add_argument("--job-dir", type=Path, required=True)
-    given = parser.parse_args()
-    os.umask(0o077)
-    spec = msgspec.json.decode((given.job_dir / "spec.json").read_bytes(), type=JobSpec)
-    try:
-        return asyncio.run(_run(spec, given.job_dir))
-    except HoldfastError as error:
-        print(f"holdfast: {error}", file=sys.stderr)
-        return 1
-
-
 async def _run(spec: JobSpec, job_dir: Path) -> int:
+    """Runs the job to its end."""
     place = await find_place(Slurm())
     jobs.write_allocation(job_dir, jobs.Allocation("slurm", place.allocation))
     with PlainView(spec, job_dir) as view:
@@ -54,4 +38,4 @@ async def _run(spec: JobSpec, job_dir: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(enter("holdfast.engines.slurm", _run))

@@ -4,7 +4,6 @@ coordinator's own node is lost, one of these processes starts a new coordinator 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import signal
@@ -13,7 +12,6 @@ import time
 from pathlib import Path
 
 import aiohttp
-import msgspec
 
 from holdfast.agent.link import give_up_when_gone
 from holdfast.checkpoint.memory import remove_memory
@@ -22,9 +20,9 @@ from holdfast.engines import jobs
 from holdfast.engines.agents import agent_arguments
 from holdfast.engines.launcher import Deposed
 from holdfast.engines.slurm.commands import Slurm, SlurmError
+from holdfast.engines.slurm.entry import enter
 from holdfast.engines.slurm.launcher import SlurmLauncher, read_roster
 from holdfast.engines.slurm.place import Place, find_place
-from holdfast.errors import HoldfastError
 from holdfast.observe.plain import PlainView
 from holdfast.protocol.endpoint import read_endpoint
 from holdfast.protocol.job import JobSpec
@@ -35,21 +33,8 @@ TURN_S = 0.5
 """Nodes claim in the order of their names, so much apart."""
 
 
-def main() -> int:
-    """Serves until the agent ends."""
-    parser = argparse.ArgumentParser(prog="holdfast.engines.slurm.node")
-    parser.add_argument("--job-dir", type=Path, required=True)
-    given = parser.parse_args()
-    os.umask(0o077)
-    spec = msgspec.json.decode((given.job_dir / "spec.json").read_bytes(), type=JobSpec)
-    try:
-        return asyncio.run(_run(spec, given.job_dir))
-    except HoldfastError as error:
-        print(f"holdfast: {error}", file=sys.stderr)
-        return 1
-
-
 async def _run(spec: JobSpec, job_dir: Path) -> int:
+    """Serves until the agent ends."""
     slurm = Slurm()
     place = await find_place(slurm)
     grace_s = await _grace_s(slurm)
@@ -199,4 +184,4 @@ class StandBy:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(enter("holdfast.engines.slurm.node", _run))
