@@ -4,6 +4,7 @@
 #
 #   cluster.sh with COMMAND...     starts it, runs the command with SLURM_CONF and HOLDFAST_SLURM_DIR set, ends it
 #   cluster.sh kill|boot NODE      power loss (every process of the node and its memory); power on again
+#   cluster.sh exchange NODE       power loss; another machine has its place and name
 #   cluster.sh cut|heal NODE       its network cable
 #   cluster.sh exec NODE COMMAND   runs a command on the node
 #   cluster.sh slurmctld stop|start
@@ -37,7 +38,7 @@ packages() {
 }
 
 configure() {
-  mkdir -p "$D"/{state,spool,log,pid,munge,shared}
+  mkdir -p "$D"/{state,spool,log,pid,munge,shared,machines,none}
   chmod 755 "$D" "$D"/{state,spool,log,pid}
   chmod 1777 "$D/shared"
   chmod 711 "$D/munge"
@@ -131,10 +132,12 @@ no_cables() {
 }
 
 boot() { # the process in pid/power-NODE is the power switch: with it everything on the node ends
-  local n=$1
+  local n=$1 id=$D/machines/$1
+  [ -s "$id" ] || tr -d - </proc/sys/kernel/random/uuid >"$id" # whose history it is: not that of the machine below
   # `-b`: it came up just now, whatever the machine's uptime says. nsenter, for `ip netns exec` hides /sys/fs/cgroup.
   setsid nsenter --net="/run/netns/hfslurm-$n" unshare --pid --fork --kill-child=KILL --mount --mount-proc --uts --ipc \
     bash -c "hostname $n; mount --bind $D/hosts /etc/hosts; mount -t tmpfs -o size=1g,nosuid tmpfs /dev/shm; \
+      mount --bind $id /etc/machine-id; [ ! -d /sys/class/dmi/id/ ] || mount --bind $D/none /sys/class/dmi/id/; \
       mkdir -p $D/spool/$n; exec slurmd -b -D -f $D/slurm.conf -N $n" </dev/null >>"$D/log/boot-$n.log" 2>&1 7>&- 8>&- 9>&- &
   echo $! >"$D/pid/power-$n"
   disown
@@ -199,12 +202,17 @@ case ${1:-} in
     echo "$(sinfo --version), $NODES nodes, after $SECONDS s" >&2
     "$@" 7>&-
     ;;
-  kill | boot | cut | heal | exec | slurmctld)
+  kill | boot | exchange | cut | heal | exec | slurmctld)
     D=${HOLDFAST_SLURM_DIR:?set by: cluster.sh with COMMAND}
     export SLURM_CONF=$D/slurm.conf
     case $1 in
       kill) power_off "$2" ;;
       boot) boot "$2" ;;
+      exchange)
+        power_off "$2"
+        rm -f "$D/machines/$2"
+        boot "$2"
+        ;;
       cut) ip link set "hfslurm$2" down ;;
       heal) ip link set "hfslurm$2" up ;;
       exec)
@@ -216,7 +224,7 @@ case ${1:-} in
     esac
     ;;
   *)
-    sed -n '2,9s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,10s/^# \{0,1\}//p' "$0" >&2
     exit 2
     ;;
 esac

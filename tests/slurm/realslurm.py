@@ -18,13 +18,42 @@ from holdfast.engines.client import Announcement, JobClient
 
 CLUSTER = os.environ.get("HOLDFAST_SLURM_CLUSTER", "")
 NODES = [f"n{i}" for i in range(1, 7)]
+ROOT = Path(__file__).parents[2]
+USER = "games"
+"""Of Debian's own, so slurmctld and all nodes know it."""
+OPEN = """
+home=$1 work=$(mktemp -d); shift
+for path; do mkdir -p "$work$path"; mount --bind "$path" "$work$path"; done
+mount -t tmpfs -o mode=755 tmpfs "$home"
+for path; do mkdir -p "$path"; mount --bind "$work$path" "$path"; umount -l "$work$path"; done
+rm -r "$work"
+"""
 PATIENCE_S = 60.0
+TRAIN = Path(__file__).parent / "train_paced.py"
+STEPS = 1000
+PACE_S = 0.05
 Wanted = Callable[[Announcement], bool]
 
 
 def cluster(*argv: str) -> None:
-    """cluster.sh: kill, boot, cut, heal."""
+    """cluster.sh: kill, boot, exchange, cut, heal, exec."""
     subprocess.run([CLUSTER, *argv], check=True, timeout=20)
+
+
+def as_user(node: str, home: Path) -> tuple[str, ...]:
+    """Begins a command of an ordinary user's on a node."""
+    drop = ("setpriv", f"--reuid={USER}", f"--regid={USER}", "--init-groups")
+    return (CLUSTER, "exec", node, *drop, "env", f"HOME={home}")
+
+
+def open_to_others(node: str) -> None:
+    """Python and this project may be in a home that only root can enter. On this node they are all that is in it, and
+    everybody can."""
+    needed = sorted({p.resolve() for p in (Path(sys.base_prefix), Path(sys.prefix), ROOT)})
+    closed = {p: next((c for c in reversed(p.parents) if not c.stat().st_mode & 0o001), None) for p in needed}
+    for home in set(filter(None, closed.values())):
+        inside = [str(p) for p, c in closed.items() if c == home]
+        cluster("exec", node, "bash", "-ec", OPEN, "bash", str(home), *inside)
 
 
 def slurm(*argv: str, check: bool = True) -> str:
@@ -44,7 +73,8 @@ def until(true: Callable[[], bool], what: str, within_s: float = PATIENCE_S) -> 
 
 def mend() -> None:
     """Every node is up, plugged in and idle, and no job is left."""
-    slurm("scancel", "--user", str(os.getuid()), check=False)
+    if jobs := slurm("squeue", "--noheader", "--format=%A").split():
+        slurm("scancel", *jobs, check=False)
     for node in NODES:
         cluster("heal", node)
         if not (Path(os.environ["HOLDFAST_SLURM_DIR"]) / "pid" / f"power-{node}").exists():
@@ -67,11 +97,13 @@ def mend() -> None:
 class Job:
     """`holdfast run --engine slurm`, and what became of it."""
 
-    def __init__(self, home: Path, name: str, *args: object) -> None:
+    def __init__(self, home: Path, name: str, *args: object, login: tuple[str, ...] = ()) -> None:
+        """login: what makes a command somebody else's (see `as_user`)."""
         self.name, self.home = name, home
         self.dir = home / "jobs" / name
         self.env = dict(os.environ, HOLDFAST_HOME=str(home), OMP_NUM_THREADS="1")
-        argv = [sys.executable, "-m", "holdfast.cli", "run", "--engine", "slurm", "--no-ui", "--job", name]
+        self._holdfast = [*login, sys.executable, "-m", "holdfast.cli"]
+        argv = [*self._holdfast, "run", "--engine", "slurm", "--no-ui", "--job", name]
         self.log = home / f"{name}.log"
         with self.log.open("wb") as out:
             self.process = subprocess.Popen(
@@ -150,6 +182,11 @@ class Job:
 
         asyncio.run(send())
 
+    def notes(self) -> str:
+        """What the launchers in the allocation said."""
+        said = [*self.dir.glob("slurm-*.out"), *self.dir.glob("logs/agents/*.log")]
+        return "".join(p.read_text() for p in said)
+
     def report(self) -> dict[str, Any]:
         value: dict[str, Any] = json.loads((self.dir / "report.json").read_text())
         return value
@@ -163,7 +200,7 @@ class Job:
 
     def command(self, *args: str, within_s: float = 60.0) -> subprocess.CompletedProcess[str]:
         """Another command of holdfast's about this job."""
-        argv = [sys.executable, "-m", "holdfast.cli", args[0], "--job", self.name, *args[1:]]
+        argv = [*self._holdfast, args[0], "--job", self.name, *args[1:]]
         return subprocess.run(
             argv, env=self.env, capture_output=True, text=True, timeout=within_s, check=False
         )
@@ -173,3 +210,40 @@ def members(status: dict[str, Any]) -> list[str]:
     """The nodes that train, by rank."""
     ranked = [w for w in status["workers"] if w["rank"] is not None]
     return [w["node"] for w in sorted(ranked, key=lambda w: w["rank"])]
+
+
+def paced(home: Path, name: str) -> list[object]:
+    """Arguments of the script: slow until `hurry`."""
+    return [STEPS, PACE_S, home / f"{name}.hurry"]
+
+
+def hurry(job: Job) -> None:
+    """The rest of the steps as fast as can be."""
+    (job.home / f"{job.name}.hurry").touch()
+
+
+def told(what: str, report: dict) -> None:
+    """Prints what the incidents cost."""
+    for i in report["incidents"]:
+        print(
+            f"\n{what}: {i['cause']}: detected after {i['detect_s']} s, training after {i['stall_s']} s, "
+            f"at full strength after {i['full_strength_s']} s",
+            end="",
+        )
+
+
+def on_node(node: str, text: str) -> list[str]:
+    """Command lines of a node's processes that contain the text."""
+    found = subprocess.run(
+        [os.environ["HOLDFAST_SLURM_CLUSTER"], "exec", node, "ps", "-eo", "args"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return [line for line in found.stdout.splitlines() if text in line]
+
+
+def events(job: Job, kind: str) -> list[dict]:
+    said = job.command("events", "--json", "--kind", kind)
+    assert said.returncode == 0, said.stderr
+    return [json.loads(line) for line in said.stdout.splitlines()]

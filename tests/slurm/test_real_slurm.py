@@ -6,64 +6,31 @@
 from __future__ import annotations
 
 import json
-import os
+import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from realslurm import Job, cluster, members, mend, slurm, until
+from realslurm import (
+    NODES,
+    STEPS,
+    TRAIN,
+    USER,
+    Job,
+    as_user,
+    cluster,
+    events,
+    hurry,
+    members,
+    on_node,
+    open_to_others,
+    paced,
+    slurm,
+    told,
+    until,
+)
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
-TRAIN = Path(__file__).parent / "train_paced.py"
-STEPS = 1000
-PACE_S = 0.05
-
-
-@pytest.fixture(scope="session")
-def home() -> Path:
-    """The shared folder."""
-    path = Path(os.environ["HOLDFAST_SLURM_DIR"]) / "shared" / f"home-{os.getpid()}"
-    path.mkdir()
-    return path
-
-
-@pytest.fixture(autouse=True)
-def whole_cluster():
-    yield
-    mend()
-
-
-@pytest.fixture(scope="session")
-def undisturbed(home: Path) -> list[float]:
-    """The losses of the same training on one worker that nothing happens to."""
-    env = dict(os.environ, HOLDFAST_HOME=str(home), OMP_NUM_THREADS="1")
-    argv = [sys.executable, "-m", "holdfast.cli", "run", "--no-ui", "--job", "alone", TRAIN, STEPS]
-    subprocess.run([*map(str, argv)], env=env, check=True, timeout=100, capture_output=True)
-    job = Job.__new__(Job)
-    job.dir = home / "jobs" / "alone"
-    return job.losses()
-
-
-def paced(home: Path, name: str) -> list[object]:
-    """Arguments of the script: slow until `hurry`."""
-    return [STEPS, PACE_S, home / f"{name}.hurry"]
-
-
-def hurry(job: Job) -> None:
-    """The rest of the steps as fast as can be."""
-    (job.home / f"{job.name}.hurry").touch()
-
-
-def told(what: str, report: dict) -> None:
-    """Prints what the incidents cost."""
-    for i in report["incidents"]:
-        print(
-            f"\n{what}: {i['cause']}: detected after {i['detect_s']} s, training after {i['stall_s']} s, "
-            f"at full strength after {i['full_strength_s']} s",
-            end="",
-        )
 
 
 def test_nodes_lost_drained_and_the_coordinators_own(home: Path, undisturbed: list[float]) -> None:
@@ -163,21 +130,45 @@ def test_a_node_cut_off_fences_itself(home: Path, undisturbed: list[float]) -> N
     assert job.losses() == undisturbed
 
 
-def on_node(node: str, text: str) -> list[str]:
-    """Command lines of a node's processes that contain the text."""
-    found = subprocess.run(
-        [os.environ["HOLDFAST_SLURM_CLUSTER"], "exec", node, "ps", "-eo", "args"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return [line for line in found.stdout.splitlines() if text in line]
+@pytest.fixture
+def users_home(home: Path):
+    """Of an ordinary user, who can use Python on every node."""
+    path = home.parent / "games"
+    path.mkdir()
+    shutil.chown(path, USER, USER)
+    for node in NODES:
+        open_to_others(node)
+    yield path
+    for node in NODES:
+        cluster("kill", node)
 
 
-def events(job: Job, kind: str) -> list[dict]:
-    said = job.command("events", "--json", "--kind", kind)
-    assert said.returncode == 0, said.stderr
-    return [json.loads(line) for line in said.stdout.splitlines()]
+def test_an_ordinary_user_has_everything_but_draining(users_home: Path, undisturbed: list[float]) -> None:
+    args = ["--nnodes", 3, "--spares", 2, "--wait-for-spare", "--blast-radius", 1, TRAIN]
+    login = as_user("n6", users_home)
+    with Job(users_home, "mine", *args, *paced(users_home, "mine"), login=login) as job:
+        status = job.training(3, spares=2)
+        head = job.coordinator
+        sick = next(n for n in members(status) if n not in (head, "n6"))
+        assert job.command("fault", "xid=79", f"node={sick}").returncode == 0
+        left = job.event("node-lost", node=sick)
+        job.event("incident-closed", left["seq"])
+        until(lambda: f"{sick} is not drained in Slurm" in job.notes(), "it is said")
+        assert "this job does not use it any more, others may get it" in job.notes()
+        until(lambda: slurm("sinfo", "-h", "-n", sick, "-p", "train", "-o", "%T") == "idle", "Slurm has it")
+
+        status = job.training(
+            3, spares=2
+        )  # one of them from a follow-up allocation, which is not the sick node
+        assert sick not in {w["node"] for w in status["workers"] if w["state"] != "gone"}
+        cluster("kill", head)
+        status = job.training(3, beyond=status["step"] + 20)
+        assert job.coordinator != head
+        hurry(job)
+        assert job.wait(100) == 0
+    told("mine", job.report())
+    assert job.losses() == undisturbed
+    assert {p.owner() for p in job.dir.rglob("*")} == {USER}
 
 
 def test_commands_from_elsewhere_and_a_submitter_that_dies(home: Path) -> None:
