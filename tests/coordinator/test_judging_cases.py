@@ -5,48 +5,25 @@ from __future__ import annotations
 import msgspec
 import pytest
 from desk import Desk, running
+from findings import (
+    ERROR,
+    FATAL,
+    WARNING,
+    WIDE,
+    come_back,
+    finds,
+    marked,
+    park_all,
+    train_on,
+    verdicts,
+)
 
 from holdfast.coordinator import events as e
-from holdfast.coordinator import fleet, incidents
+from holdfast.coordinator import incidents
 from holdfast.coordinator.history import Kind, Remembered
-from holdfast.coordinator.state import Incident, WorkerPhase
+from holdfast.coordinator.state import Incident
 from holdfast.protocol import messages as m
-from holdfast.protocol.health import CheckResult, Condition, Finding, HealthSpec, Remedy, Severity
-
-FATAL, ERROR, WARNING = Severity.FATAL, Severity.ERROR, Severity.WARNING
-WIDE = HealthSpec(blast_share=1.0)
-
-
-def finding(
-    rule: str = "xid-79", severity: Severity = FATAL, remedy: Remedy = Remedy.REPLACE, **more: object
-) -> Finding:
-    fields = {"source": "kmsg", "evidence": f"{rule} was seen", "device": "GPU-1"} | more
-    return Finding(rule, severity, remedy, **fields)  # type: ignore[arg-type]
-
-
-def finds(desk: Desk, node: str, *args: object, **more: object) -> list[e.Action]:
-    return desk.do(e.NodeSays(node, m.Found((finding(*args, **more),))))  # type: ignore[arg-type]
-
-
-def park_all(desk: Desk) -> None:
-    for worker in desk.members():
-        if desk.known(worker).phase is WorkerPhase.MEMBER:
-            desk.parks(worker, desk.state.committed)
-
-
-def train_on(desk: Desk) -> None:
-    """Whatever ends now ends, and what comes next commits a step."""
-    park_all(desk)
-    desk.commit(desk.state.committed + 1)
-
-
-def verdicts(desk: Desk) -> list[tuple[object, object]]:
-    return [(v["does"], v["against"]) for v in desk.records("verdict")]
-
-
-def marked(desk: Desk) -> list[str]:
-    return [a.node for a in desk.did(e.MarkNode)]
-
+from holdfast.protocol.health import CheckResult, Condition, HealthSpec, Remedy
 
 # ---------------------------------------------------------------- one incident
 
@@ -325,11 +302,6 @@ def test_what_is_told_again_a_moment_later_does_not_climb():
     assert len(desk.incidents()) == 1
 
 
-def come_back(desk: Desk, name: str, *past: Remembered, identity: str = "M1", **more: object) -> None:
-    hello = m.Hello(m.PROTOCOL_VERSION, name, f"{name}-x", name, 1, 1, identity=identity, **more)  # type: ignore[arg-type]
-    desk.do(e.NodeJoined(hello, past))
-
-
 def test_two_reboots_for_the_same_and_the_node_is_replaced():
     desk = running(2, health=WIDE)
     for i in range(3):
@@ -381,53 +353,6 @@ def test_a_worker_that_ended_by_itself_is_not_ended_again():
 
 
 # ---------------------------------------------------------------- limits
-
-
-def test_no_more_nodes_than_the_blast_limit_are_acted_on_and_that_is_said_once():
-    desk = running(8)
-    for i in range(5):
-        finds(desk, f"n{i}", f"xid-{i}")
-    assert fleet.limit(desk.core) == 2
-    assert marked(desk) == ["n0", "n1"]
-    assert verdicts(desk)[2:] == [("watch", "blast")] * 3
-    assert len(desk.records("blast-limit")) == 1
-    assert not any(i.open for i in desk.incidents()[2:])
-
-
-def test_after_the_window_nodes_may_be_acted_on_again():
-    desk = running(4)
-    finds(desk, "n0")
-    finds(desk, "n1", "xid-62")
-    assert marked(desk) == ["n0"]
-    train_on(desk)
-    desk.wait(601.0)
-    finds(desk, "n1", "xid-62")
-    assert marked(desk) == ["n0", "n1"]
-
-
-def test_the_same_on_many_nodes_is_the_network_s():
-    desk = running(8)
-    for i in range(5):
-        finds(desk, f"n{i}", "link-down", ERROR)
-    desk.wait(3.0)
-    assert marked(desk) == []
-    assert not any(n.leaving for n in desk.state.nodes.values())
-    [storm] = desk.records("storm")
-    assert (storm["nodes"], storm["of"]) == (3, 8)
-    assert {against for _, against in verdicts(desk)} == {"storm"}
-    assert not any(i.open or i.due_s for i in desk.incidents())
-
-
-def test_what_was_planned_is_called_off_when_many_report_the_same():
-    desk = running(4, wait_for_spare=True)
-    finds(desk, "n0", "link-down", ERROR)
-    desk.wait(3.0)
-    assert desk.state.nodes["n0"].leaving
-    for i in (1, 2):
-        finds(desk, f"n{i}", "link-down", ERROR)
-    assert desk.state.nodes["n0"].leaving is None
-    assert desk.records("node-stays")
-    assert fleet.acted_on(desk.core) == set()
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from holdfast.coordinator import history, nodes
-from holdfast.coordinator.casebook import KEPT_ACTS, KEPT_MACHINES, Act, Checking, count
+from holdfast.coordinator import fleet, history, judging, nodes
+from holdfast.coordinator.casebook import KEPT_MACHINES, Act, Checking, count
 from holdfast.coordinator.events import MarkNode, Remember
 from holdfast.coordinator.history import Kind, Remembered
 from holdfast.coordinator.state import Incident, Node
@@ -58,12 +58,7 @@ def admit(core: Core, node: Node, hello: m.Hello, past: Sequence[Remembered]) ->
     known = history.standing(past, node.devices)
     node.trial, node.lemon = known.trial, known.lemon
     if not any(a.machine == node.machine for a in s.health.acts):
-        for record in known.acts[-PAST_ACTS:]:
-            at_s, remedy = core.now - record.age_s, Remedy(record.remedy)
-            s.health.acts.insert(
-                0, Act(at_s, node.machine, node.name, record.rule, remedy, device=record.device, done_s=at_s)
-            )
-        del s.health.acts[:-KEPT_ACTS]
+        fleet.recalled(core, [_earlier(core, node, record) for record in known.acts[-PAST_ACTS:]])
     why = s.health.quarantine.get(node.machine) or known.quarantine
     if why:
         s.health.quarantine[node.machine] = why
@@ -72,6 +67,14 @@ def admit(core: Core, node: Node, hello: m.Hello, past: Sequence[Remembered]) ->
         _check(core, node, NEW)
     if node.lemon:
         core.record("lemon", node=node.name, reason=node.lemon)
+
+
+def _earlier(core: Core, node: Node, record: Remembered) -> Act:
+    """A remedy of another job, on this one's clock."""
+    at_s, remedy = core.now - record.age_s, Remedy(record.remedy)
+    act = Act(at_s, node.machine, node.name, record.rule, remedy, device=record.device, earlier=True)
+    act.done_s = at_s
+    return act
 
 
 def _check(core: Core, node: Node, why: str) -> None:
@@ -141,6 +144,7 @@ def cleared(core: Core, machine: str, rule: str) -> None:
     health = core.state.health
     health.quarantine.pop(machine, None)
     names = {n.name for n in core.state.nodes.values() if n.machine == machine}
+    judging.cleared(core, names, rule)
     health.asks[:] = [a for a in health.asks if a.node not in names or rule not in ("", a.rule)]
     for node in [n for n in core.alive_nodes() if n.machine == machine]:
         node.lemon = ""

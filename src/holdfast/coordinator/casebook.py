@@ -41,7 +41,7 @@ class Sighting(msgspec.Struct, omit_defaults=True):
 
 
 class Act(msgspec.Struct, omit_defaults=True):
-    """One remedy that was begun. machine: the node's lasting identity. age_s: of one of an earlier job, when it was told.
+    """One remedy that was begun. machine: the node's lasting identity. earlier: by another job, before this one.
 
     request, until_s: of an order that an agent has yet to answer. sent: it has the order.
     """
@@ -58,6 +58,7 @@ class Act(msgspec.Struct, omit_defaults=True):
     request: int = 0
     until_s: float | None = None
     sent: bool = False
+    earlier: bool = False
 
     @property
     def done(self) -> bool:
@@ -92,11 +93,12 @@ class HealthTotals(msgspec.Struct, omit_defaults=True):
 
 
 class Health(msgspec.Struct, omit_defaults=True):
-    """quarantine: machine to the reason why it is not used. said: what was said loudly, and when. requests: counts the
-    orders to agents. undecided: incidents that are decided a moment later. turned_away: nodes that were refused as they
-    came, and why."""
+    """reports: rule to the machines that it matched on within the last minute, and when. quarantine: machine to the
+    reason why it is not used. said: what was said loudly, and when. requests: counts the orders to agents. undecided:
+    incidents that are decided later. turned_away: nodes that were refused as they came, and why."""
 
     sightings: list[Sighting] = []
+    reports: dict[str, dict[str, float]] = {}
     acts: list[Act] = []
     quarantine: dict[str, str] = {}
     said: dict[str, float] = {}

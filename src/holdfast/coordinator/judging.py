@@ -16,6 +16,7 @@ from holdfast.coordinator import fleet, incidents, remedies, verdicts
 from holdfast.coordinator.casebook import (
     KEPT_ASKS,
     KEPT_SIGHTINGS,
+    SEVERITIES,
     TEXT_CHARS,
     Act,
     Ask,
@@ -89,6 +90,7 @@ def _write(core: Core, node: Node, finding: Finding, incident: Incident | None) 
 
 
 def _sight(core: Core, node: Node, finding: Finding) -> None:
+    fleet.reported(core, node, finding.rule)
     grave = _counts(finding) or (
         finding.severity is Severity.WARNING and stronger(finding.remedy, Remedy.WATCH)
     )
@@ -253,15 +255,15 @@ def _is_storm(core: Core, node: Node, incident: Incident) -> bool:
     seen = fleet.storm(core, incident.rule)
     if seen is None:
         return False
-    nodes, within_s = seen
+    nodes, of, within_s = seen
     key = f"storm {incident.rule}"
     if core.now - core.state.health.said.get(key, -BURST_S) >= BURST_S:
-        core.record(
-            "storm", rule=incident.rule, nodes=nodes, of=fleet.size(core), within_s=round(within_s, 3)
-        )
+        core.record("storm", rule=incident.rule, nodes=nodes, of=of, within_s=round(within_s, 3))
     _say(core, key)
-    reason = f"{nodes} of {fleet.size(core)} nodes report it within {within_s:.0f} s"
-    for other in core.state.incidents[-incidents.LOOKED_AT :]:
+    reason = f"{nodes} of {of} nodes report it within {within_s:.0f} s"
+    health = core.state.health
+    for number in sorted({*health.undecided, *(a.incident for a in health.acts if not a.done)}):
+        other = core.state.incidents[number - 1]
         there = core.state.nodes.get(other.node or "")
         if other.rule != incident.rule or there is None:
             continue
@@ -291,18 +293,55 @@ def _undecided(core: Core) -> list[Incident]:
 def _later(core: Core, incident: Incident, at_s: float) -> None:
     """It is decided then."""
     incident.due_s = at_s
-    if incident.id not in core.state.health.undecided:
-        core.state.health.undecided.append(incident.id)
+    undecided = core.state.health.undecided
+    if incident.id not in undecided:
+        undecided.append(incident.id)
+    while len(undecided) > max(KEPT_SIGHTINGS, fleet.size(core)):
+        core.state.incidents[undecided.pop(0) - 1].due_s = None
 
 
 def due(core: Core) -> None:
-    """Decides what was left until now."""
-    for incident in _undecided(core):
-        if incident.due_s is not None and core.now >= incident.due_s:
-            decide(core, incident)
+    """Decides what was left until now, the worst first."""
+    now = [i for i in _undecided(core) if i.due_s is not None and core.now >= i.due_s]
+    for incident in sorted(now, key=lambda i: -SEVERITIES.index(i.severity)):
+        node = core.state.nodes.get(incident.node or "")
+        if incident.due_s is None:
+            continue  # what was just decided called it off
+        if incident.verdict and node is not None and node.alive:
+            if (past := _past(core, node, incident)) is not None:
+                _withhold(core, node, incident, past)
+                continue
+            incident.verdict = ""  # whatever is decided is said once more
+        decide(core, incident)
     health = core.state.health
     health.undecided = [n for n in health.undecided if core.state.incidents[n - 1].due_s is not None]
     remedies.late(core)
+
+
+def _past(core: Core, node: Node, incident: Incident) -> Decision | None:
+    """Why nothing need be done any more about what could not be done before."""
+    for act in core.state.health.acts:
+        same = act.remedy is not Remedy.RESET_DEVICE or not incident.device or act.device == incident.device
+        helped = act.done and not act.error and same and verdicts.acts_on_node(act.remedy)
+        if act.machine == node.machine and act.at_s > incident.heard_s and helped:
+            return Decision(
+                Remedy.WATCH, f"{act.remedy.value} was done since, and it was not seen again", "done"
+            )
+    silent_s = core.now - incident.heard_s
+    if incident.source in verdicts.SOFT_SOURCES and silent_s > BURST_S:
+        told = f"what {incident.source} says must be new, and it was last seen {silent_s:.0f} s ago"
+        return Decision(Remedy.WATCH, told, "past")
+    return None
+
+
+def cleared(core: Core, nodes: set[str], rule: str) -> None:
+    """A person says that these nodes are well, or that a rule was wrong about them: what is left to do is not done."""
+    for incident in _undecided(core):
+        node = core.state.nodes.get(incident.node or "")
+        if node is not None and node.name in nodes and rule in ("", incident.rule):
+            _withhold(
+                core, node, incident, Decision(Remedy.WATCH, "a person says that it is well", "cleared")
+            )
 
 
 def decide(core: Core, incident: Incident) -> None:
@@ -320,12 +359,12 @@ def decide(core: Core, incident: Incident) -> None:
         return
     decision = _decision(core, node, incident.rule, incident.device, incident.source, incident.asked, None)
     fatal = incident.severity is Severity.FATAL
+    if decision.against or decision.does is Remedy.WATCH:
+        _withhold(core, node, incident, decision)
+        return
     if decision.after_s is not None and not fatal:
         _later(core, incident, decision.after_s)
         _verdict(core, node, incident, decision, Remedy.WATCH)
-        return
-    if decision.against or decision.does is Remedy.WATCH:
-        _withhold(core, node, incident, decision)
         return
     if decision.does is Remedy.ASK:
         incident.does = Remedy.ASK
@@ -359,6 +398,8 @@ def _withhold(core: Core, node: Node, incident: Incident, decision: Decision) ->
     incident.due_s = None
     count(core.state.health.totals.withheld, decision.against or "watch")
     _verdict(core, node, incident, decision, Remedy.WATCH)
+    if decision.after_s is not None:
+        _later(core, incident, decision.after_s)
     if decision.against == "blast":
         since_s = core.state.health.said.get("blast", -core.spec.health.blast_window_s)
         if core.now - since_s >= core.spec.health.blast_window_s:
@@ -385,6 +426,7 @@ def _verdict(core: Core, node: Node, incident: Incident, decision: Decision, doe
         against=decision.against,
         reason=decision.reason,
         weighed=decision.weighed,
+        again_s=None if decision.after_s is None else round(decision.after_s - core.now, 3),
     )
 
 
@@ -431,7 +473,7 @@ def _decision(
         told = (
             f"{len(near)} of {fleet.size(core)} nodes were acted on within {window_s:g} s, and no more may be"
         )
-        return Decision(does, told, "blast", tuple(weighed))
+        return Decision(does, told, "blast", tuple(weighed), fleet.may_act_at_s(core))
     if node.lemon:
         weighed.append(f"history: {node.lemon}")
     wait_s = verdicts.back_off_s(done)

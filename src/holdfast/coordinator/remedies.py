@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from holdfast.coordinator import admission, failures, gang, incidents, judging, nodes, resizing, saving
-from holdfast.coordinator.casebook import KEPT_ACTS, Act
+from holdfast.coordinator import admission, failures, fleet, gang, incidents, judging, nodes, resizing, saving
+from holdfast.coordinator.casebook import Act
 from holdfast.coordinator.events import MarkNode, RebootNode, ReleaseNode
 from holdfast.coordinator.history import Kind
 from holdfast.coordinator.state import Incident, JobPhase, Node, Worker, WorkerPhase
@@ -31,8 +31,7 @@ def begin(core: Core, node: Node, incident: Incident, remedy: Remedy, planned: b
             if before.incident != incident.id:
                 settle(core, core.state.incidents[before.incident - 1])
     act = Act(core.now, node.machine, node.name, incident.rule, remedy, incident.id, incident.device)
-    acts.append(act)
-    del acts[:-KEPT_ACTS]
+    fleet.entered(core, act)
     if not incident.injected:
         judging.remember(core, node, Kind.ACTED, incident, remedy.value)
     if remedy is Remedy.RESTART_WORKER:

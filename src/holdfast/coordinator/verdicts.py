@@ -37,7 +37,7 @@ against it, and it must come twice."""
 
 class Decision(msgspec.Struct, frozen=True, omit_defaults=True):
     """does: the remedy; WATCH: nothing. against: what spoke against acting, one word; empty: nothing did. reason: for
-    people. weighed: what was looked at, in words. after_s: not before, on the core's clock."""
+    people. weighed: what was looked at, in words. after_s: not before, on the core's clock; then it is decided again."""
 
     does: Remedy
     reason: str

@@ -123,6 +123,8 @@ def _weighed(mine: Sequence[Entry]) -> list[str]:
         lines.append(f"  {does(f['does'])}, because {f['reason']}")
         if f.get("against") and f["would"] != f["does"]:
             lines.append(f"    without that: {does(f['would'])}")
+        if f.get("again_s") is not None:
+            lines.append(f"    decided again after {units.seconds(f['again_s'])}, if it still stands")
         lines += [f"    weighed: {w}" for w in f.get("weighed") or []]
     return ["", "What was decided:", *lines] if lines else []
 

@@ -92,7 +92,8 @@ def does(remedy: str) -> str:
 
 def _verdict(f: Fields) -> str:
     number = f"incident {f['incident']}: " if f.get("incident") else ""
-    return f"{number}{f['node']}: {does(f['does'])}: {f['reason']}"
+    again = "" if f.get("again_s") is None else f" (again in {seconds(f['again_s'])})"
+    return f"{number}{f['node']}: {does(f['does'])}: {f['reason']}{again}"
 
 
 def _storm(f: Fields) -> str:
@@ -102,7 +103,7 @@ def _storm(f: Fields) -> str:
 
 def _blast_limit(f: Fields) -> str:
     window = f"{f['nodes']} of {plural(f['of'], 'node')} acted on within {seconds(f['within_s'])}"
-    return f"{window}, the limit: {f['node']} and others are left alone"
+    return f"{window}, the limit: {f['node']} and others are left alone for now"
 
 
 def _asked(f: Fields) -> str:

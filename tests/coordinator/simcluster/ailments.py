@@ -174,7 +174,7 @@ class Ailments:
         limit = verdicts.blast_limit(size, share)
         for act in state.health.acts:
             key = (act.incident, act.machine, act.remedy.value)
-            if act.incident and verdicts.acts_on_node(act.remedy) and key not in self._counted:
+            if not act.earlier and verdicts.acts_on_node(act.remedy) and key not in self._counted:
                 again = any(machine == act.machine for _, machine, _ in self._counted)
                 self._counted.add(key)
                 before = {m for _, m, _ in self._counted if m in near} - {act.machine}

@@ -1,0 +1,50 @@
+"""Findings for a core that is driven by hand, and what it made of them."""
+
+from __future__ import annotations
+
+from desk import Desk
+
+from holdfast.coordinator import events as e
+from holdfast.coordinator.history import Remembered
+from holdfast.coordinator.state import WorkerPhase
+from holdfast.protocol import messages as m
+from holdfast.protocol.health import Finding, HealthSpec, Remedy, Severity
+
+FATAL, ERROR, WARNING = Severity.FATAL, Severity.ERROR, Severity.WARNING
+WIDE = HealthSpec(blast_share=1.0)
+
+
+def finding(
+    rule: str = "xid-79", severity: Severity = FATAL, remedy: Remedy = Remedy.REPLACE, **more: object
+) -> Finding:
+    fields = {"source": "kmsg", "evidence": f"{rule} was seen", "device": "GPU-1"} | more
+    return Finding(rule, severity, remedy, **fields)  # type: ignore[arg-type]
+
+
+def finds(desk: Desk, node: str, *args: object, **more: object) -> list[e.Action]:
+    return desk.do(e.NodeSays(node, m.Found((finding(*args, **more),))))  # type: ignore[arg-type]
+
+
+def park_all(desk: Desk) -> None:
+    for worker in desk.members():
+        if desk.known(worker).phase is WorkerPhase.MEMBER:
+            desk.parks(worker, desk.state.committed)
+
+
+def train_on(desk: Desk) -> None:
+    """Whatever ends now ends, and what comes next commits a step."""
+    park_all(desk)
+    desk.commit(desk.state.committed + 1)
+
+
+def verdicts(desk: Desk) -> list[tuple[object, object]]:
+    return [(v["does"], v["against"]) for v in desk.records("verdict")]
+
+
+def marked(desk: Desk) -> list[str]:
+    return [a.node for a in desk.did(e.MarkNode)]
+
+
+def come_back(desk: Desk, name: str, *past: Remembered, identity: str = "M1", **more: object) -> None:
+    hello = m.Hello(m.PROTOCOL_VERSION, name, f"{name}-x", name, 1, 1, identity=identity, **more)  # type: ignore[arg-type]
+    desk.do(e.NodeJoined(hello, past))
