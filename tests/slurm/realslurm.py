@@ -81,17 +81,19 @@ def mend() -> None:
             cluster("boot", node)
     until(lambda: not slurm("squeue", "-h"), "the queue is empty")
 
-    def idle() -> bool:
-        states = dict(
-            x.split() for x in slurm("sinfo", "-h", "-N", "-p", "train", "-o", "%N %T").splitlines()
-        )
-        for node in [
-            n for n, s in states.items() if s.rstrip("*") in ("down", "drained", "draining", "fail")
-        ]:
-            slurm("scontrol", "update", f"nodename={node}", "state=resume", check=False)
-        return sum(s == "idle" for s in states.values()) == len(NODES)
+    until(lambda: sum([usable(node) for node in NODES]) == len(NODES), "all nodes are idle")
 
-    until(idle, "all nodes are idle")
+
+def state(node: str) -> str:
+    return slurm("sinfo", "-h", "-n", node, "-p", "train", "-o", "%T")
+
+
+def usable(node: str) -> bool:
+    """Whether it is idle. One that is kept out for good is let in again, and is idle after a while."""
+    now = state(node)
+    if now.rstrip("*") in ("down", "drained", "fail"):
+        slurm("scontrol", "update", f"nodename={node}", "state=resume", check=False)
+    return now == "idle"
 
 
 class Job:

@@ -26,6 +26,7 @@ from realslurm import (
     open_to_others,
     paced,
     slurm,
+    state,
     told,
     until,
 )
@@ -44,7 +45,7 @@ def test_nodes_lost_drained_and_the_coordinators_own(home: Path, undisturbed: li
         cluster("kill", victim)  # power loss: the spare in the allocation takes over
         lost = job.event("node-lost", node=victim)
         job.event("incident-closed", lost["seq"])
-        until(lambda: "down" in slurm("sinfo", "-h", "-n", victim, "-p", "train", "-o", "%T"), "Slurm knows")
+        until(lambda: "down" in state(victim), "Slurm knows")
         assert "holdfast lost" in slurm("sinfo", "-h", "-n", victim, "-p", "train", "-o", "%E")
 
         status = job.training(3, spares=1)  # a node from a follow-up allocation is the spare now
@@ -53,7 +54,7 @@ def test_nodes_lost_drained_and_the_coordinators_own(home: Path, undisturbed: li
         left = job.event("node-left", node=drained)
         assert "Slurm drains it: fan" in left["fields"]["reason"]
         until(
-            lambda: slurm("sinfo", "-h", "-n", drained, "-p", "train", "-o", "%T") in ("draining", "drained"),
+            lambda: state(drained) in ("draining", "drained"),
             "drained",
         )
 
@@ -155,7 +156,7 @@ def test_an_ordinary_user_has_everything_but_draining(users_home: Path, undistur
         job.event("incident-closed", left["seq"])
         until(lambda: f"{sick} is not drained in Slurm" in job.notes(), "it is said")
         assert "this job does not use it any more, others may get it" in job.notes()
-        until(lambda: slurm("sinfo", "-h", "-n", sick, "-p", "train", "-o", "%T") == "idle", "Slurm has it")
+        until(lambda: state(sick) == "idle", "Slurm has it")
 
         status = job.training(
             3, spares=2

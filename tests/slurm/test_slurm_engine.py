@@ -25,7 +25,7 @@ class Answers:
 
     async def run(self, *argv: str, **options: object) -> str:
         self.asked.append(argv)
-        if argv[:2] == ("scontrol", "update") and not self.admin:
+        if argv[:2] in (("scontrol", "update"), ("scontrol", "reboot")) and not self.admin:
             raise SlurmError("scontrol: slurm_update error: Invalid user id")
         return ""
 
@@ -102,6 +102,34 @@ def test_a_bad_node_is_drained_and_turned_away(tmp_path: Path) -> None:
     assert update[2:] == ("nodename=n2", "state=drain", "reason=holdfast job: xid 79: fell off")
     assert shrink[2:] == ("jobid=7", "nodelist=n1,n3")
     assert engine.posts == [NodeTaken("n2", "xid 79: fell off")]
+
+
+@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize("admin", [False, True])
+def test_a_node_is_booted_and_another_asked_for(tmp_path: Path, planned: bool, admin: bool) -> None:
+    engine = Engine(tmp_path, admin)
+    if admin:  # what `scontrol reboot ASAP` makes of it
+        states = frozenset({"MIXED", "DRAIN", "REBOOT_REQUESTED"})
+        engine.slurm.states["n2"] = NodeLine("n2", "127.0.0.1", states, "holdfast")
+
+    async def boot() -> None:
+        await engine.release("n2", "xid 154", planned)
+        await engine.reboot("n2", "xid 154")
+        await engine.settle()
+
+    asyncio.run(boot())
+    assert (
+        "scontrol",
+        "reboot",
+        "ASAP",
+        "nextstate=RESUME",
+        "reason=holdfast job: xid 154",
+        "n2",
+    ) in engine.slurm.asked
+    assert not any("state=down" in a for a in engine.slurm.asked)
+    (submitted,) = [a[1] for a in engine.slurm.asked if a[0] == "sbatch"]
+    assert ("--exclude=n2" in submitted) == (not admin)  # one that could not be booted is still sick
+    assert NodeTaken("n2", "xid 154") in engine.posts
 
 
 def test_many_lost_at_once_are_nobodys_fault(tmp_path: Path) -> None:

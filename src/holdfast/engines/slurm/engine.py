@@ -220,6 +220,8 @@ class SlurmEngine:
         """Nothing that trains waits for this. Many at once are a network's doing, this node's perhaps: then nothing is
         said of anybody."""
         await asyncio.sleep(SETTLE_S)
+        if node not in self._lost_at:
+            return  # it is booted
         since = time.monotonic() - TOGETHER_S
         lost = [n for n, at in self._lost_at.items() if at > since and n not in self.alive]
         if len(lost) > 1 and len(lost) > len(self.alive):
@@ -309,7 +311,7 @@ class SlurmEngine:
     async def _tell(self, node: str, state: str, reason: str) -> None:
         if not self._admin:
             return
-        text = f"holdfast {self._spec.name}: {reason}".replace("\n", " ")[:200]
+        text = self._for_slurm(reason)
         try:
             await self.slurm.run(
                 "scontrol", "update", f"nodename={node}", f"state={state}", f"reason={text}", within_s=6.0
@@ -323,17 +325,30 @@ class SlurmEngine:
             )
 
     async def reboot(self, node: str, reason: str) -> None:
-        """`scontrol reboot`, which waits until the node is free of this job; then it may come back."""
+        """Has Slurm boot the node when it is free of this job, and asks for one in its place, which it may be itself."""
+        self._lost_at.pop(node, None)  # that it does not answer meanwhile is nothing to tell Slurm
         self._known.bad[node] = reason
-        text = f"holdfast {self._spec.name}: {reason}".replace("\n", " ")[:200]
+        self._keep()
+        self._spawn(self._boot(node, reason))
+
+    async def _boot(self, node: str, reason: str) -> None:
+        text = self._for_slurm(reason)
+        self._post(NodeTaken(node, reason))
         await self._end(node)
         try:
             await self.slurm.run("scontrol", "reboot", "ASAP", "nextstate=RESUME", f"reason={text}", node)
-            self._note(f"told Slurm to boot {node}")
-            self._known.bad.pop(node, None)
         except SlurmError as error:
             self._note(f"{node} cannot be booted through Slurm ({error})")
             await self._tell(node, "drain", reason)
+        else:
+            self._note(f"told Slurm to boot {node}")
+            del self._known.bad[node]
+            self._known.going.discard(node)
+            self._keep()
+        await self.provide()
+
+    def _for_slurm(self, reason: str) -> str:
+        return f"holdfast {self._spec.name}: {reason}".replace("\n", " ")[:200]
 
     async def _run_site_command(self, node: str, reason: str) -> None:
         command = [*shlex.split(self._spec.slurm.replace_command), node]

@@ -15,7 +15,7 @@ import msgspec
 JOB_FORMAT = "%i|%T|%r|%B|%L|%N"
 STEP_FORMAT = "%i|%j"
 GOING = frozenset({"DRAIN", "DRAINING", "DRAINED", "FAIL", "FAILING", "MAINT", "POWERING_DOWN", "POWER_DOWN"})
-DEAD = frozenset({"DOWN", "NOT_RESPONDING", "ERROR", "POWERED_DOWN", "FUTURE", "UNKNOWN"})
+DEAD = frozenset({"DOWN", "NOT_RESPONDING", "ERROR", "POWERED_DOWN", "FUTURE", "UNKNOWN", "REBOOT_ISSUED"})
 WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"})
 LIVING = WAITING | {"RUNNING", "SUSPENDED", "COMPLETING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED"}
 HOPELESS = frozenset(
@@ -105,7 +105,7 @@ def _from_json(node: dict[str, Any]) -> NodeLine:
     return NodeLine(node["name"], address, frozenset(s.upper() for s in states), node.get("reason") or "")
 
 
-_ENDS = {"*": "NOT_RESPONDING", "~": "POWERED_DOWN", "%": "POWERING_DOWN", "$": "MAINT"}
+_ENDS = {"*": "NOT_RESPONDING", "~": "POWERED_DOWN", "%": "POWERING_DOWN", "$": "MAINT", "^": "REBOOT_ISSUED"}
 
 
 def _from_text(line: str) -> NodeLine:
