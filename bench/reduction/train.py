@@ -44,7 +44,7 @@ def rank_main(
     pipe.send(listener.port)
     members = tuple(Member(i, f"w{i}", f"n{i}", 0, HOST, port) for i, port in enumerate(pipe.recv()))
     group = Group(Generation(1, members, 0), rank, HOST, listener)
-    group.connect(TOKEN)
+    group.join(TOKEN)
     network = build(size)
     optimizer = job.build_optimizer(network.parameters())
     samples = job.Samples()

@@ -31,7 +31,7 @@ class Cluster:
     def join(self, number: int) -> list[Group]:
         generation = self.generation(number)
         groups = [self.group(generation, rank) for rank in range(self.size)]
-        list(self.pool.map(lambda g: g.connect(TOKEN), groups))
+        list(self.pool.map(lambda g: g.join(TOKEN), groups))
         return groups
 
     def each(self, work, groups):

@@ -129,7 +129,7 @@ def train(worlds, micro_batches, build=mlp, clip=None, lengths=lambda micro: 3, 
                 number += 1
                 generation = cluster.generation(number, range(world))
                 groups = [cluster.group(generation, rank) for rank in range(world)]
-                cluster.each(lambda g: g.connect("secret"), groups)
+                cluster.each(lambda g: g.join("secret"), groups)
                 for worker, group in zip(workers, groups, strict=False):
                     worker.join(group)
 

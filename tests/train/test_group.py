@@ -14,7 +14,7 @@ from cluster import TOKEN, Cluster
 
 from holdfast.errors import CollectiveFailed
 from holdfast.protocol.messages import Generation, Member
-from holdfast.train import group as group_module
+from holdfast.train import wires as wires_module
 from holdfast.train.reduction import GradientSum
 
 SYN_SENT = 2
@@ -141,7 +141,7 @@ def test_an_abort_at_any_moment_frees_every_all_reduce(seed, cluster):
 
 def test_a_member_that_dies_while_gloo_connects_does_not_hold_the_others(cluster, monkeypatch):
     """The others wait for its connection, which nobody can shut down because it is not there."""
-    connecting, real = threading.Barrier(3), group_module._gloo
+    connecting, real = threading.Barrier(3), wires_module._gloo
 
     def gloo(store, rank, size, host):
         connecting.wait()
@@ -149,9 +149,9 @@ def test_a_member_that_dies_while_gloo_connects_does_not_hold_the_others(cluster
             raise RuntimeError("died here")
         return real(store, rank, size, host)
 
-    monkeypatch.setattr(group_module, "_gloo", gloo)
+    monkeypatch.setattr(wires_module, "_gloo", gloo)
     groups = [cluster.group(cluster.generation(1), rank) for rank in range(3)]
-    waiting = [cluster.pool.submit(group.connect, TOKEN) for group in groups]
+    waiting = [cluster.pool.submit(group.join, TOKEN) for group in groups]
     with pytest.raises(CollectiveFailed, match="died here"):
         waiting[0].result(timeout=10)
     began = time.monotonic()
@@ -171,7 +171,7 @@ def test_a_member_that_never_connects_does_not_hold_the_others_after_a_break(clu
 
     def connect():
         with pytest.raises(CollectiveFailed):
-            group.connect(TOKEN)
+            group.join(TOKEN)
         return True
 
     waiting = cluster.pool.submit(connect)
@@ -182,7 +182,7 @@ def test_a_member_that_never_connects_does_not_hold_the_others_after_a_break(clu
 def test_a_break_that_comes_before_the_connecting_ends_it(cluster):
     group = cluster.group(cluster.generation(3), 0)
     group.abort()
-    waiting = cluster.pool.submit(group.connect, TOKEN)
+    waiting = cluster.pool.submit(group.join, TOKEN)
     with pytest.raises(CollectiveFailed):
         waiting.result(timeout=10)
 
@@ -202,7 +202,7 @@ def test_a_member_whose_machine_is_silent_does_not_hold_the_others_after_a_break
         first = Member(0, "w0", "n0", 0, "127.0.0.1", deaf.getsockname()[1])
         rest = cluster.generation(3).members[1:]
         group = cluster.group(Generation(3, (first, *rest), 0), 1)
-        waiting = cluster.pool.submit(group.connect, TOKEN)
+        waiting = cluster.pool.submit(group.join, TOKEN)
         while [_tcp_state(sock) for sock in group.mesh.sockets()] != [SYN_SENT]:
             threading.Event().wait(0.001)  # the kernel tells nobody when it has sent it
         began = time.monotonic()
@@ -216,9 +216,9 @@ def test_a_member_whose_machine_is_silent_does_not_hold_the_others_after_a_break
 def test_a_stranger_without_the_token_is_not_let_in(cluster):
     generation = cluster.generation(1, ranks=[0, 1])
     host, guest = cluster.group(generation, 0), cluster.group(generation, 1)
-    waiting = cluster.pool.submit(host.connect, TOKEN)
+    waiting = cluster.pool.submit(host.join, TOKEN)
     with pytest.raises(CollectiveFailed):
-        guest.connect("wrong")
+        guest.join("wrong")
     host.abort()
     with pytest.raises(CollectiveFailed):
         waiting.result(timeout=10)

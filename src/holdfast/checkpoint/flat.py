@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.checkpoint.layout import Index, TensorSpec
 from holdfast.errors import UsageError
+from holdfast.train.pieces import Leaf, piece_of
 from holdfast.train.state import pack, unpack
 
 SMALL_BYTES = 8 << 10
@@ -21,16 +22,6 @@ nothing else have equal rows, which are stored once."""
 
 LARGE = "int"
 """In the place of a dtype: a whole number of more than 64 bits, as NumPy's generators have, in decimal digits."""
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """A tensor of the state: what of it is here, and where that begins in the whole."""
-
-    path: str
-    local: torch.Tensor
-    whole: tuple[int, ...] = ()
-    start: tuple[int, ...] = ()
 
 
 @dataclass
@@ -84,30 +75,7 @@ def leaf_of(path: str, tensor: torch.Tensor) -> Leaf:
     Raises:
         UsageError: a DTensor whose placement keeps no contiguous box of it (or sums that are still to be reduced).
     """
-    if not isinstance(tensor, DTensor):
-        return Leaf(path, _strided(path, tensor))
-    local = tensor.to_local().detach()
-    partial = any(p.is_partial() for p in tensor.placements)
-    start = None if partial else _start_of(tensor, local)
-    if start is None:
-        raise UsageError(
-            f"{path}: a DTensor placed as {tensor.placements} is no single box of the whole tensor"
-        )
-    return Leaf(path, local, tuple(tensor.shape), start)
-
-
-_starts: dict[Any, tuple[int, ...] | None] = {}
-"""Where a layout's local box begins. Asking torch takes 25 us for every tensor, which adds up to as much as copying a
-hundred megabytes."""
-
-
-def _start_of(tensor: DTensor, local: torch.Tensor) -> tuple[int, ...] | None:
-    key = tensor.device_mesh, tensor.placements, tensor.shape, local.shape
-    if key not in _starts:
-        chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-        whole = len(chunks) == 1 and tuple(chunks[0].sizes) == tuple(local.shape)
-        _starts[key] = tuple(chunks[0].offsets) if whole else None
-    return _starts[key]
+    return piece_of(path, tensor if isinstance(tensor, DTensor) else _strided(path, tensor))
 
 
 def inlined(leaf: list[Any]) -> Any:

@@ -32,7 +32,8 @@ class TensorSpec(msgspec.Struct, frozen=True):
     """One tensor, or one piece of a sharded one, and its place in the row.
 
     dtype: torch's name without `torch.`. shape: of the piece. whole, start: the shape of the tensor that it is a
-    piece of, and where in it the piece begins; empty for a tensor that is not sharded.
+    piece of, and where in it the piece begins; empty for a tensor that is not sharded. placed: how it lies on the mesh
+    of a replica, where `hf.Run` saved it (`train.pieces.placed`).
     """
 
     path: str
@@ -42,6 +43,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
     nbytes: int
     whole: tuple[int, ...] = ()
     start: tuple[int, ...] = ()
+    placed: str = ""
 
 
 class Index(msgspec.Struct, frozen=True):

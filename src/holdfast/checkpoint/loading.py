@@ -14,12 +14,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from holdfast.checkpoint.flat import LARGE, Leaf, leaf_of, plain, rebuild
+from holdfast.checkpoint.flat import LARGE, leaf_of, plain, rebuild
 from holdfast.checkpoint.found import Found
 from holdfast.checkpoint.layout import Index, TensorSpec
 from holdfast.checkpoint.places import Place
 from holdfast.checkpoint.regions import Region, read_regions
 from holdfast.errors import StateError, TierError, UnreadError, UsageError
+from holdfast.train.pieces import Leaf
 from holdfast.train.state import dtype_of, leaves, pack
 
 MOST_DIFFERENCES = 20

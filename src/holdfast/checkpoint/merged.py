@@ -17,13 +17,14 @@ from typing import Any
 import torch
 
 from holdfast.checkpoint.dcp import BYTES
-from holdfast.checkpoint.flat import Leaf, inlined
+from holdfast.checkpoint.flat import inlined
 from holdfast.checkpoint.found import Found
 from holdfast.checkpoint.layout import CHUNK_BYTES, TensorSpec
 from holdfast.checkpoint.loading import regions_of
 from holdfast.checkpoint.regions import Region, read_regions
 from holdfast.checkpoint.sums import SUM_BYTES
 from holdfast.errors import StateError, UsageError
+from holdfast.train.pieces import Leaf
 from holdfast.train.state import dtype_of, leaves, pack
 
 RANK_NAME = re.compile(r"rank-(\d+)")

@@ -25,6 +25,7 @@ from holdfast.coordinator import (
     remedies,
     resizing,
     saving,
+    shards,
     stopping,
     storing,
     suspects,
@@ -195,7 +196,7 @@ class Core:
     def at_full_strength(self) -> bool:
         """The newest generation has the target size."""
         g = self.state.generation
-        return g is not None and len(g.members) >= self.state.target
+        return g is not None and g.strength >= self.state.target
 
     def budget_spent(self) -> bool:
         """No worker may be started again."""
@@ -332,6 +333,8 @@ class Core:
         self.attached(worker)
         if worker.phase is not WorkerPhase.ATTACHED:
             return
+        if not shards.fits(self, worker, ready):
+            return
         worker.phase, worker.ready, worker.ready_at_s = WorkerPhase.READY, ready, self.now
         self.state.micro_batches = ready.micro_batches or self.state.micro_batches
         self.record("worker-ready", worker=worker.name, node=worker.node)
@@ -409,6 +412,8 @@ class Core:
                 forming.end_at_commit(self, "stop")
             elif (reason := resizing.change_due(self)) is not None:
                 forming.end_at_commit(self, reason)
+        if s.stop_reason is None:
+            shards.rebuild(self)
         if s.phase is JobPhase.GATHERING:
             if s.stop_reason is None:
                 forming.try_form(self)

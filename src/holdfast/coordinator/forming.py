@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from holdfast.coordinator import failures, incidents, nodes, policy, resizing, saving, stopping, storing
+from holdfast.coordinator import (
+    failures,
+    incidents,
+    nodes,
+    policy,
+    resizing,
+    saving,
+    shards,
+    stopping,
+    storing,
+)
+from holdfast.coordinator.seating import Seating
 from holdfast.coordinator.state import JobPhase, Snapshot, Worker, WorkerPhase
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import Durable
@@ -123,8 +135,8 @@ def try_form(core: Core) -> None:
     if s.form_after_s is not None and core.now < s.form_after_s:
         return
     survivors = core.workers_in(WorkerPhase.PARKED)
-    nothing_saved = s.durable is None and saving.newest_whole(core, world=1) is None
-    if survivors and nothing_saved and all(w.committed is None for w in survivors):
+    nothing_saved = s.durable is None and saving.newest_whole(core) is None
+    if survivors and nothing_saved and not _whole(core, survivors):
         _start_over(core, survivors)
         survivors = []
     if s.unread and nothing_saved and not any(w.committed is not None for w in survivors):
@@ -135,8 +147,8 @@ def try_form(core: Core) -> None:
     ready = core.workers_in(WorkerPhase.READY)
     fresh = sorted(ready, key=lambda w: (bool(s.nodes[w.node].lemon), s.nodes[w.node].failures, w.node))
     kept, joining = resizing.choose(core, survivors, fresh)
-    count = len(kept) + len(joining)
-    if count >= max(1, s.minimum):
+    count = shards.strength(core, kept, joining)
+    if count >= shards.needed(core):
         s.wait_deadline_s = None
         enough = count >= s.target and not (s.snapshots and nodes.expected(core))
         if s.number > 0 or enough or not _worth_waiting(core):
@@ -153,6 +165,12 @@ def try_form(core: Core) -> None:
     if nodes.hopeless(core):
         why = "the restart budget is spent" if core.budget_spent() else "no more nodes may be asked for"
         stopping.give_up(core, why, None)
+
+
+def _whole(core: Core, survivors: list[Worker]) -> bool:
+    """Whether survivors hold every shard of one state."""
+    outcome = policy.settle({w.name: policy.Report(w.committed, w.prepared) for w in survivors})
+    return {w.position for w in survivors if w.name in outcome.holders} == set(range(core.state.positions))
 
 
 def _worth_waiting(core: Core) -> bool:
@@ -183,76 +201,98 @@ def _form(core: Core, survivors: list[Worker], kept: list[Worker], fresh: list[W
     reports = {w.name: policy.Report(w.committed, w.prepared) for w in survivors}
     reports |= {w.name: policy.Report(None) for w in fresh}
     outcome = policy.settle(reports)
-    ranks = policy.assign_ranks(
-        s.generation if survivors else None, [w.name for w in kept], [w.name for w in fresh]
-    )
+    seating = _seating(core, survivors, kept, fresh)
+    ranks = seating.workers
+    columns = [[w for w in ranks if s.workers[w].position == p] for p in range(s.positions)]
     durable, snapshot = None, None
-    if outcome.start is None:
-        durable, snapshot = s.durable, saving.newest_whole(core, world=1)
+    if any(outcome.holders.isdisjoint(column) for column in columns):
+        durable, snapshot = s.durable, saving.newest_whole(core)
         if snapshot is not None and durable is not None and durable.step > snapshot.step:
             snapshot = None
         elif snapshot is not None:
             durable = None
         saved = snapshot or durable
         start = saved.step if saved else 0
-        holders = frozenset(ranks) if saved else frozenset(ranks[:1])
-        reference = _digest(core, ranks[0])
-        restore = frozenset(w for w in ranks if saved or _digest(core, w) != reference)
+        outcome = policy.Outcome(None)  # what is prepared was computed from a state that is not whole
+        if saved:
+            holders = frozenset(w for w in ranks if snapshot is not None and reports[w].committed == start)
+            restore = frozenset(ranks) - holders
+        else:
+            holders = frozenset(column[0] for column in columns)
+            restore = frozenset(w for column in columns for w in column if _differs(core, w, column[0]))
         _count_lost(core, start)
         saving.went_back(core, start)
     else:
-        start, holders, restore = outcome.start, outcome.holders, outcome.restore
-    before = len(s.generation.members) if s.generation else 0
+        start, holders, restore = outcome.start or 0, outcome.holders, outcome.restore
+    before = s.generation.strength if s.generation else 0
     s.number += 1
-    members = tuple(_member(r, s.workers[w]) for r, w in enumerate(ranks))
-    s.generation = m.Generation(s.number, members, start)
+    complete = len(seating.rows) * s.positions
+    members = tuple(
+        _member(r, s.workers[w], r // s.positions if r < complete else -1) for r, w in enumerate(ranks)
+    )
+    s.generation = m.Generation(s.number, members, start, s.shape)
     live = durable is None and snapshot is None
-    donors = tuple(r for r, w in enumerate(ranks) if w in holders)[:MAX_DONORS] if live else ()
-    readers = _readers(members) if durable is not None else ()
-    donors = donors or readers
-    savers = saving.savers(core, members)
+    savers = saving.savers(core, s.generation)
     s.forms = {}
     for rank, name in enumerate(ranks):
         copy: Copy | None = None
         sources: tuple[Holder, ...] = ()
-        if snapshot is not None:
-            copy, sources = saving.sources(core, snapshot, 0, s.workers[name].node)
+        others: tuple[tuple[Copy, tuple[Holder, ...]], ...] = ()
+        position, node = s.workers[name].position, s.workers[name].node
+        if snapshot is not None and snapshot.world == s.positions:
+            copy, sources = saving.sources(core, snapshot, position, node)
+        elif snapshot is not None:
+            others = tuple(saving.sources(core, snapshot, x, node) for x in range(snapshot.world))
+        column = s.generation.column(position)
+        donors = tuple(r for r in column if ranks[r] in holders)[:MAX_DONORS] if live else ()
+        readers = _readers([members[r] for r in column]) if durable is not None else ()
+        donors = donors or readers
+        serves = any(ranks[r] in restore for r in column)
         form = m.Form(
             s.generation,
             rank,
             apply=name in outcome.apply,
             restore=name in restore,
-            serve=bool(restore) and rank in donors and len(ranks) > len(readers),
+            serve=serves and rank in donors and len(column) > len(readers),
             donors=donors if name in restore and rank not in readers else (),
             copy=copy,
             holders=sources,
             durable=durable if rank in readers else None,
             saves=rank in savers,
             mtbf_s=saving.mean_time_between_failures_s(core),
+            shards=others if name in restore else (),
         )
         _enroll(core, s.workers[name], form, start)
     s.phase, s.generation_committed, s.committed = JobPhase.RUNNING, start, max(start, s.committed)
     s.form_deadline_s = s.wait_deadline_s = s.form_after_s = None
     s.waiting = False
     s.formed_at_s = core.now
-    s.history.append((round(core.now - s.began_s, 4), len(ranks)))
-    resizing.formed(core, before, len(ranks), len(fresh))
+    s.history.append((round(core.now - s.began_s, 4), complete))
+    resizing.formed(core, before, complete, len(fresh))
     for _ in fresh:
         incidents.replaced(s, core.now)
-    incidents.decided(s, core.now, _rung(core, fresh, len(ranks)))
+    incidents.decided(s, core.now, _rung(core, fresh, complete))
     core.record(
         "formed",
         generation=s.number,
         start=start,
-        world=len(ranks),
-        workers=ranks,
+        world=complete,
+        workers=list(ranks),
         restore=sorted(restore),
         applied=bool(outcome.apply),
         source=_source(outcome, snapshot, durable),
     )
 
 
-def _readers(members: tuple[m.Member, ...]) -> tuple[int, ...]:
+def _seating(core: Core, survivors: list[Worker], kept: list[Worker], fresh: list[Worker]) -> Seating:
+    if core.state.positions > 1:
+        return shards.seating(core, kept, fresh)
+    previous = core.state.generation if survivors else None
+    ranks = policy.assign_ranks(previous, [w.name for w in kept], [w.name for w in fresh])
+    return Seating(tuple((w,) for w in ranks))
+
+
+def _readers(members: Sequence[m.Member]) -> tuple[int, ...]:
     """Ranks that read a durable checkpoint for all; on different nodes where there are such."""
     first = {member.node: member.rank for member in reversed(members)}
     others = [member.rank for member in members if first[member.node] != member.rank]
@@ -282,12 +322,13 @@ def _rung(core: Core, fresh: list[Worker], world: int) -> str:
     return "go on smaller" if world < core.state.target else "retry in process"
 
 
-def _digest(core: Core, name: str) -> str | None:
-    ready = core.state.workers[name].ready
-    return ready.digest if ready else None
+def _differs(core: Core, name: str, other: str) -> bool:
+    """Whether two workers that hold the same shard began with different states."""
+    mine, theirs = core.state.workers[name].ready, core.state.workers[other].ready
+    return (mine and mine.digest) != (theirs and theirs.digest)
 
 
-def _member(rank: int, worker: Worker) -> m.Member:
+def _member(rank: int, worker: Worker, replica: int) -> m.Member:
     ready = worker.ready
     return m.Member(
         rank,
@@ -297,6 +338,8 @@ def _member(rank: int, worker: Worker) -> m.Member:
         ready.host if ready else "",
         ready.vote_port if ready else 0,
         ready.data_port if ready else 0,
+        replica,
+        worker.position,
     )
 
 

@@ -70,7 +70,7 @@ def open_incident(
         fault_at_s=injection.at_s if injection else fault_at_s,
         detected_at_s=now,
         generation=state.number,
-        world=len(generation.members) if generation else 1,
+        world=generation.strength if generation else 1,
         fault=injection.fault if injection else kind,
         injected=injection is not None,
         workers=names,
@@ -251,7 +251,7 @@ def committed(state: CoreState, now: float) -> list[Record]:
 
 def _full(state: CoreState, incident: Incident) -> bool:
     """The job has the size again that it had when the fault struck, or that it is to have by now."""
-    return state.generation is not None and len(state.generation.members) >= min(incident.world, state.target)
+    return state.generation is not None and state.generation.strength >= min(incident.world, state.target)
 
 
 def describe(state: CoreState, incident: Incident) -> dict[str, object]:

@@ -13,6 +13,7 @@ from holdfast.coordinator import (
     remedies,
     resizing,
     saving,
+    shards,
     stopping,
 )
 from holdfast.coordinator.events import ProvideNode, ReleaseNode
@@ -254,6 +255,10 @@ def start_worker(core: Core, node: Node, slot: int, env: dict[str, str]) -> Work
     s, spec = core.state, core.spec
     s.incarnations += 1
     worker = Worker(f"{node.name}.{slot}#{s.incarnations}", node.name, slot, core.now)
+    position = shards.next_position(core)
+    if position is not None:
+        worker.position = position
+        env = {**env, m.POSITION_VARIABLE: str(position)}
     s.workers[worker.name] = worker
     if slot not in node.used:
         node.used.append(slot)

@@ -22,7 +22,8 @@ def build_report(state: CoreState, steps: list[StepRow], now: float) -> dict[str
     wall_s = now - state.began_s
     took = [s.took_s for s in steps if s.took_s is not None]
     productive_s = sum(took) if took else None
-    digests = {w.digest for w in state.workers.values() if w.digest is not None}
+    ended = [w for w in state.workers.values() if w.digest is not None]
+    digests = [sorted({str(w.digest) for w in ended if w.position == p}) for p in range(state.positions)]
     losses = [s.loss for s in steps if s.loss is not None]
     return {
         "schema": SCHEMA,
@@ -51,8 +52,8 @@ def build_report(state: CoreState, steps: list[StepRow], now: float) -> dict[str
         },
         "final": {
             "loss": losses[-1] if losses else None,
-            "params_xxh3": next(iter(digests)) if len(digests) == 1 else None,
-            "replicas_equal": len(digests) == 1 if digests else None,
+            "params_xxh3": ":".join(d[0] for d in digests) if all(len(d) == 1 for d in digests) else None,
+            "replicas_equal": all(len(d) <= 1 for d in digests) if ended else None,
         },
         "saved": msgspec.to_builtins(state.durable) if state.durable else None,
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from holdfast.coordinator import failures, gang, incidents, policy, remedies, saving, stopping
+from holdfast.coordinator import failures, gang, incidents, policy, remedies, saving, shards, stopping
 from holdfast.coordinator.events import ReleaseNode
 from holdfast.coordinator.state import Change, CoreState, JobPhase, Node, Worker, WorkerPhase
 from holdfast.errors import UsageError
@@ -143,13 +143,14 @@ def change_due(core: Core) -> str | None:
     members = core.members()
     staying = [w for w in members if not leaves(core, w)]
     ready = _ready(core)
-    if len(staying) < len(members) and _may_leave(core, len(staying) + len(ready)):
+    left, full = shards.strength(core, staying, []), shards.strength(core, staying, ready)
+    if len(staying) < len(members) and _may_leave(core, full):
         gone = sorted({w.node for w in members if leaves(core, w)})
         verb = "leaves" if len(gone) == 1 else "leave"
         return f"{', '.join(gone)} {verb}: {s.nodes[gone[0]].leaving}"
-    if len(staying) > s.target:
+    if left > s.target:
         return f"the job is resized to {s.wanted_nodes} nodes"
-    if len(staying) < s.target and ready and core.now >= join_after_s(core, len(staying)):
+    if left < min(full, s.target) and core.now >= join_after_s(core, left):
         return "a newcomer is ready"
     return None
 
@@ -236,6 +237,8 @@ def choose(core: Core, survivors: list[Worker], fresh: list[Worker]) -> tuple[li
     staying = [w for w in survivors if not leaves(core, w)]
     fresh = [w for w in fresh if not leaves(core, w)]
     outcome = policy.settle({w.name: policy.Report(w.committed, w.prepared) for w in survivors})
+    if s.positions > 1:
+        return _choose_rows(core, survivors, staying, fresh, outcome)
     kept = staying[: s.target]
     joining = fresh[: max(0, s.target - len(kept))]
     if not _may_leave(core, len(kept) + len(joining)):
@@ -243,6 +246,22 @@ def choose(core: Core, survivors: list[Worker], fresh: list[Worker]) -> tuple[li
     if outcome.start is not None and not any(w.name in outcome.holders for w in kept):
         kept.append(next(w for w in survivors if w.name in outcome.holders))
     return sorted(kept, key=lambda w: ranks.get(w.name, len(ranks))), joining
+
+
+def _choose_rows(
+    core: Core, survivors: list[Worker], staying: list[Worker], fresh: list[Worker], outcome: policy.Outcome
+) -> tuple[list[Worker], list[Worker]]:
+    """The same where a replica is several workers. Of each shard one stays that has the newest state."""
+    plan = shards.seating(core, staying, fresh)
+    if not _may_leave(core, len(plan.rows) * core.state.positions):
+        plan = shards.seating(core, [*staying, *(w for w in survivors if w not in staying)], fresh)
+    seated = {w for row in plan.rows for w in row}
+    kept = [w for w in survivors if w.name in seated or (w in staying and w.name in plan.workers)]
+    for worker in survivors:
+        others = [w for w in kept if w.position == worker.position and w.name in outcome.holders]
+        if worker.name in outcome.holders and not others:
+            kept.append(worker)
+    return kept, [w for w in fresh if w.name in seated]
 
 
 def let_go(core: Core, workers: list[Worker]) -> None:

@@ -210,11 +210,16 @@ def has_all(snapshot: Snapshot) -> bool:
     return {h.copy.key.rank for h in snapshot.shards} == set(range(snapshot.world))
 
 
-def savers(core: Core, members: tuple[m.Member, ...]) -> frozenset[int]:
-    """Ranks of a generation of replicas that take the snapshots: enough of them, on different nodes and in different
-    racks where there are such, so that nothing needs to be sent; they hold the same."""
+def savers(core: Core, generation: m.Generation) -> frozenset[int]:
+    """Ranks of a generation of replicas that take the snapshots."""
+    return frozenset(r for p in range(generation.positions) for r in savers_of(core, generation, p))
+
+
+def savers_of(core: Core, generation: m.Generation, position: int) -> frozenset[int]:
+    """Those of one shard: enough of them, on different nodes and in different racks where there are such, so that nothing
+    needs to be sent; they hold the same."""
     first: dict[str, int] = {}
-    for member in members:
+    for member in (generation.members[r] for r in generation.column(position)):
         if core.state.nodes[member.node].snapshot_port:
             first.setdefault(member.node, member.rank)
     wanted = core.spec.saving.copies + 1
@@ -255,7 +260,7 @@ def _spread(core: Core, snapshot: Snapshot) -> None:
         missing = core.spec.saving.copies + 1 - len(set(there))
         if missing <= 0:
             continue
-        if _expected(core, snapshot, there):
+        if _expected(core, snapshot, rank, there):
             complete = False
             continue
         best = max(entries, key=lambda h: len(h.nodes))
@@ -270,7 +275,7 @@ def _spread(core: Core, snapshot: Snapshot) -> None:
         _whole(core, snapshot)
 
 
-def _expected(core: Core, snapshot: Snapshot, there: list[str]) -> bool:
+def _expected(core: Core, snapshot: Snapshot, rank: int, there: list[str]) -> bool:
     """Another member copies the same just now. (Of a whole one they all have: a copy that went since comes no more.)"""
     s = core.state
     if snapshot.whole:
@@ -280,8 +285,12 @@ def _expected(core: Core, snapshot: Snapshot, there: list[str]) -> bool:
     if s.level != 2 or g is None or snapshot.generation != g.number or not running:
         return False
     newer = [x for x in s.snapshots if x.generation == snapshot.generation and x.step > snapshot.step]
-    further = {n for x in newer for n in (*x.refused, *(n for h in x.shards for n in h.nodes))}
-    nodes = {g.members[rank].node for rank in savers(core, g.members)}
+    further = {
+        n
+        for x in newer
+        for n in (*x.refused, *(n for h in x.shards if h.copy.key.rank == rank for n in h.nodes))
+    }
+    nodes = {g.members[saver].node for saver in savers_of(core, g, rank)}
     return any(s.nodes[n].alive and n not in (*there, *snapshot.refused, *further) for n in nodes)
 
 
@@ -339,9 +348,9 @@ def _whole(core: Core, snapshot: Snapshot) -> None:
 # ---------------------------------------------------------------- where to go on from
 
 
-def newest_whole(core: Core, world: int | None = None) -> Snapshot | None:
+def newest_whole(core: Core) -> Snapshot | None:
     """The newest snapshot of which every shard is held by a node that lives."""
-    there = [x for x in core.state.snapshots if has_all(x) and world in (None, x.world)]
+    there = [x for x in core.state.snapshots if has_all(x)]
     return max(there, key=lambda x: (x.step, x.generation), default=None)
 
 

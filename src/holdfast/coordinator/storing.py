@@ -299,7 +299,7 @@ def unread(core: Core, durable: Durable, message: m.CollectiveError) -> None:
 
 def _instead(core: Core) -> str | None:
     """What training goes on from now, for people; None: nothing is left."""
-    durable, snapshot = core.state.durable, saving.newest_whole(core, world=1)
+    durable, snapshot = core.state.durable, saving.newest_whole(core)
     if snapshot is not None and (durable is None or durable.step <= snapshot.step):
         return f"step {snapshot.step} in memory"
     return durable.place if durable else None

@@ -19,7 +19,11 @@ PROTOCOL_VERSION = 4
 
 
 class Member(msgspec.Struct, frozen=True):
-    """One worker of a generation, and where the others reach it."""
+    """One worker of a generation, and where the others reach it.
+
+    replica: its number; -1: the worker's replica is not complete, so it computes nothing but keeps its shard current.
+    position: which shard of the state it holds; 0 where a replica is one worker.
+    """
 
     rank: int
     worker: str
@@ -28,14 +32,40 @@ class Member(msgspec.Struct, frozen=True):
     host: str = ""
     vote_port: int = 0
     data_port: int = 0
+    replica: int = 0
+    position: int = 0
 
 
 class Generation(msgspec.Struct, frozen=True):
-    """One version of the membership. Members are in the order of their ranks."""
+    """One version of the membership. Members are in the order of their ranks: replica by replica, in each by position,
+    then those whose replica is not complete.
+
+    shape: workers of a replica: shard degree, and tensor degree.
+    """
 
     number: int
     members: tuple[Member, ...]
     start: int = 0
+    shape: tuple[int, int] = (1, 1)
+
+    @property
+    def positions(self) -> int:
+        """Workers of a replica."""
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def replicas(self) -> int:
+        """Complete ones."""
+        return sum(m.replica >= 0 for m in self.members) // self.positions
+
+    @property
+    def strength(self) -> int:
+        """Workers that compute: those of complete replicas."""
+        return self.replicas * self.positions
+
+    def column(self, position: int) -> tuple[int, ...]:
+        """The ranks that hold this shard."""
+        return tuple(m.rank for m in self.members if m.position == position)
 
     def rank_of(self, worker: str) -> int | None:
         """The worker's rank; None when it is not a member."""
@@ -59,7 +89,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """The script reached `run.steps`: model built, nothing missing but the membership (and the state).
 
     digest: xxh3 of the protected state as built, so that equal starts need no transfer. micro_batches: in a global
-    batch.
+    batch. shape: workers of a replica: shard degree, and tensor degree. position: of the shard that it was built for.
     """
 
     digest: str
@@ -67,6 +97,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     vote_port: int
     data_port: int
     micro_batches: int = 0
+    shape: tuple[int, int] = (1, 1)
+    position: int = 0
 
 
 class Joined(msgspec.Struct, frozen=True, tag="joined"):
@@ -255,6 +287,7 @@ class Form(msgspec.Struct, frozen=True, tag="form"):
     memory, `copy` held by `holders`, nearest first; else from the durable checkpoint.
     serve: be a donor, so publish the state; with `restore`, as soon as it is read from the durable checkpoint.
     saves: copy snapshots into this node's memory; mtbf_s: what `auto` goes by.
+    shards: all shards of a snapshot that was taken with another number of positions, each with its holders.
     """
 
     generation: Generation
@@ -268,6 +301,17 @@ class Form(msgspec.Struct, frozen=True, tag="form"):
     durable: Durable | None = None
     saves: bool = False
     mtbf_s: float = 0.0
+    shards: tuple[tuple[Copy, tuple[Holder, ...]], ...] = ()
+
+
+POSITION_VARIABLE = "HOLDFAST_POSITION"
+"""The environment variable that tells a worker for which shard it is most likely needed."""
+
+
+class Rebuild(msgspec.Struct, frozen=True, tag="rebuild"):
+    """Run `main` again, in the same process, as the holder of this shard: a replica lacks it. Ready follows."""
+
+    position: int
 
 
 class Break(msgspec.Struct, frozen=True, tag="break"):
@@ -284,10 +328,12 @@ class Yield(msgspec.Struct, frozen=True, tag="yield"):
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """Leave `run.steps`. apply: as in Form. save_to: write a durable checkpoint there first."""
+    """Leave `run.steps`. apply: as in Form. save_to: write a durable checkpoint there first. keep: leave the state in the
+    node's memory, from where it becomes a checkpoint."""
 
     apply: bool = False
     save_to: DurableTier | None = None
+    keep: bool = False
 
 
 class Arm(msgspec.Struct, frozen=True, tag="arm"):
@@ -322,7 +368,7 @@ class SnapshotFound(msgspec.Struct, frozen=True, tag="snapshot-found"):
     durable: Durable | None = None
 
 
-ToWorker = SlotGiven | SnapshotFound | Form | Break | Yield | Stop | Arm | Ack | DropTraffic | Start
+ToWorker = SlotGiven | SnapshotFound | Form | Rebuild | Break | Yield | Stop | Arm | Ack | DropTraffic | Start
 
 
 # ---------------------------------------------------------------- agent -> coordinator

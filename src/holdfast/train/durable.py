@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from holdfast.checkpoint.archive import Archive
+from holdfast.checkpoint.found import find_in_archive
 from holdfast.checkpoint.layout import encode_head
 from holdfast.checkpoint.policy import Retention
 from holdfast.checkpoint.pull import Pull
@@ -20,6 +21,8 @@ from holdfast.checkpoint.sums import sums_of_pieces
 from holdfast.errors import StateError, UnreadError
 from holdfast.observe.bytecount import Seen
 from holdfast.protocol.snapshots import Part
+from holdfast.train import resharded
+from holdfast.train.pieces import Submesh
 from holdfast.train.state import Image, Protected, load, targets
 
 READERS = 4
@@ -45,8 +48,19 @@ def save(
     return archive.where(index.step)
 
 
-def restore(objects: Protected, url: str, step: int, seen: Seen = lambda nbytes, total: None) -> int:
-    """Loads shard 0 of a checkpoint into the objects; returns its bytes. Every one of them is verified.
+def restore(
+    objects: Protected,
+    url: str,
+    step: int,
+    seen: Seen = lambda nbytes, total: None,
+    place: tuple[int, int] = (0, 1),
+    submesh: Submesh | None = None,
+) -> int:
+    """Loads one shard of a checkpoint into the objects; returns its bytes. Every one of them is verified.
+
+    Args:
+        place: which shard, of how many; what was saved with another number is put together from its pieces.
+        submesh: of the replica, if it has several workers.
 
     Raises:
         UnreadError: unreadable, cut short or changed; another checkpoint may do.
@@ -55,14 +69,18 @@ def restore(objects: Protected, url: str, step: int, seen: Seen = lambda nbytes,
     """
     archive = Archive(url)
     try:
-        shard = archive.manifest(step).shards[0]
+        manifest = archive.manifest(step)
+        if manifest.world != place[1]:
+            found = find_in_archive(archive, step, reader=place[0], readers=place[1])
+            return resharded.load(objects, found, place[0], submesh, seen)
+        shard = manifest.shards[place[0]]
         head = archive.head(shard)
         archive.check_size(shard, head)
         image = targets(objects, head.index)
         fill(image, archive.row(shard, head), lambda nbytes: seen(nbytes, head.index.nbytes))
     except StateError as error:
         raise UnreadError(str(error)) from error
-    load(objects, image)
+    load(objects, image, submesh)
     return head.index.nbytes
 
 

@@ -20,8 +20,9 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from holdfast.errors import CollectiveFailed, UsageError
-from holdfast.train.group import Group, first_line
+from holdfast.errors import UsageError
+from holdfast.train.group import Group
+from holdfast.train.pieces import like, local_of
 from holdfast.train.reduction import Gradients, clip, grouped, is_large, scale_and_square
 from holdfast.train.tree import folds, shares, subtrees
 
@@ -61,6 +62,7 @@ class _Layout:
     micro_batches: int
     rank: int
     world: int
+    idle: int
     leaf_folds: list[int]
     """For this worker's micro-batches."""
     pieces: list[int]
@@ -69,13 +71,15 @@ class _Layout:
     """For all subtrees, in the order of the ranks."""
 
     @staticmethod
-    def of(micro_batches: int, rank: int, world: int) -> _Layout:
-        parts = [subtrees(micro_batches, numbers) for numbers in shares(micro_batches, world)]
-        leaves = [(m, m + 1) for m in shares(micro_batches, world)[rank]]
+    def of(micro_batches: int, rank: int, world: int, idle: int) -> _Layout:
+        numbers = [*shares(micro_batches, world), *([range(0)] * idle)]
+        parts = [subtrees(micro_batches, mine) for mine in numbers]
+        leaves = [(m, m + 1) for m in numbers[rank]]
         return _Layout(
             micro_batches,
             rank,
             world,
+            idle,
             folds(micro_batches, leaves),
             [len(nodes) for nodes in parts],
             folds(micro_batches, [node for nodes in parts for node in nodes]),
@@ -83,17 +87,19 @@ class _Layout:
 
 
 class _Sum:
-    """The gradients of one bucket's parameters, summed over a subtree. `flat` is one row of them all."""
+    """The gradients of one bucket's parameters, summed over a subtree. `flat` is one row of them all, `views` its parts,
+    `grads` what autograd is given of them."""
 
     def __init__(self, parameters: list[torch.nn.Parameter], only: torch.Tensor | None = None) -> None:
         """only: the gradient of the only parameter, where autograd put it."""
         if only is not None:
-            self.flat, self.grads = only.view(-1), [only]
-            return
-        first = parameters[0]
-        self.flat = torch.empty(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
-        parts = torch.split(self.flat, [p.numel() for p in parameters])
-        self.grads = [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
+            self.flat, self.views = only.view(-1), [only]
+        else:
+            first, pieces = parameters[0], [local_of(p) for p in parameters]
+            self.flat = torch.empty(sum(p.numel() for p in pieces), dtype=first.dtype, device=first.device)
+            parts = torch.split(self.flat, [p.numel() for p in pieces])
+            self.views = [part.view(p.shape) for part, p in zip(parts, pieces, strict=True)]
+        self.grads = [like(view, p) for view, p in zip(self.views, parameters, strict=True)]
 
 
 class _Bucket:
@@ -103,7 +109,8 @@ class _Bucket:
         self.parameters = parameters
         self.places = {p: i for i, p in enumerate(parameters)}
         self.direct = is_large(parameters[0])
-        self.size = sum(p.numel() for p in parameters)
+        self.counts = True
+        self.size = sum(local_of(p).numel() for p in parameters)
         self.arrived: set[torch.nn.Parameter] = set()
         self.stack: list[_Sum] = []
         self.leaf: _Sum | None = None
@@ -140,9 +147,10 @@ class _Bucket:
     def take(self, p: torch.nn.Parameter) -> None:
         """A gradient is there."""
         if self.leaf is not None:
-            into, grad = self.leaf.grads[self.places[p]], p.grad
+            place = self.places[p]
+            into, grad = self.leaf.grads[place], p.grad
             if grad is not None and grad is not into:
-                into.copy_(grad)
+                self.leaf.views[place].copy_(local_of(grad))
                 p.grad = into
         self.arrived.add(p)
 
@@ -152,11 +160,11 @@ class _Bucket:
             if p not in self.arrived:
                 if joins:
                     assert self.leaf is not None
-                    self.leaf.grads[i].add_(0.0)
+                    self.leaf.views[i].add_(0.0)
                 elif self.leaf is not None:
-                    self.leaf.grads[i].zero_()
+                    self.leaf.views[i].zero_()
                 else:
-                    p.grad = torch.zeros_like(p, memory_format=torch.contiguous_format)
+                    p.grad = like(torch.zeros_like(local_of(p), memory_format=torch.contiguous_format), p)
 
     def close(self, joins: bool, fold: int) -> None:
         """The micro-batch is complete: adds up the subtrees that it completes."""
@@ -164,7 +172,7 @@ class _Bucket:
             if self.leaf is None:
                 grad = self.parameters[0].grad
                 assert grad is not None
-                self.leaf = _Sum(self.parameters, grad.contiguous())
+                self.leaf = _Sum(self.parameters, local_of(grad).contiguous())
             self.stack.append(self.leaf)
         for _ in range(fold - joins):
             right = self.stack.pop()
@@ -175,7 +183,7 @@ class _Bucket:
     def result(self) -> _Sum:
         """Where the sum over all replicas goes."""
         if not self.stack:
-            first = self.parameters[0]
+            first = local_of(self.parameters[0])
             only = torch.empty_like(first, memory_format=torch.contiguous_format) if self.direct else None
             self.stack.append(_Sum(self.parameters, only))
         return self.stack[0]
@@ -186,10 +194,17 @@ class ExactSum(Gradients):
 
     exact = True
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], changed: Callable[[], None]) -> None:
-        """`changed` is called at every launch and completion: the worker's sign of life."""
+    def __init__(
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        changed: Callable[[], None],
+        counts: Callable[[torch.Tensor], bool] = lambda p: True,
+    ) -> None:
+        """As in GradientSum."""
         chosen = [p for p in parameters if p.requires_grad]
-        self._buckets = [_Bucket(group) for group in grouped(chosen)]
+        self._buckets = [_Bucket(group) for group in grouped(chosen, counts)]
+        for bucket in self._buckets:
+            bucket.counts = counts(bucket.parameters[0])
         self._place = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._layout: _Layout | None = None
         self._leaf = 0
@@ -210,10 +225,10 @@ class ExactSum(Gradients):
         for bucket in self._buckets:
             bucket.begin()
 
-    def expect(self, micro_batches: int, rank: int, world: int) -> None:
-        old = self._layout
-        if old is None or (old.micro_batches, old.rank, old.world) != (micro_batches, rank, world):
-            self._layout = _Layout.of(micro_batches, rank, world)
+    def expect(self, micro_batches: int, rank: int, world: int, idle: int = 0) -> None:
+        old, new = self._layout, (micro_batches, rank, world, idle)
+        if old is None or (old.micro_batches, old.rank, old.world, old.idle) != new:
+            self._layout = _Layout.of(*new)
 
     def before_backward(self) -> None:
         self._inside = True
@@ -280,13 +295,10 @@ class ExactSum(Gradients):
             bucket.stack[-1].flat[0] = math.nan
             self.poison = False
         if group.size > 1:
-            try:
-                if self._one_sum:
-                    bucket.works.append(group.allreduce(bucket.result().flat))
-                else:
-                    self._send_subtrees(bucket, group)
-            except RuntimeError as error:
-                raise CollectiveFailed(first_line(error)) from error
+            if self._one_sum:
+                bucket.works.append(group.allreduce(bucket.result().flat))
+            else:
+                self._send_subtrees(bucket, group)
         self._next += 1
         self._changed()
 
@@ -304,7 +316,7 @@ class ExactSum(Gradients):
         pieces = self._layout.pieces
         need = sum(pieces) * own
         if bucket.inbox is None or bucket.inbox.numel() < need:
-            bucket.inbox = bucket.parameters[0].new_empty(need).detach()
+            bucket.inbox = local_of(bucket.parameters[0]).new_empty(need).detach()
         found: dict[tuple[int, int], torch.Tensor] = {}
         at = 0
         for number in range(max(pieces)):
@@ -335,10 +347,7 @@ class ExactSum(Gradients):
         _add_up(bucket.rows, self._layout.piece_folds, total[low:high])
         if bucket.size <= SMALL:
             return
-        try:
-            bucket.works = [group.broadcast(total[a:b], rank) for rank, (a, b) in enumerate(slices) if a < b]
-        except RuntimeError as error:
-            raise CollectiveFailed(first_line(error)) from error
+        bucket.works = [group.broadcast(total[a:b], rank) for rank, (a, b) in enumerate(slices) if a < b]
 
     def finish(self, scale: Callable[[], float]) -> float:
         squares = 0.0
@@ -352,8 +361,8 @@ class ExactSum(Gradients):
             total = bucket.result()
             for p, grad in zip(bucket.parameters, total.grads, strict=True):
                 p.grad = grad
-            squares += scale_and_square(total.flat, scale())
-        return math.sqrt(squares) if squares >= 0 else math.nan
+            squares += scale_and_square(total.flat, scale()) * bucket.counts
+        return squares
 
     def _wait(self, bucket: _Bucket, group: Group) -> None:
         while bucket.works:

@@ -15,8 +15,8 @@ from typing import Any
 from holdfast.protocol.faults import ArmedFault, FaultKind
 from holdfast.protocol.messages import FaultFired
 from holdfast.protocol.phases import Phase
-from holdfast.train.group import socket_inodes
 from holdfast.train.link import Link
+from holdfast.train.wires import socket_inodes
 
 DEFAULT_PHASE = Phase.BACKWARD
 _COMPUTES = frozenset({Phase.FORWARD, Phase.BACKWARD})

@@ -37,7 +37,7 @@ class Link:
         self._sock = sock
         self._sending = threading.Lock()
         self._news = threading.Condition()
-        self._order: m.Form | m.Stop | None = None
+        self._order: m.Form | m.Stop | m.Rebuild | None = None
         self._seen = 0
         self._broken = 0
         self._broken_reason = ""
@@ -64,7 +64,7 @@ class Link:
 
     # ------------------------------------------------------------ for the main thread
 
-    def next_order(self) -> m.Form | m.Stop:
+    def next_order(self) -> m.Form | m.Stop | m.Rebuild:
         """Waits for the next generation to join, or for the order to leave."""
         with self._news:
             self._news.wait_for(lambda: self._order is not None)
@@ -145,7 +145,7 @@ class Link:
                 case m.Form(generation=generation) if generation.number > self._seen:
                     self._seen = generation.number
                     self._order = order
-                case m.Stop():
+                case m.Stop() | m.Rebuild():
                     self._order = order
                 case m.Break(generation, reason) if generation > self._broken:
                     self._broken, self._broken_reason = generation, reason

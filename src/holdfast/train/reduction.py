@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
-from holdfast.errors import CollectiveFailed
-from holdfast.train.group import Group, first_line
+from holdfast.train.group import Group
+from holdfast.train.pieces import like, local_of
 
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
@@ -32,6 +32,7 @@ class _Bucket:
     def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
         self.parameters = parameters
         self.direct = is_large(parameters[0])
+        self.counts = True
         self.missing = len(parameters)
         self.work: Any = None
         self.allocate()
@@ -40,30 +41,30 @@ class _Bucket:
         """Takes new memory, when gloo keeps the old."""
         first = self.parameters[0]
         self.views: list[torch.Tensor] = []
+        self.grads: list[torch.Tensor] = []
         if self.direct:
             self.flat = torch.zeros(0, dtype=first.dtype, device=first.device)
             return
-        total = sum(p.numel() for p in self.parameters)
-        self.flat = torch.zeros(total, dtype=first.dtype, device=first.device)
-        offset = 0
-        for p in self.parameters:
-            self.views.append(self.flat[offset : offset + p.numel()].view_as(p))
-            offset += p.numel()
+        pieces = [local_of(p) for p in self.parameters]
+        self.flat = torch.zeros(sum(p.numel() for p in pieces), dtype=first.dtype, device=first.device)
+        parts = torch.split(self.flat, [p.numel() for p in pieces])
+        self.views = [part.view(p.shape) for part, p in zip(parts, pieces, strict=True)]
+        self.grads = [like(view, p) for view, p in zip(self.views, self.parameters, strict=True)]
 
     def fill(self, filled: set[torch.nn.Parameter]) -> None:
         """Makes `flat` whole: a parameter that took no part in any backward pass has a gradient of 0."""
         if self.direct:
             p = self.parameters[0]
-            grad = torch.zeros_like(p) if p.grad is None else p.grad
-            if not grad.is_contiguous():
+            grad = torch.zeros_like(local_of(p)) if p.grad is None else local_of(p.grad)
+            if p.grad is None or not grad.is_contiguous():
                 grad = grad.contiguous()
-            p.grad = grad
+                p.grad = like(grad, p)
             self.flat = grad.view(-1)
             return
-        for p, view in zip(self.parameters, self.views, strict=True):
+        for p, view, grad in zip(self.parameters, self.views, self.grads, strict=True):
             if p not in filled:
                 view.zero_()
-                p.grad = view
+                p.grad = grad
 
 
 class Gradients(Protocol):
@@ -84,8 +85,9 @@ class Gradients(Protocol):
         """Forgets the gradients of the step before."""
         ...
 
-    def expect(self, micro_batches: int, rank: int, world: int) -> None:
-        """How many micro-batches the step has, and whose share this worker computes."""
+    def expect(self, micro_batches: int, rank: int, world: int, idle: int = 0) -> None:
+        """How many micro-batches the step has, and whose share this worker computes. idle: so many members of the group,
+        the last ones, compute none."""
         ...
 
     def before_backward(self) -> None:
@@ -105,9 +107,10 @@ class Gradients(Protocol):
         ...
 
     def finish(self, scale: Callable[[], float]) -> float:
-        """Waits for the sums and multiplies them by `scale()`; returns the global norm of the result.
+        """Waits for the sums and multiplies them by `scale()`; returns the sum of the squares of the result: of the
+        shard that is here, without what another worker of the replica counts.
 
-        A norm that is not finite means that a gradient was not.
+        One that is not finite means that a gradient was not.
 
         Raises:
             CollectiveFailed: a replica is gone; the gradients are worthless.
@@ -137,10 +140,18 @@ class GradientSum(Gradients):
 
     exact = False
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], changed: Callable[[], None]) -> None:
-        """`changed` is called at every launch and completion: the worker's sign of life."""
+    def __init__(
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        changed: Callable[[], None],
+        counts: Callable[[torch.Tensor], bool] = lambda p: True,
+    ) -> None:
+        """changed: called at every launch and completion: the worker's sign of life. counts: whether a parameter's
+        gradient adds to the norm here; with tensor parallelism several workers of a replica may have the same."""
         chosen = [p for p in parameters if p.requires_grad]
-        self._buckets = [_Bucket(group) for group in grouped(chosen)]
+        self._buckets = [_Bucket(group) for group in grouped(chosen, counts)]
+        for bucket in self._buckets:
+            bucket.counts = counts(bucket.parameters[0])
         self._place = {p: (bucket, i) for bucket in self._buckets for i, p in enumerate(bucket.parameters)}
         self._group: Group | None = None
         self._next = 0
@@ -158,7 +169,7 @@ class GradientSum(Gradients):
             for p in bucket.parameters:
                 p.grad = None
 
-    def expect(self, micro_batches: int, rank: int, world: int) -> None:
+    def expect(self, micro_batches: int, rank: int, world: int, idle: int = 0) -> None:
         """Nothing depends on it."""
 
     def before_backward(self) -> None:
@@ -174,9 +185,9 @@ class GradientSum(Gradients):
         assert isinstance(p, torch.nn.Parameter)
         bucket, index = self._place[p]
         if not bucket.direct:
-            view, grad = bucket.views[index], p.grad
+            view, grad = bucket.grads[index], p.grad
             if grad is not None and grad is not view:
-                view.copy_(grad)
+                bucket.views[index].copy_(local_of(grad))
                 p.grad = view
                 self._filled.add(p)
         if self._group is not None:
@@ -194,10 +205,7 @@ class GradientSum(Gradients):
             bucket.flat[0] = math.nan
             self.poison = False
         if group.size > 1:
-            try:
-                bucket.work = group.allreduce(bucket.flat)
-            except RuntimeError as error:
-                raise CollectiveFailed(first_line(error)) from error
+            bucket.work = group.allreduce(bucket.flat)
         self._next += 1
         self._changed()
 
@@ -213,14 +221,14 @@ class GradientSum(Gradients):
                 assert self._group is not None
                 self._group.wait(bucket.work)
                 self._changed()
-            squares += scale_and_square(bucket.flat, scale())
-        return math.sqrt(squares) if squares >= 0 else math.nan
+            squares += scale_and_square(bucket.flat, scale()) * bucket.counts
+        return squares
 
     def clip(self, norm: float, max_norm: float) -> None:
         clip([bucket.flat for bucket in self._buckets], norm, max_norm)
 
     def local_is_finite(self) -> bool:
-        return all(p.grad is None or bool(p.grad.isfinite().all()) for p in self._place)
+        return all(p.grad is None or bool(local_of(p.grad).isfinite().all()) for p in self._place)
 
     def drain(self, group: Group) -> None:
         for bucket in self._buckets:
@@ -229,13 +237,16 @@ class GradientSum(Gradients):
                 bucket.allocate()
 
 
-def grouped(parameters: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
-    """Buckets in the order in which the backward pass fills them; one dtype and device each."""
+def grouped(
+    parameters: list[torch.nn.Parameter], counts: Callable[[torch.Tensor], bool] = lambda p: True
+) -> list[list[torch.nn.Parameter]]:
+    """Buckets in the order in which the backward pass fills them; of one dtype and device each, and all of their
+    parameters count here or none."""
     buckets: list[list[torch.nn.Parameter]] = []
-    open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[torch.nn.Parameter], int]] = {}
+    open_buckets: dict[tuple[torch.dtype, torch.device, bool], tuple[list[torch.nn.Parameter], int]] = {}
     for p in reversed(parameters):
-        key = (p.dtype, p.device)
-        size = p.numel() * p.element_size()
+        key = (p.dtype, p.device, counts(p))
+        size = nbytes_of(p)
         limit = FIRST_BUCKET_BYTES if len(buckets) <= 1 else BUCKET_BYTES
         if is_large(p):
             buckets.append([p])
@@ -250,7 +261,12 @@ def grouped(parameters: list[torch.nn.Parameter]) -> list[list[torch.nn.Paramete
 
 
 def is_large(p: torch.Tensor) -> bool:
-    return p.numel() * p.element_size() >= DIRECT_BYTES
+    return nbytes_of(p) >= DIRECT_BYTES
+
+
+def nbytes_of(p: torch.Tensor) -> int:
+    """Of what is here of it."""
+    return local_of(p).numel() * p.element_size()
 
 
 def scale_and_square(flat: torch.Tensor, scale: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 import traceback
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from holdfast.checkpoint.found import find_in_memory
 from holdfast.checkpoint.policy import Retention
 from holdfast.checkpoint.pull import Pull
 from holdfast.errors import (
@@ -29,20 +31,22 @@ from holdfast.observe.bytecount import HowFar, Seen
 from holdfast.protocol import messages as m
 from holdfast.protocol.phases import Phase, Spent
 from holdfast.protocol.snapshots import DurableTier, tiers_of
-from holdfast.train import durable, state
+from holdfast.train import durable, resharded, state
 from holdfast.train.buffers import Buffers
 from holdfast.train.faults import FaultPlan
 from holdfast.train.group import Group
 from holdfast.train.laps import Laps
 from holdfast.train.link import Link
 from holdfast.train.mesh import MeshListener
+from holdfast.train.pieces import Submesh
 from holdfast.train.position import NAME, Position
 from holdfast.train.reduction import Gradients
 from holdfast.train.snapshots import Snapshots
 from holdfast.train.transfer import DonorServer, Fetch
-from holdfast.train.tree import share
+from holdfast.train.tree import Seat, seat, weighs
 
 if TYPE_CHECKING:
+    from holdfast.train.sharding import Sharding
     from holdfast.train.step import Step
 
 PROGRESS_EVERY_S = 0.05
@@ -51,6 +55,22 @@ KEPT_LOSSES = 64
 CHECKED_STEPS = 20
 """After a gradient that was not finite so many steps are looked at before they are summed, to see whose it is if there is
 another one."""
+
+
+class Rebuilt(BaseException):
+    """`main` is to be run again, as the holder of another shard. No error: `hf.start` catches it, and nobody else should."""
+
+    def __init__(self, position: int) -> None:
+        super().__init__(f"main is run again, for position {position}")
+        self.position = position
+
+
+class Endpoint:
+    """Where other workers reach this process. It lasts as long as the process, also when `main` is run again."""
+
+    def __init__(self, host: str, token: str) -> None:
+        self.listener = MeshListener(host, token)
+        self.donor = DonorServer(host, token)
 
 
 class World(NamedTuple):
@@ -90,9 +110,13 @@ class Replica:
         gradients: Gradients,
         device: torch.device,
         alone: bool = False,
+        sharding: Sharding | None = None,
+        endpoint: Endpoint | None = None,
     ) -> None:
-        """`alone`: there is no job; an error of the script's ends it, as in any script."""
+        """alone: there is no job; an error of the script's ends it, as in any script. sharding: of a replica of several
+        workers, whose state is sharded. endpoint: where others reach this process, if it is known to them already."""
         self.link = link
+        self.sharding = sharding
         self.device = device
         self.gradients = gradients
         self.committed: int | None = None
@@ -104,8 +128,8 @@ class Replica:
         self._protected = protected
         self._page = link.page
         host = link.start.host
-        self._listener = MeshListener(host, link.token)
-        self._donor = DonorServer(host, link.token)
+        endpoint = endpoint or Endpoint(host, link.token)
+        self._listener, self._donor = endpoint.listener, endpoint.donor
         self._buffers = Buffers(state.buffers_of(protected))
         self._snapshots = Snapshots(link, faults)
         self._durations: deque[float] = deque(maxlen=MEDIAN_OVER)
@@ -116,6 +140,7 @@ class Replica:
         self._sent_at = 0.0
         self._first_in_generation = True
         self._ends_here = False
+        self._kept = False
         self._micro_batches = 0
         self.stopped = False
         self._last: Step | None = None
@@ -143,20 +168,48 @@ class Replica:
     @property
     def world(self) -> World:
         """The running generation, as a script sees it."""
-        mine = self.share(self._micro_batches) if self._micro_batches else range(0)
+        mine = self.seat(self._micro_batches).micro_batches if self.form and self._micro_batches else range(0)
         return World(self.rank, self.world_size, self.generation, mine)
 
-    def share(self, micro_batches: int) -> range:
-        """The numbers of this worker's micro-batches: contiguous, and as even as they can be."""
-        return share(micro_batches, self.rank, self.world_size)
+    def seat(self, micro_batches: int) -> Seat:
+        """What this worker computes of the running generation's steps."""
+        assert self.form is not None
+        return seat(micro_batches, self.form.generation, self.rank)
+
+    @property
+    def weighs(self) -> bool:
+        """Whether this worker says what its micro-batches weigh; in a tensor dimension one does."""
+        assert self.form is not None
+        return weighs(self.form.generation, self.rank)
+
+    def words(self, micro_batches: int) -> list[int]:
+        """How many words every member says of a step under the exact reduction."""
+        assert self.form is not None
+        generation = self.form.generation
+        seats = [seat(micro_batches, generation, r) for r in range(len(generation.members))]
+        return [len(s.micro_batches) if weighs(generation, r) else 0 for r, s in enumerate(seats)]
+
+    def over_shards(self, step: int, squares: float) -> float:
+        """The sum of the squares of the whole gradient, from that of this worker's shard."""
+        assert self.form is not None
+        positions = self.form.generation.positions
+        if positions == 1:
+            return squares if squares >= 0 else math.nan
+        mesh = self.group.mesh
+        mesh.say(step, (squares, 0.0, 0.0))
+        words = mesh.hear(step, [(squares, 0.0, 0.0)])
+        total = sum(words[rank][0] for rank in range(positions))  # of one replica: all have the same
+        return total if total >= 0 else math.nan
 
     def announce(self, micro_batches: int) -> None:
         """Says that this worker is ready, and waits until it is a member. micro_batches: in a global batch."""
         self._micro_batches = micro_batches
         digest = state.digest(self._protected)
         self._page.enter(Phase.IDLE)
-        start = self.link.start
-        self.link.send(m.Ready(digest, start.host, self._listener.port, self._donor.port, micro_batches))
+        host, ports = self.link.start.host, (self._listener.port, self._donor.port)
+        sharding = self.sharding
+        shape, position = (sharding.shape, sharding.position) if sharding else ((1, 1), 0)
+        self.link.send(m.Ready(digest, host, *ports, micro_batches, shape, position))
         self.join_next()
 
     def join_next(self) -> None:
@@ -169,6 +222,8 @@ class Replica:
             order = self.link.next_order()
             if isinstance(order, m.Stop):
                 self._leave(order)
+            if isinstance(order, m.Rebuild):
+                raise Rebuilt(order.position)
             assert isinstance(order, m.Form)
             self.form = order
             self._page.generation = self.generation
@@ -208,10 +263,12 @@ class Replica:
         elif self.committed is None:
             self.committed = generation.start
         self._page.enter(Phase.JOIN)
-        self.group = Group(generation, form.rank, self.link.start.host, self._listener)
+        computes = generation.members[form.rank].replica >= 0
+        row = self.sharding.row if self.sharding and computes else None
+        self.group = Group(generation, form.rank, self.link.start.host, self._listener, row)
         self.link.guard(generation.number, self.group.abort)
         self.group.mesh.waits = self._wait_for
-        self.group.connect(self.link.token)
+        self.group.join(self.link.token)
         self.link.check(generation.number)
         self._page.committed = self.committed or 0
         self._page.beat()
@@ -233,6 +290,8 @@ class Replica:
             restored = self._load(form, self._fetch(form))
         elif form.copy is not None:
             restored = self._load(form, self._from_memory(form))
+        elif form.shards:
+            restored = self._from_shards(form)
         else:
             restored = self._from_tier(form)
         position = self._protected.get(NAME)
@@ -252,7 +311,7 @@ class Replica:
 
     def _load(self, form: m.Form, image: state.Image) -> int:
         self.link.check(form.generation.number)
-        state.load(self._protected, image)
+        state.load(self._protected, image, self._submesh)
         return image.index.nbytes
 
     def _from_memory(self, form: m.Form) -> state.Image:
@@ -266,13 +325,34 @@ class Replica:
         except (StateError, TierError) as error:
             raise CollectiveFailed(str(error)) from error
 
+    def _from_shards(self, form: m.Form) -> int:
+        """The snapshot, which was taken with another number of shards."""
+        own_node = self.link.start.env.get("HOLDFAST_NODE", "")
+        position, positions = self._place(form)
+        try:
+            found = find_in_memory(
+                form.shards, self.link.token, own_node=own_node, reader=position, readers=positions
+            )
+            return resharded.load(self._protected, found, position, self._submesh, self._restoring(form))
+        except (StateError, TierError) as error:
+            raise CollectiveFailed(str(error)) from error
+
+    def _place(self, form: m.Form) -> tuple[int, int]:
+        """Which shard this worker holds, of how many."""
+        return form.generation.members[form.rank].position, form.generation.positions
+
+    @property
+    def _submesh(self) -> Submesh | None:
+        return self.sharding.submesh if self.sharding else None
+
     def _from_tier(self, form: m.Form) -> int:
         """The checkpoint, from its durable tier."""
         assert form.durable is not None
         self._page.enter(Phase.TIER)
         try:
+            seen, place = self._restoring(form), self._place(form)
             return durable.restore(
-                self._protected, form.durable.url, form.durable.step, self._restoring(form)
+                self._protected, form.durable.url, form.durable.step, seen, place, self._submesh
             )
         except UnreadError as error:
             raise StateLost(str(error)) from error
@@ -320,6 +400,8 @@ class Replica:
 
     def _leave(self, order: m.Stop) -> None:
         self._settle(order.apply)
+        if order.keep and self.committed:
+            self._kept = self._save_last(self.committed)
         if order.save_to is not None and self.committed is not None:
             self._save(order.save_to, self.committed)
         raise JobStopped("the job was asked to stop")
@@ -332,7 +414,12 @@ class Replica:
             return False
         self._page.enter(Phase.TIER)
         held = self._snapshots.last(step, lambda: state.capture(self._protected, step))
-        if not held and not self.rank:
+        if not held and self.sharding is not None:
+            for tier in tiers:
+                self.link.send(
+                    m.Saved(step, tier.url, "a node has no memory for its shard of the last state")
+                )
+        elif not held and not self.rank:
             for tier in tiers:
                 self._save(tier, step)
         return held
@@ -451,7 +538,10 @@ class Replica:
         if self._alone:
             return False
         self._last = step
-        if isinstance(error, StepFault):
+        torn_apart = (
+            self.sharding is not None and self.sharding.row.aborted
+        )  # torch may have put it in other words
+        if isinstance(error, StepFault) or torn_apart:
             self._part(error)
         else:
             self._report(step, error)
@@ -486,6 +576,8 @@ class Replica:
 
     def _roll_back(self) -> None:
         """The step is dropped: parameters are untouched, buffers become what they were before it."""
+        if self.sharding is not None:
+            self.sharding.reset()
         self._buffers.put_back()
 
     def _poison(self) -> None:
@@ -499,7 +591,7 @@ class Replica:
         if self.link.failed:
             return
         self._flush_losses()
-        held = not stopped and bool(self.committed) and self._save_last(self.committed or 0)
+        held = self._kept or (not stopped and bool(self.committed) and self._save_last(self.committed or 0))
         self._page.enter(Phase.DONE)
         self.link.unguard()
         digest = state.parameters_digest(self._protected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 import xxhash
+from torch.distributed.device_mesh import DeviceMesh
 
 from holdfast.data.batches import DatasetBatches
 from holdfast.data.decoding import is_decoder
@@ -19,7 +21,8 @@ from holdfast.train.exact import ExactSum, Reduction, prepare
 from holdfast.train.faults import FaultPlan
 from holdfast.train.position import NAME, BatchChanged, Position
 from holdfast.train.reduction import GradientSum
-from holdfast.train.replica import Replica, World
+from holdfast.train.replica import Rebuilt, Replica, World
+from holdfast.train.sharding import Sharding
 from holdfast.train.step import Step
 
 
@@ -38,6 +41,7 @@ class Run:
         self._position: Position | None = None
         self._resized: list[Callable[[World], object]] = []
         self._known_size: int | None = None
+        self._sharding: Sharding | None = None
         local = int(os.environ.get("LOCAL_RANK", "0"))
         cuda = torch.cuda.is_available()
         self.device = torch.device("cuda", local % torch.cuda.device_count()) if cuda else torch.device("cpu")
@@ -77,6 +81,43 @@ class Run:
     def stopped(self) -> bool:
         """Whether the job was asked to stop before its last step."""
         return self._replica is not None and self._replica.stopped
+
+    def mesh(self, shard: int = 1, tensor: int = 1) -> DeviceMesh:
+        """The DeviceMesh of this worker's replica: `replicate` x `shard`, and x `tensor` where that is more than 1.
+
+        For models that are sharded: give it, or its part `mesh["shard"]`, to FSDP2's `fully_shard`, and
+        `mesh["tensor"]` to tensor parallelism; then call `replicate`. A replica is `shard * tensor` workers with
+        neighbouring ranks. The `replicate` dimension always has one member here: the run itself sums over the replicas,
+        whose number may change. `shard * tensor` is fixed for the life of a job.
+
+        Raises:
+            UsageError: sizes that do not fit the job, a call after `steps`, or a default process group of the script's.
+        """
+        if self._replica is not None:
+            raise UsageError("run.mesh() came after run.steps(); make the mesh before the model")
+        if self._sharding is None:
+            where = self._attachment
+            self._sharding = Sharding(
+                (shard, tensor), where.position, self.device, where.link.start.host, where.target, self._alive
+            )
+        elif self._sharding.shape != (shard, tensor):
+            raise UsageError(f"run.mesh() was called with {self._sharding.shape} before; a run has one mesh")
+        return self._sharding.mesh
+
+    def replicate(self, model: torch.nn.Module) -> None:
+        """Sums this model's gradients over the replicas. Called once for every model that was sharded over `mesh`, after
+        `fully_shard` and before `steps`; a model that is not sharded needs no such call.
+
+        Raises:
+            UsageError: no mesh was made, or a parameter is neither sharded nor replicated over it.
+        """
+        if self._sharding is None:
+            raise UsageError("run.replicate() came before run.mesh(): shard the model over run.mesh() first")
+        self._sharding.replicate(model)
+
+    def _alive(self) -> None:
+        if self._replica is not None:
+            self._replica.alive()
 
     def protect(self, **objects: Any) -> None:
         """Names the state that must survive: modules, optimizers, schedulers, or anything with
@@ -197,12 +238,26 @@ class Run:
         finally:
             self._replica.aside(False)
 
+    def close(self) -> None:
+        """`main` is about to be run again: gives back what only one run may have."""
+        if self._sharding is not None:
+            self._sharding.close()
+
     def _enroll(
         self, modules: list[torch.nn.Module], micro_batches: int, position: Position, reduction: Reduction
     ) -> Replica:
         if self._replica is not None:
             raise UsageError("run.steps() is called once per run; put epochs into `until`")
         target = self._attachment.target
+        sharding = self._sharding
+        if sharding is not None:
+            sharding.check(modules)
+            target //= sharding.shape[1]
+            if micro_batches % sharding.shape[0]:
+                raise UsageError(
+                    f"global_batch / micro_batch = {micro_batches} micro-batches cannot be dealt evenly to the "
+                    f"{sharding.shape[0]} shards of a replica: make it a multiple of {sharding.shape[0]}"
+                )
         if micro_batches < target:
             raise UsageError(
                 f"global_batch / micro_batch = {micro_batches} micro-batches are too few for {target} workers; "
@@ -211,7 +266,8 @@ class Run:
         beat: list[Replica] = []
         parameters = dict.fromkeys(p for module in modules for p in module.parameters())
         kind = ExactSum if reduction == "exact" else GradientSum
-        gradients = kind(parameters, lambda: beat[0].alive())
+        counts = sharding.counts if sharding is not None else lambda p: True
+        gradients = kind(parameters, lambda: beat[0].alive(), counts)
         replica = Replica(
             self._attachment.link,
             self._attachment.faults,
@@ -219,6 +275,8 @@ class Run:
             gradients,
             self.device,
             self._attachment.alone,
+            sharding,
+            self._attachment.endpoint(),
         )
         beat.append(replica)
         self._replica = replica
@@ -237,7 +295,16 @@ def start(main: Callable[[Run], object]) -> None:
         attachment = worker.alone()
     else:
         worker.leave_sigterm_to_the_agent()
-    main(Run(attachment))
+    while True:
+        run = Run(attachment)
+        try:
+            main(run)
+            break
+        except Rebuilt as order:
+            attachment.position = order.position
+        run.close()
+        del run
+        gc.collect()
     sys.stdout.flush()
 
 

@@ -53,6 +53,7 @@ class Snapshots:
         self._cadence = parse_cadence(link.start.env.get("HOLDFAST_SNAPSHOT_EVERY", "0"))
         self._saves = False
         self._generation = 0
+        self._place = 0, 1
         self._mtbf_s = 0.0
         self._interval_s = math.inf
         self._last_s = time.monotonic()
@@ -65,6 +66,7 @@ class Snapshots:
         """A new generation: whether this worker saves, and what `auto` goes by."""
         self._saves, self._mtbf_s = form.saves, form.mtbf_s
         self._generation, self._wanted = form.generation.number, False
+        self._place = form.generation.members[form.rank].position, form.generation.positions
         self._choose_interval()
 
     def due(self, committed: int) -> bool:
@@ -91,7 +93,7 @@ class Snapshots:
         began_s = time.perf_counter()
         self.before_update()
         image = capture()
-        key = Key(step, self._generation, 0, 1)
+        key = Key(step, self._generation, *self._place)
         self._link.send(m.SlotWanted(key, image.index.nbytes))
         copying = self._current = _Copying(key, image)
         copying.stall_s = time.perf_counter() - began_s
@@ -113,7 +115,7 @@ class Snapshots:
         if not self._saves:
             return False
         image = capture()
-        copying = _Copying(Key(step, self._generation, 0, 1), image)
+        copying = _Copying(Key(step, self._generation, *self._place), image)
         self._link.send(m.SlotWanted(copying.key, image.index.nbytes, waits=True))
         self._copy(copying, LAST_SLOT_S)
         return copying.filled

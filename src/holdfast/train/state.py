@@ -16,6 +16,7 @@ import xxhash
 
 from holdfast.checkpoint.layout import Index, TensorSpec
 from holdfast.errors import StateError, UsageError
+from holdfast.train.pieces import Submesh, local_of, piece_of, place, placed
 
 Protected = Mapping[str, Any]
 """Name to an object with `state_dict` and `load_state_dict`."""
@@ -66,12 +67,19 @@ def capture(
         tree[name] = pack(_state_of(thing, copy_buffer), name, tensors)
         if copy_buffer is not None and not isinstance(thing, torch.nn.Module | torch.optim.Optimizer):
             tensors[before:] = [(path, tensor.detach().clone()) for path, tensor in tensors[before:]]
-    specs, offset = [], 0
+    specs, offset, pieces = [], 0, []
     for path, tensor in tensors:
-        nbytes = tensor.numel() * tensor.element_size()
-        specs.append(TensorSpec(path, str(tensor.dtype)[6:], tuple(tensor.shape), offset, nbytes))
+        if tensor.device.type == "meta":
+            raise UsageError(
+                f"{path} has no data yet (it is on the meta device): call to_empty() and initialize it"
+            )
+        leaf = piece_of(path, tensor)
+        nbytes = leaf.local.numel() * leaf.local.element_size()
+        dtype, shape = str(leaf.local.dtype)[6:], tuple(leaf.local.shape)
+        specs.append(TensorSpec(path, dtype, shape, offset, nbytes, leaf.whole, leaf.start, placed(tensor)))
         offset += nbytes
-    return Image(Index(step, tree, tuple(specs), offset), [_on_cpu(t) for _, t in tensors])
+        pieces.append(_on_cpu(leaf.local))
+    return Image(Index(step, tree, tuple(specs), offset), pieces)
 
 
 def targets(objects: Protected, index: Index) -> Image:
@@ -84,6 +92,7 @@ def targets(objects: Protected, index: Index) -> Image:
     for spec in index.tensors:
         dtype = dtype_of(spec)
         tensor = fitting.get(spec.path)
+        tensor = None if tensor is None else local_of(tensor)
         fits = (
             tensor is not None
             and tensor.device.type == "cpu"
@@ -97,18 +106,28 @@ def targets(objects: Protected, index: Index) -> Image:
     return Image(index, chosen)
 
 
-def load(objects: Protected, image: Image) -> None:
-    """Gives every object its part of a complete image.
+def load(objects: Protected, image: Image, submesh: Submesh | None = None) -> None:
+    """Gives every object its part of a complete image. submesh: where a sharded model's tensors lie.
 
     Raises:
         StateError: the image holds other objects than these, or one refuses its part.
     """
-    tree: dict[str, Any] = image.index.tree
+    specs = image.index.tensors
+    tensors = [place(t, s.placed, s.whole, submesh) for s, t in zip(specs, image.tensors, strict=True)]
+    give(objects, image.index.tree, tensors)
+
+
+def give(objects: Protected, tree: Mapping[str, Any], tensors: list[torch.Tensor]) -> None:
+    """Gives every object its part of a tree with these tensors at its leaves.
+
+    Raises:
+        StateError: as `load`.
+    """
     if set(tree) != set(objects):
         raise StateError(f"the state holds {sorted(tree)}, this script protects {sorted(objects)}")
     for name, thing in objects.items():
         try:
-            thing.load_state_dict(unpack(tree[name], image.tensors))
+            thing.load_state_dict(unpack(tree[name], tensors))
         except (RuntimeError, ValueError, KeyError) as error:
             raise StateError(f"{name} refuses its state: {error}") from error
 
@@ -125,7 +144,7 @@ def parameters_digest(objects: Protected) -> str:
     for thing in objects.values():
         if isinstance(thing, torch.nn.Module):
             for parameter in thing.parameters():
-                row.update(buffer_of(_on_cpu(parameter.detach())))
+                row.update(buffer_of(_on_cpu(local_of(parameter))))
     return row.hexdigest()
 
 

@@ -14,7 +14,6 @@ import torch
 from holdfast.data.seeds import micro_seed, seed_generators
 from holdfast.errors import NonFiniteGradient, UsageError
 from holdfast.protocol.phases import Phase
-from holdfast.train.tree import shares
 
 if TYPE_CHECKING:
     from holdfast.train.mesh import Word
@@ -34,7 +33,7 @@ class Batches(Protocol):
         ...
 
     def giving(self, step: int, generation: int) -> None:
-        """This worker's part of the step is computed."""
+        """All of this worker's part of the step was loaded, and its gradient is about to go out."""
         ...
 
     def committed(self, step: int, generation: int) -> None:
@@ -87,9 +86,9 @@ class Step:
     def __iter__(self) -> Iterator[Any]:
         """This worker's micro-batches of the global batch, in the order of their numbers."""
         replica = self._replica
-        count = self._batches.count()
-        mine = replica.share(count)
-        replica.gradients.expect(count, replica.rank, replica.world_size)
+        seat = replica.seat(self._batches.count())
+        mine = seat.micro_batches
+        replica.gradients.expect(seat.leaves, seat.rank, seat.world, seat.idle)
         self._left = len(mine)
         self._batches.aim(self.index, self.samples, mine)
         for done, micro in enumerate(mine):
@@ -160,7 +159,7 @@ class Step:
         if self._said is None:
             self._say_weight()
         gradients.flush(replica.group)
-        norm = gradients.finish(self._scale)
+        norm = math.sqrt(replica.over_shards(self.index, gradients.finish(self._scale)))
         if not math.isfinite(norm):
             raise NonFiniteGradient(
                 f"the gradient of step {self.index} is {norm} (loss {self.loss:.6g}): look at this step's data, "
@@ -232,10 +231,11 @@ class Step:
     def _say_weight(self) -> None:
         """Tells all what this worker's micro-batches weigh: under "exact" one by one, so that the sum over all of them
         does not depend on who computed which."""
+        counted = self._words if self._replica.weighs else []
         if self._replica.gradients.exact:
-            self._said = self._words
+            self._said = counted
         else:
-            self._said = [(sum(w for w, _, _ in self._words), sum(x for _, x, _ in self._words), 0.0)]
+            self._said = [(sum(w for w, _, _ in counted), sum(x for _, x, _ in counted), 0.0)]
         self._replica.group.mesh.say(self.index, *self._said)
 
     def _scale(self) -> float:
@@ -244,7 +244,7 @@ class Step:
             assert self._said is not None
             counts = None
             if self._replica.gradients.exact:
-                counts = [len(s) for s in shares(self._batches.count(), self._replica.world_size)]
+                counts = self._replica.words(self._batches.count())
             words = self._replica.group.mesh.hear(self.index, self._said, counts)
             self._global_weight = math.fsum(w for w, _, _ in words)
             if not self._global_weight > 0:

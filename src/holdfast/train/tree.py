@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
+
+from holdfast.protocol.messages import Generation
 
 Node = tuple[int, int]
 """The micro-batches from the first number up to, not including, the second."""
@@ -23,6 +26,42 @@ def share(micro_batches: int, rank: int, world: int) -> range:
 def shares(micro_batches: int, world: int) -> list[range]:
     """Those of every worker, in the order of the ranks."""
     return [share(micro_batches, rank, world) for rank in range(world)]
+
+
+class Seat(NamedTuple):
+    """What a worker computes, and how gradients are summed over those that hold the same shard.
+
+    micro_batches: the numbers of those that this worker computes. rank, world: among the workers that compute and hold the
+    same shard; idle: so many more hold it and compute nothing, the last ones. leaves: of the tree of additions.
+    """
+
+    micro_batches: range
+    rank: int
+    world: int
+    idle: int
+    leaves: int
+
+
+def seat(micro_batches: int, generation: Generation, rank: int) -> Seat:
+    """A worker's seat. In a replica of several workers that shard their state, those take turns: each micro-batch of a
+    round goes to one of them, and the sum over the round is a leaf of the tree."""
+    own = generation.members[rank]
+    shards, tensor = generation.shape
+    column = generation.column(own.position)
+    computing = generation.replicas
+    leaves = micro_batches // shards
+    place = column.index(rank)
+    if own.replica < 0:
+        return Seat(range(0), place, computing, len(column) - computing, leaves)
+    rounds = share(leaves, place, computing)
+    first = own.position // tensor
+    numbers = range(rounds.start * shards + first, rounds.stop * shards + first, shards)
+    return Seat(numbers, place, computing, len(column) - computing, leaves)
+
+
+def weighs(generation: Generation, rank: int) -> bool:
+    """Whether a worker says what its micro-batches weigh: those of one tensor dimension compute the same ones."""
+    return generation.members[rank].position % generation.shape[1] == 0
 
 
 def subtrees(micro_batches: int, numbers: range) -> list[Node]:

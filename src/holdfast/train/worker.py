@@ -17,7 +17,7 @@ import threading
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from holdfast.protocol import messages as m
 from holdfast.protocol.frames import Codec, pack
@@ -26,17 +26,33 @@ from holdfast.protocol.phases import Phase
 from holdfast.train.faults import FaultPlan
 from holdfast.train.link import Link
 
+if TYPE_CHECKING:
+    from holdfast.train.replica import Endpoint
+
 _PR_SET_PDEATHSIG = 1
 
 
-@dataclass(frozen=True)
+@dataclass
 class Attachment:
-    """What ties a script to its job."""
+    """What ties a script to its job.
+
+    position: the shard for which `main` is run again; None: it runs for the first time.
+    """
 
     link: Link
     faults: FaultPlan
     target: int
     alone: bool = False
+    position: int | None = None
+    _endpoint: Endpoint | None = None
+
+    def endpoint(self) -> Endpoint:
+        """Where other workers reach this process, for as long as it lives."""
+        from holdfast.train.replica import Endpoint
+
+        if self._endpoint is None:
+            self._endpoint = Endpoint(self.link.start.host, self.link.token)
+        return self._endpoint
 
 
 _attachment: list[Attachment] = []

@@ -1,0 +1,94 @@
+"""Replicas of several workers: what the core knows of their shape, and who is to be built for which shard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from holdfast.coordinator import stopping
+from holdfast.coordinator.seating import Seating, seat, wanted
+from holdfast.coordinator.state import Blame, Worker, WorkerPhase
+from holdfast.protocol import messages as m
+
+if TYPE_CHECKING:
+    from holdfast.coordinator.core import Core
+
+SEATED = (WorkerPhase.MEMBER, WorkerPhase.PARKED)
+COMING = (WorkerPhase.STARTING, WorkerPhase.ATTACHED)
+
+
+def fits(core: Core, worker: Worker, ready: m.Ready) -> bool:
+    """Notes the shape that the script gave its replicas; all workers must agree. False: this one does not."""
+    s = core.state
+    known = [w for w in core.alive_workers() if w.ready is not None]
+    if not known or ready.shape == s.shape:
+        s.shape, worker.position = ready.shape, ready.position
+        return True
+    reason = f"{worker.name} made replicas of shard x tensor = {ready.shape}, other workers of {s.shape}"
+    advice = "call run.mesh() with the same sizes everywhere"
+    stopping.give_up(core, f"{reason}: {advice}", Blame(reason, None, worker.node, log=worker.log))
+    return False
+
+
+def positions_of(workers: Iterable[Worker]) -> dict[str, int]:
+    """Which shard each of them holds or was built for."""
+    return {w.name: w.position for w in workers}
+
+
+def seating(core: Core, survivors: Iterable[Worker], newcomers: Iterable[Worker]) -> Seating:
+    """Who sits where in the next generation."""
+    s = core.state
+    most = s.target // s.positions
+    return seat(s.generation, positions_of(survivors), positions_of(newcomers), s.positions, most)
+
+
+def strength(core: Core, survivors: list[Worker], newcomers: list[Worker]) -> int:
+    """So many workers would compute."""
+    s = core.state
+    if s.positions == 1:
+        return len(survivors) + len(newcomers)
+    there = len(survivors) + len(newcomers)
+    rows = seat(s.generation, positions_of(survivors), positions_of(newcomers), s.positions, there).rows
+    return len(rows) * s.positions
+
+
+def needed(core: Core) -> int:
+    """So many workers that compute make up the smallest job: whole replicas."""
+    s = core.state
+    return -(-max(1, s.minimum) // s.positions) * s.positions
+
+
+def next_position(core: Core) -> int | None:
+    """The shard for which a worker that is started now is most likely needed; None while the shape is not known."""
+    s = core.state
+    if s.positions == 1:
+        return None
+    there = [w.position for w in core.alive_workers()]
+    rows = max(s.target // s.positions, len(there) // s.positions + 1)
+    return wanted(there, s.positions, rows)[0]
+
+
+def rebuild(core: Core) -> None:
+    """Spares that were built for a shard of which there are enough are built again for one that is missing."""
+    s = core.state
+    if s.positions == 1:
+        return
+    rows = s.target // s.positions
+    ready = [w for w in core.workers_in(WorkerPhase.READY) if s.nodes[w.node].leaving is None]
+    there = [w.position for w in core.workers_in(*SEATED)]
+    spare: list[Worker] = []
+    for worker in ready:
+        if there.count(worker.position) < rows:
+            there.append(worker.position)
+        else:
+            spare.append(worker)
+    coming = [w.position for w in core.workers_in(*COMING)]
+    for position in wanted(there, s.positions, rows):
+        if position in coming:
+            coming.remove(position)
+        elif spare:
+            worker = spare.pop(0)
+            core.record("rebuild", worker=worker.name, position=position, before=worker.position)
+            worker.phase, worker.position = WorkerPhase.ATTACHED, position
+            worker.ready, worker.started_s = None, core.now
+            core.tell(worker, m.Rebuild(position))

@@ -1,0 +1,215 @@
+"""Process groups inside a replica whose connections can be exchanged under the wrappers that use them.
+
+FSDP2, tensor parallelism and `DeviceMesh` keep the process groups with which they were made for ever. These groups are
+shells: torch.distributed makes them before anybody is connected, and every generation gives them new connections. So
+after a fault neither a wrapper nor a compiled graph has to be made again.
+
+Torch has one default process group. Here it is the replica: its rank is the worker's position in the replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partialmethod
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined, unused-ignore]
+
+from holdfast.errors import CollectiveFailed, UsageError
+from holdfast.train.wires import Wires
+
+BACKEND = "holdfast"
+
+StoreOf = Callable[[str], Any]
+"""The store through which a group, named, finds its members."""
+
+
+class Row:
+    """All process groups of one replica, as one of its workers has them."""
+
+    def __init__(self, position: int, size: int, host: str, began: Callable[[], None]) -> None:
+        """began: called whenever a collective begins or has ended: a sign of life."""
+        self.position, self.size = position, size
+        self.host = host
+        self.began = began
+        self._groups: list[SwitchedGroup] = []
+        self._aborted = False
+
+    def open(self) -> None:
+        """Makes torch's default process group a shell of this row's.
+
+        Raises:
+            UsageError: the script has made one.
+        """
+        if dist.is_initialized():
+            raise UsageError(
+                "run.mesh() came after torch.distributed.init_process_group(): leave that to Holdfast, which makes "
+                "the process groups of a replica and connects them anew after a fault"
+            )
+        if BACKEND not in dist.Backend.backend_list:
+            dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
+        _row[:] = [self]
+        dist.init_process_group(BACKEND, store=HashStore(), rank=self.position, world_size=self.size)
+
+    def shut(self) -> None:
+        """Torch forgets the groups: `main` is about to be run again."""
+        self.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self._groups.clear()
+
+    def add(self, rank: int, size: int, name: str) -> SwitchedGroup:
+        """One more group, which torch asked for."""
+        group = SwitchedGroup(self, rank, size, name)
+        self._groups.append(group)
+        return group
+
+    def connect(self, store_of: StoreOf) -> None:
+        """Connects every group of more than one worker; all workers of the replica have them in the same order.
+
+        Raises:
+            CollectiveFailed: one is gone, or `abort` was called.
+        """
+        self._aborted = False
+        for group in self._groups:
+            if group.size() > 1:
+                group.wires = Wires(group.rank(), group.size(), self.host)
+                if self._aborted:
+                    raise CollectiveFailed("the generation broke while its members connected")
+                group.wires.connect(store_of(group.label))
+
+    @property
+    def aborted(self) -> bool:
+        """Whether the groups were aborted since they were connected."""
+        return self._aborted
+
+    def abort(self) -> None:
+        """Frees every call that waits for a worker of the replica. Safe from any thread, more than once."""
+        self._aborted = True
+        for group in self._groups:
+            if group.size() > 1 and group.wires is not None:
+                group.wires.abort()
+
+    def close(self) -> None:
+        """Gives the connections back, after `abort` or when nobody needs them any more."""
+        for group in self._groups:
+            if group.size() > 1 and group.wires is not None:
+                group.wires.close()
+                group.wires = None
+
+
+_row: list[Row] = []
+"""Whose groups torch makes: this process is in one replica."""
+
+
+def _create(common: Any, options: Any) -> SwitchedGroup:
+    """What torch calls for every new group."""
+    return _row[0].add(common.group_rank, common.group_size, common.group_id)
+
+
+_ProcessGroup: Any = dist.ProcessGroup
+
+
+class SwitchedGroup(_ProcessGroup):  # type: ignore[misc]
+    """A process group whose connections come with the generation and go with it.
+
+    A collective returns when it is done: with gloo nothing is gained by waiting later, and only here is a wait ended by
+    an abort. A group of one worker has its own connection to itself for ever.
+    """
+
+    def __init__(self, row: Row, rank: int, size: int, name: str) -> None:
+        super().__init__(rank, size)
+        self._row, self._place, self._members = row, rank, size
+        self.label = name
+        self.wires: Wires | None = None
+        if size == 1:
+            self.wires = Wires(0, 1, row.host)
+            self.wires.connect(HashStore())
+
+    def _run(self, name: str, *args: Any) -> Any:
+        wires = self.wires
+        if wires is None:
+            if self._row.aborted:
+                raise CollectiveFailed("the generation broke")
+            raise UsageError(
+                f"{name} before the first step: the workers of a replica are connected when run.steps() begins. Build "
+                "the model without communication: every worker from the same seed, distribute_tensor and "
+                "parallelize_module with src_data_rank=None"
+            )
+        work = wires.start(lambda gloo: getattr(gloo, name)(*args))
+        self._row.began()
+        try:
+            wires.wait(work)
+        except CollectiveFailed:
+            wires.drain(work)
+            raise
+        self._row.began()
+        return work
+
+    def _run_each(self, name: str, outputs: list[Any], inputs: list[Any], options: Any) -> Any:
+        return [self._run(name, out, into, options) for out, into in zip(outputs, inputs, strict=True)][-1]
+
+    # Names as torch.distributed has them; those of the collectives follow below.
+
+    def getBackendName(self) -> str:
+        """As `dist.get_backend` shows it."""
+        return BACKEND
+
+    def rank(self) -> int:
+        """This worker's rank in the group."""
+        return self._place
+
+    def size(self) -> int:
+        """Workers in the group."""
+        return self._members
+
+    @property
+    def group_name(self) -> str:
+        """What functional collectives find the group by."""
+        return self.label
+
+    def _set_group_name(self, name: str) -> None:
+        self.label = name
+
+
+SAME = [
+    "allreduce",
+    "allreduce_coalesced",
+    "broadcast",
+    "reduce",
+    "barrier",
+    "allgather",
+    "allgather_coalesced",
+    "reduce_scatter",
+    "alltoall",
+    "gather",
+    "scatter",
+    "send",
+    "recv",
+]
+OTHERWISE = {
+    "_allgather_base": "_allgather_base",
+    "all_gather_single": "_allgather_base",
+    "_reduce_scatter_base": "_reduce_scatter_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "alltoall_base": "alltoall_base",
+    "all_to_all_single": "alltoall_base",
+}
+ONE_BY_ONE = {
+    "all_gather_single_coalesced": "_allgather_base",
+    "allgather_into_tensor_coalesced": "_allgather_base",
+    "reduce_scatter_single_coalesced": "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced": "_reduce_scatter_base",
+}
+"""Torch's names for collectives, the newer and the older ones, and gloo's."""
+
+
+def _forward() -> None:
+    for name, of_gloo in {**{name: name for name in SAME}, **OTHERWISE}.items():
+        setattr(SwitchedGroup, name, partialmethod(SwitchedGroup._run, of_gloo))
+    for name, of_gloo in ONE_BY_ONE.items():
+        setattr(SwitchedGroup, name, partialmethod(SwitchedGroup._run_each, of_gloo))
+
+
+_forward()

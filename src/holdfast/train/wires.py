@@ -1,0 +1,235 @@
+"""One gloo process group: built, waited for and freed so that nobody waits for gloo without an end.
+
+`ProcessGroupGloo.abort` does not free a call that waits for a silent peer, and gloo's own time-out is minutes
+long. Shutting down this process's own sockets of the group does, within milliseconds, and needs no privilege.
+They are those that appeared while the group was built.
+
+It does not free all of them: gloo tells a closed connection to the operations that are still queued, but not
+to one whose bytes are half sent or half received (`Pair::signalException` in gloo/transport/tcp/pair.cc looks
+at neither `rx_` nor the unbound buffers in `tx_`), and a connection that is still being made has no socket to
+shut down. Nobody may wait for those, so the main thread waits for gloo in a way that an abort ends too, and
+what gloo still holds then is left to it: see `wait` and `drain`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from holdfast.errors import CollectiveFailed
+
+GLOO_TIMEOUT = timedelta(minutes=30)
+"""Never waited for: the coordinator breaks a generation that stands still long before."""
+
+CONNECT_TIMEOUT = timedelta(seconds=20)
+"""How long gloo may connect. Not waited for after an abort."""
+
+WAIT_SLICE = timedelta(milliseconds=50)
+"""How late the main thread may notice an abort of which gloo did not tell it. Gloo has no wait that another
+thread can end; a slice costs 0.1 to 0.2 ms of a core."""
+
+DRAIN = timedelta(milliseconds=200)
+"""How long gloo may take to let go of a tensor once its sockets are shut down (its loop ticks every 10 ms)."""
+
+
+class Wires:
+    """The connections between the members of one group. Built in two parts, so that `abort` works during `connect`."""
+
+    def __init__(self, rank: int, size: int, host: str) -> None:
+        self.rank = rank
+        self.size = size
+        self._host = host
+        self._before: set[str] = set()
+        self._after: set[str] | None = None
+        self._gloo: Any = None
+        self._stuck = False
+        self._aborted = False
+        self._news = threading.Condition()
+
+    @property
+    def aborted(self) -> bool:
+        """Whether `abort` was called: nothing more comes."""
+        return self._aborted
+
+    def connect(self, store: Any) -> None:
+        """Connects to every member. Raises CollectiveFailed when one is gone or `abort` is called."""
+        self._before = set(socket_inodes())
+        try:
+            self._gloo = self._built(store)
+        finally:
+            self._after = set(socket_inodes())
+        if self._aborted:
+            self.abort()
+            raise CollectiveFailed("the generation broke while its members connected")
+
+    def _built(self, store: Any) -> Any:
+        """Gloo's connections. A thread makes them, because nothing frees one that waits for a lost peer."""
+        results: list[Any] = []
+
+        def build() -> None:
+            result: Any = CollectiveFailed("nothing was built")
+            try:
+                result = _gloo(store, self.rank, self.size, self._host)
+            except Exception as error:  # noqa: BLE001 - gloo's or, through the store, the mesh's; told below
+                result = error
+            finally:
+                with self._news:
+                    results.append(result)
+                    self._news.notify_all()
+
+        threading.Thread(target=build, name="holdfast-connect", daemon=True).start()
+        with self._news:
+            self._news.wait_for(lambda: results or self._aborted)
+        if not results:
+            raise CollectiveFailed("the generation broke while its members connected")
+        if isinstance(results[0], Exception):
+            raise CollectiveFailed(f"gloo cannot connect: {first_line(results[0])}") from results[0]
+        return results[0]
+
+    def start(self, call: Callable[[Any], Any]) -> Any:
+        """Starts a collective: `call` is given gloo's process group and returns its Work.
+
+        Raises:
+            CollectiveFailed: a peer is gone, or `abort` was called.
+        """
+        if self._aborted or self._gloo is None:
+            raise CollectiveFailed("the generation broke")
+        try:
+            return call(self._gloo)
+        except RuntimeError as error:
+            raise CollectiveFailed(first_line(error)) from error
+
+    def allreduce(self, tensor: torch.Tensor) -> Any:
+        """Starts the sum of `tensor` over all members, in place; returns a Work for `wait`."""
+        options = dist.AllreduceOptions()
+        options.timeout = GLOO_TIMEOUT
+        return self.start(lambda gloo: gloo.allreduce([tensor], options))
+
+    def exchange(
+        self, received: torch.Tensor, counts: list[int], sent: torch.Tensor, shares: list[int]
+    ) -> Any:
+        """Starts sending every member its part of `sent`, and receiving one from each; returns a Work for `wait`.
+
+        Args:
+            counts: elements that come from each member; the parts are one after the other in `received`.
+            shares: elements that go to each member, in the same way.
+        """
+        options = dist.AllToAllOptions()
+        options.timeout = GLOO_TIMEOUT
+        return self.start(lambda gloo: gloo.alltoall_base(received, sent, counts, shares, options))
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Any:
+        """Starts making `tensor` everywhere what it is at the root; returns a Work for `wait`."""
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        options.timeout = GLOO_TIMEOUT
+        return self.start(lambda gloo: gloo.broadcast([tensor], options))
+
+    def wait(self, work: Any) -> None:
+        """Waits for what was started.
+
+        Raises:
+            CollectiveFailed: a peer is gone, or `abort` was called.
+        """
+        while True:
+            try:
+                work.wait(WAIT_SLICE)
+                return
+            except RuntimeError as error:
+                if not work.is_completed():
+                    if self._aborted:
+                        raise CollectiveFailed("the generation broke") from error
+                    continue
+            try:
+                work.wait()  # it ended, perhaps well and just after the slice: now it says how
+                return
+            except RuntimeError as error:
+                raise CollectiveFailed(first_line(error)) from error
+
+    def drain(self, work: Any) -> bool:
+        """After `abort`: waits until gloo has let go of the tensor. False if it never will: the tensor is lost."""
+        try:
+            work.wait(DRAIN)
+        except RuntimeError:
+            if not work.is_completed():
+                self._stuck = True
+                return False
+        return True
+
+    def abort(self) -> None:
+        """Frees every call that waits for a peer. Safe from any thread, more than once."""
+        with self._news:
+            self._aborted = True
+            self._news.notify_all()
+        now = socket_inodes()
+        ours = (set(now) if self._after is None else self._after) - self._before
+        if self._before:
+            for inode in ours & set(now):
+                shut_down(now[inode])
+
+    def close(self) -> None:
+        """Gives everything back, after `abort` or when no member needs the group any more."""
+        self._aborted = True
+        gloo, self._gloo = self._gloo, None
+        if self._stuck:
+            abandon(gloo)
+        elif gloo is not None:
+            gloo.abort()
+
+
+def _gloo(store: Any, rank: int, size: int, host: str) -> Any:
+    backend: Any = dist.ProcessGroupGloo
+    options = backend._Options()
+    options._devices = [backend.create_device(hostname=host)]
+    options._timeout = CONNECT_TIMEOUT
+    group = backend(store, rank, size, options)
+    group._set_default_timeout(GLOO_TIMEOUT)
+    return group
+
+
+def socket_inodes() -> dict[str, int]:
+    """This process's sockets: inode name to descriptor."""
+    found = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            link = str(entry.readlink())
+        except OSError:
+            continue
+        if link.startswith("socket:"):
+            found[link] = int(entry.name)
+    return found
+
+
+def shut_down(fd: int) -> None:
+    """Ends a connected TCP socket under whoever waits on it; listening and Unix sockets are left alone."""
+    try:
+        sock = socket.socket(fileno=os.dup(fd))
+    except OSError:
+        return
+    with sock:
+        try:
+            if sock.family in (socket.AF_INET, socket.AF_INET6):
+                sock.getpeername()
+                sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return
+
+
+def abandon(group: object) -> None:
+    """Keeps a process group for ever, also when Python ends: destroying it would wait for its operations."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def first_line(error: BaseException) -> str:
+    """The part of a torch error that a person reads."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__
