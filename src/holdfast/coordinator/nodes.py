@@ -255,10 +255,8 @@ def start_worker(core: Core, node: Node, slot: int, env: dict[str, str]) -> Work
     s, spec = core.state, core.spec
     s.incarnations += 1
     worker = Worker(f"{node.name}.{slot}#{s.incarnations}", node.name, slot, core.now)
-    position = shards.next_position(core)
-    if position is not None:
-        worker.position = position
-        env = {**env, m.POSITION_VARIABLE: str(position)}
+    worker.position = shards.next_position(core, int(env["RANK"]))
+    env = {**env, m.POSITION_VARIABLE: str(worker.position)}
     s.workers[worker.name] = worker
     if slot not in node.used:
         node.used.append(slot)

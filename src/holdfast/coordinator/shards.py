@@ -23,6 +23,8 @@ def fits(core: Core, worker: Worker, ready: m.Ready) -> bool:
     known = [w for w in core.alive_workers() if w.ready is not None]
     if not known or ready.shape == s.shape:
         s.shape, worker.position = ready.shape, ready.position
+        for starting in core.workers_in(*COMING):
+            starting.position %= s.positions
         return True
     reason = f"{worker.name} made replicas of shard x tensor = {ready.shape}, other workers of {s.shape}"
     advice = "call run.mesh() with the same sizes everywhere"
@@ -58,11 +60,12 @@ def needed(core: Core) -> int:
     return -(-max(1, s.minimum) // s.positions) * s.positions
 
 
-def next_position(core: Core) -> int | None:
-    """The shard for which a worker that is started now is most likely needed; None while the shape is not known."""
+def next_position(core: Core, rank: int) -> int:
+    """The shard for which a worker that is started now is most likely needed. While the shape is not known its rank, of
+    which the worker takes the remainder."""
     s = core.state
     if s.positions == 1:
-        return None
+        return rank
     there = [w.position for w in core.alive_workers()]
     rows = max(s.target // s.positions, len(there) // s.positions + 1)
     return wanted(there, s.positions, rows)[0]

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from holdfast.errors import StateError, UsageError
 
@@ -32,6 +34,14 @@ class Leaf:
 _starts: dict[Any, tuple[int, ...] | None] = {}
 """Where a layout's local box begins. Asking torch takes 25 us for every tensor, which adds up to as much as copying a
 hundred megabytes."""
+
+
+def forget_meshes() -> None:
+    """This process gets another position in its replica. Torch and this module remember what they found out of a mesh, and
+    the next one will be equal to this one, but for the position."""
+    _starts.clear()
+    _clear_sharding_prop_cache()
+    clear_redistribute_planner_cache()
 
 
 def start_of(tensor: DTensor, local: torch.Tensor) -> tuple[int, ...] | None:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.errors import UsageError
 from holdfast.protocol.messages import POSITION_VARIABLE
+from holdfast.train.pieces import forget_meshes
 from holdfast.train.switched import Row
 
 DIMENSIONS = ("replicate", "shard", "tensor")
@@ -136,6 +137,7 @@ class Sharding:
     def close(self) -> None:
         """`main` is about to be run again, with another position."""
         self.row.shut()
+        forget_meshes()
 
 
 def _state_of(module: FSDPModule) -> Any:
