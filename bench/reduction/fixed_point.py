@@ -126,7 +126,7 @@ class FixedPointSum(Gradients):
             squares += scale_and_square(bucket.flat, scale())
         if self.ahead:
             self._agree(self._group, DRIFT_BITS)
-        return math.sqrt(squares)
+        return squares
 
     def clip(self, norm: float, max_norm: float) -> None:
         clip([bucket.flat for bucket in self._buckets], norm, max_norm)

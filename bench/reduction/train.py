@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from multiprocessing.connection import Connection
 
@@ -68,7 +69,7 @@ def rank_main(
             loss.backward()
             gradients.after_backward()
         gradients.flush(group)
-        gradients.clip(gradients.finish(lambda: 1 / (micro_batches * job.BATCH)), 1.0)
+        gradients.clip(math.sqrt(gradients.finish(lambda: 1 / (micro_batches * job.BATCH))), 1.0)
         optimizer.step()
         index += 1
         return time.perf_counter() - began

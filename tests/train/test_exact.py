@@ -19,7 +19,7 @@ from holdfast.train.exact import ExactSum, prepare
 from holdfast.train.position import Position
 from holdfast.train.reduction import GradientSum
 from holdfast.train.step import Step
-from holdfast.train.tree import share
+from holdfast.train.tree import Seat, share, shares
 
 WIDTH = 12
 CPU = torch.device("cpu")
@@ -45,8 +45,17 @@ class Worker:
             group.generation,
         )
 
-    def share(self, micro_batches):
-        return share(micro_batches, self.rank, self.world_size)
+    weighs = True
+
+    def seat(self, micro_batches):
+        mine = share(micro_batches, self.rank, self.world_size)
+        return Seat(mine, self.rank, self.world_size, 0, micro_batches)
+
+    def words(self, micro_batches):
+        return [len(mine) for mine in shares(micro_batches, self.world_size)]
+
+    def over_shards(self, step, squares):
+        return squares
 
     def begin_step(self):
         self.gradients.begin()

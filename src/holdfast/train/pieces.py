@@ -40,7 +40,7 @@ def forget_meshes() -> None:
     """This process gets another position in its replica. Torch and this module remember what they found out of a mesh, and
     the next one will be equal to this one, but for the position."""
     _starts.clear()
-    _clear_sharding_prop_cache()
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
     clear_redistribute_planner_cache()
 
 
