@@ -16,16 +16,22 @@ from bench import machine
 from bench.processes import Children, stop_signals
 from bench.progress import Progress
 from bench.recovery import analyse, environments, floor, harness, table
-from bench.recovery.systems import SYSTEMS, select
+from bench.recovery.harness import Plan
+from bench.recovery.systems import SHARDED, SYSTEMS, select
 from bench.recovery.systems.base import System
+from bench.recovery.systems.sharded import TorchrunSharded
 from bench.recovery.systems.torchrun import Torchrun
 
-SECOND = ({"replicas": 8}, {"state_mb": 400.0})
-"""The variants of the second table: more replicas, and a larger state at the usual number of replicas."""
+SHARDED_PLAN = {"replicas": 2, "shards": 2, "blocks": 0, "settle_steps": 6, "calibration_steps": 16}
+"""Steps are long there: few of them between two faults."""
+VARIANTS = {"first": ({},), "second": ({"replicas": 8}, {"state_mb": 400.0}), "sharded": (SHARDED_PLAN,)}
+"""What differs in the parts of each table: more replicas, a larger state at the usual number of replicas, shards."""
+SIZES = ("100m", "10m", "tiny")
+"""Of the sharded model, as `sharded.WIDTHS` has them; the launching side does not import torch."""
 
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    names = ", ".join(system.name for system in SYSTEMS)
+    names = ", ".join(system.name for system in (*SYSTEMS, *SHARDED))
     parser = argparse.ArgumentParser(
         prog="python -m bench.recovery",
         description="What a SIGKILLed replica costs: Holdfast and its peers, in one run on one machine.",
@@ -36,7 +42,13 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--faults", type=int, default=5, help="SIGKILLs for every system (default: 5)")
     parser.add_argument("--state-mb", type=float, default=0.0, help="further state, without gradients, in MB")
     parser.add_argument(
-        "--table", choices=["first", "second"], default="first", help="second: 8 replicas; 400 MB"
+        "--table",
+        choices=["first", "second", "sharded"],
+        default="first",
+        help="second: 8 replicas; 400 MB. sharded: 2 replicas of 2 shards, without the comparison of steps",
+    )
+    parser.add_argument(
+        "--size", choices=list(SIZES), default="100m", help="of the sharded model (default: 100m)"
     )
     parser.add_argument("--blocks", type=int, default=20, help="pairs of blocks to compare steps; 0: none")
     parser.add_argument(
@@ -52,7 +64,7 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if chosen.replicas < 2 or chosen.faults < 1:
         parser.error("it takes at least 2 replicas and 1 fault")
     try:
-        chosen.systems = select(chosen.systems)
+        chosen.systems = select(chosen.systems, SHARDED if chosen.table == "sharded" else SYSTEMS)
     except ValueError as error:
         parser.error(str(error))
     return chosen
@@ -66,15 +78,16 @@ def main() -> None:
     with stop_signals(), children:
         if chosen.setup:
             _set_up(console)
-        plan = harness.Plan(
+        plan = Plan(
             replicas=chosen.replicas,
             faults=chosen.faults,
             state_mb=chosen.state_mb,
             blocks=chosen.blocks,
             timeout_s=chosen.timeout_s,
             seed=chosen.seed,
+            size=chosen.size if chosen.table == "sharded" else Plan.size,
         )
-        plans = [plan] if chosen.table == "first" else [replace(plan, **variant) for variant in SECOND]
+        plans = [replace(plan, **variant) for variant in VARIANTS[chosen.table]]
         machine.introduce(console, _versions(chosen.systems), "gloo on loopback")
         report = [_run(console, plan, chosen, bench) for plan in plans]
         console.print(f"Load average at the end: {machine.load():.1f}", highlight=False)
@@ -101,21 +114,20 @@ def _versions(systems: Sequence[System]) -> dict[str, str]:
     return found
 
 
-def _run(
-    console: Console, plan: harness.Plan, chosen: argparse.Namespace, bench: harness.Bench
-) -> dict[str, object]:
+def _run(console: Console, plan: Plan, chosen: argparse.Namespace, bench: harness.Bench) -> dict[str, object]:
     """Measure all systems under one plan, print the table, and return everything for the JSON file."""
     began = time.monotonic()
-    step_s, save_s = harness.calibrate(plan, Torchrun(), bench)
+    sharded = plan.shards > 1
+    step_s, save_s = harness.calibrate(plan, TorchrunSharded() if sharded else Torchrun(), bench)
     every = analyse.checkpoint_interval(save_s, step_s, chosen.checkpoint_budget)
     plan = replace(plan, checkpoint_every=every, block_steps=every * -(-5 // every))
     console.print(
-        f"{plan.replicas} replicas, one thread each: a plain step takes {step_s * 1e3:.0f} ms, a checkpoint "
+        f"{plan.workers} workers, one thread each: a plain step takes {step_s * 1e3:.0f} ms, a checkpoint "
         f"{save_s * 1e3:.0f} ms; systems that need one save every {every} steps "
         f"(at most {chosen.checkpoint_budget:.0%} of the time)",
         highlight=False,
     )
-    least = floor.measure(plan, step_s, bench)
+    least = None if sharded else floor.measure(plan, step_s, bench)
     results = []
     for system in chosen.systems:
         results.append(harness.measure(system, plan, bench))
@@ -125,7 +137,7 @@ def _run(
         "plan": asdict(plan),
         "plain_step_s": step_s,
         "save_s": save_s,
-        "floor": asdict(least),
+        "floor": asdict(least) if least else None,
         "systems": [result.as_json() for result in results],
     }
 

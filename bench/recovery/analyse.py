@@ -12,6 +12,8 @@ The definitions, the same for every system:
   before. The same as the stall unless steps were lost.
 - **Full strength.** From the SIGKILL to the moment when the last of all target replicas has committed the
   first step whose update holds the gradients of all of them.
+- **Bytes moved.** Of the state, fetched by anyone from a peer or a checkpoint between the SIGKILL and full strength.
+  What a restarted worker reads again although it had it counts too; gradients and gathered parameters do not.
 - **Lost steps.** Steps that had been committed before the fault and were computed again after it. The one step
   in flight, which nobody had committed, is not among them.
 """
@@ -20,9 +22,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from bench.recovery.events import NOT_PARTICIPATING, Commit
+from bench.recovery.events import NOT_PARTICIPATING, Commit, StateBytes
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,17 @@ class Recovery:
     full_s: float | None
     new_work_s: float | None
     lost_steps: int
+    moved_bytes: int | None = None
+    """Bytes of the state that workers fetched until then, from peers or from a checkpoint."""
+    lost_bytes: int | None = None
+    """Bytes of the state that the killed worker held."""
+
+    @property
+    def moved_ratio(self) -> float | None:
+        """Bytes moved for every byte lost."""
+        if self.moved_bytes is None or not self.lost_bytes:
+            return None
+        return self.moved_bytes / self.lost_bytes
 
     @property
     def complete(self) -> bool:
@@ -109,6 +122,17 @@ def recovery(commits: Sequence[Commit], fault: Fault, replicas: int) -> Recovery
     )
 
 
+def with_bytes(found: Recovery, fault: Fault, states: Iterable[StateBytes]) -> Recovery:
+    """`found` with the bytes moved until full strength, as far as workers have said what they hold and fetch."""
+    said = list(states)
+    held = [s.count for s in said if s.pid == fault.pid and s.kind == "holds"]
+    if not held or found.full_s is None:
+        return found
+    until = fault.t + found.full_s
+    moved = sum(s.count for s in said if s.kind == "fetched" and fault.t < s.t <= until)
+    return replace(found, moved_bytes=moved, lost_bytes=held[-1])
+
+
 def _since(fault: Fault, times: Iterable[float]) -> float | None:
     first = min(times, default=None)
     return None if first is None else first - fault.t
@@ -145,6 +169,12 @@ def block_step_s(commits: Sequence[Commit], first: int, last: int) -> float:
         if first <= c.step < last and c.rank != NOT_PARTICIPATING:
             took[c.pid] = took.get(c.pid, 0.0) + c.took_s
     return max(took.values()) / (last - first)
+
+
+def typical_step_s(commits: Sequence[Commit], workers: int) -> list[float]:
+    """The median duration of a step at full strength; nothing if there was none."""
+    found = spread(c.took_s for c in commits if c.world == workers and c.rank != NOT_PARTICIPATING)
+    return [found.median] if found else []
 
 
 def checkpoint_interval(save_s: float, step_s: float, budget: float) -> int:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 NOT_PARTICIPATING = -1
 """The rank of a worker that follows the training without contributing gradients (a spare that trains along)."""
@@ -53,6 +54,44 @@ class CommitLog:
         self._previous = now
         event = Commit(now, self._pid, rank, step, world, str(gen), round(took, 6))
         os.write(self._file, (json.dumps(asdict(event)) + "\n").encode())
+
+
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    """What a worker said of its part of the state."""
+
+    t: float
+    pid: int
+    kind: Literal["holds", "fetched"]
+    """holds: once, before the first step. fetched: from a peer or a checkpoint, when it is there."""
+    count: int
+    """Bytes."""
+
+
+class StateLog:
+    """The writing side of the bytes of the state, in every worker of a sharded job."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def holds(self, count: int) -> None:
+        """Call when the model and the optimizer are there."""
+        self._write("holds", count)
+
+    def fetched(self, count: int) -> None:
+        """Call when so many bytes of the state have arrived from somewhere else."""
+        self._write("fetched", count)
+
+    def _write(self, kind: Literal["holds", "fetched"], count: int) -> None:
+        said = StateBytes(time.monotonic(), os.getpid(), kind, count)
+        os.write(self._file, (json.dumps(asdict(said)) + "\n").encode())
+
+
+def read_states(path: Path) -> list[StateBytes]:
+    """What all workers have said of their state up to now."""
+    if not path.exists():
+        return []
+    return [StateBytes(**json.loads(line)) for line in path.read_bytes().split(b"\n")[:-1]]
 
 
 class CommitReader:

@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from bench.machine import ForeignCpu
@@ -18,7 +18,7 @@ from bench.processes import Children, descendants
 from bench.progress import Progress
 from bench.recovery import analyse
 from bench.recovery.environments import ROOT
-from bench.recovery.events import Commit, CommitReader
+from bench.recovery.events import Commit, CommitReader, read_states
 from bench.recovery.gate import OPEN, GateKeeper
 from bench.recovery.settings import Settings
 from bench.recovery.systems.base import Job, System
@@ -37,6 +37,10 @@ class Plan:
     """What is measured, the same for every system."""
 
     replicas: int = 3
+    shards: int = 1
+    """Workers of one replica."""
+    size: str = "10m"
+    """Of the model."""
     faults: int = 5
     state_mb: float = 0.0
     blocks: int = 20
@@ -49,7 +53,13 @@ class Plan:
     """Seconds at full strength before a kill: time to get a new spare ready, for those who have one."""
     timeout_s: float = 90.0
     """For a recovery, and for a job to start."""
+    calibration_steps: int = 50
     seed: int = 0
+
+    @property
+    def workers(self) -> int:
+        """Workers at full strength."""
+        return self.replicas * self.shards
 
 
 @dataclass(frozen=True)
@@ -79,6 +89,8 @@ class Measured:
     """Seconds per step, by block."""
     plain_step_s: list[float] = field(default_factory=list)
     """Plain DDP's, in the block next to it."""
+    full_step_s: list[float] = field(default_factory=list)
+    """Seconds of a step at full strength with nothing else going on: the median of every job."""
     foreign_cpu: float = 0.0
     """Share of the machine that processes outside the benchmark took meanwhile."""
 
@@ -127,11 +139,11 @@ class Running:
 
     def settle(self, since: float, steps: int, seconds: float) -> None:
         """Wait for so many steps, and seconds, of full strength after the time `since`."""
-        replicas = self._plan.replicas
+        workers = self._plan.workers
 
         def settled() -> bool:
-            recent = self.commits()[-20 * replicas * max(steps, 1) :]
-            done = [t for t in analyse.full_steps(recent, replicas).values() if t > since]
+            recent = self.commits()[-20 * workers * max(steps, 1) :]
+            done = [t for t in analyse.full_steps(recent, workers).values() if t > since]
             return len(done) >= steps and max(done, default=0.0) - since >= seconds
 
         self.wait(settled, "steady steps at full strength")
@@ -145,7 +157,7 @@ class Running:
     def let_run_to(self, limit: int) -> None:
         """Let every step below `limit` run, and wait until all workers wait to begin `limit`."""
         self._gate.allow(limit)
-        workers = self._plan.replicas + self.system.workers_beside
+        workers = self._plan.workers + self.system.workers_beside
         self.wait(lambda: self._gate.waiting(limit, workers), "a block of steps")
 
     def release(self) -> None:
@@ -154,7 +166,7 @@ class Running:
     def kill_one(self, choose: random.Random) -> analyse.Recovery:
         """SIGKILL one worker and wait until the job is whole again. Raises Failed if it does not become so."""
         before = len(self.commits())
-        workers = analyse.participants(self.commits()[-WINDOW:], self._plan.replicas)
+        workers = analyse.participants(self.commits()[-WINDOW:], self._plan.workers)
         rank = choose.choice(sorted(rank for rank in workers if self.system.may_kill(rank)))
         pid = workers[rank]
         if pid not in set(descendants(os.getpid())):
@@ -167,10 +179,11 @@ class Running:
         first = max(0, before - WINDOW)
 
         def now() -> analyse.Recovery:
-            return analyse.recovery(self.commits()[first:], fault, self._plan.replicas)
+            return analyse.recovery(self.commits()[first:], fault, self._plan.workers)
 
         self.wait(lambda: now().complete, f"recovery from the death of rank {rank}")
-        return now()
+        states = self._job.settings.states
+        return analyse.with_bytes(now(), fault, read_states(Path(states))) if states else now()
 
 
 @contextmanager
@@ -187,10 +200,13 @@ def running(system: System, plan: Plan, bench: Bench) -> Iterator[Running]:
         settings = Settings(
             events=str(folder / "events.jsonl"),
             gate=f"{scratch}/gate",
-            checkpoint=f"{scratch}/checkpoint.pt",
+            checkpoint=f"{scratch}/checkpoint" if plan.shards > 1 else f"{scratch}/checkpoint.pt",
             checkpoint_every=plan.checkpoint_every if system.checkpoints else 0,
             state_mb=plan.state_mb,
             replicas=plan.replicas,
+            shards=plan.shards,
+            size=plan.size,
+            states=str(folder / "states.jsonl") if plan.shards > 1 else "",
         )
         job = Job(settings, folder, processes)
         with closing(Running(system, plan, job, GateKeeper(Path(settings.gate)), bench.progress)) as seen:
@@ -222,6 +238,7 @@ def _measure(system: System, plan: Plan, result: Measured, bench: Bench) -> None
                 _compare_steps(job, plan, result, bench)
                 compare = False
             _strike(job, plan, result, choose)
+            result.full_step_s += analyse.typical_step_s(job.commits(), plan.workers)
         if len(result.failed_faults) >= 2 and not result.recoveries:
             raise Failed("no recovery: " + result.failed_faults[-1])
 
@@ -230,7 +247,9 @@ def _strike(job: Running, plan: Plan, result: Measured, choose: random.Random) -
     """Kill and wait, as often as this job can take it or the plan asks."""
     left = plan.faults - len(result.recoveries) - len(result.failed_faults)
     for _ in range(min(left, job.system.faults_per_job or left)):
-        job.settle(time.monotonic(), plan.settle_steps, plan.settle_s)
+        # A system that goes on from a checkpoint is to have one.
+        steps = max(plan.settle_steps, plan.checkpoint_every + 1 if job.system.checkpoints else 0)
+        job.settle(time.monotonic(), steps, plan.settle_s)
         time.sleep(choose.uniform(0.0, 1.0))
         try:
             result.recoveries.append(job.kill_one(choose))
@@ -257,11 +276,9 @@ def _compare_steps(job: Running, plan: Plan, result: Measured, bench: Bench) -> 
 def calibrate(plan: Plan, system: System, bench: Bench) -> tuple[float, float]:
     """Seconds of one plain step and of writing one checkpoint: medians of a short run of `system`."""
     every = 5
-    plan = Plan(
-        replicas=plan.replicas, state_mb=plan.state_mb, checkpoint_every=every, timeout_s=plan.timeout_s
-    )
+    plan = replace(plan, checkpoint_every=every)
     with running(system, plan, bench) as job:
-        job.settle(time.monotonic(), 50, 0.0)
+        job.settle(time.monotonic(), plan.calibration_steps, 0.0)
         writer = [c for c in job.commits() if c.rank == 0][every:]
     after_save = analyse.spread(c.took_s for c in writer if c.step % every == 0)
     others = analyse.spread(c.took_s for c in writer if c.step % every)

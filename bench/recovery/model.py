@@ -71,10 +71,10 @@ class Samples:
         return self._inputs[rows], self._labels[rows]
 
 
-def share(step: int, rank: int, world: int) -> range:
+def share(step: int, rank: int, world: int, batch: int = BATCH) -> range:
     """The sample numbers of `rank` in the global batch of `step`."""
-    first = (step * world + rank) * BATCH
-    return range(first, first + BATCH)
+    first = (step * world + rank) * batch
+    return range(first, first + batch)
 
 
 def prepare_process() -> None:

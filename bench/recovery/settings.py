@@ -18,13 +18,24 @@ class Settings:
     gate: str
     """Path of the gate's shared file."""
     checkpoint: str
-    """Path of the checkpoint file."""
+    """Path of the checkpoint file, or folder."""
     checkpoint_every: int
     """Steps between two checkpoints; 0 for none."""
     state_mb: float
     """Ballast in the state, in megabytes."""
     replicas: int
     """Replicas at full strength."""
+    shards: int = 1
+    """Workers that hold one replica together."""
+    size: str = "10m"
+    """Name of the model's size."""
+    states: str = ""
+    """Path of the log of states held and fetched (sharded jobs only)."""
+
+    @property
+    def workers(self) -> int:
+        """Workers at full strength."""
+        return self.replicas * self.shards
 
     def environment(self) -> dict[str, str]:
         return {_PREFIX + name.upper(): str(value) for name, value in vars(self).items()}
@@ -41,4 +52,7 @@ class Settings:
             checkpoint_every=int(value("checkpoint_every")),
             state_mb=float(value("state_mb")),
             replicas=int(value("replicas")),
+            shards=int(value("shards")),
+            size=value("size"),
+            states=value("states"),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich import box
 from rich.console import Console
@@ -16,7 +16,6 @@ from bench.recovery.floor import Floor
 from bench.recovery.harness import Measured, Plan
 
 WIDTH = 100
-OURS = "holdfast-2"
 
 
 @dataclass(frozen=True)
@@ -53,12 +52,45 @@ def _of_recoveries(value: Callable[[Recovery], float | None]) -> Callable[[Measu
 
 STALL = Column("stall", "stall\ns", _of_recoveries(lambda r: r.stall_s), 2, 0.5)
 NEW_WORK = Column("new work", "new work\ns", _of_recoveries(lambda r: r.new_work_s), 2, None)
+STALL_SHARDED = replace(STALL, target=0.7)
 FULL = Column("full strength", "full\nstrength s", _of_recoveries(lambda r: r.full_s), 2, 1.5)
+FULL_SHARDED = replace(FULL, target=3.0)
 LOST = Column("lost steps", "lost\nsteps", _of_recoveries(lambda r: r.lost_steps), 0, 0)
 STEP = Column("step / plain DDP", "step /\nplain DDP", Measured.ratios, 2, None, noisy=True)
-COLUMNS = (STALL, FULL, LOST, NEW_WORK, STEP)
-COMPARED = (STALL, FULL, LOST, STEP)
-"""The columns in which level 2 is to be ahead of every peer."""
+MOVED = Column("moved / lost bytes", "bytes\nmoved/lost", _of_recoveries(lambda r: r.moved_ratio), 2, 1.1)
+FULL_STEP = Column("step", "step\ns", lambda system: system.full_step_s, 2, None)
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """What one kind of table shows."""
+
+    ours: str
+    """Name of the system that is held against targets and peers."""
+    columns: tuple[Column, ...]
+    compared: tuple[Column, ...]
+    """The columns in which it is to be ahead of every peer."""
+    about_steps: str
+
+
+REPLICAS = Sheet(
+    ours="holdfast-2",
+    columns=(STALL, FULL, LOST, NEW_WORK, STEP),
+    compared=(STALL, FULL, LOST, STEP),
+    about_steps="step: no faults, in blocks next to plain DDP, checkpoints included.",
+)
+SHARDED = Sheet(
+    ours="holdfast-sharded",
+    columns=(STALL_SHARDED, FULL_SHARDED, MOVED, LOST, NEW_WORK, FULL_STEP),
+    compared=(STALL_SHARDED, FULL_SHARDED, MOVED, LOST),
+    about_steps="bytes: of the state, fetched by all workers until full strength, over those that the killed one held. "
+    "step: at full strength, the median of a job.",
+)
+
+
+def sheet(plan: Plan) -> Sheet:
+    """The table for `plan`."""
+    return SHARDED if plan.shards > 1 else REPLICAS
 
 
 def print_results(console: Console, plan: Plan, results: Sequence[Measured], floor: Floor | None) -> None:
@@ -71,30 +103,29 @@ def print_results(console: Console, plan: Plan, results: Sequence[Measured], flo
     console.print(
         "stall: kill to the next commit by anyone. full strength: kill to the first step of all replicas. "
         "lost steps: committed, then computed again. new work: kill to the first commit of a step never "
-        "committed before. step: no faults, in blocks next to plain DDP, checkpoints included.",
+        f"committed before. {sheet(plan).about_steps}",
         style="dim",
     )
-    ours = next((system for system in results if system.name == OURS), None)
+    ours = next((system for system in results if system.name == sheet(plan).ours), None)
     if floor is not None:
         _print_floor(console, floor, ours)
     if ours is not None:
         peers = [system for system in results if not system.name.startswith("holdfast")]
-        for line in verdicts(ours, peers):
+        for line in verdicts(ours, peers, sheet(plan).compared):
             console.print(line, highlight=False)
 
 
 def results_table(plan: Plan, results: Sequence[Measured]) -> Table:
     """A row per system; one that could not be run has no figures, and its error in the notes below."""
     state = f", {plan.state_mb:.0f} MB more state" if plan.state_mb else ""
-    title = (
-        f"{plan.replicas} replicas{state}: SIGKILL of one, median and (min–max) of {plan.faults} faults each"
-    )
+    shards = f" x {plan.shards} shards, {plan.size} parameters" if plan.shards > 1 else ""
+    title = f"{plan.replicas} replicas{shards}{state}: SIGKILL of one, median and (min–max) of {plan.faults} faults each"
     table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, width=WIDTH, show_lines=False)
     table.add_column("system", ratio=1)
-    for column in COLUMNS:
+    for column in sheet(plan).columns:
         table.add_column(column.title, justify="right", no_wrap=True)
     for system in results:
-        table.add_row(_name_cell(system), *(column.cell(system) for column in COLUMNS))
+        table.add_row(_name_cell(system), *(column.cell(system) for column in sheet(plan).columns))
     return table
 
 
@@ -128,14 +159,16 @@ def _print_floor(console: Console, floor: Floor, ours: Measured | None) -> None:
             )
 
 
-def verdicts(ours: Measured, peers: Sequence[Measured]) -> list[str]:
-    """A line per column: the target and the best peer, and whether level 2 is ahead of both."""
+def verdicts(
+    ours: Measured, peers: Sequence[Measured], compared: Sequence[Column] = REPLICAS.compared
+) -> list[str]:
+    """A line per column: the target and the best peer, and whether `ours` is ahead of both."""
     lines = []
-    for column in COMPARED:
+    for column in compared:
         mine = column.spread(ours)
         rivals = [(found.median, peer) for peer in peers if (found := column.spread(peer)) is not None]
         if mine is None:
-            lines.append(f"{column.name}: Holdfast level 2 has no figure")
+            lines.append(f"{column.name}: {ours.title} has no figure")
             continue
         words = [f"{column.name}: {column.number(mine.median)}"]
         if column.target is not None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 from bench.overhead import analyse as overhead
 from bench.recovery import analyse, table
-from bench.recovery.events import NOT_PARTICIPATING, Commit, parse
+from bench.recovery.events import NOT_PARTICIPATING, Commit, StateBytes, StateLog, parse, read_states
 from bench.recovery.floor import PARAMETERS, last_of
 from bench.recovery.harness import Measured, Plan
 from rich.console import Console
@@ -102,6 +103,37 @@ def test_a_spare_that_trains_along_does_not_count_towards_full_strength() -> Non
     assert recovery([spare, *survivors]).full_s is None
 
 
+def test_bytes_moved_are_those_fetched_by_anyone_until_full_strength() -> None:
+    later = whole_step(11.4, 44, (FIRST, SECOND, NEWCOMER), gen="2")
+    fault = analyse.fault_of(BEFORE, KILLED, KILLED_AT)
+    states = [
+        StateBytes(9.0, KILLED, "holds", 600),
+        StateBytes(9.1, FIRST, "holds", 500),
+        StateBytes(9.5, KILLED, "fetched", 600),
+        StateBytes(11.0, NEWCOMER, "holds", 600),
+        StateBytes(11.1, NEWCOMER, "fetched", 600),
+        StateBytes(11.2, SECOND, "fetched", 300),
+        StateBytes(12.0, FIRST, "fetched", 500),
+    ]
+    found = analyse.with_bytes(recovery(later), fault, states)
+    assert (found.moved_bytes, found.lost_bytes) == (900, 600), (
+        "neither before the fault nor after full strength"
+    )
+    assert found.moved_ratio == pytest.approx(1.5)
+
+
+def test_without_a_word_of_the_killed_worker_there_is_no_figure_of_bytes() -> None:
+    found = recovery(whole_step(11.4, 44, (FIRST, SECOND, NEWCOMER), gen="2"))
+    fault = analyse.fault_of(BEFORE, KILLED, KILLED_AT)
+    assert analyse.with_bytes(found, fault, [StateBytes(9.0, FIRST, "holds", 5)]).moved_ratio is None
+
+
+def test_typical_step_is_the_median_at_full_strength() -> None:
+    slow = [Commit(10.9, FIRST, 0, 43, 2, "2", took_s=9.0)]
+    assert analyse.typical_step_s([*BEFORE, *slow], 3) == [pytest.approx(0.1)]
+    assert analyse.typical_step_s(slow, 3) == []
+
+
 def test_participants_are_those_of_the_newest_full_step() -> None:
     partial = whole_step(10.6, 43, (FIRST, SECOND))
     assert analyse.participants([*BEFORE, *partial], 3) == {0: FIRST, 1: SECOND, 2: KILLED}
@@ -135,6 +167,15 @@ def test_spread() -> None:
 
 def test_a_log_reads_back_as_it_was_written() -> None:
     assert parse(json.dumps(asdict(c)) for c in BEFORE) == BEFORE
+
+
+def test_a_log_of_states_reads_back_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "states"
+    assert read_states(path) == []
+    log = StateLog(path)
+    log.holds(3)
+    log.fetched(2)
+    assert [(s.kind, s.count) for s in read_states(path)] == [("holds", 3), ("fetched", 2)]
 
 
 def test_floor_waits_for_the_last_rank() -> None:
@@ -185,6 +226,17 @@ def test_verdicts_name_the_target_and_the_best_peer() -> None:
     assert full == "full strength: 0.55; target <1.5: met; best peer 0.51 (Quick): BEHIND"
     assert lost == "lost steps: 0; target 0: met; best peer 0 (Slow): level"
     assert step == "step / plain DDP: 1.03; best peer 1.03 (Slow): level (within the noise)"
+
+
+def test_the_sharded_table_has_its_own_targets_and_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    ours = Measured("holdfast-sharded", "Holdfast", "")
+    ours.recoveries = [analyse.Recovery(0.6, 2.0, 0.6, 0, moved_bytes=101, lost_bytes=100)]
+    peer = Measured("torchft-sharded", "torchft", "")
+    peer.recoveries = [analyse.Recovery(1.2, 6.0, 1.2, 0, moved_bytes=200, lost_bytes=100)]
+    table.print_results(Console(width=table.WIDTH), Plan(replicas=2, shards=2), [ours, peer], floor=None)
+    printed = capsys.readouterr().out
+    assert "stall: 0.60; target <0.7: met; best peer 1.20 (torchft): ahead" in printed
+    assert "moved / lost bytes: 1.01; target <1.1: met; best peer 2.00 (torchft): ahead" in printed
 
 
 def test_a_system_without_figures_has_a_row_and_its_error_below(capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,6 +43,22 @@ class HoldfastWritten(_Holdfast):
         )
 
 
+class HoldfastSharded(_Holdfast):
+    """Level 2 with sharded replicas: a node for every worker, and a spare node."""
+
+    name = "holdfast-sharded"
+    title = "Holdfast"
+    note = "FSDP2 in a replica, run.replicate across; a node per worker, one spare node"
+
+    def start(self, job: Job) -> None:
+        shards, nodes = job.settings.shards, job.settings.workers
+        self._run(
+            job,
+            *("--nnodes", f"{shards}:{nodes}", "--nproc-per-node", "1", "--spares", "1"),
+            SCRIPTS / "train_holdfast_sharded.py",
+        )
+
+
 class HoldfastLaunched(_Holdfast):
     """Level 0: the very script, flags and checkpoint of the torchrun row."""
 

@@ -17,6 +17,7 @@ class InProcess(System):
     # Nobody can join a running job, so the reserve is used up by the first fault.
     faults_per_job = 1
     checkpoints = True
+    script = "train_nvrx.py"
 
     def __init__(self, name: str, *, tuned: bool) -> None:
         self.name = name
@@ -29,11 +30,11 @@ class InProcess(System):
         return NVRX_ENVIRONMENT.trouble()
 
     def start(self, job: Job) -> None:
-        processes = job.settings.replicas + 1
+        processes = job.settings.workers + 1
         ports = ["--store-port", str(free_port()), "--wrapper-port", str(free_port())]
         master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(processes)}
         for rank in range(processes):
-            argv = [self.python, SCRIPTS / "train_nvrx.py", *ports, *self._arguments]
+            argv = [self.python, SCRIPTS / self.script, *ports, *self._arguments]
             # With LOCAL_RANK set, the wrapper insists on health checks of GPUs.
             job.spawn(f"rank-{rank}", argv, master | {"RANK": str(rank)}, without="LOCAL_RANK")
 
@@ -56,5 +57,5 @@ class FtLauncher(System):
 
     def start(self, job: Job) -> None:
         module = "nvidia_resiliency_ext.fault_tolerance.launcher"
-        flags = launcher_flags(job.settings.replicas, free_port())
+        flags = launcher_flags(job.settings.workers, free_port())
         job.spawn("ft_launcher", [self.python, "-m", module, *flags, SCRIPTS / "train_ddp.py"])

@@ -7,6 +7,7 @@ import socket
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from bench.recovery.environments import TORCHFT_ENVIRONMENT
 from bench.recovery.systems.base import SCRIPTS, Job, System, free_port
@@ -57,29 +58,35 @@ class Torchft(System):
 
     def start(self, job: Job) -> None:
         timeouts = self._timeouts(job.settings.replicas)
-        port = free_port()
-        job.spawn(
-            "lighthouse",
-            [
-                *(self.python.parent / "torchft_lighthouse", "--bind", f"127.0.0.1:{port}"),
-                *("--min_replicas", "1", "--join_timeout_ms", str(timeouts.join_ms)),
-                *("--quorum_tick_ms", str(timeouts.tick_ms)),
-                *("--heartbeat_timeout_ms", str(timeouts.heartbeat_ms)),
-            ],
-        )
-        _wait_for_port(port)
+        lighthouse = start_lighthouse(job, self.python, timeouts)
         for group in range(job.settings.replicas + self.workers_beside):
             script = [self.python, SCRIPTS / "train_torchft.py", "--group", group]
             script += ["--gloo-timeout-s", timeouts.gloo_s]
             if self.workers_beside:
                 script.append("--spare")
             supervised = [sys.executable, "-m", "bench.recovery.supervise", *map(str, script)]
-            job.spawn(f"group-{group}", supervised, {"TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{port}"})
+            job.spawn(f"group-{group}", supervised, lighthouse)
 
     def _timeouts(self, replicas: int) -> Timeouts:
         if not self._tuned:
             return DEFAULT
         return TUNED if replicas < CROWD else TUNED_CROWD
+
+
+def start_lighthouse(job: Job, python: Path, timeouts: Timeouts) -> dict[str, str]:
+    """Start torchft's lighthouse and wait until it listens. Returns what tells its address to the groups."""
+    port = free_port()
+    job.spawn(
+        "lighthouse",
+        [
+            *(python.parent / "torchft_lighthouse", "--bind", f"127.0.0.1:{port}"),
+            *("--min_replicas", "1", "--join_timeout_ms", str(timeouts.join_ms)),
+            *("--quorum_tick_ms", str(timeouts.tick_ms)),
+            *("--heartbeat_timeout_ms", str(timeouts.heartbeat_ms)),
+        ],
+    )
+    _wait_for_port(port)
+    return {"TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{port}"}
 
 
 def _wait_for_port(port: int, limit_s: float = 20.0) -> None:

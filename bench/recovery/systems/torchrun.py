@@ -7,13 +7,15 @@ from pathlib import Path
 from bench.recovery.systems.base import SCRIPTS, Job, System, free_port
 
 MANY = "1000"
+OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""Otherwise ranks that torchrun restarts read the dead addresses of the previous attempt from the shared store."""
 
 
-def launcher_flags(replicas: int, port: int) -> list[str]:
-    """One node with one worker per replica: the quickest way for torchrun and its relatives."""
+def launcher_flags(workers: int, port: int) -> list[str]:
+    """One node with all workers: the quickest way for torchrun and its relatives."""
     return [
         "--nnodes=1",
-        f"--nproc-per-node={replicas}",
+        f"--nproc-per-node={workers}",
         f"--max-restarts={MANY}",
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint=127.0.0.1:{port}",
@@ -28,13 +30,12 @@ class Torchrun(System):
         "one agent; checkpoint in tmpfs"
     )
     checkpoints = True
+    script = "train_ddp.py"
 
     def start(self, job: Job) -> None:
-        flags = launcher_flags(job.settings.replicas, free_port())
-        # Otherwise the restarted ranks read the dead addresses of the previous attempt from the shared store.
-        extra = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        argv = [self.python, "-m", "torch.distributed.run", *flags, SCRIPTS / "train_ddp.py"]
-        job.spawn("torchrun", argv, extra)
+        flags = launcher_flags(job.settings.workers, free_port())
+        argv = [self.python, "-m", "torch.distributed.run", *flags, SCRIPTS / self.script]
+        job.spawn("torchrun", argv, OWN_STORE)
 
 
 class Plain(System):
