@@ -24,6 +24,7 @@ from holdfast.coordinator import (
     nodes,
     remedies,
     resizing,
+    rows,
     saving,
     shards,
     stopping,
@@ -305,6 +306,8 @@ class Core:
                 worker.aside = on
             case m.Parked():
                 forming.parked(self, worker, message)
+            case m.Halted():
+                rows.halted(self, worker, message)
             case m.Failed():
                 failures.failed(self, worker, message)
             case m.CollectiveError():
@@ -403,6 +406,7 @@ class Core:
             return
         if stopping.finishing(self):
             return
+        rows.give_up(self)
         if s.phase is JobPhase.BREAKING and not self.inside():
             forming.gather(self)
         if s.stop_reason is None:

@@ -11,6 +11,7 @@ from holdfast.coordinator import (
     nodes,
     policy,
     resizing,
+    rows,
     saving,
     shards,
     stopping,
@@ -52,8 +53,7 @@ def break_generation(core: Core, cause: str) -> None:
     s.break_deadline_s = core.now + core.timing.stall_s(core.median_s())
     s.inspect_deadline_s = None
     core.record("broke", generation=s.generation.number, reason=cause, step=s.committed)
-    for worker in core.inside():
-        core.tell(worker, m.Break(s.generation.number, cause))
+    rows.broke(core, cause)
 
 
 def end_at_commit(core: Core, reason: str) -> None:
@@ -92,6 +92,7 @@ def parked(core: Core, worker: Worker, message: m.Parked) -> None:
         return
     worker.phase, worker.aside = WorkerPhase.PARKED, False
     worker.committed, worker.prepared = message.committed, message.prepared
+    worker.begun = message.begun
     s.committed = max(s.committed, message.committed or 0)
     if s.phase is not JobPhase.RUNNING:
         return
@@ -225,12 +226,13 @@ def _form(core: Core, survivors: list[Worker], kept: list[Worker], fresh: list[W
     else:
         start, holders, restore = outcome.start or 0, outcome.holders, outcome.restore
     before = s.generation.strength if s.generation else 0
+    connected = rows.connected_in(core, seating.rows, s.generation) if s.positions > 1 else ()
     s.number += 1
     complete = len(seating.rows) * s.positions
     members = tuple(
         _member(r, s.workers[w], r // s.positions if r < complete else -1) for r, w in enumerate(ranks)
     )
-    s.generation = m.Generation(s.number, members, start, s.shape)
+    s.generation = m.Generation(s.number, members, start, s.shape, connected)
     live = durable is None and snapshot is None
     savers = saving.savers(core, s.generation)
     s.forms = {}
@@ -281,6 +283,7 @@ def _form(core: Core, survivors: list[Worker], kept: list[Worker], fresh: list[W
         restore=sorted(restore),
         applied=bool(outcome.apply),
         source=_source(outcome, snapshot, durable),
+        **({"rows": list(connected)} if connected else {}),
     )
 
 

@@ -93,7 +93,8 @@ class Worker(msgspec.Struct, omit_defaults=True):
 
     joined: the newest generation that it is connected to. restored: bytes of the state that it has, and of how many;
     None while that is not known. vanished_s: since when its agent no longer has it, while
-    how it ended is not known yet. position: which shard of the state it holds, or is built for. aside: it does work of the script's own between two steps.
+    how it ended is not known yet. position: which shard of the state it holds, or is built for. begun: as in Parked.
+    aside: it does work of the script's own between two steps.
     """
 
     name: str
@@ -116,6 +117,7 @@ class Worker(msgspec.Struct, omit_defaults=True):
     loss: float | None = None
     restored: tuple[int, int] | None = None
     position: int = 0
+    begun: int = -1
 
 
 class Incident(msgspec.Struct, omit_defaults=True):
@@ -362,7 +364,8 @@ class CoreState(msgspec.Struct):
     unpaid: nodes that may be asked for beside the restart budget. grows: at level 0, all start again when there are
     nodes for a larger size that was asked for. change_reason: why the generation that ends now does, as planned.
     grew_at_s, join_cost_s: when newcomers came last, and for how long that stalled training. micro_batches: in a
-    global batch, once a worker has said so. shape: of a replica: shard degree, and tensor degree, likewise. stored: tier to the last checkpoint that came there (or was tried).
+    global batch, once a worker has said so. shape: of a replica: shard degree, and tensor degree, likewise. halting:
+    replica to how far its workers said that they are. stored: tier to the last checkpoint that came there (or was tried).
     older: what to go on from if `durable` proves to be damaged, newest first. durable_tries: generations in a row that
     could not be restored from it. unread: why checkpoints that are there will not do. last_from: nodes
     that were given the state after the last step. last_failed: tiers that did not take it.
@@ -442,6 +445,7 @@ class CoreState(msgspec.Struct):
     join_cost_s: float = 0.0
     micro_batches: int | None = None
     shape: tuple[int, int] = (1, 1)
+    halting: dict[int, dict[str, int]] = {}
     stop_deadline_s: float | None = None
     inspect_request: int = 0
     inspect_deadline_s: float | None = None

@@ -40,13 +40,15 @@ class Generation(msgspec.Struct, frozen=True):
     """One version of the membership. Members are in the order of their ranks: replica by replica, in each by position,
     then those whose replica is not complete.
 
-    shape: workers of a replica: shard degree, and tensor degree.
+    shape: workers of a replica: shard degree, and tensor degree. rows: for every complete replica, the number of the
+    generation in which its own process groups were connected; empty where a replica is one worker.
     """
 
     number: int
     members: tuple[Member, ...]
     start: int = 0
     shape: tuple[int, int] = (1, 1)
+    rows: tuple[int, ...] = ()
 
     @property
     def positions(self) -> int:
@@ -138,12 +140,21 @@ class Parked(msgspec.Struct, frozen=True, tag="parked"):
 
     committed: None when it holds no usable state (it never had it, or an update was torn).
     prepared: it holds the complete reduced gradient of step `committed`.
+    begun: collectives of its replica's groups since they were connected, all of them complete; -1: the groups are gone.
     """
 
     generation: int
     committed: int | None
     prepared: bool = False
     losses: tuple[tuple[int, float, float], ...] = ()
+    begun: int = -1
+
+
+class Halted(msgspec.Struct, frozen=True, tag="halted"):
+    """So many collectives of this worker's replica have begun here; no further one does before RunTo."""
+
+    generation: int
+    begun: int
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -251,6 +262,7 @@ WorkerMessage = (
     | Restoring
     | Progress
     | Parked
+    | Halted
     | Failed
     | CollectiveError
     | FaultFired
@@ -315,10 +327,19 @@ class Rebuild(msgspec.Struct, frozen=True, tag="rebuild"):
 
 
 class Break(msgspec.Struct, frozen=True, tag="break"):
-    """The generation is over: abort its collectives, leave the step, park."""
+    """The generation is over: abort its collectives, leave the step, park. halt: the worker's own replica is whole; its
+    groups are not aborted, the worker says Halted and goes on until RunTo tells it where to leave the step."""
 
     generation: int
     reason: str
+    halt: bool = False
+
+
+class RunTo(msgspec.Struct, frozen=True, tag="run-to"):
+    """Leave the step when so many collectives of this worker's replica have begun here."""
+
+    generation: int
+    begun: int
 
 
 class Yield(msgspec.Struct, frozen=True, tag="yield"):
@@ -368,7 +389,20 @@ class SnapshotFound(msgspec.Struct, frozen=True, tag="snapshot-found"):
     durable: Durable | None = None
 
 
-ToWorker = SlotGiven | SnapshotFound | Form | Rebuild | Break | Yield | Stop | Arm | Ack | DropTraffic | Start
+ToWorker = (
+    SlotGiven
+    | SnapshotFound
+    | Form
+    | Rebuild
+    | RunTo
+    | Break
+    | Yield
+    | Stop
+    | Arm
+    | Ack
+    | DropTraffic
+    | Start
+)
 
 
 # ---------------------------------------------------------------- agent -> coordinator

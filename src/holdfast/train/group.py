@@ -3,7 +3,9 @@ same shard, and, where a replica has several workers, its own groups (`switched`
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined, unused-ignore]
 
@@ -14,6 +16,13 @@ from holdfast.train.wires import Wires
 
 if TYPE_CHECKING:
     from holdfast.train.switched import Row
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """In the place of a Work: the collective did not even begin."""
+
+    error: CollectiveFailed
 
 
 class Group(Wires):
@@ -35,7 +44,9 @@ class Group(Wires):
         self.mesh = Mesh(generation, rank)
         self._listener = listener
         self._own = own
-        self._row = row
+        self._row = row if generation.positions > 1 else None
+        self._connects_row = self._row is not None and generation.rows[own.replica] == generation.number
+        self.mesh.fails_late = self._row is not None
 
     def join(self, token: str) -> None:
         """Connects to every member. Raises CollectiveFailed when one is gone or the generation breaks."""
@@ -45,25 +56,60 @@ class Group(Wires):
         store = MeshStore(self.mesh)
         if self.size > 1:
             self.connect(PrefixStore(f"position-{self._own.position}", store))
-        if self._row is not None:
-            self._row.connect(lambda name: PrefixStore(f"replica-{self._own.replica}/{name}", store))
+        if self._row is not None and self._connects_row:
+            where = f"replica-{self._own.replica}"
+            self._row.connect(
+                lambda name: PrefixStore(f"{where}/{name}", store), self.generation, lambda: self._aborted
+            )
         store.finish()
         if self._aborted:
             self.abort()
             raise CollectiveFailed("the generation broke while its members connected")
 
+    def start(self, call: Callable[[Any], Any]) -> Any:
+        """As in Wires. A replica of several workers leaves a step together (`Row`), so what fails here in the middle of
+        one is said when it is waited for."""
+        try:
+            return super().start(call)
+        except CollectiveFailed as error:
+            if self._row is None:
+                raise
+            return _Failed(error)
+
+    def wait(self, work: Any) -> None:
+        """As in Wires."""
+        if isinstance(work, _Failed):
+            raise work.error
+        super().wait(work)
+
+    def drain(self, work: Any) -> bool:
+        """As in Wires."""
+        return isinstance(work, _Failed) or super().drain(work)
+
     def abort(self) -> None:
-        """Frees every call that waits for a peer. Safe from any thread, more than once."""
+        """Frees every call that waits for a peer in another replica. Safe from any thread, more than once."""
         super().abort()
         self._listener.release(self.generation)
         self.mesh.abort()
+
+    def abort_all(self) -> None:
+        """Frees those too that wait for one in this replica."""
+        self.abort()
         if self._row is not None:
             self._row.abort()
 
+    def halt(self) -> int:
+        """Frees calls to other replicas; this one is whole, see `Row.halt`."""
+        self.abort()
+        return self._row.halt() if self._row is not None else -1
+
+    def leave(self) -> int:
+        """The main thread is out of every call; see `Row.leave`."""
+        return self._row.leave() if self._row is not None else -1
+
     def close(self) -> None:
-        """Gives everything back, after `abort` or when no member needs the group any more."""
+        """Gives everything back, after `abort` or when no member needs the group any more. Not the replica's own groups,
+        which the next generation may use."""
         super().close()
-        if self._row is not None:
-            self._row.close()
         self.mesh.close()
         self._listener.release(self.generation)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable
+from functools import partial
 
 from holdfast.errors import GenerationBroken
 from holdfast.protocol import messages as m
@@ -46,6 +47,8 @@ class Link:
         self._slot: m.SlotGiven | None = None
         self._found: m.SnapshotFound | None = None
         self._abort: Callable[[], None] | None = None
+        self._halt: Callable[[], int] | None = None
+        self._run_to: Callable[[int], None] | None = None
         self.on_arm: Callable[[tuple[ArmedFault, ...]], None] = lambda faults: None
         self.on_drop: Callable[[], None] = lambda: None
 
@@ -90,18 +93,28 @@ class Link:
         """Whether the generation is to end at the next commit."""
         return self._yielding >= generation
 
-    def guard(self, generation: int, abort: Callable[[], None]) -> None:
-        """`abort` is called (from another thread) when this generation breaks; at once if it has."""
+    def guard(
+        self,
+        generation: int,
+        abort: Callable[[], None],
+        halt: Callable[[], int] | None = None,
+        run_to: Callable[[int], None] | None = None,
+    ) -> None:
+        """`abort` is called (from another thread) when this generation breaks; at once if it has.
+
+        halt: called instead while the worker's own replica is whole; returns how many of its collectives have begun.
+        run_to: called with where to leave the step then. `abort` may follow.
+        """
         with self._news:
             if self._broken < generation:
-                self._abort = abort
+                self._abort, self._halt, self._run_to = abort, halt, run_to
                 return
         abort()
 
     def unguard(self) -> None:
         """The main thread is out of every collective."""
         with self._news:
-            self._abort = None
+            self._abort = self._halt = self._run_to = None
 
     def wait_acked(self, fault: str) -> None:
         """Waits until the agent has passed on that an injected fault fires here."""
@@ -139,6 +152,9 @@ class Link:
                 if abort is not None:
                     abort()
 
+    def _say_halted(self, generation: int, halt: Callable[[], int]) -> None:
+        self.send(m.Halted(generation, halt()))
+
     def _note(self, order: m.ToWorker) -> Callable[[], None] | None:
         with self._news:
             match order:
@@ -147,11 +163,18 @@ class Link:
                     self._order = order
                 case m.Stop() | m.Rebuild():
                     self._order = order
-                case m.Break(generation, reason) if generation > self._broken:
+                case m.Break(generation, reason, halts) if generation > self._broken:
                     self._broken, self._broken_reason = generation, reason
-                    abort, self._abort = self._abort, None
                     self._news.notify_all()
+                    if halts and self._halt is not None:
+                        return partial(self._say_halted, generation, self._halt)
+                    abort, self._abort = self._abort, None
                     return abort
+                case m.Break(generation, _, halts) if generation == self._broken and not halts:
+                    abort, self._abort = self._abort, None
+                    return abort
+                case m.RunTo(generation, begun) if generation == self._broken and self._run_to is not None:
+                    return partial(self._run_to, begun)
                 case m.Yield(generation):
                     self._yielding = max(self._yielding, generation)
                 case m.Ack(fault):

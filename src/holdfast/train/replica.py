@@ -248,6 +248,9 @@ class Replica:
         began = time.monotonic()
         self._laps.forget()
         generation = form.generation
+        replica = generation.members[form.rank].replica
+        if self.sharding and (replica < 0 or generation.number in generation.rows[replica : replica + 1]):
+            self.sharding.row.close()  # others are in it now, or nobody
         self._snapshots.join(form)
         reads_for_all = form.serve and form.restore
         if reads_for_all:
@@ -263,10 +266,11 @@ class Replica:
         elif self.committed is None:
             self.committed = generation.start
         self._page.enter(Phase.JOIN)
-        computes = generation.members[form.rank].replica >= 0
-        row = self.sharding.row if self.sharding and computes else None
-        self.group = Group(generation, form.rank, self.link.start.host, self._listener, row)
-        self.link.guard(generation.number, self.group.abort)
+        row = self.sharding.row if self.sharding and replica >= 0 and generation.positions > 1 else None
+        group = self.group = Group(generation, form.rank, self.link.start.host, self._listener, row)
+        self.link.guard(
+            generation.number, group.abort_all, group.halt if row else None, row.run_to if row else None
+        )
         self.group.mesh.waits = self._wait_for
         self.group.join(self.link.token)
         self.link.check(generation.number)
@@ -386,8 +390,10 @@ class Replica:
     def _park(self) -> None:
         number = self.generation
         self._page.enter(Phase.PARKED)
+        begun = -1
         if hasattr(self, "group"):
             self.group.abort()
+            begun = self.group.leave()
             self.gradients.drain(self.group)
             self.link.unguard()
             self.group.close()
@@ -396,7 +402,7 @@ class Replica:
         held = None if step is not None and step.torn else self.committed
         self.committed = held
         self._flush_losses()
-        self.link.send(m.Parked(number, held, prepared, tuple(self._losses)))
+        self.link.send(m.Parked(number, held, prepared, tuple(self._losses), begun))
 
     def _leave(self, order: m.Stop) -> None:
         self._settle(order.apply)
@@ -462,8 +468,10 @@ class Replica:
         self._page.beat()
 
     def check(self) -> None:
-        """Raises GenerationBroken when there is no use in going on with this step."""
-        self.link.check(self.generation)
+        """Raises GenerationBroken when there is no use in going on with this step. In a replica of several workers nobody
+        leaves it alone, but at a call to the others."""
+        if self.sharding is None or self.sharding.row.aborted:
+            self.link.check(self.generation)
 
     def _wait_for(self, rank: int) -> None:
         self._page.wait_for(rank)

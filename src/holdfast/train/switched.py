@@ -9,6 +9,7 @@ Torch has one default process group. Here it is the replica: its rank is the wor
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partialmethod
 from typing import Any
@@ -35,6 +36,11 @@ class Row:
         self.began = began
         self._groups: list[SwitchedGroup] = []
         self._aborted = False
+        self.connected_in = 0
+        self._news = threading.Condition()
+        self._begun = 0
+        self._halting = False
+        self._limit: int | None = None
 
     def open(self) -> None:
         """Makes torch's default process group a shell of this row's.
@@ -65,19 +71,24 @@ class Row:
         self._groups.append(group)
         return group
 
-    def connect(self, store_of: StoreOf) -> None:
+    def connect(self, store_of: StoreOf, generation: int, aborted: Callable[[], bool]) -> None:
         """Connects every group of more than one worker; all workers of the replica have them in the same order.
 
         Raises:
-            CollectiveFailed: one is gone, or `abort` was called.
+            CollectiveFailed: one is gone, or `abort` was called, perhaps before this: `aborted` says so.
         """
-        self._aborted = False
+        self.close()
+        with self._news:
+            self._aborted = self._halting = False
+            self._limit, self._begun = None, 0
+        self._aborted = self._aborted or aborted()
         for group in self._groups:
             if group.size() > 1:
                 group.wires = Wires(group.rank(), group.size(), self.host)
                 if self._aborted:
                     raise CollectiveFailed("the generation broke while its members connected")
                 group.wires.connect(store_of(group.label))
+        self.connected_in = generation
 
     @property
     def aborted(self) -> bool:
@@ -86,7 +97,9 @@ class Row:
 
     def abort(self) -> None:
         """Frees every call that waits for a worker of the replica. Safe from any thread, more than once."""
-        self._aborted = True
+        with self._news:
+            self._aborted = True
+            self._news.notify_all()
         for group in self._groups:
             if group.size() > 1 and group.wires is not None:
                 group.wires.abort()
@@ -97,6 +110,49 @@ class Row:
             if group.size() > 1 and group.wires is not None:
                 group.wires.close()
                 group.wires = None
+        self.connected_in = 0
+
+    # ------------------------------------------------------------ leaving a step together
+
+    def halt(self) -> int:
+        """The generation broke, and this replica is whole: no further collective begins before `run_to`. Returns how many
+        have begun. From the link's thread."""
+        with self._news:
+            self._halting, self._limit = True, None
+            return self._begun
+
+    def run_to(self, begun: int) -> None:
+        """The step is left when so many collectives have begun. From the link's thread."""
+        with self._news:
+            self._limit = begun
+            self._news.notify_all()
+
+    def begin(self) -> None:
+        """Before every collective of the replica.
+
+        Raises:
+            CollectiveFailed: the step is to be left here.
+        """
+        with self._news:
+            if self._halting:
+                self._news.wait_for(lambda: self._aborted or self._limit is not None)
+            if self._aborted or (self._limit is not None and self._begun >= self._limit):
+                raise CollectiveFailed("the generation broke")
+            self._begun += 1
+
+    def leave(self) -> int:
+        """The main thread has left the step. Returns how many collectives have begun, all of them complete; -1 when the
+        groups are of no use any more."""
+        with self._news:
+            if self._halting:
+                self._news.wait_for(lambda: self._aborted or self._limit is not None)
+            whole = not self._aborted and self._limit in (None, self._begun) and self.connected_in > 0
+            if whole:
+                self._halting, self._limit = False, None
+                return self._begun
+        self.abort()
+        self.close()
+        return -1
 
 
 _row: list[Row] = []
@@ -137,6 +193,8 @@ class SwitchedGroup(_ProcessGroup):  # type: ignore[misc]
                 "the model without communication: every worker from the same seed, distribute_tensor and "
                 "parallelize_module with src_data_rank=None"
             )
+        if self._members > 1:
+            self._row.begin()
         work = wires.start(lambda gloo: getattr(gloo, name)(*args))
         self._row.began()
         try:
