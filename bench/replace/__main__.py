@@ -1,13 +1,14 @@
 """`python -m bench.replace`: from a fatal Xid on one node to training at full strength on another.
 
-On the local engine, and with `--engine slurm` on a real Slurm of this machine, against Slurm's own requeue of the same job
-under torchrun. The published figures of a managed cloud service (detect 80-90 s, replace 900-980 s, resume 1200-1440 s)
-stand below the table: clouds boot machines, and this does not.
+On the local engine, and with `--engine slurm` on a real Slurm of this machine (there after a power loss, too), against
+Slurm's own requeue of the same job under torchrun. The published figures of a managed cloud service (detect 80-90 s,
+replace 900-980 s, resume 1200-1440 s) stand below the table: clouds boot machines, and this does not.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import tempfile
 from pathlib import Path
@@ -38,8 +39,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.replace", description=__doc__)
     parser.add_argument("--models", default="10m", help=f"of {', '.join(job.WIDTHS)} (default: 10m)")
     parser.add_argument("--engine", choices=tuple(GOALS), default="local", help="slurm: needs root")
+    parser.add_argument(
+        "--kinds", default="xid,power", help=f"on Slurm: of {', '.join(slurm.FAULTS)} (default: both)"
+    )
     parser.add_argument("--faults", type=int, default=5, help="nodes to replace (default: 5)")
     chosen = parser.parse_args()
+    kinds = chosen.kinds.split(",") if chosen.engine == "slurm" else ["xid"]
+    if unknown := set(kinds) - set(slurm.FAULTS):
+        parser.error(f"--kinds: {', '.join(sorted(unknown))}: there are {', '.join(slurm.FAULTS)}")
     if chosen.engine == "slurm":
         slurm.begin_cluster()
     console, progress = Console(width=WIDTH), Progress()
@@ -51,17 +58,17 @@ def main() -> int:
         table.add_column(name, justify="left" if name == "system" else "right")
     done, cpu = True, machine.ForeignCpu()
     with stop_signals(), cpu, Children() as children:
-        for model in chosen.models.split(","):
+        for model, kind in itertools.product(chosen.models.split(","), kinds):
             with tempfile.TemporaryDirectory(prefix="bench-replace-") as scratch, children.group() as group:
                 try:
                     if chosen.engine == "slurm":
-                        found = slurm.measure(group, model, chosen.faults, progress)
+                        found = slurm.measure(group, model, chosen.faults, kind, progress)
                     else:
                         found = local.measure(Path(scratch), group, model, chosen.faults, progress)
                 except Failed as error:
                     done = bool(console.print(str(error), style="red"))
                     continue
-            table.add_row(f"Holdfast, {chosen.engine}, {model}", *cells(found))
+            table.add_row(f"Holdfast, {chosen.engine}, {model}, {slurm.FAULTS[kind]}", *cells(found))
         if chosen.engine == "slurm":
             try:
                 table.add_row(

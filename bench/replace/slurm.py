@@ -1,4 +1,5 @@
-"""A real Slurm on this machine (tests/slurm/cluster.sh): a node that trains loses its power, and another has its place.
+"""A real Slurm on this machine (tests/slurm/cluster.sh): a node that trains loses its power, or a GPU of it falls off its
+bus, and another has its place.
 
 Slurm's own way is measured beside it: the same model under torchrun, `--requeue`, a checkpoint every 5 steps. Slurm's
 detection is left out of both: it is told of the death at once, and asked to begin the job again at once.
@@ -28,6 +29,8 @@ from holdfast.engines.client import JobClient
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "tests" / "slurm" / "cluster.sh"
 NODES, SPARES = 3, 3
+NAMES = [f"n{i}" for i in range(1, NODES + SPARES + 1)]
+FAULTS = {"xid": "fatal Xid", "power": "power loss"}
 LIMIT_S = 90.0
 TORCHRUN = """#!/bin/bash
 #SBATCH --nodes={nodes} --ntasks-per-node=1 --exclusive --requeue --job-name=torchrun --output={log} --open-mode=append
@@ -43,15 +46,16 @@ def begin_cluster() -> None:
         os.execv(CLUSTER, [str(CLUSTER), "with", sys.executable, "-m", "bench.replace", *sys.argv[1:]])
 
 
-def measure(group: Group, model: str, faults: int, progress: Progress) -> list[Replaced]:
-    """Holdfast: a node dies, a spare of the allocation takes its place, and another node becomes the spare.
+def measure(group: Group, model: str, faults: int, kind: str, progress: Progress) -> list[Replaced]:
+    """Holdfast: something happens to a node, a spare of the allocation takes its place, another node becomes the spare.
 
     Raises:
         Failed: the job ended badly, or a node was not replaced.
     """
-    folder, env = _folder("holdfast")
+    folder, env = _folder(f"holdfast-{kind}")
     env |= {"HOLDFAST_HOME": str(folder), "BENCH_RESIZE_MODEL": model}
     argv = [sys.executable, "-m", "holdfast.cli", "run", "--engine", "slurm", "--job", "r", "--no-ui"]
+    argv += ["--blast-radius", "1"]  # for this benchmark every node may be acted on
     argv += ["--wait-for-spare", "--nnodes", str(NODES), "--spares", str(SPARES), train.__file__]
     log = folder / "holdfast.log"
     process = group.spawn(argv, env, log)
@@ -59,8 +63,8 @@ def measure(group: Group, model: str, faults: int, progress: Progress) -> list[R
     try:
         _until(lambda: (job_dir / "coordinator.json").exists(), "the job begins")
         for number in range(faults):
-            progress(f"Holdfast on Slurm, {model}: fault {number + 1} of {faults}")
-            found.append(asyncio.run(asyncio.wait_for(_replace(job_dir), LIMIT_S)))
+            progress(f"Holdfast on Slurm, {model}: {FAULTS[kind]} {number + 1} of {faults}")
+            found.append(asyncio.run(asyncio.wait_for(_replace(job_dir, kind), LIMIT_S)))
         asyncio.run(_stop(job_dir))
         process.wait(LIMIT_S)
     except (TimeoutError, subprocess.TimeoutExpired):
@@ -70,27 +74,31 @@ def measure(group: Group, model: str, faults: int, progress: Progress) -> list[R
     return found
 
 
-async def _replace(job_dir: Path) -> Replaced:
-    dead, at, verdict, stall_s = "", 0.0, 0.0, 0.0
+async def _replace(job_dir: Path, kind: str) -> Replaced:
+    """One fault, from a job at full strength with a spare until it is so again, without the spare."""
+    struck, at, verdict, stall_s = "", 0.0, 0.0, 0.0
     async with JobClient(job_dir) as client:
         async for said in client.watch():
-            if said.kind == "status" and not dead:
+            if said.kind == "status" and not struck:
                 workers = said.value["workers"]
                 members = [w["node"] for w in workers if w["rank"] is not None]
                 ready = any(w["state"] == "ready" for w in workers)
                 if said.value["phase"] == "running" and len(members) == NODES and ready:
                     head = (job_dir / "claims" / "1").read_text()
-                    dead, at = next(n for n in members if n != head), time.time()
-                    _cluster("kill", dead)
-            elif said.kind == "event" and dead:
+                    struck, at = next(n for n in members if n != head), time.time()
+                    if kind == "xid":
+                        await client.post("/fault", f"xid:code=79,node={struck}")
+                    else:
+                        _cluster("kill", struck)
+            elif said.kind == "event" and struck:
                 fields, when = said.value["fields"], datetime.fromisoformat(said.value["utc"]).timestamp()
-                kind = said.value["kind"]
-                if kind == "node-lost" and fields["node"] == dead and when > at:
+                event = said.value["kind"]
+                if event == "node-lost" and fields["node"] == struck and when > at and not verdict:
                     verdict = when
-                elif kind == "incident-resumed" and verdict:
+                elif event == "incident-resumed" and verdict:
                     stall_s = when - at
-                elif kind == "incident-closed" and verdict:
-                    await asyncio.to_thread(_mend, dead)
+                elif event == "incident-closed" and verdict:
+                    await asyncio.to_thread(_mend, struck)
                     return Replaced(verdict - at, when - verdict, stall_s)
     raise Failed("the job has ended")
 
@@ -106,6 +114,9 @@ def measure_requeue(faults: int, progress: Progress) -> list[Replaced]:
     Raises:
         Failed: the job did not train again.
     """
+    for node in NAMES:
+        if not _powered(node):  # it was booted by us, and ended with what we had started
+            _mend(node)
     folder, env = _folder("torchrun")
     script = folder / "job.sh"
     log = folder / "job.log"
@@ -178,13 +189,24 @@ def _slurm(*argv: str, env: dict[str, str] | None = None) -> str:
     ).stdout.strip()
 
 
+def _powered(node: str) -> bool:
+    switch = Path(os.environ["HOLDFAST_SLURM_DIR"]) / "pid" / f"power-{node}"
+    return switch.exists() and Path("/proc", switch.read_text().strip()).exists()
+
+
 def _mend(node: str) -> None:
-    _cluster("kill", node)
-    _cluster("boot", node)
+    """Another machine has the node's place, and the site lets it in."""
+
+    def started() -> str:
+        return _slurm("scontrol", "show", "node", node).partition("SlurmdStartTime=")[2].split()[0]
+
+    before = started()
+    _cluster("exchange", node)
+    _until(lambda: started() != before, f"Slurm hears of the new {node}")
 
     def up() -> bool:
         state = _slurm("sinfo", "-h", "-n", node, "-p", "train", "-o", "%T")
-        if "down" in state:
+        if "down" in state or "drain" in state:
             _slurm("scontrol", "update", f"nodename={node}", "state=resume")
         return state in ("idle", "allocated", "mixed")
 

@@ -162,6 +162,28 @@ def test_a_follow_up_is_asked_for_once(tmp_path: Path) -> None:
     assert engine.posts == [NodeUnavailable("a node was asked of Slurm and has not come yet")]
 
 
+def test_a_node_that_the_site_lets_in_again_may_be_used(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, admin=True)
+    drained = NodeLine("n2", "127.0.0.1", frozenset({"MIXED", "DRAIN"}), "holdfast")
+    engine.slurm.states["n2"] = drained
+
+    async def mark_and_look() -> None:
+        await engine.mark("n2", "xid 79")
+        await engine.release("n2", "xid 79", planned=False)
+        await engine.settle()
+        assert await engine.provide()
+        engine.slurm.lines["8"] = JobLine("8", "PENDING", "Resources", "", None, "")
+        await engine._look()
+        assert engine._known.bad
+        engine.slurm.states["n2"] = NodeLine("n2", "127.0.0.1", frozenset({"IDLE"}), "")
+        await engine._look()
+
+    asyncio.run(mark_and_look())
+    assert not engine._known.bad
+    assert "Slurm has n2 in service again, so this job may use it" in engine.notes
+    assert engine.slurm.asked[-1] == ("scontrol", "update", "jobid=8", "excnodelist=")
+
+
 def test_what_slurm_says_of_the_allocation(tmp_path: Path) -> None:
     engine = Engine(tmp_path)
     engine.alive = {"n1", "n2", "n3", "n9"}

@@ -41,10 +41,12 @@ FAILURES = 2
 
 class Known(msgspec.Struct):
     """What a launcher that takes over has to know. follow_ups: allocations beside the job's own, each with its node
-    once it has one. bad: nodes that are not used again, and why. going: those that left as planned."""
+    once it has one. bad: nodes that are not used, and why; told: those of them that Slurm keeps out, until the site lets
+    them in again. going: those that left as planned."""
 
     follow_ups: dict[str, str | None] = {}
     bad: dict[str, str] = {}
+    told: set[str] = set()
     going: set[str] = set()
 
 
@@ -188,12 +190,15 @@ class SlurmEngine:
     async def _ask_for_one_more(self) -> None:
         job = await self.slurm.job(self._id)
         minutes = None if job is None or job.left_s is None else max(1, int(job.left_s // 60))
-        without = sorted({*self._known.bad, *self._known.going})
-        script = follow_up_script(self._spec, self._job_dir, home(), without, minutes)
+        script = follow_up_script(self._spec, self._job_dir, home(), self._without(), minutes)
         id = await self.slurm.submit(script, self._job_dir)
         self._known.follow_ups[id] = None
         self._keep()
         self._note(f"asked Slurm for one more node: its job {id}")
+
+    def _without(self) -> list[str]:
+        """Nodes that a follow-up allocation must not have."""
+        return sorted({*self._known.bad, *self._known.going})
 
     # ------------------------------------------------------------ what Slurm is told
 
@@ -317,6 +322,8 @@ class SlurmEngine:
                 "scontrol", "update", f"nodename={node}", f"state={state}", f"reason={text}", within_s=6.0
             )
             self._note(f"told Slurm: {node} is {state}: {reason}")
+            self._known.told.add(node)
+            self._keep()
         except SlurmError as error:
             self._admin = "invalid user" not in str(error).lower() and "denied" not in str(error).lower()
             self._note(
@@ -405,6 +412,8 @@ class SlurmEngine:
                 self._keep()
                 if where is None:
                     self._post(NodeUnavailable(f"Slurm's job {id} ended before it began"))
+        if self._known.told:
+            await self._readmit()
         ours = lines.get(self._id)
         if ours is not None and ours.state == "RUNNING":
             names = await self.slurm.names(ours.nodes)
@@ -421,6 +430,25 @@ class SlurmEngine:
                     self._post(NodeGoing(name, f"Slurm drains it: {line.reason or 'without a reason'}"))
             if ours.left_s is not None and ours.left_s < self._spec.slurm.warn_s:
                 self._post(Capacity(0, "the time limit", ours.left_s))
+
+    async def _readmit(self) -> None:
+        """Somebody has seen to a node that Slurm was told of, and let it in again. Whether it is well is for the deep
+        checks, if it is the same machine."""
+        lines = await self.slurm.nodes(sorted(self._known.told))
+        back = {name for name, line in lines.items() if line.usable}
+        if not back:
+            return
+        self._known.told -= back
+        for name in back:
+            self._known.bad.pop(name, None)
+            self._failures.pop(name, None)
+            self._note(f"Slurm has {name} in service again, so this job may use it")
+        self._keep()
+        for id, where in self._known.follow_ups.items():
+            if where is None:
+                await self.slurm.run(
+                    "scontrol", "update", f"jobid={id}", f"excnodelist={','.join(self._without())}"
+                )
 
     # ------------------------------------------------------------ the end
 
