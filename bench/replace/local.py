@@ -22,8 +22,6 @@ SPARES = 2
 """Of no more nodes than the job has may be acted on within ten minutes, so there are five."""
 FAULT = "xid"
 LIMIT_S = 90.0
-PAUSE_S = 20.0
-"""The same on more nodes than the job has, within a minute, would be the network's doing to the coordinator."""
 
 
 def measure(folder: Path, group: Group, model: str, faults: int, progress: Progress) -> list[Replaced]:
@@ -47,7 +45,6 @@ def measure(folder: Path, group: Group, model: str, faults: int, progress: Progr
     try:
         for number in range(faults):
             progress(f"Holdfast, local, {model}: fault {number + 1} of {faults}")
-            time.sleep(PAUSE_S if number else 0)
             asyncio.run(asyncio.wait_for(_replace(job_dir, number), LIMIT_S))
     except TimeoutError:
         raise Failed(f"no replacement within {LIMIT_S:.0f} s:\n{log.read_text()[-4000:]}") from None

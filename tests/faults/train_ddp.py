@@ -2,11 +2,13 @@
 
 import os
 import sys
+import time
 
 import torch
 import torch.distributed as dist
 
 steps, path = int(sys.argv[1]), sys.argv[2]
+device_s = float(sys.argv[3]) if len(sys.argv) > 3 else 0.0  # that an accelerator would take for a step
 dist.init_process_group("gloo")
 torch.manual_seed(0)
 model = torch.nn.Linear(32, 8)
@@ -22,6 +24,7 @@ for step in range(begin, steps):
     optimizer.zero_grad()
     ddp(x).square().mean().backward()
     optimizer.step()
+    time.sleep(device_s)
     if dist.get_rank() == 0 and step % 5 == 4:
         torch.save({"model": model.state_dict(), "step": step + 1}, f"{path}.tmp")
         os.replace(f"{path}.tmp", path)

@@ -8,8 +8,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import aclosing
+from collections.abc import Callable, Iterator
+from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,21 @@ def usable(node: str) -> bool:
     if now.rstrip("*") in ("down", "drained", "fail"):
         slurm("scontrol", "update", f"nodename={node}", "state=resume", check=False)
     return now == "idle"
+
+
+@contextmanager
+def configured(**settings: object) -> Iterator[None]:
+    """Other settings in slurm.conf for a while."""
+    path = Path(os.environ["SLURM_CONF"])
+    before = path.read_text()
+    lines = [x for x in before.splitlines() if x.partition("=")[0] not in settings]
+    path.write_text("\n".join([*lines, *(f"{k}={v}" for k, v in settings.items())]) + "\n")
+    slurm("scontrol", "reconfigure")
+    try:
+        yield
+    finally:
+        path.write_text(before)
+        slurm("scontrol", "reconfigure")
 
 
 class Job:
