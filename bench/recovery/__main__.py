@@ -57,6 +57,12 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default=0.1,
         help="share of the time that a system which needs checkpoints may spend on them (default: 0.1)",
     )
+    parser.add_argument(
+        "--checkpoint-every",
+        type=int,
+        default=0,
+        help="steps between checkpoints of the sharded table, instead of finding out what the budget allows",
+    )
     parser.add_argument("--timeout-s", type=float, default=90.0, help="for one recovery (default: 90)")
     parser.add_argument("--seed", type=int, default=0, help="of the victims and of the times of the kills")
     parser.add_argument("--json", type=Path, help="write everything that was measured to this file")
@@ -117,17 +123,13 @@ def _versions(systems: Sequence[System]) -> dict[str, str]:
 def _run(console: Console, plan: Plan, chosen: argparse.Namespace, bench: harness.Bench) -> dict[str, object]:
     """Measure all systems under one plan, print the table, and return everything for the JSON file."""
     began = time.monotonic()
-    sharded = plan.shards > 1
-    step_s, save_s = harness.calibrate(plan, TorchrunSharded() if sharded else Torchrun(), bench)
-    every = analyse.checkpoint_interval(save_s, step_s, chosen.checkpoint_budget)
-    plan = replace(plan, checkpoint_every=every, block_steps=every * -(-5 // every))
-    console.print(
-        f"{plan.workers} workers, one thread each: a plain step takes {step_s * 1e3:.0f} ms, a checkpoint "
-        f"{save_s * 1e3:.0f} ms; systems that need one save every {every} steps "
-        f"(at most {chosen.checkpoint_budget:.0%} of the time)",
-        highlight=False,
-    )
-    least = None if sharded else floor.measure(plan, step_s, bench)
+    step_s = save_s = least = None
+    if plan.shards > 1 and chosen.checkpoint_every:
+        plan = replace(plan, checkpoint_every=chosen.checkpoint_every)
+    else:
+        plan, step_s, save_s = _calibrated(console, plan, chosen.checkpoint_budget, bench)
+        if plan.shards == 1:
+            least = floor.measure(plan, step_s, bench)
     results = []
     for system in chosen.systems:
         results.append(harness.measure(system, plan, bench))
@@ -140,6 +142,21 @@ def _run(console: Console, plan: Plan, chosen: argparse.Namespace, bench: harnes
         "floor": asdict(least) if least else None,
         "systems": [result.as_json() for result in results],
     }
+
+
+def _calibrated(
+    console: Console, plan: Plan, budget: float, bench: harness.Bench
+) -> tuple[Plan, float, float]:
+    """`plan` with the interval of checkpoints, and the seconds of a plain step and of writing one checkpoint."""
+    system = TorchrunSharded() if plan.shards > 1 else Torchrun()
+    step_s, save_s = harness.calibrate(plan, system, bench)
+    every = analyse.checkpoint_interval(save_s, step_s, budget)
+    console.print(
+        f"{plan.workers} workers, one thread each: a plain step takes {step_s * 1e3:.0f} ms, a checkpoint "
+        f"{save_s * 1e3:.0f} ms; systems that need one save every {every} steps (at most {budget:.0%} of the time)",
+        highlight=False,
+    )
+    return replace(plan, checkpoint_every=every, block_steps=every * -(-5 // every)), step_s, save_s
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ The definitions, the same for every system:
   survivor commits some milliseconds later, is therefore not the recovery.
 - **Stall.** From the SIGKILL to the first commit after the fault, by anyone. Redone work counts here, in
   favour of systems that restart from a checkpoint.
+- **Longest gap.** Between two commits, by anyone, from the SIGKILL to full strength: a stall when the newcomer joins
+  counts like the first one.
 - **New work.** From the SIGKILL to the first commit after the fault of a step that had not been committed
   before. The same as the stall unless steps were lost.
 - **Full strength.** From the SIGKILL to the moment when the last of all target replicas has committed the
@@ -23,6 +25,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from bench.recovery.events import NOT_PARTICIPATING, Commit, StateBytes
 
@@ -52,6 +55,8 @@ class Recovery:
     full_s: float | None
     new_work_s: float | None
     lost_steps: int
+    longest_s: float | None = None
+    """The longest time without a commit by anyone until full strength."""
     moved_bytes: int | None = None
     """Bytes of the state that workers fetched until then, from peers or from a checkpoint."""
     lost_bytes: int | None = None
@@ -119,6 +124,7 @@ def recovery(commits: Sequence[Commit], fault: Fault, replicas: int) -> Recovery
         full_s=None if full_at is None else full_at - fault.t,
         new_work_s=_since(fault, (c.t for c in later if c.step > had)),
         lost_steps=len({c.step for c in later if c.step <= had}),
+        longest_s=None if full_at is None else _longest_gap(fault, (c.t for c in later if c.t <= full_at)),
     )
 
 
@@ -136,6 +142,10 @@ def with_bytes(found: Recovery, fault: Fault, states: Iterable[StateBytes]) -> R
 def _since(fault: Fault, times: Iterable[float]) -> float | None:
     first = min(times, default=None)
     return None if first is None else first - fault.t
+
+
+def _longest_gap(fault: Fault, times: Iterable[float]) -> float:
+    return max(b - a for a, b in pairwise([fault.t, *sorted(times)]))
 
 
 def full_steps(commits: Iterable[Commit], replicas: int) -> dict[tuple[str, int], float]:

@@ -58,6 +58,7 @@ FULL_SHARDED = replace(FULL, target=3.0)
 LOST = Column("lost steps", "lost\nsteps", _of_recoveries(lambda r: r.lost_steps), 0, 0)
 STEP = Column("step / plain DDP", "step /\nplain DDP", Measured.ratios, 2, None, noisy=True)
 MOVED = Column("moved / lost bytes", "bytes\nmoved/lost", _of_recoveries(lambda r: r.moved_ratio), 2, 1.1)
+LONGEST = Column("longest gap", "longest\ngap s", _of_recoveries(lambda r: r.longest_s), 2, None)
 FULL_STEP = Column("step", "step\ns", lambda system: system.full_step_s, 2, None)
 
 
@@ -70,20 +71,21 @@ class Sheet:
     columns: tuple[Column, ...]
     compared: tuple[Column, ...]
     """The columns in which it is to be ahead of every peer."""
-    about_steps: str
+    about_others: str
+    """The columns that only this table has, for the lines below it."""
 
 
 REPLICAS = Sheet(
     ours="holdfast-2",
     columns=(STALL, FULL, LOST, NEW_WORK, STEP),
     compared=(STALL, FULL, LOST, STEP),
-    about_steps="step: no faults, in blocks next to plain DDP, checkpoints included.",
+    about_others="new work: kill to the first commit of a step never committed before. step: no faults, in blocks next to plain DDP, checkpoints included.",
 )
 SHARDED = Sheet(
     ours="holdfast-sharded",
-    columns=(STALL_SHARDED, FULL_SHARDED, MOVED, LOST, NEW_WORK, FULL_STEP),
-    compared=(STALL_SHARDED, FULL_SHARDED, MOVED, LOST),
-    about_steps="bytes: of the state, fetched by all workers until full strength, over those that the killed one held. "
+    columns=(STALL_SHARDED, FULL_SHARDED, MOVED, LOST, LONGEST, FULL_STEP),
+    compared=(STALL_SHARDED, FULL_SHARDED, MOVED, LOST, LONGEST),
+    about_others="longest gap: between two commits by anyone until full strength. bytes: of the state, fetched by all workers until full strength, over those that the killed one held. "
     "step: at full strength, the median of a job.",
 )
 
@@ -102,8 +104,7 @@ def print_results(console: Console, plan: Plan, results: Sequence[Measured], flo
             console.print(f"  [red]{escape(trouble)}[/red]", highlight=False)
     console.print(
         "stall: kill to the next commit by anyone. full strength: kill to the first step of all replicas. "
-        "lost steps: committed, then computed again. new work: kill to the first commit of a step never "
-        f"committed before. {sheet(plan).about_steps}",
+        f"lost steps: committed, then computed again. {sheet(plan).about_others}",
         style="dim",
     )
     ours = next((system for system in results if system.name == sheet(plan).ours), None)

@@ -103,6 +103,16 @@ def test_a_spare_that_trains_along_does_not_count_towards_full_strength() -> Non
     assert recovery([spare, *survivors]).full_s is None
 
 
+def test_the_stall_when_the_newcomer_joins_counts_for_the_longest_gap() -> None:
+    smaller = whole_step(10.9, 43, (FIRST, SECOND), world=2, gen="2")
+    found = recovery(
+        [*smaller, *whole_step(12.0, 44, (FIRST, SECOND, NEWCOMER), gen="3"), *whole_step(20.0, 45)]
+    )
+    assert found.stall_s == pytest.approx(0.4)
+    assert found.longest_s == pytest.approx(12.0 - 10.91)
+    assert recovery(smaller).longest_s is None
+
+
 def test_bytes_moved_are_those_fetched_by_anyone_until_full_strength() -> None:
     later = whole_step(11.4, 44, (FIRST, SECOND, NEWCOMER), gen="2")
     fault = analyse.fault_of(BEFORE, KILLED, KILLED_AT)
