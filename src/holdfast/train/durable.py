@@ -23,7 +23,7 @@ from holdfast.observe.bytecount import Seen
 from holdfast.protocol.snapshots import Part
 from holdfast.train import resharded
 from holdfast.train.pieces import Submesh
-from holdfast.train.state import Image, Protected, load, targets
+from holdfast.train.state import Image, Protected, lies_alike, load, targets
 
 READERS = 4
 """Windows that are read from a tier at once."""
@@ -70,11 +70,11 @@ def restore(
     archive = Archive(url)
     try:
         manifest = archive.manifest(step)
-        if manifest.world != place[1]:
+        shard = manifest.shards[place[0] % manifest.world]
+        head = archive.head(shard)
+        if manifest.world != place[1] or not lies_alike(objects, head.index):
             found = find_in_archive(archive, step, reader=place[0], readers=place[1])
             return resharded.load(objects, found, place[0], submesh, seen)
-        shard = manifest.shards[place[0]]
-        head = archive.head(shard)
         archive.check_size(shard, head)
         image = targets(objects, head.index)
         fill(image, archive.row(shard, head), lambda nbytes: seen(nbytes, head.index.nbytes))
@@ -91,6 +91,8 @@ def pull_image(objects: Protected, pull: Pull, part: Part | None, seen: Seen) ->
         StateError: no holder has it whole.
     """
     _, head = pull.head(part)
+    if not lies_alike(objects, head.index):
+        raise StateError("the snapshot in memory was taken with another sharding of as many pieces")
     image = targets(objects, head.index)
     scratch = threading.local()
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from holdfast.errors import UsageError
+from holdfast.errors import StateError, UsageError
 from holdfast.protocol.messages import POSITION_VARIABLE
 from holdfast.train.pieces import forget_meshes
 from holdfast.train.switched import Row
@@ -75,7 +75,15 @@ class Sharding:
         return self.shape[0] * self.shape[1]
 
     def submesh(self, names: tuple[str, ...]) -> DeviceMesh:
-        """The mesh of these dimensions."""
+        """The mesh of these dimensions.
+
+        Raises:
+            StateError: it has others.
+        """
+        if not set(names) <= set(self.mesh.mesh_dim_names or ()):
+            raise StateError(
+                f"the state lies on the dimensions {', '.join(names)}, which run.mesh() has not all"
+            )
         return self.mesh if names == self.mesh.mesh_dim_names else self.mesh[names]
 
     def replicate(self, model: torch.nn.Module) -> None:

@@ -106,6 +106,22 @@ def targets(objects: Protected, index: Index) -> Image:
     return Image(index, chosen)
 
 
+def lies_alike(objects: Protected, index: Index) -> bool:
+    """Whether the pieces of a saved state are those that this worker has: of the same sharding."""
+    live: list[tuple[str, torch.Tensor]] = []
+    for name, thing in objects.items():
+        pack(thing.state_dict(), name, live)
+    there = dict(live)
+    for spec in index.tensors:
+        tensor = there.get(spec.path)
+        if tensor is None:
+            continue
+        leaf = piece_of(spec.path, tensor)
+        if placed(tensor) != spec.placed or (leaf.whole, leaf.start) != (spec.whole, spec.start):
+            return False
+    return True
+
+
 def load(objects: Protected, image: Image, submesh: Submesh | None = None) -> None:
     """Gives every object its part of a complete image. submesh: where a sharded model's tensors lie.
 

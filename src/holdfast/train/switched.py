@@ -183,7 +183,7 @@ class SwitchedGroup(_ProcessGroup):  # type: ignore[misc]
             self.wires = Wires(0, 1, row.host)
             self.wires.connect(HashStore())
 
-    def _run(self, name: str, *args: Any) -> Any:
+    def _run(self, name: str, *args: Any, **options: Any) -> Any:
         wires = self.wires
         if wires is None:
             if self._row.aborted:
@@ -195,7 +195,7 @@ class SwitchedGroup(_ProcessGroup):  # type: ignore[misc]
             )
         if self._members > 1:
             self._row.begin()
-        work = wires.start(lambda gloo: getattr(gloo, name)(*args))
+        work = wires.start(lambda gloo: getattr(gloo, name)(*args, **options))
         self._row.began()
         try:
             wires.wait(work)

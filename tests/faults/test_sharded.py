@@ -1,0 +1,131 @@
+"""Sharded replicas (FSDP2, HSDP, tensor parallelism): whatever is lost, losses and parameters are those of a run that
+nobody disturbed, bit by bit, at one shard degree."""
+
+import itertools
+import random
+
+import pytest
+from harness import HERE, run, shared
+
+SCRIPT = HERE / "train_sharded.py"
+STEPS = 22
+ELASTIC = ("--nnodes", "2:4")
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory):
+    """One replica of two workers, without a fault."""
+    return shared(tmp_path_factory, "sharded", lambda home: run(home, "--nnodes", 2, SCRIPT, STEPS))
+
+
+def check(ran, expected):
+    assert ran.report["outcome"] == "finished", ran.output[-3000:]
+    assert ran.losses() == expected.losses()
+    assert ran.report["final"]["params_xxh3"] == expected.report["final"]["params_xxh3"]
+    assert ran.report["final"]["replicas_equal"] is True
+
+
+def faults(*specs):
+    return [x for spec in specs for x in ("--fault", spec)]
+
+
+def formed(ran):
+    return ran.fields("formed")
+
+
+@pytest.mark.parametrize("phase", ["backward", "vote"])
+def test_a_lost_worker_costs_its_own_shard_only(tmp_path, undisturbed, phase):
+    ran = run(tmp_path, *ELASTIC, *faults(f"kill-worker:rank=1,step=8,phase={phase}"), SCRIPT, STEPS)
+    check(ran, undisturbed)
+    first, alone, *_, full = formed(ran)
+    assert first["rows"] == [1, 1]
+    assert (alone["world"], alone["rows"]) == (
+        2,
+        [1],
+    )  # the healthy replica's groups are the first ones still
+    assert len(alone["workers"]) == 3  # the survivor of the other stays beside it
+    assert (full["world"], full["rows"][0]) == (4, 1)
+    fetched = [worker for f in formed(ran)[1:] for worker in f["restore"]]
+    assert len(fetched) == 1, fetched  # only the new one
+    assert ran.report["steps"]["lost"] == 0
+
+
+def test_two_replicas_that_lost_different_shards_become_one(tmp_path, undisturbed):
+    both = faults("kill-worker:rank=1,step=8", "kill-worker:rank=2,step=8")
+    ran = run(tmp_path, *ELASTIC, *both, SCRIPT, STEPS)
+    check(ran, undisturbed)
+    assert {f["source"] for f in formed(ran)[1:]} == {"live"}
+    assert ran.report["steps"]["lost"] == 0
+
+
+def test_a_shard_that_nobody_holds_comes_from_memory(tmp_path, undisturbed):
+    """Plain FSDP: no other replica has it. A snapshot in every step, at a neighbour: at most one step is lost."""
+    given = ("--nnodes", 2, "--spares", 1, "--snapshot-every", 1)
+    ran = run(tmp_path, *given, *faults("kill-node:rank=1,step=12"), SCRIPT, STEPS)
+    check(ran, undisturbed)
+    assert "memory" in {f["source"] for f in formed(ran)}
+    assert ran.report["steps"]["lost"] <= 1
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--bf16", "--checkpointing", "--hsdp", "--meta"),
+        pytest.param(("--compile", "--reduction", "fast"), marks=pytest.mark.nightly),
+        pytest.param(("--tensor", 2, "--shard", 1), marks=pytest.mark.nightly),
+    ],
+    ids=lambda flags: flags[0].strip("-"),
+)
+def test_what_composes_with_it(tmp_path, flags):
+    """Undisturbed with as many replicas: a fast reduction depends on how many there are."""
+    wait = ("--nnodes", 4, "--snapshot-every", 0)
+    expected = run(tmp_path, *wait, SCRIPT, STEPS, *flags, job="expected")
+    ran = run(tmp_path, *wait, *faults("kill-worker:rank=1,step=8"), SCRIPT, STEPS, *flags)
+    check(ran, expected)
+    if "--compile" in flags:  # a recovery compiles nothing
+        for log in (ran.job_dir / "logs").glob("*/*.log"):
+            graphs = [line.split()[-2] for line in log.read_text().splitlines() if "compiled:" in line]
+            assert len(set(graphs[1:])) <= 1, log
+
+
+@pytest.mark.nightly
+def test_another_sharding_at_a_restart(tmp_path, undisturbed):
+    """The state is put together from other pieces; sums within a replica have another order, so the last bits differ."""
+    for steps, nodes, flags in [
+        (6, 4, ()),
+        (10, 3, ("--shard", 3)),
+        (13, 2, ("--shard", 1)),
+        (17, 2, ("--shard", 1, "--tensor", 2)),
+        (STEPS, 2, ()),
+    ]:
+        ran = run(tmp_path, "--nnodes", nodes, SCRIPT, steps, *flags)
+        assert ran.report["outcome"] == "finished", ran.output[-3000:]
+    assert ran.losses()[-1] == pytest.approx(undisturbed.losses()[-1], rel=1e-4)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(8))
+def test_random_faults_change_no_bit(tmp_path, undisturbed, seed):
+    """Workers, nodes and the coordinator, in any phase, alone or two at once."""
+    rng = random.Random(seed)
+    print("seed", seed)
+    kinds = ["kill-worker", "kill-worker", "kill-node", "stop-worker"]
+    phases = ["forward", "backward", "reduce", "vote", "update", "commit", "transfer"]
+    specs = []
+    for step in sorted(rng.sample(range(2, STEPS - 4), 3)):
+        for _ in range(rng.choice([1, 1, 2])):
+            phase = f",phase={rng.choice(phases)}" if rng.random() < 0.7 else ""
+            specs.append(f"{rng.choice(kinds)}:rank={rng.randrange(4)},step={step}{phase}")
+    given = ("--nnodes", "2:4", "--spares", 1, "--snapshot-every", 1, "--max-restarts", 50, "--detection", 1)
+    ran = run(tmp_path, *given, *faults(*specs), SCRIPT, STEPS, timeout=240)
+    check(ran, undisturbed)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("pair", list(itertools.combinations(range(4), 2)))
+@pytest.mark.parametrize("phase", ["forward", "vote"])
+def test_any_two_workers_at_once(tmp_path, undisturbed, pair, phase):
+    """Of a job of 2 x 2: the same shard twice, one replica whole, or crosswise."""
+    specs = [f"kill-worker:rank={rank},step=9,phase={phase}" for rank in pair]
+    ran = run(tmp_path, *ELASTIC, "--snapshot-every", 1, *faults(*specs), SCRIPT, STEPS)
+    check(ran, undisturbed)

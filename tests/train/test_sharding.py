@@ -1,0 +1,240 @@
+"""Meshes, pieces and resharding, without a second process: a model is built for one position after the other."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from holdfast.checkpoint.archive import Archive
+from holdfast.checkpoint.layout import encode_head
+from holdfast.checkpoint.sums import sums_of_pieces
+from holdfast.errors import CollectiveFailed, StateError, UsageError
+from holdfast.protocol.messages import Generation, Member
+from holdfast.train import durable, state
+from holdfast.train.pieces import like, local_of, parsed, piece_of, placed
+from holdfast.train.sharding import Sharding
+from holdfast.train.switched import Row
+from holdfast.train.tree import seat, weighs
+
+WIDTH, OUT = 10, 7
+SHAPES = [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)]
+
+
+@pytest.fixture
+def sharding():
+    made = []
+
+    def make(shape=(2, 1), position=0, target=12):
+        for one in made:
+            one.close()
+        made[:] = [Sharding(shape, position, torch.device("cpu"), "127.0.0.1", target, lambda: None)]
+        return made[0]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def build(place):
+    """A model with moments, whose numbers tell where in the whole they are."""
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, 2 * WIDTH), torch.nn.Linear(2 * WIDTH, OUT))
+    if place.shape[1] > 1:
+        plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+        parallelize_module(model, place.mesh["tensor"], plan, src_data_rank=None)
+    for part in (model[0], model):
+        fully_shard(part, mesh=place.mesh["shard"])
+    place.replicate(model)
+    return model
+
+
+def trained(place):
+    model = build(place)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for p in model.parameters():
+        p.grad = like(local_of(p) * 3, p)
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+def whole(place, objects, into):
+    """Puts the pieces of one position into whole tensors."""
+    image = state.capture(objects, 0)
+    for spec, tensor in zip(image.index.tensors, image.tensors, strict=True):
+        target = into.setdefault(spec.path, torch.full(spec.whole or spec.shape, torch.nan))
+        start = spec.start or (0,) * len(spec.shape)
+        target[tuple(slice(a, a + n) for a, n in zip(start, spec.shape, strict=True))] = tensor
+    return into
+
+
+def saved(sharding, shape, url):
+    """A checkpoint of a run of this shape; and what is in it."""
+    archive, shards, content = Archive(url), [], {}
+    for position in range(shape[0] * shape[1]):
+        place = sharding(shape, position)
+        objects = trained(place)
+        whole(place, objects, content)
+        image = state.capture(objects, 5)
+        total = image.index.nbytes
+        sums = sums_of_pieces(image.pieces(0, total))
+        head = encode_head(image.index, sums)
+        shards.append(archive.save_shard(5, position, head, sums, image.pieces(0, total), total))
+    archive.commit(5, shards)
+    assert not any(t.isnan().any() for t in content.values())
+    return content
+
+
+@pytest.mark.parametrize(("before", "after"), list(itertools.product(SHAPES, SHAPES)), ids=str)
+def test_a_checkpoint_loads_into_any_sharding(sharding, tmp_path, before, after):
+    content = saved(sharding, before, str(tmp_path))
+    size = after[0] * after[1]
+    found: dict[str, torch.Tensor] = {}
+    for position in range(size):
+        place = sharding(after, position)
+        model = build(place)
+        with torch.no_grad():
+            for p in model.parameters():
+                local_of(p).zero_()
+        objects = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+        durable.restore(objects, str(tmp_path), 5, place=(position, size), submesh=place.submesh)
+        whole(place, objects, found)
+    assert found.keys() == content.keys()
+    for path, tensor in content.items():
+        assert torch.equal(found[path], tensor), path
+
+
+def test_another_model_is_refused(sharding, tmp_path):
+    saved(sharding, (2, 1), str(tmp_path))
+    place = sharding((3, 1), 0)
+    other = torch.nn.Linear(4, 4)
+    fully_shard(other, mesh=place.mesh["shard"])
+    with pytest.raises((StateError, UsageError)):
+        durable.restore({"model": other}, str(tmp_path), 5, place=(0, 3), submesh=place.submesh)
+
+
+def test_the_mesh_has_one_replica_in_it(sharding):
+    place = sharding((2, 2), 3)
+    assert place.mesh.mesh_dim_names == ("replicate", "shard", "tensor")
+    assert tuple(place.mesh.shape) == (1, 2, 2)
+    assert place.mesh.get_coordinate() == (0, 1, 1)
+    assert dist.get_rank() == 3
+
+
+def test_a_position_of_before_is_forgotten(sharding):
+    starts = []
+    for position in (0, 1):
+        place = sharding((2, 1), position)
+        model = torch.nn.Linear(3, 5)
+        fully_shard(model, mesh=place.mesh["shard"])
+        starts.append(piece_of("w", model.state_dict()["weight"]).start)
+    assert starts == [(0, 0), (3, 0)]
+
+
+def test_meshes_that_do_not_fit(sharding):
+    with pytest.raises(UsageError, match="makes replicas of 3 workers, and the job has 4"):
+        sharding((3, 1), target=4)
+    with pytest.raises(UsageError, match="both are at least 1"):
+        sharding((0, 1))
+
+
+def test_parameters_that_nobody_shards_are_named(sharding):
+    place = sharding()
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    fully_shard(model[0], mesh=place.mesh["shard"])
+    with pytest.raises(UsageError, match=r"nobody shards or replicates 1\.weight, 1\.bias"):
+        place.replicate(model)
+    with pytest.raises(UsageError, match=r"no model that run\.replicate"):
+        place.check([model])
+
+
+def test_a_default_group_of_the_scripts_own_is_refused(sharding):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(UsageError, match=r"after torch.distributed.init_process_group"):
+            sharding()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_communication_before_the_first_step_is_refused(sharding):
+    sharding()
+    with pytest.raises(UsageError, match="before the first step"):
+        dist.barrier()
+
+
+def test_who_counts_what_the_tensor_dimension_has_twice(sharding):
+    for position, counted in [(0, {"0.weight", "1.weight", "1.bias"}), (1, {"0.weight", "1.weight"})]:
+        place = sharding((1, 2), position)
+        names = {name for name, p in build(place).named_parameters() if place.counts(p)}
+        assert names - {"0.bias"} == counted
+
+
+def test_placements_survive_a_file(sharding):
+    place = sharding((2, 2), 1)
+    for p in build(place).parameters():
+        names, placements = parsed(placed(p))
+        assert names == p.device_mesh.mesh_dim_names
+        assert tuple(placements) == tuple(p.placements)
+
+
+# ---------------------------------------------------------------- who computes what
+
+
+def generation(shape, rows, beside=()):
+    size = shape[0] * shape[1]
+    members = [Member(r, f"w{r}", "n", 0, replica=r // size, position=r % size) for r in range(rows * size)]
+    for position in beside:
+        rank = len(members)
+        members.append(Member(rank, f"w{rank}", "n", 0, replica=-1, position=position))
+    return Generation(1, tuple(members), 0, shape, (1,) * rows)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_every_micro_batch_is_computed_and_weighed_once(shape, rows):
+    form = generation(shape, rows, beside=[0])
+    count = 12
+    weighed = [
+        m for r in range(len(form.members)) if weighs(form, r) for m in seat(count, form, r).micro_batches
+    ]
+    assert sorted(weighed) == list(range(count))
+    for row in range(rows):  # the workers of a replica make the same number of passes
+        size = form.positions
+        seats = [seat(count, form, r) for r in range(row * size, (row + 1) * size)]
+        assert len({len(s.micro_batches) for s in seats}) == 1
+        assert {(s.rank, s.world, s.leaves) for s in seats} == {(row, rows, count // shape[0])}
+    idle = seat(count, form, len(form.members) - 1)
+    assert (len(idle.micro_batches), idle.rank, idle.idle) == (0, rows, 1)
+    assert seat(count, form, 0).idle == 1
+    if form.positions > 1:
+        assert seat(count, form, 1).idle == 0
+
+
+# ---------------------------------------------------------------- leaving a step together
+
+
+def test_a_row_goes_on_to_where_it_is_told_to():
+    row = Row(0, 2, "127.0.0.1", lambda: None)
+    row.connected_in = 4
+    row.begin()
+    assert row.halt() == 1
+    row.run_to(3)
+    row.begin()
+    row.begin()
+    with pytest.raises(CollectiveFailed):
+        row.begin()
+    assert row.leave() == 3
+    row.begin()  # the next generation's first
+
+
+def test_a_row_that_was_left_too_early_is_of_no_use():
+    row = Row(0, 2, "127.0.0.1", lambda: None)
+    row.connected_in = 4
+    row.begin()
+    row.halt()
+    row.run_to(2)
+    assert row.leave() == -1
+    assert row.connected_in == 0
