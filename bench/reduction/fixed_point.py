@@ -111,7 +111,7 @@ class FixedPointSum(Gradients):
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
         options.timeout = GLOO_TIMEOUT
-        group.wait(group._gloo.allreduce([largest], options))
+        group.wait(group.start(lambda gloo: gloo.allreduce([largest], options)))
         for bucket, most in zip(self._buckets, largest.tolist(), strict=True):
             bucket.power = BITS - self._headroom - drift_bits - math.frexp(most)[1]
             bucket.largest = 0.0

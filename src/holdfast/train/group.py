@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined, unused-ignore]
 
 from holdfast.errors import CollectiveFailed
@@ -34,12 +35,18 @@ class Group(Wires):
     """
 
     def __init__(
-        self, generation: Generation, rank: int, host: str, listener: MeshListener, row: Row | None = None
+        self,
+        generation: Generation,
+        rank: int,
+        host: str,
+        listener: MeshListener,
+        row: Row | None = None,
+        device: torch.device | None = None,
     ) -> None:
-        """row: the groups of this worker's replica, if it has several workers."""
+        """row: the groups of this worker's replica, if it has several workers. device: where the gradients are."""
         own = generation.members[rank]
         column = [m.rank for m in generation.members if m.position == own.position]
-        super().__init__(column.index(rank), len(column), host)
+        super().__init__(column.index(rank), len(column), host, device)
         self.generation = generation.number
         self.mesh = Mesh(generation, rank)
         self._listener = listener
@@ -85,6 +92,12 @@ class Group(Wires):
     def drain(self, work: Any) -> bool:
         """As in Wires."""
         return isinstance(work, _Failed) or super().drain(work)
+
+    def intact(self) -> None:
+        """As in Wires, also for the replica's own groups."""
+        super().intact()
+        if self._row is not None and self._device is not None and self._row.aborted:
+            raise CollectiveFailed("the generation broke")
 
     def abort(self) -> None:
         """Frees every call that waits for a peer in another replica. Safe from any thread, more than once."""

@@ -193,6 +193,7 @@ class Replica:
         """The sum of the squares of the whole gradient, from that of this worker's shard."""
         assert self.form is not None
         positions = self.form.generation.positions
+        self.group.intact()
         if positions == 1:
             return squares if squares >= 0 else math.nan
         mesh = self.group.mesh
@@ -267,7 +268,9 @@ class Replica:
             self.committed = generation.start
         self._page.enter(Phase.JOIN)
         row = self.sharding.row if self.sharding and replica >= 0 and generation.positions > 1 else None
-        group = self.group = Group(generation, form.rank, self.link.start.host, self._listener, row)
+        group = self.group = Group(
+            generation, form.rank, self.link.start.host, self._listener, row, self.device
+        )
         self.link.guard(
             generation.number, group.abort_all, group.halt if row else None, row.run_to if row else None
         )

@@ -62,11 +62,12 @@ class Sharding:
             asked = os.environ.get(POSITION_VARIABLE, "") or os.environ.get("RANK", "0")
             position = int(asked) % size
         self.shape, self.position = shape, position
-        self.row = Row(position, size, host, began)
+        self.row = Row(position, size, host, began, device)
         self.row.open()
         names = DIMENSIONS if tensor > 1 else DIMENSIONS[:2]
         lengths = (1, shard, tensor) if tensor > 1 else (1, shard)
         self.mesh: DeviceMesh = init_device_mesh(device.type, lengths, mesh_dim_names=names)
+        self._device = device
         self._models: list[torch.nn.Module] = []
 
     @property
@@ -102,6 +103,11 @@ class Sharding:
             )
         for module in model.modules():
             if isinstance(module, FSDPModule):
+                if self._device.type == "cuda" and _offloads(module):
+                    raise UsageError(
+                        "run.replicate(): CPUOffloadPolicy is not supported: gradients on the CPU cannot be summed over "
+                        "the replicas with those of the GPU's groups; shard over more workers instead"
+                    )
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
         self._models.append(model)
@@ -150,6 +156,11 @@ class Sharding:
 
 def _state_of(module: FSDPModule) -> Any:
     return module._get_fsdp_state()
+
+
+def _offloads(module: FSDPModule) -> bool:
+    params = (p for group in _state_of(module)._fsdp_param_groups for p in group.fsdp_params)
+    return any(p.offload_to_cpu for p in params)
 
 
 def _is_root(module: FSDPModule) -> bool:

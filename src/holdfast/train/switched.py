@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partialmethod
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined, unused-ignore]
 
@@ -29,9 +30,17 @@ StoreOf = Callable[[str], Any]
 class Row:
     """All process groups of one replica, as one of its workers has them."""
 
-    def __init__(self, position: int, size: int, host: str, began: Callable[[], None]) -> None:
-        """began: called whenever a collective begins or has ended: a sign of life."""
+    def __init__(
+        self,
+        position: int,
+        size: int,
+        host: str,
+        began: Callable[[], None],
+        device: torch.device | None = None,
+    ) -> None:
+        """began: called whenever a collective begins or has ended: a sign of life. device: where the tensors are."""
         self.position, self.size = position, size
+        self.device = device
         self.host = host
         self.began = began
         self._groups: list[SwitchedGroup] = []
@@ -84,7 +93,7 @@ class Row:
         self._aborted = self._aborted or aborted()
         for group in self._groups:
             if group.size() > 1:
-                group.wires = Wires(group.rank(), group.size(), self.host)
+                group.wires = Wires(group.rank(), group.size(), self.host, self.device)
                 if self._aborted:
                     raise CollectiveFailed("the generation broke while its members connected")
                 group.wires.connect(store_of(group.label))

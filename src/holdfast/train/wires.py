@@ -1,4 +1,4 @@
-"""One gloo process group: built, waited for and freed so that nobody waits for gloo without an end.
+"""One process group: built, waited for and freed so that nobody waits for gloo without an end. (NCCL: see `nccl`.)
 
 `ProcessGroupGloo.abort` does not free a call that waits for a silent peer, and gloo's own time-out is minutes
 long. Shutting down this process's own sockets of the group does, within milliseconds, and needs no privilege.
@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from holdfast.errors import CollectiveFailed
+from holdfast.train import nccl
 
 GLOO_TIMEOUT = timedelta(minutes=30)
 """Never waited for: the coordinator breaks a generation that stands still long before."""
@@ -44,13 +45,15 @@ DRAIN = timedelta(milliseconds=200)
 class Wires:
     """The connections between the members of one group. Built in two parts, so that `abort` works during `connect`."""
 
-    def __init__(self, rank: int, size: int, host: str) -> None:
+    def __init__(self, rank: int, size: int, host: str, device: torch.device | None = None) -> None:
+        """device: where the tensors are."""
         self.rank = rank
         self.size = size
         self._host = host
+        self._device = device if nccl.usable(device) else None
         self._before: set[str] = set()
         self._after: set[str] | None = None
-        self._gloo: Any = None
+        self._group: Any = None
         self._stuck = False
         self._aborted = False
         self._news = threading.Condition()
@@ -64,7 +67,7 @@ class Wires:
         """Connects to every member. Raises CollectiveFailed when one is gone or `abort` is called."""
         self._before = set(socket_inodes())
         try:
-            self._gloo = self._built(store)
+            self._group = self._built(store)
         finally:
             self._after = set(socket_inodes())
         if self._aborted:
@@ -78,7 +81,10 @@ class Wires:
         def build() -> None:
             result: Any = CollectiveFailed("nothing was built")
             try:
-                result = _gloo(store, self.rank, self.size, self._host)
+                if self._device is not None:
+                    result = nccl.build(store, self.rank, self.size, self._device, GLOO_TIMEOUT)
+                else:
+                    result = _gloo(store, self.rank, self.size, self._host)
             except Exception as error:  # noqa: BLE001 - gloo's or, through the store, the mesh's; told below
                 result = error
             finally:
@@ -101,10 +107,10 @@ class Wires:
         Raises:
             CollectiveFailed: a peer is gone, or `abort` was called.
         """
-        if self._aborted or self._gloo is None:
+        if self._aborted or self._group is None:
             raise CollectiveFailed("the generation broke")
         try:
-            return call(self._gloo)
+            return call(self._group)
         except RuntimeError as error:
             raise CollectiveFailed(first_line(error)) from error
 
@@ -140,6 +146,10 @@ class Wires:
         Raises:
             CollectiveFailed: a peer is gone, or `abort` was called.
         """
+        if self._device is not None:  # queued: whether it came to its end shows in `intact`
+            work.wait()
+            self.intact()
+            return
         while True:
             try:
                 work.wait(WAIT_SLICE)
@@ -155,8 +165,16 @@ class Wires:
             except RuntimeError as error:
                 raise CollectiveFailed(first_line(error)) from error
 
+    def intact(self) -> None:
+        """For results of NCCL, once the device has come to the end of them: raises CollectiveFailed when they may be
+        garbage."""
+        if self._device is not None and self._aborted:
+            raise CollectiveFailed("the generation broke")
+
     def drain(self, work: Any) -> bool:
         """After `abort`: waits until gloo has let go of the tensor. False if it never will: the tensor is lost."""
+        if self._device is not None:
+            return True  # a queued kernel keeps its memory until it ends, and the abort ends it
         try:
             work.wait(DRAIN)
         except RuntimeError:
@@ -168,8 +186,12 @@ class Wires:
     def abort(self) -> None:
         """Frees every call that waits for a peer. Safe from any thread, more than once."""
         with self._news:
-            self._aborted = True
+            already, self._aborted = self._aborted, True
             self._news.notify_all()
+        if self._device is not None:
+            if self._group is not None and not already:
+                nccl.abort(self._group)
+            return
         now = socket_inodes()
         ours = (set(now) if self._after is None else self._after) - self._before
         if self._before:
@@ -179,9 +201,11 @@ class Wires:
     def close(self) -> None:
         """Gives everything back, after `abort` or when no member needs the group any more."""
         self._aborted = True
-        gloo, self._gloo = self._gloo, None
+        gloo, self._group = self._group, None
         if self._stuck:
             abandon(gloo)
+        elif gloo is not None and self._device is not None:
+            nccl.abort(gloo)
         elif gloo is not None:
             gloo.abort()
 
