@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.coordinator.clock import Anchor, CoreClock
-from holdfast.coordinator.store import FIRST, Store, newest_ledger, succeed
+from holdfast.coordinator.store import FIRST, Store, newest_ledger, own_ledger, succeed
 from holdfast.protocol.tenure import claim_term, newest_term
 
 
@@ -18,6 +18,14 @@ def test_a_term_is_claimed_once(tmp_path: Path) -> None:
     assert not claim_term(tmp_path, 1, "n2")
     assert claim_term(tmp_path, 2, "n2")
     assert newest_term(tmp_path) == 2
+
+
+def test_a_deposed_coordinator_that_begins_late_leaves_its_successors_ledger_alone(tmp_path: Path) -> None:
+    for name in (FIRST, "job-2.sqlite", "job-3.sqlite"):
+        (tmp_path / name).touch()
+    assert own_ledger(tmp_path, 1) == tmp_path / FIRST
+    assert own_ledger(tmp_path, 2) == tmp_path / "job-2.sqlite"
+    assert newest_ledger(tmp_path) == own_ledger(tmp_path, 3)
 
 
 def test_the_clock_goes_on_on_another_machine() -> None:

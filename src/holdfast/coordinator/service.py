@@ -26,7 +26,7 @@ from holdfast.coordinator.injector import Injector, Planned, Strike
 from holdfast.coordinator.metrics import CONTENT_TYPE, metrics_text
 from holdfast.coordinator.remembering import Memory
 from holdfast.coordinator.report import build_report, build_status
-from holdfast.coordinator.store import LedgerEntry, Store, newest_ledger
+from holdfast.coordinator.store import LedgerEntry, Store, own_ledger
 from holdfast.errors import ProtocolError, UsageError
 from holdfast.protocol import messages as m
 from holdfast.protocol.availability import Availability, NodeGoing
@@ -51,7 +51,7 @@ class Coordinator:
         """term: of office, where coordinators on several machines could be; 0: there is one machine."""
         self._job_dir, self._term = job_dir, term
         self._token = (job_dir / "token").read_text().strip()
-        self._store = Store(newest_ledger(job_dir), shared=bool(term))
+        self._store = Store(own_ledger(job_dir, term), shared=bool(term))
         saved = self._store.load()
         kept = self._store.kept("clock")
         self._clock = CoreClock(msgspec.msgpack.decode(kept, type=Anchor) if kept else None)

@@ -161,6 +161,12 @@ def newest_ledger(job_dir: Path) -> Path:
     return job_dir / (f"job-{max(numbers)}.sqlite" if numbers else FIRST)
 
 
+def own_ledger(job_dir: Path, term: int) -> Path:
+    """The ledger of a term. One that was deposed before it could begin must not open, and so lock, its successor's."""
+    path = job_dir / f"job-{term}.sqlite"
+    return path if path.exists() else job_dir / FIRST
+
+
 def succeed(job_dir: Path, term: int) -> Path:
     """A copy of the newest ledger for a new term: whoever still writes into the old one changes nothing."""
     old, new = newest_ledger(job_dir), job_dir / f"job-{term}.sqlite"
