@@ -29,9 +29,10 @@ s3-test: setup
 	tests/s3/with-store.sh $(BIN)/python -m pytest -m s3 tests/s3
 
 # On a real Slurm of six nodes on this machine, which it starts, with its packages where they are missing (Debian 12 or
-# newer). Needs root: every node is a set of namespaces.
+# newer). Needs root: every node is a set of namespaces. The long ones, too: make slurm-test SLURM_TESTS=slurm
+SLURM_TESTS ?= slurm and not nightly
 slurm-test: setup
-	tests/slurm/cluster.sh with $(BIN)/python -m pytest -s -m slurm tests/slurm
+	tests/slurm/cluster.sh with $(BIN)/python -m pytest -s -m "$(SLURM_TESTS)" tests/slurm
 
 lint: setup
 	$(BIN)/ruff check .

@@ -19,6 +19,7 @@ from realslurm import (
     Job,
     as_user,
     cluster,
+    configured,
     events,
     hurry,
     members,
@@ -129,6 +130,30 @@ def test_a_node_cut_off_fences_itself(home: Path, undisturbed: list[float]) -> N
         assert job.wait(100) == 0
     told("cut", job.report())
     assert job.losses() == undisturbed
+
+
+@pytest.mark.nightly
+def test_a_batch_host_cut_off_for_long_comes_back(home: Path, undisturbed: list[float]) -> None:
+    """Slurm ends the batch script there, and with it the job: it is queued again, and goes on."""
+    args = ["--nnodes", 3, "--spares", 1, "--wait-for-spare", "--requeue", TRAIN, *paced(home, "back")]
+    with configured(SlurmdTimeout=5), Job(home, "back", *args) as job:
+        status = job.training(3, spares=1)
+        head = job.coordinator
+        cluster("cut", head)
+        until(lambda: job.coordinator != head, "another has the coordinator")
+        until(lambda: "down" in state(head), "Slurm gives it up")
+        status = job.training(3, beyond=status["step"])
+        cluster("heal", head)
+        until(lambda: (job.dir / "runs" / "1" / "report.json").exists(), "the job is queued again")
+        stopped = json.loads((job.dir / "runs" / "1" / "report.json").read_text())
+        assert stopped["outcome"] == "stopped"
+        assert stopped["saved"]["step"] >= status["step"]
+        job.training(3, beyond=stopped["steps"]["committed"])
+        hurry(job)
+        assert job.wait(100) == 0
+    assert job.report()["outcome"] == "finished"
+    assert job.losses() == undisturbed[-len(job.losses()) :]
+    assert len(job.losses()) + stopped["saved"]["step"] == STEPS
 
 
 @pytest.fixture

@@ -4,10 +4,28 @@ from __future__ import annotations
 
 import os
 import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from realslurm import TRAIN, Job, cluster, hurry, members, paced, slurm, state, told, until, usable
+from realslurm import (
+    NODES,
+    TRAIN,
+    Job,
+    cluster,
+    configured,
+    hurry,
+    members,
+    on_node,
+    paced,
+    slurm,
+    state,
+    told,
+    until,
+    usable,
+)
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
 FOLDER = Path(os.environ.get("HOLDFAST_SLURM_DIR", "/nonexistent"))
@@ -71,3 +89,50 @@ def test_sick_nodes_are_booted_or_replaced(home: Path, undisturbed: list[float])
     told("sick", job.report())
     assert job.losses() == undisturbed
     assert asked.read_text().count("\n") == 1  # a node that is booted is none to replace
+
+
+def site_script(folder: Path, name: str) -> Path:
+    """What `holdfast slurm NAME` prints, where a site may put it."""
+    argv = [sys.executable, "-m", "holdfast.cli", "slurm", name]
+    path = folder / f"{name}.sh"
+    path.write_text(subprocess.run(argv, check=True, capture_output=True, text=True, timeout=20).stdout)
+    path.chmod(0o755)
+    return path
+
+
+def run_what_gets_away(node: str) -> None:
+    """A job whose agent leaves its step, so that Slurm loses sight of it."""
+    agent = "setsid bash -c 'exec -a holdfast.agent sleep 300' & sleep 0.2"
+    out = f"--output={FOLDER}/shared/away-%j.out"
+    slurm("sbatch", f"--nodelist={node}", "--wait", out, f"--wrap={agent}")
+
+
+@pytest.fixture
+def small() -> Iterator[str]:
+    """A node with too little shared memory."""
+    cluster("exec", "n3", "mount", "-o", "remount,size=8m", "/dev/shm")
+    yield "n3"
+    cluster("exec", "n3", "mount", "-o", "remount,size=1g", "/dev/shm")
+
+
+def test_the_sites_hooks(home: Path, small: str) -> None:
+    well = "n4"
+    folder = home / "site"
+    folder.mkdir()
+    holdfast, program = folder / "holdfast", folder / "health.sh"
+    paths, conf = (shlex.quote(os.environ.get(name, "")) for name in ("PYTHONPATH", "SLURM_CONF"))
+    holdfast.write_text(f'#!/bin/sh\nPYTHONPATH={paths} exec {sys.executable} -m holdfast.cli "$@"\n')
+    check = f"HOLDFAST={holdfast} SLURM_CONF={conf} exec {site_script(folder, 'health-program')}"
+    program.write_text(f"#!/bin/sh\n{check}\n")
+    for path in (holdfast, program):
+        path.chmod(0o755)
+    run_what_gets_away(well)
+    assert on_node(well, "holdfast.agent")
+    cluster("exec", well, "pkill", "-f", "^holdfast.agent")
+    health = {"HealthCheckProgram": program, "HealthCheckInterval": 4, "HealthCheckNodeState": "IDLE"}
+    with configured(Epilog=site_script(folder, "epilog"), **health):
+        run_what_gets_away(well)
+        until(lambda: not on_node(well, "holdfast.agent"), "the epilog has ended it")
+        until(lambda: state(small) == "drained", "the node with too little shared memory is drained")
+        assert reason(small).startswith("holdfast: shm faulty")
+        assert {state(n) for n in NODES if n != small} == {"idle"}

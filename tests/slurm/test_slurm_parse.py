@@ -92,6 +92,7 @@ def test_errors_without_their_frame() -> None:
 
 def test_what_is_queued_again() -> None:
     assert wants_requeue("stopped", "the time limit: 0 of at least 3 nodes are left")
+    assert wants_requeue("stopped", "SIGTERM")
     assert wants_requeue("failed", "too few workers for 300 s")
     assert not wants_requeue("stopped", "holdfast stop")
     assert not wants_requeue("failed", "the script failed twice at step 7")

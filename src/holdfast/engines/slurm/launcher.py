@@ -17,6 +17,7 @@ from holdfast.engines.jobs import Allocation, JobFolder
 from holdfast.engines.launcher import Launcher, View
 from holdfast.engines.slurm.commands import SlurmError
 from holdfast.engines.slurm.engine import KNOWN, SlurmEngine
+from holdfast.engines.slurm.parse import JobLine
 from holdfast.engines.slurm.place import Place
 from holdfast.errors import UsageError
 from holdfast.protocol.availability import Availability
@@ -24,6 +25,8 @@ from holdfast.protocol.job import JobSpec
 from holdfast.protocol.tenure import claim_term, newest_term
 
 ROSTER = "roster.json"
+SCRIPT_GONE = frozenset({"JobLaunchFailure", "NonZeroExitCode"})
+"""Slurm's reason for the end of a job whose batch script was killed; one that was cancelled has none."""
 
 
 class SlurmLauncher(Launcher):
@@ -94,13 +97,14 @@ class SlurmLauncher(Launcher):
     # ------------------------------------------------------------ the end
 
     async def conclude(self, report: dict[str, Any]) -> None:
-        """What becomes of the allocation: it ends, or is queued again with what the job still has to do."""
+        """What becomes of the allocation: it ends, or is queued again with what the job still has to do, unless Slurm has
+        decided already."""
         id, slurm = self.allocation, self._slurm_engine.slurm
         outcome, reason = report.get("outcome"), report.get("reason") or ""
         again = self.spec.slurm.requeue and wants_requeue(outcome, reason)
         try:
             job = await slurm.job(id)
-            again = again and job is not None and job.state == "RUNNING"  # else Slurm has decided already
+            again = again and job is not None and (job.state == "RUNNING" or self._lost_its_script(job))
             if again:
                 self.view.note(f"the job is queued again, to go on from its state: {reason}")
                 await slurm.run("scontrol", "requeue", id)
@@ -112,12 +116,16 @@ class SlurmLauncher(Launcher):
             self.view.note(str(error))
             jobs.write_allocation(self.job_dir, Allocation("slurm", id, over=True))
 
+    def _lost_its_script(self, job: JobLine) -> bool:
+        """Slurm ends the job because its batch script is no more: its host had been cut off, and came back."""
+        return not self.fresh and job.state == "COMPLETING" and job.reason in SCRIPT_GONE
+
 
 def wants_requeue(outcome: object, reason: str) -> bool:
     """Whether the job ended for want of time or nodes, and not because it was done, broken or told to stop."""
     if outcome == "failed":
         return "too few workers" in reason
-    wanting = ("time limit", "whole allocation", "Slurm ends the job")
+    wanting = ("time limit", "whole allocation", "Slurm ends the job", "SIGTERM")
     return outcome == "stopped" and any(text in reason for text in wanting)
 
 

@@ -18,6 +18,8 @@ GOING = frozenset({"DRAIN", "DRAINING", "DRAINED", "FAIL", "FAILING", "MAINT", "
 DEAD = frozenset({"DOWN", "NOT_RESPONDING", "ERROR", "POWERED_DOWN", "FUTURE", "UNKNOWN", "REBOOT_ISSUED"})
 WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"})
 LIVING = WAITING | {"RUNNING", "SUSPENDED", "COMPLETING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED"}
+HELD_AGAIN = "launch failed requeued held"
+"""Slurm's reason for holding a job that was queued again after its batch script had been killed."""
 HOPELESS = frozenset(
     {
         "PartitionNodeLimit",

@@ -121,7 +121,7 @@ class Submitter:
             if not again:
                 return self._report()
             self._view.note("the job waits in Slurm's queue again")
-            await self._begin_at_once()
+            await self._ask("update", f"jobid={self._id}", "starttime=now")  # two minutes later by default
 
     async def _begun(self) -> None:
         """Waits until the job's coordinator is there, and says what Slurm waits for."""
@@ -130,6 +130,8 @@ class Submitter:
             job = await self._job()
             if job is None or job.state not in parse.LIVING:
                 raise HoldfastError(self._why_gone())
+            if job.reason == parse.HELD_AGAIN:
+                await self._ask("release", self._id)
             now = f"the Slurm job {self._id} is {job.state.lower()}" + (
                 f" ({job.reason})" if job.state == "PENDING" and job.reason != "None" else ""
             )
@@ -139,10 +141,9 @@ class Submitter:
                 self._view.note(now + hint)
             await asyncio.sleep(LOOK_S)
 
-    async def _begin_at_once(self) -> None:
-        """Slurm holds a job that was queued again for two minutes by default, until its old credentials are void."""
+    async def _ask(self, *argv: str) -> None:
         try:
-            await self._slurm.run("scontrol", "update", f"jobid={self._id}", "starttime=now")
+            await self._slurm.run("scontrol", *argv)
         except SlurmError as error:
             self._view.note(str(error))
 
