@@ -14,6 +14,8 @@ from realslurm import STEPS, TRAIN, Job, mend
 @pytest.fixture(scope="session")
 def home() -> Path:
     """The shared folder."""
+    if "HOLDFAST_SLURM_DIR" not in os.environ:
+        pytest.skip("there is no Slurm: make slurm-test starts one")
     path = Path(os.environ["HOLDFAST_SLURM_DIR"]) / "shared" / f"home-{os.getpid()}"
     path.mkdir()
     return path
