@@ -87,3 +87,22 @@ def test_the_rank_whose_vote_comes_last_is_told(clock):
     watch = Laps()
     assert [vote(watch, i, s) for i, s in enumerate([2, 3, 2, 0, 2])][-1].late == 2
     assert [vote(watch, 5 + i, s) for i, s in enumerate([2, 3, 2, 0, 0])][-1].late == -1
+
+
+def test_what_a_replica_does_together_is_waiting(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("holdfast.train.laps.perf_counter", lambda: now[0])
+    laps = Laps()
+    block = None
+    for step in range(5):
+        laps.begin()
+        laps.enter(Phase.FORWARD)
+        now[0] += 0.25
+        laps.together(True)
+        now[0] += 1.0
+        laps.together(False)
+        now[0] += 0.5
+        laps.enter(Phase.UPDATE)
+        block = laps.commit(step, 1, None, 0.0)
+    assert block is not None
+    assert (block.forward_s, block.wait_s) == (0.75, 1.0)

@@ -30,7 +30,7 @@ def sharding():
     def make(shape=(2, 1), position=0, target=12):
         for one in made:
             one.close()
-        made[:] = [Sharding(shape, position, torch.device("cpu"), "127.0.0.1", target, lambda: None)]
+        made[:] = [Sharding(shape, position, torch.device("cpu"), "127.0.0.1", target, lambda begins: None)]
         return made[0]
 
     yield make
@@ -217,7 +217,7 @@ def test_every_micro_batch_is_computed_and_weighed_once(shape, rows):
 
 
 def test_a_row_goes_on_to_where_it_is_told_to():
-    row = Row(0, 2, "127.0.0.1", lambda: None)
+    row = Row(0, 2, "127.0.0.1", lambda begins: None)
     row.connected_in = 4
     row.begin()
     assert row.halt() == 1
@@ -231,7 +231,7 @@ def test_a_row_goes_on_to_where_it_is_told_to():
 
 
 def test_a_row_that_was_left_too_early_is_of_no_use():
-    row = Row(0, 2, "127.0.0.1", lambda: None)
+    row = Row(0, 2, "127.0.0.1", lambda begins: None)
     row.connected_in = 4
     row.begin()
     row.halt()

@@ -22,6 +22,7 @@ class Laps:
     def __init__(self) -> None:
         self.phase = Phase.COMMIT
         self._since_s = perf_counter()
+        self._called_s = 0.0
         self._parts = [0.0] * 6
         self._steps: list[list[float]] = []
         self._micros = 0
@@ -47,6 +48,17 @@ class Laps:
         if before >= 0 and now - since_s > self._longest[0]:
             self._longest = (now - since_s, before)
         self._wait = (rank, now)
+
+    def together(self, begins: bool) -> None:
+        """A collective of this worker's own replica begins, or has ended: what it takes is waiting, in whatever phase it
+        comes."""
+        now = perf_counter()
+        if begins:
+            self._called_s = now
+        else:
+            took_s = now - self._called_s
+            self._parts[_WAIT] += took_s
+            self._since_s += took_s
 
     def lasted_s(self) -> float:
         """Since the last change of phase."""

@@ -470,6 +470,13 @@ class Replica:
         self._page.collectives += 1
         self._page.beat()
 
+    def together(self, begins: bool) -> None:
+        """A collective of this worker's own replica begins, or has ended. Whoever looks for the one that holds the others
+        up sees that this one waits."""
+        self._laps.together(begins)
+        self._page.enter(Phase.REDUCE if begins else self._laps.phase)
+        self.alive()
+
     def check(self) -> None:
         """Raises GenerationBroken when there is no use in going on with this step. In a replica of several workers nobody
         leaves it alone, but at a call to the others."""

@@ -98,7 +98,12 @@ class Run:
         if self._sharding is None:
             where = self._attachment
             self._sharding = Sharding(
-                (shard, tensor), where.position, self.device, where.link.start.host, where.target, self._alive
+                (shard, tensor),
+                where.position,
+                self.device,
+                where.link.start.host,
+                where.target,
+                self._together,
             )
         elif self._sharding.shape != (shard, tensor):
             raise UsageError(f"run.mesh() was called with {self._sharding.shape} before; a run has one mesh")
@@ -115,9 +120,9 @@ class Run:
             raise UsageError("run.replicate() came before run.mesh(): shard the model over run.mesh() first")
         self._sharding.replicate(model)
 
-    def _alive(self) -> None:
+    def _together(self, begins: bool) -> None:
         if self._replica is not None:
-            self._replica.alive()
+            self._replica.together(begins)
 
     def protect(self, **objects: Any) -> None:
         """Names the state that must survive: modules, optimizers, schedulers, or anything with

@@ -41,9 +41,10 @@ class Sharding:
         device: torch.device,
         host: str,
         target: int,
-        began: Callable[[], None],
+        called: Callable[[bool], None],
     ) -> None:
         """position: None where the coordinator has not said. target: workers of the job at full strength.
+        called: as in Row.
 
         Raises:
             UsageError: a mesh that does not fit the job.
@@ -62,7 +63,7 @@ class Sharding:
             asked = os.environ.get(POSITION_VARIABLE, "") or os.environ.get("RANK", "0")
             position = int(asked) % size
         self.shape, self.position = shape, position
-        self.row = Row(position, size, host, began, device)
+        self.row = Row(position, size, host, called, device)
         self.row.open()
         names = DIMENSIONS if tensor > 1 else DIMENSIONS[:2]
         lengths = (1, shard, tensor) if tensor > 1 else (1, shard)

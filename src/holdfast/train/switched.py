@@ -35,14 +35,14 @@ class Row:
         position: int,
         size: int,
         host: str,
-        began: Callable[[], None],
+        called: Callable[[bool], None],
         device: torch.device | None = None,
     ) -> None:
-        """began: called whenever a collective begins or has ended: a sign of life. device: where the tensors are."""
+        """called: told whenever a collective begins (True) or has ended. device: where the tensors are."""
         self.position, self.size = position, size
         self.device = device
         self.host = host
-        self.began = began
+        self.called = called
         self._groups: list[SwitchedGroup] = []
         self._aborted = False
         self.connected_in = 0
@@ -204,14 +204,14 @@ class SwitchedGroup(_ProcessGroup):  # type: ignore[misc]
             )
         if self._members > 1:
             self._row.begin()
+        self._row.called(True)
         work = wires.start(lambda gloo: getattr(gloo, name)(*args, **options))
-        self._row.began()
         try:
             wires.wait(work)
         except CollectiveFailed:
             wires.drain(work)
             raise
-        self._row.began()
+        self._row.called(False)
         return work
 
     def _run_each(self, name: str, outputs: list[Any], inputs: list[Any], options: Any) -> Any:
