@@ -63,7 +63,10 @@ def give_up(core: Core) -> None:
     for replica in list(s.halting):
         row = members(core, replica)
         gone = [w for w in row if w.phase not in (WorkerPhase.MEMBER, WorkerPhase.PARKED)]
-        left = [w for w in row if w.phase is WorkerPhase.PARKED and w.begun < 0]
+        said = s.halting[replica]
+        furthest = max(said.values(), default=0) if len(said) == len(row) else None
+        parked = [w for w in row if w.phase is WorkerPhase.PARKED]
+        left = [w for w in parked if w.begun < 0 or w.name not in said or furthest not in (None, w.begun)]
         if (gone or left) and s.generation is not None:
             del s.halting[replica]
             for worker in row:

@@ -116,9 +116,9 @@ class Group(Wires):
         self.abort()
         return self._row.halt() if self._row is not None else -1
 
-    def leave(self) -> int:
+    def leave(self, broken: bool) -> int:
         """The main thread is out of every call; see `Row.leave`."""
-        return self._row.leave() if self._row is not None else -1
+        return self._row.leave(broken) if self._row is not None else -1
 
     def close(self) -> None:
         """Gives everything back, after `abort` or when no member needs the group any more. Not the replica's own groups,

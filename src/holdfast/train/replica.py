@@ -396,7 +396,7 @@ class Replica:
         begun = -1
         if hasattr(self, "group"):
             self.group.abort()
-            begun = self.group.leave()
+            begun = self.group.leave(self.group.generation == number and self.link.broken(number))
             self.gradients.drain(self.group)
             self.link.unguard()
             self.group.close()

@@ -128,6 +128,7 @@ class Row:
         have begun. From the link's thread."""
         with self._news:
             self._halting, self._limit = True, None
+            self._news.notify_all()
             return self._begun
 
     def run_to(self, begun: int) -> None:
@@ -149,12 +150,12 @@ class Row:
                 raise CollectiveFailed("the generation broke")
             self._begun += 1
 
-    def leave(self) -> int:
+    def leave(self, broken: bool) -> int:
         """The main thread has left the step. Returns how many collectives have begun, all of them complete; -1 when the
-        groups are of no use any more."""
+        groups are of no use any more. broken: the generation is, so `halt` or `abort` has been called or is about to be."""
         with self._news:
-            if self._halting:
-                self._news.wait_for(lambda: self._aborted or self._limit is not None)
+            if broken:
+                self._news.wait_for(lambda: self._aborted or (self._halting and self._limit is not None))
             whole = not self._aborted and self._limit in (None, self._begun) and self.connected_in > 0
             if whole:
                 self._halting, self._limit = False, None
