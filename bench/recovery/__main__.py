@@ -130,11 +130,15 @@ def _run(console: Console, plan: Plan, chosen: argparse.Namespace, bench: harnes
         plan, step_s, save_s = _calibrated(console, plan, chosen.checkpoint_budget, bench)
         if plan.shards == 1:
             least = floor.measure(plan, step_s, bench)
-    results = []
-    for system in chosen.systems:
-        results.append(harness.measure(system, plan, bench))
-        print(f"{system.title}: done after {time.monotonic() - began:.0f} s", file=sys.stderr)
-    table.print_results(console, plan, results, least)
+    results: list[harness.Measured] = []
+    try:
+        for system in chosen.systems:
+            results.append(harness.Measured(system.name, system.title, system.note))
+            harness.measure(system, plan, bench, results[-1])
+            print(f"{system.title}: done after {time.monotonic() - began:.0f} s", file=sys.stderr)
+    finally:
+        # What was measured before an interruption is worth as much.
+        table.print_results(console, plan, results, least)
     return {
         "plan": asdict(plan),
         "plain_step_s": step_s,

@@ -214,9 +214,9 @@ def running(system: System, plan: Plan, bench: Bench) -> Iterator[Running]:
             yield seen
 
 
-def measure(system: System, plan: Plan, bench: Bench) -> Measured:
-    """Measure one system. What goes wrong is in the result, not raised."""
-    result = Measured(system.name, system.title, system.note, error=system.trouble())
+def measure(system: System, plan: Plan, bench: Bench, result: Measured) -> None:
+    """Measure one system into `result`, bit by bit. What goes wrong is in the result, not raised."""
+    result.error = system.trouble()
     if result.error is None:
         cpu = ForeignCpu()
         with cpu:
@@ -225,7 +225,6 @@ def measure(system: System, plan: Plan, bench: Bench) -> Measured:
             except (Failed, OSError) as error:
                 result.error = str(error)
         result.foreign_cpu = cpu.share
-    return result
 
 
 def _measure(system: System, plan: Plan, result: Measured, bench: Bench) -> None:
