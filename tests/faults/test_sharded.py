@@ -5,7 +5,8 @@ import itertools
 import random
 
 import pytest
-from harness import HERE, run, shared
+from drive import Deed, Driver, drain, fault, kill_everything, resize
+from harness import HERE, ended, run, shared, start, wait_for
 
 SCRIPT = HERE / "train_sharded.py"
 STEPS = 22
@@ -101,6 +102,49 @@ def test_another_sharding_at_a_restart(tmp_path, undisturbed):
         ran = run(tmp_path, "--nnodes", nodes, SCRIPT, steps, *flags)
         assert ran.report["outcome"] == "finished", ran.output[-3000:]
     assert ran.losses()[-1] == pytest.approx(undisturbed.losses()[-1], rel=1e-4)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(400)
+def test_events_and_a_whole_job_kill_change_no_bit(tmp_path):
+    """Replicas leave and come, a node is drained, the coordinator and everything are killed; then it goes on."""
+    given = (*ELASTIC, "--spares", 1, "--snapshot-every", 5, "--detection", 1, SCRIPT, 160)
+    first = [
+        Deed(resize(2), 10, 4),
+        Deed(resize(4), 10, 2),
+        Deed(drain(1), 10, 4),
+        Deed(fault("kill-worker:rank=2,phase=transfer"), 5, 4),
+        Deed(fault("kill-coordinator"), 10, 4),
+        Deed(fault("kill-node:rank=3"), 10, 4),
+        Deed(kill_everything(tmp_path), 15, 4),
+    ]
+    losses: dict[int, float] = {}
+    for deeds in (first, []):
+        process = start(tmp_path, *given)
+        wait_for(process, "waiting for nodes")
+        with Driver(tmp_path / "jobs" / "job", deeds) as driver:
+            output, _ = process.communicate(timeout=180)
+        ran = ended(process, tmp_path, "job", output)
+        assert not driver.left, ran.output[-3000:]
+        for step, loss in zip(ran.steps(), ran.losses(), strict=True):
+            assert losses.setdefault(step, loss) == loss, step
+    alone = run(tmp_path, "--nnodes", 2, SCRIPT, 160, job="alone", timeout=120)
+    assert losses == dict(zip(alone.steps(), alone.losses(), strict=True))
+    assert ran.report["final"]["params_xxh3"] == alone.report["final"]["params_xxh3"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("spec", ["kill-worker:rank=1,step=0", "kill-node:rank=3,step=0,phase=vote"])
+def test_a_fault_in_the_first_step(tmp_path, undisturbed, spec):
+    ran = run(tmp_path, *ELASTIC, *faults(spec), SCRIPT, STEPS)
+    check(ran, undisturbed)
+
+
+@pytest.mark.nightly
+def test_a_newcomer_that_dies_while_it_fetches_its_shard(tmp_path, undisturbed):
+    specs = faults("kill-worker:rank=1,step=8", "kill-worker:step=9,phase=transfer")
+    ran = run(tmp_path, *ELASTIC, *specs, SCRIPT, STEPS)
+    check(ran, undisturbed)
 
 
 @pytest.mark.nightly

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from holdfast.checkpoint.archive import Archive
@@ -149,6 +149,14 @@ def test_parameters_that_nobody_shards_are_named(sharding):
         place.replicate(model)
     with pytest.raises(UsageError, match=r"no model that run\.replicate"):
         place.check([model])
+
+
+def test_offloading_to_the_processor_is_refused(sharding):
+    place = sharding()
+    model = torch.nn.Linear(4, 4)
+    fully_shard(model, mesh=place.mesh["shard"], offload_policy=CPUOffloadPolicy(pin_memory=False))
+    with pytest.raises(UsageError, match="CPUOffloadPolicy is not supported"):
+        place.replicate(model)
 
 
 def test_a_default_group_of_the_scripts_own_is_refused(sharding):

@@ -68,7 +68,6 @@ class Sharding:
         names = DIMENSIONS if tensor > 1 else DIMENSIONS[:2]
         lengths = (1, shard, tensor) if tensor > 1 else (1, shard)
         self.mesh: DeviceMesh = init_device_mesh(device.type, lengths, mesh_dim_names=names)
-        self._device = device
         self._models: list[torch.nn.Module] = []
 
     @property
@@ -104,10 +103,10 @@ class Sharding:
             )
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                if self._device.type == "cuda" and _offloads(module):
+                if _offloads(module):
                     raise UsageError(
-                        "run.replicate(): CPUOffloadPolicy is not supported: gradients on the CPU cannot be summed over "
-                        "the replicas with those of the GPU's groups; shard over more workers instead"
+                        "run.replicate(): CPUOffloadPolicy is not supported: a replica's groups are those of its GPUs, "
+                        "which cannot sum gradients that lie in host memory; shard over more workers instead"
                     )
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
