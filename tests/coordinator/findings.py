@@ -45,6 +45,8 @@ def marked(desk: Desk) -> list[str]:
     return [a.node for a in desk.did(e.MarkNode)]
 
 
-def come_back(desk: Desk, name: str, *past: Remembered, identity: str = "M1", **more: object) -> None:
-    hello = m.Hello(m.PROTOCOL_VERSION, name, f"{name}-x", name, 1, 1, identity=identity, **more)  # type: ignore[arg-type]
+def come_back(
+    desk: Desk, name: str, *past: Remembered, identity: str = "M1", session: str = "x", **more: object
+) -> None:
+    hello = m.Hello(m.PROTOCOL_VERSION, name, f"{name}-{session}", name, 1, 1, identity=identity, **more)  # type: ignore[arg-type]
     desk.do(e.NodeJoined(hello, past))

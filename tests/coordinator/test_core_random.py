@@ -52,3 +52,4 @@ def test_the_schedules_are_eventful():
     assert sum(s.acts for s in ran) > 150
     assert sum(s.withheld for s in ran) > 150
     assert sum(s.readmitted for s in ran) > 15
+    assert sum(s.swaps for s in ran) > 5

@@ -180,6 +180,60 @@ def test_without_another_node_it_trains_on_until_there_is_one():
     assert not desk.state.nodes["n1"].alive
 
 
+def test_a_node_that_leaves_while_its_device_is_reset_gets_one_order():
+    desk = running(2, spares=1, min_nodes=1)
+    finds(desk, "n1", "xid-95", ERROR, Remedy.RESET_DEVICE)
+    desk.wait(3.0)
+    train_on(desk)
+    desk.commit(desk.state.committed + 1)
+    desk.exits(next(w.name for w in desk.state.workers.values() if w.node == "n1" and not w.exited), -9)
+    [(_, order)] = desk.sent(m.Repair)
+    desk.do(e.NodeGoing("n1", "a person wants it", None))
+    desk.wait(5.0)
+    assert len(desk.sent(m.Repair)) == 1
+    assert desk.state.nodes["n1"].alive
+    desk.do(e.NodeSays("n1", m.Repaired(order.request)))
+    assert not desk.state.nodes["n1"].alive
+    assert not any(i.open for i in desk.incidents())
+
+
+def test_a_node_that_must_leave_does_not_wait_for_its_reset():
+    desk = running(2, spares=1, min_nodes=1)
+    finds(desk, "n1", "xid-95", ERROR, Remedy.RESET_DEVICE)
+    desk.wait(3.0)
+    train_on(desk)
+    desk.commit(desk.state.committed + 1)
+    desk.exits(next(w.name for w in desk.state.workers.values() if w.node == "n1" and not w.exited), -9)
+    desk.do(e.NodeGoing("n1", "preempted", 10.0))
+    desk.wait(11.0)
+    assert not desk.state.nodes["n1"].alive
+    assert len(desk.sent(m.Repair)) == 1
+    assert not any(i.open for i in desk.incidents())
+
+
+@pytest.mark.parametrize("remedy", [Remedy.REBOOT, Remedy.RESET_DEVICE])
+def test_a_node_whose_worker_ends_before_it_could_leave_is_repaired_while_the_others_wait(remedy):
+    desk = running(2, wait_for_spare=True)
+    finds(desk, "n1", "ecc", ERROR, remedy)
+    desk.wait(3.0)
+    desk.do(e.NodeUnavailable("none"))
+    desk.commit(20)
+    assert desk.state.nodes["n1"].then is remedy
+    assert desk.state.nodes["n1"].leaving
+    desk.exits(desk.worker_on("n1"), -9)
+    assert not desk.did(e.RebootNode)  # what it has in its memory may be needed yet
+    desk.parks(desk.worker_on("n0"), 20)
+    if remedy is Remedy.REBOOT:
+        assert [a.node for a in desk.did(e.RebootNode)] == ["n1"]
+        come_back(desk, "n1", identity="")
+    else:
+        desk.do(e.NodeSays("n1", m.Repaired(desk.sent(m.Repair)[-1][1].request)))
+    desk.ready(desk.worker_on("n1"))
+    assert len(desk.members()) == 2
+    desk.commit(21)
+    assert not any(i.open for i in desk.incidents())
+
+
 def test_a_fatal_finding_does_not_wait_for_what_was_planned():
     desk = running(2, wait_for_spare=True)
     finds(desk, "n1", "ecc", ERROR)
@@ -319,6 +373,68 @@ def test_reboots_of_earlier_jobs_count():
     come_back(desk, "m0", *past)
     finds(desk, "m0", "xid-79", FATAL, Remedy.REBOOT)
     assert [does for does, _ in verdicts(desk)] == ["replace"]
+
+
+BOOTS = HealthSpec(reboot_s=200.0)
+
+
+def rebooted(**spec: object) -> Desk:
+    """A job of two, one of which was sent away to boot."""
+    desk = running(2, spares=1, health=BOOTS, **spec)
+    come_back(desk, "m0")
+    finds(desk, "m0", "xid-79", FATAL, Remedy.REBOOT)
+    assert desk.did(e.RebootNode)
+    return desk
+
+
+def test_a_machine_that_comes_back_from_its_boot_is_used_again():
+    desk = rebooted()
+    desk.wait(100.0)
+    come_back(desk, "m0", session="after")
+    assert desk.records("rebooted")[0]["took_s"] == pytest.approx(100.0, abs=1.0)
+    assert desk.state.nodes["m0"].held is None
+    desk.wait(210.0)
+    assert marked(desk) == []
+
+
+def test_so_is_one_that_comes_back_under_another_name():
+    desk = rebooted()
+    come_back(desk, "m9")
+    assert desk.records("rebooted")[0]["node"] == "m9"
+    desk.wait(210.0)
+    assert marked(desk) == []
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_a_machine_that_does_not_come_back_from_its_boot_is_given_up(planned):
+    desk = running(2, spares=1, health=BOOTS)
+    come_back(desk, "m0")
+    finds(desk, "m0", "xid-79", ERROR if planned else FATAL, Remedy.REBOOT)
+    desk.wait(5.0)
+    assert [a.node for a in desk.did(e.RebootNode)] == ["m0"]
+    desk.wait(190.0)
+    assert marked(desk) == []
+    desk.wait(10.0)
+    assert marked(desk) == ["m0"]
+    assert verdicts(desk) == [("reboot", ""), ("replace", "")]
+    assert "did not come back within 200 s" in str(desk.records("verdict")[-1]["reason"])
+    assert desk.did(e.Remember)[-1].kind is Kind.QUARANTINED
+    come_back(desk, "m0", session="after")
+    assert desk.state.nodes["m0"].checking is not None
+
+
+def test_a_coordinator_that_comes_back_waits_for_machines_that_boot():
+    desk = rebooted()
+    desk.crash()
+    desk.back()
+    desk.wait(210.0)
+    assert marked(desk) == ["m0"]
+
+
+def test_slurm_watches_itself_whether_its_nodes_come_back():
+    desk = rebooted(engine="slurm")
+    desk.wait(210.0)
+    assert marked(desk) == []
 
 
 def test_what_asks_for_a_person_is_not_acted_on():
@@ -522,6 +638,17 @@ def test_with_deep_every_new_node_is_checked_and_what_is_unknown_is_no_reason_to
     assert desk.state.nodes["n0"].held is None
 
 
+def test_a_job_waits_for_deep_checks_however_long_they_take():
+    desk = Desk(2, health=HealthSpec(deep=True))
+    for name in ("n0", "n1"):
+        desk.node(name)
+    desk.wait(900.0)
+    assert desk.state.stop_reason is None
+    for node, order in desk.sent(m.RunChecks):
+        desk.do(e.NodeSays(node, m.Checked(order.request, (CheckResult("memory", Condition.HEALTHY),))))
+    assert len(desk.workers()) == 2
+
+
 def test_nobody_is_asked_for_in_the_place_of_nodes_that_are_checked_because_they_are_new():
     desk = Desk(2, health=HealthSpec(deep=True))
     for name in ("n0", "n1"):
@@ -530,19 +657,6 @@ def test_nobody_is_asked_for_in_the_place_of_nodes_that_are_checked_because_they
     request = desk.sent(m.RunChecks)[0][1].request
     desk.do(e.NodeSays("n0", m.Checked(request, (CheckResult("disk", Condition.FAULTY),))))
     assert len(desk.did(e.ProvideNode)) == 1
-
-
-def test_a_lemon_is_used_last():
-    lemon = [Remembered(Kind.INCIDENT, 3600.0, f"job{i}", "ecc") for i in range(3)]
-    desk = running(2, spares=0)
-    come_back(desk, "m0", *lemon)
-    assert desk.records("lemon")
-    come_back(desk, "m1", identity="M2")
-    for name in ("m0", "m1"):
-        desk.ready(desk.worker_on(name))
-    desk.lose("n1")
-    park_all(desk)
-    assert {w.partition(".")[0] for w in desk.members()} == {"n0", "m1"}
 
 
 def test_injected_faults_are_not_remembered():

@@ -38,9 +38,10 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, lambda number, frame: _reap())
     gc.freeze()
-    channel.sendall(b"ready")
+    if not _say(channel, b"ready"):
+        return 0
     while True:
-        packet, fds, _, _ = socket.recv_fds(channel, PACKET_BYTES, 2)
+        packet, fds = _hear(channel)
         if not packet:
             return 0
         arguments = packet.decode().split("\n")
@@ -48,7 +49,7 @@ def main() -> int:
         if pid := os.fork():
             held = os.pidfd_open(pid)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-            socket.send_fds(channel, [str(pid).encode()], [held])
+            _say(channel, str(pid).encode(), held)
             for fd in (held, *fds):
                 os.close(fd)
         else:
@@ -66,6 +67,24 @@ def main() -> int:
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(code)  # with torch imported the interpreter's own end takes a second
+
+
+def _say(channel: socket.socket, word: bytes, *fds: int) -> bool:
+    """False: the engine is gone meanwhile, and its agents end with it."""
+    try:
+        socket.send_fds(channel, [word], fds)
+    except OSError:
+        return False
+    return True
+
+
+def _hear(channel: socket.socket) -> tuple[bytes, list[int]]:
+    """The next request; empty when the engine is gone."""
+    try:
+        packet, fds, _, _ = socket.recv_fds(channel, PACKET_BYTES, 2)
+    except ConnectionError:  # it had not read all
+        return b"", []
+    return packet, list(fds)
 
 
 def _reap() -> None:

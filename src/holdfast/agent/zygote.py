@@ -57,7 +57,10 @@ def _serve(channel: socket.socket) -> int:
     signal.signal(
         signal.SIGTERM, signal.SIG_IGN
     )  # whoever sends it to all processes of a node means the agent
-    channel.sendall(b"r")
+    try:
+        channel.sendall(b"r")
+    except OSError:
+        return 0  # the agent is gone meanwhile
     while True:
         request, fds = _receive(channel)
         if not request:
@@ -85,7 +88,10 @@ def import_modules(modules: list[str]) -> None:
 
 def _receive(channel: socket.socket) -> tuple[bytes, array.array[int]]:
     fds = array.array("i")
-    request, ancillary, _, _ = channel.recvmsg(1, socket.CMSG_SPACE(fds.itemsize))
+    try:
+        request, ancillary, _, _ = channel.recvmsg(1, socket.CMSG_SPACE(fds.itemsize))
+    except ConnectionError:  # the agent is gone, and had not read all
+        return b"", fds
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(data[: len(data) - len(data) % fds.itemsize])

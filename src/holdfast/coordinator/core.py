@@ -2,7 +2,8 @@
 
 Three things drive it: the service (real life), the tests (random schedules under a virtual clock) and the
 planner's simulator. This file takes events apart and says what comes next; what is done about them lies in
-`nodes` (who is there), `forming` (generations), `resizing` (planned changes), `failures` (who is to blame), `hangs` (who holds the others
+`nodes` (who is there), `forming` (generations), `resizing` (planned changes), `lemons`
+(nodes that others are better than), `failures` (who is to blame), `hangs` (who holds the others
 up), `stopping` (the end), `gang` (the job at level 0), `incidents` (the times of a fault) and `policy` (what
 one decision is made of). Their functions take the core first.
 """
@@ -21,6 +22,7 @@ from holdfast.coordinator import (
     hangs,
     incidents,
     judging,
+    lemons,
     nodes,
     remedies,
     resizing,
@@ -124,6 +126,7 @@ class Core:
         times += resizing.deadlines(self)
         times += storing.deadlines(self)
         times += judging.deadlines(self)
+        times += lemons.deadlines(self)
         return min(times, default=None)
 
     def send(self, node: str, message: m.ToAgent) -> None:
@@ -414,8 +417,10 @@ class Core:
         if s.phase is JobPhase.RUNNING:
             if s.stop_reason is not None:
                 forming.end_at_commit(self, "stop")
-            elif (reason := resizing.change_due(self)) is not None:
-                forming.end_at_commit(self, reason)
+            else:
+                lemons.advance(self)
+                if (reason := resizing.change_due(self)) is not None:
+                    forming.end_at_commit(self, reason)
         if s.stop_reason is None:
             shards.rebuild(self)
         if s.phase is JobPhase.GATHERING:

@@ -156,7 +156,7 @@ def try_form(core: Core) -> None:
             resizing.let_go(core, [w for w in survivors if w not in kept])
             _form(core, survivors, kept, joining)
         return
-    if core.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED):
+    if core.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED) or nodes.checked(core):
         s.wait_deadline_s = None  # they have a deadline of their own
     elif s.wait_deadline_s is None:
         s.wait_deadline_s = core.now + core.timing.wait_s

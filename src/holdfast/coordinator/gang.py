@@ -84,7 +84,9 @@ def _launch(core: Core) -> None:
         advance(core)
         return
     if count < minimum:
-        if s.wait_deadline_s is None:
+        if nodes.checked(core):
+            s.wait_deadline_s = None  # they have a deadline of their own
+        elif s.wait_deadline_s is None:
             s.wait_deadline_s = core.now + core.timing.wait_s
             core.record("waiting", workers=count * spec.nproc, target=s.target)
         if not nodes.coming(core):

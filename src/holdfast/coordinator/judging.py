@@ -387,6 +387,14 @@ def decide(core: Core, incident: Incident) -> None:
     remedies.begin(core, node, incident, decision.does, planned=not fatal)
 
 
+def escalated(core: Core, node: Node, incident: Incident, does: Remedy, reason: str) -> None:
+    """What was done did not work. The next rung takes nothing from the job any more, so no limit speaks against it."""
+    incident.does = does
+    _verdict(core, node, incident, Decision(does, reason), does)
+    if not incident.injected:
+        remember(core, node, Kind.ACTED, incident, does.value)
+
+
 def remember(core: Core, node: Node, kind: Kind, incident: Incident, remedy: str = "") -> None:
     """For later jobs, of machines that can be told again."""
     if node.identity:
@@ -459,7 +467,7 @@ def _decision(
     weighed.append(f"repairs of {node.machine} in 7 days: {len(done)} of {verdicts.NODE_ACTS}")
     if len(done) >= verdicts.NODE_ACTS and does is not Remedy.REPLACE:
         does, why = Remedy.REPLACE, f"{len(done)} repairs of {node.machine} in 7 days did not help"
-    all_done = sum(n for remedy, n in s.health.totals.acts.items() if verdicts.acts_on_node(Remedy(remedy)))
+    all_done = fleet.repairs(core)
     weighed.append(f"repairs in this job: {all_done} of {core.spec.max_restarts}")
     if all_done >= core.spec.max_restarts:
         told = f"the job's budget of {core.spec.max_restarts} repairs is spent"

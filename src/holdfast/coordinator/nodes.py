@@ -75,6 +75,7 @@ def joined(core: Core, hello: m.Hello, past: tuple[Remembered, ...] = ()) -> Non
     s.replacing = max(0, s.replacing - 1)
     core.record("node-joined", node=hello.node, host=hello.host, slots=hello.slots)
     admission.admit(core, node, hello, past)
+    remedies.came_back(core, node, known)
     _reconcile(core, node, hello)
 
 
@@ -153,6 +154,7 @@ def recovered(core: Core, last_s: float) -> None:
     back_s = core.now + timing.adopt_s
     for node in s.nodes.values():
         node.last_seen_s = back_s - timing.detection_s
+        node.boots_until_s = _not_before(node.boots_until_s, back_s)
     for worker in s.workers.values():
         worker.started_s = max(worker.started_s, back_s - timing.start_s)
         worker.vanished_s = None
@@ -312,7 +314,10 @@ def missing(core: Core) -> int:
     """Nodes to ask for: neither there, nor asked for, nor still expected from the start of the job."""
     s = core.state
     wanted = s.wanted_nodes + core.spec.spares
-    count = wanted - len(_staying(core)) - s.replacing - expected(core)
+    staying, coming = len(_staying(core)), s.replacing + expected(core)
+    lemons = sum(bool(n.lemon) and n.leaving is None for n in core.alive_nodes())
+    room = wanted + max(1, core.spec.spares) - staying - lemons  # an engine may have nothing but lemons
+    count = min(wanted - staying, room) - coming
     return max(0, min(count, core.spec.max_restarts + s.unpaid - s.replaced))
 
 
@@ -362,14 +367,24 @@ def unavailable(core: Core, reason: str) -> None:
 def hopeless(core: Core) -> bool:
     """Nothing that could bring another worker is under way or left to try."""
     starting = core.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED)
-    held = any(n.then is not None or n.checking is not None for n in core.alive_nodes())
-    return not (starting or held or coming(core) or free_slots(core))
+    return not (starting or coming(core) or free_slots(core))
 
 
 def coming(core: Core) -> bool:
     """Another node is on its way, or can be asked for."""
-    held = any(n.then is not None or n.checking is not None for n in core.alive_nodes())
-    return bool(held or core.state.replacing or expected(core) or missing(core))
+    return bool(_mending(core) or core.state.replacing or expected(core) or missing(core))
+
+
+def checked(core: Core) -> bool:
+    """Nodes are checked before they are used."""
+    return any(n.checking is not None for n in core.alive_nodes())
+
+
+def _mending(core: Core) -> bool:
+    """A node is repaired or checked. One that is still to leave first brings nothing before there is training to leave."""
+    return any(
+        n.checking is not None or (n.then is not None and n.leaving is None) for n in core.alive_nodes()
+    )
 
 
 def forget(core: Core) -> None:
@@ -386,7 +401,7 @@ def forget(core: Core) -> None:
         s.blames = {w: b for w, b in s.blames.items() if w in s.workers or w in needed}
     for name in list(s.health.turned_away)[:-KEPT_GONE]:
         del s.health.turned_away[name]
-    lost = [n.name for n in s.nodes.values() if not n.alive and n.refused is None]
+    lost = [n.name for n in s.nodes.values() if not n.alive and n.refused is None and n.boots_until_s is None]
     if len(lost) > 2 * KEPT_GONE:
         for name in lost[:-KEPT_GONE]:
             del s.nodes[name]

@@ -79,7 +79,8 @@ def _take_out(core: Core, node: Node, incident: Incident, act: Act) -> None:
         return
     act.done_s, node.then = core.now, None
     if act.remedy is Remedy.REBOOT:
-        _reboot(core, node, incident.cause)
+        nodes.lose(core, node, incident.cause)
+        _reboot(core, node, incident, incident.cause)
     else:
         _replace(core, node, incident, incident.cause)
         nodes.lose(core, node, incident.cause)
@@ -98,12 +99,35 @@ def _replace(core: Core, node: Node, incident: Incident | None, cause: str) -> N
     admission.quarantine(core, node, cause, incident)
 
 
-def _reboot(core: Core, node: Node, cause: str) -> None:
+def _reboot(core: Core, node: Node, incident: Incident | None, cause: str) -> None:
+    """A node that has left the job. What Slurm boots it may give to others, and it watches itself that it comes back."""
     s = core.state
     core.record("rebooting", node=node.name, reason=cause)
-    nodes.lose(core, node, cause)
     core.act(RebootNode(node.name, cause))
     s.replacing, s.replaced, s.asked_at_s = s.replacing + 1, s.replaced + 1, core.now
+    if core.spec.engine != "slurm":
+        node.boots_until_s = core.now + core.spec.health.reboot_s
+        node.boots_for = incident.id if incident is not None else 0
+
+
+def came_back(core: Core, node: Node, known: Node | None) -> None:
+    """A node that joins may be a machine that was rebooted. known: what bore its name before."""
+    for before in [*core.state.nodes.values(), *([known] if known is not None else [])]:
+        same = before is known or before.machine == node.machine
+        if same and before.boots_until_s is not None:
+            took_s = core.now - before.boots_until_s + core.spec.health.reboot_s
+            core.record("rebooted", node=node.name, took_s=round(took_s, 3))
+            before.boots_until_s = None
+
+
+def _stays_away(core: Core, node: Node) -> None:
+    """A machine did not come back from its boot: the next rung. It has left the job already."""
+    node.boots_until_s = None
+    told = f"it did not come back within {core.spec.health.reboot_s:g} s of its reboot"
+    incident = core.state.incidents[node.boots_for - 1] if node.boots_for else None
+    if incident is not None:
+        judging.escalated(core, node, incident, Remedy.REPLACE, told)
+    _replace(core, node, incident, told)
 
 
 def settle(core: Core, incident: Incident) -> None:
@@ -138,9 +162,7 @@ def left(core: Core, node: Node) -> None:
     saving.node_lost(core, node)
     if remedy is Remedy.REBOOT:
         core.act(ReleaseNode(node.name, reason))
-        core.record("rebooting", node=node.name, reason=cause)
-        core.act(RebootNode(node.name, cause))
-        s.replacing, s.replaced, s.asked_at_s = s.replacing + 1, s.replaced + 1, core.now
+        _reboot(core, node, incident, cause)
     else:
         _replace(core, node, incident, cause)
         core.act(ReleaseNode(node.name, reason))
@@ -224,15 +246,16 @@ def lost(core: Core, node: Node) -> None:
 
 
 def deadlines(core: Core) -> list[float]:
-    """When agents should have answered."""
+    """When agents should have answered, and machines be back."""
     return [
         *(a.until_s for a in core.state.health.acts if a.until_s is not None and not a.done),
         *(n.checking.until_s for n in core.alive_nodes() if n.checking is not None),
+        *(n.boots_until_s for n in core.state.nodes.values() if n.boots_until_s is not None),
     ]
 
 
 def late(core: Core) -> None:
-    """Answers that did not come."""
+    """Answers, and machines, that did not come."""
     for act in list(core.state.health.acts):
         if act.until_s is not None and not act.done and core.now >= act.until_s:
             node = core.state.nodes.get(act.node)
@@ -244,6 +267,9 @@ def late(core: Core) -> None:
     for node in core.alive_nodes():
         if node.checking is not None and core.now >= node.checking.until_s:
             admission.turn_away(core, node, "its deep checks gave no answer in time")
+    for node in list(core.state.nodes.values()):
+        if node.boots_until_s is not None and core.now >= node.boots_until_s:
+            _stays_away(core, node)
 
 
 def advance(core: Core) -> None:
@@ -255,7 +281,7 @@ def advance(core: Core) -> None:
     if core.state.stop_reason is not None:
         return
     for node in core.alive_nodes():
-        if node.then is None or _ordered(core, node):
+        if node.then is None or ordered(core, node):
             continue
         if core.state.level == 2 and node.leaving is None:  # it was planned before the job was at level 2
             resizing.leave(core, node, f"{node.then.value} for {node.held}")
@@ -264,5 +290,6 @@ def advance(core: Core) -> None:
             left(core, node)
 
 
-def _ordered(core: Core, node: Node) -> bool:
+def ordered(core: Core, node: Node) -> bool:
+    """Its agent has, or gets, an order that it has yet to answer."""
     return any(a.node == node.name and a.request and not a.done for a in core.state.health.acts)

@@ -13,6 +13,7 @@ from holdfast.coordinator.events import ReleaseNode
 from holdfast.coordinator.state import Change, CoreState, JobPhase, Node, Worker, WorkerPhase
 from holdfast.errors import UsageError
 from holdfast.protocol import messages as m
+from holdfast.protocol.health import Remedy
 
 if TYPE_CHECKING:
     from holdfast.coordinator.core import Core
@@ -306,16 +307,22 @@ def _holds_on(core: Core, node: Node) -> bool:
         return False
     if any(node.name in x.waiting.values() for x in s.storing) or any(w.digest for w in s.workers.values()):
         return True
+    if remedies.ordered(core, node):
+        return True  # it answers first
     if s.level != 2 or not s.number or s.generation is None:
         return False
+    alive = any(w.committed is not None for w in core.workers_in(WorkerPhase.PARKED))
+    if node.then is Remedy.RESET_DEVICE or (node.then is Remedy.REBOOT and alive):
+        return False  # it loses nothing, or what others have; and the sooner it is back the better
     settled = s.phase is JobPhase.RUNNING and s.generation_committed > s.generation.start
     return not settled and s.phase is not JobPhase.STOPPING
 
 
 def _release(core: Core, node: Node) -> None:
-    if node.then is not None:
+    if node.then is not None and not remedies.ordered(core, node):
         remedies.left(core, node)
         return
+    remedies.lost(core, node)  # what its agent still does is overtaken
     reason = node.leaving or ""
     node.alive = False
     core.record("node-left", node=node.name, reason=reason)

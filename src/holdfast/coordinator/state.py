@@ -49,7 +49,8 @@ class Node(msgspec.Struct, omit_defaults=True):
     leaving: why it is to leave, if it is; leaves_until_s: how long it has, if that is limited; excess: only because
     the job is to be smaller. refused_step: the newest step of which it could not keep a shard. identity, devices: what
     lasts of the machine. held: why it has no workers for now. then: what is done when it has left. checking: its deep
-    checks are under way. lemon: it failed in several jobs, and others are taken first. trial: rules that are not
+    checks are under way. lemon: it failed in several jobs, and others are taken first. boots_until_s: until when it is to be back
+    from a reboot, and for which incident it was ordered. trial: rules that are not
     believed on it. unknown: rule to since when it could not be told.
     """
 
@@ -79,6 +80,8 @@ class Node(msgspec.Struct, omit_defaults=True):
     then: Remedy | None = None
     checking: Checking | None = None
     lemon: str = ""
+    boots_until_s: float | None = None
+    boots_for: int = 0
     trial: tuple[str, ...] = ()
     unknown: dict[str, float] = {}
 

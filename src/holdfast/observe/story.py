@@ -30,6 +30,7 @@ _OF_THE_NODE = frozenset(
         "node-held",
         "node-refused",
         "rebooting",
+        "rebooted",
         "readmitted",
         "fault-injected",
     }

@@ -143,6 +143,14 @@ def _lemon(f: Fields) -> str:
     return f"{f['node']} is used only if there is no other: {f['reason']}"
 
 
+def _lemon_leaves(f: Fields) -> str:
+    return f"{f['node']} leaves at a step's edge, {f['instead']} takes its place: {f['reason']}"
+
+
+def _rebooted(f: Fields) -> str:
+    return f"{f['node']} is back, {seconds(f['took_s'])} after its reboot was ordered"
+
+
 def _checks_unknown(f: Fields) -> str:
     return f"{f['node']} joins though these checks could not tell: {', '.join(f['checks'])}"
 
@@ -385,6 +393,8 @@ _SENTENCES: dict[str, Callable[[Fields], str]] = {
     "rebooting": _rebooting,
     "readmitted": _readmitted,
     "lemon": _lemon,
+    "lemon-leaves": _lemon_leaves,
+    "rebooted": _rebooted,
     "checks-unknown": _checks_unknown,
     "history": _history,
     "incident-joined": _incident_joined,

@@ -88,7 +88,8 @@ class HealthSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
     watch: False: nobody looks. rules: TOML files of the user's, beside the catalogue. dry_run: rules on trial (`*`: all).
     history: where nodes' histories are kept: a SQLite file or a PostgreSQL URL; empty: `$HOLDFAST_HOME/health.sqlite`.
-    blast_share, blast_window_s: at most this share of the nodes is acted on within this time. deep: nodes that come new
+    blast_share, blast_window_s: at most this share of the nodes is acted on within this time. reboot_s: a machine that is
+    not back so long after its reboot was ordered is given up (bare metal takes some 30 minutes). deep: nodes that come new
     pass the deep checks first. hooks: a folder of scripts, see `docs/health.md`. replace_slow: a worker that computes so
     many times as long as its peers is replaced, once it has cost more time than a replacement does; 0: never.
     replace_suspect: a node whose part of loss or gradient alone is wrong again and again is replaced, not only told of.
@@ -100,6 +101,7 @@ class HealthSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     history: str = ""
     blast_share: float = 0.25
     blast_window_s: float = 600.0
+    reboot_s: float = 2700.0
     deep: bool = False
     hooks: str = ""
     replace_slow: float = 0.0

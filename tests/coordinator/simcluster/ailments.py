@@ -13,6 +13,7 @@ import msgspec
 
 from holdfast.coordinator import events as e
 from holdfast.coordinator import fleet, verdicts
+from holdfast.coordinator.history import Kind, Remembered
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import CheckResult, Condition, Finding, Remedy, Severity
 
@@ -39,6 +40,8 @@ class Ailments:
         self.over = False
         self.rng = random.Random(-6_000_023 - cluster.plan.seed)
         self.acts = 0
+        self.swaps = 0
+        self._swapped_s = float("-inf")
         self._size = 0
         self._given_up: set[str] = set()
         self._passed: dict[int, str] = {}
@@ -49,6 +52,13 @@ class Ailments:
     def identity(self, name: str) -> str:
         """Some machines cannot be told again."""
         return f"M-{name}" if self.cluster.plan.findings and self.rng.random() < 0.8 else ""
+
+    def past(self, identity: str) -> tuple[Remembered, ...]:
+        """What is known of a machine from jobs before: some are lemons."""
+        own = random.Random(f"{self.cluster.plan.seed} {identity}")
+        if not identity or own.random() >= self.cluster.plan.lemons:
+            return ()
+        return tuple(Remembered(Kind.INCIDENT, 3600.0, f"job{i}", "ecc") for i in range(3))
 
     # ------------------------------------------------------------ what is found
 
@@ -186,6 +196,8 @@ class Ailments:
             if isinstance(action, e.Record) and action.kind == "readmitted":
                 checks = action.fields["checks"]
                 require(bool(checks), "%s is readmitted without checks", action.fields["node"])
+            if isinstance(action, e.Record) and action.kind == "lemon-leaves":
+                self._lemon_leaves(action.fields, core)
             if isinstance(action, e.Send) and isinstance(action.message, m.StartWorker):
                 node = state.nodes.get(action.node)
                 if node is not None:
@@ -199,3 +211,20 @@ class Ailments:
                 self.acts += 1
         for incident in state.incidents[-8:]:
             require(len(incident.evidence) <= 8, "evidence of %d", incident.id)
+
+    def _lemon_leaves(self, told: dict[str, object], core: Core) -> None:
+        require, state = self.cluster.checks.require, core.state
+        self.swaps += 1
+        require(bool(state.nodes[str(told["node"])].lemon), "%s is no lemon", told)
+        require(
+            not any(state.nodes[n].lemon for n in str(told["instead"]).split(", ")),
+            "for another lemon: %s",
+            told,
+        )
+        now = self.cluster.clock.now
+        require(
+            now - self._swapped_s >= state.spec.health.blast_window_s,
+            "again after %g s",
+            now - self._swapped_s,
+        )
+        self._swapped_s = now

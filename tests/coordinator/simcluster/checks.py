@@ -8,6 +8,7 @@ import msgspec
 
 from holdfast.coordinator import events as e
 from holdfast.coordinator import incidents, nodes
+from holdfast.coordinator.admission import CHECKS_S
 from holdfast.coordinator.core import Core
 from holdfast.coordinator.state import CoreState, JobPhase, WorkerPhase
 from holdfast.protocol import messages as m
@@ -364,6 +365,8 @@ class Checks:
         if self._late:
             bound_s += plan.spec.timing.start_s
         state = self.last_state()
+        if plan.check_silent:
+            bound_s += CHECKS_S
         if state.phase is JobPhase.GATHERING:
             bound_s += plan.spec.timing.wait_s / 2  # a node that was on its way may never come
             self._gathered_s = self.cluster.clock.now

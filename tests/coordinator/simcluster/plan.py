@@ -61,6 +61,7 @@ class Plan:
     check_fails: float = 0.0
     check_silent: float = 0.0
     comes_back: float = 0.0  # how often a machine that was replaced comes back under another name
+    lemons: float = 0.0  # how many machines have a bad history
     refused_checks: float = 0.0  # how often the basic checks of a new node are faulty
 
     @property
@@ -227,10 +228,13 @@ def _draw_health(plan: Plan, window: float) -> None:
     plan.check_silent = rng.choice((0.0, 0.0, 0.2))
     plan.comes_back = rng.choice((0.0, 0.5, 1.0))
     plan.refused_checks = rng.choice((0.0, 0.0, 0.2))
+    own = random.Random(-7_000_003 - plan.seed)
+    plan.lemons = own.choice((0.0, 0.0, 0.3, 0.6))
     health = HealthSpec(
         blast_share=rng.choice((0.25, 0.5, 1.0)),
         blast_window_s=rng.choice((5.0, 600.0)),
         deep=rng.random() < 0.1,
+        reboot_s=own.choice((5.0, 2700.0)),
     )
     plan.spec = msgspec.structs.replace(plan.spec, health=health)
     if rng.random() < 0.3:

@@ -82,6 +82,8 @@ class Plane:
 
     def _fail(self, worker: Trainer) -> None:
         key, ticket = worker.waits_for, worker.ticket
+        if key is None:
+            return  # it has left that collective already
         self.cluster.clock.after(self.cluster.rng.uniform(0.0, 0.05), self._failed, worker, key, ticket)
 
     def _failed(self, worker: Trainer, key: Key, ticket: int) -> None:

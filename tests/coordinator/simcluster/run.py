@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from holdfast.coordinator.admission import CHECKS_S
 from simcluster.checks import Violation
 from simcluster.cluster import Cluster
 from simcluster.plan import plan_for
@@ -31,6 +32,7 @@ class Summary:
     acts: int = 0
     withheld: int = 0
     readmitted: int = 0
+    swaps: int = 0
 
 
 def run_seed(seed: int, level: int | None = None) -> Summary:
@@ -41,7 +43,7 @@ def run_seed(seed: int, level: int | None = None) -> Summary:
     """
     cluster = Cluster(plan_for(seed, level))
     try:
-        cluster.run(LIMIT_S)
+        cluster.run(LIMIT_S + (2 * CHECKS_S if cluster.plan.check_silent else 0.0))
     except Violation:
         raise
     except Exception as error:
@@ -65,4 +67,5 @@ def run_seed(seed: int, level: int | None = None) -> Summary:
         sum(state.health.totals.acts.values()),
         sum(state.health.totals.withheld.values()),
         cluster.checks.records.get("readmitted", 0),
+        cluster.ailments.swaps,
     )

@@ -50,7 +50,7 @@ class Service:
             self.connections[message.node] = connection
             if before is not None and before is not connection:
                 self._drop(before)
-            self.handle(e.NodeJoined(message))
+            self.handle(e.NodeJoined(message, self.cluster.ailments.past(message.identity)))
         elif self.connections.get(connection.agent.name) is connection:
             self.handle(e.NodeSays(connection.agent.name, message))
 

@@ -36,9 +36,12 @@ class LocalEngine:
 
     async def provide(self) -> bool:
         """Starts one more agent."""
-        name = f"node{self._count}"
         self._count += 1
-        spec, rack = self._spec, self._emptiest_rack()
+        await self._start(f"node{self._count - 1}")
+        return True
+
+    async def _start(self, name: str) -> None:
+        spec, rack = self._spec, self._racks.get(name) or self._emptiest_rack()
         arguments = agent_arguments(spec, self._job_dir, name, HOST, self._memory / name, rack)
         arguments.append("--shared-machine")
         ours, theirs = os.pipe()
@@ -53,7 +56,6 @@ class LocalEngine:
         task = asyncio.create_task(self._read(process, ours))
         self._reading.add(task)
         task.add_done_callback(self._reading.discard)
-        return True
 
     def _emptiest_rack(self) -> str:
         """Where the next node comes; empty when there are no racks."""
@@ -100,11 +102,11 @@ class LocalEngine:
         await asyncio.to_thread(remove_memory, self._memory / node)
 
     async def mark(self, node: str, reason: str) -> None:
-        """Nothing to tell: a node of this engine is only a process, and its name is not used again."""
+        """Nothing to tell: a node of this engine is only a process, and only a reboot uses its name again."""
 
     async def reboot(self, node: str, reason: str) -> None:
-        """A new agent is the machine after its boot."""
-        await self.provide()
+        """A new agent of the same name is the machine after its boot."""
+        await self._start(node)
 
     async def close(self) -> None:
         """Ends what is left: first by asking, then by SIGKILL."""
