@@ -378,9 +378,7 @@ class Core:
             if worker.vanished_s is not None and now >= worker.vanished_s + self.timing.detection_s:
                 failures.lose_worker(self, worker, "its agent no longer knows it")
         judging.due(self)
-        again_s = nodes.ask_again_s(self)
-        if again_s is not None and now >= again_s:
-            s.replacing = 0
+        nodes.write_off(self)
         if s.inspect_deadline_s is not None and now >= s.inspect_deadline_s:
             hangs.judge(self)
         storing.look(self)
@@ -412,6 +410,7 @@ class Core:
         rows.give_up(self)
         if s.phase is JobPhase.BREAKING and not self.inside():
             forming.gather(self)
+            nodes.write_off(self)  # which comes sooner now that nobody trains
         if s.stop_reason is None:
             nodes.staff(self)
         if s.phase is JobPhase.RUNNING:

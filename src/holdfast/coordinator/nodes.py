@@ -310,6 +310,13 @@ def ask_again_s(core: Core) -> float | None:
     return core.state.asked_at_s + halves * core.timing.wait_s / 2
 
 
+def write_off(core: Core) -> None:
+    """Nodes that were asked for long ago count as lost on the way."""
+    again_s = ask_again_s(core)
+    if again_s is not None and core.now >= again_s:
+        core.state.replacing = 0
+
+
 def missing(core: Core) -> int:
     """Nodes to ask for: neither there, nor asked for, nor still expected from the start of the job."""
     s = core.state
