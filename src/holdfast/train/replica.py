@@ -12,37 +12,30 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from holdfast.checkpoint.found import find_in_memory
 from holdfast.checkpoint.policy import Retention
-from holdfast.checkpoint.pull import Pull
 from holdfast.errors import (
-    CollectiveFailed,
     HoldfastError,
     JobStopped,
     NonFiniteGradient,
-    StateError,
     StateLost,
     StepFault,
-    TierError,
-    UnreadError,
     UsageError,
 )
-from holdfast.observe.bytecount import HowFar, Seen
 from holdfast.protocol import messages as m
 from holdfast.protocol.phases import Phase, Spent
 from holdfast.protocol.snapshots import DurableTier, tiers_of
-from holdfast.train import durable, resharded, state
+from holdfast.train import durable, state
 from holdfast.train.buffers import Buffers
 from holdfast.train.faults import FaultPlan
 from holdfast.train.group import Group
 from holdfast.train.laps import Laps
 from holdfast.train.link import Link
 from holdfast.train.mesh import MeshListener
-from holdfast.train.pieces import Submesh
 from holdfast.train.position import NAME, Position
 from holdfast.train.reduction import Gradients
+from holdfast.train.restoring import Restoring
 from holdfast.train.snapshots import Snapshots
-from holdfast.train.transfer import DonorServer, Fetch
+from holdfast.train.transfer import DonorServer
 from holdfast.train.tree import Seat, seat, weighs
 
 if TYPE_CHECKING:
@@ -132,6 +125,7 @@ class Replica:
         self._listener, self._donor = endpoint.listener, endpoint.donor
         self._buffers = Buffers(state.buffers_of(protected))
         self._snapshots = Snapshots(link, faults)
+        self._restoring = Restoring(link, protected, sharding)
         self._durations: deque[float] = deque(maxlen=MEDIAN_OVER)
         self._losses: deque[tuple[int, float, float]] = deque(maxlen=KEPT_LOSSES)
         self._unsent: list[tuple[int, float, float]] = []
@@ -293,91 +287,13 @@ class Replica:
         self._snapshots.before_update()
         self._page.enter(Phase.TRANSFER)
         self._faults.reach(Phase.TRANSFER, form.generation.start)
-        if form.donors:
-            restored = self._load(form, self._fetch(form))
-        elif form.copy is not None:
-            restored = self._load(form, self._from_memory(form))
-        elif form.shards:
-            restored = self._from_shards(form)
-        else:
-            restored = self._from_tier(form)
+        restored = self._restoring.bring(form)
         position = self._protected.get(NAME)
         if isinstance(position, Position):
             position.adapt(self._protected)
         self._buffers.forget()
         self.committed = form.generation.start
         return restored, time.monotonic() - began
-
-    def _fetch(self, form: m.Form) -> state.Image:
-        fetch = Fetch(form.generation, form.donors, self.link.token, self._restoring(form))
-        self.link.guard(form.generation.number, fetch.abort)
-        try:
-            return fetch.run(self._protected)
-        except StateError as error:
-            raise CollectiveFailed(str(error)) from error
-
-    def _load(self, form: m.Form, image: state.Image) -> int:
-        self.link.check(form.generation.number)
-        state.load(self._protected, image, self._submesh)
-        return image.index.nbytes
-
-    def _from_memory(self, form: m.Form) -> state.Image:
-        """The snapshot, from this node's memory or another's."""
-        assert form.copy is not None
-        own_node = self.link.start.env.get("HOLDFAST_NODE", "")
-        pull = Pull(form.copy.key, form.holders, self.link.token, own_node=own_node)
-        self.link.guard(form.generation.number, pull.abort)
-        try:
-            return durable.pull_image(self._protected, pull, form.copy.shard.head, self._restoring(form))
-        except (StateError, TierError) as error:
-            raise CollectiveFailed(str(error)) from error
-
-    def _from_shards(self, form: m.Form) -> int:
-        """The snapshot, which was taken with another number of shards."""
-        own_node = self.link.start.env.get("HOLDFAST_NODE", "")
-        position, positions = self._place(form)
-        try:
-            found = find_in_memory(
-                form.shards, self.link.token, own_node=own_node, reader=position, readers=positions
-            )
-            return resharded.load(self._protected, found, position, self._submesh, self._restoring(form))
-        except (StateError, TierError) as error:
-            raise CollectiveFailed(str(error)) from error
-
-    def _place(self, form: m.Form) -> tuple[int, int]:
-        """Which shard this worker holds, of how many."""
-        return form.generation.members[form.rank].position, form.generation.positions
-
-    @property
-    def _submesh(self) -> Submesh | None:
-        return self.sharding.submesh if self.sharding else None
-
-    def _from_tier(self, form: m.Form) -> int:
-        """The checkpoint, from its durable tier."""
-        assert form.durable is not None
-        self._page.enter(Phase.TIER)
-        try:
-            seen, place = self._restoring(form), self._place(form)
-            return durable.restore(
-                self._protected, form.durable.url, form.durable.step, seen, place, self._submesh
-            )
-        except UnreadError as error:
-            raise StateLost(str(error)) from error
-        except TierError as error:
-            raise CollectiveFailed(str(error)) from error
-
-    def _restoring(self, form: m.Form) -> Seen:
-        """A sign of life for all that comes in, and an end to it when the generation has ended."""
-        number = form.generation.number
-        restoring = HowFar(lambda nbytes, total: self.link.send(m.Restoring(number, nbytes, total)))
-
-        def seen(nbytes: int, total: int) -> None:
-            self._page.beat()
-            self.link.check(number)
-            if nbytes:
-                restoring.add(nbytes, total)
-
-        return seen
 
     def _part(self, error: Exception) -> None:
         """Leaves a generation that cannot go on, and reports what this worker holds."""
@@ -423,15 +339,17 @@ class Replica:
             return False
         self._page.enter(Phase.TIER)
         held = self._snapshots.last(step, lambda: state.capture(self._protected, step))
-        if not held and self.sharding is not None:
+        if held or self.form is None:
+            return held
+        if self.form.generation.positions > 1 and self.form.saves:
             for tier in tiers:
                 self.link.send(
-                    m.Saved(step, tier.url, "a node has no memory for its shard of the last state")
+                    m.Saved(step, tier.url, f"rank {self.rank} has no memory for its shard of the state")
                 )
-        elif not held and not self.rank:
+        elif self.form.generation.positions == 1 and not self.rank:
             for tier in tiers:
                 self._save(tier, step)
-        return held
+        return False
 
     def _save(self, tier: DurableTier, step: int) -> None:
         error = None
