@@ -2,6 +2,8 @@
 
 python examples/text/train.py --steps 100                                # alone
 holdfast run --nproc-per-node 2 examples/text/train.py --steps 100       # two workers, same loss curve
+holdfast run --nnodes 2:4 examples/text/train.py --parallel hsdp         # replicas of two workers each
+holdfast run --nnodes 4 examples/text/train.py --parallel fsdp           # one replica of all four
 """
 
 import argparse
@@ -10,6 +12,7 @@ from pathlib import Path
 import torch
 from corpus import build_corpus, corpus_path
 from model import ModelConfig, Transformer
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 
 import holdfast as hf
@@ -34,6 +37,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--micro-batch", type=int, default=4, help="samples per forward and backward pass")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate")
     parser.add_argument(
+        "--parallel",
+        choices=("ddp", "hsdp", "fsdp"),
+        default="ddp",
+        help="what a replica is: one worker, --shard workers with a part of the model each, or all workers together",
+    )
+    parser.add_argument("--shard", type=int, default=2, help="workers of a replica under --parallel hsdp")
+    parser.add_argument(
         "--reduction",
         choices=("fast", "exact"),
         default="fast",
@@ -50,6 +60,8 @@ def main(run: hf.Run) -> None:
 
     torch.manual_seed(args.seed)
     model = Transformer(config).to(run.device)
+    if args.parallel != "ddp":
+        shard_model(run, model, args.shard if args.parallel == "hsdp" else run.full_world_size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     data = hf.data.TokenDataset(corpus, seq_len=args.seq_len)
     run.protect(model=model, optimizer=optimizer)  # the state that must survive
@@ -69,6 +81,15 @@ def main(run: hf.Run) -> None:
                 step.backward(loss, weight=labels.numel())
             step.apply(optimizer, max_grad_norm=1.0)  # reduce, agree, update, commit
         run.log(loss=step.loss)
+
+
+def shard_model(run: hf.Run, model: Transformer, workers: int) -> None:
+    """Gives each of the workers of a replica a part of every parameter. A block is whole only while it computes."""
+    mesh = run.mesh(shard=workers)["shard"]
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    run.replicate(model)  # gradients are summed over the replicas
 
 
 if __name__ == "__main__":

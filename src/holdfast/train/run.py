@@ -57,6 +57,11 @@ class Run:
         return self._replica.world_size if self._replica else 1
 
     @property
+    def full_world_size(self) -> int:
+        """Workers of the job at full strength, without spares. The same on every worker and in every generation."""
+        return self._attachment.target
+
+    @property
     def world(self) -> World:
         """The workers that train now: rank, size, generation, and which micro-batches this one computes."""
         return self._replica.world if self._replica else World(0, 1, 0, range(0))
