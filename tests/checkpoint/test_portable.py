@@ -215,6 +215,20 @@ def test_only_some(archive, tmp_path, only, names):
     assert files_of(tmp_path / "out") == files_of(tmp_path / "again")
 
 
+def test_stripped_names_lose_what_only_says(archive, tmp_path):
+    state = {"model": {"a": large(1), "list": [large(2), torch.ones(2)], "n": 1}, "x": large(4)}
+    save_states(archive, 4, [state, state | {"model": state["model"] | {"a": large(5), "own": 2}}])
+    export_safetensors(archive, 4, tmp_path / "out", only="model.", strip=True)
+    assert set(load_file(tmp_path / "out/model.safetensors")) == {"a", "list.0", "list.1", "rank-1.model.a"}
+    import_checkpoint(tmp_path / "out", archive, 5)
+    again = {"model": zeroed(state["model"])}
+    assert hf.checkpoint.load(again, source=archive.tier.url) == 5
+    assert bits(again["model"]) == bits(state["model"])
+    with pytest.raises(UsageError, match=r"nothing would be left of the name 'model\.a'"):
+        export_safetensors(archive, 4, tmp_path / "none", only="model.a", strip=True)
+    assert not (tmp_path / "none").exists()
+
+
 def test_small_tensors_are_read_in_batches(archive, tmp_path, monkeypatch):
     monkeypatch.setattr(portable, "BATCH_BYTES", 100_000)
     state = {"m": {str(i): large(i, 9_000) for i in range(9)}}

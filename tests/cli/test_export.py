@@ -106,6 +106,8 @@ def test_a_damaged_tier_is_passed_over(holdfast, tiers, tmp_path):
         (["near", "far", "out"], "3 places are named"),
         (["near", "out", "--max-shard-size", "5X"], "--max-shard-size '5X': write a size"),
         (["near", "out", "--only", "x."], "there are epoch, model"),
+        (["near", "out", "--strip"], "needs --only"),
+        (["near", "out.pt", "--only", "model.", "--strip"], "--strip is for safetensors"),
     ],
 )
 def test_exports_that_are_refused(holdfast, tiers, tmp_path, arguments, why):

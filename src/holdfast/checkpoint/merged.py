@@ -11,7 +11,7 @@ import math
 import pickle
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -76,6 +76,31 @@ class Merged:
             TierError: the tier cannot be read.
         """
         return _read(self.found, [w._leaf for w in wholes])
+
+    def stripped(self, prefix: str) -> Merged:
+        """The same without `prefix` at the beginning of names. Other names stay.
+
+        Raises:
+            UsageError: nothing is left of a name.
+        """
+        if prefix in self.tensors or prefix in self.values:
+            raise UsageError(f"nothing would be left of the name {prefix!r}: end --only at a dot")
+
+        def short(name: str) -> str:
+            return name.removeprefix(prefix)
+
+        def shortened(tree: Tree) -> Tree:
+            kind, value = tree
+            if kind == "d":
+                return [kind, [[key, shortened(part)] for key, part in value]]
+            return [kind, [shortened(part) for part in value] if kind in ("l", "t") else short(value)]
+
+        return Merged(
+            self.found,
+            {short(name): replace(whole, name=short(name)) for name, whole in self.tensors.items()},
+            {short(name): value for name, value in self.values.items()},
+            [{name: shortened(part) for name, part in tree.items()} for tree in self.trees],
+        )
 
 
 def merge(found: Found, only: str = "", seen: Seen = lambda nbytes: None) -> Merged:

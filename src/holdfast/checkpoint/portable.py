@@ -86,6 +86,8 @@ def export_safetensors(
     only: str = "",
     file_bytes: int = FILE_BYTES,
     seen: Seen = unseen,
+    *,
+    strip: bool = False,
 ) -> Exported:
     """Writes a checkpoint as a folder of safetensors. The folder appears when all of it is there and durable.
 
@@ -93,7 +95,8 @@ def export_safetensors(
 
     Args:
         out: a folder that does not exist yet, or is empty.
-        only: nothing but names that begin so; they keep their names.
+        only: nothing but names that begin so.
+        strip: these names lose what `only` says. Otherwise they keep it.
         file_bytes: the most bytes of tensors in one file; a larger tensor has a file of its own.
 
     Raises:
@@ -107,6 +110,8 @@ def export_safetensors(
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UsageError(f"{out} exists: choose another folder, or remove it")
     merged = _merged(archive, step, only, seen)
+    if strip:
+        merged = merged.stripped(only)
     safefile.check_names(merged.tensors.values())
     with _written_beside(out, merged.nbytes) as work:
         files = safefile.plan_files(merged.tensors.values(), file_bytes)

@@ -49,6 +49,12 @@ def export(
     only: Annotated[
         str, typer.Option("--only", help="Only names that begin so, such as model. (they keep it).")
     ] = "",
+    strip: Annotated[
+        bool,
+        typer.Option(
+            "--strip", help="Names lose what --only says: a module's own names, as other programs know them."
+        ),
+    ] = False,
     step: Annotated[int | None, typer.Option("--step", min=0, help="By default the newest.")] = None,
 ) -> None:
     """Writes a checkpoint for other programs: as safetensors, or as a file of torch.save.
@@ -64,17 +70,18 @@ def export(
         raise UsageError(f"{len(places)} places are named, give one or none, and OUT: [PLACE] OUT")
     file_bytes = parse_size("--max-shard-size", max_shard_size)
     out = Path(places[-1])
+    as_torch = kind is Format.TORCH or (kind is None and out.suffix in TORCH_ENDINGS)
+    if strip and (as_torch or not only):
+        raise UsageError("--strip is for safetensors, and needs --only: what names are to lose")
     archives, chosen = _chosen(places[0] if len(places) == 2 else None, job, step)
     _need_torch()
     from holdfast.checkpoint.portable import export_safetensors, export_torch
-
-    as_torch = kind is Format.TORCH or (kind is None and out.suffix in TORCH_ENDINGS)
 
     def write(archive: Archive) -> Exported:
         with _progress() as seen:
             if as_torch:
                 return export_torch(archive, chosen, out, only, seen)
-            return export_safetensors(archive, chosen, out, only, file_bytes, seen)
+            return export_safetensors(archive, chosen, out, only, file_bytes, seen, strip=strip)
 
     _tell(_first_whole(archives, write), chosen, out)
 
