@@ -89,6 +89,21 @@ def test_what_composes_with_it(tmp_path, flags):
             assert len(set(graphs[1:])) <= 1, log
 
 
+def test_work_between_two_steps_uses_the_model(tmp_path, undisturbed):
+    """Rank 1 dies in the middle of an evaluation; a worker that is beside the replicas takes part in another one."""
+    ran = run(tmp_path, *ELASTIC, SCRIPT, STEPS, "--evaluate", "die")
+    check(ran, undisturbed)
+    said = [
+        line
+        for log in (ran.job_dir / "logs").glob("*/*.log")
+        for line in log.read_text().splitlines()
+        if line.startswith("evaluated: step 19")
+    ]
+    assert len(said) == 4 * 8
+    whole = {line for line in said if ", -1," not in line}
+    assert len({line.rsplit(", ", 1)[1] for line in whole}) == 1, whole
+
+
 @pytest.mark.nightly
 def test_another_sharding_at_a_restart(tmp_path, undisturbed):
     """The state is put together from other pieces; sums within a replica have another order, so the last bits differ."""

@@ -2,6 +2,8 @@
 a schedule; `--tensor`, `--bf16`, `--checkpointing`, `--compile`, `--meta`."""
 
 import argparse
+import os
+import signal
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -39,6 +41,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tensor", type=int, default=1)
     parser.add_argument("--reduction", default="exact")
     parser.add_argument("--hsdp", action="store_true", help="shard over the two dimensions of the mesh")
+    parser.add_argument("--evaluate", choices=["live", "die"])
     for flag in ("bf16", "checkpointing", "compile", "meta"):
         parser.add_argument(f"--{flag}", action="store_true")
     return parser.parse_args()
@@ -78,12 +81,23 @@ def main(run: hf.Run) -> None:
     run.protect(model=model, optimizer=optimizer, scheduler=scheduler)
     drawn = torch.Generator().manual_seed(3)
     inputs = torch.randn(256, WIDTH, generator=drawn)
-    data = torch.utils.data.TensorDataset(inputs, torch.randint(0, CLASSES, (256,), generator=drawn))
+    targets = torch.randint(0, CLASSES, (256,), generator=drawn)
+    data = torch.utils.data.TensorDataset(inputs, targets)
     for step in run.steps(data, global_batch=24, micro_batch=2, until=args.steps, reduction=args.reduction):
         with step:
             for x, y in step:
                 step.backward(cross_entropy(model(x).float(), y, reduction="sum"), weight=len(y))
             step.apply(optimizer, max_grad_norm=1.0, scheduler=scheduler)
+        if args.evaluate and step.committed and step.index % 4 == 3:
+            with run.aside(), torch.no_grad():
+                for number in range(8):
+                    if (step.index, run.rank, number, args.evaluate) == (11, 1, 5, "die"):
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    model.eval()
+                    found = cross_entropy(model(inputs[:32]), targets[:32])
+                    torch.distributed.all_reduce(found)
+                    print(f"evaluated: step {step.index}, {run.world.replica}, {float(found)!r}", flush=True)
+            model.train()
         if args.compile and step.committed:
             compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
             print(f"compiled: step {step.index}, {compiled} graphs", flush=True)

@@ -65,9 +65,7 @@ class Group(Wires):
             self.connect(PrefixStore(f"position-{self._own.position}", store))
         if self._row is not None and self._connects_row:
             where = f"replica-{self._own.replica}"
-            self._row.connect(
-                lambda name: PrefixStore(f"{where}/{name}", store), self.generation, lambda: self._aborted
-            )
+            self._row.connect(lambda name: PrefixStore(f"{where}/{name}", store), self.generation)
         store.finish()
         if self._aborted:
             self.abort()

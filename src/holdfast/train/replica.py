@@ -74,12 +74,14 @@ class World(NamedTuple):
         size: workers.
         generation: number of the generation; grows with every change.
         micro_batches: the numbers of those micro-batches of a global batch that this worker computes.
+        replica: number of its replica; -1 while other workers of that are missing: then it computes nothing.
     """
 
     rank: int
     size: int
     generation: int
     micro_batches: range
+    replica: int = 0
 
 
 class Replica:
@@ -134,6 +136,7 @@ class Replica:
         self._sent_at = 0.0
         self._first_in_generation = True
         self._ends_here = False
+        self._before_call = Phase.COMMIT
         self._kept = False
         self._micro_batches = 0
         self.stopped = False
@@ -163,7 +166,8 @@ class Replica:
     def world(self) -> World:
         """The running generation, as a script sees it."""
         mine = self.seat(self._micro_batches).micro_batches if self.form and self._micro_batches else range(0)
-        return World(self.rank, self.world_size, self.generation, mine)
+        replica = self.form.generation.members[self.rank].replica if self.form else 0
+        return World(self.rank, self.world_size, self.generation, mine, replica)
 
     def seat(self, micro_batches: int) -> Seat:
         """What this worker computes of the running generation's steps."""
@@ -245,7 +249,7 @@ class Replica:
         generation = form.generation
         replica = generation.members[form.rank].replica
         if self.sharding and (replica < 0 or generation.number in generation.rows[replica : replica + 1]):
-            self.sharding.row.close()  # others are in it now, or nobody
+            self.sharding.row.renew(beside=replica < 0)
         self._snapshots.join(form)
         reads_for_all = form.serve and form.restore
         if reads_for_all:
@@ -392,7 +396,9 @@ class Replica:
         """A collective of this worker's own replica begins, or has ended. Whoever looks for the one that holds the others
         up sees that this one waits."""
         self._laps.together(begins)
-        self._page.enter(Phase.REDUCE if begins else self._laps.phase)
+        if begins:
+            self._before_call = self._page.phase
+        self._page.enter(Phase.REDUCE if begins else self._before_call)
         self.alive()
 
     def check(self) -> None:
@@ -468,6 +474,17 @@ class Replica:
             self._last = None
             self._park()
             self._rejoin()
+
+    def interrupted(self, error: Exception) -> bool:
+        """Work between two steps raised. True when a fault did that, in a call to the other workers of the replica: they are
+        together again, and the work is not done."""
+        if self.sharding is None or not (isinstance(error, StepFault) or self.sharding.row.aborted):
+            return False
+        self._last = None
+        self._part(error)
+        self.sharding.reset()
+        self._rejoin()
+        return True
 
     def recover(self, step: Step, error: Exception) -> bool:
         """A step raised. Decides with the others what becomes of it; returns when training can go on."""

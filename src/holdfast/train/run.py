@@ -236,6 +236,9 @@ class Run:
         Without it a worker that is away for `max(3 s, 5 median steps)` while others wait for it counts as hung and
         is replaced; with it that takes as long as a start may (5 minutes by default).
 
+        With `mesh` the work may use the sharded model. A fault in such a call is then swallowed, as in a step: the body is
+        left where it is, and training goes on. A worker whose `world.replica` is -1 computes nothing of meaning meanwhile.
+
         Raises:
             UsageError: inside `with step`.
         """
@@ -245,8 +248,12 @@ class Run:
         self._replica.aside(True)
         try:
             yield
-        finally:
+        except BaseException as error:
+            if isinstance(error, Exception) and self._replica.interrupted(error):
+                return
             self._replica.aside(False)
+            raise
+        self._replica.aside(False)
 
     def close(self) -> None:
         """`main` is about to be run again: gives back what only one run may have."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch.distributed import HashStore  # type: ignore[attr-defined, unused-ignore]
 
 from holdfast.errors import CollectiveFailed, UsageError
@@ -46,6 +47,7 @@ class Row:
         self._groups: list[SwitchedGroup] = []
         self._aborted = False
         self.connected_in = 0
+        self.beside = False
         self._news = threading.Condition()
         self._begun = 0
         self._halting = False
@@ -80,17 +82,21 @@ class Row:
         self._groups.append(group)
         return group
 
-    def connect(self, store_of: StoreOf, generation: int, aborted: Callable[[], bool]) -> None:
-        """Connects every group of more than one worker; all workers of the replica have them in the same order.
-
-        Raises:
-            CollectiveFailed: one is gone, or `abort` was called, perhaps before this: `aborted` says so.
-        """
+    def renew(self, beside: bool) -> None:
+        """The connections are of no use to the next generation: it makes new ones, or none where this worker is beside the
+        replicas. Before anybody may call `halt` or `abort` for that generation."""
         self.close()
+        self.beside = beside
         with self._news:
             self._aborted = self._halting = False
             self._limit, self._begun = None, 0
-        self._aborted = self._aborted or aborted()
+
+    def connect(self, store_of: StoreOf, generation: int) -> None:
+        """Connects every group of more than one worker; all workers of the replica have them in the same order.
+
+        Raises:
+            CollectiveFailed: one is gone, or `abort` was called.
+        """
         for group in self._groups:
             if group.size() > 1:
                 group.wires = Wires(group.rank(), group.size(), self.host, self.device)
@@ -196,6 +202,8 @@ class SwitchedGroup(_ProcessGroup):  # type: ignore[misc]
     def _run(self, name: str, *args: Any, **options: Any) -> Any:
         wires = self.wires
         if wires is None:
+            if self._row.beside:
+                return self._run_beside(name, *args)
             if self._row.aborted:
                 raise CollectiveFailed("the generation broke")
             raise UsageError(
@@ -214,6 +222,21 @@ class SwitchedGroup(_ProcessGroup):  # type: ignore[misc]
             raise
         self._row.called(False)
         return work
+
+    def _run_beside(self, name: str, *args: Any) -> Any:
+        """This worker's replica is not complete: work of the script's own between two steps comes to its end as everywhere,
+        and means nothing here."""
+        if name == "_allgather_base":
+            args[0].view(self._members, -1).copy_(args[1].reshape(1, -1))
+        elif name == "_reduce_scatter_base":
+            args[0].copy_(args[1].view(self._members, -1)[self._place].view_as(args[0]))
+        elif name not in ("allreduce", "allreduce_coalesced", "broadcast", "barrier"):
+            raise UsageError(
+                f"{name}: this worker's replica is not complete (run.world.replica is -1): skip it here"
+            )
+        done: torch.futures.Future[None] = torch.futures.Future()
+        done.set_result(None)
+        return _create_work_from_future(done)
 
     def _run_each(self, name: str, outputs: list[Any], inputs: list[Any], options: Any) -> Any:
         return [self._run(name, out, into, options) for out, into in zip(outputs, inputs, strict=True)][-1]
