@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from holdfast.data.build import describe
+
 Positive = Annotated[int, Meta(ge=1)]
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 
@@ -92,6 +94,21 @@ def read(path: Path, changes: Iterable[str] = ()) -> Config:
         return msgspec.convert(tables, Config)
     except msgspec.ValidationError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def check_data(data: Data, vocabulary: int, positions: int) -> None:
+    """Raises ValueError for samples that a model of so many tokens and positions cannot take."""
+    if data.seq_len > positions:
+        raise ValueError(
+            f"data.seq_len is {data.seq_len}, and the model's config.json allows {positions} positions"
+        )
+    for tokens in [data.tokens] if isinstance(data.tokens, str) else data.tokens:
+        built = describe(Path(tokens))
+        if built is not None and built.vocabulary > vocabulary:
+            raise ValueError(
+                f"{tokens} has tokens up to {built.vocabulary - 1}, and the model {vocabulary} in all: build it with the "
+                "model's own tokenizer.json"
+            )
 
 
 def _value(text: str) -> object:

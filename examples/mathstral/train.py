@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 
 import torch
-from config import Config, read
+from config import Config, check_data, read
 from mistral import empty_model, give_memory, shard
 from torch.nn.functional import cross_entropy
 from weights import Weights
@@ -46,6 +46,7 @@ def build(run: hf.Run) -> torch.nn.Module:
     """The model of the folder, of which this worker holds one shard."""
     folder, parallel = Path(config.model.folder), config.parallel
     model = empty_model(folder, config.model.attention, parallel.checkpoint_activations)
+    check_data(config.data, model.config.vocab_size, model.config.max_position_embeddings)
     with Weights(folder) as weights:
         weights.check(model)
         shard(model, run.mesh(shard=parallel.shard)["shard"], parallel.precision)

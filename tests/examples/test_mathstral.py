@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from holdfast.checkpoint.archive import Archive
 from holdfast.checkpoint.portable import export_safetensors
+from holdfast.data.build import Wanted, build
 from holdfast.train.pieces import forget_meshes, local_of
 from holdfast.train.state import capture
 
@@ -186,6 +187,17 @@ def test_the_configs_are_read_and_changed(example):
 def test_a_config_that_does_not_fit_is_refused(example, change, why):
     with pytest.raises(ValueError, match=why):
         example.config.read(EXAMPLE / "tiny.toml", [change])
+
+
+def test_data_of_another_tokenizer_is_refused(example, tmp_path):
+    example.make_tiny.make_text(tmp_path / "text", 10, seed=0)
+    build(Wanted((str(tmp_path / "text"),), tmp_path / "tokens"))
+    data = example.config.Data(str(tmp_path / "tokens"), 64)
+    example.config.check_data(data, vocabulary=256, positions=64)
+    with pytest.raises(ValueError, match="has tokens up to 255, and the model 200 in all"):
+        example.config.check_data(data, vocabulary=200, positions=64)
+    with pytest.raises(ValueError, match="allows 32 positions"):
+        example.config.check_data(data, vocabulary=256, positions=32)
 
 
 def test_the_learning_rate_rises_and_falls(example):

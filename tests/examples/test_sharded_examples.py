@@ -59,9 +59,7 @@ def test_a_mistral_model_is_trained_through_a_kill_and_comes_out_whole(tmp_path,
     subprocess.run([sys.executable, MATHSTRAL / "make_tiny.py", tmp_path, "--exercises", "500"], check=True)
     tokens, model = tmp_path / "tokens", tmp_path / "model"
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path))
-    holdfast(
-        tmp_path, "data", "build", tmp_path / "text", "--out", tokens, "--tokenizer", model / "tokenizer.json"
-    )
+    holdfast("data", "build", tmp_path / "text", "--out", tokens, "--tokenizer", model / "tokenizer.json")
     train = [
         MATHSTRAL / "train.py",
         MATHSTRAL / "tiny.toml",
@@ -78,9 +76,7 @@ def test_a_mistral_model_is_trained_through_a_kill_and_comes_out_whole(tmp_path,
     assert struck.losses() == calm.losses()
     assert struck.report["final"]["params_xxh3"] == calm.report["final"]["params_xxh3"]
 
-    holdfast(
-        tmp_path, "checkpoint", "export", tmp_path / "out", "--job", "struck", "--only", "model.", "--strip"
-    )
+    holdfast("checkpoint", "export", tmp_path / "out", "--job", "struck", "--only", "model.", "--strip")
     (tmp_path / "out/config.json").write_text((model / "config.json").read_text())
     exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert digests(exported, 2) == calm.report["final"]["params_xxh3"]
