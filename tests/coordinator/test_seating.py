@@ -1,0 +1,128 @@
+"""Who holds which shard in which replica, over many losses and arrivals."""
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.coordinator.seating import Seating, seat, wanted
+from holdfast.protocol.messages import Generation, Member
+
+
+def generation(seating: Seating, positions: int) -> Generation:
+    complete = len(seating.rows) * positions
+    places = dict(seating.beside) | {w: p for row in seating.rows for p, w in enumerate(row)}
+    members = tuple(
+        Member(r, w, w, 0, replica=r // positions if r < complete else -1, position=places[w])
+        for r, w in enumerate(seating.workers)
+    )
+    return Generation(1, members, shape=(positions, 1))
+
+
+@st.composite
+def situations(draw):
+    """A generation as seating made it, what is left of it, and who came."""
+    positions = draw(st.integers(1, 4))
+    places = st.lists(st.integers(0, positions - 1), max_size=12)
+    first = {f"a{i}": p for i, p in enumerate(draw(places))}
+    before = generation(seat(None, {}, first, positions, draw(st.integers(0, 4))), positions)
+    more = {f"b{i}": p for i, p in enumerate(draw(places))}
+    held = {x.worker: x.position for x in before.members}
+    before = generation(seat(before, held, more, positions, draw(st.integers(0, 4))), positions)
+    held = {x.worker: x.position for x in before.members}
+    lost = draw(st.sets(st.sampled_from(sorted(held)))) if held else set()
+    survivors = {w: p for w, p in held.items() if w not in lost}
+    newcomers = {f"c{i}": p for i, p in enumerate(draw(places))}
+    return before, survivors, newcomers, positions, draw(st.integers(0, 4))
+
+
+@given(situations())
+def test_as_many_rows_as_can_be(situation):
+    _, survivors, newcomers, positions, most = situation
+    seating = seat(*situation)
+    there = Counter([*survivors.values(), *newcomers.values()])
+    assert len(seating.rows) == min(most, *(there[p] for p in range(positions)))
+
+
+@given(situations())
+def test_everyone_is_in_once_and_where_its_shard_is(situation):
+    _, survivors, newcomers, positions, _ = situation
+    seating = seat(*situation)
+    places = survivors | newcomers
+    assert len(set(seating.workers)) == len(seating.workers)
+    assert all([places[w] for w in row] == list(range(positions)) for row in seating.rows)
+    assert dict(seating.beside).items() <= survivors.items()
+    assert survivors.keys() <= set(seating.workers), "a survivor is never left out"
+
+
+@given(situations())
+def test_survivors_are_taken_before_newcomers(situation):
+    _, _, newcomers, positions, _ = situation
+    seating = seat(*situation)
+    for position in range(positions):
+        came = any(row[position] in newcomers for row in seating.rows)
+        assert not came or position not in dict(seating.beside).values()
+
+
+@given(situations())
+def test_rows_that_lost_nobody_stay_together(situation):
+    before, survivors, _, _, _ = situation
+    seating = seat(*situation)
+    old = [tuple(m.worker for m in before.members if m.replica == r) for r in range(before.replicas)]
+    whole = [row for row in old if all(w in survivors for w in row)]
+    kept = [row for row in whole if row in seating.rows]
+    assert len(kept) == min(len(whole), len(seating.rows))
+    if len(seating.rows) == before.replicas:
+        assert all(seating.rows[old.index(row)] == row for row in kept), "each keeps its number"
+    else:
+        assert sorted(kept, key=seating.rows.index) == sorted(kept, key=old.index)
+
+
+@given(situations())
+def test_the_same_situation_is_seated_alike(situation):
+    assert seat(*situation) == seat(*situation)
+
+
+@given(situations())
+def test_nothing_changes_where_nothing_happened(situation):
+    before, _, _, positions, _ = situation
+    held = {x.worker: x.position for x in before.members}
+    again = seat(before, held, {}, positions, before.replicas)
+    assert again.workers[: before.strength] == tuple(x.worker for x in before.members[: before.strength])
+
+
+@given(
+    st.integers(1, 4).flatmap(lambda n: st.tuples(st.lists(st.integers(0, n - 1)), st.just(n))),
+    st.integers(0, 4),
+)
+def test_with_those_that_are_wanted_the_rows_are_complete(case, rows):
+    there, positions = case
+    missing = wanted(there, positions, rows)
+    counts = Counter([*there, *missing])
+    assert all(counts[p] >= rows for p in range(positions))
+    assert all(Counter(there)[p] < rows for p in missing), "nobody is wanted where there are enough"
+
+
+def two_rows() -> Generation:
+    return generation(seat(None, {}, {"a": 0, "b": 1, "c": 0, "d": 1}, 2, 2), 2)
+
+
+def test_two_replicas_that_lost_different_shards_become_one():
+    seating = seat(two_rows(), {"b": 1, "c": 0}, {}, 2, 2)
+    assert seating == Seating((("c", "b"),))
+
+
+def test_who_misses_its_neighbour_stays_beside_until_there_is_one():
+    alone = seat(two_rows(), {"a": 0, "b": 1, "d": 1}, {}, 2, 2)
+    assert alone == Seating((("a", "b"),), (("d", 1),))
+    healed = seat(generation(alone, 2), {"a": 0, "b": 1, "d": 1}, {"e": 0}, 2, 2)
+    assert healed == Seating((("a", "b"), ("e", "d")))
+
+
+def test_at_an_unchanged_size_the_newcomer_sits_where_the_lost_one_was():
+    seating = seat(two_rows(), {"b": 1, "c": 0, "d": 1}, {"e": 0}, 2, 2)
+    assert seating == Seating((("e", "b"), ("c", "d")))
+
+
+def test_newcomers_for_a_shard_that_nobody_lacks_make_no_row():
+    assert seat(two_rows(), {"a": 0, "b": 1}, {"e": 0, "f": 0}, 2, 2) == Seating((("a", "b"),))
