@@ -96,7 +96,15 @@ class Desk:
     def ready(self, worker: str, digest: str = "d0") -> None:
         """A worker starts and gets ready."""
         self.started(worker)
-        self.says(worker, m.Ready(digest, worker.partition(".")[0], 1, 2))
+        self.gets_ready(worker, self.state.shape, digest)
+
+    def gets_ready(
+        self, worker: str, shape: tuple[int, int], digest: str = "d0", position: int | None = None
+    ) -> None:
+        """It has built its model, for the shard that it was told, or another."""
+        asked = self.known(worker).position % (shape[0] * shape[1]) if position is None else position
+        host = worker.partition(".")[0]
+        self.says(worker, m.Ready(digest, host, 1, 2, shape=shape, position=asked))
 
     def parks(self, worker: str, committed: int | None, prepared: bool = False) -> None:
         """A member is out of the newest generation."""
@@ -157,6 +165,16 @@ class Desk:
         """A node could not keep a shard."""
         return self.do(e.NodeSays(node, m.NotHeld(copy.key, reason)))
 
+    def shards(self, step: int, *nodes: str) -> None:
+        """Workers on these nodes save the shards that they hold."""
+        for node in nodes:
+            position = self.known(self.worker_on(node)).position
+            self.holds(node, self.shard(step, position))
+
+    def shard(self, step: int, position: int) -> Copy:
+        """A shard of the running generation, where a replica is several workers."""
+        return copy_of(step, self.state.number, position, self.state.positions, f"p{position}")
+
     def snapshot(self, step: int, *nodes: str, generation: int | None = None, bits: str = "a") -> Copy:
         """The replicas on these nodes save the same."""
         copy = copy_of(step, self.state.number if generation is None else generation, bits=bits)
@@ -172,7 +190,8 @@ class Desk:
                 continue
             if order.key.step != storing.step:
                 continue
-            shard = copy_of(order.key.step, rank=order.key.rank).shard
+            bits = "a" if self.state.positions == 1 else f"p{order.key.rank}"
+            shard = copy_of(order.key.step, rank=order.key.rank, bits=bits).shard
             said = m.Stored(tier, order.key, None if reason else shard, reason or "")
             self.do(e.NodeSays(node, said))
         if publishes and (orders := self.sent(m.Publish, newest=True)):
@@ -249,9 +268,14 @@ class Desk:
 
 
 def running(
-    nodes: int = 3, spares: int = 0, committed: int = 5, racks: tuple[str | None, ...] = (), **spec: Any
+    nodes: int = 3,
+    spares: int = 0,
+    committed: int = 5,
+    racks: tuple[str | None, ...] = (),
+    shape: tuple[int, int] = (1, 1),
+    **spec: Any,
 ) -> Desk:
-    """A job at level 2 whose first generation has `nodes` members and some steps; spares are ready."""
+    """A job at level 2 whose first generation has `nodes` members and some steps; spares are ready. shape: of a replica."""
     desk = Desk(nodes, spares=spares, **spec)
     slots = desk.core.spec.nproc
     for i in range(nodes + spares):
@@ -259,7 +283,7 @@ def running(
     for worker in desk.workers():
         desk.started(worker)
     for worker in desk.workers():
-        desk.says(worker, m.Ready("d0", worker.partition(".")[0], 1, 2))
+        desk.gets_ready(worker, shape)
     assert desk.state.phase is JobPhase.RUNNING
     for worker in desk.members():
         desk.says(worker, m.Joined(1, 0.01))

@@ -238,8 +238,8 @@ class Agent:
                 self._spawn(self._keeper.publish(order))
             case m.SnapshotWhole(step) if self._keeper:
                 self._keeper.pool.whole(step)
-            case m.ForgetSnapshots(step) if self._keeper:
-                self._keeper.pool.forget(step)
+            case m.ForgetSnapshots(step, until) if self._keeper:
+                self._keeper.pool.forget(step, until)
             case m.Fence(reason):
                 print(f"holdfast agent {self._config.node}: fenced: {reason}", flush=True)
                 self._fence()

@@ -74,6 +74,8 @@ class WorkerProcess:
             self.formed = max(self.formed, message.generation.number)
             self.parked = None
             self._watch()
+        if isinstance(message, m.Rebuild):
+            self.ready = None
         if not self.gone:
             self._warm.writer.write(pack(message))
 

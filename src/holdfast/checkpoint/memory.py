@@ -258,12 +258,15 @@ class SlotPool:
         with self._lock:
             self._whole_step = max(self._whole_step, step)
 
-    def forget(self, above_step: int) -> None:
-        """Training goes on from `above_step`: what was saved of later steps never happened."""
+    def forget(self, above_step: int, until: int | None = None) -> None:
+        """Training goes on from `above_step`: what was saved of later steps never happened. until: what was saved of later
+        ones up to this will not become whole."""
         with self._lock:
-            self._whole_step = min(self._whole_step, above_step)
+            if until is None:
+                self._whole_step = min(self._whole_step, above_step)
             for slot in self._slots:
-                if slot.state is SlotState.SEALED and slot.key.step > above_step:
+                later = slot.key.step > above_step and (until is None or slot.key.step <= until)
+                if slot.state is SlotState.SEALED and later:
                     self.drop(slot)
 
     @property

@@ -86,10 +86,12 @@ def _new_members(core: Core, size: int) -> None:
 
 
 def _look(core: Core, first: int, said: dict[str, Spent]) -> None:
-    """One block. Workers are compared with those that compute as many micro-batches as they do."""
+    """One block. Workers are compared with those that compute as many micro-batches as they do; who computes none, beside
+    the replicas, with nobody."""
     by_load: dict[int, dict[str, Spent]] = {}
     for name, spent in said.items():
-        by_load.setdefault(spent.micros, {})[name] = spent
+        if spent.micros:
+            by_load.setdefault(spent.micros, {})[name] = spent
     suspects.compared(core, said)
     reduction = core.peers.reductions.look(list(said.values()))
     if reduction is not None:
@@ -174,7 +176,7 @@ def _reduction(core: Core, change: reductions.Change) -> None:
     if change.slow:
         where = ""
         if rank is not None:
-            before = (rank + 1) % len(members)  # in gloo's ring
+            before = _neighbour(core, rank)
             where = f"; the others wait longest for rank {rank}, which gets its part from rank {before}"
         told += (
             f", since step {change.since}, and nobody computes so long: {change.share:.0%} of the time{where}. "
@@ -192,6 +194,14 @@ def _reduction(core: Core, change: reductions.Change) -> None:
         dry_run=suspects.on_trial(core, SLOW_REDUCTION),
     )
     judging.found(core, node, (finding,))
+
+
+def _neighbour(core: Core, rank: int) -> int:
+    """From whom a rank gets its part in gloo's ring: of those that hold the same shard."""
+    generation = core.state.generation
+    assert generation is not None
+    column = generation.column(generation.members[rank].position)
+    return column[(column.index(rank) + 1) % len(column)]
 
 
 def _say(

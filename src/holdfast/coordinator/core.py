@@ -339,8 +339,9 @@ class Core:
         self.attached(worker)
         if worker.phase is not WorkerPhase.ATTACHED:
             return
-        if not shards.fits(self, worker, ready):
+        if worker.rebuilds not in (None, ready.position) or not shards.fits(self, worker, ready):
             return
+        worker.rebuilds = None
         worker.phase, worker.ready, worker.ready_at_s = WorkerPhase.READY, ready, self.now
         self.state.micro_batches = ready.micro_batches or self.state.micro_batches
         self.record("worker-ready", worker=worker.name, node=worker.node)

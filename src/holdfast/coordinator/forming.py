@@ -149,7 +149,7 @@ def try_form(core: Core) -> None:
     fresh = sorted(ready, key=lambda w: (bool(s.nodes[w.node].lemon), s.nodes[w.node].failures, w.node))
     kept, joining = resizing.choose(core, survivors, fresh)
     count = shards.strength(core, kept, joining)
-    if count >= shards.needed(core):
+    if count >= s.needed:
         s.wait_deadline_s = None
         enough = count >= s.target and not (s.snapshots and nodes.expected(core))
         if s.number > 0 or enough or not _worth_waiting(core):

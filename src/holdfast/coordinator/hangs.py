@@ -152,5 +152,14 @@ def _nobody_differs(core: Core) -> None:
         core.open_incident(cause, node=None, rung="retry in process", needs_newcomer=False)
         forming.break_generation(core, cause)
         return
-    oldest = sorted(core.inside(), key=lambda w: w.started_s)
-    failures.condemn(core, oldest[: max(1, len(oldest) // 2)], "hang in which nobody differs")
+    failures.condemn(core, _half(core.inside()), "hang in which nobody differs")
+
+
+def _half(workers: list[Worker]) -> list[Worker]:
+    """The older ones: of those that hold the same shard, so that somebody still holds it; else of all."""
+    oldest = sorted(workers, key=lambda w: w.started_s)
+    columns: dict[int, list[Worker]] = {}
+    for worker in oldest:
+        columns.setdefault(worker.position, []).append(worker)
+    chosen = [w for column in columns.values() for w in column[: len(column) // 2]]
+    return chosen or oldest[: max(1, len(oldest) // 2)]

@@ -56,8 +56,8 @@ class _Job(Collector):
         yield _gauge("holdfast_step", "Committed steps of the state that training is at.", s.committed)
         yield _counter("holdfast_steps_committed", "Steps committed since the job's start.", self._steps)
         yield _counter("holdfast_steps_lost", "Committed steps that had to be computed again.", s.lost_steps)
-        members = s.generation.members if s.generation else ()
-        yield _gauge("holdfast_world_size", "Workers in the newest generation.", len(members))
+        world = s.generation.strength if s.generation else 0
+        yield _gauge("holdfast_world_size", "Workers that compute in the newest generation.", world)
         yield _gauge("holdfast_target_world_size", "Workers at full strength.", s.target)
         nodes = sum(n.alive for n in s.nodes.values())
         yield _gauge("holdfast_nodes", "Nodes that are there, spares included.", nodes)

@@ -238,6 +238,10 @@ def _repeat(core: Core, worker: Worker, view: m.WorkerView) -> None:
         return
     if worker.name in s.stops and worker.phase is WorkerPhase.PARKED:
         core.tell(worker, s.stops[worker.name])
+    if worker.rebuilds is not None and view.ready is not None:
+        core.tell(
+            worker, m.Rebuild(worker.rebuilds)
+        )  # its agent would know of no Ready if it had passed that on
     if s.generation is None or worker.phase is not WorkerPhase.MEMBER:
         return
     number = s.generation.number

@@ -61,9 +61,9 @@ def build_report(state: CoreState, steps: list[StepRow], now: float) -> dict[str
 
 def _idle(state: CoreState) -> list[tuple[int, float]]:
     """World sizes that the job had and that do not divide its micro-batches, and the share that each leaves idle."""
-    count = state.micro_batches
-    sizes = sorted({world for _, world in state.history})
-    return [(w, round(idle_share(count, w), 4)) for w in sizes if count and w <= count and count % w]
+    count = (state.micro_batches or 0) // state.shape[0]  # a replica computes so many at a time
+    sizes = {world: world // state.positions for _, world in sorted(state.history, key=lambda h: h[1])}
+    return [(w, round(idle_share(count, n), 4)) for w, n in sizes.items() if n and n <= count and count % n]
 
 
 def _median_s(state: CoreState, took: list[float]) -> float | None:
@@ -88,7 +88,7 @@ def build_status(state: CoreState, now: float) -> dict[str, Any]:
         "reason": state.stop_reason,
         "level": state.level,
         "generation": state.number,
-        "world": len(ranks),
+        "world": state.generation.strength if state.generation else 0,
         "target": state.target,
         "step": state.committed,
         "loss": losses[-1] if losses else None,

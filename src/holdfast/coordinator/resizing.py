@@ -40,6 +40,10 @@ def check_resize(state: CoreState, nodes: int) -> None:
             f"cannot resize to {nodes} nodes: this job was started with --nnodes {low}:{high}; "
             f"choose {low} to {high}, or stop it and start it again with other bounds"
         )
+    if nodes < state.least_nodes:
+        raise UsageError(
+            f"cannot resize to {nodes} nodes: replicas of {state.positions} workers need {state.least_nodes}"
+        )
 
 
 def check_drain(state: CoreState, name: str) -> None:
@@ -67,10 +71,9 @@ def capacity(core: Core, nodes: int | None, reason: str, within_s: float | None)
     before = s.wanted_nodes
     s.capacity_nodes = nodes
     core.record("capacity", nodes=nodes, before=before, reason=reason, within_s=within_s)
-    if s.wanted_nodes < s.spec.min_nodes:
-        stopping.request(
-            core, f"{reason}: {s.wanted_nodes} of at least {s.spec.min_nodes} nodes are left", "stopped"
-        )
+    least = max(s.spec.min_nodes, s.least_nodes)
+    if s.wanted_nodes < least:
+        stopping.request(core, f"{reason}: {s.wanted_nodes} of at least {least} nodes are left", "stopped")
         return
     _resized(core, before, reason, within_s)
 
@@ -165,7 +168,8 @@ def deadlines(core: Core) -> list[float]:
         f(core, n) for n in core.alive_nodes() if n.leaving is not None for f in (_deadline_s, _patience_s)
     ]
     if _ready(core):
-        times.append(join_after_s(core, sum(not leaves(core, w) for w in core.members())))
+        staying = [w for w in core.members() if not leaves(core, w)]
+        times.append(join_after_s(core, shards.strength(core, staying, [])))
     return [t for t in times if core.now < t < float("inf")]
 
 
@@ -252,12 +256,17 @@ def choose(core: Core, survivors: list[Worker], fresh: list[Worker]) -> tuple[li
 def _choose_rows(
     core: Core, survivors: list[Worker], staying: list[Worker], fresh: list[Worker], outcome: policy.Outcome
 ) -> tuple[list[Worker], list[Worker]]:
-    """The same where a replica is several workers. Of each shard one stays that has the newest state."""
+    """The same where a replica is several workers. Of each shard one stays that has the newest state; survivors of which
+    there are more than replicas are wanted go, and others are started for what is missing."""
     plan = shards.seating(core, staying, fresh)
     if not _may_leave(core, len(plan.rows) * core.state.positions):
         plan = shards.seating(core, [*staying, *(w for w in survivors if w not in staying)], fresh)
     seated = {w for row in plan.rows for w in row}
-    kept = [w for w in survivors if w.name in seated or (w in staying and w.name in plan.workers)]
+    kept = [w for w in survivors if w.name in seated]
+    most = core.state.target // core.state.positions
+    for worker in staying:
+        if worker not in kept and sum(w.position == worker.position for w in kept) < most:
+            kept.append(worker)
     for worker in survivors:
         others = [w for w in kept if w.position == worker.position and w.name in outcome.holders]
         if worker.name in outcome.holders and not others:

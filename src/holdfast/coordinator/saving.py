@@ -51,7 +51,7 @@ def _take(core: Core, node: Node, copy: Copy) -> Snapshot | None:
     if snapshot is None:
         return None
     if snapshot.given_up:
-        core.send(node.name, m.ForgetSnapshots(snapshot.step - 1))
+        core.send(node.name, _forgets(core, snapshot))
         return None
     entry = next((h for h in snapshot.shards if h.copy == copy), None)
     if entry is None:
@@ -73,12 +73,12 @@ def not_held(core: Core, node: Node, key: Key, reason: str) -> None:
         core.record("snapshot-skipped", node=node.name, step=key.step, rank=key.rank, reason=reason)
     core.state.skipped += 1
     core.state.totals.skipped += 1
-    node.refused_step = max(node.refused_step, key.step)
+    node.refused_steps[key.rank] = max(node.refused_steps.get(key.rank, -1), key.step)
     snapshot = _snapshot(core, key)
     if snapshot is None:
         return
-    if node.name not in snapshot.refused:
-        snapshot.refused.append(node.name)
+    if (node.name, key.rank) not in snapshot.refused:
+        snapshot.refused.append((node.name, key.rank))
     for entry in snapshot.shards:
         if node.name in entry.asked and entry.copy.key == key:
             entry.asked.remove(node.name)
@@ -102,13 +102,21 @@ def spoiled(core: Core, node: Node, key: Key, reason: str) -> None:
 
 
 def _give_up(core: Core, snapshot: Snapshot) -> None:
-    """The only rank that could bring a shard does not: the memory of the others is freed for the next snapshot."""
+    """Nobody brings a shard that is missing: the memory of the others is freed for the next snapshot."""
     snapshot.given_up = True
     for name in dict.fromkeys(n for h in snapshot.shards for n in h.nodes):
-        core.send(name, m.ForgetSnapshots(snapshot.step - 1))
+        core.send(name, _forgets(core, snapshot))
+    if core.state.level == 2:
+        snapshot.shards = []
+        return
     for later in core.state.snapshots:
         if later.step >= snapshot.step:
             later.shards = []  # forgotten with it, where it was not whole either
+
+
+def _forgets(core: Core, snapshot: Snapshot) -> m.ForgetSnapshots:
+    """At level 0 all ranks save at their own times: of later ones nothing is whole either."""
+    return m.ForgetSnapshots(snapshot.step - 1, snapshot.step if core.state.level == 2 else None)
 
 
 def node_lost(core: Core, node: Node) -> None:
@@ -254,6 +262,9 @@ def _spread(core: Core, snapshot: Snapshot) -> None:
         entries = [h for h in snapshot.shards if h.copy.key.rank == rank]
         if not entries:
             complete = False
+            if s.positions > 1 and not s.last_from and not _may_come(core, snapshot, rank):
+                _give_up(core, snapshot)
+                return
             continue
         there = [n for h in entries for n in h.nodes]
         asked = [n for h in entries for n in h.asked]
@@ -264,7 +275,7 @@ def _spread(core: Core, snapshot: Snapshot) -> None:
             complete = False
             continue
         best = max(entries, key=lambda h: len(h.nodes))
-        taken = [*there, *asked, *snapshot.refused]
+        taken = [*there, *asked, *_refused(snapshot, rank)]
         for name in _buddies(core, best, taken)[: max(0, missing - len(asked))]:
             best.asked.append(name)
             asked.append(name)
@@ -285,13 +296,30 @@ def _expected(core: Core, snapshot: Snapshot, rank: int, there: list[str]) -> bo
     if s.level != 2 or g is None or snapshot.generation != g.number or not running:
         return False
     newer = [x for x in s.snapshots if x.generation == snapshot.generation and x.step > snapshot.step]
-    further = {
-        n
-        for x in newer
-        for n in (*x.refused, *(n for h in x.shards if h.copy.key.rank == rank for n in h.nodes))
-    }
+    further = {n for x in newer for n in (*_refused(x, rank), *_holding(x, rank))}
     nodes = {g.members[saver].node for saver in savers_of(core, g, rank)}
-    return any(s.nodes[n].alive and n not in (*there, *snapshot.refused, *further) for n in nodes)
+    return any(s.nodes[n].alive and n not in (*there, *_refused(snapshot, rank), *further) for n in nodes)
+
+
+def _refused(snapshot: Snapshot, rank: int) -> list[str]:
+    return [n for n, r in snapshot.refused if r == rank]
+
+
+def _holding(snapshot: Snapshot, rank: int) -> list[str]:
+    return [n for h in snapshot.shards if h.copy.key.rank == rank for n in h.nodes]
+
+
+def _may_come(core: Core, snapshot: Snapshot, rank: int) -> bool:
+    """Whether a shard that nobody holds yet may still be brought: by one that saves, and has not said that it cannot. Of
+    a generation that is over that is not known, and its slots are given to the next one's snapshots."""
+    s = core.state
+    g = s.generation
+    if g is None or snapshot.generation != g.number:
+        return True
+    newer = [x for x in s.snapshots if x.generation == snapshot.generation and x.step > snapshot.step]
+    past = {n for x in newer for n in _holding(x, rank)} | set(_refused(snapshot, rank))
+    nodes = {g.members[saver].node for saver in savers_of(core, g, rank)}
+    return any(s.nodes[n].alive and n not in past for n in nodes)
 
 
 def _buddies(core: Core, entry: HeldShard, taken: list[str]) -> list[str]:

@@ -25,6 +25,12 @@ def fits(core: Core, worker: Worker, ready: m.Ready) -> bool:
         s.shape, worker.position = ready.shape, ready.position
         for starting in core.workers_in(*COMING):
             starting.position %= s.positions
+        if s.asked_nodes is not None and s.asked_nodes < s.least_nodes:  # nobody knew the shape then
+            core.record("resize", nodes=s.least_nodes, before=s.asked_nodes, reason="a whole replica")
+            s.asked_nodes = s.least_nodes
+        if s.wanted_nodes < s.least_nodes:
+            reason = f"{s.wanted_nodes} of at least {s.least_nodes} nodes are left"
+            stopping.request(core, f"{reason} for a replica of {s.positions} workers", "stopped")
         return True
     reason = f"{worker.name} made replicas of shard x tensor = {ready.shape}, other workers of {s.shape}"
     advice = "call run.mesh() with the same sizes everywhere"
@@ -54,12 +60,6 @@ def strength(core: Core, survivors: list[Worker], newcomers: list[Worker]) -> in
     return len(rows) * s.positions
 
 
-def needed(core: Core) -> int:
-    """So many workers that compute make up the smallest job: whole replicas."""
-    s = core.state
-    return -(-max(1, s.minimum) // s.positions) * s.positions
-
-
 def next_position(core: Core, rank: int) -> int:
     """The shard for which a worker that is started now is most likely needed. While the shape is not known its rank, of
     which the worker takes the remainder."""
@@ -71,21 +71,30 @@ def next_position(core: Core, rank: int) -> int:
     return wanted(there, s.positions, rows)[0]
 
 
+def _rows_within_reach(core: Core, there: list[int], others: int) -> int:
+    """So many complete rows there can be, of workers that hold a shard and `others` that may be built for any."""
+    s = core.state
+    rows = max(1, s.target // s.positions)
+    while rows > 1 and len(wanted(there, s.positions, rows)) > others:
+        rows -= 1
+    return rows
+
+
 def rebuild(core: Core) -> None:
     """Spares that were built for a shard of which there are enough are built again for one that is missing."""
     s = core.state
     if s.positions == 1:
         return
-    rows = s.target // s.positions
     ready = [w for w in core.workers_in(WorkerPhase.READY) if s.nodes[w.node].leaving is None]
     there = [w.position for w in core.workers_in(*SEATED)]
+    coming = [w.position for w in core.workers_in(*COMING)]
+    rows = _rows_within_reach(core, there, len(ready) + len(coming))
     spare: list[Worker] = []
     for worker in ready:
         if there.count(worker.position) < rows:
             there.append(worker.position)
         else:
             spare.append(worker)
-    coming = [w.position for w in core.workers_in(*COMING)]
     for position in wanted(there, s.positions, rows):
         if position in coming:
             coming.remove(position)
@@ -93,5 +102,5 @@ def rebuild(core: Core) -> None:
             worker = spare.pop(0)
             core.record("rebuild", worker=worker.name, position=position, before=worker.position)
             worker.phase, worker.position = WorkerPhase.ATTACHED, position
-            worker.ready, worker.started_s = None, core.now
+            worker.ready, worker.rebuilds, worker.started_s = None, position, core.now
             core.tell(worker, m.Rebuild(position))

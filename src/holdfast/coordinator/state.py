@@ -47,7 +47,8 @@ class Node(msgspec.Struct, omit_defaults=True):
     used: slots that had a worker already. strikes: volleys of workers in a row that died before they were ready.
     fenced: it was told that the job went on without it. refused: why it may not come back, if it may not.
     leaving: why it is to leave, if it is; leaves_until_s: how long it has, if that is limited; excess: only because
-    the job is to be smaller. refused_step: the newest step of which it could not keep a shard. identity, devices: what
+    the job is to be smaller. refused_steps: per shard the newest
+    step of which it could not keep it. identity, devices: what
     lasts of the machine. held: why it has no workers for now. then: what is done when it has left. checking: its deep
     checks are under way. lemon: it failed in several jobs, and others are taken first. boots_until_s: until when it is to be back
     from a reboot, and for which incident it was ordered. trial: rules that are not
@@ -73,7 +74,7 @@ class Node(msgspec.Struct, omit_defaults=True):
     leaves_since_s: float = 0.0
     leaves_until_s: float | None = None
     excess: bool = False
-    refused_step: int = -1
+    refused_steps: dict[int, int] = {}
     identity: str = ""
     devices: tuple[str, ...] = ()
     held: str | None = None
@@ -96,8 +97,9 @@ class Worker(msgspec.Struct, omit_defaults=True):
 
     joined: the newest generation that it is connected to. restored: bytes of the state that it has, and of how many;
     None while that is not known. vanished_s: since when its agent no longer has it, while
-    how it ended is not known yet. position: which shard of the state it holds, or is built for. begun: as in Parked.
-    aside: it does work of the script's own between two steps.
+    how it ended is not known yet. position: which shard of the state it holds, or is built for. rebuilds: for which it
+    was told to be built again; until it is, what it said before is out of date. begun: as in Parked. aside: it does work
+    of the script's own between two steps.
     """
 
     name: str
@@ -121,6 +123,7 @@ class Worker(msgspec.Struct, omit_defaults=True):
     restored: tuple[int, int] | None = None
     position: int = 0
     begun: int = -1
+    rebuilds: int | None = None
 
 
 class Incident(msgspec.Struct, omit_defaults=True):
@@ -274,7 +277,7 @@ class HeldShard(msgspec.Struct):
 class Snapshot(msgspec.Struct):
     """What workers copied at one step. Replicas whose bytes differ (in buffers) give several of one rank.
 
-    refused: nodes that could not keep a shard of it. given_up: a shard is missing and nobody will bring it.
+    refused: nodes that could not keep a shard of it, and which. given_up: a shard is missing and nobody will bring it.
     unread: generations in a row that could not be restored from it. stall_s: of the worker that it held up longest.
     """
 
@@ -283,7 +286,7 @@ class Snapshot(msgspec.Struct):
     world: int
     began_s: float
     shards: list[HeldShard] = []
-    refused: list[str] = []
+    refused: list[tuple[str, int]] = []
     whole: bool = False
     given_up: bool = False
     unread: int = 0
@@ -371,7 +374,8 @@ class CoreState(msgspec.Struct):
     replica to how far its workers said that they are. stored: tier to the last checkpoint that came there (or was tried).
     older: what to go on from if `durable` proves to be damaged, newest first. durable_tries: generations in a row that
     could not be restored from it. unread: why checkpoints that are there will not do. last_from: nodes
-    that were given the state after the last step. last_failed: tiers that did not take it.
+    that were given the state after the last step, and the shards of it. last_failed: tiers that did not take it.
+    last_step: where the job stops, once that is decided; 0: its state is not whole there.
     doubtful: tier to the manifest that could not be written, as far as is known.
     closed: so many of the oldest incidents are closed.
     brought: node to the steps of which its own part was not finite.
@@ -395,7 +399,8 @@ class CoreState(msgspec.Struct):
     older: list[Durable] = []
     durable_tries: int = 0
     unread: list[str] = []
-    last_from: list[str] = []
+    last_from: list[tuple[str, int]] = []
+    last_step: int | None = None
     last_failed: list[str] = []
     snapshots: list[Snapshot] = []
     rewinds: list[Rewind] = []
@@ -466,13 +471,24 @@ class CoreState(msgspec.Struct):
 
     @property
     def target(self) -> int:
-        """Workers at full strength."""
-        return self.wanted_nodes * self.spec.nproc
+        """Workers at full strength: as many as make whole replicas."""
+        workers = self.wanted_nodes * self.spec.nproc
+        return workers - workers % self.positions
 
     @property
     def minimum(self) -> int:
         """Fewest workers to train with."""
         return self.target if self.spec.wait_for_spare else self.spec.min_nodes * self.spec.nproc
+
+    @property
+    def needed(self) -> int:
+        """So many workers that compute make up the smallest job: whole replicas."""
+        return -(-max(1, self.minimum) // self.positions) * self.positions
+
+    @property
+    def least_nodes(self) -> int:
+        """Nodes that hold the smallest job."""
+        return -(-self.needed // self.spec.nproc)
 
     @property
     def positions(self) -> int:

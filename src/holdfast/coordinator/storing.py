@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from holdfast.checkpoint.policy import Retention, parse_cadence
 from holdfast.coordinator import saving
 from holdfast.coordinator.events import DurableFound
-from holdfast.coordinator.state import Node, Snapshot, Storing, TierTotals
+from holdfast.coordinator.state import JobPhase, Node, Snapshot, Storing, TierTotals
 from holdfast.plan.formulas import daly_interval_s
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import Durable
@@ -76,7 +76,7 @@ def deadlines(core: Core) -> list[float]:
     """When there is something to say of a tier that nothing comes to; and, at the end of training, to give it up."""
     s, timing = core.state, core.timing
     times = [x.moved_s + timing.tier_s for x in s.storing if not x.slow]
-    given_up = [x.moved_s + timing.start_s for x in s.storing if s.last_from]
+    given_up = [x.moved_s + timing.start_s for x in s.storing if ending(core)]
     return times + [d for d in given_up if d > core.now]
 
 
@@ -223,24 +223,55 @@ def published(core: Core, node: Node, message: m.Published) -> None:
 # ---------------------------------------------------------------- the result of training
 
 
+def ending(core: Core) -> bool:
+    """No worker has steps to do any more."""
+    s = core.state
+    return s.phase is JobPhase.STOPPING or bool(s.last_from)
+
+
+def last_step(core: Core) -> int:
+    """Of the state that the job ends with."""
+    s = core.state
+    return s.committed if s.last_step is None else s.last_step
+
+
+def kept_positions(core: Core, step: int) -> set[int]:
+    """The shards of the last state that nodes hold."""
+    s = core.state
+    taken = [x for x in s.snapshots if x.step == step]
+    if any(saving.has_all(x) for x in taken):
+        return set(range(s.positions))
+    return {h.copy.key.rank for x in taken if x.generation == s.number for h in x.shards if h.nodes}
+
+
+def awaited_positions(core: Core) -> set[int]:
+    """Shards of the last state that agents were given; what became of them they have not said yet."""
+    s, last = core.state, last_step(core)
+    taken = [x for x in s.snapshots if x.step == last]
+    if any(saving.has_all(x) or x.given_up for x in taken):
+        return set()
+    answered = {(n, h.copy.key.rank) for x in taken for h in x.shards for n in h.nodes}
+    asked = [(s.nodes[n], p) for n, p in s.last_from if n in s.nodes and (n, p) not in answered]
+    return {p for n, p in asked if n.alive and n.refused_steps.get(p, -1) < last}
+
+
 def last_on_its_way(core: Core) -> bool:
-    """All steps are done: begins to store the last state in every durable tier. False when nothing more comes of it."""
+    """The job ends: begins to store its last state in every durable tier; where that is not whole, the newest snapshot
+    that is. False when nothing more comes of it."""
     s = core.state
     if s.stop_reason is not None and s.stop_deadline_s is None:
         return False  # asked to stop, and the time for that is over
-    taken = [x for x in s.snapshots if x.step == s.committed]
-    answered = {n for x in taken for n in (*x.refused, *(n for h in x.shards for n in h.nodes))}
-    asked = [s.nodes[n] for n in s.last_from if n in s.nodes]
-    if any(n.alive and n.name not in answered and n.refused_step < s.committed for n in asked):
+    if awaited_positions(core):
         return True
-    snapshot = next((x for x in taken if saving.has_all(x)), None)
-    if snapshot is None:
+    snapshot = saving.newest_whole(core)
+    newest = s.durable.step if s.durable is not None else 0
+    if snapshot is None or snapshot.step < newest or newest == snapshot.step != last_step(core):
         return False
     kept = (s.durable, *s.older)
     todo = [
         t
         for t in core.spec.saving.tiers
-        if Durable(s.committed, t.url) not in kept and t.url not in s.last_failed
+        if Durable(snapshot.step, t.url) not in kept and t.url not in s.last_failed
     ]
     for tier in todo:
         current = under_way(core, tier.url)
@@ -250,6 +281,21 @@ def last_on_its_way(core: Core) -> bool:
             s.last_failed.append(tier.url)
             _failed(core, current, f"nothing of it came to {tier.url} for {core.timing.start_s:g} s")
     return bool(todo)
+
+
+def moves_until_s(core: Core) -> float:
+    """While something comes to a tier its checkpoint is waited for, at least until this time."""
+    return max((x.moved_s + core.timing.start_s for x in core.state.storing), default=0.0)
+
+
+def say_unsaved(core: Core) -> None:
+    """The job ends without its last state in a tier, for a reason that was not said."""
+    s, last = core.state, last_step(core)
+    if s.positions == 1 or not last or s.last_failed or (s.durable is not None and s.durable.step >= last):
+        return
+    for tier in core.spec.saving.tiers:
+        reason = "not every shard of the last state could be kept in the memory of a node"
+        core.record("tier-failed", url=tier.url, step=last, reason=reason)
 
 
 # ---------------------------------------------------------------- what is there
@@ -316,7 +362,7 @@ def _failed(core: Core, current: Storing, reason: str) -> None:
     s.storing.remove(current)
     last = s.stored.get(current.tier)
     totals(core, current.tier).failures += 1
-    if s.last_from and current.step == s.committed:
+    if ending(core):
         s.last_failed.append(current.tier)
     s.stored[current.tier] = Storing(current.tier, last.step if last else 0, core.now)
     if current.tier not in s.failing_tiers:
@@ -329,6 +375,7 @@ def _failed(core: Core, current: Storing, reason: str) -> None:
 
 def node_lost(core: Core, node: Node) -> None:
     """What it was writing does not come: the next whole snapshot is stored instead."""
+    core.state.last_from = [(n, p) for n, p in core.state.last_from if n != node.name]
     for current in list(core.state.storing):
         if node.name not in current.waiting.values():
             continue

@@ -677,9 +677,11 @@ class SnapshotWhole(msgspec.Struct, frozen=True, tag="snapshot-whole"):
 
 
 class ForgetSnapshots(msgspec.Struct, frozen=True, tag="forget-snapshots"):
-    """Training goes on from this step: what was saved of later ones never happened."""
+    """Training goes on from this step: what was saved of later ones never happened. until: only up to this one, of which
+    a shard is missing that nobody will bring."""
 
     above_step: int
+    until: int | None = None
 
 
 class StoreShard(msgspec.Struct, frozen=True, tag="store-shard"):

@@ -330,30 +330,25 @@ class Replica:
     def _leave(self, order: m.Stop) -> None:
         self._settle(order.apply)
         if order.keep and self.committed:
-            self._kept = self._save_last(self.committed)
+            self._kept = self._save_last(self.committed, ordered=True)
         if order.save_to is not None and self.committed is not None:
             self._save(order.save_to, self.committed)
         raise JobStopped("the job was asked to stop")
 
-    def _save_last(self, step: int) -> bool:
+    def _save_last(self, step: int, ordered: bool = False) -> bool:
         """The result of training becomes a checkpoint: the agent brings it to every durable tier from its memory. True
-        when it has it. Where there is no memory for it, rank 0 writes it itself."""
+        when it has it. Where there is no memory for it rank 0 writes it itself, unless it holds a shard only. ordered:
+        also if this worker did not take the snapshots."""
         tiers = tiers_of(self.link.start.env)
         if not tiers:
             return False
         self._page.enter(Phase.TIER)
-        held = self._snapshots.last(step, lambda: state.capture(self._protected, step))
-        if held or self.form is None:
-            return held
-        if self.form.generation.positions > 1 and self.form.saves:
-            for tier in tiers:
-                self.link.send(
-                    m.Saved(step, tier.url, f"rank {self.rank} has no memory for its shard of the state")
-                )
-        elif self.form.generation.positions == 1 and not self.rank:
+        saves = ordered or self._snapshots.saves
+        held = saves and self._snapshots.last(step, lambda: state.capture(self._protected, step))
+        if not held and not self.rank and self.form is not None and self.form.generation.positions == 1:
             for tier in tiers:
                 self._save(tier, step)
-        return False
+        return held
 
     def _save(self, tier: DurableTier, step: int) -> None:
         error = None

@@ -69,6 +69,11 @@ class Snapshots:
         self._place = form.generation.members[form.rank].position, form.generation.positions
         self._choose_interval()
 
+    @property
+    def saves(self) -> bool:
+        """Whether this worker takes the generation's snapshots."""
+        return self._saves
+
     def due(self, committed: int) -> bool:
         """Rank 0: is the state after `committed` steps to be saved?"""
         return self._cadence.due(committed, time.monotonic() - self._last_s, self._interval_s)
@@ -110,10 +115,8 @@ class Snapshots:
             self._choose_interval()
 
     def last(self, step: int, capture: Callable[[], Image]) -> bool:
-        """After the last step: copies the state, if this worker saves. True when the agent has it."""
+        """After the last step: copies the state. True when the agent has it."""
         self.before_update()
-        if not self._saves:
-            return False
         image = capture()
         copying = _Copying(Key(step, self._generation, *self._place), image)
         self._link.send(m.SlotWanted(copying.key, image.index.nbytes, waits=True))

@@ -1,0 +1,137 @@
+"""Replicas of several workers: who is built for which shard, and what of them is no replica's."""
+
+import pytest
+from desk import TIER, Desk, running
+
+from holdfast.coordinator import events as e
+from holdfast.coordinator.comparing import SLOW_RANK
+from holdfast.coordinator.hangs import _half
+from holdfast.coordinator.resizing import check_resize
+from holdfast.coordinator.state import JobPhase, WorkerPhase
+from holdfast.errors import UsageError
+from holdfast.protocol import messages as m
+from holdfast.protocol.availability import Capacity
+from holdfast.protocol.phases import BLOCK_STEPS, Spent
+from holdfast.protocol.snapshots import Saving
+
+
+def sharded(nodes: int = 4, spares: int = 0, copies: int = 0, **spec: object) -> Desk:
+    return running(nodes, spares, shape=(2, 1), saving=Saving("1", copies, 0, (TIER,)), **spec)
+
+
+def rebuilt(desk: Desk) -> str:
+    """A spare that was built for shard 0 is told to be built for shard 1."""
+    (spare,) = desk.workers(WorkerPhase.READY)
+    assert desk.known(spare).position == 0
+    desk.lose("n1")
+    assert desk.told(spare, m.Rebuild) == [m.Rebuild(1)]
+    return spare
+
+
+def test_what_a_worker_said_before_it_was_told_to_be_rebuilt_is_out_of_date():
+    desk = sharded(4, 1)
+    spare = rebuilt(desk)
+    desk.gets_ready(spare, (2, 1), position=0)
+    assert desk.known(spare).phase is WorkerPhase.ATTACHED
+    desk.gets_ready(spare, (2, 1), position=1)
+    assert desk.known(spare).phase is WorkerPhase.READY
+
+
+def test_an_agent_that_did_not_hear_of_it_is_told_again():
+    desk = sharded(4, 1)
+    spare = rebuilt(desk)
+    before = m.Ready("d0", "n4", 1, 2, shape=(2, 1), position=0)
+    desk.crash()
+    desk.back("n4", n4={"ready": before})
+    assert desk.told(spare, m.Rebuild, newest=True) == [m.Rebuild(1)]
+    desk.back("n4", n4={"ready": None})
+    assert desk.told(spare, m.Rebuild, newest=True) == []
+
+
+def test_spares_of_one_shard_become_a_replica_where_no_other_workers_come():
+    desk = Desk(4, max_restarts=0)
+    for i in range(4):
+        desk.node(f"n{i}")
+    first = desk.workers()
+    for worker in first[:2]:
+        desk.started(worker)
+    desk.gets_ready(first[0], (2, 1), position=0)
+    for worker in first[2:]:
+        desk.started(worker)
+    desk.gets_ready(first[2], (2, 1), position=0)
+    desk.lose("n1")
+    desk.lose("n3")
+    rebuilds = [x for w in (first[0], first[2]) for x in desk.told(w, m.Rebuild)]
+    assert rebuilds in ([], [m.Rebuild(1)])
+
+
+def test_a_size_that_makes_no_whole_replicas_is_rounded_down():
+    desk = sharded(4)
+    desk.do(e.ResizeRequested(3, "smaller"))
+    assert desk.state.target == 2
+    desk.do(e.ResizeRequested(4, "larger"))
+    assert desk.state.target == 4
+    with pytest.raises(UsageError, match="replicas of 2 workers need 2"):
+        check_resize(desk.state, 1)
+
+
+def test_with_less_room_than_a_replica_needs_the_job_stops():
+    desk = sharded(4)
+    desk.do(Capacity(1, "preempted", None))
+    assert (desk.state.stop_reason or "").endswith("1 of at least 2 nodes are left")
+
+
+def test_too_few_nodes_are_noticed_when_the_shape_is_known():
+    desk = Desk(4)
+    for i in range(4):
+        desk.node(f"n{i}")
+    first, *others = desk.workers()
+    desk.started(first)
+    desk.do(Capacity(1, "preempted", None))
+    assert desk.state.stop_reason is None
+    staying = next(w for w in (first, *others) if desk.state.nodes[desk.known(w).node].leaving is None)
+    desk.says(staying, m.Attached())
+    desk.gets_ready(staying, (2, 1))
+    assert "1 of at least 2 nodes are left" in (desk.state.stop_reason or "")
+
+
+def test_a_snapshot_of_which_nobody_brings_a_shard_is_given_up():
+    desk = sharded(2)
+    desk.holds("n0", desk.shard(6, 0))
+    desk.refuses("n1", desk.shard(6, 1))
+    assert desk.sent(m.ForgetSnapshots, newest=True) == [("n0", m.ForgetSnapshots(5, 6))]
+    desk.holds("n0", desk.shard(7, 0))
+    desk.holds("n1", desk.shard(7, 1))
+    assert desk.whole() == [7]
+    desk.holds("n0", desk.shard(6, 0))
+    assert desk.whole() == [7]
+
+
+def test_a_snapshot_that_the_other_holder_may_bring_is_waited_for():
+    desk = sharded(4, copies=1)
+    desk.holds("n0", desk.shard(6, 0))
+    desk.refuses("n1", desk.shard(6, 1))
+    assert desk.sent(m.ForgetSnapshots) == []
+    desk.holds("n2", desk.shard(6, 0))
+    desk.holds("n3", desk.shard(6, 1))
+    assert [x.step for x in desk.state.snapshots] == [6]
+
+
+def test_when_nobody_differs_somebody_keeps_every_shard():
+    desk = sharded(4)
+    half = _half(desk.core.inside())
+    assert sorted(w.position for w in half) == [0, 1]
+    alone = sharded(2)
+    assert len(_half(alone.core.inside())) == 1
+
+
+def test_who_computes_nothing_is_compared_with_nobody():
+    desk = sharded(4)
+    for block in range(40):
+        for rank, worker in enumerate(desk.members()):
+            own_s = 0.001 * (5 if rank == 3 else 1) if rank > 1 else 0.1
+            spent = Spent(block * BLOCK_STEPS, 0 if rank > 1 else 4, 0.0, own_s, 0.0, 0.1, 0.0, 0.0, None)
+            desk.says(worker, m.Progress(1, 6 + block, 0.1, spent=(spent,)))
+    assert desk.state.slow == []
+    assert not any(SLOW_RANK in str(r) for r in desk.records("finding"))
+    assert desk.state.phase is JobPhase.RUNNING
