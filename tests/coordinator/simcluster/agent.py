@@ -58,7 +58,8 @@ class SimAgent:
         self._said: dict[str, dict[str, m.WorkerMessage]] = {}
         self._stalled_s: dict[str, float] = {}
         rng, plan = cluster.saving_rng, cluster.plan
-        self.memory = SimMemory(self, plan.snapshot_every > 0 and rng.random() >= plan.no_memory)
+        saves = plan.snapshot_every > 0 or plan.positions > 1
+        self.memory = SimMemory(self, saves and rng.random() >= plan.no_memory)
         self.rack = f"r{rng.randrange(plan.racks)}" if plan.racks else None
         self._connect()
         self._beat()
@@ -254,6 +255,8 @@ class SimAgent:
                     self.cluster.clock.after(delay, worker.die, SIGKILL)
             case m.Tell(name, said):
                 worker = self.workers.get(name)
+                if isinstance(said, m.Rebuild):
+                    self._said.setdefault(name, {}).pop("Ready", None)
                 if isinstance(said, m.Form):
                     self._formed[name] = max(self._formed.get(name, 0), said.generation.number)
                     self._formed_s[name] = self.cluster.clock.now
@@ -274,8 +277,8 @@ class SimAgent:
                 self.memory.publish(message)
             case m.SnapshotWhole(step):
                 self.memory.whole(step)
-            case m.ForgetSnapshots(step):
-                self.memory.forget(step)
+            case m.ForgetSnapshots(step, until):
+                self.memory.forget(step, until)
             case m.Fence():
                 self._fenced()
             case m.Drain():

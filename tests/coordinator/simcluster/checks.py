@@ -41,11 +41,15 @@ class Checks:
         self.formed_s = 0.0
         self.records: dict[str, int] = {}
         self.saved = SavedChecks(self)
-        self._canon: dict[int, int] = {}
+        self._canon: dict[tuple[int, int], int] = {}
+        self._places: dict[str, int] = {}
+        self._source = ""
+        self.beside = self.kept = 0
+        self._before = 0
         self._lines: dict[int, int] = {}
         self._line = 0
         self._lineage = 0
-        self._began: dict[tuple[int, int], int] = {}
+        self._began: dict[tuple[int, int, int], int] = {}
         self._starts: dict[tuple[str, str, int], int] = {}
         self._early = 0
         self._provided = 0
@@ -144,6 +148,7 @@ class Checks:
     def _goes_on(self, number: int, source: str, start: object) -> None:
         """A generation goes on from live state, or from an earlier step: then the later ones never happened."""
         assert isinstance(start, int)
+        self._source, self._before = source, self.newest
         if source == "live":
             self.require(
                 start >= self.newest, "step %d was committed, and it goes on from %d", self.newest, start
@@ -153,7 +158,8 @@ class Checks:
             self.newest = min(self.newest, start)
             if not self.cluster.plan.equal_starts:
                 fresh = source == "fresh"
-                self._canon = {} if fresh else {s: b for s, b in self._canon.items() if s <= start}
+                kept = {} if fresh else {at: b for at, b in self._canon.items() if at[1] <= start}
+                self._canon = kept
                 self._lineage = number
         self._lines[number] = self._line
 
@@ -161,18 +167,24 @@ class Checks:
         """The line of history that a generation is on: it is named after the first generation on it."""
         return self._lines[number]
 
-    def canon_bits(self, step: int) -> int | None:
-        """The state after so many steps, as training went. None: it never came there."""
-        if step == self.cluster.plan.durable_step and step not in self._canon:
-            return self.cluster.chain(step)
-        return self._canon.get(step)
+    def canon_bits(self, step: int, position: int) -> int | None:
+        """A shard of the state after so many steps, as training went. None: it never came there."""
+        if step == self.cluster.plan.durable_step and (position, step) not in self._canon:
+            return self.cluster.chain(step, position)
+        return self._canon.get((position, step))
 
-    def published_state(self, durable: Durable) -> tuple[int, int]:
+    def canon_state(self, step: int) -> tuple[int, ...] | None:
+        """All shards of it."""
+        shards = [self.canon_bits(step, p) for p in range(self.cluster.plan.positions)]
+        known = tuple(bits for bits in shards if bits is not None)
+        return known if len(known) == len(shards) else None
+
+    def published_state(self, durable: Durable, position: int) -> tuple[int, int]:
         """What a start reads from a tier."""
         step, bits = self.cluster.durables.get((durable.url, durable.step), (durable.step, None))
         if bits is None:
             self.fail("%s is not there, or torn", durable)
-        return step, bits
+        return step, bits[position]
 
     def restored(self, worker: Trainer, step: int, bits: int) -> None:
         """A worker has its state from snapshot memory or a tier: it is what was committed at that step."""
@@ -181,7 +193,8 @@ class Checks:
             return
         start = worker.form.generation.start
         self.require(step == start, "%s restored step %d, not %d", worker.name, step, start)
-        self.require(bits == self.canon_bits(step), "%s restored other bits of step %d", worker.name, step)
+        known = self.canon_bits(step, worker.position)
+        self.require(bits == known, "%s restored other bits of step %d", worker.name, step)
 
     def _check_formed(self, core: Core) -> None:
         """Who may be in, and from where they go on."""
@@ -196,8 +209,14 @@ class Checks:
         self.require(len(set(names)) == len(names), "a worker is in twice: %s", names)
         self.require(len(set(places)) == len(places), "a slot is in twice: %s", places)
         self.require([x.rank for x in generation.members] == list(range(len(names))), "ranks of %s", names)
-        most = max(1, state.target) + any(state.nodes[x.node].leaving is not None for x in generation.members)
-        self.require(max(1, state.minimum) <= len(names) <= most, "%d members are not allowed", len(names))
+        if generation.positions == 1:
+            leaving = any(state.nodes[x.node].leaving is not None for x in generation.members)
+            most = max(1, state.target) + leaving
+            self.require(
+                max(1, state.minimum) <= len(names) <= most, "%d members are not allowed", len(names)
+            )
+        else:
+            self._check_rows(state, generation)
         for member in generation.members:
             self.require(state.nodes[member.node].alive, "%s is on a lost node", member.worker)
             self.require(
@@ -215,7 +234,7 @@ class Checks:
                 continue
             if name not in names and worker.plane is not None and known.phase is WorkerPhase.PARKED:
                 self.fail("%s survived and was left out of generation %d", name, generation.number)
-            if worker.held is None:
+            if worker.held is None or self._source != "live":
                 continue
             holds = worker.held[0] + (1 if state.forms.get(name) and state.forms[name].apply else 0)
             self.require(
@@ -227,11 +246,57 @@ class Checks:
                 holds,
             )
 
+    def _check_rows(self, state: CoreState, generation: m.Generation) -> None:
+        """Replicas are complete, and everyone holds its own shard; what is left over of others goes on beside them."""
+        size, members = generation.positions, generation.members
+        self.require(generation.shape == self.cluster.plan.shape, "replicas of %s", generation.shape)
+        strength = generation.strength
+        self.require(state.needed <= strength <= state.target, "%d workers compute", strength)
+        for member in members:
+            place = divmod(member.rank, size) if member.rank < strength else (-1, member.position)
+            self.require((member.replica, member.position) == place, "%s sits wrong", member)
+            worker = self.cluster.find_trainer(member.worker)
+            known = self._places.setdefault(member.worker, member.position)
+            self.require(known == member.position, "%s had position %d", member, known)
+            if worker is not None:
+                self.require(worker.position == member.position, "%s holds shard %d", member, worker.position)
+                self.require(member.replica >= 0 or worker.plane is not None, "%s came to no replica", member)
+        self.beside += len(members) - strength
+        for replica, number in enumerate(generation.rows):
+            row = [self.cluster.find_trainer(x.worker) for x in members if x.replica == replica]
+            kept = {(w.row, w.begun) for w in row if w is not None and w.alive}
+            whole = len(kept) <= 1 and all(begun >= 0 and since == number for since, begun in kept)
+            self.require(number == generation.number or whole, "replica %d is not whole: %s", replica, kept)
+            self.kept += number != generation.number
+        columns = [len(generation.column(p)) for p in range(size)]
+        rows = min(*columns, state.target // size)
+        self.require(generation.replicas == rows, "%d replicas of columns %s", generation.replicas, columns)
+        if self._source != "live":
+            self._check_lost(generation)
+
+    def _check_lost(self, generation: m.Generation) -> None:
+        """Training goes back only where a shard of the newest state is held by nobody."""
+        workers = [self.cluster.find_trainer(x.worker) for x in generation.members]
+        held = [(w.position, *w.held, w.prepared) for w in workers if w is not None and w.held and w.plane]
+        newest = max((step for _, step, *_ in held), default=0)
+        there = {p for p, step, _, ready in held if step == newest or (step == newest - 1 and ready)}
+        if newest and newest >= self._before:
+            self.require(len(there) < generation.positions, "step %d is held whole and given up", newest)
+
     def _check_donors(self, state: CoreState, generation: m.Generation) -> None:
         for form in state.forms.values():
             if not form.restore:
                 continue
-            sources = (bool(form.donors), form.copy is not None, form.durable is not None)
+            sources = (
+                bool(form.donors),
+                form.copy is not None,
+                form.durable is not None,
+                bool(form.shards),
+            )
+            place = generation.members[form.rank].position
+            self.require(
+                form.copy is None or form.copy.key.rank == place, "rank %d restores %s", form.rank, form.copy
+            )
             self.require(sum(sources) == 1, "the sources of rank %d are %s", form.rank, sources)
             self.require(
                 form.copy is None or bool(form.holders), "nobody holds the copy of rank %d", form.rank
@@ -240,6 +305,8 @@ class Checks:
                 donor = state.forms[generation.members[rank].worker]
                 has = not donor.restore or donor.durable is not None
                 self.require(donor.serve and has, "rank %d is no donor", rank)
+                same = generation.members[rank].position == place
+                self.require(same, "rank %d is donor of another shard", rank)
 
     def recorded(self, record: e.Record) -> None:
         """An entry of the ledger that was really written."""
@@ -285,6 +352,7 @@ class Checks:
         """A worker hears of its generation: what it is told must fit what it holds."""
         me, start = form.generation.members[form.rank], form.generation.start
         self.require(me.worker == worker.name, "%s was told the rank of %s", worker.name, me.worker)
+        self.require(me.position == worker.position, "%s holds shard %d", me, worker.position)
         held = worker.held[0] if worker.held else None
         if form.apply:
             self.require(
@@ -300,11 +368,22 @@ class Checks:
                 start,
             )
 
+    def rebuilds(self, worker: Trainer, position: int) -> None:
+        """Only who holds nothing is built anew."""
+        idle = worker.plane is None and worker.phase is Phase.IDLE
+        self.require(idle or self._condemned(worker.name), "%s is to be rebuilt", worker.name)
+        self.require(0 <= position < self.cluster.plan.positions, "position %d", position)
+
+    def stopped_worker(self, worker: Trainer, stop: m.Stop) -> None:
+        """One worker alone can save a state that it holds whole."""
+        sharded = self.cluster.plan.positions > 1
+        self.require(not (stop.save_to if sharded else stop.keep), "%s is told %s", worker.name, stop)
+
     def step_began(self, worker: Trainer) -> None:
         """All members begin a step with the same bits."""
         assert worker.held is not None
         step, bits = worker.held
-        first = self._began.setdefault((worker.seen, step), bits)
+        first = self._began.setdefault((worker.seen, step, worker.position), bits)
         self.require(
             first == bits,
             "%s begins step %d of generation %d with other bits",
@@ -329,10 +408,11 @@ class Checks:
             self.fail("%s commits in generation %d while %d exists", worker.name, worker.seen, self._number)
         if worker.seen < self._lineage:
             return
-        first = self._canon.setdefault(step, bits)
+        first = self._canon.setdefault((worker.position, step), bits)
         self.require(first == bits, "%s has other bits after step %d", worker.name, step - 1)
         if self.cluster.plan.equal_starts:
-            self.require(bits == self.cluster.chain(step), "step %d is not the undisturbed one", step - 1)
+            undisturbed = self.cluster.chain(step, worker.position)
+            self.require(bits == undisturbed, "step %d is not the undisturbed one", step - 1)
         if not self._condemned(worker.name):
             self.newest, self.newest_s = max(self.newest, step), self.cluster.clock.now
 
@@ -414,7 +494,8 @@ class Checks:
                 node.leaving is not None
                 and now - node.leaves_since_s > plan.spec.timing.form_s + PROGRESS_BOUND_S
             )
-            if node.alive and late and staying >= plan.spec.min_nodes and not self._late:
+            enough = staying >= max(plan.spec.min_nodes, state.least_nodes)
+            if node.alive and late and enough and not self._late:
                 self.fail(
                     "%s is still there %g s after it was to leave", node.name, now - node.leaves_since_s
                 )
@@ -453,15 +534,19 @@ class Checks:
     def _check_finished(self, state: CoreState) -> None:
         until = self.cluster.until
         self.require(state.committed == until, "finished at step %d of %d", state.committed, until)
-        expected = f"{self._canon[until]:x}" if until in self._canon else None
-        digests = {w.digest for w in state.workers.values() if w.digest is not None}
-        self.require(digests == {expected}, "the last states are %s, not %s", digests, expected)
+        expected = [f"{b:x}" if b is not None else None for b in self._last_bits(until)]
+        ended = [w for w in state.workers.values() if w.digest is not None]
+        self.require(bool(ended), "nobody finished")
+        for known in ended:
+            digest = expected[known.position]
+            self.require(known.digest == digest, "%s ended with %s, not %s", known.name, known.digest, digest)
         plan, durable = self.cluster.plan, state.durable
         undisturbed = self.cluster.clock.now - self.cluster.faults.last_s > 30.0
         if (
             undisturbed
             and plan.spec.saving.tiers
             and not (plan.hold_fails or self.records.get("tier-failed"))
+            and not (plan.positions > 1 and plan.no_memory)
         ):
             there = durable is not None and durable.step == until
             self.require(there, "finished at step %d, and %s is saved", until, durable)
@@ -475,8 +560,16 @@ class Checks:
                     late or not incident.open, "incident %d (%s) is still open", incident.id, incident.cause
                 )
 
+    def _last_bits(self, step: int) -> list[int | None]:
+        return [self._canon.get((p, step)) for p in range(self.cluster.plan.positions)]
+
     def _check_stopped(self, state: CoreState) -> None:
+        plan = self.cluster.plan
         quiet = self.cluster.clock.now - self.cluster.faults.last_s > 15.0
+        if plan.positions > 1 and (
+            plan.hold_fails or plan.no_memory or plan.tier_fails or not state.last_step
+        ):
+            return
         if quiet and self.newest > 0 and self.cluster.plan.spec.saving.tiers:
             durable = state.durable
             self.require(

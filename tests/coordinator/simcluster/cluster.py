@@ -17,7 +17,7 @@ from simcluster.checks import Checks
 from simcluster.clock import Clock
 from simcluster.faults import Faults
 from simcluster.plan import FOREVER, Plan
-from simcluster.plane import Plane
+from simcluster.plane import Key, Plane
 from simcluster.service import Service
 from simcluster.worker import Script, SimWorker, Trainer
 
@@ -42,7 +42,7 @@ class Cluster:
         self.trace: deque[tuple[float, str, tuple[Any, ...]]] = deque(maxlen=TRACE_LINES)
         self.until = plan.steps
         self.whole_s = self.began_s
-        self.durables: dict[tuple[str, int], tuple[int, int | None]] = {}
+        self.durables: dict[tuple[str, int], tuple[int, tuple[int, ...] | None]] = {}
         self.files: dict[tuple[str, str], int] = {}
         self.agents: dict[str, SimAgent] = {}
         self.workers: dict[str, SimWorker] = {}
@@ -50,14 +50,15 @@ class Cluster:
         self._planes: dict[int, Plane] = {}
         self._roots = 1
         self._nodes = 0
-        self._chain = [1]
+        self._chains = [[self.root(1, p)] for p in range(plan.positions)]
         self.checks = Checks(self)
         self.faults = Faults(self)
         self.ailments = Ailments(self)
         self.service = Service(self)
         self.service.handle(e.Tick())
         if plan.durable_step is not None and plan.level == 2:
-            self.durables[("before", plan.durable_step)] = (plan.durable_step, self.chain(plan.durable_step))
+            bits = tuple(self.chain(plan.durable_step, p) for p in range(plan.positions))
+            self.durables[("before", plan.durable_step)] = (plan.durable_step, bits)
             if plan.steps != FOREVER:
                 self.until += plan.durable_step
             self.service.handle(e.DurableFound(Durable(plan.durable_step, "before")))
@@ -85,6 +86,10 @@ class Cluster:
         self._roots += 1
         return self._roots
 
+    def root(self, root: int, position: int) -> int:
+        """A worker's shard of a model as it was built."""
+        return root if self.plan.positions == 1 else hash((root, position)) & ((1 << 60) - 1)
+
     def next_bits(self, step: int, bits: int, contents: frozenset[int], line: int = 0) -> int:
         """The state after one update: a function of the state, the step and the data, and of nothing else.
 
@@ -106,9 +111,9 @@ class Cluster:
                 return bits
         return None
 
-    def chain(self, steps: int) -> int:
-        """The state after so many steps without any fault, from root 1."""
-        known, contents = self._chain, frozenset(range(self.plan.micro_batches))
+    def chain(self, steps: int, position: int) -> int:
+        """A shard of the state after so many steps without any fault, from root 1."""
+        known, contents = self._chains[position], frozenset(range(self.plan.micro_batches))
         while len(known) <= steps:
             known.append(self.next_bits(len(known) - 1, known[-1], contents))
         return known[steps]
@@ -145,9 +150,9 @@ class Cluster:
         """The coordinator says that the job is over."""
         self.log("the job ended: %s", outcome)
 
-    def tears_end(self, key: tuple[str, int]) -> bool:
+    def tears_end(self, key: Key) -> bool:
         """Whether a member misses the last word of the last vote."""
-        last = self.plan.torn_end and key == ("vote", self.until - 1)
+        last = self.plan.torn_end and key == ("vote", self.until - 1, 0)
         return last and not self.faults.over and self.rng.random() < 0.4
 
     def moment(self, name: str, worker: SimWorker | None = None) -> None:

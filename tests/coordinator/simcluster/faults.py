@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from holdfast.coordinator import events as e
@@ -96,6 +96,8 @@ class Faults:
             "join-node": lambda w: self._join(),
             "bad-node": self._make_bad,
             "kill-all-workers": lambda w: self._kill_all(),
+            "kill-column": lambda w: self._kill_some(w, "position"),
+            "kill-row": lambda w: self._kill_some(w, "replica"),
             "silence-holders": lambda w: self._silence_holders(),
         }
         strikes[kind](worker)
@@ -154,10 +156,27 @@ class Faults:
         if not self._told("kill-worker", lambda: target.die(code), target.agent.name, target.name):
             self.untold.append(target.name)
 
+    def _kill_some(self, worker: SimWorker | None, what: str) -> None:
+        """All workers of one replica, or all that hold one shard, as the newest generation has them."""
+        core = self.cluster.service.core
+        generation = core.state.generation if core is not None else None
+        if generation is None:
+            return
+        parts: dict[int, list[str]] = {}
+        for member in generation.members:
+            parts.setdefault(getattr(member, what), []).append(member.worker)
+        names = parts[self.cluster.rng.choice(sorted(parts))]
+        found = [self.cluster.find_trainer(n) for n in names]
+        self._kill_these([w for w in found if w is not None and w.running])
+
     def _kill_all(self) -> None:
-        """Nothing live is left to go on from. The coordinator is told of all of it or of nothing."""
+        """Nothing live is left to go on from."""
+        agents = self.cluster.agents.values()
+        self._kill_these([w for a in agents if a.alive for w in a.living() if w.running])
+
+    def _kill_these(self, struck: Sequence[SimWorker]) -> None:
+        """The coordinator is told of all of it or of nothing."""
         cluster = self.cluster
-        struck = [w for a in cluster.agents.values() if a.alive for w in a.living() if w.running]
         told = cluster.service.up and cluster.rng.random() < cluster.plan.tells_injections
         for target in struck if told else ():
             cluster.service.handle(
@@ -272,9 +291,8 @@ class Faults:
         cluster.log("change: %s", kind)
         living = [a for a in cluster.agents.values() if a.alive]
         if kind == "resize" and not spec.wait_for_spare:
-            cluster.service.handle(
-                e.ResizeRequested(rng.randint(spec.min_nodes, spec.max_nodes), "simulated")
-            )
+            nodes = max(rng.randint(spec.min_nodes, spec.max_nodes), core.state.least_nodes)
+            cluster.service.handle(e.ResizeRequested(nodes, "simulated"))
         elif kind == "capacity":
             least = 0 if rng.random() < 0.1 else spec.min_nodes
             within_s = rng.choice((None, 1.0, 20.0))

@@ -79,11 +79,13 @@ class SimMemory:
         """Older snapshots are not needed."""
         self._whole_step = max(self._whole_step, step)
 
-    def forget(self, above_step: int) -> None:
-        """Later ones never happened."""
-        self._whole_step = min(self._whole_step, above_step)
+    def forget(self, above_step: int, until: int | None = None) -> None:
+        """Later ones never happened, or will not be whole."""
+        if until is None:
+            self._whole_step = min(self._whole_step, above_step)
         for slot in [s for s in self._slots if s.bits is not None and s.key.step > above_step]:
-            self._drop(slot)
+            if until is None or slot.key.step <= until:
+                self._drop(slot)
 
     # ------------------------------------------------------------ a worker's copy
 
@@ -176,9 +178,10 @@ class SimMemory:
         if self._tier_fails():
             self.agent.send(m.Published(tier.url, order.step, "the tier does not answer"))
             return
-        bits = self.cluster.files[(tier.url, order.shards[0].row.name)]
-        there = bits if f"{bits:x}" == order.shards[0].row.xxh3 else None  # else it is torn
-        self.cluster.durables[(tier.url, order.step)] = (order.step, there)
+        shards = sorted(order.shards, key=lambda x: x.rank)
+        bits = tuple(self.cluster.files[(tier.url, x.row.name)] for x in shards)
+        torn = [f"{b:x}" for b in bits] != [x.row.xxh3 for x in shards]
+        self.cluster.durables[(tier.url, order.step)] = (order.step, None if torn else bits)
         self.cluster.moment("published")
         steps = [step for url, step in self.cluster.durables if url == tier.url]
         for step in Retention(tier.keep, tier.keep_every).superfluous(steps):

@@ -63,6 +63,12 @@ class Plan:
     comes_back: float = 0.0  # how often a machine that was replaced comes back under another name
     lemons: float = 0.0  # how many machines have a bad history
     refused_checks: float = 0.0  # how often the basic checks of a new node are faulty
+    shape: tuple[int, int] = (1, 1)  # of a replica: shard degree, and tensor degree
+
+    @property
+    def positions(self) -> int:
+        """Workers of a replica."""
+        return self.shape[0] * self.shape[1]
 
     @property
     def coordinator_dies(self) -> bool:
@@ -126,6 +132,20 @@ MOMENTS = (
 
 SAVED_MOMENTS = (*MOMENTS, "published", "held")
 
+SHARDED = 10_000_000
+"""From this seed on replicas are several workers."""
+
+SHARDED_MOMENTS = (*SAVED_MOMENTS, "rebuilt", "rebuilds")
+SHARDED_FAULTS = (
+    "kill-worker",
+    "kill-worker",
+    "kill-node",
+    "kill-column",
+    "kill-row",
+    "torn",
+    "kill-coordinator",
+)
+
 
 def plan_for(seed: int, level: int | None = None) -> Plan:
     """The schedule of a seed. One in eight is at level 0."""
@@ -187,7 +207,34 @@ def plan_for(seed: int, level: int | None = None) -> Plan:
         _draw_saving(plan, window)
     _draw_changes(plan, window)
     _draw_health(plan, window)
+    if seed >= SHARDED:
+        _draw_shape(plan, window)
     return plan
+
+
+def _draw_shape(plan: Plan, window: float) -> None:
+    """Replicas of two to four workers; faults that leave complementary shards, or none of one."""
+    rng = random.Random(-7_000_003 - plan.seed)
+    plan.level, plan.shape = 2, rng.choice(((2, 1), (2, 1), (3, 1), (2, 2)))
+    if not plan.snapshot_every and rng.random() < 0.7:
+        plan.faults_until_s = window
+        _draw_saving(plan, window)
+    workers = plan.positions * rng.choice((1, 2, 2, 3) if plan.positions < 4 else (1, 2))
+    nproc = rng.choice((1, 1, 2)) if workers % 2 == 0 else 1
+    most = workers // nproc
+    plan.spec = msgspec.structs.replace(
+        plan.spec,
+        max_nodes=most,
+        min_nodes=rng.randint(1, most),
+        nproc=nproc,
+        spares=rng.choice((0, 0, 1, 1, 2)),
+    )
+    plan.micro_batches = plan.shape[0] * rng.randint(1, 4)
+    for _ in range(rng.choice((0, 1, 1, 2))):
+        plan.faults.append((rng.uniform(0.0, window), rng.choice(SHARDED_FAULTS)))
+    for _ in range(rng.choice((0, 1, 1, 2, 3))):
+        kind = rng.choice(SHARDED_FAULTS)
+        plan.triggers.append((rng.choice(SHARDED_MOMENTS), rng.randint(1, 6), kind))
 
 
 FINDINGS = {

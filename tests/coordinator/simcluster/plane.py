@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from simcluster.cluster import Cluster
     from simcluster.worker import Trainer
 
-Key = tuple[str, int]
+Key = tuple[str, int, int]
+"""A collective: what it is, of which step, and of which row or column (0: of all)."""
 
 
 class Plane:
@@ -19,7 +20,8 @@ class Plane:
     def __init__(self, cluster: Cluster, generation: Generation) -> None:
         self.cluster = cluster
         self.number = generation.number
-        self.size = len(generation.members)
+        self.generation = generation
+        self._groups: dict[tuple[str, int], frozenset[str]] = {}
         self.present: dict[str, Trainer] = {}
         self.absent: set[str] = set()
         self._arrived: dict[Key, dict[str, Any]] = {}
@@ -33,15 +35,28 @@ class Plane:
         """A member reached a collective and waits there until it closes, fails or is aborted."""
         worker.waits_for = key
         self._arrived.setdefault(key, {})[worker.name] = payload
-        if self.absent:
+        if self.absent & self.group(key):
             self._fail(worker)
         else:
             self.check(key)
 
+    def group(self, key: Key) -> frozenset[str]:
+        """Who takes part in a collective: all, the workers of one replica, or all that hold one shard."""
+        kind, _, part = key
+        if (kind, part) not in self._groups:
+            members = self.generation.members
+            if kind == "row":
+                members = tuple(m for m in members if m.replica == part)
+            elif kind == "reduce":
+                members = tuple(m for m in members if m.position == part)
+            self._groups[kind, part] = frozenset(m.worker for m in members)
+        return self._groups[kind, part]
+
     def check(self, key: Key) -> None:
         """Closes the collective if everyone is there."""
         arrived = self._arrived[key]
-        if len(arrived) < self.size or self.absent or key in self._closed:
+        group = self.group(key)
+        if len(arrived) < len(group) or self.absent & group or key in self._closed:
             return
         members = [self.present[name] for name in arrived]
         if any(w.agent.cut for w in members) or self.cluster.faults.flaky(self.number):
@@ -75,6 +90,8 @@ class Plane:
             return
         for other in self.present.values():
             if other is worker or other.waits_for is None or other.agent.cut:
+                continue
+            if worker.name not in self.group(other.waits_for):
                 continue
             if other.waits_for in self._closed and self.cluster.rng.random() < 0.5:
                 continue

@@ -33,6 +33,9 @@ class Summary:
     withheld: int = 0
     readmitted: int = 0
     swaps: int = 0
+    rebuilt: int = 0
+    beside: int = 0
+    kept: int = 0
 
 
 def run_seed(seed: int, level: int | None = None) -> Summary:
@@ -68,4 +71,7 @@ def run_seed(seed: int, level: int | None = None) -> Summary:
         sum(state.health.totals.withheld.values()),
         cluster.checks.records.get("readmitted", 0),
         cluster.ailments.swaps,
+        cluster.checks.records.get("rebuild", 0),
+        cluster.checks.beside,
+        cluster.checks.kept,
     )

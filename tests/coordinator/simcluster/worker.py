@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from holdfast.protocol import messages as m
 from holdfast.protocol.phases import Phase, Place
 from holdfast.protocol.snapshots import DurableTier
 from holdfast.protocol.snapshots import Key as SnapshotKey
+from holdfast.train import tree
 
 if TYPE_CHECKING:
     from simcluster.agent import SimAgent
@@ -106,7 +107,8 @@ class Trainer(SimWorker):
     def __init__(self, agent: SimAgent, start: m.StartWorker) -> None:
         super().__init__(agent, start)
         rng, plan = self.cluster.rng, self.cluster.plan
-        self.init = 1 if plan.equal_starts else self.cluster.new_root()
+        self.position = int(self.env[m.POSITION_VARIABLE]) % plan.positions
+        self.init = self._build()
         self.held: tuple[int, int] | None = None
         self.prepared = False
         self.seen = 0
@@ -122,9 +124,12 @@ class Trainer(SimWorker):
         self.agreed = False
         self.broken = False
         self.hurt = False
-        self.leaving = False
+        self.leaving = self.kept = False
         self.restore_s: float | None = None
         self.armed: dict[str, int | None] = {}
+        self.orders: list[m.ToWorker] = []
+        self.row, self.begun = 0, -1  # when its replica was connected; how far its collectives are
+        self.halts = False
         self.later(rng.uniform(0.2, 1.0) * plan.start_s, self._attach)
 
     @property
@@ -141,10 +146,34 @@ class Trainer(SimWorker):
         self.say(m.Attached())
         self.later(self.cluster.rng.uniform(0.05, 0.5) * self.cluster.plan.start_s, self._get_ready)
 
+    def _build(self) -> int:
+        """The model, or this worker's shard of it."""
+        root = 1 if self.cluster.plan.equal_starts else self.cluster.new_root()
+        return self.cluster.root(root, self.position)
+
     def _get_ready(self) -> None:
         self.enter(Phase.IDLE)
-        self.say(m.Ready(f"{self.init:x}", self.agent.host, 1, 2))
+        shape = self.cluster.plan.shape
+        self.say(m.Ready(f"{self.init:x}", self.agent.host, 1, 2, shape=shape, position=self.position))
         self.cluster.moment("ready", self)
+
+    def _rebuild(self, position: int) -> None:
+        """`main` is run again: what came meanwhile is looked at when it is ready."""
+        self.cluster.checks.rebuilds(self, position)
+        self.cluster.moment("rebuilds", self)
+        if not self.running:
+            return
+        self.ticket += 1
+        self.position, self.phase = position, Phase.STARTUP
+        self.init = self._build()
+        self.later(self.cluster.rng.uniform(0.05, 0.5) * self.cluster.plan.start_s, self._rebuilt)
+
+    def _rebuilt(self) -> None:
+        self._get_ready()
+        self.cluster.moment("rebuilt", self)
+        orders, self.orders = self.orders[-1:], []
+        for order in orders:
+            self.obey(order)
 
     def say(self, message: m.WorkerMessage) -> None:
         """Tells the agent, which passes it on."""
@@ -164,12 +193,20 @@ class Trainer(SimWorker):
     # ------------------------------------------------------------ orders
 
     def obey(self, message: m.ToWorker) -> None:
+        if self.phase is Phase.STARTUP and isinstance(message, m.Form | m.Stop | m.Rebuild):
+            self.orders.append(message)  # only the newest is looked at
+            return
         match message:
             case m.Form():
                 self._form(message)
-            case m.Break(number):
+            case m.Rebuild(position):
+                self._rebuild(position)
+            case m.Break(number, _, halt):
                 if number == self.seen and self.phase not in (Phase.PARKED, Phase.IDLE, Phase.DONE):
-                    self._break()
+                    self._halt() if halt and not self.broken else self._break()
+            case m.RunTo(number, begun):
+                if number == self.seen and self.halts:
+                    self.later(self.cluster.rng.uniform(0.0, self.cluster.plan.step_s), self._run_to, begun)
             case m.Yield(number):
                 self.yields_in = max(self.yields_in, number)
             case m.Stop():
@@ -184,7 +221,9 @@ class Trainer(SimWorker):
         self.cluster.checks.formed_worker(self, form)
         self.ticket += 1
         self.seen, self.form, self.waits_for = generation.number, form, None
-        self.broken = self.hurt = self.agreed = self.wanted = False
+        self.broken = self.hurt = self.agreed = self.wanted = self.halts = False
+        if self._connects_row:
+            self.begun = -1
         self.line = self.cluster.checks.line_of(generation.number)
         self.deaf_in = None
         if form.apply:
@@ -208,6 +247,24 @@ class Trainer(SimWorker):
         self.prepared = False
         self.held = (step + 1, self.cluster.next_bits(step, bits, self.contents, self.line))
         self.cluster.checks.committed(self)
+
+    def _halt(self) -> None:
+        """Its replica is whole: it begins no further collective of it, and hears where to leave the step."""
+        if self.begun < 0 or self.hurt or self.phase not in (*BLOCKED, Phase.FORWARD):
+            self._break()
+            return
+        self.broken = self.halts = True
+        self.ticket += 1
+        self.waits_for = None
+        self.say(m.Halted(self.seen, self.begun))
+
+    def _run_to(self, begun: int) -> None:
+        """All of its replica come to the furthest call, unless the step is over for this one."""
+        if begun > self.begun and self.phase is not Phase.FORWARD:
+            self._break()
+            return
+        self.begun = begun
+        self._park(whole=True)
 
     def _break(self) -> None:
         """The control thread frees the main thread from a collective; elsewhere it looks by itself."""
@@ -233,14 +290,18 @@ class Trainer(SimWorker):
         elif self.cluster.plan.parks_itself:
             self.later(self.cluster.rng.uniform(0.0, 0.01), self._park)
 
-    def _park(self) -> None:
+    def _park(self, whole: bool = False) -> None:
+        """whole: the groups of its replica are."""
+        self.halts = False
+        self.begun = self.begun if whole else -1
         self.ticket += 1
         self.waits_for = None
         self.hurt, self.trouble = False, None
         if self.plane is not None:
             self.plane.gone(self)
         self.enter(Phase.PARKED)
-        self.say(m.Parked(self.seen, self.held[0] if self.held else None, self.prepared))
+        held = self.held[0] if self.held else None
+        self.say(m.Parked(self.seen, held, self.prepared, begun=self.begun))
         self.cluster.moment("parked", self)
 
     def _stop(self, stop: m.Stop) -> None:
@@ -250,6 +311,12 @@ class Trainer(SimWorker):
         self.ticket += 1
         if stop.apply and self.prepared:
             self._apply()
+        self.cluster.checks.stopped_worker(self, stop)
+        if stop.keep and self.held is not None and self.held[0]:
+            self.cluster.moment("stopping", self)
+            self.kept = self.cluster.plan.spec.saving.tiers != () and self.agent.memory.take_last(
+                self._snapshot_key(self.held[0]), self.held[1]
+            )
         if stop.save_to is not None and self.held is not None:
             self.cluster.moment("stopping", self)
             self.later(self.cluster.rng.uniform(0.05, 1.5), self._saved, stop.save_to)
@@ -258,7 +325,7 @@ class Trainer(SimWorker):
 
     def _saved(self, tier: DurableTier) -> None:
         assert self.held is not None
-        self.cluster.durables[(tier.url, self.held[0])] = self.held
+        self.cluster.durables[(tier.url, self.held[0])] = (self.held[0], (self.held[1],))
         self.cluster.moment("saved", self)
         self.say(m.Saved(self.held[0], tier.url))
         self._finish(stopped=True)
@@ -268,7 +335,7 @@ class Trainer(SimWorker):
         self.leaving = True
         self.enter(Phase.DONE)
         if self.held is not None:
-            kept = not stopped and self._save_last(*self.held)
+            kept = self.kept or (not stopped and self._save_last(*self.held))
             self.say(m.Done(self.held[0], f"{self.held[1]:x}", None, stopped, kept))
         self.cluster.moment("done", self)
         self.later(self.cluster.rng.uniform(0.0, 0.5), self.die, 0)
@@ -278,11 +345,14 @@ class Trainer(SimWorker):
         form, tiers = self.form, self.cluster.plan.spec.saving.tiers
         if form is None or not tiers:
             return False
-        kept = form.saves and self.agent.memory.take_last(SnapshotKey(step, self.seen, 0, 1), bits)
-        if not kept and not form.rank:
-            self.cluster.durables[(tiers[0].url, step)] = (step, bits)
+        kept = form.saves and self.agent.memory.take_last(self._snapshot_key(step), bits)
+        if not kept and not form.rank and self.cluster.plan.positions == 1:
+            self.cluster.durables[(tiers[0].url, step)] = (step, (bits,))
             self.say(m.Saved(step, tiers[0].url))
         return kept
+
+    def _snapshot_key(self, step: int) -> SnapshotKey:
+        return SnapshotKey(step, self.seen, self.position, self.cluster.plan.positions)
 
     # ------------------------------------------------------------ a generation
 
@@ -312,7 +382,7 @@ class Trainer(SimWorker):
                 return
         else:
             assert form.durable is not None
-            step, bits = self.cluster.checks.published_state(form.durable)
+            step, bits = self.cluster.checks.published_state(form.durable, self.position)
         self.cluster.checks.restored(self, step, bits)
         self._fetched((step, bits))
 
@@ -334,12 +404,13 @@ class Trainer(SimWorker):
         assert self.plane is not None
         self.restore_s = restore_s
         self.enter(Phase.JOIN)
-        self.plane.arrive(("join", 0), self, None)
+        self.plane.arrive(("join", 0, 0), self, None)
 
     def closed(self, key: Key, payloads: dict[str, Any]) -> None:
         """A collective closed for this worker."""
-        kind, step = key
+        kind, step, _ = key
         if kind == "join":
+            self._connected()
             self.say(m.Joined(self.seen, 0.01, self.restore_s))
             self.cluster.moment("joined", self)
             assert self.held is not None
@@ -347,6 +418,9 @@ class Trainer(SimWorker):
                 self._finish()
             else:
                 self._begin_step()
+        elif kind == "row":
+            shares = [set(share) for share in payloads.values()]
+            self._reduce(step, sorted(set().union(*shares)))
         elif kind == "reduce":
             self.contents = self.cluster.checks.reduced(self, step, payloads)
             self._reduced(step)
@@ -358,6 +432,17 @@ class Trainer(SimWorker):
             self.enter(Phase.UPDATE)
             self.later(self.cluster.rng.uniform(0.0, 0.01), self._update)
 
+    def _connected(self) -> None:
+        if self._connects_row:
+            self.row, self.begun = self.seen, -1 if self.beside else 0
+
+    @property
+    def _connects_row(self) -> bool:
+        """Not so where its replica goes on with the groups that it has."""
+        assert self.form is not None
+        generation, replica = self.form.generation, self.form.generation.members[self.form.rank].replica
+        return replica < 0 or not generation.rows or generation.rows[replica] == generation.number
+
     def collective_failed(self, key: Key) -> None:
         """A collective raised: the worker says so."""
         self._part(m.CollectiveError(self.seen, key[1], "Connection closed by peer"))
@@ -368,6 +453,10 @@ class Trainer(SimWorker):
         self.cluster.checks.step_began(self)
         self._save()
         self.enter(Phase.FORWARD)
+        if self.beside:
+            self.own_s = 0.0
+            self.later(0.0, self._computed)
+            return
         compile_s = 0.0 if self.trained else self.cluster.rng.uniform(0.0, 1.0) * self.cluster.plan.compile_s
         self.own_s = compile_s + self.cluster.rng.uniform(0.5, 1.5) * self.cluster.plan.step_s
         self.later(self.own_s, self._computed)
@@ -376,7 +465,7 @@ class Trainer(SimWorker):
         """The state is copied into the node's memory while this step computes."""
         assert self.held is not None
         if self.wanted and self.form is not None and self.form.saves:
-            self.agent.memory.take(self, SnapshotKey(self.held[0], self.seen, 0, 1), self.held[1])
+            self.agent.memory.take(self, self._snapshot_key(self.held[0]), self.held[1])
         self.wanted = False
 
     def _fires(self, fault: str, step: int) -> bool:
@@ -409,8 +498,25 @@ class Trainer(SimWorker):
             self.deaf_in = "reduce"
         self.enter(Phase.REDUCE)
         self.collectives = 1
-        size, total = len(self.form.generation.members), self.cluster.plan.micro_batches
-        self.plane.arrive(("reduce", step), self, range(self.form.rank, total, size))
+        generation, rank, total = self.form.generation, self.form.rank, self.cluster.plan.micro_batches
+        if self.cluster.plan.positions == 1:
+            self._reduce(step, range(rank, total, len(generation.members)))
+        elif self.beside:
+            self._reduce(step, ())
+        else:
+            share = tree.seat(total, generation, rank).micro_batches
+            self.begun += 1
+            self.plane.arrive(("row", step, generation.members[rank].replica), self, share)
+
+    def _reduce(self, step: int, share: Sequence[int]) -> None:
+        """The sum over the replicas, shard by shard."""
+        assert self.plane is not None
+        self.plane.arrive(("reduce", step, self.position), self, share)
+
+    @property
+    def beside(self) -> bool:
+        """Its replica is not complete: it makes every update and computes nothing."""
+        return self.form is not None and self.form.generation.members[self.form.rank].replica < 0
 
     def _reduced(self, step: int) -> None:
         assert self.plane is not None
@@ -423,7 +529,7 @@ class Trainer(SimWorker):
             return
         self.enter(Phase.VOTE)
         self.collectives = 2
-        self.plane.arrive(("vote", step), self, self.yields_in == self.seen)
+        self.plane.arrive(("vote", step, 0), self, self.yields_in == self.seen)
 
     def _raise(self, step: int, phase: Phase, error: str, where: str) -> None:
         self._part(m.Failed(self.seen, step, int(phase), error, "simulated", f"{error}: simulated", where))
