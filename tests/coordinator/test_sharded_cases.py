@@ -95,6 +95,33 @@ def test_too_few_nodes_are_noticed_when_the_shape_is_known():
     assert "1 of at least 2 nodes are left" in (desk.state.stop_reason or "")
 
 
+def test_who_is_to_leave_gives_its_shard_to_the_one_in_its_place_and_goes():
+    desk = sharded(2, 1)
+    (spare,) = desk.workers(WorkerPhase.READY)
+    desk.do(e.NodeGoing("n0", "drained", None))
+    desk.gets_ready(spare, (2, 1), position=0)
+    leaver, other = desk.members()
+    for worker in (leaver, other):
+        assert desk.told(worker, m.Yield)
+        desk.parks(worker, 6)
+    assert desk.members() == [spare, other, leaver]
+    assert desk.state.generation is not None
+    assert desk.state.generation.members[2].replica == -1
+    assert desk.told(spare, m.Form)[-1].donors == (2,)
+    desk.commit(7)
+    for worker in desk.members():
+        desk.parks(worker, 7)
+    assert desk.members() == [spare, other]
+    assert leaver in desk.killed()
+
+
+def test_one_that_is_to_leave_does_not_count_for_who_is_built():
+    desk = sharded(2, 1)
+    (spare,) = desk.workers(WorkerPhase.READY)
+    desk.do(e.NodeGoing("n1", "drained", None))
+    assert desk.told(spare, m.Rebuild) == [m.Rebuild(1)]
+
+
 def test_a_snapshot_of_which_nobody_brings_a_shard_is_given_up():
     desk = sharded(2)
     desk.holds("n0", desk.shard(6, 0))

@@ -156,6 +156,7 @@ def try_form(core: Core) -> None:
             resizing.let_go(core, [w for w in survivors if w not in kept])
             _form(core, survivors, kept, joining)
         return
+    shards.rebuild(core)  # also for what those held that were ended just now
     if core.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED) or nodes.checked(core):
         s.wait_deadline_s = None  # they have a deadline of their own
     elif s.wait_deadline_s is None:
@@ -289,7 +290,7 @@ def _form(core: Core, survivors: list[Worker], kept: list[Worker], fresh: list[W
 
 def _seating(core: Core, survivors: list[Worker], kept: list[Worker], fresh: list[Worker]) -> Seating:
     if core.state.positions > 1:
-        return shards.seating(core, kept, fresh)
+        return resizing.seating(core, kept, fresh)
     previous = core.state.generation if survivors else None
     ranks = policy.assign_ranks(previous, [w.name for w in kept], [w.name for w in fresh])
     return Seating(tuple((w,) for w in ranks))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.coordinator import failures, gang, incidents, policy, remedies, saving, shards, stopping
 from holdfast.coordinator.events import ReleaseNode
+from holdfast.coordinator.seating import Seating
 from holdfast.coordinator.state import Change, CoreState, JobPhase, Node, Worker, WorkerPhase
 from holdfast.errors import UsageError
 from holdfast.protocol import messages as m
@@ -272,6 +273,16 @@ def _choose_rows(
         if worker.name in outcome.holders and not others:
             kept.append(worker)
     return kept, [w for w in fresh if w.name in seated]
+
+
+def seating(core: Core, kept: list[Worker], fresh: list[Worker]) -> Seating:
+    """Who sits where. One that is to leave stays beside when others fill its place, which may have the state from it."""
+    staying = [w for w in kept if not leaves(core, w)]
+    without, full = shards.seating(core, staying, fresh), shards.seating(core, kept, fresh)
+    if len(without.rows) < len(full.rows):
+        return full
+    donors = tuple((w.name, w.position) for w in kept if leaves(core, w))
+    return Seating(without.rows, (*without.beside, *donors))
 
 
 def let_go(core: Core, workers: list[Worker]) -> None:

@@ -66,7 +66,7 @@ def next_position(core: Core, rank: int) -> int:
     s = core.state
     if s.positions == 1:
         return rank
-    there = [w.position for w in core.alive_workers()]
+    there = [w.position for w in core.alive_workers() if s.nodes[w.node].leaving is None]
     rows = max(s.target // s.positions, len(there) // s.positions + 1)
     return wanted(there, s.positions, rows)[0]
 
@@ -85,10 +85,13 @@ def rebuild(core: Core) -> None:
     s = core.state
     if s.positions == 1:
         return
-    ready = [w for w in core.workers_in(WorkerPhase.READY) if s.nodes[w.node].leaving is None]
-    there = [w.position for w in core.workers_in(*SEATED)]
-    coming = [w.position for w in core.workers_in(*COMING)]
+    ready, seated, coming = (
+        [w for w in core.workers_in(*phases) if s.nodes[w.node].leaving is None]
+        for phases in ((WorkerPhase.READY,), SEATED, COMING)
+    )
+    there = [w.position for w in seated]
     rows = _rows_within_reach(core, there, len(ready) + len(coming))
+    expected = [w.position for w in coming]
     spare: list[Worker] = []
     for worker in ready:
         if there.count(worker.position) < rows:
@@ -96,8 +99,8 @@ def rebuild(core: Core) -> None:
         else:
             spare.append(worker)
     for position in wanted(there, s.positions, rows):
-        if position in coming:
-            coming.remove(position)
+        if position in expected:
+            expected.remove(position)
         elif spare:
             worker = spare.pop(0)
             core.record("rebuild", worker=worker.name, position=position, before=worker.position)

@@ -268,9 +268,11 @@ class Checks:
             whole = len(kept) <= 1 and all(begun >= 0 and since == number for since, begun in kept)
             self.require(number == generation.number or whole, "replica %d is not whole: %s", replica, kept)
             self.kept += number != generation.number
-        columns = [len(generation.column(p)) for p in range(size)]
-        rows = min(*columns, state.target // size)
-        self.require(generation.replicas == rows, "%d replicas of columns %s", generation.replicas, columns)
+        columns = [[members[r] for r in generation.column(p)] for p in range(size)]
+        there = [sum(state.nodes[x.node].leaving is None for x in column) for column in columns]
+        least, most = min(there), min(map(len, columns))
+        wanted, rows = state.target // size, generation.replicas
+        self.require(min(least, wanted) <= rows <= min(most, wanted), "%d replicas, and %s stay", rows, there)
         if self._source != "live":
             self._check_lost(generation)
 
