@@ -4,7 +4,7 @@ import pytest
 from desk import Desk, copy_of, running
 
 from holdfast.coordinator import events as e
-from holdfast.coordinator.resizing import COST_SHARE, check_drain, check_resize, describe
+from holdfast.coordinator.resizing import GAIN_SHARE, check_drain, check_resize, describe
 from holdfast.coordinator.state import JobPhase, WorkerPhase
 from holdfast.errors import UsageError
 from holdfast.protocol import messages as m
@@ -107,7 +107,8 @@ def test_joining_is_held_back_when_it_costs_too_much_of_the_time():
             desk.commit(desk.state.committed + 1)  # it took 0.6 s, of which a step has 0.1 s
     stall_s = desk.state.changes[0].stall_s
     assert stall_s == pytest.approx(0.5, abs=0.1)
-    desk.wait(stall_s / COST_SHARE - 1.0)
+    third = GAIN_SHARE / 3  # of what one more beside two adds
+    desk.wait(stall_s / third - 1.0)
     assert len(desk.told("n0.0#1", m.Yield)) == 1
     desk.wait(1.1)
     assert len(desk.told("n0.0#1", m.Yield)) == 2

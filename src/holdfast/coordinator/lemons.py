@@ -48,6 +48,8 @@ def _trains(core: Core) -> Node | None:
         or s.yielding
         or s.stop_reason is not None
         or not core.at_full_strength()
+        or s.generation is None
+        or s.generation_committed <= s.generation.start  # this one is to bring something first
     ):
         return None
     if fleet.repairs(core) >= core.spec.max_restarts or any(

@@ -20,8 +20,11 @@ if TYPE_CHECKING:
     from holdfast.coordinator.core import Core
 
 COST_SHARE = 0.05
-"""So much of the time may go into letting newcomers in: after a change that stalled training for 0.5 s the next one
-waits until 10 s have passed."""
+"""So much of the time may go into letting newcomers in that add little: after a change that stalled training for 0.5 s the
+next one waits until 10 s have passed."""
+
+GAIN_SHARE = 0.5
+"""And so much of what they add, where that is more: to go on with half of the workers for 10 s costs more than the stall."""
 
 KEPT = 1000
 """Changes that are remembered for the report."""
@@ -155,7 +158,7 @@ def change_due(core: Core) -> str | None:
         return f"{', '.join(gone)} {verb}: {s.nodes[gone[0]].leaving}"
     if left > s.target:
         return f"the job is resized to {s.wanted_nodes} nodes"
-    if left < min(full, s.target) and core.now >= join_after_s(core, left):
+    if left < min(full, s.target) and core.now >= join_after_s(core, left, min(full, s.target)):
         return "a newcomer is ready"
     return None
 
@@ -168,9 +171,10 @@ def deadlines(core: Core) -> list[float]:
     times = [
         f(core, n) for n in core.alive_nodes() if n.leaving is not None for f in (_deadline_s, _patience_s)
     ]
-    if _ready(core):
+    if ready := _ready(core):
         staying = [w for w in core.members() if not leaves(core, w)]
-        times.append(join_after_s(core, shards.strength(core, staying, [])))
+        left, full = shards.strength(core, staying, []), shards.strength(core, staying, ready)
+        times.append(join_after_s(core, left, min(full, s.target)))
     return [t for t in times if core.now < t < float("inf")]
 
 
@@ -215,13 +219,18 @@ def _patience_s(core: Core, node: Node) -> float:
     return node.leaves_since_s + core.timing.form_s
 
 
-def join_after_s(core: Core, staying: int) -> float:
-    """From when on newcomers are let in: after the generation's first commit, all at once if several are about to be
-    ready, and not so often that joining costs more than its share of the time."""
+def join_after_s(core: Core, staying: int, full: int = 0) -> float:
+    """From when on newcomers are let in, at the next commit, which may be the generation's first: all at once if several are
+    about to be ready, and not so often that joining costs more than its share of the time.
+
+    Args:
+        staying, full: workers that compute without them, and with them.
+    """
     s = core.state
-    if s.generation is None or s.generation_committed <= s.generation.start:
+    if s.generation is None:
         return float("inf")
-    after_s = s.grew_at_s + s.join_cost_s / COST_SHARE if s.grew_at_s else 0.0
+    gain = 1 - staying / full if full > staying else 0.0
+    after_s = s.grew_at_s + s.join_cost_s / max(COST_SHARE, GAIN_SHARE * gain) if s.grew_at_s else 0.0
     ready = _ready(core)
     if _starting(core) and staying + len(ready) < s.target:
         after_s = max(after_s, min(w.ready_at_s for w in ready) + core.timing.gather_s)
