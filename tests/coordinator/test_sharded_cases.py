@@ -162,3 +162,16 @@ def test_who_computes_nothing_is_compared_with_nobody():
     assert desk.state.slow == []
     assert not any(SLOW_RANK in str(r) for r in desk.records("finding"))
     assert desk.state.phase is JobPhase.RUNNING
+
+
+def test_a_newcomer_that_fills_one_of_two_places_waits_for_the_other():
+    desk = sharded(4)
+    for node in ("n0", "n2"):
+        desk.do(e.NodeGoing(node, "drained", None))
+    desk.node("n4")
+    desk.ready(desk.worker_on("n4"))
+    assert desk.known(desk.worker_on("n4")).position == 0
+    desk.commit(7)
+    desk.wait(5.0)
+    assert desk.state.replacing
+    assert not any(desk.told(w, m.Yield) for w in desk.members())

@@ -158,9 +158,18 @@ def change_due(core: Core) -> str | None:
         return f"{', '.join(gone)} {verb}: {s.nodes[gone[0]].leaving}"
     if left > s.target:
         return f"the job is resized to {s.wanted_nodes} nodes"
-    if left < min(full, s.target) and core.now >= join_after_s(core, left, min(full, s.target)):
+    left, full = _with_newcomers(core)
+    if left < full and core.now >= join_after_s(core, left, full):
         return "a newcomer is ready"
     return None
+
+
+def _with_newcomers(core: Core) -> tuple[int, int]:
+    """How many compute without those that are ready, and with them; of sharded replicas those that are to leave keep
+    their seats until they can leave."""
+    s = core.state
+    there = [w for w in core.members() if s.positions > 1 or not leaves(core, w)]
+    return shards.strength(core, there, []), min(shards.strength(core, there, _ready(core)), s.target)
 
 
 def deadlines(core: Core) -> list[float]:
@@ -171,10 +180,8 @@ def deadlines(core: Core) -> list[float]:
     times = [
         f(core, n) for n in core.alive_nodes() if n.leaving is not None for f in (_deadline_s, _patience_s)
     ]
-    if ready := _ready(core):
-        staying = [w for w in core.members() if not leaves(core, w)]
-        left, full = shards.strength(core, staying, []), shards.strength(core, staying, ready)
-        times.append(join_after_s(core, left, min(full, s.target)))
+    if _ready(core):
+        times.append(join_after_s(core, *_with_newcomers(core)))
     return [t for t in times if core.now < t < float("inf")]
 
 

@@ -216,9 +216,10 @@ def _draw_shape(plan: Plan, window: float) -> None:
     """Replicas of two to four workers; faults that leave complementary shards, or none of one."""
     rng = random.Random(-7_000_003 - plan.seed)
     plan.level, plan.shape = 2, rng.choice(((2, 1), (2, 1), (3, 1), (2, 2)))
-    if not plan.snapshot_every and rng.random() < 0.7:
-        plan.faults_until_s = window
-        _draw_saving(plan, window)
+    if not plan.snapshot_every and rng.random() < 0.8:
+        plan.snapshot_every, plan.copy_s, plan.pull_s = rng.choice((1, 1, 2)), 0.02, rng.choice((0.05, 0.3))
+        saving = Saving(str(plan.snapshot_every), rng.choice((0, 1, 1)), 0, plan.spec.saving.tiers)
+        plan.spec = msgspec.structs.replace(plan.spec, saving=saving)
     workers = plan.positions * rng.choice((1, 2, 2, 3) if plan.positions < 4 else (1, 2))
     nproc = rng.choice((1, 1, 2)) if workers % 2 == 0 else 1
     most = workers // nproc
@@ -232,6 +233,8 @@ def _draw_shape(plan: Plan, window: float) -> None:
     plan.micro_batches = plan.shape[0] * rng.randint(1, 4)
     for _ in range(rng.choice((0, 1, 1, 2))):
         plan.faults.append((rng.uniform(0.0, window), rng.choice(SHARDED_FAULTS)))
+    if rng.random() < 0.4:
+        plan.faults.append((rng.uniform(0.6, 1.0) * window, "kill-column"))
     for _ in range(rng.choice((0, 1, 1, 2, 3))):
         kind = rng.choice(SHARDED_FAULTS)
         plan.triggers.append((rng.choice(SHARDED_MOMENTS), rng.randint(1, 6), kind))
