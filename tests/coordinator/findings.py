@@ -50,3 +50,11 @@ def come_back(
 ) -> None:
     hello = m.Hello(m.PROTOCOL_VERSION, name, f"{name}-{session}", name, 1, 1, identity=identity, **more)  # type: ignore[arg-type]
     desk.do(e.NodeJoined(hello, past))
+
+
+def log_says(desk: Desk, worker: str, rule: str = "ours", severity: Severity = ERROR, **more: object) -> None:
+    """A rule of the user's matches in a worker's log."""
+    fields = {"source": "log", "worker": worker, "firm": True, "device": "", "subject": worker} | more
+    finds(
+        desk, worker.partition(".")[0], rule, severity, fields.pop("remedy", Remedy.RESTART_WORKER), **fields
+    )

@@ -1,5 +1,7 @@
 """Rules over workers' logs: what must come, how often, and numbers that must not be too low or too high."""
 
+import pytest
+
 from holdfast.health.book import RuleBook
 from holdfast.health.readings import Line
 from holdfast.health.rules import make_rule
@@ -72,6 +74,40 @@ def test_ranks_and_the_first_seconds():
     assert say(book, "lost", 20.0, "a") == []
     assert say(book, "lost", 9.0, "b") == []
     assert len(say(book, "lost", 20.0, "b")) == 1
+
+
+def test_times_begin_after_the_first_seconds():
+    book = RuleBook([make(pattern="step", every=5, start_after=120)])
+    book.begins("w", 0, 0.0)
+    assert book.next_due_s() == 125.0
+    say(book, "step 1", 30.0, "w")
+    assert book.next_due_s() == 125.0
+    say(book, "step 2", 124.0, "w")
+    assert book.next_due_s() == 129.0
+
+
+@pytest.mark.parametrize(
+    ("fields", "firm"),
+    [
+        ({}, False),
+        ({"fault_on_match": True}, True),
+        ({"count": 2}, True),
+        ({"pattern": r"speed (\S+)", "below": 0.5}, True),
+        ({"pattern": r"speed (\S+)", "above": 0}, True),
+        ({"start_within": 0.5}, True),
+        ({"every": "1.5s"}, True),
+        ({"source": "kmsg", "count": 2, "window": 60}, False),  # the kernel is believed anyway
+    ],
+)
+def test_rules_that_say_how_much_is_a_fault_are_firm(fields, firm):
+    assert make(**{"pattern": "lost"} | fields).firm is firm
+
+
+def test_findings_say_whether_they_are_firm():
+    book = RuleBook([make(pattern="lost", fault_on_match=True)])
+    assert say(book, "lost", 0.0)[0].firm
+    book.use([make(pattern="lost")])
+    assert not say(book, "lost", 500.0)[0].firm
 
 
 def test_rules_changed_at_run_time():

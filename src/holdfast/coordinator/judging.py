@@ -76,6 +76,8 @@ def _hear(core: Core, node: Node, finding: Finding) -> None:
         _write(core, node, finding, incident)
     if not finding.shared:
         _weigh_in(incident, finding)
+    if finding.worker and finding.remedy is Remedy.RESTART_WORKER and finding.worker not in incident.workers:
+        incident.workers.append(finding.worker)
     _consider(core, node, incident, finding)
 
 
@@ -127,7 +129,7 @@ def _explained(core: Core, incident: Incident, sighting: Sighting, finding: Find
     was = incident.cause
     incidents.explain(incident, sighting, core.now)
     incident.node = incident.node or sighting.node
-    incident.source, incident.device = finding.source, finding.device
+    incident.source, incident.firm, incident.device = finding.source, finding.firm, finding.device
     core.record("incident-explained", id=incident.id, node=sighting.node, cause=incident.cause, was=was)
 
 
@@ -147,7 +149,8 @@ def _incident(core: Core, node: Node, finding: Finding) -> Incident:
     began_s = core.now - finding.age_s if finding.age_s > 0 else None
     cause = f"{finding.rule}: {finding.evidence}" if finding.evidence else finding.rule
     incident = core.open_incident(cause, node=node.name, quiet=True, fault_at_s=began_s, needs_newcomer=False)
-    incident.rule, incident.device, incident.source = finding.rule, finding.device, finding.source
+    incident.rule, incident.device = finding.rule, finding.device
+    incident.source, incident.firm = finding.source, finding.firm
     incident.full_at_s = core.now  # nothing is disturbed, and nothing is done yet
     return incident
 
@@ -156,6 +159,9 @@ def _belongs(core: Core, incident: Incident, finding: Finding) -> bool:
     """To a burst that goes on, or to what is being dealt with, or was just now. Once more after that is a new incident."""
     act = next((a for a in reversed(core.state.health.acts) if a.incident == incident.id), None)
     if act is not None:
+        worker = core.state.workers.get(finding.worker)
+        if finding.firm and worker is not None and worker.started_s >= act.at_s:
+            return False  # a worker that was started for it: what was done did not help
         return act.done_s is None or core.now - act.done_s <= ECHO_S
     if incident.device and finding.device and finding.device != incident.device:
         return False
@@ -165,10 +171,25 @@ def _belongs(core: Core, incident: Incident, finding: Finding) -> bool:
 def _weigh_in(incident: Incident, finding: Finding) -> None:
     """The worst of all findings counts. What is grave gives the incident its name."""
     worse = graver(finding.severity, incident.severity)
-    if worse or (stronger(finding.remedy, incident.asked) and finding.severity is incident.severity):
+    if (
+        worse
+        or _firmer(incident, finding)
+        or (stronger(finding.remedy, incident.asked) and finding.severity is incident.severity)
+    ):
         incident.severity, incident.asked = finding.severity, finding.remedy
-        incident.rule, incident.source = finding.rule, finding.source
+        incident.rule, incident.source, incident.firm = finding.rule, finding.source, finding.firm
         incident.device = finding.device or incident.device
+
+
+def _firmer(incident: Incident, finding: Finding) -> bool:
+    """What one finding proves comes before what must be seen again."""
+    return (
+        incident.does is None
+        and finding.severity is incident.severity
+        and finding.remedy is not Remedy.WATCH
+        and verdicts.soft(incident.source, incident.firm)
+        and not verdicts.soft(finding.source, finding.firm)
+    )
 
 
 # ---------------------------------------------------------------- what is neither a fault nor acted on
@@ -196,7 +217,8 @@ def _on_trial(core: Core, node: Node, finding: Finding) -> None:
     if not core.state.health.said.get(f"trial {node.name} {finding.rule}", -BURST_S) + BURST_S <= core.now:
         return
     _say(core, f"trial {node.name} {finding.rule}")
-    decision = _decision(core, node, finding.rule, finding.device, finding.source, finding.remedy, finding)
+    soft = verdicts.soft(finding.source, finding.firm)
+    decision = _decision(core, node, finding.rule, finding.device, soft, finding.remedy, finding)
     core.record(
         "verdict",
         incident=None,
@@ -243,8 +265,10 @@ def _consider(core: Core, node: Node, incident: Incident, finding: Finding) -> N
     done = incident.does is not None and not stronger(incident.asked, incident.does)
     planned = node.then is not None and incident.severity is Severity.FATAL
     if done and not planned:
+        if finding.firm:
+            remedies.also(core, node, incident, finding.worker)
         return
-    if finding.severity is Severity.FATAL:
+    if finding.severity is Severity.FATAL or finding.firm:
         decide(core, incident)
     elif incident.due_s is None:
         _later(core, incident, core.now + core.timing.detection_s)
@@ -357,7 +381,8 @@ def decide(core: Core, incident: Incident) -> None:
         told = "it is not used anyway before it has passed the deep checks"
         _withhold(core, node, incident, Decision(Remedy.WATCH, told, "held"))
         return
-    decision = _decision(core, node, incident.rule, incident.device, incident.source, incident.asked, None)
+    soft = verdicts.soft(incident.source, incident.firm)
+    decision = _decision(core, node, incident.rule, incident.device, soft, incident.asked, None)
     fatal = incident.severity is Severity.FATAL
     if decision.against or decision.does is Remedy.WATCH:
         _withhold(core, node, incident, decision)
@@ -442,17 +467,17 @@ def _verdict(core: Core, node: Node, incident: Incident, decision: Decision, doe
 
 
 def _decision(
-    core: Core, node: Node, rule: str, device: str, source: str, asked: Remedy, trial: Finding | None
+    core: Core, node: Node, rule: str, device: str, soft: bool, asked: Remedy, trial: Finding | None
 ) -> Decision:
-    """Weighs one cause on one node. trial: the rule is on trial, and this is only said."""
+    """Weighs one cause on one node. soft: one finding is not enough. trial: the rule is on trial, and this is only said."""
     s = core.state
     if asked is Remedy.WATCH:
         return Decision(asked, "the rule asks for nothing to be done")
     if asked is Remedy.ASK:
         return Decision(asked, "the rule asks for a person")
-    soft = _soft(core, node, rule, source, asked)
-    if soft is not None:
-        return soft
+    not_its_own = _not_its_own(core, node, rule, soft, asked)
+    if not_its_own is not None:
+        return not_its_own
     before = verdicts.for_cause(s.health.acts, node.machine, device, rule, core.now)
     does = verdicts.rung(asked, before)
     weighed = [f"done before for {rule} on {node.machine}: {_told(before)}"]
@@ -497,9 +522,9 @@ def _told(acts: list[Act]) -> str:
     return ", ".join(a.remedy.value + (" (did not work)" if a.error else "") for a in acts[-4:])
 
 
-def _soft(core: Core, node: Node, rule: str, source: str, asked: Remedy) -> Decision | None:
-    """What is said by workers or by comparison needs a majority that is well, and a second time on the same node."""
-    soft = source in verdicts.SOFT_SOURCES
+def _not_its_own(core: Core, node: Node, rule: str, soft: bool, asked: Remedy) -> Decision | None:
+    """Why it is not the node's fault, as far as is known. What is soft needs a majority that is well, and a second time
+    on the same node."""
     script = fleet.follows_the_script(core, rule) if soft or asked is Remedy.RESTART_WORKER else None
     if script is not None:
         return Decision(Remedy.WATCH, f"{script}: the script, not the node", "script")

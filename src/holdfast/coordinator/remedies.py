@@ -50,9 +50,17 @@ def _restart(core: Core, node: Node, incident: Incident, act: Act) -> None:
     gone = any(
         core.state.workers[w].phase is WorkerPhase.GONE for w in incident.workers if w in core.state.workers
     )
-    if not gone:
+    if named or not gone:
         _end(core, node, [w for w in named or ours if not w.told_to_end], incident.cause)
     settle(core, incident)
+
+
+def also(core: Core, node: Node, incident: Incident, name: str) -> None:
+    """A worker says what others of its node were ended for a moment ago: it ends, too."""
+    worker = core.state.workers.get(name)
+    if incident.does is not Remedy.RESTART_WORKER or worker is None or worker.exited or worker.told_to_end:
+        return
+    _end(core, node, [worker], incident.cause)
 
 
 def _plan(core: Core, node: Node, incident: Incident, remedy: Remedy) -> None:

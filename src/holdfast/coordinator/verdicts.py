@@ -32,7 +32,7 @@ BACK_OFF_MOST_S = 3600.0
 
 SOFT_SOURCES = frozenset({"worker", "peers", "log"})
 """What these say of a node may as well be the script's doing or the network's: a majority that is well must stand
-against it, and it must come twice."""
+against it, and it must come twice; unless it is firm: a user said how much of it is a fault."""
 
 
 class Decision(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -49,6 +49,11 @@ class Decision(msgspec.Struct, frozen=True, omit_defaults=True):
 def acts_on_node(remedy: Remedy) -> bool:
     """It takes a node out of the job, if only for a while."""
     return remedy in (Remedy.RESET_DEVICE, Remedy.REBOOT, Remedy.REPLACE)
+
+
+def soft(source: str, firm: bool) -> bool:
+    """One finding of this kind is not enough."""
+    return source in SOFT_SOURCES and not firm
 
 
 def rung(asked: Remedy, before: Sequence[Act]) -> Remedy:

@@ -174,6 +174,7 @@ def finding(
         shared=rule.shared,
         dry_run=rule.dry_run,
         age_s=round(age_s, 3),
+        firm=rule.firm,
     )
 
 

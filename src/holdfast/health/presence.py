@@ -72,11 +72,14 @@ class Presence:
                 if training.rank not in (rule.ranks or RANKS_OF_ABSENCE) or rule.id in training.said:
                     continue
                 seen = training.seen_s.get(rule.id)
+                counts_s = training.since_s + rule.start_after
                 if seen is None:
                     within = rule.start_within or rule.every
-                    words = f"no line like {rule.pattern!r} within {within:g} s of the start"
-                    owed.append((rule, worker, training.since_s + within, words))
+                    words = (
+                        f"no line like {rule.pattern!r} within {rule.start_after + within:g} s of the start"
+                    )
+                    owed.append((rule, worker, counts_s + within, words))
                 elif rule.every:
                     words = f"no line like {rule.pattern!r} for {rule.every:g} s"
-                    owed.append((rule, worker, seen + rule.every, words))
+                    owed.append((rule, worker, max(seen, counts_s) + rule.every, words))
         return owed

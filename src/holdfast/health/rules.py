@@ -85,6 +85,12 @@ class Rule(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
         return bool(self.start_within or self.every)
 
     @property
+    def firm(self) -> bool:
+        """It says how much of what logs say is a fault, so one finding is enough."""
+        limits = self.above is not None or self.below is not None
+        return self.source == "log" and (self.fault_on_match or self.absence or self.count > 1 or limits)
+
+    @property
     def changes(self) -> bool:
         """It is about a change of a value, which is over as soon as the value stands still."""
         return any(limit is not None for limit in (self.rises, self.falls, self.rate_above))

@@ -46,6 +46,7 @@ class Finding(msgspec.Struct, frozen=True, omit_defaults=True):
     identity (a GPU's UUID, a serial number), if it has one. worker: the worker that it concerns, if it is one.
     count: occurrences within the rule's window. shared: many nodes have this fault at once (a file server, a switch), so
     none of them is to blame. dry_run: the rule is on trial: written down, never acted on. age_s: since it happened.
+    firm: a user's rule over logs that says how much is a fault; it need not be seen twice.
     """
 
     rule: str
@@ -61,6 +62,7 @@ class Finding(msgspec.Struct, frozen=True, omit_defaults=True):
     shared: bool = False
     dry_run: bool = False
     age_s: float = 0.0
+    firm: bool = False
 
 
 class CheckResult(msgspec.Struct, frozen=True, omit_defaults=True):

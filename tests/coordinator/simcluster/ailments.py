@@ -113,12 +113,15 @@ class Ailments:
             "warning": {"severity": Severity.WARNING},
             "ask": {"remedy": Remedy.ASK},
             "soft": {"source": "worker"},
+            "said": {"source": "log", "firm": True},
         }
         return msgspec.structs.replace(finding, **change.get(word, {}))
 
     def _tell(self, agent: SimAgent, finding: Finding) -> None:
         if agent.alive:
-            agent.send(m.Found((finding,)))
+            ours = agent.living() if finding.firm else []
+            worker = self.rng.choice(ours).name if ours else ""
+            agent.send(m.Found((msgspec.structs.replace(finding, worker=worker),)))
 
     def _kill(self, agent: SimAgent) -> None:
         if not self.over:

@@ -259,6 +259,7 @@ FINDINGS = {
     "warning": 2,
     "ask": 1,
     "soft": 2,
+    "said": 3,
     "well-again": 1,
 }
 """What may be found on a node, with its weight in the draw."""
