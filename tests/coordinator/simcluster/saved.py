@@ -70,6 +70,10 @@ class SavedChecks:
         self._asked = {(n, key) for n, key in self._asked if n != name and key in held}
         if not keeps_orders:
             self._orders = {at: n for at, n in self._orders.items() if n != name}
+        if (
+            self.checks.cluster.plan.positions > 1
+        ):  # a node that comes back finds its neighbours' shards forgotten
+            self._whole = [x for x in self._whole if self._is_held(x)]
 
     def _is_held(self, taken: Taken) -> bool:
         """Every shard, by somebody."""
