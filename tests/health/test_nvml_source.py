@@ -175,6 +175,10 @@ def test_without_the_library_there_is_no_source(tmp_path):
         ({"field144": "1"}, ["gpu-remap-pending"]),
         ({"field145": "1", "field230": "1"}, ["gpu-needs-reset", "gpu-remap-failed"]),
         ({"field230": "2"}, ["gpu-needs-reboot"]),
+        ({"field214": "1"}, ["gpu-nvlink-recovery-failed"]),
+        ({"field213": "3"}, ["gpu-nvlink-recovered"]),
+        ({"field211": "5", "field219": "80"}, ["gpu-nvlink-effective-errors", "gpu-nvlink-integrity"]),
+        ({"field207": "4", "field221": "900"}, []),  # corrected, or sent again: for rules of users
         ({"fabric": "3 999 0x2"}, ["gpu-fabric-failed"]),
         ({"fabric": "3 0 0x6"}, ["gpu-fabric-health"]),
         ({"reasons": "0x4", "field3": "900"}, []),  # a power cap, and errors that were corrected
@@ -182,6 +186,7 @@ def test_without_the_library_there_is_no_source(tmp_path):
 )
 def test_what_the_rules_make_of_it(nvml, gpus, files, rules):
     book = RuleBook(load_rules())
+    write(gpus / "0", {f"field{field}": "0" for field in range(201, 223)})  # of a GPU with NVLink 5
     for reading in nvml.read():
         assert book.reading(reading, 0.0) == []
     nvml.clock.now += nvml.every_s

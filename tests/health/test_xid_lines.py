@@ -86,6 +86,38 @@ def test_nvlink_lines_are_as_bad_as_they_say(book, pid):
 
 
 @pytest.mark.parametrize(
+    ("text", "rule", "remedy"),
+    [
+        ("149, NETIR_LINK_EVT  Fatal   XC0 i0 Link 14 (0x0215c5c6 0x0", "xid-149", Remedy.RESET_DEVICE),
+        ("149, NETIR_LINK_EVT  Fatal   XC0 i0 Link 14 (0x0265c5c6 0x0", "xid-149-intended", Remedy.ASK),
+        ("149, NETIR_LINK_DOWN Fatal   XC0 i0 Link 14 (0x02800011 0x0", "xid-149-intended", Remedy.ASK),
+        ("149, NETIR_LINK_DOWN Fatal   XC0 i0 Link 14 (0x01600011 0x0", "xid-149", Remedy.RESET_DEVICE),
+        (
+            "149, NETIR_BER_EVENT Nonfatal XC0 i0 Link 1 (0x00000226 0x00000001",
+            "xid-149-nonfatal",
+            Remedy.WATCH,
+        ),
+        (
+            "145, RLW_RXPIPE Nonfatal XC0 i0 Link 13 (0x0409a4c2 0x00000002",
+            "xid-145-lossy",
+            Remedy.RESET_DEVICE,
+        ),
+        (
+            "145, RLW_RXPIPE Nonfatal XC0 i0 Link 13 (0x04000086 0x00000004",
+            "xid-145-lossy",
+            Remedy.RESET_DEVICE,
+        ),
+        ("145, RLW_RXPIPE Nonfatal XC0 i0 Link 13 (0x04000006 0x00000004", "xid-145-nonfatal", Remedy.WATCH),
+        ("145, RLW_RXPIPE Nonfatal XC0 i0 Link 13 (0x04000086 0x00000008", "xid-145-nonfatal", Remedy.WATCH),
+        ("145, RLW_REMAP Nonfatal XC0 i0 Link 13 (0x00000004 0x00000001", "xid-145-nonfatal", Remedy.WATCH),
+    ],
+)
+def test_subcodes_of_nvlink_5(book, text, rule, remedy):
+    (finding,) = say(book, f"NVRM: Xid (PCI:0018:01:00): {text} 0x00000000 0x00000000 0x00000000)")
+    assert (finding.rule, finding.remedy) == (rule, remedy)
+
+
+@pytest.mark.parametrize(
     ("action", "severity", "remedy"),
     [
         ("0x0 (None)", Severity.INFO, Remedy.WATCH),

@@ -265,7 +265,7 @@ def _consider(core: Core, node: Node, incident: Incident, finding: Finding) -> N
     done = incident.does is not None and not stronger(incident.asked, incident.does)
     planned = node.then is not None and incident.severity is Severity.FATAL
     if done and not planned:
-        if finding.firm:
+        if finding.firm and finding.remedy is Remedy.RESTART_WORKER:
             remedies.also(core, node, incident, finding.worker)
         return
     if finding.severity is Severity.FATAL or finding.firm:

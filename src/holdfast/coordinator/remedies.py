@@ -58,9 +58,10 @@ def _restart(core: Core, node: Node, incident: Incident, act: Act) -> None:
 def also(core: Core, node: Node, incident: Incident, name: str) -> None:
     """A worker says what others of its node were ended for a moment ago: it ends, too."""
     worker = core.state.workers.get(name)
-    if incident.does is not Remedy.RESTART_WORKER or worker is None or worker.exited or worker.told_to_end:
+    if incident.does is not Remedy.RESTART_WORKER or worker is None:
         return
-    _end(core, node, [worker], incident.cause)
+    if not (worker.exited or worker.told_to_end or worker.phase is WorkerPhase.DONE):
+        _end(core, node, [worker], incident.cause)
 
 
 def _plan(core: Core, node: Node, incident: Incident, remedy: Remedy) -> None:

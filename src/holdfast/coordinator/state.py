@@ -130,8 +130,8 @@ class Incident(msgspec.Struct, omit_defaults=True):
     """One fault, from its first sign to the first commit at full strength.
 
     world: members of the generation that it struck, so what full strength means for it. rule: of the finding that
-    explains it, firm: which need not be seen twice; severity, asked: the worst of all findings. quiet: training was not disturbed. evidence: what was seen,
-    oldest first; heard_s: when last. due_s: when it will be decided. does: what is done; verdict: that in words.
+    explains it; firm: one is enough; severity, asked: the worst of all findings. quiet: training was not disturbed.
+    evidence: what was seen, oldest first; heard_s: when last. due_s: when it will be decided. does: what is done; verdict: that in words.
     where: of a hang, where all ranks stood.
     """
 

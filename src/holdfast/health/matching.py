@@ -42,7 +42,7 @@ class Matcher:
         code = match["code"]
         variant = None
         if self._variant is not None and (found := self._variant.search(text, match.end("code"))):
-            variant = next((g for g in found.groups() if g), "").lower()
+            variant = found.lastgroup or next((g for g in found.groups() if g), "").lower()
         if code not in self._codes:
             code = UNKNOWN_CODE
         for name in (f"{code}-{variant}", code):

@@ -42,6 +42,19 @@ _FIELDS = {
     145: "nvml.remap.failure",
     230: "nvml.recovery_action",
 }
+_NVLINK_5_FIELDS = {
+    206: "nvml.nvlink.malformed_packets",
+    207: "nvml.nvlink.buffer_overruns",
+    208: "nvml.nvlink.receive_errors",
+    211: "nvml.nvlink.integrity_errors",
+    212: "nvml.nvlink.discards",
+    213: "nvml.nvlink.recovered",
+    214: "nvml.nvlink.recoveries_failed",
+    219: "nvml.nvlink.effective_errors",
+    221: "nvml.nvlink.symbol_errors",
+}
+"""What NVLink 5 counts, asked for of all links together. No two fields give one reading: a GPU may answer to both."""
+_ALL_LINKS = 0xFFFFFFFF
 """Numbers of nvml.h (NVML_FI_DEV_*), asked for in one call."""
 _FIELD_TYPES = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
 _SLOWDOWN = 1
@@ -176,12 +189,14 @@ class Nvml:
             raise
 
     def _fields(self, gpu: Gpu) -> Iterator[Reading]:
-        for field in self._ask(self._nvml.nvmlDeviceGetFieldValues, gpu.handle, list(_FIELDS)) or ():
+        asked = [*_FIELDS, *((field, _ALL_LINKS) for field in _NVLINK_5_FIELDS)]
+        for field in self._ask(self._nvml.nvmlDeviceGetFieldValues, gpu.handle, asked) or ():
             if field.nvmlReturn == self._nvml.NVML_ERROR_GPU_IS_LOST:
                 raise self._nvml.NVMLError(field.nvmlReturn)
             if field.nvmlReturn == self._nvml.NVML_SUCCESS:
                 value = getattr(field.value, _FIELD_TYPES[field.valueType])
-                yield self._reading(gpu, _FIELDS[field.fieldId], float(value))
+                name = _FIELDS.get(field.fieldId) or _NVLINK_5_FIELDS[field.fieldId]
+                yield self._reading(gpu, name, float(value))
 
     def _clocks(self, gpu: Gpu) -> Iterator[Reading]:
         nvml = self._nvml

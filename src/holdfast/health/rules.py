@@ -24,7 +24,7 @@ class Rule(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
     A rule looks at lines (`pattern`), at readings (`reading`), or for readings that cannot be had (`unknown`).
 
     pattern: regular expression over a line, searched; its named groups fill `subject` (`"gpu {pci}"`). family, code: one
-    entry of a table of codes, see `catalogue`. In a worker's log the group `value` is a number that `above` and `below`
+    entry of a table of codes, see `catalogue`; variant: what the line says beside the code, or the group's name. In a worker's log the group `value` is a number that `above` and `below`
     judge; start_within, every: the line must come so soon after the worker's start, and so often (absence is the fault);
     ranks: whose logs (empty: all; for absence only rank 0); start_after: nothing counts in the first so many seconds.
 

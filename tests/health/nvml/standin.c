@@ -147,7 +147,9 @@ Result nvmlDeviceGetFieldValues(Device *device, int count, FieldValue *values) {
         snprintf(key, sizeof key, "field%u", values[i].field);
         values[i].value = 0;
         values[i].type = UNSIGNED_64;
-        values[i].result = number(device->index, key, &values[i].value) ? OK : NOT_SUPPORTED;
+        int of_all_links = values[i].field < 201 || values[i].field > 222 || values[i].scope == 0xFFFFFFFFu;
+        int found = of_all_links && number(device->index, key, &values[i].value);
+        values[i].result = found ? OK : NOT_SUPPORTED;
     }
     return OK;
 }
