@@ -151,6 +151,10 @@ def _rebooted(f: Fields) -> str:
     return f"{f['node']} is back, {seconds(f['took_s'])} after its reboot was ordered"
 
 
+def _rebuild(f: Fields) -> str:
+    return f"{f['worker']} builds anew, for shard {f['position']} instead of {f['before']}: a replica lacks that"
+
+
 def _checks_unknown(f: Fields) -> str:
     return f"{f['node']} joins though these checks could not tell: {', '.join(f['checks'])}"
 
@@ -395,6 +399,7 @@ _SENTENCES: dict[str, Callable[[Fields], str]] = {
     "lemon": _lemon,
     "lemon-leaves": _lemon_leaves,
     "rebooted": _rebooted,
+    "rebuild": _rebuild,
     "checks-unknown": _checks_unknown,
     "history": _history,
     "incident-joined": _incident_joined,
