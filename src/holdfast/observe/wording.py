@@ -152,7 +152,9 @@ def _rebooted(f: Fields) -> str:
 
 
 def _rebuild(f: Fields) -> str:
-    return f"{f['worker']} builds anew, for shard {f['position']} instead of {f['before']}: a replica lacks that"
+    return (
+        f"{f['worker']} builds anew, for shard {f['position']} instead of {f['before']}: a replica lacks that"
+    )
 
 
 def _checks_unknown(f: Fields) -> str:
