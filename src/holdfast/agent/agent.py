@@ -486,9 +486,12 @@ class Agent:
             print(f"holdfast agent {self._config.node}: {error!r}", file=sys.stderr, flush=True)
 
 
+_specs = msgspec.json.Decoder(JobSpec)
+
+
 def _health(job_dir: Path) -> HealthSpec:
     """What the job was told about health."""
-    return msgspec.json.decode((job_dir / "spec.json").read_bytes(), type=JobSpec).health
+    return _specs.decode((job_dir / "spec.json").read_bytes()).health
 
 
 def _free_ports(host: str, count: int) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ import msgspec
 import xxhash
 
 from holdfast.checkpoint.archive import Archive
-from holdfast.checkpoint.layout import Index, parts_of
+from holdfast.checkpoint.layout import decode_index, parts_of
 from holdfast.checkpoint.memory import Slot, SlotPool, default_budget
 from holdfast.checkpoint.peers import SnapshotServer
 from holdfast.checkpoint.policy import Retention
@@ -163,7 +163,7 @@ class SnapshotKeeper:
         try:
             if message.index is None:
                 raise TierError("the worker gave it up")
-            index = msgspec.msgpack.decode(message.index, type=Index)
+            index = decode_index(message.index)
             await self._run(self._own, self.pool.seal, slot, index)
         except (HoldfastError, msgspec.MsgspecError) as error:
             self.pool.drop(slot)

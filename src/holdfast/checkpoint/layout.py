@@ -83,6 +83,14 @@ class _Signed(msgspec.Struct):
     manifest: msgspec.Raw
 
 
+# Made once, and not by whoever reads first: msgspec 0.22 crashes where two threads are the first to decode a type.
+_signed = msgspec.json.Decoder(_Signed)
+_manifests = msgspec.json.Decoder(Manifest)
+_heads = msgspec.msgpack.Decoder(Head)
+_indexes = msgspec.msgpack.Decoder(Index)
+_indexes_of_peers = msgspec.json.Decoder(Index)
+
+
 def folder_of(step: int) -> str:
     """The folder of a checkpoint."""
     return f"step-{step}"
@@ -124,9 +132,9 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         ChecksumError: it was changed.
     """
     try:
-        signed = msgspec.json.decode(data, type=_Signed)
+        signed = _signed.decode(data)
         raw = msgspec.json.encode(msgspec.json.decode(signed.manifest))
-        manifest = msgspec.json.decode(raw, type=Manifest)
+        manifest = _manifests.decode(raw)
     except msgspec.MsgspecError as error:
         raise StateError(f"{where} is no manifest of a checkpoint: {error}") from error
     if digest(raw) != signed.xxh3:
@@ -145,6 +153,16 @@ def encode_head(index: Index, sums: bytes) -> bytes:
     return msgspec.msgpack.encode(Head(index, sums))
 
 
+def decode_index(data: bytes | memoryview) -> Index:
+    """Reads an index, as a worker gives it to its agent (msgpack). Raises msgspec.MsgspecError."""
+    return _indexes.decode(data)
+
+
+def decode_index_of_peer(data: bytes) -> Index:
+    """Reads an index, as workers give it to each other (JSON). Raises msgspec.MsgspecError."""
+    return _indexes_of_peers.decode(data)
+
+
 def decode_head(data: bytes | memoryview, part: Part, where: str) -> Head:
     """Reads a head.
 
@@ -155,7 +173,7 @@ def decode_head(data: bytes | memoryview, part: Part, where: str) -> Head:
     if len(data) != part.nbytes or digest(data) != part.xxh3:
         raise ChecksumError(f"{where} was changed: its checksum does not fit")
     try:
-        head = msgspec.msgpack.decode(data, type=Head)
+        head = _heads.decode(data)
     except msgspec.MsgspecError as error:
         raise StateError(f"{where} is no head of a shard: {error}") from error
     if len(head.sums) != 8 * -(-head.index.nbytes // CHUNK_BYTES):

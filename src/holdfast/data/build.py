@@ -78,6 +78,9 @@ class Description(msgspec.Struct, frozen=True):
     inputs: tuple[Input, ...]
 
 
+_descriptions = msgspec.json.Decoder(Description)
+
+
 class Wanted(msgspec.Struct, frozen=True):
     """What to build.
 
@@ -154,7 +157,7 @@ def build(
 def describe(prefix: Path) -> Description | None:
     """What PREFIX.build.json says; None where there is none, or it is not ours."""
     try:
-        return msgspec.json.decode(_with(prefix, ".build.json").read_bytes(), type=Description)
+        return _descriptions.decode(_with(prefix, ".build.json").read_bytes())
     except (OSError, msgspec.MsgspecError):
         return None
 

@@ -66,6 +66,9 @@ class Entry(msgspec.Struct, frozen=True):
     """The content's modification time; another one means that somebody wrote to it."""
 
 
+_entries = msgspec.json.Decoder(Entry)
+
+
 @dataclass(frozen=True)
 class Verified:
     """What `Cache.verify` found of one file; `trouble` is None where it is whole."""
@@ -202,7 +205,7 @@ class Cache:
 
     def _entry(self, key: str) -> Entry | None:
         try:
-            return msgspec.json.decode((self._entries / key).read_bytes(), type=Entry)
+            return _entries.decode((self._entries / key).read_bytes())
         except (FileNotFoundError, msgspec.DecodeError):
             return None
 

@@ -57,6 +57,10 @@ class _Line(msgspec.Struct, frozen=True, omit_defaults=True):
     m: dict[int, list[int]] | None = None
 
 
+_heads = msgspec.json.Decoder(_Head)
+_lines = msgspec.json.Decoder(_Line)
+
+
 class SampleLedger:
     """Writes the ledger of one process into a folder."""
 
@@ -175,7 +179,7 @@ def _read(path: Path) -> tuple[_Head, list[_Line]] | None:
     head, *rows = path.read_bytes().split(b"\n")[:-1] or [b""]
     if not head:
         return None
-    return msgspec.json.decode(head, type=_Head), [msgspec.json.decode(row, type=_Line) for row in rows]
+    return _heads.decode(head), [_lines.decode(row) for row in rows]
 
 
 def _committed(lines: list[tuple[int, Generation, _Line]]) -> Iterator[tuple[int, list[_Line]]]:

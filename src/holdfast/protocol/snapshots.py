@@ -63,9 +63,12 @@ class DurableTier(msgspec.Struct, frozen=True):
     keep_every: int = 0
 
 
+_tiers = msgspec.json.Decoder(list[DurableTier])
+
+
 def tiers_of(environment: Mapping[str, str]) -> list[DurableTier]:
     """The job's durable tiers, as a worker is told of them."""
-    return msgspec.json.decode(environment.get(TIERS_VARIABLE, "[]"), type=list[DurableTier])
+    return _tiers.decode(environment.get(TIERS_VARIABLE, "[]"))
 
 
 class Saving(msgspec.Struct, frozen=True):

@@ -25,7 +25,7 @@ from urllib.parse import parse_qs, urlsplit
 import msgspec
 import xxhash
 
-from holdfast.checkpoint.layout import Index
+from holdfast.checkpoint.layout import Index, decode_index_of_peer
 from holdfast.errors import ChecksumError, StateError
 from holdfast.observe.bytecount import Seen
 from holdfast.protocol.messages import Generation, Member
@@ -196,7 +196,7 @@ class Fetch:
             for member in self._members:
                 try:
                     with self._get(member, "/state/index") as response:
-                        return msgspec.json.decode(response.read(), type=Index)
+                        return decode_index_of_peer(response.read())
                 except _NotYetError:
                     to_come = True
                 except (OSError, http.client.HTTPException, StateError, msgspec.MsgspecError) as error:
