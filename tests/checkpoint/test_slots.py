@@ -574,3 +574,13 @@ def test_memory_of_nodes_that_are_not_started_again_is_handed_on(tmp_path):
     hand_on(tmp_path, ["node0", "node1", "node2", "node3"])
     assert {d.name: (d / "slot").read_text() for d in tmp_path.iterdir()} == found
     hand_on(tmp_path / "none", ["node0"])
+
+
+def test_memory_that_workers_have_taken_is_not_free(tmp_path, monkeypatch):
+    """The memory file system says that it has room, and the machine has none."""
+    meminfo = tmp_path / "meminfo"
+    monkeypatch.setattr(memory, "MEMINFO", meminfo)
+    meminfo.write_text("MemTotal:       16000 kB\nMemFree:  10 kB\nMemAvailable:    3000 kB\n")
+    assert memory.free_bytes(tmp_path) == (3000 - 1000) << 10
+    meminfo.write_text("MemTotal:       16000 kB\nMemAvailable:    300 kB\nHugePages_Total:  0\n")
+    assert memory.free_bytes(tmp_path) == 0

@@ -48,6 +48,11 @@ RESERVE_BYTES = 64 << 20
 """Left free in the memory file system, whatever the budget says."""
 
 
+MEMINFO = Path("/proc/meminfo")
+WORKERS_PART = 16
+"""One of so many parts of the machine's memory stays free too, for what workers take later."""
+
+
 class SlotState(enum.IntEnum):
     """What a slot holds."""
 
@@ -401,9 +406,17 @@ def _written_s(folder: Path) -> float:
 
 
 def free_bytes(folder: Path) -> int:
-    """What the file system of a folder has left."""
+    """What the memory file system of a folder has left, and the machine. The file system is often as large as half of the
+    memory, whatever the workers have taken: filling it would have the kernel kill one of them."""
     system = os.statvfs(folder)
-    return system.f_bavail * system.f_frsize
+    free = system.f_bavail * system.f_frsize
+    try:
+        lines = [line.split() for line in MEMINFO.read_text().splitlines()]
+        kibibytes = {line[0]: int(line[1]) for line in lines if len(line) > 1}
+        spare = (kibibytes["MemAvailable:"] - kibibytes["MemTotal:"] // WORKERS_PART) << 10
+    except (OSError, KeyError, ValueError):
+        return free
+    return max(0, min(free, spare))
 
 
 def default_budget(folder: Path) -> int:
