@@ -24,8 +24,9 @@ def run_and_lose_a_node(job: Job) -> None:
     job.event("incident-closed", lost["seq"])
     after = members(job.training(2))
     assert job.wait(90) == 0
-    (spare,) = set(after) - set(before)
-    assert set(after) == {*before, spare} - {victim}
+    # One that tests before this one made a lemon is left out too, where there is another.
+    assert len(set(after)) == 2
+    assert victim not in after
     (incident,) = job.report()["incidents"]
     assert incident["node"] == victim
     told(job.name, job.report())
