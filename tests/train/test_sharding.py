@@ -18,7 +18,7 @@ from holdfast.train import durable, state
 from holdfast.train.pieces import like, local_of, parsed, piece_of, placed
 from holdfast.train.sharding import Sharding
 from holdfast.train.switched import Row
-from holdfast.train.tree import seat, weighs
+from holdfast.train.tree import seat, weighs, words
 
 WIDTH, OUT = 10, 7
 SHAPES = [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)]
@@ -210,6 +210,8 @@ def test_every_micro_batch_is_computed_and_weighed_once(shape, rows):
         m for r in range(len(form.members)) if weighs(form, r) for m in seat(count, form, r).micro_batches
     ]
     assert sorted(weighed) == list(range(count))
+    said = [len(seat(count, form, r).micro_batches) * weighs(form, r) for r in range(len(form.members))]
+    assert words(count, form) == said
     for row in range(rows):  # the workers of a replica make the same number of passes
         size = form.positions
         seats = [seat(count, form, r) for r in range(row * size, (row + 1) * size)]

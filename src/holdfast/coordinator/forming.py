@@ -236,6 +236,14 @@ def _form(core: Core, survivors: list[Worker], kept: list[Worker], fresh: list[W
     s.generation = m.Generation(s.number, members, start, s.shape, connected)
     live = durable is None and snapshot is None
     savers = saving.savers(core, s.generation)
+    givers, served = [], []
+    for position in range(s.positions):
+        column = s.generation.column(position)
+        readers = _readers([members[r] for r in column]) if durable is not None else ()
+        givers.append(
+            (tuple(r for r in column if ranks[r] in holders)[:MAX_DONORS] if live else ()) or readers
+        )
+        served.append(any(ranks[r] in restore for r in column) and len(column) > len(readers))
     s.forms = {}
     for rank, name in enumerate(ranks):
         copy: Copy | None = None
@@ -246,21 +254,18 @@ def _form(core: Core, survivors: list[Worker], kept: list[Worker], fresh: list[W
             copy, sources = saving.sources(core, snapshot, position, node)
         elif snapshot is not None:
             others = tuple(saving.sources(core, snapshot, x, node) for x in range(snapshot.world))
-        column = s.generation.column(position)
-        donors = tuple(r for r in column if ranks[r] in holders)[:MAX_DONORS] if live else ()
-        readers = _readers([members[r] for r in column]) if durable is not None else ()
-        donors = donors or readers
-        serves = any(ranks[r] in restore for r in column)
+        donors = givers[position]
+        reads = durable is not None and rank in donors
         form = m.Form(
             s.generation,
             rank,
             apply=name in outcome.apply,
             restore=name in restore,
-            serve=serves and rank in donors and len(column) > len(readers),
-            donors=donors if name in restore and rank not in readers else (),
+            serve=served[position] and rank in donors,
+            donors=donors if name in restore and not reads else (),
             copy=copy,
             holders=sources,
-            durable=durable if rank in readers else None,
+            durable=durable if reads else None,
             saves=rank in savers,
             mtbf_s=saving.mean_time_between_failures_s(core),
             shards=others if name in restore else (),

@@ -27,16 +27,15 @@ def broke(core: Core, reason: str) -> None:
     s = core.state
     assert s.generation is not None
     s.halting = {}
+    if s.positions > 1:
+        left = {
+            x.replica for x in s.generation.members if s.workers[x.worker].phase is not WorkerPhase.MEMBER
+        }
+        s.halting = {replica: {} for replica in range(s.generation.replicas) if replica not in left}
     for member in s.generation.members:
         worker = s.workers[member.worker]
-        if worker.phase is not WorkerPhase.MEMBER:
-            continue
-        row = members(core, member.replica)
-        halts = s.positions > 1 and member.replica >= 0
-        halts = halts and all(w.phase is WorkerPhase.MEMBER for w in row)
-        if halts:
-            s.halting.setdefault(member.replica, {})
-        core.tell(worker, m.Break(s.generation.number, reason, halts))
+        if worker.phase is WorkerPhase.MEMBER:
+            core.tell(worker, m.Break(s.generation.number, reason, member.replica in s.halting))
 
 
 def halted(core: Core, worker: Worker, message: m.Halted) -> None:

@@ -36,7 +36,7 @@ from holdfast.train.reduction import Gradients
 from holdfast.train.restoring import Restoring
 from holdfast.train.snapshots import Snapshots
 from holdfast.train.transfer import DonorServer
-from holdfast.train.tree import Seat, seat, weighs
+from holdfast.train.tree import Seat, seat, weighs, words
 
 if TYPE_CHECKING:
     from holdfast.train.sharding import Sharding
@@ -183,9 +183,7 @@ class Replica:
     def words(self, micro_batches: int) -> list[int]:
         """How many words every member says of a step under the exact reduction."""
         assert self.form is not None
-        generation = self.form.generation
-        seats = [seat(micro_batches, generation, r) for r in range(len(generation.members))]
-        return [len(s.micro_batches) if weighs(generation, r) else 0 for r, s in enumerate(seats)]
+        return words(micro_batches, self.form.generation)
 
     def over_shards(self, step: int, squares: float) -> float:
         """The sum of the squares of the whole gradient, from that of this worker's shard."""

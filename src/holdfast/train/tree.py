@@ -59,6 +59,15 @@ def seat(micro_batches: int, generation: Generation, rank: int) -> Seat:
     return Seat(numbers, place, computing, len(column) - computing, leaves)
 
 
+def words(micro_batches: int, generation: Generation) -> list[int]:
+    """How many micro-batches every member weighs, in the order of the ranks."""
+    computing, leaves, tensor = generation.replicas, micro_batches // generation.shape[0], generation.shape[1]
+    counts = [len(mine) for mine in shares(leaves, computing)]
+    return [
+        counts[m.replica] if m.replica >= 0 and m.position % tensor == 0 else 0 for m in generation.members
+    ]
+
+
 def weighs(generation: Generation, rank: int) -> bool:
     """Whether a worker says what its micro-batches weigh: those of one tensor dimension compute the same ones."""
     return generation.members[rank].position % generation.shape[1] == 0
