@@ -77,6 +77,8 @@ def _serve(channel: socket.socket) -> int:
 
 def import_modules(modules: list[str]) -> None:
     """Imports what workers will need."""
+    # A module that asks whether there is a GPU would start CUDA here, and no fork of this process could use it then.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     for name in filter(None, modules):
         importlib.import_module(name)
         if name == "torch":

@@ -350,7 +350,7 @@ class ExactSum(Gradients):
         bucket.works = [group.broadcast(total[a:b], rank) for rank, (a, b) in enumerate(slices) if a < b]
 
     def finish(self, scale: Callable[[], float]) -> float:
-        squares = 0.0
+        squares: Any = 0.0
         for number, bucket in enumerate(self._buckets):
             group = self._group
             assert group is not None
@@ -362,7 +362,7 @@ class ExactSum(Gradients):
             for p, grad in zip(bucket.parameters, total.grads, strict=True):
                 p.grad = grad
             squares += scale_and_square(total.flat, scale()) * bucket.counts
-        return squares
+        return float(squares)
 
     def _wait(self, bucket: _Bucket, group: Group) -> None:
         while bucket.works:

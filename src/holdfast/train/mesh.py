@@ -201,11 +201,15 @@ class Mesh:
 
 
 class MeshStore(dist.Store):  # type: ignore[misc, name-defined, unused-ignore]
-    """A torch.distributed Store whose keys travel over the mesh and live no longer than one generation."""
+    """A torch.distributed Store whose keys travel over the mesh and live no longer than one generation.
+
+    After `finish` the mesh carries words: a key that a process group sets later (NCCL's watchdog may) stays here.
+    """
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()
         self._mesh = mesh
+        self._finished = False
         self._values: dict[str, bytes] = {}
         self._ended: set[int] = set()
 
@@ -213,6 +217,8 @@ class MeshStore(dist.Store):  # type: ignore[misc, name-defined, unused-ignore]
         """Sends the value to every peer."""
         data = value.encode() if isinstance(value, str) else bytes(value)
         self._values[key] = data
+        if self._finished:
+            return
         name = key.encode()
         body = struct.pack("<H", len(name)) + name + data
         self._send(_HEAD.pack(_TAG_KEY, len(body)) + body)
@@ -232,6 +238,7 @@ class MeshStore(dist.Store):  # type: ignore[misc, name-defined, unused-ignore]
 
     def finish(self) -> None:
         """Tells the peers that no key follows, and waits until all have said so: the mesh is clear again."""
+        self._finished = True
         self._send(_HEAD.pack(_TAG_END, 0))
         self._read_until(lambda: len(self._ended) == self._mesh.size - 1)
 
@@ -243,6 +250,10 @@ class MeshStore(dist.Store):  # type: ignore[misc, name-defined, unused-ignore]
                 raise CollectiveFailed(f"lost rank {rank}: {error}") from error
 
     def _read_until(self, done: Callable[[], bool]) -> None:
+        if done():
+            return
+        if self._finished and len(self._ended) == self._mesh.size - 1:
+            raise CollectiveFailed("a key was asked for that nobody has set")
         with selectors.DefaultSelector() as selector:
             for rank, sock in self._mesh._peers.items():
                 if rank not in self._ended:

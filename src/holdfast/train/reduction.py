@@ -215,14 +215,14 @@ class GradientSum(Gradients):
             self._launch(self._buckets[self._next], group)
 
     def finish(self, scale: Callable[[], float]) -> float:
-        squares = 0.0
+        squares: Any = 0.0
         for bucket in self._buckets:
             if bucket.work is not None:
                 assert self._group is not None
                 self._group.wait(bucket.work)
                 self._changed()
             squares += scale_and_square(bucket.flat, scale()) * bucket.counts
-        return squares
+        return float(squares)
 
     def clip(self, norm: float, max_norm: float) -> None:
         clip([bucket.flat for bucket in self._buckets], norm, max_norm)
@@ -269,11 +269,12 @@ def nbytes_of(p: torch.Tensor) -> int:
     return local_of(p).numel() * p.element_size()
 
 
-def scale_and_square(flat: torch.Tensor, scale: float) -> float:
-    """Multiplies in place; returns the sum of squares of the result."""
+def scale_and_square(flat: torch.Tensor, scale: float) -> Any:
+    """Multiplies in place; returns the sum of squares of the result: of a GPU's a tensor, so that the host waits once for
+    all buckets."""
     if flat.device.type != "cpu" or flat.dtype not in (torch.float32, torch.float64):
         flat.mul_(scale)
-        return float(torch.linalg.vector_norm(flat, dtype=torch.float32).double().square())
+        return torch.linalg.vector_norm(flat, dtype=torch.float32).double().square()
     squares = 0.0
     for block in torch.split(flat, CACHE_BLOCK):
         block.mul_(scale)

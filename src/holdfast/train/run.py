@@ -45,6 +45,8 @@ class Run:
         local = int(os.environ.get("LOCAL_RANK", "0"))
         cuda = torch.cuda.is_available()
         self.device = torch.device("cuda", local % torch.cuda.device_count()) if cuda else torch.device("cpu")
+        if cuda:
+            torch.cuda.set_device(self.device)  # FSDP2 and the meshes take the current one
 
     @property
     def rank(self) -> int:

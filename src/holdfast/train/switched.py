@@ -106,6 +106,11 @@ class Row:
         self.connected_in = generation
 
     @property
+    def on_gpu(self) -> bool:
+        """Whether the tensors are a GPU's."""
+        return self.device is not None and self.device.type == "cuda"
+
+    @property
     def aborted(self) -> bool:
         """Whether the groups were aborted since they were connected."""
         return self._aborted
@@ -186,8 +191,8 @@ _ProcessGroup: Any = dist.ProcessGroup
 class SwitchedGroup(_ProcessGroup):  # type: ignore[misc]
     """A process group whose connections come with the generation and go with it.
 
-    A collective returns when it is done: with gloo nothing is gained by waiting later, and only here is a wait ended by
-    an abort. A group of one worker has its own connection to itself for ever.
+    A collective returns when it is done (with NCCL: when it is queued before all that follows): with gloo nothing is gained
+    by waiting later, and only here is a wait ended by an abort. A group of one worker has its own connection to itself for ever.
     """
 
     def __init__(self, row: Row, rank: int, size: int, name: str) -> None:
@@ -200,6 +205,8 @@ class SwitchedGroup(_ProcessGroup):  # type: ignore[misc]
             self.wires.connect(HashStore())
 
     def _run(self, name: str, *args: Any, **options: Any) -> Any:
+        if self._members == 1 and self._row.on_gpu and name in BY_ITSELF:
+            return self._run_beside(name, *args)  # gloo would take it to host memory and back
         wires = self.wires
         if wires is None:
             if self._row.beside:
@@ -224,13 +231,13 @@ class SwitchedGroup(_ProcessGroup):  # type: ignore[misc]
         return work
 
     def _run_beside(self, name: str, *args: Any) -> Any:
-        """This worker's replica is not complete: work of the script's own between two steps comes to its end as everywhere,
-        and means nothing here."""
+        """What a collective leaves here without anybody else: all that there is to do in a group of one. Where this worker's
+        replica is not complete, work of the script's own between two steps so comes to its end, and means nothing."""
         if name == "_allgather_base":
             args[0].view(self._members, -1).copy_(args[1].reshape(1, -1))
         elif name == "_reduce_scatter_base":
             args[0].copy_(args[1].view(self._members, -1)[self._place].view_as(args[0]))
-        elif name not in ("allreduce", "allreduce_coalesced", "broadcast", "barrier"):
+        elif name not in BY_ITSELF:
             raise UsageError(
                 f"{name}: this worker's replica is not complete (run.world.replica is -1): skip it here"
             )
@@ -263,6 +270,16 @@ class SwitchedGroup(_ProcessGroup):  # type: ignore[misc]
     def _set_group_name(self, name: str) -> None:
         self.label = name
 
+
+BY_ITSELF = {
+    "allreduce",
+    "allreduce_coalesced",
+    "broadcast",
+    "barrier",
+    "_allgather_base",
+    "_reduce_scatter_base",
+}
+"""Collectives for which a worker needs nobody else, see `_run_beside`."""
 
 SAME = [
     "allreduce",

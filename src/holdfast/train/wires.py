@@ -50,12 +50,13 @@ class Wires:
         self.rank = rank
         self.size = size
         self._host = host
-        self._device = device if nccl.usable(device) else None
+        self._wanted = device
+        self._device: torch.device | None = None  # the GPU, once the members have agreed on NCCL
         self._before: set[str] = set()
         self._after: set[str] | None = None
         self._group: Any = None
         self._stuck = False
-        self._aborted = False
+        self._aborted = self._freed = False
         self._news = threading.Condition()
 
     @property
@@ -75,14 +76,18 @@ class Wires:
             raise CollectiveFailed("the generation broke while its members connected")
 
     def _built(self, store: Any) -> Any:
-        """Gloo's connections. A thread makes them, because nothing frees one that waits for a lost peer."""
+        """The process group. A thread makes it, because nothing frees one that waits for a lost peer."""
         results: list[Any] = []
 
         def build() -> None:
             result: Any = CollectiveFailed("nothing was built")
             try:
-                if self._device is not None:
-                    result = nccl.build(store, self.rank, self.size, self._device, GLOO_TIMEOUT)
+                if nccl.agreed(store, self.rank, self.size, self._wanted):
+                    assert self._wanted is not None
+                    self._device = self._wanted
+                    result = nccl.build(
+                        store, self.rank, self.size, self._wanted, GLOO_TIMEOUT, self._abortable
+                    )
                 else:
                     result = _gloo(store, self.rank, self.size, self._host)
             except Exception as error:  # noqa: BLE001 - gloo's or, through the store, the mesh's; told below
@@ -98,8 +103,24 @@ class Wires:
         if not results:
             raise CollectiveFailed("the generation broke while its members connected")
         if isinstance(results[0], Exception):
-            raise CollectiveFailed(f"gloo cannot connect: {first_line(results[0])}") from results[0]
+            raise CollectiveFailed(f"cannot connect: {first_line(results[0])}") from results[0]
         return results[0]
+
+    def _abortable(self, group: Any) -> None:
+        """From the thread that builds: NCCL's group is there, and its kernels may wait for a peer."""
+        with self._news:
+            self._group = group
+            late = self._aborted
+        if late:
+            self._free(group)
+            raise CollectiveFailed("the generation broke while its members connected")
+
+    def _free(self, group: Any) -> None:
+        """Ends NCCL's kernels, once."""
+        with self._news:
+            already, self._freed = self._freed, True
+        if not already:
+            nccl.abort(group)
 
     def start(self, call: Callable[[Any], Any]) -> Any:
         """Starts a collective: `call` is given gloo's process group and returns its Work.
@@ -173,11 +194,14 @@ class Wires:
 
     def drain(self, work: Any) -> bool:
         """After `abort`: waits until gloo has let go of the tensor. False if it never will: the tensor is lost."""
-        if self._device is not None:
-            return True  # a queued kernel keeps its memory until it ends, and the abort ends it
         try:
+            if self._device is not None:
+                work.wait()  # the abort ends the kernel; what is queued from now on comes after it
+                return True
             work.wait(DRAIN)
         except RuntimeError:
+            if self._device is not None:
+                return False
             if not work.is_completed():
                 self._stuck = True
                 return False
@@ -186,11 +210,12 @@ class Wires:
     def abort(self) -> None:
         """Frees every call that waits for a peer. Safe from any thread, more than once."""
         with self._news:
-            already, self._aborted = self._aborted, True
+            self._aborted = True
+            group = self._group
             self._news.notify_all()
         if self._device is not None:
-            if self._group is not None and not already:
-                nccl.abort(self._group)
+            if group is not None:
+                self._free(group)
             return
         now = socket_inodes()
         ours = (set(now) if self._after is None else self._after) - self._before
@@ -200,14 +225,15 @@ class Wires:
 
     def close(self) -> None:
         """Gives everything back, after `abort` or when no member needs the group any more."""
-        self._aborted = True
-        gloo, self._group = self._group, None
+        with self._news:
+            self._aborted = True
+            group, self._group = self._group, None
         if self._stuck:
-            abandon(gloo)
-        elif gloo is not None and self._device is not None:
-            nccl.abort(gloo)
-        elif gloo is not None:
-            gloo.abort()
+            abandon(group)
+        elif group is not None and self._device is not None:
+            self._free(group)
+        elif group is not None:
+            group.abort()
 
 
 def _gloo(store: Any, rank: int, size: int, host: str) -> Any:

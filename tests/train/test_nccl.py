@@ -1,0 +1,149 @@
+"""What holds NCCL's groups together, with a stand-in for the group: which are NCCL's, and that each is aborted once."""
+
+import threading
+
+import pytest
+import torch
+from cluster import Cluster
+from torch.distributed import HashStore
+
+from holdfast.errors import CollectiveFailed
+from holdfast.train import nccl
+from holdfast.train.mesh import MeshStore
+from holdfast.train.wires import Wires
+
+GPU = torch.device("cuda", 0)
+
+
+class Standin:
+    """In the place of ProcessGroupNCCL."""
+
+    def __init__(self) -> None:
+        self.aborts = 0
+        self.ended = threading.Event()
+
+    def abort(self) -> None:
+        self.aborts += 1
+        self.ended.set()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "expected"), [([b"a", b"b"], True), ([b"a", b"a"], False), ([b"a", b""], False)]
+)
+def test_nccl_needs_a_gpu_for_every_member(monkeypatch, gpus, expected):
+    store = HashStore()
+    for rank, gpu in enumerate(gpus):
+        store.set(f"gpu-{rank}", gpu)
+    for rank, gpu in enumerate(gpus):
+        monkeypatch.setattr(nccl, "_gpu", lambda device, gpu=gpu: gpu)
+        assert nccl.agreed(store, rank, 2, GPU) is expected
+
+
+def test_without_a_gpu_nobody_is_asked():
+    assert not nccl.agreed(None, 0, 2, None)
+    assert not nccl.agreed(None, 0, 2, torch.device("cpu"))
+
+
+@pytest.fixture
+def wires(monkeypatch):
+    monkeypatch.setattr(nccl, "agreed", lambda *_: True)
+    return Wires(0, 2, "127.0.0.1", GPU)
+
+
+def test_an_abort_reaches_a_group_that_is_being_made(wires, monkeypatch):
+    """Its first kernel waits for a peer that never comes."""
+    group, waiting = Standin(), threading.Event()
+
+    def build(store, rank, size, device, timeout, made):
+        made(group)
+        waiting.set()
+        group.ended.wait()
+        raise RuntimeError("aborted")
+
+    monkeypatch.setattr(nccl, "build", build)
+    failed = []
+
+    def connect():
+        with pytest.raises(CollectiveFailed):
+            wires.connect(None)
+        failed.append(True)
+
+    thread = threading.Thread(target=connect)
+    thread.start()
+    waiting.wait()
+    wires.abort()
+    thread.join()
+    assert failed
+    group.ended.wait()
+    wires.abort()
+    wires.close()
+    assert group.aborts == 1
+
+
+def test_a_group_that_came_after_the_abort_is_aborted_too(wires, monkeypatch):
+    group = Standin()
+
+    def build(store, rank, size, device, timeout, made):
+        wires.abort()
+        made(group)
+
+    monkeypatch.setattr(nccl, "build", build)
+    with pytest.raises(CollectiveFailed):
+        wires.connect(None)
+    group.ended.wait()
+    wires.close()
+    assert group.aborts == 1
+
+
+def test_garbage_does_not_count(wires, monkeypatch):
+    """A queued collective is waited for at once, and after an abort it is not believed."""
+    group = Standin()
+
+    def build(store, rank, size, device, timeout, made):
+        made(group)
+        return group
+
+    class Work:
+        waits = 0
+
+        def wait(self):
+            self.waits += 1
+
+    monkeypatch.setattr(nccl, "build", build)
+    wires.connect(None)
+    work = Work()
+    wires.wait(work)
+    wires.abort()
+    with pytest.raises(CollectiveFailed):
+        wires.wait(work)
+    with pytest.raises(CollectiveFailed):
+        wires.intact()
+    assert wires.drain(work)  # what comes next on the device comes after it
+    assert work.waits == 3
+    wires.close()
+    group.ended.wait()
+    assert group.aborts == 1
+
+
+def test_a_key_that_a_group_sets_later_does_not_disturb_the_mesh():
+    """NCCL's watchdog writes into the store when a peer is gone; the mesh carries words by then."""
+    cluster = Cluster(2)
+    generation = cluster.generation(1)
+    groups = [cluster.group(generation, rank) for rank in range(2)]
+
+    def talk(group):
+        group.mesh.connect(group._listener, "secret")
+        store = MeshStore(group.mesh)
+        store.set(f"before-{group.rank}", "x")
+        store.finish()
+        store.set("exception_dump", "y")
+        assert store.check([f"before-{1 - group.rank}", "exception_dump"])
+        with pytest.raises(CollectiveFailed):
+            store.get("nobody's")
+        group.mesh.say(3, (1.0, 2.0, 3.0))
+        return group.mesh.hear(3, [(1.0, 2.0, 3.0)])
+
+    assert cluster.each(talk, groups) == [[(1.0, 2.0, 3.0)] * 2] * 2
+    for group in groups:
+        group.close()
+    cluster.close()
