@@ -30,7 +30,8 @@ def state(training: int = 1, spares: int = 3, same_host: bool = False) -> CoreSt
 class Fleet:
     """Agents that answer at once, as the machines are: `slow` ones, ways that are bad, and those that are silent."""
 
-    def __init__(self, slow=(), faulty=(), silent=(), gone=()) -> None:
+    def __init__(self, slow=(), faulty=(), silent=(), gone=(), rdma=(), slow_rdma=()) -> None:
+        self.rdma, self.slow_rdma = set(rdma), set(slow_rdma)
         self.slow, self.faulty, self.silent, self.gone = set(slow), set(faulty), set(silent), set(gone)
         self.orders: list[tuple[str, m.RunChecks]] = []
         self.found: dict[str, m.Found] = {}
@@ -43,7 +44,7 @@ class Fleet:
         if node in self.gone:
             loop.call_soon(self.runs.lost, node)
         elif node not in self.silent:
-            if order.only == ("pair",) and not order.port:
+            if order.only in (("pair",), ("rdma-pair",)) and not order.port:
                 self.at_once += 1
                 self.most_at_once = max(self.most_at_once, self.at_once)
             loop.call_soon(self.answer, node, order)
@@ -52,13 +53,18 @@ class Fleet:
         results: tuple[CheckResult, ...] = ()
         if not order.only:
             results = (CheckResult("disk", FAULTY if node in self.faulty else HEALTHY, "x"),)
+            if node in self.rdma:
+                results += (
+                    CheckResult("rdma-rate", HEALTHY, value=400.0, unit="Gb/s", subject="mlx5_0 port 1"),
+                )
         elif order.only == ("all-reduce",):
             results = (CheckResult("all-reduce", HEALTHY, value=1.0, unit="GB/s"),)
         elif not order.port:
             self.at_once -= 1
             other = order.peers[0].node
-            rate = 1.0 if {node, other} & self.slow else 10.0
-            results = (CheckResult("pair", HEALTHY, value=rate, unit="GB/s", with_node=other),)
+            (check,) = order.only
+            rate = 1.0 if {node, other} & (self.slow if check == "pair" else self.slow_rdma) else 10.0
+            results = (CheckResult(check, HEALTHY, value=rate, unit="GB/s", with_node=other),)
         assert self.runs.answered(node, m.Checked(order.request, results))
 
     async def check(self, wish: CheckWish, of: CoreState) -> CheckNews:
@@ -79,6 +85,20 @@ def test_a_slow_node_is_singled_out_and_left_out_of_the_group():
     group = [o for n, o in fleet.orders if o.only == ("all-reduce",)]
     assert [p.node for p in group[0].peers] == ["n0", "n1", "n3"]
     assert group[0].peers[0].port == 7000
+
+
+def test_nodes_with_rdma_are_measured_over_it_as_well():
+    fleet = Fleet(rdma={"n0", "n1", "n2", "n3"}, slow_rdma={"n1"})
+    news = asyncio.run(fleet.check(CheckWish(deep=True, disturb=True), state(training=1, spares=4)))
+    pairs = [o for _, o in fleet.orders if o.only == ("rdma-pair",)]
+    assert {p.node for o in pairs for p in o.peers} == fleet.rdma  # n4 has none
+    assert [f.rule for f in fleet.found["n1"].findings] == ["check-rdma-pair"]
+    assert [n for n, c in summary(news.results).items() if c is FAULTY] == ["n1"]
+    group = [o for n, o in fleet.orders if o.only == ("all-reduce",)]
+    assert [p.node for p in group[0].peers] == ["n0", "n2", "n3", "n4"]
+    fleet = Fleet(rdma={"n0"})
+    asyncio.run(fleet.check(CheckWish(deep=True, disturb=True), state()))
+    assert not [o for _, o in fleet.orders if o.only == ("rdma-pair",)]
 
 
 def test_the_one_that_listens_and_the_one_that_comes_know_of_each_other():

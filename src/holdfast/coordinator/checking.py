@@ -237,19 +237,27 @@ class _Run:
     # ------------------------------------------------------------ pairs
 
     async def _in_pairs(self, names: Sequence[str]) -> None:
-        first = await self._round("pairs, first round", pairs.first_round(names))
-        second = await self._round("pairs, second round", pairs.second_round(first))
-        for name, results in pairs.judge(first, second).items():
+        await self._two_rounds("pair", names)
+        with_rdma = [
+            n for n in names if any(r.name == "rdma-rate" for r in self._results[n])
+        ]  # an active port
+        if len(with_rdma) > 1:
+            await self._two_rounds("rdma-pair", with_rdma)
+
+    async def _two_rounds(self, check: str, names: Sequence[str]) -> None:
+        first = await self._round(check, "first round", pairs.first_round(names))
+        second = await self._round(check, "second round", pairs.second_round(first))
+        for name, results in pairs.judge(first, second, check.removesuffix("pair")).items():
             self._results[name] += results
 
     async def _round(
-        self, what: str, batches: Sequence[Sequence[pairs.Pair]]
+        self, check: str, which: str, batches: Sequence[Sequence[pairs.Pair]]
     ) -> dict[pairs.Pair, pairs.Measured]:
         measured: dict[pairs.Pair, pairs.Measured] = {}
         for batch in batches:
-            await self._say(what, {n for p in batch for n in p})
+            await self._say(f"{check}s, {which}", {n for p in batch for n in p})
             for apart in self._apart(batch):
-                found = await asyncio.gather(*(self._measure(pair) for pair in apart))
+                found = await asyncio.gather(*(self._measure(check, pair) for pair in apart))
                 measured |= dict(zip(apart, found, strict=True))
         return measured
 
@@ -266,7 +274,7 @@ class _Run:
             hosts[turn] |= mine
         return turns
 
-    async def _measure(self, pair: pairs.Pair) -> pairs.Measured:
+    async def _measure(self, check: str, pair: pairs.Pair) -> pairs.Measured:
         listener, caller = (self._nodes[n] for n in pair)
         if not listener.ports:
             return pairs.Measured(None, why=f"{listener.name} offers no port")
@@ -274,21 +282,21 @@ class _Run:
         seconds = self._wish.seconds
         to_caller = m.Peer(caller.name, caller.host, 0)
         to_listener = m.Peer(listener.name, listener.host, port)
-        there = m.RunChecks(0, True, (to_caller,), ("pair",), port, seconds)
-        here = m.RunChecks(0, True, (to_listener,), ("pair",), 0, seconds)
+        there = m.RunChecks(0, True, (to_caller,), (check,), port, seconds)
+        here = m.RunChecks(0, True, (to_listener,), (check,), 0, seconds)
         at_listener, at_caller = await asyncio.gather(
             self._ask(listener.name, there, PAIR_ANSWER_S), self._ask(caller.name, here, PAIR_ANSWER_S)
         )
         for name, answer in ((listener.name, at_listener), (caller.name, at_caller)):
             if answer is None:
                 return pairs.Measured(None, why=f"{name} did not answer")
-        return measured_of(list(at_caller or ()))
+        return measured_of(list(at_caller or ()), check)
 
     # ------------------------------------------------------------ all together
 
     async def _together(self, names: Sequence[str]) -> None:
         """Without those that are known to be bad: they would hold up all others."""
-        bad = {n for n in names if any(r.name == "pair" and _bad(r) for r in self._results[n])}
+        bad = {n for n in names if any(_holds_up(r) for r in self._results[n])}
         group = [n for n in names if n not in bad]
         if len(group) < 2 or not self._nodes[group[0]].ports:
             return
@@ -301,8 +309,10 @@ class _Run:
             self._add(name, answer, "all-reduce")
 
 
-def _bad(result: CheckResult) -> bool:
-    return result.condition is not Condition.HEALTHY
+def _holds_up(result: CheckResult) -> bool:
+    """An RDMA pair that could not be measured says nothing about a group, which may do without."""
+    bad = (Condition.FAULTY, Condition.UNKNOWN) if result.name == "pair" else (Condition.FAULTY,)
+    return result.name in ("pair", "rdma-pair") and result.condition in bad
 
 
 def _finding(result: CheckResult) -> Finding:

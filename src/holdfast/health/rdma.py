@@ -65,7 +65,7 @@ class Rdma:
     def _port(self, name: str, port: str) -> Iterator[Reading]:
         folder = self._folder / name / "ports" / port
         subject, device = f"{name} port {port}", self._guids[name]
-        if (state := self._state(name, folder)) is not None:
+        if (state := port_state(self._folder / name, folder)) is not None:
             yield Reading("rdma", "rdma.state", state, subject, device)
             if state == ACTIVE and (rate := _rate(folder)):
                 yield Reading("rdma", "rdma.rate_gbps", rate, subject, device)
@@ -74,14 +74,6 @@ class Rdma:
             for counter in wanted:
                 if counter in there:
                     yield from number("rdma", f"rdma.{counter}", folder / kind / counter, subject, device)
-
-    def _state(self, name: str, folder: Path) -> str | None:
-        """EFA's driver calls every port active; what is below an interface of the same device says it, if there is one."""
-        if (self._folder / name / "device/driver").resolve().name == "efa":
-            interfaces = self._folder / name / "device/net"
-            states = [quiet(interfaces / interface / "operstate") for interface in names(interfaces)]
-            return None if not states else ACTIVE if "up" in states else states[0].upper()
-        return quiet(folder / "state").partition(": ")[2] or None  # `4: ACTIVE`
 
     def _char_devices(self, devices: list[str]) -> Iterator[Reading]:
         folder = self._class / "infiniband_verbs"
@@ -99,6 +91,16 @@ class Rdma:
 
     def close(self) -> None:
         """Holds nothing."""
+
+
+def port_state(device: Path, port: Path) -> str | None:
+    """Of a port's folder: `ACTIVE`, `DOWN`, `INIT`, ... EFA's driver calls every port active; what is below an interface
+    of the same device says it, if there is one (else None: it cannot be told)."""
+    if (device / "device/driver").resolve().name == "efa":
+        interfaces = device / "device/net"
+        states = [quiet(interfaces / interface / "operstate") for interface in names(interfaces)]
+        return None if not states else ACTIVE if "up" in states else states[0].upper()
+    return quiet(port / "state").partition(": ")[2] or None  # `4: ACTIVE`
 
 
 def _rate(folder: Path) -> float:

@@ -170,7 +170,7 @@ def nvml_uuids() -> list[str]:
     try:
         pynvml = importlib.import_module("pynvml")  # has no types
     except ImportError:
-        raise CannotCheck("nvidia-ml-py is not installed: pip install 'holdfast[nvidia]'") from None
+        raise CannotCheck("nvidia-ml-py is not installed: pip install 'holdfast[gpu]'") from None
     found: list[str] = []
     try:
         pynvml.nvmlInit()

@@ -24,6 +24,8 @@ TOLERANCES = {
     "loopback": 0.5,
     "pair": 0.5,
     "disk": 0.5,
+    "rdma-ports": 0.0,
+    "rdma-rate": 0.0,  # of a link: it is what it is
 }
 """How much worse than the median a healthy device may be; by the longest beginning of the check's name."""
 

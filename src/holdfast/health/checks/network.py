@@ -1,6 +1,6 @@
 """The network: to oneself, and to one other node. Plain TCP, one connection, both directions; every byte is summed up.
 
-It says what the sockets of a training job get, not what the card can do: RDMA has tools of its own (`ib_write_bw`).
+It says what the sockets of a training job get, not what the card can do: for RDMA see `rdma_pair`.
 """
 
 from __future__ import annotations
@@ -77,14 +77,15 @@ def check_pair(task: Task) -> Iterator[CheckResult]:
     )
 
 
-def measured_of(results: list[CheckResult]) -> Measured:
-    """What `check_pair` measured, out of its results."""
-    pair = next((r for r in results if r.name == "pair"), None)
+def measured_of(results: list[CheckResult], check: str = "pair") -> Measured:
+    """What `check_pair` (or `check_rdma_pair`) measured, out of its results."""
+    pair = next((r for r in results if r.name == check), None)
     if pair is None or pair.condition is Condition.UNKNOWN:
         return Measured(None, why=pair.detail if pair else "no answer")
-    latency = next((r.value for r in results if r.name == "pair-latency"), None)
+    latency = next((r.value for r in results if r.name == f"{check}-latency"), None)
     damaged = pair.condition is Condition.FAULTY and bool(pair.value)
-    return Measured((pair.value or 0.0) * 1e9, latency or 0.0, pair.detail, damaged)
+    why = pair.detail if latency is None else ""  # else it says the latency
+    return Measured((pair.value or 0.0) * 1e9, latency or 0.0, why, damaged)
 
 
 def _result(name: str, measured: Measured, other: str) -> CheckResult:
@@ -109,8 +110,7 @@ def _serve_quietly(server: socket.socket, token: str, seconds: float) -> None:
 
 def serve(server: socket.socket, token: str, seconds: float) -> None:
     """Waits for one that knows the token, echoes, receives, then sends for so long."""
-    connection = _accept(server, token)
-    with connection:
+    with accept(server, token) as connection:
         for _ in range(ECHOES):
             connection.sendall(_exactly(connection, ECHO_BYTES))
         _receive(connection)
@@ -123,9 +123,7 @@ def connect_and_measure(host: str, port: int, token: str, seconds: float) -> Mea
     Raises:
         OSError: the other end is not there, does not answer, or is another program.
     """
-    with _connect(host, port) as connection:
-        nonce = _exactly(connection, NONCE_BYTES)
-        connection.sendall(_proof(token, nonce))
+    with connect(host, port, token) as connection:
         times = []
         for _ in range(ECHOES):
             began_s = time.perf_counter()
@@ -137,8 +135,8 @@ def connect_and_measure(host: str, port: int, token: str, seconds: float) -> Mea
     return Measured(min(sent, received), statistics.median(times), damaged=not (whole_there and whole_back))
 
 
-def _connect(host: str, port: int) -> socket.socket:
-    """There is no event for "another machine listens now": try until it does."""
+def connect(host: str, port: int, token: str) -> socket.socket:
+    """To one that accepts. There is no event for "another machine listens now": try until it does."""
     until_s = time.monotonic() + MEET_S
     while True:
         try:
@@ -148,11 +146,16 @@ def _connect(host: str, port: int) -> socket.socket:
                 raise
             time.sleep(RETRY_S)
             continue
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sendall(_proof(token, _exactly(connection, NONCE_BYTES)))
+        except BaseException:
+            connection.close()
+            raise
         return connection
 
 
-def _accept(server: socket.socket, token: str) -> socket.socket:
+def accept(server: socket.socket, token: str) -> socket.socket:
     """The first that proves to be of the job; others are turned away."""
     while True:
         connection, _ = server.accept()

@@ -24,7 +24,8 @@ LATENCY_FLOOR_S = 50e-6
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """What a pair measured. bytes_per_s 0: they did not reach each other. None: it could not be tried."""
+    """What a pair measured. bytes_per_s 0: they did not reach each other. None: it could not be tried. latency_s 0: it was
+    not measured."""
 
     bytes_per_s: float | None
     latency_s: float = 0.0
@@ -73,8 +74,11 @@ def second_round(first: Mapping[Pair, Measured]) -> list[list[Pair]]:
     return batches
 
 
-def judge(first: Mapping[Pair, Measured], second: Mapping[Pair, Measured]) -> dict[str, list[CheckResult]]:
-    """A result `pair` for every node, and `link` for those whose way to one other is bad."""
+def judge(
+    first: Mapping[Pair, Measured], second: Mapping[Pair, Measured], over: str = ""
+) -> dict[str, list[CheckResult]]:
+    """A result `pair` for every node, and `link` for those whose way to one other is bad. over: goes before both names,
+    `rdma-`."""
     slow = slow_pairs(first)
     nodes = list(dict.fromkeys(n for p in first for n in p))
     best = _best(nodes, [*first.items(), *second.items()])
@@ -85,25 +89,28 @@ def judge(first: Mapping[Pair, Measured], second: Mapping[Pair, Measured]) -> di
         mine = [p for p in slow if node in p]
         if best[node] is None:
             why = next((m.why for p, m in first.items() if node in p and m.why), "not measured")
-            results[node] = [CheckResult("pair", Condition.UNKNOWN, why)]
+            results[node] = [CheckResult(f"{over}pair", Condition.UNKNOWN, why)]
         elif unclear:
             results[node] = [
-                _pair(Condition.UNKNOWN, best[node], "all pairs are bad: the network, or all of them")
+                _pair(over, Condition.UNKNOWN, best[node], "all pairs are bad: the network, or all of them")
             ]
         elif mine and node in again and again[node]:
             partners = ", ".join(_other(p, node) for p in mine)
             what = f"slow or unreachable with {partners} and with one that is fast"
-            results[node] = [_pair(Condition.FAULTY, best[node], what)]
+            told = dict.fromkeys(first[p].why for p in mine)
+            results[node] = [
+                _pair(over, Condition.FAULTY, best[node], "; ".join(filter(None, (what, *told))))
+            ]
         elif mine and node not in again:
             results[node] = [
-                _pair(Condition.UNKNOWN, best[node], "slow, and not measured again with a fast one")
+                _pair(over, Condition.UNKNOWN, best[node], "slow, and not measured again with a fast one")
             ]
         else:
-            results[node] = [_pair(Condition.HEALTHY, best[node], "")]
+            results[node] = [_pair(over, Condition.HEALTHY, best[node], "")]
             for other in (_other(p, node) for p in mine):
                 if again.get(other) is False:
                     measured = first.get((node, other)) or first[(other, node)]
-                    results[node].append(_link(other, measured))
+                    results[node].append(_link(over, other, measured))
     return results
 
 
@@ -132,20 +139,22 @@ def _best(nodes: Iterable[str], measured: Iterable[tuple[Pair, Measured]]) -> di
     return best
 
 
-def _pair(condition: Condition, measured: Measured | None, detail: str) -> CheckResult:
+def _pair(over: str, condition: Condition, measured: Measured | None, detail: str) -> CheckResult:
     if measured is None or not measured.bytes_per_s:
-        return CheckResult("pair", condition, detail)
-    told = f"{measured.latency_s * 1e6:.0f} µs there and back"
+        return CheckResult(f"{over}pair", condition, detail)
+    told = f"{measured.latency_s * 1e6:.0f} µs there and back" if measured.latency_s else ""
     value = round(measured.bytes_per_s / 1e9, 3)
-    return CheckResult("pair", condition, "; ".join(filter(None, (detail, told))), value, unit="GB/s")
+    return CheckResult(f"{over}pair", condition, "; ".join(filter(None, (detail, told))), value, unit="GB/s")
 
 
-def _link(other: str, measured: Measured) -> CheckResult:
+def _link(over: str, other: str, measured: Measured) -> CheckResult:
     rate = measured.bytes_per_s or 0.0
     how = "bytes came back changed" if measured.damaged else "slow with it, fast with another"
     if not rate:
         how = "they do not reach each other, and both reach others"
-    return CheckResult("link", Condition.FAULTY, how, round(rate / 1e9, 3), unit="GB/s", with_node=other)
+    return CheckResult(
+        f"{over}link", Condition.FAULTY, how, round(rate / 1e9, 3), unit="GB/s", with_node=other
+    )
 
 
 def _other(pair: Pair, node: str) -> str:

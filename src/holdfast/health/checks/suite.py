@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.health.checks import collective, cpu, dcgm, disk, gpu, memory, network, nvlink
+from holdfast.health.checks import collective, cpu, dcgm, disk, gpu, memory, network, nvlink, rdma, rdma_pair
 from holdfast.health.checks.check import Check, Task, attempt
 from holdfast.health.checks.floors import against_floor, read_floors
 from holdfast.protocol.health import CheckResult
@@ -23,12 +23,14 @@ ALONE: dict[str, Check] = {
     "loopback": network.check_loopback,
     "gpu": gpu.check_gpus,
     "nvlink": nvlink.check_nvlink,
+    "rdma": rdma.check_rdma,
     "dcgm": dcgm.check_dcgm,
 }
 """Of the node alone."""
 
 TOGETHER: dict[str, Check] = {
     "pair": network.check_pair,
+    "rdma-pair": rdma_pair.check_rdma_pair,
     "all-reduce": collective.check_all_reduce,
 }
 """Between nodes: only when asked for."""

@@ -1,0 +1,198 @@
+"""RDMA on this node: ports that are active, with the rate and width that they should have, addresses, device files.
+
+What a port should have nobody writes down, so it is taken from its kind: most ports of the same card. A port without a
+cable is nobody's fault as long as its kind has none here; nodes are compared by how many are active.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from holdfast.health.checks.check import Task, unknown
+from holdfast.health.files import names, quiet
+from holdfast.health.rdma import ACTIVE, port_state
+from holdfast.protocol.health import CheckResult, Condition
+
+ETHERNET = "Ethernet"
+LINK_UP = "LinkUp"
+_RATE = re.compile(r"([\d.]+) Gb/sec \((\d+)X")
+_NO_GID = re.compile(r"[0:]*")
+_IPV4 = re.compile(r"(0000:){5}ffff:")
+
+
+class Gid(msgspec.Struct, frozen=True):
+    """An address of a port. kind: `RoCE v2`, `IB/RoCE v1`."""
+
+    index: int
+    kind: str
+    address: str
+
+
+class Port(msgspec.Struct, frozen=True):
+    """One port of one device, as the kernel has it. rate_gbps, width: 0 when not known. driver: `efa`, `mlx5_core`."""
+
+    device: str
+    number: int
+    model: str
+    driver: str
+    link_layer: str
+    state: str
+    physical: str
+    rate_gbps: float
+    width: int
+    gids: tuple[Gid, ...]
+
+    @property
+    def name(self) -> str:
+        """As people call it."""
+        return f"{self.device} port {self.number}"
+
+    @property
+    def active(self) -> bool:
+        """Data can pass."""
+        return self.state == ACTIVE
+
+    @property
+    def kind(self) -> tuple[str, str, int]:
+        """Ports of one kind are used alike."""
+        return self.model, self.link_layer, self.number
+
+
+def check_rdma(task: Task, root: Path = Path("/")) -> Iterator[CheckResult]:
+    """Every port. Nothing where the kernel has no RDMA device."""
+    ports = read_ports(root)
+    yield from judge_ports(ports)
+    for device in dict.fromkeys(p.device for p in ports):
+        yield from _device_file(device, root)
+
+
+def read_ports(root: Path = Path("/")) -> list[Port]:
+    """All ports of all devices, by name."""
+    folder = root / "sys/class/infiniband"
+    return [
+        _port(folder / device, device, int(number))
+        for device in names(folder)
+        for number in names(folder / device / "ports")
+        if number.isdigit()
+    ]
+
+
+def judge_ports(ports: Sequence[Port]) -> Iterator[CheckResult]:
+    """A result for every port's state, rate and addresses, and how many are active in all."""
+    for port in ports:
+        kin = [p for p in ports if p.kind == port.kind]
+        if not port.active:
+            yield _inactive(port, kin, any(p.active for p in ports))
+            continue
+        yield CheckResult("rdma-port", Condition.HEALTHY, subject=port.name, model=port.model)
+        yield _rate(port, [p for p in kin if p.active])
+        yield _addresses(port)
+    if ports:
+        active = sum(p.active for p in ports)
+        models = ", ".join(sorted({p.model for p in ports}))
+        yield CheckResult("rdma-ports", Condition.HEALTHY, "active", active, unit="ports", model=models)
+
+
+def _inactive(port: Port, kin: Sequence[Port], any_active: bool) -> CheckResult:
+    active = sum(p.active for p in kin)
+    told = f"{port.state or 'no state'}, {port.physical or 'link unknown'}"
+    if port.physical == LINK_UP:
+        condition, why = Condition.FAULTY, "the link is up and was not made active (subnet manager?)"
+    elif 2 * active > len(kin):
+        condition, why = Condition.FAULTY, f"{active} of {len(kin)} of its kind are active"
+    elif active:
+        condition, why = Condition.UNKNOWN, f"{active} of {len(kin)} of its kind are active"
+    elif any_active:
+        condition, why = Condition.HEALTHY, "not in use: no port of its kind has a link here"
+    else:
+        condition, why = Condition.UNKNOWN, "no port is active here: no cable, or a fault"
+    return CheckResult("rdma-port", condition, f"{told}: {why}", subject=port.name, model=port.model)
+
+
+def _rate(port: Port, kin: Sequence[Port]) -> CheckResult:
+    if not port.rate_gbps:
+        return msgspec.structs.replace(unknown("rdma-rate", "the kernel tells no rate"), subject=port.name)
+    usual, ports = Counter(p.rate_gbps for p in kin).most_common(1)[0]
+    slow = port.rate_gbps < usual and 2 * ports > len(kin)
+    narrow = port.width == 1 and port.link_layer != ETHERNET  # Ethernet's 25 Gb/s are called 1X
+    detail = f"{port.width}X" if port.width else ""
+    if slow:
+        detail += f"; {ports} of {len(kin)} of its kind have {usual:g} Gb/s"
+    elif narrow:
+        detail += ": one lane of a cable that has four"
+    condition = Condition.FAULTY if slow or narrow else Condition.HEALTHY
+    return CheckResult(
+        "rdma-rate", condition, detail, port.rate_gbps, unit="Gb/s", subject=port.name, model=port.model
+    )
+
+
+def _addresses(port: Port) -> CheckResult:
+    """Who has none can be reached by nobody."""
+    condition = Condition.HEALTHY if port.gids else Condition.FAULTY
+    detail = "" if port.gids else "an active port without an address (GID)"
+    return CheckResult("rdma-gids", condition, detail, len(port.gids), unit="GIDs", subject=port.name)
+
+
+def gid_index(port: Port) -> int | None:
+    """Which address a RoCE port is used by: version 2 and of an IPv4 address where there is one. None: InfiniBand, which
+    needs none, or a port without any."""
+    if port.link_layer != ETHERNET:
+        return None
+    ranked = sorted(port.gids, key=lambda g: ("v2" not in g.kind, _IPV4.match(g.address) is None, g.index))
+    return ranked[0].index if ranked else None
+
+
+def _device_file(device: str, root: Path) -> Iterator[CheckResult]:
+    """What programs open. A container may have been given none, and a user may not be allowed to."""
+    classes = root / "sys/class/infiniband_verbs"
+    files = [name for name in names(classes) if quiet(classes / name / "ibdev") == device]
+    for name in files:
+        path = root / "dev/infiniband" / name
+        if not path.exists():
+            why = f"there is no {path}"
+        elif not os.access(path, os.R_OK | os.W_OK):
+            why = f"{path} may not be opened by this user"
+        else:
+            yield CheckResult("rdma-device", Condition.HEALTHY, subject=device)
+            continue
+        yield msgspec.structs.replace(unknown("rdma-device", why), subject=device)
+    if not files:
+        why = "the kernel offers it to no program (no uverbs device)"
+        yield CheckResult("rdma-device", Condition.FAULTY, why, subject=device)
+
+
+def _port(folder: Path, device: str, number: int) -> Port:
+    port = folder / "ports" / str(number)
+    driver = (folder / "device/driver").resolve().name
+    model = " ".join(filter(None, (quiet(folder / "hca_type"), quiet(folder / "board_id")))) or driver
+    rate = _RATE.match(quiet(port / "rate"))
+    return Port(
+        device,
+        number,
+        model,
+        driver,
+        quiet(port / "link_layer"),
+        port_state(folder, port) or _word(quiet(port / "state")),
+        _word(quiet(port / "phys_state")),
+        float(rate[1]) if rate else 0.0,
+        int(rate[2]) if rate else 0,
+        tuple(_gids(port)),
+    )
+
+
+def _word(text: str) -> str:
+    """Of `4: ACTIVE`."""
+    return text.partition(": ")[2]
+
+
+def _gids(port: Path) -> Iterator[Gid]:
+    for index in sorted(int(name) for name in names(port / "gids") if name.isdigit()):
+        address = quiet(port / "gids" / str(index))
+        if not _NO_GID.fullmatch(address):
+            yield Gid(index, quiet(port / "gid_attrs/types" / str(index)), address)
