@@ -592,9 +592,9 @@ def test_an_optimizer_waits_for_a_copy_and_saves_what_was_before(to, monkeypatch
     go = threading.Event()
     copied = []
 
-    def slowly(row, tensors):
+    def slowly(row, tensors, ready):
         assert go.wait(30)
-        real(row, tensors)
+        real(row, tensors, ready)
         copied.append(True)
 
     monkeypatch.setattr(api, "copy_tensors", slowly)
@@ -613,7 +613,7 @@ def test_an_optimizer_waits_for_a_copy_and_saves_what_was_before(to, monkeypatch
 
 
 def test_a_copy_beside_a_step_that_fails_is_said(to, monkeypatch, capsys):
-    def broken(row, tensors):
+    def broken(row, tensors, ready):
         raise RuntimeError("no such device")
 
     real = api.copy_tensors

@@ -115,7 +115,7 @@ def found_of(states):
             specs.append(TensorSpec(leaf.path, dtype, shape, offset, nbytes, leaf.whole, leaf.start))
             offset += nbytes
         data = bytearray(offset)
-        copy_tensors(memoryview(data), [leaf.local for leaf in leaves])
+        copy_tensors(memoryview(data), [leaf.local for leaf in leaves], {})
         heads.append(Head(Index(1, {}, tuple(specs), offset), sums_of(memoryview(data))))
         sources.append(data)
 

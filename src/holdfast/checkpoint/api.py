@@ -19,7 +19,7 @@ from holdfast.checkpoint.loading import check, give, read
 from holdfast.checkpoint.places import AgentPlace, LonePlace, Place, say
 from holdfast.checkpoint.tier import parse_tier
 from holdfast.errors import HoldfastError, StateError, UnreadError, UsageError
-from holdfast.train import worker
+from holdfast.train import staging, worker
 
 COPY_BYTES = 16 << 20
 
@@ -54,13 +54,14 @@ def save(state: Mapping[str, Any], step: int, *, to: str | None = None, overlap:
     wait_for_copy()
     place = place_for(to)
     flat = flatten(state, step)
+    ready = staging.now(flat.tensors)
     if not overlap:
-        return place.put(flat.index, lambda row: copy_tensors(row, flat.tensors))
+        return place.put(flat.index, lambda row: copy_tensors(row, flat.tensors, ready))
     _hook_optimizers()
 
     def copy_beside() -> None:
         try:
-            place.put(flat.index, lambda row: copy_tensors(row, flat.tensors))
+            place.put(flat.index, lambda row: copy_tensors(row, flat.tensors, ready))
         except Exception as error:  # noqa: BLE001 - nobody waits for this thread's errors; training goes on
             say(f"rank {place.rank}: no snapshot of step {step}: {error!r}")
 
@@ -194,16 +195,22 @@ def _alone(to: str, rank: int, world: int, store: Any) -> LonePlace:
 # ---------------------------------------------------------------- copying
 
 
-def copy_tensors(row: memoryview, tensors: Sequence[torch.Tensor]) -> None:
-    """The tensors one after the other, without holding the GIL while bytes move."""
+def copy_tensors(row: memoryview, tensors: Sequence[torch.Tensor], ready: staging.Ready) -> None:
+    """The tensors one after the other, without holding the GIL while bytes move. ready: when a GPU's may be read."""
     target = np.frombuffer(row, dtype=np.uint8)
     at = 0
     for tensor in tensors:
         nbytes = tensor.numel() * tensor.element_size()
         if nbytes:
-            if tensor.device.type == "cpu" and tensor.is_contiguous():
-                flat = tensor.as_strided((tensor.numel(),), (1,))  # a single element may have any stride
-                source = flat.view(torch.uint8).numpy()
+            if staging.is_far(tensor):
+                with staging.Lane(tensor.device, ready).on():
+                    whole = tensor.contiguous()
+                low = at
+                for piece in staging.read([staging.flat(whole)], ready):
+                    np.copyto(target[low : low + len(piece)], np.frombuffer(piece, np.uint8))
+                    low += len(piece)
+            elif tensor.is_contiguous():
+                source = np.frombuffer(staging.seen(staging.flat(tensor)), np.uint8)
                 for low in range(0, nbytes, COPY_BYTES):
                     high = min(low + COPY_BYTES, nbytes)
                     np.copyto(target[at + low : at + high], source[low:high])

@@ -40,6 +40,7 @@ from holdfast.checkpoint.layout import Index, TensorSpec
 from holdfast.checkpoint.places import say
 from holdfast.checkpoint.regions import Region, read_regions
 from holdfast.errors import StateError, TierError, UnreadError
+from holdfast.train import staging
 from holdfast.train.state import dtype_of, leaves, unpack
 
 BYTES = "bytes"
@@ -104,7 +105,8 @@ class TieredWriter(StorageWriter):
             offset += spec.nbytes
         index = Index(step, {}, tuple(specs), offset)
         place = place_for(self._to)
-        if not place.put(index, lambda row: copy_tensors(row, tensors)):
+        ready = staging.now(tensors)
+        if not place.put(index, lambda row: copy_tensors(row, tensors, ready)):
             raise TierError(f"step {step} was not saved: see the message before")
         self._saved = step
         done: Future[list[WriteResult]] = Future()

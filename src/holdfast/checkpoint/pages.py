@@ -7,6 +7,7 @@ import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from holdfast.errors import TierError
 
@@ -66,17 +67,34 @@ def map_slot(path: Path, row_bytes: int) -> mmap.mmap:
         raise TierError(f"the snapshot memory {path} is gone: {error}") from error
 
 
+class Watcher(Protocol):
+    """Whoever has to know of the slots that this process maps: an accelerator's driver."""
+
+    def mapped(self, memory: mmap.mmap) -> None: ...
+    def unmapped(self, memory: mmap.mmap) -> None: ...
+
+
 class SlotMaps:
     """The agent's slots in this process's address space. A slot stays mapped: its pages are present then."""
 
-    def __init__(self) -> None:
+    def __init__(self, watcher: Watcher | None = None) -> None:
+        """watcher: told of every mapping."""
         self._maps: dict[str, mmap.mmap] = {}
+        self._watcher = watcher
 
     def row(self, path: str, nbytes: int) -> memoryview:
         """The row of a slot. Raises TierError when the slot is gone."""
         memory = self._maps.get(path)
         if memory is None or len(memory) < PAGE + nbytes:
+            self._forget(path)
             memory = self._maps[path] = map_slot(Path(path), nbytes)
+            if self._watcher is not None:
+                self._watcher.mapped(memory)
         for old in [p for p in self._maps if p != path and not Path(p).exists()]:
-            del self._maps[old]  # the agent gave its memory back
+            self._forget(old)  # the agent gave its memory back
         return memoryview(memory)[PAGE : PAGE + nbytes]
+
+    def _forget(self, path: str) -> None:
+        memory = self._maps.pop(path, None)
+        if memory is not None and self._watcher is not None:
+            self._watcher.unmapped(memory)

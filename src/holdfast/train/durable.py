@@ -142,6 +142,7 @@ def fill(image: Image, row: Row, seen: Callable[[int], None] = lambda nbytes: No
 def _put(image: Image, low: int, window: memoryview) -> None:
     """Copies without holding the GIL: other streams go on meanwhile."""
     at = 0
-    for piece in image.pieces(low, low + len(window)):
-        np.copyto(np.frombuffer(piece, np.uint8), np.frombuffer(window[at : at + len(piece)], np.uint8))
-        at += len(piece)
+    with image.filling(low, low + len(window)) as pieces:
+        for piece in pieces:
+            np.copyto(np.frombuffer(piece, np.uint8), np.frombuffer(window[at : at + len(piece)], np.uint8))
+            at += len(piece)

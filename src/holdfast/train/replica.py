@@ -126,7 +126,7 @@ class Replica:
         endpoint = endpoint or Endpoint(host, link.token)
         self._listener, self._donor = endpoint.listener, endpoint.donor
         self._buffers = Buffers(state.buffers_of(protected))
-        self._snapshots = Snapshots(link, faults)
+        self._snapshots = Snapshots(link, faults, device)
         self._restoring = Restoring(link, protected, sharding)
         self._durations: deque[float] = deque(maxlen=MEDIAN_OVER)
         self._losses: deque[tuple[int, float, float]] = deque(maxlen=KEPT_LOSSES)

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 
 from holdfast.checkpoint.pages import SlotMaps
 from holdfast.checkpoint.policy import parse_cadence
@@ -27,7 +28,10 @@ from holdfast.protocol.phases import Phase
 from holdfast.protocol.snapshots import Key
 from holdfast.train.faults import FaultPlan
 from holdfast.train.link import Link
+from holdfast.train.staging import Pinning, copy_whole
 from holdfast.train.state import Image
+
+CPU = torch.device("cpu")
 
 SLOT_WAIT_S = 0.05
 """So long an update waits for a slot that the agent has not given yet; then the snapshot is given up."""
@@ -48,7 +52,8 @@ COPY_BYTES = 16 << 20
 class Snapshots:
     """Takes snapshots as the job wants them. Used by the main thread; owns the thread that copies."""
 
-    def __init__(self, link: Link, faults: FaultPlan) -> None:
+    def __init__(self, link: Link, faults: FaultPlan, device: torch.device = CPU) -> None:
+        """device: where the state is."""
         self._link, self._faults = link, faults
         self._cadence = parse_cadence(link.start.env.get("HOLDFAST_SNAPSHOT_EVERY", "0"))
         self._saves = False
@@ -58,7 +63,8 @@ class Snapshots:
         self._interval_s = math.inf
         self._last_s = time.monotonic()
         self._costs: deque[float] = deque(maxlen=15)
-        self._maps = SlotMaps()
+        self._pinning = Pinning(device)
+        self._maps = SlotMaps(self._pinning)
         self._wanted = False
         self._current: _Copying | None = None
 
@@ -137,7 +143,7 @@ class Snapshots:
                 with self._maps.row(given.path, image.index.nbytes) as row:
                     if copying.begin():
                         self._faults.reach(Phase.SNAPSHOT, key.step)
-                        copy_into(row, image)
+                        copy_into(row, image, self._pinning.covers(row))
                         index = msgspec.msgpack.encode(image.index)
         except (TierError, StateError):
             index = None  # the agent says why: its slot is gone
@@ -178,10 +184,15 @@ class _Copying:
             self._news.wait_for(lambda: self._over)
 
 
-def copy_into(row: memoryview, image: Image) -> None:
-    """Copies an image's bytes into a row, without holding the GIL."""
+def copy_into(row: memoryview, image: Image, pinned: bool = False) -> None:
+    """Copies an image's bytes into a row, without holding the GIL. pinned: a GPU can write to it."""
     target = np.frombuffer(row, dtype=np.uint8)
     try:
+        if pinned and not image.near:
+            whole = torch.from_numpy(target)
+            copy_whole(whole, image.parts(0, image.index.nbytes), image.ready)
+            del whole
+            return
         at = 0
         for piece in image.pieces(0, image.index.nbytes):
             source: Any = np.frombuffer(piece, dtype=np.uint8)

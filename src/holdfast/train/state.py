@@ -8,6 +8,7 @@ Nothing in it is pickled.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ import xxhash
 
 from holdfast.checkpoint.layout import Index, TensorSpec
 from holdfast.errors import StateError, UsageError
+from holdfast.train import staging
 from holdfast.train.pieces import Submesh, local_of, piece_of, place, placed
 
 Protected = Mapping[str, Any]
@@ -23,19 +25,34 @@ Protected = Mapping[str, Any]
 
 
 class Image:
-    """State at one step: an index and one buffer per tensor, in the index's order."""
+    """State at one step: an index and one tensor for each of its entries, in the same order.
+
+    Attributes:
+        tensors: contiguous, in host memory or a GPU's. Reading begins when what was queued for them is done.
+        near: all of them are in host memory.
+    """
 
     def __init__(self, index: Index, tensors: list[torch.Tensor]) -> None:
         self.index = index
         self.tensors = tensors
-        self._buffers = [buffer_of(t) for t in tensors]
+        self.near = not any(staging.is_far(t) for t in tensors)
+        self.ready = staging.now(tensors)
+        self._rows = [staging.flat(t) for t in tensors]
 
-    def pieces(self, start: int, stop: int) -> Iterator[memoryview]:
-        """The bytes [start, stop) of the row, as views into the tensors."""
-        for spec, buffer in zip(self.index.tensors, self._buffers, strict=True):
+    def parts(self, start: int, stop: int) -> Iterator[torch.Tensor]:
+        """The bytes [start, stop) of the row, as views into the tensors, where they are."""
+        for spec, row in zip(self.index.tensors, self._rows, strict=True):
             low, high = max(start, spec.offset), min(stop, spec.offset + spec.nbytes)
             if low < high:
-                yield buffer[low - spec.offset : high - spec.offset]
+                yield row[low - spec.offset : high - spec.offset]
+
+    def pieces(self, start: int, stop: int) -> Iterator[memoryview]:
+        """The bytes [start, stop) of the row, to be read in host memory. Each is there until the next is asked for."""
+        return staging.read(self.parts(start, stop), self.ready)
+
+    def filling(self, start: int, stop: int) -> AbstractContextManager[list[memoryview]]:
+        """Where to put the bytes [start, stop) of the row; on leaving they are in the tensors."""
+        return staging.filling(list(self.parts(start, stop)), self.ready)
 
 
 def check_protected(objects: Protected) -> None:
@@ -51,7 +68,7 @@ def check_protected(objects: Protected) -> None:
 def capture(
     objects: Protected, step: int, copy_buffer: Callable[[torch.Tensor], torch.Tensor] | None = None
 ) -> Image:
-    """The state of the objects, without copying contiguous CPU tensors.
+    """The state of the objects, without copying contiguous tensors, and without waiting for a GPU.
 
     Args:
         copy_buffer: the image is read while training goes on. It copies a module's buffer, which a forward pass may
@@ -78,12 +95,13 @@ def capture(
         dtype, shape = str(leaf.local.dtype)[6:], tuple(leaf.local.shape)
         specs.append(TensorSpec(path, dtype, shape, offset, nbytes, leaf.whole, leaf.start, placed(tensor)))
         offset += nbytes
-        pieces.append(_on_cpu(leaf.local))
+        pieces.append(leaf.local.detach().contiguous())
     return Image(Index(step, tree, tuple(specs), offset), pieces)
 
 
 def targets(objects: Protected, index: Index) -> Image:
-    """Tensors to receive an index's bytes: the live ones where they fit, new ones elsewhere."""
+    """Tensors to receive an index's bytes: the live ones where they fit, elsewhere new ones, on the device of the model."""
+    device = _device_of(objects)
     live: list[tuple[str, torch.Tensor]] = []
     for name, thing in objects.items():
         pack(thing.state_dict(), name, live)
@@ -95,13 +113,18 @@ def targets(objects: Protected, index: Index) -> Image:
         tensor = None if tensor is None else local_of(tensor)
         fits = (
             tensor is not None
-            and tensor.device.type == "cpu"
+            and tensor.device.type in ("cpu", device.type)
             and tensor.dtype == dtype
             and tuple(tensor.shape) == spec.shape
             and tensor.is_contiguous()
         )
+        where = (
+            device if spec.shape else torch.device("cpu")
+        )  # optimizers keep their count of steps on the host
         chosen.append(
-            tensor.detach() if fits and tensor is not None else torch.empty(spec.shape, dtype=dtype)
+            tensor.detach()
+            if fits and tensor is not None
+            else torch.empty(spec.shape, dtype=dtype, device=where)
         )
     return Image(index, chosen)
 
@@ -160,7 +183,7 @@ def parameters_digest(objects: Protected) -> str:
     for thing in objects.values():
         if isinstance(thing, torch.nn.Module):
             for parameter in thing.parameters():
-                row.update(buffer_of(_on_cpu(local_of(parameter))))
+                row.update(buffer_of(local_of(parameter).detach().cpu().contiguous()))
     return row.hexdigest()
 
 
@@ -172,12 +195,7 @@ def buffers_of(objects: Protected) -> list[torch.Tensor]:
 
 def buffer_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, writable."""
-    if tensor.numel() == 0:
-        return memoryview(bytearray(0))
-    # One element may have any stride, and is contiguous.
-    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
-    row: Any = flat.view(torch.uint8).numpy()
-    return memoryview(row)
+    return staging.seen(staging.flat(tensor))
 
 
 def _hash(image: Image, head: bytes) -> str:
@@ -187,8 +205,13 @@ def _hash(image: Image, head: bytes) -> str:
     return row.hexdigest()
 
 
-def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().contiguous()
+def _device_of(objects: Protected) -> torch.device:
+    """Where the protected modules compute."""
+    for thing in objects.values():
+        if isinstance(thing, torch.nn.Module):
+            for parameter in thing.parameters():
+                return parameter.device
+    return torch.device("cpu")
 
 
 def _state_of(thing: Any, copy_buffer: Callable[[torch.Tensor], torch.Tensor] | None) -> Any:

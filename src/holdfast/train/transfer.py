@@ -259,13 +259,14 @@ def _read_chunk(
     response: http.client.HTTPResponse, image: Image, low: int, high: int, member: Member
 ) -> None:
     row = xxhash.xxh3_64()
-    for piece in image.pieces(low, high):
-        view = piece
-        while view:
-            got = response.readinto(view)
-            if not got:
-                raise StateError(f"rank {member.rank} on {member.node} closed the connection")
-            view = view[got:]
-        row.update(piece)
+    with image.filling(low, high) as pieces:
+        for piece in pieces:
+            view = piece
+            while view:
+                got = response.readinto(view)
+                if not got:
+                    raise StateError(f"rank {member.rank} on {member.node} closed the connection")
+                view = view[got:]
+            row.update(piece)
     if response.read(DIGEST_BYTES) != row.digest():
         raise ChecksumError(f"bytes {low} to {high} from rank {member.rank} on {member.node} are damaged")

@@ -1,0 +1,204 @@
+"""Between a GPU's memory and the host's, beside what the GPU computes.
+
+Copies run on a stream of their own, which begins when the state is complete (`now`) and for which only the copying thread
+waits. Into memory whose pages the driver knows (`Pinning`: the agent's slots) the copy engine writes at the speed of PCIe;
+elsewhere bytes pass through two pinned buffers, of which one is filled while the other is read. Without a GPU none of this
+is used, but all of it works on CPU tensors too, which is how it is tested (`FAR`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+
+STAGE_BYTES = 16 << 20
+"""Of one pinned buffer: large enough for PCIe's full speed, small enough to stay in the cache until it is read."""
+
+FAR = {"cuda"}
+"""Device types whose memory the host does not read."""
+
+Ready = Mapping[torch.device, Any]
+"""For every device the event after which its tensors may be read."""
+
+
+def is_far(tensor: torch.Tensor) -> bool:
+    """Whether the host cannot read it where it is."""
+    return tensor.device.type in FAR
+
+
+def now(tensors: Iterable[torch.Tensor]) -> Ready:
+    """What has been queued until now, on the devices of these tensors. From the thread that queued it."""
+    events: dict[torch.device, Any] = {}
+    for device in {t.device for t in tensors if t.device.type == "cuda"}:
+        events[device] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        events[device].record(torch.cuda.current_stream(device))
+    return events
+
+
+@cache
+def stream_of(device: torch.device, purpose: str) -> Any:
+    """One for each purpose: torch deals its streams out in turn, and a new one is soon NCCL's or FSDP's too."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+
+class Lane:
+    """Copies to or from one device, one after the other, beside its other work."""
+
+    def __init__(self, device: torch.device, ready: Ready, purpose: str = "out") -> None:
+        self._stream = stream_of(device, purpose)
+        if device in ready:
+            self._stream.wait_event(ready[device])
+
+    def on(self) -> AbstractContextManager[Any]:
+        """What is queued inside comes after what this lane was given before."""
+        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        """Host memory that the device writes to at full speed."""
+        with self.on():
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._stream is not None)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Any:
+        """Queues a copy; returns a mark for `wait`."""
+        with self.on():
+            target.copy_(source, non_blocking=True)
+        return self.mark()
+
+    def mark(self) -> Any:
+        """What was queued until now."""
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event
+
+    @staticmethod
+    def wait(mark: Any) -> None:
+        """Returns when that has come to its end."""
+        if mark is not None:
+            mark.synchronize()
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor."""
+    if tensor.numel() == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    # One element may have any stride, and is contiguous.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def seen(part: torch.Tensor) -> memoryview:
+    """Host memory as the rest of the program reads it."""
+    row: Any = part.numpy()
+    return memoryview(row)
+
+
+def read(parts: Iterable[torch.Tensor], ready: Ready) -> Iterator[memoryview]:
+    """Rows of bytes in host memory, in their order. Each is there until the next one is asked for."""
+    lanes: dict[torch.device, tuple[Lane, list[torch.Tensor]]] = {}
+    begun = 0
+    ahead: tuple[torch.Tensor, Any] | None = None
+    for part in _small(parts):
+        if is_far(part):
+            if part.device not in lanes:
+                lane = Lane(part.device, ready)
+                lanes[part.device] = lane, [lane.buffer(STAGE_BYTES) for _ in range(2)]
+            lane, buffers = lanes[part.device]
+            into = buffers[begun % 2][: part.numel()]
+            begun += 1
+            coming = into, lane.copy(into, part)
+        else:
+            coming = part, None
+        if ahead is not None:
+            Lane.wait(ahead[1])
+            yield seen(ahead[0])
+        ahead = coming
+    if ahead is not None:
+        Lane.wait(ahead[1])
+        yield seen(ahead[0])
+
+
+def _small(parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    for part in parts:
+        yield from torch.split(part, STAGE_BYTES) if is_far(part) else (part,)
+
+
+@contextmanager
+def filling(parts: Sequence[torch.Tensor], ready: Ready) -> Iterator[list[memoryview]]:
+    """Host memory to put bytes into that are to go into these rows; on leaving they are there."""
+    far = sum(p.numel() for p in parts if is_far(p))
+    if not far:
+        yield [seen(p) for p in parts]
+        return
+    lane = Lane(next(p.device for p in parts if is_far(p)), ready, "in")
+    buffer, at = lane.buffer(far), 0
+    pairs = []
+    for part in parts:
+        if is_far(part):
+            pairs.append((part, buffer[at : at + part.numel()]))
+            at += part.numel()
+        else:
+            pairs.append((part, part))
+    yield [seen(near) for _, near in pairs]
+    for part, near in pairs:
+        if part is not near:
+            lane.copy(part, near)
+    Lane.wait(lane.mark())
+
+
+def copy_whole(row: torch.Tensor, parts: Iterable[torch.Tensor], ready: Ready) -> None:
+    """Copies rows of bytes one after the other into a row of pinned host memory; returns when they are there."""
+    lanes: dict[torch.device, Lane] = {}
+    at = 0
+    for part in parts:
+        lane = lanes.get(part.device) or lanes.setdefault(part.device, Lane(part.device, ready))
+        lane.copy(row[at : at + part.numel()], part)
+        at += part.numel()
+    for lane in lanes.values():
+        Lane.wait(lane.mark())
+
+
+class Pinning:
+    """Memory of the agent's that the driver knows, so that the GPU copies straight into it.
+
+    Made known once for every slot; that takes a fraction of a second for every GiB, on the thread that copies. Where it is
+    refused the copies take the way through pinned buffers.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._known: dict[int, int] = {}
+
+    def mapped(self, memory: mmap.mmap) -> None:
+        """This process has mapped it."""
+        if self._device.type != "cuda":
+            return
+        begin, size = address(memory), len(memory)
+        with torch.cuda.device(self._device):
+            code = torch.cuda.cudart().cudaHostRegister(begin, size, 0)  # type: ignore[no-untyped-call]
+        if int(code) == 0:
+            self._known[begin] = size
+
+    def unmapped(self, memory: mmap.mmap) -> None:
+        """It is about to be given back."""
+        begin = address(memory)
+        if self._known.pop(begin, 0):
+            torch.cuda.cudart().cudaHostUnregister(begin)  # type: ignore[no-untyped-call]
+
+    def covers(self, row: memoryview) -> bool:
+        """Whether a GPU can copy into it at full speed."""
+        if not self._known:
+            return False
+        begin = ctypes.addressof(ctypes.c_char.from_buffer(row))
+        return any(low <= begin and begin + len(row) <= low + size for low, size in self._known.items())
+
+
+def address(memory: mmap.mmap) -> int:
+    """Where a mapping begins."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
