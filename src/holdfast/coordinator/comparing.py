@@ -10,7 +10,7 @@ import statistics
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from holdfast.coordinator import judging, suspects
+from holdfast.coordinator import hearing, suspects
 from holdfast.coordinator.state import Slow, Worker
 from holdfast.health import reductions
 from holdfast.health.reductions import Reductions
@@ -193,7 +193,7 @@ def _reduction(core: Core, change: reductions.Change) -> None:
         shared=rank is None,
         dry_run=suspects.on_trial(core, SLOW_REDUCTION),
     )
-    judging.found(core, node, (finding,))
+    hearing.found(core, node, (finding,))
 
 
 def _neighbour(core: Core, rank: int) -> int:
@@ -227,7 +227,7 @@ def _say(
         else f"as fast as its peers since step {slow.until_step}",
         dry_run=suspects.on_trial(core, rule),
     )
-    judging.found(core, node, (finding,))
+    hearing.found(core, node, (finding,))
 
 
 def describe(slow: Slow) -> str:

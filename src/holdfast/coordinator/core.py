@@ -20,6 +20,7 @@ from holdfast.coordinator import (
     forming,
     gang,
     hangs,
+    hearing,
     incidents,
     judging,
     lemons,
@@ -269,7 +270,7 @@ class Core:
             case m.Views():
                 hangs.inspected(self, message)
             case m.Found(findings):
-                judging.found(self, node, findings)
+                hearing.found(self, node, findings)
             case m.Repaired(request, error):
                 remedies.repaired(self, node, request, error)
             case m.Checked():

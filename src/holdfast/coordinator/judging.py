@@ -1,9 +1,8 @@
-"""What findings about a node's health mean for the job, and what is done about them.
+"""What an incident with a node's health means for the job, and what is done about it.
 
-Findings of one node become one incident, together with what they did to the job: a worker's exit, a lost node, a failed
-collective. A fatal one is decided at once; an error that the job can live with is decided a moment later, when others
-would have reported the same, and is acted on at a step's edge. `verdicts` and `fleet` say what may be done, `remedies`
-does it.
+`hearing` makes incidents of findings. A fatal one is decided at once; an error that the job can live with is decided a
+moment later, when others would have reported the same, and is acted on at a step's edge. `verdicts` and `fleet` say what
+may be done, `remedies` does it.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from holdfast.coordinator import fleet, incidents, remedies, verdicts
+from holdfast.coordinator import fleet, remedies, verdicts
 from holdfast.coordinator.casebook import (
     KEPT_ASKS,
     KEPT_SIGHTINGS,
@@ -20,16 +19,14 @@ from holdfast.coordinator.casebook import (
     TEXT_CHARS,
     Act,
     Ask,
-    Sighting,
     count,
-    graver,
     stronger,
 )
 from holdfast.coordinator.events import Remember
 from holdfast.coordinator.history import Kind
 from holdfast.coordinator.state import Incident, Node
 from holdfast.coordinator.verdicts import Decision
-from holdfast.protocol.health import Condition, Finding, Remedy, Severity
+from holdfast.protocol.health import Finding, Remedy, Severity
 
 if TYPE_CHECKING:
     from holdfast.coordinator.core import Core
@@ -37,224 +34,11 @@ if TYPE_CHECKING:
 BURST_S = 180.0
 """Findings of one node belong together until it was silent for so long (as NVIDIA's Fleet Intelligence has it)."""
 
-ECHO_S = 10.0
-"""So much later than the first sign others may tell of the same fault."""
-
-UNKNOWN_S = 600.0
-"""What could not be told for so long is for a person to look at; it is no fault, and nothing is done about it."""
-
-UNKNOWN_KEPT = 16
-
-# ---------------------------------------------------------------- what is heard
-
-
-def found(core: Core, node: Node, findings: tuple[Finding, ...]) -> None:
-    """Rules matched on a node."""
-    for finding in findings:
-        count(core.state.health.totals.findings, finding.rule)
-        _hear(core, node, finding)
-
-
-def _hear(core: Core, node: Node, finding: Finding) -> None:
-    trial = finding.dry_run or finding.rule in node.trial
-    if finding.condition is not Condition.FAULTY:
-        _write(core, node, finding, None)
-        _not_faulty(core, node, finding)
-        return
-    node.unknown.pop(finding.rule, None)
-    if not trial:
-        _sight(core, node, finding)
-    if not _counts(finding) or trial or not node.alive:
-        if trial and _counts(finding) and node.alive:
-            _on_trial(core, node, finding)
-        else:
-            _write(core, node, finding, _explain(core, node, finding) if not trial else None)
-        return
-    incident = _incident(core, node, finding)
-    new = incidents.witnessed(incident, finding.rule, finding.source, finding.evidence, core.now)
-    if new:
-        _write(core, node, finding, incident)
-    if not finding.shared:
-        _weigh_in(incident, finding)
-    if finding.worker and finding.remedy is Remedy.RESTART_WORKER and finding.worker not in incident.workers:
-        incident.workers.append(finding.worker)
-    _consider(core, node, incident, finding)
-
-
-def _counts(finding: Finding) -> bool:
-    """It is a matter of its own; milder ones are only written down, or explain what happens to a worker."""
-    return not graver(Severity.ERROR, finding.severity) or finding.remedy is Remedy.ASK
-
-
-def _write(core: Core, node: Node, finding: Finding, incident: Incident | None) -> None:
-    told = msgspec.structs.asdict(finding)
-    core.record("finding", node=node.name, incident=incident.id if incident else None, **told)
-
-
-def _sight(core: Core, node: Node, finding: Finding) -> None:
-    fleet.reported(core, node, finding.rule)
-    grave = _counts(finding) or (
-        finding.severity is Severity.WARNING and stronger(finding.remedy, Remedy.WATCH)
-    )
-    s = core.state
-    sightings = s.health.sightings
-    text = finding.evidence[:TEXT_CHARS]
-    sightings.append(
-        Sighting(
-            finding.rule,
-            node.name,
-            node.machine,
-            core.now,
-            text,
-            finding.worker,
-            grave and not finding.shared,
-            s.committed,
-            s.number,
-        )
-    )
-    del sightings[:-KEPT_SIGHTINGS]
-
-
-def _explain(core: Core, node: Node, finding: Finding) -> Incident | None:
-    """A mild finding may still be why a worker ended just before."""
-    sighting = core.state.health.sightings[-1]
-    incident = incidents.unexplained(core.state, core.now, node.name)
-    if incident is None or not (sighting.grave or finding.worker in incident.workers):
-        return None
-    _explained(core, incident, sighting, finding)
-    return incident
-
-
-def _explained(core: Core, incident: Incident, sighting: Sighting, finding: Finding) -> None:
-    was = incident.cause
-    incidents.explain(incident, sighting, core.now)
-    incident.node = incident.node or sighting.node
-    incident.source, incident.firm, incident.device = finding.source, finding.firm, finding.device
-    core.record("incident-explained", id=incident.id, node=sighting.node, cause=incident.cause, was=was)
-
-
-def _incident(core: Core, node: Node, finding: Finding) -> Incident:
-    """The incident that a finding belongs to: what happened to the job just before, what was found on the node a moment
-    ago, or a new one."""
-    s = core.state
-    happened = incidents.unexplained(s, core.now, node.name)
-    if happened is not None:
-        _explained(core, happened, s.health.sightings[-1], finding)
-        return happened
-    for incident in reversed(s.incidents[-incidents.LOOKED_AT :]):
-        if not incident.rule or incident.node != node.name:
-            continue
-        if _belongs(core, incident, finding):
-            return incident
-    began_s = core.now - finding.age_s if finding.age_s > 0 else None
-    cause = f"{finding.rule}: {finding.evidence}" if finding.evidence else finding.rule
-    incident = core.open_incident(cause, node=node.name, quiet=True, fault_at_s=began_s, needs_newcomer=False)
-    incident.rule, incident.device = finding.rule, finding.device
-    incident.source, incident.firm = finding.source, finding.firm
-    incident.full_at_s = core.now  # nothing is disturbed, and nothing is done yet
-    return incident
-
-
-def _belongs(core: Core, incident: Incident, finding: Finding) -> bool:
-    """To a burst that goes on, or to what is being dealt with, or was just now. Once more after that is a new incident."""
-    act = next((a for a in reversed(core.state.health.acts) if a.incident == incident.id), None)
-    if act is not None:
-        worker = core.state.workers.get(finding.worker)
-        if finding.firm and worker is not None and worker.started_s >= act.at_s:
-            return False  # a worker that was started for it: what was done did not help
-        return act.done_s is None or core.now - act.done_s <= ECHO_S
-    if incident.device and finding.device and finding.device != incident.device:
-        return False
-    return core.now - incident.heard_s <= BURST_S
-
-
-def _weigh_in(incident: Incident, finding: Finding) -> None:
-    """The worst of all findings counts. What is grave gives the incident its name."""
-    worse = graver(finding.severity, incident.severity)
-    if (
-        worse
-        or _firmer(incident, finding)
-        or (stronger(finding.remedy, incident.asked) and finding.severity is incident.severity)
-    ):
-        incident.severity, incident.asked = finding.severity, finding.remedy
-        incident.rule, incident.source, incident.firm = finding.rule, finding.source, finding.firm
-        incident.device = finding.device or incident.device
-
-
-def _firmer(incident: Incident, finding: Finding) -> bool:
-    """What one finding proves comes before what must be seen again."""
-    return (
-        incident.does is None
-        and finding.severity is incident.severity
-        and finding.remedy is not Remedy.WATCH
-        and verdicts.soft(incident.source, incident.firm)
-        and not verdicts.soft(finding.source, finding.firm)
-    )
-
-
-# ---------------------------------------------------------------- what is neither a fault nor acted on
-
-
-def _not_faulty(core: Core, node: Node, finding: Finding) -> None:
-    if finding.condition is Condition.HEALTHY:
-        node.unknown.pop(finding.rule, None)
-        for incident in core.state.incidents[-KEPT_ASKS:]:
-            if incident.node == node.name and incident.rule == finding.rule and incident.due_s is not None:
-                _withhold(core, node, incident, Decision(Remedy.WATCH, "it is well again", "well"))
-        return
-    since_s = node.unknown.setdefault(finding.rule, core.now)
-    if len(node.unknown) > UNKNOWN_KEPT:
-        del node.unknown[next(iter(node.unknown))]
-    if core.now - since_s >= UNKNOWN_S:
-        node.unknown[finding.rule] = core.now
-        told = f"{finding.rule} could not be told for {core.now - since_s:.0f} s: {finding.evidence}"
-        ask(core, node, finding.rule, told)
-
-
-def _on_trial(core: Core, node: Node, finding: Finding) -> None:
-    """What would have been done, had the rule been believed."""
-    _write(core, node, finding, None)
-    if not core.state.health.said.get(f"trial {node.name} {finding.rule}", -BURST_S) + BURST_S <= core.now:
-        return
-    _say(core, f"trial {node.name} {finding.rule}")
-    soft = verdicts.soft(finding.source, finding.firm)
-    decision = _decision(core, node, finding.rule, finding.device, soft, finding.remedy, finding)
-    core.record(
-        "verdict",
-        incident=None,
-        node=node.name,
-        rule=finding.rule,
-        asked=finding.remedy,
-        does=Remedy.WATCH,
-        would=decision.does,
-        against="trial",
-        reason=f"the rule is on trial; it would be: {decision.reason}",
-        weighed=decision.weighed,
-    )
-
-
-def _say(core: Core, what: str) -> None:
-    said = core.state.health.said
-    said.pop(what, None)
-    said[what] = core.now
-    while len(said) > KEPT_SIGHTINGS:
-        del said[next(iter(said))]
-
-
-def ask(core: Core, node: Node, rule: str, text: str, incident: Incident | None = None) -> None:
-    """A person is to look at something."""
-    asks = core.state.health.asks
-    number = incident.id if incident else 0
-    asks[:] = [a for a in asks if (a.node, a.rule) != (node.name, rule)]
-    asks.append(Ask(core.now, node.name, rule, text[:TEXT_CHARS], number))
-    del asks[:-KEPT_ASKS]
-    core.record("asked", node=node.name, rule=rule, text=text, incident=number or None)
-
-
 # ---------------------------------------------------------------- when it is decided
 
 
-def _consider(core: Core, node: Node, incident: Incident, finding: Finding) -> None:
+def consider(core: Core, node: Node, incident: Incident, finding: Finding) -> None:
+    """Something more was found: is it decided now, later, or is it decided already?"""
     if finding.shared:
         told = "many nodes have this at once: none of them is to blame"
         if incident.does is None:
@@ -356,6 +140,13 @@ def _past(core: Core, node: Node, incident: Incident) -> Decision | None:
         told = f"what {incident.source} says must be new, and it was last seen {silent_s:.0f} s ago"
         return Decision(Remedy.WATCH, told, "past")
     return None
+
+
+def well_again(core: Core, node: Node, rule: str) -> None:
+    """What a rule found is there no more: what was to be decided about it need not be."""
+    for incident in core.state.incidents[-KEPT_ASKS:]:
+        if incident.node == node.name and incident.rule == rule and incident.due_s is not None:
+            _withhold(core, node, incident, Decision(Remedy.WATCH, "it is well again", "well"))
 
 
 def cleared(core: Core, nodes: set[str], rule: str) -> None:
@@ -461,6 +252,45 @@ def _verdict(core: Core, node: Node, incident: Incident, decision: Decision, doe
         weighed=decision.weighed,
         again_s=None if decision.after_s is None else round(decision.after_s - core.now, 3),
     )
+
+
+def on_trial(core: Core, node: Node, finding: Finding) -> None:
+    """What would have been done, had the rule been believed."""
+    if not core.state.health.said.get(f"trial {node.name} {finding.rule}", -BURST_S) + BURST_S <= core.now:
+        return
+    _say(core, f"trial {node.name} {finding.rule}")
+    soft = verdicts.soft(finding.source, finding.firm)
+    decision = _decision(core, node, finding.rule, finding.device, soft, finding.remedy, finding)
+    core.record(
+        "verdict",
+        incident=None,
+        node=node.name,
+        rule=finding.rule,
+        asked=finding.remedy,
+        does=Remedy.WATCH,
+        would=decision.does,
+        against="trial",
+        reason=f"the rule is on trial; it would be: {decision.reason}",
+        weighed=decision.weighed,
+    )
+
+
+def _say(core: Core, what: str) -> None:
+    said = core.state.health.said
+    said.pop(what, None)
+    said[what] = core.now
+    while len(said) > KEPT_SIGHTINGS:
+        del said[next(iter(said))]
+
+
+def ask(core: Core, node: Node, rule: str, text: str, incident: Incident | None = None) -> None:
+    """A person is to look at something."""
+    asks = core.state.health.asks
+    number = incident.id if incident else 0
+    asks[:] = [a for a in asks if (a.node, a.rule) != (node.name, rule)]
+    asks.append(Ask(core.now, node.name, rule, text[:TEXT_CHARS], number))
+    del asks[:-KEPT_ASKS]
+    core.record("asked", node=node.name, rule=rule, text=text, incident=number or None)
 
 
 # ---------------------------------------------------------------- what is decided

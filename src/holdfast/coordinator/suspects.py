@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from holdfast.coordinator import judging
+from holdfast.coordinator import hearing
 from holdfast.coordinator.state import Worker
 from holdfast.health.losses import Losses, Parts
 from holdfast.protocol import messages as m
@@ -104,4 +104,4 @@ def _say(
         shared=shared,
         dry_run=on_trial(core, rule),
     )
-    judging.found(core, node, (finding,))
+    hearing.found(core, node, (finding,))
