@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import signal
 import sqlite3
 import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
 from holdfast.coordinator.events import Remember
 from holdfast.coordinator.history import Kind, Remembered, standing
-from holdfast.coordinator.history_store import Entry, History, HistoryError, find_machine, now_s
+from holdfast.coordinator.history_store import Entry, History, HistoryError, find_machine, now_s, shown
 from holdfast.coordinator.remembering import Memory
 from holdfast.errors import UsageError
 
@@ -111,6 +114,11 @@ def test_what_is_neither_a_file_nor_postgresql_is_refused():
         History("mysql://root:secret@h/db")
 
 
+def test_a_url_is_shown_without_its_password():
+    assert shown("postgresql://me:secret@db:5432/site?password=secret") == "postgresql://db:5432/site"
+    assert shown("/var/lib/health.sqlite") == "/var/lib/health.sqlite"
+
+
 def test_a_machine_is_found_by_what_people_call_it():
     entries = [entry("serial:A17"), entry("serial:B17"), entry("serial:B17")]
     assert find_machine(entries, "serial:A17") == find_machine(entries, "A17") == "serial:A17"
@@ -168,35 +176,56 @@ POSTGRES = shutil.which("postgres") or next(
 )
 
 
-@pytest.mark.nightly
+@contextmanager
+def postgresql(folder: Path) -> Iterator[str]:
+    """A server of this test's own, reached by a socket in its folder; its URL."""
+    tools = Path(str(POSTGRES)).resolve().parent
+    owner = ["setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups"] if os.geteuid() == 0 else []
+    folder.chmod(0o777)
+    for parent in folder.parents[:2]:
+        parent.chmod(0o755)
+    data = folder / "data"
+    initdb = [*owner, tools / "initdb", "-D", data, "-U", "me", "-A", "trust", "--no-sync"]
+    subprocess.run(initdb, check=True, stdout=subprocess.DEVNULL)
+    serve = [*owner, tools / "postgres", "-D", data, "-k", folder, "-c", "listen_addresses=", "-F"]
+    with subprocess.Popen(serve, stderr=subprocess.PIPE) as server:
+        assert server.stderr is not None
+        try:
+            assert any(b"ready to accept" in line for line in server.stderr)
+            yield f"postgresql://me:secret@/postgres?host={folder}"
+        finally:
+            server.send_signal(signal.SIGINT)  # it does not wait for who is connected
+
+
 @pytest.mark.skipif(POSTGRES is None, reason="no PostgreSQL here")
 def test_postgresql(tmp_path):
     pytest.importorskip("psycopg")
-    tools = Path(str(POSTGRES)).resolve().parent
-    data = tmp_path / "data"
-    owner = ["setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups"] if os.geteuid() == 0 else []
-    tmp_path.chmod(0o777)
-    for parent in tmp_path.parents[:2]:
-        parent.chmod(0o755)
-    subprocess.run(
-        [*owner, tools / "initdb", "-D", data, "-U", "me", "-A", "trust"],
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )
-    server = subprocess.Popen(
-        [*owner, tools / "postgres", "-D", data, "-k", tmp_path, "-c", "listen_addresses="],
-        stderr=subprocess.PIPE,
-    )
-    assert server.stderr is not None
-    try:
-        for line in server.stderr:
-            if b"ready to accept" in line:
-                break
-        keeps_and_finds(f"postgresql://me@/postgres?host={tmp_path}")
-    finally:
-        server.terminate()
-        server.wait()
-        server.stderr.close()
+    said: list[str] = []
+
+    async def job(name: str, where: str) -> tuple[Remembered, ...]:
+        memory = Memory(where, name, said.append)
+        known = await memory.past("M7", ())
+        memory.remember(Remember("M7", Kind.LOST, "n1"))
+        await memory.close()
+        return known
+
+    async def until_it_is_gone(where: str, server: ExitStack) -> None:
+        memory = Memory(where, "third", said.append)
+        assert [r.job for r in await memory.past("M7", ())] == ["first", "second"]
+        server.close()
+        assert await memory.past("M7", ()) == await memory.past("M7", ()) == ()
+        await memory.close()
+
+    with ExitStack() as server:
+        where = server.enter_context(postgresql(tmp_path))
+        keeps_and_finds(where)
+        assert asyncio.run(job("first", where)) == ()
+        assert [r.job for r in asyncio.run(job("second", where))] == ["first"]
+        assert said == []
+        asyncio.run(until_it_is_gone(where, server))
+    assert len(said) == 1
+    assert "see that it is up" in said[0]
+    assert "secret" not in said[0]
 
 
 def test_the_file_is_readable_by_others_tools(tmp_path):

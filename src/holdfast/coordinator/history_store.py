@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -28,6 +29,14 @@ create table if not exists {TABLE} (
 create index if not exists {TABLE}_machine on {TABLE} (machine);
 create index if not exists {TABLE}_device on {TABLE} (device);
 """
+
+
+def shown(where: str) -> str:
+    """Where it is, for messages and logs: of a URL neither user nor password, which may also be among its options."""
+    if "://" not in where:
+        return where
+    parts = urlsplit(where)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 class HistoryError(HoldfastError):
@@ -105,7 +114,7 @@ class History:
             return [_entry(*row) for row in self._run(query, values)]
         except ValueError as error:
             raise HistoryError(
-                f"the history of nodes {self.where} holds what is not known here: {error}"
+                f"the history of nodes {shown(self.where)} holds what is not known here: {error}"
             ) from error
 
     def _run(self, statement: str, values: tuple[Any, ...] = ()) -> list[Any]:
@@ -117,7 +126,7 @@ class History:
         except self._errors as error:
             advice = "move it away to begin a new one" if "://" not in self.where else "see that it is up"
             raise HistoryError(
-                f"the history of nodes {self.where} cannot be used: {error}; {advice}"
+                f"the history of nodes {shown(self.where)} cannot be used: {error}; {advice}"
             ) from error
 
 

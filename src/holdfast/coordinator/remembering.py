@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from holdfast.coordinator.events import Remember
 from holdfast.coordinator.history import Remembered
-from holdfast.coordinator.history_store import Entry, History, HistoryError, now_s
+from holdfast.coordinator.history_store import Entry, History, HistoryError, now_s, shown
 
 PAST_S = 2.0
 PAUSE_S = 60.0
@@ -39,7 +39,7 @@ class Memory:
         except HistoryError as error:
             self._failed(str(error))
         except TimeoutError:
-            self._failed(f"{self._shown()} did not answer within {PAST_S:g} s")
+            self._failed(f"the history of nodes {shown(self._where)} did not answer within {PAST_S:g} s")
         return ()
 
     def remember(self, said: Remember) -> None:
@@ -74,9 +74,6 @@ class Memory:
         if not self._said:
             self._said = True
             self._trouble(why)
-
-    def _shown(self) -> str:
-        return self._where.rpartition("@")[2] if "://" in self._where else self._where
 
     # ------------------------------------------------------------ on the thread
 
