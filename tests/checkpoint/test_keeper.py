@@ -538,8 +538,7 @@ def test_what_an_agent_left_that_was_killed_is_adopted_and_told(tmp_path):
         second = Node("a", first.folder)  # the first is dropped without a close
         adopted = second.keeper.copies()
         assert [(c.key.step, c.key.rank, c.key.world) for c in adopted] == [(10, 0, 2), (10, 1, 2)]
-        assert adopted[0].key.generation == adopted[1].key.generation < 0
-        assert [c.shard for c in adopted] == [c.shard for c in copies]
+        assert adopted == tuple(copies)  # of the same run: they still go with what other nodes hold
         third = Node("b")
         await third.keeper.replicate(m.Replicate(adopted[0], (second.holder,)))
         assert third.last(m.Held).copy == adopted[0]

@@ -356,6 +356,16 @@ def test_adopted_slots_of_different_generations_or_runs_are_never_one_snapshot(p
     assert {s.key.rank: s.key.generation for s in SlotPool(folder, BUDGET, run=10).held()} == by_rank
 
 
+def test_an_adopted_slot_of_the_same_run_keeps_its_generation(folder):
+    first = SlotPool(folder, BUDGET, run=7)
+    save(first, key_of(10, rank=1, generation=3, world=2))
+    save(first, key_of(20, rank=1, generation=-5, world=2))  # a copy of what another node had adopted
+    second = SlotPool(folder, BUDGET, run=7)
+    assert [s.key for s in second.held()] == [s.key for s in first.held()]
+    save(second, key_of(30, rank=1, generation=4, world=2))
+    assert steps_of(second) == [10, 20, 30]  # nobody has said yet what is whole
+
+
 def test_an_adopted_slot_keeps_its_file_when_the_new_owner_has_the_old_ones_number(pool, folder):
     """As in containers, where every agent may be process 7."""
     save(pool, key_of(10))

@@ -55,6 +55,7 @@ SAMPLES = {
                           "instead": f"{LONG}/step-80"},
     "snapshot-spoiled": {"step": 120, "rank": 3, "node": "node1", "reason": "bytes 0 to 32768 changed in memory"},
     "snapshot-unreadable": {"step": 120, "generation": 3},
+    "snapshot-back": {"step": 120, "generation": 3},
     "checkpoint-skipped": {"step": 140, "url": LONG, "older": 120},
     "tier-slow": {"step": 120, "url": LONG, "silent_s": 30.0, "nbytes": 3 << 28, "total_bytes": 3 << 30},
     "tier-failed": {"step": 120, "url": LONG, "reason": "the disk is full: make room"},

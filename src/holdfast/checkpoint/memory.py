@@ -68,7 +68,7 @@ _NOTHING = Key(0, 0, 0, 1)
 class Slot:
     """One slot, as its owner sees it. memory: mapped once, for a new mapping's page faults cost more than a copy.
 
-    users: readers that it must not be changed under. run: which start of the job filled it.
+    users: readers that it must not be changed under. run: which start of the job filled it. adopted: an agent before did.
     """
 
     path: Path
@@ -81,6 +81,7 @@ class Slot:
     sums: bytes = b""
     users: int = 0
     run: int = 0
+    adopted: bool = False
 
     @property
     def row(self) -> memoryview:
@@ -148,7 +149,7 @@ class SlotPool:
             except OSError as error:
                 raise TierError(f"the snapshot memory {self.folder} is gone: {error.strerror}") from error
             slot.state, slot.key, slot.row_bytes = SlotState.WRITING, key, row_bytes
-            slot.run = self._run
+            slot.run, slot.adopted = self._run, False
             slot.head = slot.sums = b""
         if slot.memory is None:
             try:
@@ -302,7 +303,7 @@ class SlotPool:
         if slot.state is not SlotState.SEALED:
             return False
         older = slot.key.step < self._whole_step
-        told = short or slot.key.generation > 0
+        told = short or not slot.adopted
         stale = slot.key.step > self._whole_step and told and slot.key.generation < key.generation
         again = slot.key.step >= key.step and slot.key.rank == key.rank
         return older or stale or (again and slot.key.step != self._whole_step)
@@ -360,9 +361,10 @@ class SlotPool:
     # ------------------------------------------------------------ adoption
 
     def _adopt(self) -> None:
-        """Takes over what an agent before left here. A slot that is not sealed, or not readable, is given back."""
+        """Takes over what an agent before left here. A slot that is not sealed, or not readable, is given back. What was
+        saved in this very start of the job still goes with what the other nodes hold."""
         for path in sorted(self.folder.glob("*.slot")):
-            slot = _read_slot(path)
+            slot = _read_slot(path, self._run)
             if slot is None:
                 path.unlink(missing_ok=True)
             else:
@@ -474,12 +476,12 @@ def _write_header(slot: Slot) -> None:
 
 
 def _adopted(generation: int, run: int) -> int:
-    """The generation of an adopted slot: below those of any run, and another for every generation of every run."""
+    """The generation of a slot of another run: below those of any run, and another for every generation of every run."""
     return -1 - (xxhash.xxh3_64_intdigest(struct.pack("<qQ", generation, run)) >> 24)
 
 
-def _read_slot(path: Path) -> Slot | None:
-    """A sealed slot of an earlier agent's, its row not yet looked at; None when it holds nothing whole."""
+def _read_slot(path: Path, ours: int) -> Slot | None:
+    """A sealed slot of an earlier agent's; None when it holds nothing whole. ours: the run that goes on."""
     try:
         with path.open("rb") as file:
             fields = file.read(_HEADER.size + 8)
@@ -505,7 +507,10 @@ def _read_slot(path: Path) -> Slot | None:
             memory = pages.map_row(file.fileno(), capacity)
     except (OSError, ValueError):
         return None
-    key = Key(step, _adopted(generation, run), rank, world)
-    slot = Slot(path, capacity, memory, SlotState.SEALED, key, row_bytes, data, head.sums, run=run)
+    known = generation if run and run == ours else _adopted(generation, run)
+    key = Key(step, known, rank, world)
+    slot = Slot(
+        path, capacity, memory, SlotState.SEALED, key, row_bytes, data, head.sums, run=run, adopted=True
+    )
     with slot.row as row:
         return slot if sums_of(row) == head.sums else None

@@ -64,6 +64,7 @@ def _take(core: Core, node: Node, copy: Copy) -> Snapshot | None:
             core.state.totals.copied_bytes += copy.shard.row.nbytes
     if node.name not in entry.nodes:
         entry.nodes.append(node.name)
+    snapshot.lost = [r for r in snapshot.lost if r != copy.key.rank]
     return snapshot
 
 
@@ -125,7 +126,7 @@ def node_lost(core: Core, node: Node) -> None:
         for entry in snapshot.shards:
             entry.asked = [n for n in entry.asked if n != node.name]
             entry.nodes = [n for n in entry.nodes if n != node.name]
-    _drop_lost(core)
+    _drop_lost(core, returns=True)
     spread(core)
     storing.node_lost(core, node)
 
@@ -164,7 +165,7 @@ def joined(core: Core, node: Node, hello: m.Hello) -> None:
 def happened(core: Core, key: Key) -> bool:
     """Whether training, as it goes on now, came through the state that a shard is of.
 
-    What a new agent adopted has lost its generation, and may even be of an earlier run.
+    What a new agent adopted of an earlier run has lost its generation.
     """
     s = core.state
     if key.generation < 1 and s.number and s.level == 2 and key.step > s.committed:
@@ -198,6 +199,7 @@ def _makes_room(core: Core, key: Key) -> bool:
     partial = sorted((x for x in s.snapshots if not x.whole), key=lambda x: (x.step, x.generation))
     held = [x for x in partial if has_all(x)]
     begun = [x for x in partial if not has_all(x)]
+    begun.sort(key=lambda x: (not x.given_up, x.whole_s is not None))
     if len(held) >= KEPT_PARTIAL and held[-KEPT_PARTIAL].step > key.step:
         return False
     for old in held[:-KEPT_PARTIAL] + begun[: max(0, len(begun) - KEPT_PARTIAL + 1)]:
@@ -205,11 +207,19 @@ def _makes_room(core: Core, key: Key) -> bool:
     return True
 
 
-def _drop_lost(core: Core) -> None:
-    """Forgets snapshots of which nothing is left, and whole ones of which a shard is gone."""
+def _drop_lost(core: Core, returns: bool = False) -> None:
+    """Forgets snapshots of which nothing is left, and whole ones of which a shard is gone. returns: it went with its node,
+    which may come back with it; then the others' shards are remembered, until a newer snapshot is whole."""
     s = core.state
     for snapshot in s.snapshots:
+        gone = {h.copy.key.rank for h in snapshot.shards if not h.nodes}
         snapshot.shards = [h for h in snapshot.shards if h.nodes]
+        gone -= {h.copy.key.rank for h in snapshot.shards}
+        if (
+            gone and returns and (s.level == 2 or snapshot.generation < 1)
+        ):  # nobody may have said the level yet
+            snapshot.lost += sorted(gone)
+            snapshot.whole = False
     s.snapshots = [x for x in s.snapshots if (has_all(x) if x.whole else x.shards or x.given_up)]
 
 
@@ -251,11 +261,12 @@ def spread(core: Core) -> None:
 
 
 def _spread(core: Core, snapshot: Snapshot) -> None:
-    """Asks for the copies that are missing; a snapshot that misses none is whole."""
+    """Asks for the copies that are missing; a snapshot that misses none is whole. Of one that waits for a lost node none are
+    made: they would take the memory of the next."""
     s = core.state
     superseded = snapshot.step < _newest_step(core)
     ending = s.phase in (JobPhase.STOPPING, JobPhase.ENDED)
-    if snapshot not in s.snapshots or snapshot.given_up or superseded or ending:
+    if snapshot not in s.snapshots or snapshot.given_up or snapshot.lost or superseded or ending:
         return
     complete = True
     for rank in range(snapshot.world):
@@ -289,7 +300,7 @@ def _spread(core: Core, snapshot: Snapshot) -> None:
 def _expected(core: Core, snapshot: Snapshot, rank: int, there: list[str]) -> bool:
     """Another member copies the same just now. (Of a whole one they all have: a copy that went since comes no more.)"""
     s = core.state
-    if snapshot.whole:
+    if snapshot.whole_s is not None:
         return False
     g = s.generation
     running = s.phase in (JobPhase.RUNNING, JobPhase.BREAKING)
@@ -310,16 +321,16 @@ def _holding(snapshot: Snapshot, rank: int) -> list[str]:
 
 
 def _may_come(core: Core, snapshot: Snapshot, rank: int) -> bool:
-    """Whether a shard that nobody holds yet may still be brought: by one that saves, and has not said that it cannot. Of
-    a generation that is over that is not known, and its slots are given to the next one's snapshots."""
+    """Whether a shard that nobody holds yet may still be brought: by one that saves, and has not said that it cannot; with
+    its node lost it may come back. Of a generation that is over that is not known, and its slots are given to the next
+    one's snapshots."""
     s = core.state
     g = s.generation
     if g is None or snapshot.generation != g.number:
         return True
     newer = [x for x in s.snapshots if x.generation == snapshot.generation and x.step > snapshot.step]
     past = {n for x in newer for n in _holding(x, rank)} | set(_refused(snapshot, rank))
-    nodes = {g.members[saver].node for saver in savers_of(core, g, rank)}
-    return any(s.nodes[n].alive and n not in past for n in nodes)
+    return any(g.members[saver].node not in past for saver in savers_of(core, g, rank))
 
 
 def _buddies(core: Core, entry: HeldShard, taken: list[str]) -> list[str]:
@@ -340,7 +351,23 @@ def _holders(core: Core, entry: HeldShard) -> tuple[Holder, ...]:
 
 def _whole(core: Core, snapshot: Snapshot) -> None:
     s = core.state
-    snapshot.whole, snapshot.whole_s = True, core.now
+    snapshot.whole = True
+    if snapshot.whole_s is None:
+        _tell_whole(core, snapshot)
+    else:
+        core.record("snapshot-back", step=snapshot.step, generation=snapshot.generation)
+    newest = max((x for x in s.snapshots if x.whole), key=lambda x: (x.step, x.generation))
+    older = [x for x in s.snapshots if has_all(x) and x.step <= newest.step]
+    keep = sorted(older, key=lambda x: (x.step, x.generation))[-KEPT_WHOLE:]
+    s.snapshots = [x for x in s.snapshots if x in keep or x.step > newest.step]
+    for node in core.alive_nodes():
+        core.send(node.name, m.SnapshotWhole(newest.step))
+    storing.begin_due(core)
+
+
+def _tell_whole(core: Core, snapshot: Snapshot) -> None:
+    s = core.state
+    snapshot.whole_s = core.now
     s.skipped = 0
     copies = min(
         len({n for h in snapshot.shards if h.copy.key.rank == r for n in h.nodes})
@@ -364,13 +391,6 @@ def _whole(core: Core, snapshot: Snapshot) -> None:
     if copies < core.spec.saving.copies + 1 and not s.short_of_copies:
         core.record("few-copies", nodes=copies, wanted=core.spec.saving.copies + 1)
     s.short_of_copies = copies < core.spec.saving.copies + 1
-    newest = max((x for x in s.snapshots if x.whole), key=lambda x: (x.step, x.generation))
-    older = [x for x in s.snapshots if has_all(x) and x.step <= newest.step]
-    keep = sorted(older, key=lambda x: (x.step, x.generation))[-KEPT_WHOLE:]
-    s.snapshots = [x for x in s.snapshots if x in keep or x.step > newest.step]
-    for node in core.alive_nodes():
-        core.send(node.name, m.SnapshotWhole(newest.step))
-    storing.begin_due(core)
 
 
 # ---------------------------------------------------------------- where to go on from

@@ -278,8 +278,10 @@ class HeldShard(msgspec.Struct):
 class Snapshot(msgspec.Struct):
     """What workers copied at one step. Replicas whose bytes differ (in buffers) give several of one rank.
 
-    refused: nodes that could not keep a shard of it, and which. given_up: a shard is missing and nobody will bring it.
-    unread: generations in a row that could not be restored from it. stall_s: of the worker that it held up longest.
+    refused: nodes that could not keep a shard of it, and which. lost: shards that went with the nodes that held them, which
+    may come back. given_up: a shard is missing and nobody will bring it.
+    unread: generations in a row that could not be restored from it. whole_s: when it was whole for the first time.
+    stall_s: of the worker that it held up longest.
     """
 
     step: int
@@ -288,6 +290,7 @@ class Snapshot(msgspec.Struct):
     began_s: float
     shards: list[HeldShard] = []
     refused: list[tuple[str, int]] = []
+    lost: list[int] = []
     whole: bool = False
     given_up: bool = False
     unread: int = 0

@@ -337,6 +337,10 @@ def _snapshot_unreadable(f: Fields) -> str:
     return f"the snapshot of step {f['step']} could not be read from any node: an older one is taken"
 
 
+def _snapshot_back(f: Fields) -> str:
+    return f"snapshot of step {f['step']}: whole again, a node came back with its part"
+
+
 def _snapshot_spoiled(f: Fields) -> str:
     return f"the copy of step {f['step']}, rank {f['rank']} on {f['node']} went bad: {f['reason']}"
 
@@ -433,6 +437,7 @@ _SENTENCES: dict[str, Callable[[Fields], str]] = {
     "snapshot": _snapshot,
     "snapshot-skipped": _snapshot_skipped,
     "snapshot-unreadable": _snapshot_unreadable,
+    "snapshot-back": _snapshot_back,
     "checkpoint-unread": _checkpoint_unread,
     "snapshot-spoiled": _snapshot_spoiled,
     "few-copies": _few_copies,

@@ -11,8 +11,8 @@ TIERS_VARIABLE = "HOLDFAST_TIERS"
 
 
 class Key(msgspec.Struct, frozen=True, order=True):
-    """Which snapshot of which shard. generation: of the workers that took it; below 1 for one that an agent adopted,
-    and another for every generation of every run."""
+    """Which snapshot of which shard. generation: of the workers that took it; below 1 for one that an agent adopted from a
+    run before, and another for every generation of every run."""
 
     step: int
     generation: int

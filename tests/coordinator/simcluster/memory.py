@@ -64,12 +64,16 @@ class SimMemory:
         return slot.bits if slot is not None and copy_of(slot.key, slot.bits or 0) == copy else None
 
     def comes_back(self) -> None:
-        """The agent is a new one: it has the memory still, or adopted it, or there is nothing left of it."""
+        """The agent is a new one: it has the memory still, or adopted it (as of this run, or of one before), or there is
+        nothing left of it."""
         fate = self.rng.random()
         if fate < 0.5:
             return
         self._whole_step = -1
         found = [s for s in self._slots if s.bits is not None] if fate < 0.8 else []
+        if fate < 0.65:
+            self._slots = found
+            return
         self._slots = [
             Slot(msgspec.structs.replace(s.key, generation=min(s.key.generation, -s.key.generation)), s.bits)
             for s in found

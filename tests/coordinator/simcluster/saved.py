@@ -70,10 +70,6 @@ class SavedChecks:
         self._asked = {(n, key) for n, key in self._asked if n != name and key in held}
         if not keeps_orders:
             self._orders = {at: n for at, n in self._orders.items() if n != name}
-        if (
-            self.checks.cluster.plan.positions > 1
-        ):  # a node that comes back finds its neighbours' shards forgotten
-            self._whole = [x for x in self._whole if self._is_held(x)]
 
     def _is_held(self, taken: Taken) -> bool:
         """Every shard, by somebody."""
@@ -134,8 +130,6 @@ class SavedChecks:
     def _check_asked(self, node: str, copy: Copy) -> None:
         """Nobody is asked to hold twice the same, unless it may not have heard."""
         key = copy.key
-        if self.checks.cluster.plan.positions > 1:
-            return  # of snapshots that miss a shard only the newest are remembered
         self.checks.require(
             key not in self._holds.get(node, set()), "%s holds step %d already", node, key.step
         )

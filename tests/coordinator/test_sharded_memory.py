@@ -1,0 +1,133 @@
+"""Snapshots of sharded replicas: what a node that was lost, and comes back with its memory, makes whole again."""
+
+from desk import TIER, Desk, copy_of, running
+from findings import park_all
+
+from holdfast.coordinator import events as e
+from holdfast.coordinator import saving
+from holdfast.coordinator.state import JobPhase
+from holdfast.protocol import messages as m
+from holdfast.protocol.snapshots import Copy, Saving
+
+
+def saved(nodes: int = 4, copies: int = 0, step: int = 6) -> Desk:
+    """Replicas of two; every node holds its shard of one snapshot."""
+    desk = running(nodes, shape=(2, 1), saving=Saving("1", copies, 0, (TIER,)))
+    desk.shards(step, *(f"n{i}" for i in range(nodes if copies else 2)))
+    assert desk.whole() == [step]
+    return desk
+
+
+def comes_back(desk: Desk, node: str, *copies: Copy) -> None:
+    """A node that was given up: its workers were ended, its agent is a new one."""
+    desk.node(node, session="2", copies=copies)
+
+
+def remembered(desk: Desk) -> list[int]:
+    return [x.step for x in desk.state.snapshots]
+
+
+def test_a_node_that_comes_back_with_its_shard_makes_the_snapshot_whole_again():
+    desk = saved()
+    shard = desk.shard(6, 1)
+    desk.lose("n1")
+    assert (desk.whole(), remembered(desk)) == ([], [6])
+    comes_back(desk, "n1", shard)
+    assert desk.whole() == [6]
+    assert ("n1", m.SnapshotWhole(6)) in desk.sent(m.SnapshotWhole, newest=True)
+    assert desk.records("snapshot-back") == [{"step": 6, "generation": 1}]
+    assert desk.state.totals.snapshots == len(desk.records("snapshot")) == 1
+
+
+def test_plain_fsdp_goes_on_from_what_came_back():
+    desk = saved(2)
+    shard = desk.shard(6, 1)
+    desk.lose("n1")
+    park_all(desk)
+    assert desk.state.phase is JobPhase.GATHERING
+    comes_back(desk, "n1", shard)
+    for worker in desk.workers():
+        if worker not in desk.members():
+            desk.ready(worker)
+    form = desk.told(desk.worker_on("n1"), m.Form)[-1]
+    assert (form.generation.start, form.copy) == (6, shard)
+
+
+def test_one_that_comes_back_without_it_makes_nothing_whole():
+    desk = saved()
+    desk.lose("n1")
+    comes_back(desk, "n1")
+    assert (desk.whole(), remembered(desk)) == ([], [6])
+
+
+def test_all_of_it_may_come_back_one_node_after_the_other():
+    desk = saved()
+    shards = [desk.shard(6, p) for p in range(2)]
+    desk.lose("n1")
+    desk.lose("n0")
+    assert remembered(desk) == []
+    comes_back(desk, "n0", shards[0])
+    assert desk.whole() == []
+    comes_back(desk, "n1", shards[1])
+    assert desk.whole() == [6]
+
+
+def test_a_newer_whole_one_ends_the_waiting():
+    desk = saved()
+    desk.lose("n1")
+    park_all(desk)
+    assert desk.state.number == 2
+    desk.shards(8, "n2", "n3")
+    assert (desk.whole(), remembered(desk)) == ([8], [8])
+
+
+def test_while_it_waits_nothing_of_it_is_copied_or_given_up():
+    desk = saved(copies=1)
+    desk.lose("n1")
+    assert desk.whole() == [6]  # n3 has the same shard
+    asked = len(desk.sent(m.Replicate))
+    desk.lose("n3")
+    park_all(desk)
+    assert (desk.whole(), remembered(desk)) == ([], [6])
+    assert len(desk.sent(m.Replicate)) == asked
+    assert desk.sent(m.ForgetSnapshots) == []
+
+
+def test_a_shard_that_went_bad_does_not_come_back():
+    desk = saved()
+    desk.do(e.NodeSays("n1", m.Spoiled(desk.shard(6, 1).key, "bytes changed")))
+    assert remembered(desk) == []
+
+
+def test_a_coordinator_that_comes_back_still_waits():
+    desk = saved()
+    shard = desk.shard(6, 1)
+    desk.lose("n1")
+    desk.crash()
+    desk.back()
+    comes_back(desk, "n1", shard)
+    assert desk.whole() == [6]
+
+
+def test_of_those_that_are_begun_what_was_whole_is_kept_longest_and_what_was_given_up_shortest():
+    desk = saved()
+    desk.lose("n1")
+    park_all(desk)
+    for step in range(7, 7 + 3 * saving.KEPT_PARTIAL):
+        desk.holds("n2", desk.shard(step, 0))
+        if step % 2:
+            desk.refuses("n3", desk.shard(step, 1))
+    assert remembered(desk)[0] == 6
+    assert len(remembered(desk)) <= saving.KEPT_PARTIAL + 1
+    assert sum(x.given_up for x in desk.state.snapshots) <= 1
+
+
+def test_a_snapshot_from_before_the_job_knows_its_shape_is_remembered_too():
+    desk = Desk(2, saving=Saving("1", 0, 0, (TIER,)))
+    shards = [copy_of(6, -5, rank=p, world=2) for p in range(2)]  # of a run before
+    for node, shard in zip(("n0", "n1"), shards, strict=True):
+        desk.node(node, copies=(shard,))
+    assert desk.whole() == [6]
+    desk.lose("n1")
+    comes_back(desk, "n1", shards[1])
+    assert desk.whole() == [6]
