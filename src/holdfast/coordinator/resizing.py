@@ -210,7 +210,10 @@ def _may_leave(core: Core, left: int) -> bool:
         return True
     if left < max(1, s.minimum):
         return False  # they train on until others are ready
-    coming = bool(_starting(core) or s.replacing)
+    starting = _starting(core)
+    if any(w.rebuilds is not None for w in starting):
+        return False  # a spare becomes what is missing, for as long as a start may take
+    coming = bool(starting or s.replacing)
     return not coming or any(core.now >= _patience_s(core, n) for n in leaving)
 
 
@@ -318,7 +321,7 @@ def advance(core: Core) -> None:
         if s.level == 2 and s.phase is not JobPhase.STOPPING:
             let_go(core, [w for w in ours if w.phase not in needed])
             ours = [w for w in ours if w.phase in needed]
-        if not ours and not _holds_on(core, node):
+        if not ours and not _holds_on(core, node) and not _hands_over(core, node):
             _release(core, node)
     if s.level != 2 and s.phase is JobPhase.RUNNING and s.generation is not None:
         _change_gang(core)
@@ -347,11 +350,19 @@ def _holds_on(core: Core, node: Node) -> bool:
         return True  # it answers first
     if s.level != 2 or not s.number or s.generation is None:
         return False
-    alive = any(w.committed is not None for w in core.workers_in(WorkerPhase.PARKED))
-    if node.then is Remedy.RESET_DEVICE or (node.then is Remedy.REBOOT and alive):
+    parked = core.workers_in(WorkerPhase.PARKED)
+    holders = policy.settle({w.name: policy.Report(w.committed, w.prepared) for w in parked}).holders
+    whole = len({w.position for w in parked if w.name in holders}) == s.positions
+    if node.then is Remedy.RESET_DEVICE or (node.then is Remedy.REBOOT and whole):
         return False  # it loses nothing, or what others have; and the sooner it is back the better
     settled = s.phase is JobPhase.RUNNING and s.generation_committed > s.generation.start
     return not settled and s.phase is not JobPhase.STOPPING
+
+
+def _hands_over(core: Core, node: Node) -> bool:
+    """Where a replica is several workers, it may have the only copy of a part. A device is reset with the memory kept."""
+    in_time = core.now < _deadline_s(core, node)
+    return in_time and node.then is not Remedy.RESET_DEVICE and saving.hands_over(core, node)
 
 
 def _release(core: Core, node: Node) -> None:

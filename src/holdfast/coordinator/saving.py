@@ -194,12 +194,13 @@ def _snapshot(core: Core, key: Key) -> Snapshot | None:
 
 
 def _makes_room(core: Core, key: Key) -> bool:
-    """One more snapshot is begun, which nobody holds yet. False: of those that are not whole, newer ones are kept."""
+    """One more snapshot is begun, which nobody holds yet. False: of those that are not whole, newer ones are kept. Of
+    which nothing is held goes first: agents that were without a coordinator say at once what they could not keep."""
     s = core.state
     partial = sorted((x for x in s.snapshots if not x.whole), key=lambda x: (x.step, x.generation))
     held = [x for x in partial if has_all(x)]
     begun = [x for x in partial if not has_all(x)]
-    begun.sort(key=lambda x: (not x.given_up, x.whole_s is not None))
+    begun.sort(key=lambda x: (bool(x.shards), x.whole_s is not None))
     if len(held) >= KEPT_PARTIAL and held[-KEPT_PARTIAL].step > key.step:
         return False
     for old in held[:-KEPT_PARTIAL] + begun[: max(0, len(begun) - KEPT_PARTIAL + 1)]:
@@ -342,6 +343,41 @@ def _buddies(core: Core, entry: HeldShard, taken: list[str]) -> list[str]:
     first = [b for n in entry.nodes for b in placed.buddies.get(n, ())]
     others = sorted((n.name for n in alive), key=lambda n: _shares_rack(core, n, entry.nodes))
     return [n for n in dict.fromkeys([*first, *others]) if n not in taken]
+
+
+def hands_over(core: Core, node: Node) -> bool:
+    """Whether a node that is about to leave as planned still gives on the shards that nobody else will hold, of the newest
+    snapshot that is whole. What no other can keep goes with it, unless the job is still to go on from there. At one worker
+    per replica every member can save the next one alone, so nothing is worth the wait."""
+    s = core.state
+    snapshot = newest_whole(core)
+    if (
+        snapshot is None
+        or snapshot.world == 1
+        or s.level != 2
+        or s.phase in (JobPhase.STOPPING, JobPhase.ENDED)
+    ):
+        return False
+    waits = False
+    for rank in range(snapshot.world):
+        entries = [h for h in snapshot.shards if h.copy.key.rank == rank]
+        staying = {n for h in entries for n in h.nodes if s.nodes[n].leaving is None}
+        mine = next((h for h in entries if node.name in h.nodes), None)
+        if mine is None or staying:
+            continue
+        asked = [n for h in entries for n in h.asked]
+        if not asked:
+            taken = [
+                *mine.nodes,
+                *_refused(snapshot, rank),
+                *(n.name for n in s.nodes.values() if n.leaving is not None),
+            ]
+            for name in _buddies(core, mine, taken)[:1]:
+                mine.asked.append(name)
+                asked.append(name)
+                core.send(name, m.Replicate(mine.copy, _holders(core, mine)))
+        waits = waits or bool(asked) or not s.number
+    return waits
 
 
 def _holders(core: Core, entry: HeldShard) -> tuple[Holder, ...]:

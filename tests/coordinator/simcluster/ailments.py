@@ -97,7 +97,10 @@ class Ailments:
     def _finding(self, kind: str, rule: str) -> Finding:
         word, _, when = kind.partition("-")
         severity = Severity.FATAL if when == "now" else Severity.ERROR
-        remedy = REMEDIES.get(word, self.rng.choice(list(REMEDIES.values())))
+        drawn = self.rng.choice(list(REMEDIES.values()))
+        if self.cluster.plan.only_planned and drawn is Remedy.RESTART_WORKER:
+            drawn = Remedy.REPLACE  # to end a worker cannot wait for a step's edge
+        remedy = REMEDIES.get(word, drawn)
         finding = Finding(
             rule,
             severity,

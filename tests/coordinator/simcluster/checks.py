@@ -149,6 +149,10 @@ class Checks:
         """A generation goes on from live state, or from an earlier step: then the later ones never happened."""
         assert isinstance(start, int)
         self._source, self._before = source, self.newest
+        planned = self.cluster.plan.only_planned and self.formed
+        self.require(
+            not planned or source == "live", "what was planned takes training back to step %d", start
+        )
         if source == "live":
             self.require(
                 start >= self.newest, "step %d was committed, and it goes on from %d", self.newest, start
@@ -501,6 +505,7 @@ class Checks:
                 self.fail(
                     "%s is still there %g s after it was to leave", node.name, now - node.leaves_since_s
                 )
+        self.require(not plan.only_planned or not state.lost_steps, "%d steps are lost", state.lost_steps)
         sudden = {"preempt-soon", "preempt"} & {kind for _, kind in plan.changes}
         if plan.only_changes and not plan.asides and plan.compile_s < 5 and plan.level == 2:
             self.require(state.lost_steps == 0 or bool(sudden), "%d steps are lost", state.lost_steps)

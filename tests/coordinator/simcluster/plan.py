@@ -64,6 +64,7 @@ class Plan:
     lemons: float = 0.0  # how many machines have a bad history
     refused_checks: float = 0.0  # how often the basic checks of a new node are faulty
     shape: tuple[int, int] = (1, 1)  # of a replica: shard degree, and tensor degree
+    only_planned: bool = False  # nodes are found to need something that can wait, and nothing fails
 
     @property
     def positions(self) -> int:
@@ -238,6 +239,40 @@ def _draw_shape(plan: Plan, window: float) -> None:
     for _ in range(rng.choice((0, 1, 1, 2, 3))):
         kind = rng.choice(SHARDED_FAULTS)
         plan.triggers.append((rng.choice(SHARDED_MOMENTS), rng.randint(1, 6), kind))
+    _draw_planned(plan, window)
+
+
+PLANNED_FINDINGS = (
+    "replace-later",
+    "reset-later",
+    "reboot-later",
+    "storm-later",
+    "well-again",
+    "trial",
+    "unknown",
+)
+PLANNED_CHANGES = ("drain", "drain", "resize", "join", "no-capacity-limit")
+
+
+def _draw_planned(plan: Plan, window: float) -> None:
+    """In one of five sharded schedules nodes leave one after the other, for their health, their history or because they are
+    to, and nothing fails: no step may be lost, and of no snapshot the only copy of a part."""
+    rng = random.Random(-9_000_049 - plan.seed)
+    if rng.random() >= 0.2:
+        return
+    plan.only_planned = True
+    plan.faults, plan.triggers, plan.bug, plan.stop_after_s = [], [], None, None
+    plan.torn_end, plan.asides, plan.compile_s, plan.slow_messages = False, 0.0, 0.0, 0.0
+    plan.findings = [
+        (rng.uniform(0.5, window), rng.choice(PLANNED_FINDINGS)) for _ in range(rng.choice((1, 2, 4, 8)))
+    ]
+    changes = rng.choice((0, 0, 1, 2, 4))
+    plan.changes = [(rng.uniform(0.5, window), rng.choice(PLANNED_CHANGES)) for _ in range(changes)]
+    plan.lemons, plan.comes_back = rng.choice((0.0, 0.3, 0.6)), rng.choice((0.0, 1.0))
+    health = HealthSpec(
+        blast_share=1.0, blast_window_s=rng.choice((1.0, 5.0)), reboot_s=rng.choice((5.0, 2700.0))
+    )
+    plan.spec = msgspec.structs.replace(plan.spec, health=health, max_restarts=100)
 
 
 FINDINGS = {

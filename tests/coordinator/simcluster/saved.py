@@ -29,11 +29,15 @@ class SavedChecks:
         self._asked: set[tuple[str, Key]] = set()
         self._whole: list[Taken] = []
         self._orders: dict[tuple[str, int], str] = {}
+        self._refused: set[Key] = set()
 
     def handled(self, event: e.Event, actions: list[e.Action], state: CoreState) -> None:
         """After every event."""
         self._hear(event, state)
+        left = {a.fields["node"] for a in actions if isinstance(a, e.Record) and a.kind == "node-left"}
         for name in [n for n in self._holds if n not in state.nodes or not state.nodes[n].alive]:
+            if name in left:
+                self._check_left(name, state)
             self._lose(name)
         for action in actions:  # before what is forgotten for its sake
             if isinstance(action, e.Record) and action.kind == "formed" and action.fields["source"] != "live":
@@ -56,6 +60,7 @@ class SavedChecks:
                 self._asked.discard((name, copy.key))
             case e.NodeSays(name, m.NotHeld(key)) if name in self._holds:
                 self._asked.discard((name, key))
+                self._refused.add(key)
             case e.NodeSays(name, m.Published(tier, step, None)) if self._orders.get((tier, step)) == name:
                 self.durable_step = max(self.durable_step, step)
             case e.DurableFound(durable):
@@ -75,6 +80,28 @@ class SavedChecks:
         """Every shard, by somebody."""
         ranks = {k.rank for held in self._holds.values() for k in held if (k.step, k.generation) == taken}
         return len(ranks) == self.checks.cluster.plan.positions or self.checks.cluster.plan.level != 2
+
+    def _check_left(self, name: str, state: CoreState) -> None:
+        """A node that leaves as planned takes no part along of what the job would go on from, if another could keep it."""
+        plan = self.checks.cluster.plan
+        if (
+            not plan.only_planned
+            or plan.no_memory
+            or state.phase not in (JobPhase.RUNNING, JobPhase.GATHERING)
+        ):
+            return
+        takes = [
+            k for k in self._holds[name] if not any(k in held for n, held in self._holds.items() if n != name)
+        ]
+        newest = max(
+            (k for held in self._holds.values() for k in held if self._is_held((k.step, k.generation))),
+            default=None,
+        )
+        for key in takes:
+            only = newest is not None and (key.step, key.generation) == (newest.step, newest.generation)
+            self.checks.require(
+                not only or key in self._refused, "%s leaves with the only copy of %s", name, key
+            )
 
     # ------------------------------------------------------------ what the core makes of it
 
