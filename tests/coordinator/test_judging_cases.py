@@ -313,6 +313,16 @@ def test_a_reset_that_fails_becomes_a_reboot():
     assert verdicts(desk) == [("reset-device", ""), ("reboot", "")]
 
 
+def test_a_job_of_one_node_waits_for_a_reset_without_an_answer():
+    desk = running(1)
+    finds(desk, "n0", "xid-95", FATAL, Remedy.RESET_DEVICE)
+    park_all(desk)
+    desk.exits(desk.killed().pop(), -9)
+    desk.wait(desk.core.timing.start_s + 1)
+    assert desk.state.outcome is None
+    assert [a.node for a in desk.did(e.RebootNode)] == ["n0"]
+
+
 def test_a_reset_without_an_answer_becomes_a_reboot():
     desk = running(3)
     finds(desk, "n1", "xid-95", FATAL, Remedy.RESET_DEVICE)

@@ -1,12 +1,13 @@
 """Snapshots of sharded replicas: what a node that was lost, and comes back with its memory, makes whole again."""
 
 from desk import TIER, Desk, copy_of, running
-from findings import park_all
+from findings import ERROR, WIDE, finds, park_all
 
 from holdfast.coordinator import events as e
 from holdfast.coordinator import saving
-from holdfast.coordinator.state import JobPhase
+from holdfast.coordinator.state import JobPhase, WorkerPhase
 from holdfast.protocol import messages as m
+from holdfast.protocol.health import Remedy
 from holdfast.protocol.snapshots import Copy, Saving
 
 
@@ -131,3 +132,118 @@ def test_a_snapshot_from_before_the_job_knows_its_shape_is_remembered_too():
     desk.lose("n1")
     comes_back(desk, "n1", shards[1])
     assert desk.whole() == [6]
+
+
+def test_what_agents_could_not_keep_while_there_was_no_coordinator_pushes_out_nothing_that_is_held():
+    desk = saved()
+    held = {n: tuple(desk.shard(step, p) for step in (7, 8)) for p, n in enumerate(("n0", "n1"))}
+    desk.crash()
+    for p, name in enumerate(("n0", "n1")):
+        desk.back(name, held=held)
+        for step in range(9, 9 + 2 * saving.KEPT_PARTIAL):
+            desk.refuses(name, desk.shard(step, p))
+    assert desk.whole()[-1] == 8
+
+
+# ---------------------------------------------------------------- nodes that leave as planned
+
+
+def replaced(then: Remedy | None = None) -> Desk:
+    """Plain FSDP: n1 is to leave, and the spare has taken its place; the newest snapshot is from before."""
+    desk = running(2, spares=1, shape=(2, 1), saving=Saving("100", 0, 0, (TIER,)), health=WIDE)
+    desk.shards(6, "n0", "n1")
+    if then is None:
+        desk.do(e.NodeGoing("n1", "drained", None))
+    else:
+        finds(desk, "n1", severity=ERROR, remedy=then)
+        desk.wait(3.0)
+    (spare,) = [w for w in desk.workers() if w.startswith("n2")]
+    desk.gets_ready(spare, (2, 1), position=1)
+    park_all(desk)
+    assert [w.partition(".")[0] for w in desk.members()] == ["n0", "n2", "n1"]
+    desk.commit(7)
+    park_all(desk)
+    assert [w.partition(".")[0] for w in desk.members()] == ["n0", "n2"]
+    leaver = next(w for w in desk.killed() if w.startswith("n1"))
+    desk.exits(leaver, -9)
+    desk.commit(8)
+    return desk
+
+
+def test_a_node_that_is_drained_leaves_when_another_has_the_only_copy_of_its_part():
+    desk = replaced()
+    assert desk.state.nodes["n1"].alive
+    [(buddy, order)] = desk.sent(m.Replicate)
+    assert buddy in ("n0", "n2")
+    assert order.copy == desk.held("n1")[0]
+    desk.holds(buddy, order.copy)
+    assert not desk.state.nodes["n1"].alive
+    assert desk.whole() == [6]
+
+
+def test_nor_is_it_booted_before():
+    desk = replaced(Remedy.REBOOT)
+    assert desk.did(e.RebootNode) == []
+    [(buddy, order)] = desk.sent(m.Replicate)
+    desk.holds(buddy, order.copy)
+    assert [x.node for x in desk.did(e.RebootNode)] == ["n1"]
+    assert desk.whole() == [6]
+
+
+def test_a_part_that_nobody_can_keep_does_not_hold_it_up_for_ever():
+    desk = replaced()
+    for _ in range(2):
+        name, order = desk.sent(m.Replicate)[-1]
+        assert desk.state.nodes["n1"].alive
+        desk.refuses(name, order.copy)
+    assert not desk.state.nodes["n1"].alive
+
+
+def test_a_newer_snapshot_makes_the_copy_superfluous():
+    desk = replaced()
+    desk.shards(9, "n0", "n2")
+    assert not desk.state.nodes["n1"].alive
+
+
+def test_who_has_only_a_while_goes_with_it():
+    desk = replaced()
+    assert desk.state.nodes["n1"].alive
+    desk.do(e.NodeGoing("n1", "preempted", 0.1))
+    assert not desk.state.nodes["n1"].alive
+
+
+def test_a_device_is_reset_with_the_memory_kept():
+    desk = replaced(Remedy.RESET_DEVICE)
+    assert [n for n, _ in desk.sent(m.Repair)] == ["n1"]
+    assert desk.whole() == [6]
+    assert desk.sent(m.Replicate) == []
+
+
+def test_while_only_a_part_of_the_state_lives_no_node_is_booted():
+    """What is in its memory may be what all go on from."""
+    desk = running(2, spares=1, shape=(2, 1), saving=Saving("100", 0, 0, (TIER,)), health=WIDE)
+    first, second = desk.members()
+    desk.exits(second, -9)
+    desk.parks(first, 5)
+    finds(desk, "n2", severity=ERROR, remedy=Remedy.REBOOT)
+    desk.wait(3.0)
+    desk.exits(desk.killed().pop(), -9)
+    assert desk.state.nodes["n2"].then is Remedy.REBOOT
+    assert desk.state.phase is JobPhase.GATHERING
+    assert desk.did(e.RebootNode) == []
+    for worker in desk.workers(WorkerPhase.STARTING):
+        desk.ready(worker)
+    desk.commit(1)
+    assert [x.node for x in desk.did(e.RebootNode)] == ["n2"]
+
+
+def test_a_spare_that_becomes_what_is_missing_is_waited_for():
+    desk = running(4, spares=1, shape=(2, 1), saving=Saving("100", 0, 0, (TIER,)))
+    desk.do(e.NodeGoing("n1", "drained", None))
+    (spare,) = [w for w in desk.workers() if w.startswith("n4")]
+    assert desk.told(spare, m.Rebuild) == [m.Rebuild(1)]
+    desk.commit(7)
+    desk.wait(2 * desk.core.timing.form_s)
+    assert not any(desk.told(w, m.Yield) for w in desk.members())
+    desk.gets_ready(spare, (2, 1), position=1)
+    assert all(desk.told(w, m.Yield) for w in desk.members())

@@ -157,7 +157,7 @@ def try_form(core: Core) -> None:
             _form(core, survivors, kept, joining)
         return
     shards.rebuild(core)  # also for what those held that were ended just now
-    if core.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED) or nodes.checked(core):
+    if core.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED) or nodes.under_repair(core):
         s.wait_deadline_s = None  # they have a deadline of their own
     elif s.wait_deadline_s is None:
         s.wait_deadline_s = core.now + core.timing.wait_s

@@ -84,7 +84,7 @@ def _launch(core: Core) -> None:
         advance(core)
         return
     if count < minimum:
-        if nodes.checked(core):
+        if nodes.under_repair(core):
             s.wait_deadline_s = None  # they have a deadline of their own
         elif s.wait_deadline_s is None:
             s.wait_deadline_s = core.now + core.timing.wait_s

@@ -386,9 +386,9 @@ def coming(core: Core) -> bool:
     return bool(_mending(core) or core.state.replacing or expected(core) or missing(core))
 
 
-def checked(core: Core) -> bool:
-    """Nodes are checked before they are used."""
-    return any(n.checking is not None for n in core.alive_nodes())
+def under_repair(core: Core) -> bool:
+    """Nodes are checked or repaired before they are used, for which there are deadlines."""
+    return any(n.checking is not None or remedies.ordered(core, n) for n in core.alive_nodes())
 
 
 def _mending(core: Core) -> bool:
