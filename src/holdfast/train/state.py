@@ -30,12 +30,14 @@ class Image:
     Attributes:
         tensors: contiguous, in host memory or a GPU's. Reading begins when what was queued for them is done.
         near: all of them are in host memory.
+        device: the GPU of those that are not.
     """
 
     def __init__(self, index: Index, tensors: list[torch.Tensor]) -> None:
         self.index = index
         self.tensors = tensors
-        self.near = not any(staging.is_far(t) for t in tensors)
+        far = [t.device for t in tensors if staging.is_far(t)]
+        self.near, self.device = not far, far[0] if far else torch.device("cpu")
         self.ready = staging.now(tensors)
         self._rows = [staging.flat(t) for t in tensors]
 

@@ -4,6 +4,7 @@ Donors serve plain HTTP with the job's token, straight from their live tensors; 
 
     GET /state/index?generation=7            the index, JSON
     GET /state/bytes?generation=7  Range: ...   chunks of at most CHUNK_BYTES, each followed by its xxh3_64
+    GET /state/direct?generation=7  Range: ...  the same bytes from GPU to GPU, where both can (`direct`)
 
 Serving needs no pause: until the newcomer has its state it cannot vote, and no donor can change a parameter
 before that vote.
@@ -15,10 +16,11 @@ import hmac
 import http.client
 import re
 import socket
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
@@ -26,9 +28,10 @@ import msgspec
 import xxhash
 
 from holdfast.checkpoint.layout import Index, decode_index_of_peer
-from holdfast.errors import ChecksumError, StateError
+from holdfast.errors import ChecksumError, CollectiveFailed, StateError
 from holdfast.observe.bytecount import Seen
 from holdfast.protocol.messages import Generation, Member
+from holdfast.train import direct
 from holdfast.train.state import Image, Protected, targets
 
 CHUNK_BYTES = 4 << 20
@@ -48,6 +51,7 @@ class DonorServer:
         self._news = threading.Condition()
         self._generation = 0
         self._image: Image | None = None
+        self._lines: set[direct.Line] = set()
         self._server = ThreadingHTTPServer((host, 0), self._handler())
         self._server.daemon_threads = True
         self.port: int = self._server.server_address[1]
@@ -64,6 +68,8 @@ class DonorServer:
         with self._news:
             self._generation, self._image = generation, image
             self._news.notify_all()
+            for line in self._lines:
+                line.close()
 
     def _is_to_come(self, generation: int) -> bool:
         return self._generation < generation
@@ -75,6 +81,24 @@ class DonorServer:
 
     def _current(self, generation: int) -> bool:
         return self._generation == generation
+
+    @contextmanager
+    def _open(self, generation: int) -> Iterator[Callable[[direct.Line], None]]:
+        """While a stripe goes from GPU to GPU: the end of the generation ends it."""
+        own: list[direct.Line] = []
+
+        def opened(line: direct.Line) -> None:
+            with self._news:
+                if self._generation != generation:
+                    raise CollectiveFailed("the generation ended")
+                own.append(line)
+                self._lines.add(line)
+
+        try:
+            yield opened
+        finally:
+            with self._news:
+                self._lines.difference_update(own)
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         donor = self
@@ -99,6 +123,8 @@ class DonorServer:
                     self._send(msgspec.json.encode(image.index))
                 elif url.path == "/state/bytes":
                     self._send_range(image, int(number))
+                elif url.path == "/state/direct" and direct.possible(image):
+                    self._send_directly(image, int(number))
                 else:
                     self.send_error(404)
 
@@ -108,12 +134,30 @@ class DonorServer:
                 self.end_headers()
                 self.wfile.write(body)
 
-            def _send_range(self, image: Image, generation: int) -> None:
+            def _range(self, image: Image) -> tuple[int, int] | None:
                 wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
                 start, stop = (int(wanted[1]), int(wanted[2]) + 1) if wanted else (0, image.index.nbytes)
-                if not 0 <= start < stop <= image.index.nbytes:
-                    self.send_error(416)
+                if 0 <= start < stop <= image.index.nbytes:
+                    return start, stop
+                self.send_error(416)
+                return None
+
+            def _send_directly(self, image: Image, generation: int) -> None:
+                self.close_connection = True
+                if (span := self._range(image)) is None:
                     return
+                self.send_response(101)
+                self.send_header("Connection", "Upgrade")
+                self.send_header("Upgrade", "holdfast-direct")
+                self.end_headers()
+                self.wfile.flush()
+                with donor._open(generation) as opened, suppress(CollectiveFailed):  # it comes another way
+                    direct.send(self.connection, image, *span, opened)
+
+            def _send_range(self, image: Image, generation: int) -> None:
+                if (span := self._range(image)) is None:
+                    return
+                start, stop = span
                 chunks = -(-(stop - start) // CHUNK_BYTES)
                 self.send_response(206)
                 self.send_header("Content-Length", str(stop - start + chunks * DIGEST_BYTES))
@@ -209,6 +253,10 @@ class Fetch:
         """Reads one stripe, going on at the next donor where one fails."""
         low, stop = stripe
         reason: Exception | None = None
+        if direct.possible(image):
+            low = self._directly(members[0], image, low, stop)
+        if low == stop:
+            return
         for member in members:
             try:
                 with self._get(member, "/state/bytes", (low, stop)) as response:
@@ -222,10 +270,40 @@ class Fetch:
                 reason = error
         raise StateError(f"bytes {low} to {stop} of the state: the last donor said: {reason}")
 
+    def _directly(self, member: Member, image: Image, low: int, stop: int) -> int:
+        """From GPU to GPU; returns up to where that went well."""
+        far = low
+
+        def moved(nbytes: int) -> None:
+            nonlocal far
+            far += nbytes
+            self._seen(nbytes, image.index.nbytes if nbytes else 0)
+
+        try:
+            with self._connected(member, "/state/direct", (low, stop)) as (connection, response):
+                if response.status == http.HTTPStatus.SWITCHING_PROTOCOLS:
+                    direct.receive(connection.sock, image, low, stop, moved)
+        except (OSError, http.client.HTTPException, StateError) as error:
+            if not self._aborted:
+                who = f"rank {member.rank} on {member.node}"
+                sys.stderr.write(f"holdfast: {who}: {error}; bytes {far} to {stop} come over HTTP\n")
+        return far
+
     @contextmanager
     def _get(
         self, member: Member, path: str, span: tuple[int, int] | None = None
     ) -> Iterator[http.client.HTTPResponse]:
+        with self._connected(member, path, span) as (_, response):
+            if response.status == http.HTTPStatus.SERVICE_UNAVAILABLE:
+                raise _NotYetError("it does not have the state yet")
+            if response.status not in (200, 206):
+                raise StateError(f"it answered {response.status} {response.reason}")
+            yield response
+
+    @contextmanager
+    def _connected(
+        self, member: Member, path: str, span: tuple[int, int] | None
+    ) -> Iterator[tuple[http.client.HTTPConnection, http.client.HTTPResponse]]:
         connection = http.client.HTTPConnection(member.host, member.data_port, timeout=CONNECT_S)
         headers = {"Authorization": f"Bearer {self._token}", "Connection": "close"}
         if span:
@@ -237,11 +315,7 @@ class Fetch:
         try:
             connection.request("GET", f"{path}?generation={self._generation}", headers=headers)
             with connection.getresponse() as response:
-                if response.status == http.HTTPStatus.SERVICE_UNAVAILABLE:
-                    raise _NotYetError("it does not have the state yet")
-                if response.status not in (200, 206):
-                    raise StateError(f"it answered {response.status} {response.reason}")
-                yield response
+                yield connection, response
         finally:
             with self._lock:
                 self._open.discard(connection)

@@ -38,12 +38,19 @@ WAIT_SLICE = timedelta(milliseconds=50)
 """How late the main thread may notice an abort of which gloo did not tell it. Gloo has no wait that another
 thread can end; a slice costs 0.1 to 0.2 ms of a core."""
 
+SIGN_S = 0.5
+"""How often somebody who connects shows that it lives."""
+
 DRAIN = timedelta(milliseconds=200)
 """How long gloo may take to let go of a tensor once its sockets are shut down (its loop ticks every 10 ms)."""
 
 
 class Wires:
-    """The connections between the members of one group. Built in two parts, so that `abort` works during `connect`."""
+    """The connections between the members of one group. Built in two parts, so that `abort` works during `connect`.
+
+    Attributes:
+        waits: called now and then while `connect` waits; may raise to end it.
+    """
 
     def __init__(self, rank: int, size: int, host: str, device: torch.device | None = None) -> None:
         """device: where the tensors are."""
@@ -58,11 +65,17 @@ class Wires:
         self._stuck = False
         self._aborted = self._freed = False
         self._news = threading.Condition()
+        self.waits: Callable[[], None] = lambda: None
 
     @property
     def aborted(self) -> bool:
         """Whether `abort` was called: nothing more comes."""
         return self._aborted
+
+    @property
+    def queues(self) -> bool:
+        """Whether a collective that was waited for is only queued: with NCCL."""
+        return self._device is not None
 
     def connect(self, store: Any) -> None:
         """Connects to every member. Raises CollectiveFailed when one is gone or `abort` is called."""
@@ -99,7 +112,8 @@ class Wires:
 
         threading.Thread(target=build, name="holdfast-connect", daemon=True).start()
         with self._news:
-            self._news.wait_for(lambda: results or self._aborted)
+            while not self._news.wait_for(lambda: results or self._aborted, SIGN_S):
+                self.waits()
         if not results:
             raise CollectiveFailed("the generation broke while its members connected")
         if isinstance(results[0], Exception):
