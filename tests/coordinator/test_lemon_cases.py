@@ -7,6 +7,7 @@ from findings import ERROR, FATAL, come_back, finds, marked, park_all, train_on
 
 from holdfast.coordinator import events as e
 from holdfast.coordinator.history import Kind, Remembered
+from holdfast.protocol import messages as m
 from holdfast.protocol.health import HealthSpec, Remedy
 
 LEMON = [Remembered(Kind.INCIDENT, 3600.0, f"job{i}", "ecc") for i in range(3)]
@@ -148,3 +149,19 @@ def test_a_coordinator_that_comes_back_keeps_the_window():
     desk.commit(desk.state.committed + 1)
     desk.wait(500.0)
     assert len(desk.records("lemon-leaves")) == 1
+
+
+def test_of_a_sharded_replica_a_lemon_leaves_when_the_spare_was_built_for_its_shard():
+    desk = running(4, shape=(2, 1))
+    desk.state.nodes["n1"].lemon = "3 incidents"
+    come_back(desk, "m0", identity="M0")
+    desk.started(desk.worker_on("m0"))
+    desk.gets_ready(desk.worker_on("m0"), (2, 1), position=0)
+    assert [r["node"] for r in desk.records("lemon-leaves")] == ["n1"]
+    assert desk.told(desk.worker_on("m0"), m.Rebuild) == [m.Rebuild(1)]
+    assert not any(desk.told(w, m.Yield) for w in desk.members())
+    desk.gets_ready(desk.worker_on("m0"), (2, 1), position=1)
+    assert desk.state.yielding
+    train_on(desk)
+    assert there(desk) == {"n0", "m0", "n2", "n3"}
+    assert desk.state.lost_steps == 0

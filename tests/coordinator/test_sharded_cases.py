@@ -75,6 +75,17 @@ def test_a_size_that_makes_no_whole_replicas_is_rounded_down():
         check_resize(desk.state, 1)
 
 
+def test_the_nodes_that_stay_make_up_whole_replicas():
+    """Those that failed before go first, but not where the others hold one shard twice and the other not at all."""
+    desk = sharded(4)
+    desk.state.nodes["n1"].failures = 1
+    desk.do(e.ResizeRequested(2, "smaller"))
+    staying = [n.name for n in desk.core.alive_nodes() if n.leaving is None]
+    assert {desk.known(desk.worker_on(n)).position for n in staying} == {0, 1}
+    assert "n1" not in staying
+    assert all(desk.told(w, m.Yield) for w in desk.members())
+
+
 def test_with_less_room_than_a_replica_needs_the_job_stops():
     desk = sharded(4)
     desk.do(Capacity(1, "preempted", None))

@@ -420,6 +420,7 @@ class Core:
                 forming.end_at_commit(self, "stop")
             else:
                 lemons.advance(self)
+                shards.rebuild(self)  # for those that are to leave since just now: they wait for it
                 if (reason := resizing.change_due(self)) is not None:
                     forming.end_at_commit(self, reason)
         if s.stop_reason is None:

@@ -124,10 +124,23 @@ def _fit(core: Core, reason: str, within_s: float | None) -> None:
     ranks = {x.node: x.rank for x in s.generation.members} if s.generation else {}
     members = sorted((n for n in there if n.name in ranks), key=lambda n: (n.failures, ranks[n.name]))
     others = [n for n in there if n.name not in ranks]
+    if s.positions > 1:
+        members = _whole_rows_first(core, members)
     going = [*reversed(members[s.wanted_nodes :]), *reversed(others)]
     for node in going[:excess]:
         _mark(core, node, reason, within_s)
         node.excess = True
+
+
+def _whole_rows_first(core: Core, members: list[Node]) -> list[Node]:
+    """Of these nodes, the best first, those in front whose workers make up as many replicas as are wanted."""
+    s = core.state
+    kept = list(members)
+    for node in reversed(members):
+        rest = [w for w in core.members() if any(w.node == n.name for n in kept if n is not node)]
+        if len(kept) > s.wanted_nodes and shards.strength(core, rest, []) >= s.target:
+            kept.remove(node)
+    return [*kept, *(n for n in members if n not in kept)]
 
 
 def _mark(core: Core, node: Node, reason: str, within_s: float | None) -> None:

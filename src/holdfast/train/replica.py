@@ -70,8 +70,9 @@ class World(NamedTuple):
     """The members of a generation, as one of them sees it.
 
     Attributes:
-        rank: this worker's, from 0.
-        size: workers.
+        rank: this worker's, from 0; `size` or more where `replica` is -1.
+        size: workers that compute: those of complete replicas. With replicas of several workers it is always a
+            multiple of `shard * tensor`.
         generation: number of the generation; grows with every change.
         micro_batches: the numbers of those micro-batches of a global batch that this worker computes.
         replica: number of its replica; -1 while other workers of that are missing: then it computes nothing.
@@ -154,8 +155,8 @@ class Replica:
 
     @property
     def world_size(self) -> int:
-        """Members of the running generation."""
-        return len(self.form.generation.members) if self.form else 1
+        """Workers that compute in the running generation."""
+        return self.form.generation.strength if self.form else 1
 
     @property
     def generation(self) -> int:

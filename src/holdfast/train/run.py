@@ -50,12 +50,13 @@ class Run:
 
     @property
     def rank(self) -> int:
-        """Rank of this worker in the running generation; may change when the world does."""
+        """Rank of this worker in the running generation; may change when the world does. Those that compute come first; a
+        worker of a sharded replica that waits for the rest of it (`run.world.replica` is -1) has `world_size` or more."""
         return self._replica.rank if self._replica else 0
 
     @property
     def world_size(self) -> int:
-        """Workers in the running generation."""
+        """Workers that compute in the running generation: those of complete replicas, each of `shard * tensor` workers."""
         return self._replica.world_size if self._replica else 1
 
     @property
@@ -70,7 +71,7 @@ class Run:
 
     def on_resize(self, callback: Callable[[World], object]) -> None:
         """Calls `callback(run.world)` on every worker before the first step, and between two steps whenever the number
-        of workers has changed. Nothing is required of a script: this is for those that want to know.
+        of workers that compute has changed. Nothing is required of a script: this is for those that want to know.
         """
         self._resized.append(callback)
 

@@ -453,6 +453,8 @@ class Checks:
         state = self.last_state()
         if plan.check_silent:
             bound_s += CHECKS_S
+        if plan.repair_silent:
+            bound_s += plan.spec.timing.start_s  # for the answer of an agent that gives none
         if state.phase is JobPhase.GATHERING:
             bound_s += plan.spec.timing.wait_s / 2  # a node that was on its way may never come
             self._gathered_s = self.cluster.clock.now
