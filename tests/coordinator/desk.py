@@ -52,7 +52,7 @@ class Desk:
     def wait(self, seconds: float, alive: tuple[str, ...] | None = None) -> None:
         """Time passes, with ticks as they are due. alive: nodes that send heartbeats (None: all)."""
         until = self.now + seconds
-        step = self.core.timing.heartbeat_s / 2
+        step = self.core.timing.heartbeat_s
         while self.now < until and self.state.phase is not JobPhase.ENDED:
             for node in self.core.alive_nodes():
                 if alive is None or node.name in alive:

@@ -13,9 +13,10 @@ from holdfast.checkpoint.archive import Archive
 from holdfast.checkpoint.layout import encode_head
 from holdfast.checkpoint.sums import sums_of_pieces
 from holdfast.errors import CollectiveFailed, StateError, UsageError
-from holdfast.protocol.messages import Generation, Member
+from holdfast.protocol.messages import Form, Generation, Member
 from holdfast.train import durable, state
 from holdfast.train.pieces import like, local_of, parsed, piece_of, placed
+from holdfast.train.replica import Replica
 from holdfast.train.sharding import Sharding
 from holdfast.train.switched import Row
 from holdfast.train.tree import seat, weighs, words
@@ -222,6 +223,15 @@ def test_every_micro_batch_is_computed_and_weighed_once(shape, rows):
     assert seat(count, form, 0).idle == 1
     if form.positions > 1:
         assert seat(count, form, 1).idle == 0
+
+
+def test_the_size_of_the_world_is_that_of_those_that_compute():
+    form = generation((2, 1), 2, beside=[1])
+    assert (len(form.members), form.strength) == (5, 4)
+    worker = Replica.__new__(Replica)
+    worker._micro_batches, worker.form = 0, Form(form, 4)
+    assert (worker.world_size, worker.world.size) == (4, 4)
+    assert (worker.world.rank, worker.world.replica) == (4, -1)
 
 
 # ---------------------------------------------------------------- leaving a step together
