@@ -29,6 +29,7 @@ from holdfast.checkpoint.memory import Slot, SlotPool
 from holdfast.checkpoint.pages import PAGE
 from holdfast.errors import StateError, TierError
 from holdfast.protocol.snapshots import Holder, Key, Part
+from holdfast.protocol.sockets import unpace
 
 CONNECT_S = 5.0
 STALL_S = 20.0
@@ -81,6 +82,7 @@ class SnapshotServer:
             def setup(self) -> None:
                 super().setup()
                 self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                unpace(self.connection)
                 with server._lock:
                     server._open.add(self.connection)
                     if server._closed:

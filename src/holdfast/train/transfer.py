@@ -31,6 +31,7 @@ from holdfast.checkpoint.layout import Index, decode_index_of_peer
 from holdfast.errors import ChecksumError, CollectiveFailed, StateError
 from holdfast.observe.bytecount import Seen
 from holdfast.protocol.messages import Generation, Member
+from holdfast.protocol.sockets import unpace
 from holdfast.train import direct
 from holdfast.train.state import Image, Protected, targets
 
@@ -108,6 +109,7 @@ class DonorServer:
 
             def do_GET(self) -> None:
                 self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                unpace(self.connection)
                 given = self.headers.get("Authorization", "")
                 if not hmac.compare_digest(given, f"Bearer {donor._token}"):
                     self.send_error(401, "send the job's token: Authorization: Bearer TOKEN")
