@@ -69,6 +69,7 @@ class Sharding:
         lengths = (1, shard, tensor) if tensor > 1 else (1, shard)
         self.mesh: DeviceMesh = init_device_mesh(device.type, lengths, mesh_dim_names=names)
         self._models: list[torch.nn.Module] = []
+        self._kept_whole: list[Any] = []
 
     @property
     def size(self) -> int:
@@ -110,6 +111,10 @@ class Sharding:
                     )
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
+                groups = _state_of(module)._fsdp_param_groups
+                self._kept_whole += [
+                    g for g in groups if not g._reshard_after_forward and g.reshard_after_backward
+                ]
         self._models.append(model)
 
     def _is_placed(self, p: torch.Tensor) -> bool:
@@ -137,6 +142,12 @@ class Sharding:
             return True
         names = p.device_mesh.mesh_dim_names or ()
         return any(n == "tensor" and not q.is_replicate() for n, q in zip(names, p.placements, strict=True))
+
+    def accumulates(self, on: bool) -> None:
+        """Another micro-batch follows the next backward pass, or none: models that keep their parameters whole after the
+        forward pass (reshard_after_forward=False) keep them until then, and gather them once for all micro-batches."""
+        for group in self._kept_whole:
+            group.reshard_after_backward = not on
 
     def reset(self) -> None:
         """After a step that was left in the middle: the wrappers begin anew."""

@@ -123,6 +123,8 @@ class Step:
         last = self._left == 0
         gradients = replica.gradients
         gradients.before_backward()
+        if replica.sharding is not None:
+            replica.sharding.accumulates(not last)
         if last:
             self._batches.giving(self.index, replica.generation)
             self._say_weight()

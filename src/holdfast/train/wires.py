@@ -217,7 +217,7 @@ class Wires:
         self._all(calls)
         add_up(out.view(-1), [parts[r] if r == self.rank else received[r] for r in range(self.size)])
 
-    def _all(self, calls: list[Callable[[], Any]]) -> None:
+    def _all(self, calls: Sequence[Callable[[], Any]]) -> None:
         """Starts collectives, all members the same in the same order, and waits for them."""
         works: list[Any] = []
         try:
