@@ -23,12 +23,13 @@ Act = Callable[[JobClient, dict[str, Any]], Any]
 
 @dataclass(frozen=True)
 class Deed:
-    """Something to do when the job trains with `world` workers (None: any number) and has committed `after` steps
-    more than at the deed before."""
+    """Something to do when the job trains with `world` workers (None: any number), has committed `after` steps
+    more than at the deed before, and its status is such that `when`."""
 
     do: Act
     after: int = 20
     world: int | None = None
+    when: Callable[[dict[str, Any]], bool] = lambda status: True
 
 
 def resize(nodes: int) -> Act:
@@ -73,6 +74,28 @@ def kill_everything(home: Path) -> Act:
     return act
 
 
+class Gate:
+    """Where a script's workers wait, between two steps, until they may go on."""
+
+    def __init__(self, path: Path) -> None:
+        os.mkfifo(path)
+        self._file = os.open(path, os.O_RDWR)  # both ends: it stays open, and so does what is written
+
+    def open(self) -> Act:
+        async def act(client: JobClient, status: dict[str, Any]) -> None:
+            os.write(self._file, b"." * 100)  # a byte for everybody who comes
+
+        return act
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def newcomer(status: dict[str, Any]) -> bool:
+    """Somebody is ready to be let in."""
+    return any(w["state"] == "ready" for w in status["workers"])
+
+
 def stop() -> Act:
     return lambda client, status: client.post("/stop?reason=test")
 
@@ -114,6 +137,8 @@ class Driver:
             return
         deed = self.left[0]
         if deed.world not in (None, status["world"]) or status["step"] < self._step + deed.after:
+            return
+        if not deed.when(status):
             return
         self.left.pop(0)
         self._step = status["step"]

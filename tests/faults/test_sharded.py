@@ -5,8 +5,8 @@ import itertools
 import random
 
 import pytest
-from drive import Deed, Driver, drain, fault, kill_everything, resize
-from harness import HERE, ended, run, shared, start, wait_for
+from drive import Deed, Driver, Gate, drain, fault, kill_everything, newcomer, resize
+from harness import HERE, ended, finish, run, shared, start, wait_for
 
 SCRIPT = HERE / "train_sharded.py"
 STEPS = 22
@@ -30,13 +30,25 @@ def faults(*specs):
     return [x for spec in specs for x in ("--fault", spec)]
 
 
+def replaced(status):
+    """Somebody new is here, or about to be."""
+    return status["world"] == 4 or newcomer(status)
+
+
 def formed(ran):
     return ran.fields("formed")
 
 
 @pytest.mark.parametrize("phase", ["backward", "vote"])
 def test_a_lost_worker_costs_its_own_shard_only(tmp_path, undisturbed, phase):
-    ran = run(tmp_path, *ELASTIC, *faults(f"kill-worker:rank=1,step=8,phase={phase}"), SCRIPT, STEPS)
+    gate = Gate(tmp_path / "gate")  # or a slow machine would be done before the lost one is replaced
+    specs = faults(f"kill-worker:rank=1,step=8,phase={phase}")
+    process = start(tmp_path, *ELASTIC, *specs, SCRIPT, STEPS, "--gate", tmp_path / "gate")
+    wait_for(process, "waiting for nodes")
+    with Driver(tmp_path / "jobs" / "job", [Deed(gate.open(), 9, when=replaced)]) as driver:
+        ran = finish(process, tmp_path)
+    gate.close()
+    assert not driver.left
     check(ran, undisturbed)
     first, alone, *_, full = formed(ran)
     assert first["rows"] == [1, 1]

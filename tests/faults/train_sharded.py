@@ -42,6 +42,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--reduction", default="exact")
     parser.add_argument("--hsdp", action="store_true", help="shard over the two dimensions of the mesh")
     parser.add_argument("--evaluate", choices=["live", "die"])
+    parser.add_argument("--gate", help="a FIFO: after step 13 everybody waits there for a byte")
     for flag in ("bf16", "checkpointing", "compile", "meta"):
         parser.add_argument(f"--{flag}", action="store_true")
     return parser.parse_args()
@@ -88,6 +89,9 @@ def main(run: hf.Run) -> None:
             for x, y in step:
                 step.backward(cross_entropy(model(x).float(), y, reduction="sum"), weight=len(y))
             step.apply(optimizer, max_grad_norm=1.0, scheduler=scheduler)
+        if args.gate and step.committed and step.index == 13:
+            with run.aside(), open(args.gate, "rb", buffering=0) as gate:
+                gate.read(1)
         if args.evaluate and step.committed and step.index % 4 == 3:
             with run.aside(), torch.no_grad():
                 for number in range(8):
