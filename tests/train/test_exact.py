@@ -29,6 +29,7 @@ class Worker:
     """What a step needs of a replica, without a coordinator."""
 
     checks_local = False
+    sharding = None
     device = CPU
 
     def __init__(self, model, kind=ExactSum):

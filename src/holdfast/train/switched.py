@@ -106,11 +106,6 @@ class Row:
         self.connected_in = generation
 
     @property
-    def on_gpu(self) -> bool:
-        """Whether the tensors are a GPU's."""
-        return self.device is not None and self.device.type == "cuda"
-
-    @property
     def aborted(self) -> bool:
         """Whether the groups were aborted since they were connected."""
         return self._aborted
@@ -205,8 +200,8 @@ class SwitchedGroup(_ProcessGroup):  # type: ignore[misc]
             self.wires.connect(HashStore())
 
     def _run(self, name: str, *args: Any, **options: Any) -> Any:
-        if self._members == 1 and self._row.on_gpu and name in BY_ITSELF:
-            return self._run_beside(name, *args)  # gloo would take it to host memory and back
+        if self._members == 1 and name in BY_ITSELF:
+            return self._run_beside(name, *args)  # gloo would copy it, of a GPU to host memory and back
         wires = self.wires
         if wires is None:
             if self._row.beside:
