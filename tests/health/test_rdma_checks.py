@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import sys
 import threading
@@ -124,6 +125,12 @@ def test_no_address_and_no_device_file(tmp_path):
     assert found["rdma-gids", "mlx5_0 port 1"] == (FAULTY, "an active port without an address (GID)")
     assert found["rdma-device", "mlx5_0"][0] is UNKNOWN
     assert found["rdma-device", "mlx5_1"][0] is FAULTY
+
+
+def test_a_container_that_was_given_no_device_does_without(tmp_path):
+    card(tmp_path, "mlx5_0")
+    shutil.rmtree(tmp_path / "dev")
+    assert troubles(tmp_path) == []
 
 
 def test_the_address_of_a_roce_port(tmp_path):

@@ -65,7 +65,7 @@ SlurmctldPidFile=$D/pid/slurmctld.pid
 SlurmdPidFile=$D/pid/slurmd-%n.pid
 SlurmctldLogFile=$D/log/slurmctld.log
 SlurmdLogFile=$D/log/slurmd-%n.log
-SlurmctldDebug=verbose
+SlurmctldDebug=debug2
 SlurmdDebug=verbose
 LogTimeFormat=iso8601_ms
 ProctrackType=proctrack/linuxproc
@@ -165,6 +165,7 @@ stop() {
   end_of "$D/pid/slurmctld.pid"
   end_of "$D/munge/munged.pid"
   no_cables
+  for n in $(names); do rm -f "/run/holdfast-health-$n.lock"; done
   [ -n "${HOLDFAST_SLURM_KEEP:-}" ] || rm -rf "$D"
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -88,6 +89,11 @@ def state(node: str) -> str:
     return slurm("sinfo", "-h", "-n", node, "-p", "train", "-o", "%T")
 
 
+def reason(node: str) -> str:
+    """Why it is kept out."""
+    return slurm("sinfo", "-h", "-n", node, "-p", "train", "-o", "%E")
+
+
 def usable(node: str) -> bool:
     """Whether it is idle. One that is kept out for good is let in again, and is idle after a while."""
     now = state(node)
@@ -98,17 +104,36 @@ def usable(node: str) -> bool:
 
 @contextmanager
 def configured(**settings: object) -> Iterator[None]:
-    """Other settings in slurm.conf for a while."""
+    """Other settings in slurm.conf for a while, in force on all nodes."""
     path = Path(os.environ["SLURM_CONF"])
     before = path.read_text()
     lines = [x for x in before.splitlines() if x.partition("=")[0] not in settings]
     path.write_text("\n".join([*lines, *(f"{k}={v}" for k, v in settings.items())]) + "\n")
-    slurm("scontrol", "reconfigure")
+    _reconfigure()
     try:
         yield
     finally:
         path.write_text(before)
+        _reconfigure()
+
+
+def _reconfigure() -> None:
+    """Every node registers again. Of one that was heard of only once since its boot Slurm then thinks that it has booted
+    once more (it reckons in whole seconds), and sets it down for good."""
+    with (Path(os.environ["HOLDFAST_SLURM_DIR"]) / "log/slurmctld.log").open() as log:
+        log.seek(0, os.SEEK_END)
         slurm("scontrol", "reconfigure")
+        said = ""
+
+        def registered() -> bool:
+            nonlocal said
+            said += log.read()
+            return set(NODES) <= set(re.findall(r"node_registration complete for (\w+) ", said))
+
+        until(registered, "all nodes have read the settings")
+    for node in NODES:
+        if "unexpectedly rebooted" in reason(node):
+            slurm("scontrol", "update", f"nodename={node}", "state=resume")
 
 
 class Job:

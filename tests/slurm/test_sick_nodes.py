@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from realslurm import (
+    NODES,
     TRAIN,
     Job,
     cluster,
@@ -19,6 +20,7 @@ from realslurm import (
     members,
     on_node,
     paced,
+    reason,
     slurm,
     state,
     told,
@@ -28,10 +30,6 @@ from realslurm import (
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
 FOLDER = Path(os.environ.get("HOLDFAST_SLURM_DIR", "/nonexistent"))
-
-
-def reason(node: str) -> str:
-    return slurm("sinfo", "-h", "-n", node, "-p", "train", "-o", "%E")
 
 
 def switch(node: str) -> str:
@@ -114,10 +112,11 @@ def small() -> Iterator[str]:
     cluster("exec", "n3", "mount", "-o", "remount,size=1g", "/dev/shm")
 
 
-def test_the_sites_hooks(home: Path, small: str) -> None:
-    well = "n4"
+@pytest.fixture
+def program(home: Path) -> Path:
+    """The site's health program, with the command that it needs."""
     folder = home / "site"
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     holdfast, program = folder / "holdfast", folder / "health.sh"
     paths, conf = (shlex.quote(os.environ.get(name, "")) for name in ("PYTHONPATH", "SLURM_CONF"))
     holdfast.write_text(f'#!/bin/sh\nPYTHONPATH={paths} exec {sys.executable} -m holdfast.cli "$@"\n')
@@ -125,14 +124,30 @@ def test_the_sites_hooks(home: Path, small: str) -> None:
     program.write_text(f"#!/bin/sh\n{check}\n")
     for path in (holdfast, program):
         path.chmod(0o755)
-    run_what_gets_away(well)
-    assert on_node(well, "holdfast.agent")
-    cluster("exec", well, "pkill", "-f", "^holdfast.agent")
-    with configured(Epilog=site_script(folder, "epilog")):
-        run_what_gets_away(well)
-        until(lambda: not on_node(well, "holdfast.agent"), "the epilog has ended it")
-    for node in (small, well):  # as slurmd runs it, with nothing else in its environment
-        cluster("exec", node, "env", "-i", f"SLURMD_NODENAME={node}", str(program))
+    return program
+
+
+def test_the_epilog_ends_what_got_away(home: Path, program: Path) -> None:
+    node = "n4"
+    run_what_gets_away(node)
+    assert on_node(node, "holdfast.agent")
+    cluster("exec", node, "pkill", "-f", "^holdfast.agent")
+    with configured(Epilog=site_script(program.parent, "epilog")):
+        run_what_gets_away(node)
+        until(lambda: not on_node(node, "holdfast.agent"), "the epilog has ended it")
+
+
+def test_the_health_program_drains_a_sick_node_only(small: str, program: Path) -> None:
+    health = {"HealthCheckProgram": program, "HealthCheckInterval": 10, "HealthCheckNodeState": "IDLE"}
+    with configured(**health):
+        until(lambda: state(small) == "drained", "the node with too little shared memory is drained")
+        assert reason(small).startswith("holdfast: shm faulty")
+        assert {state(node) for node in NODES if node != small} == {"idle"}
+
+
+def test_one_health_program_at_a_time(small: str, program: Path) -> None:
+    run = ("exec", small, "env", "-i", f"SLURMD_NODENAME={small}")  # as slurmd does
+    cluster(*run, "flock", f"/run/holdfast-health-{small}.lock", str(program))
+    assert state(small) == "idle"
+    cluster(*run, str(program))
     assert state(small) == "drained"
-    assert reason(small).startswith("holdfast: shm faulty")
-    assert state(well) == "idle"

@@ -5,6 +5,8 @@
 set -u
 node=${SLURMD_NODENAME:-$(hostname -s)}
 cd /tmp || exit 0
+# slurmd answers before it runs this, so Slurm may ask again before the check is over: one at a time.
+{ exec 9>"/run/holdfast-health-$node.lock"; } 2>/dev/null && { flock --nonblock 9 || exit 0; }
 said=$(timeout 50 "${HOLDFAST:-holdfast}" check 2>&1)
 [ $? = 1 ] || exit 0
 case $(sinfo --noheader --nodes="$node" --format=%T) in *drain* | *down*) exit 0 ;; esac
