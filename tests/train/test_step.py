@@ -6,6 +6,7 @@ import torch
 import holdfast as hf
 from holdfast.data.seeds import micro_seed
 from holdfast.errors import UsageError
+from holdfast.train import staging
 
 
 class Points:
@@ -47,6 +48,14 @@ def test_a_job_of_one_trains_the_same_twice():
     assert a["losses"] == b["losses"]
     assert all(map(torch.equal, a["parameters"], b["parameters"]))
     assert all(math.isfinite(loss) for loss in a["losses"])
+
+
+def test_a_loss_that_is_fetched_beside_the_backward_pass_is_the_same(monkeypatch):
+    a = train(max_grad_norm=1.0)
+    monkeypatch.setattr(staging, "FAR", {"cpu"})  # as if it were a GPU's
+    b = train(max_grad_norm=1.0)
+    assert a["losses"] == b["losses"]
+    assert all(map(torch.equal, a["parameters"], b["parameters"]))
 
 
 def test_clipping_is_that_of_torch():

@@ -86,15 +86,16 @@ class SlotMaps:
         """The row of a slot. Raises TierError when the slot is gone."""
         memory = self._maps.get(path)
         if memory is None or len(memory) < PAGE + nbytes:
-            self._forget(path)
+            self.forget(path)
             memory = self._maps[path] = map_slot(Path(path), nbytes)
             if self._watcher is not None:
                 self._watcher.mapped(memory)
         for old in [p for p in self._maps if p != path and not Path(p).exists()]:
-            self._forget(old)  # the agent gave its memory back
+            self.forget(old)  # the agent gave its memory back
         return memoryview(memory)[PAGE : PAGE + nbytes]
 
-    def _forget(self, path: str) -> None:
+    def forget(self, path: str) -> None:
+        """Nobody copies into this slot any more."""
         memory = self._maps.pop(path, None)
         if memory is not None and self._watcher is not None:
             self._watcher.unmapped(memory)

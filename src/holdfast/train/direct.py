@@ -11,13 +11,15 @@ is waited for with a time-out, and NCCL's watchdog does not know of sends. With 
 
 from __future__ import annotations
 
+import itertools
 import os
 import queue
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -188,7 +190,6 @@ def send(sock: socket.socket, image: Image, low: int, stop: int, opened: Callabl
     device = image.device
     pair = Pair(DONOR, 2, sock.getsockname()[0], device)
     line = Line(sock, pair.abort)
-    lane = Lane(device, image.ready, "direct")
     said: deque[tuple[int, torch.Tensor, object]] = deque()
 
     def say() -> None:
@@ -199,7 +200,7 @@ def send(sock: socket.socket, image: Image, low: int, stop: int, opened: Callabl
     try:
         opened(line)
         pair.connect(line)
-        with lane.on():
+        with _lane(image, pair) as lane:
             for begin in range(low, stop, CHUNK_BYTES):
                 end = min(begin + CHUNK_BYTES, stop)
                 parts = [p.to(device) for p in image.parts(begin, end)]
@@ -226,7 +227,6 @@ def receive(sock: socket.socket, image: Image, low: int, stop: int, moved: Moved
     device = image.device
     pair = Pair(NEWCOMER, 2, sock.getsockname()[0], device)
     line = Line(sock, pair.abort)
-    lane = Lane(device, image.ready, "direct")
     coming: deque[tuple[int, int, torch.Tensor, object]] = deque()
     late_s = time.monotonic() + CONNECT_S
 
@@ -247,7 +247,7 @@ def receive(sock: socket.socket, image: Image, low: int, stop: int, moved: Moved
     pair.waits = waits
     try:
         pair.connect(line)
-        with lane.on():
+        with _lane(image, pair) as lane:
             for begin in range(low, stop, CHUNK_BYTES):
                 end = min(begin + CHUNK_BYTES, stop)
                 parts = list(image.parts(begin, end))
@@ -269,7 +269,30 @@ def receive(sock: socket.socket, image: Image, low: int, stop: int, moved: Moved
         line.close()
         line.join()
         pair.close()
-        Lane.wait(lane.mark())  # nothing of it is written after this
+
+
+@contextmanager
+def _lane(image: Image, pair: Pair) -> Iterator[Lane]:
+    """For one stripe: on a stream that no other one uses meanwhile, or they would wait for each other. On leaving nothing of
+    it is read or written any more."""
+    try:
+        number = _idle.pop()
+    except IndexError:
+        number = next(_numbers)
+    lane = Lane(image.device, image.ready, f"direct {number}")
+    try:
+        with lane.on():
+            yield lane
+    except BaseException:
+        pair.abort()
+        raise
+    finally:
+        Lane.wait(lane.mark())
+        _idle.append(number)
+
+
+_numbers = itertools.count()
+_idle: list[int] = []
 
 
 def _move(pair: Pair, row: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
@@ -150,6 +150,21 @@ def filling(parts: Sequence[torch.Tensor], ready: Ready) -> Iterator[list[memory
         if part is not near:
             lane.copy(part, near)
     Lane.wait(lane.mark())
+
+
+def number(tensor: torch.Tensor) -> Callable[[], float]:
+    """The value that a GPU's tensor of one element has now, to be called when it is needed. It is fetched meanwhile, so that
+    asking waits for nothing that was queued later."""
+    into = torch.empty((), dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+    into.copy_(tensor, non_blocking=True)
+    events = now([tensor])
+
+    def wait() -> float:
+        for event in events.values():
+            event.synchronize()
+        return float(into)
+
+    return wait
 
 
 def copy_whole(row: torch.Tensor, parts: Iterable[torch.Tensor], ready: Ready) -> None:

@@ -14,6 +14,7 @@ import torch
 from holdfast.data.seeds import micro_seed, seed_generators
 from holdfast.errors import NonFiniteGradient, UsageError
 from holdfast.protocol.phases import Phase
+from holdfast.train import staging
 
 if TYPE_CHECKING:
     from holdfast.train.mesh import Word
@@ -118,7 +119,12 @@ class Step:
             raise UsageError(
                 f"step {self.index}: step.backward() is called once for every micro-batch of the step"
             )
-        self._words.append((float(weight), float(loss.detach()), 0.0))
+        later = None
+        if staging.is_far(loss) and type(loss) is torch.Tensor:
+            # Asked for when the backward pass is queued: so the GPU need not wait for the host.
+            later = staging.number(loss.detach())
+        else:
+            self._words.append((float(weight), float(loss.detach()), 0.0))
         self._left -= 1
         last = self._left == 0
         gradients = replica.gradients
@@ -127,10 +133,15 @@ class Step:
             replica.sharding.accumulates(not last)
         if last:
             self._batches.giving(self.index, replica.generation)
-            self._say_weight()
+            if later is None:
+                self._say_weight()
             if not replica.checks_local:
                 gradients.last(replica.group)
         loss.backward()  # type: ignore[no-untyped-call]
+        if later is not None:
+            self._words.append((float(weight), later(), 0.0))
+            if last:
+                self._say_weight()
         gradients.after_backward()
         if last and replica.checks_local:
             self._check_local()
