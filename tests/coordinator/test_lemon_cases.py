@@ -165,3 +165,13 @@ def test_of_a_sharded_replica_a_lemon_leaves_when_the_spare_was_built_for_its_sh
     train_on(desk)
     assert there(desk) == {"n0", "m0", "n2", "n3"}
     assert desk.state.lost_steps == 0
+
+
+def test_what_comes_in_the_place_of_a_lemon_is_not_too_many_for_a_job_that_was_resized():
+    desk = sour()
+    desk.do(e.ResizeRequested(3, "as it is"))
+    asked = len(desk.did(e.ProvideNode))
+    come_back(desk, "m0", *LEMON, identity="M9")
+    desk.wait(60.0)
+    assert not any(n.leaving for n in desk.core.alive_nodes())
+    assert len(desk.did(e.ProvideNode)) == asked

@@ -51,8 +51,14 @@ def interrupted(home) -> int:
     return stopped.report["steps"]["committed"]
 
 
-def test_a_changed_global_batch_is_refused_or_follows_its_rule(tmp_path):
+def test_a_state_that_does_not_fit_is_refused_or_follows_its_rule(tmp_path, monkeypatch):
+    """Of another number of threads, of another global batch; a refused start leaves it as it was."""
     done = interrupted(tmp_path)
+    with monkeypatch.context() as changed:
+        changed.setenv("OMP_NUM_THREADS", "2")
+        refused = run(tmp_path, "--nnodes", 2, SCRIPT, done + 5)
+        assert refused.code == 1
+        assert "OMP_NUM_THREADS" in refused.output
     refused = run(tmp_path, "--nnodes", 2, SCRIPT, done + 5, 44)
     assert refused.code == 1
     assert "was made with 22" in refused.output
@@ -65,11 +71,3 @@ def test_a_changed_global_batch_is_refused_or_follows_its_rule(tmp_path):
     rate = 1e-2 * 2 * min(1.0, (samples + 64) / 512)
     said = {int(s): float(r) for r, s in re.findall(r"RATE (\S+) SAMPLES (\d+)", log)}
     assert said[samples] == pytest.approx(rate)
-
-
-def test_another_number_of_threads_is_refused(tmp_path, monkeypatch):
-    done = interrupted(tmp_path)
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    refused = run(tmp_path, "--nnodes", 2, SCRIPT, done + 5)
-    assert refused.code == 1
-    assert "OMP_NUM_THREADS" in refused.output
