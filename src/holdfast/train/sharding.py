@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from holdfast.errors import StateError, UsageError
 from holdfast.protocol.messages import POSITION_VARIABLE
 from holdfast.train.pieces import forget_meshes
+from holdfast.train.scratch import Scratch, keep
 from holdfast.train.switched import Row
 
 DIMENSIONS = ("replicate", "shard", "tensor")
@@ -70,6 +71,7 @@ class Sharding:
         self.mesh: DeviceMesh = init_device_mesh(device.type, lengths, mesh_dim_names=names)
         self._models: list[torch.nn.Module] = []
         self._kept_whole: list[Any] = []
+        self._scratch = Scratch()
 
     @property
     def size(self) -> int:
@@ -111,6 +113,8 @@ class Sharding:
                     )
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
+                if self.mesh.device_type == "cpu":
+                    keep(module, self._scratch)
                 groups = _state_of(module)._fsdp_param_groups
                 self._kept_whole += [
                     g for g in groups if not g._reshard_after_forward and g.reshard_after_backward
