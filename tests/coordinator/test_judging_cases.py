@@ -692,3 +692,18 @@ def test_the_state_stays_small_and_survives_in_a_storm_of_findings():
     encoded = msgspec.msgpack.encode(desk.state)
     assert msgspec.msgpack.encode(msgspec.msgpack.decode(encoded, type=type(desk.state))) == encoded
     assert isinstance(desk.incidents()[0], Incident)
+
+
+def test_a_rule_that_was_wrong_lifts_its_own_quarantine_only():
+    desk = running(2)
+    given_up = Remembered(Kind.QUARANTINED, 60.0, "before", "xid-79", text="xid-79: gone")
+    come_back(desk, "m0", given_up)
+    desk.do(e.MachineCleared("M1", "xid-63"))
+    assert desk.state.nodes["m0"].held
+    assert "M1" in desk.state.health.quarantine
+    desk.do(e.MachineCleared("M1", "xid-79"))
+    assert not desk.state.nodes["m0"].held
+    assert desk.state.health.quarantine == desk.state.health.quarantine_rules == {}
+    come_back(desk, "m1", given_up, identity="M2")
+    desk.do(e.MachineCleared("M2"))
+    assert not desk.state.nodes["m1"].held

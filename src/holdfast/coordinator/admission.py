@@ -59,9 +59,9 @@ def admit(core: Core, node: Node, hello: m.Hello, past: Sequence[Remembered]) ->
     node.trial, node.lemon = known.trial, known.lemon
     if not any(a.machine == node.machine for a in s.health.acts):
         fleet.recalled(core, [_earlier(core, node, record) for record in known.acts[-PAST_ACTS:]])
-    why = s.health.quarantine.get(node.machine) or known.quarantine
-    if why:
-        s.health.quarantine[node.machine] = why
+    if known.quarantine and node.machine not in s.health.quarantine:
+        _give_up(core, node.machine, known.quarantine, known.by_rule)
+    if why := s.health.quarantine.get(node.machine):
         _check(core, node, why)
     elif core.spec.health.deep:
         _check(core, node, NEW)
@@ -105,7 +105,7 @@ def checked(core: Core, node: Node, message: m.Checked) -> None:
         return
     took = [r.name for r in message.results]
     node.checking, node.held = None, None
-    was = core.state.health.quarantine.pop(node.machine, None)
+    was = _take_back(core, node.machine)
     core.record("readmitted", node=node.name, checks=took, was=was)
     if was and node.identity:
         core.act(Remember(node.identity, Kind.READMITTED, node.name, text=f"passed {len(took)} deep checks"))
@@ -123,14 +123,26 @@ def turn_away(core: Core, node: Node, reason: str) -> None:
 
 def quarantine(core: Core, node: Node, reason: str, incident: Incident | None) -> None:
     """The machine is not used again, in this job and in others, before it has passed the deep checks."""
-    kept = core.state.health.quarantine
-    kept.pop(node.machine, None)
-    kept[node.machine] = reason[:400]
-    while len(kept) > KEPT_MACHINES:
-        del kept[next(iter(kept))]
+    rule, device = (incident.rule, incident.device) if incident else ("", "")
+    _give_up(core, node.machine, reason[:400], rule)
     if node.identity and not (incident and incident.injected):
-        rule, device = (incident.rule, incident.device) if incident else ("", "")
         core.act(Remember(node.identity, Kind.QUARANTINED, node.name, rule, device, reason[:400]))
+
+
+def _give_up(core: Core, machine: str, why: str, rule: str) -> None:
+    health = core.state.health
+    _take_back(core, machine)
+    health.quarantine[machine] = why
+    if rule:
+        health.quarantine_rules[machine] = rule
+    while len(health.quarantine) > KEPT_MACHINES:
+        _take_back(core, next(iter(health.quarantine)))
+
+
+def _take_back(core: Core, machine: str) -> str | None:
+    """Why it was in quarantine, if it was."""
+    core.state.health.quarantine_rules.pop(machine, None)
+    return core.state.health.quarantine.pop(machine, None)
 
 
 def lost(core: Core, node: Node, incident: Incident) -> None:
@@ -140,12 +152,15 @@ def lost(core: Core, node: Node, incident: Incident) -> None:
 
 
 def cleared(core: Core, machine: str, rule: str) -> None:
-    """A person says that a machine is well, or that a rule was wrong about it. What was asked about it is answered."""
+    """A person says that a machine is well, or that a rule was wrong about it. What was asked about it is answered. A
+    quarantine for something else than that rule stands."""
     health = core.state.health
-    health.quarantine.pop(machine, None)
     names = {n.name for n in core.state.nodes.values() if n.machine == machine}
     judging.cleared(core, names, rule)
     health.asks[:] = [a for a in health.asks if a.node not in names or rule not in ("", a.rule)]
+    if rule and machine in health.quarantine and health.quarantine_rules.get(machine) != rule:
+        return
+    _take_back(core, machine)
     for node in [n for n in core.alive_nodes() if n.machine == machine]:
         node.lemon = ""
         if node.held is not None and node.then is None:

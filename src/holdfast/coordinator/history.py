@@ -49,10 +49,11 @@ class Remembered(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Standing(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What follows. quarantine, lemon: why; empty: it is not. trial: rules that are not believed on it. acts: remedies
+    """What follows. quarantine, lemon: why; empty: it is not. by_rule: what it is in quarantine for, if a rule. trial: rules that are not believed on it. acts: remedies
     that count for the next one."""
 
     quarantine: str = ""
+    by_rule: str = ""
     lemon: str = ""
     trial: tuple[str, ...] = ()
     acts: tuple[Remembered, ...] = ()
@@ -90,6 +91,7 @@ def standing(records: Sequence[Remembered], devices: Sequence[str] = ()) -> Stan
         lemon = f"{len(faults)} incidents in {len(jobs)} jobs within {LEMON_WINDOW_S / DAY_S:g} days"
     return Standing(
         quarantine,
+        by_rule if quarantine else "",
         lemon,
         tuple(sorted(rule for rule, times in wrong.items() if times >= DOUBTED)),
         tuple(r for r in counting if r.kind is Kind.ACTED and r.remedy in set(Remedy)),

@@ -48,6 +48,9 @@ class Ailments:
         self._counted: set[tuple[int, str, str]] = set()
         for after_s, kind in cluster.plan.findings:
             cluster.clock.after(after_s, self.find, kind)
+        self.people = random.Random(-9_000_011 - cluster.plan.seed)
+        for after_s in cluster.plan.clears:
+            cluster.clock.after(after_s, self.clear)
 
     def identity(self, name: str) -> str:
         """Some machines cannot be told again."""
@@ -93,6 +96,23 @@ class Ailments:
                 self.cluster.clock.after(
                     self.rng.choice((0.0, 0.1, 12.0)), self._tell, agent, self._finding(kind, rule)
                 )
+
+    def clear(self) -> None:
+        """A person says that a machine is well, or that a rule was wrong about it: mostly of one that is not used."""
+        core = self.cluster.service.core
+        if self.cluster.service.ended is not None or core is None:
+            return
+        health = core.state.health
+        machines = [*health.quarantine, *(a.machine for a in health.acts)] or [
+            n.machine for n in core.state.nodes.values()
+        ]
+        if not machines:
+            return
+        machine = self.people.choice(machines)
+        rules = ["", health.quarantine_rules.get(machine, ""), *(a.rule for a in health.acts)]
+        rule = self.people.choice(rules)
+        self.cluster.log("cleared: %s of %s", machine, rule or "everything")
+        self.cluster.service.handle(e.MachineCleared(machine, rule))
 
     def _finding(self, kind: str, rule: str) -> Finding:
         word, _, when = kind.partition("-")
@@ -200,8 +220,8 @@ class Ailments:
         require(spent <= state.spec.max_restarts, "%d acts of %d", spent, state.spec.max_restarts)
         for action in actions:
             if isinstance(action, e.Record) and action.kind == "readmitted":
-                checks = action.fields["checks"]
-                require(bool(checks), "%s is readmitted without checks", action.fields["node"])
+                checked = bool(action.fields["checks"]) or isinstance(event, e.MachineCleared)
+                require(checked, "%s is readmitted without checks", action.fields["node"])
             if isinstance(action, e.Record) and action.kind == "lemon-leaves":
                 self._lemon_leaves(action.fields, core)
             if isinstance(action, e.Send) and isinstance(action.message, m.StartWorker):
@@ -215,6 +235,9 @@ class Ailments:
                     require(node.held is None, "%s is used, though held: %s", action.node, node.held)
             if isinstance(action, e.MarkNode):
                 self.acts += 1
+        if isinstance(event, e.MachineCleared) and not event.rule:
+            require(event.machine not in state.health.quarantine, "%s is still kept out", event.machine)
+        require(state.health.quarantine_rules.keys() <= state.health.quarantine.keys(), "a rule for nothing")
         for incident in state.incidents[-8:]:
             require(len(incident.evidence) <= 8, "evidence of %d", incident.id)
 

@@ -56,6 +56,9 @@ class Plan:
     racks: int = 0  # that nodes stand in; 0: nobody knows
     changes: list[tuple[float, str]] = field(default_factory=list)  # planned ones of the membership
     findings: list[tuple[float, str]] = field(default_factory=list)
+    clears: list[float] = field(
+        default_factory=list
+    )  # when a person calls a machine well, or a rule wrong about it
     repair_fails: float = 0.0
     repair_silent: float = 0.0  # how often an agent never answers
     check_fails: float = 0.0
@@ -316,6 +319,8 @@ def _draw_health(plan: Plan, window: float) -> None:
     plan.refused_checks = rng.choice((0.0, 0.0, 0.2))
     own = random.Random(-7_000_003 - plan.seed)
     plan.lemons = own.choice((0.0, 0.0, 0.3, 0.6))
+    people = random.Random(-8_000_009 - plan.seed)
+    plan.clears = [people.uniform(1.0, window + 10.0) for _ in range(people.choice((0, 0, 1, 3)))]
     health = HealthSpec(
         blast_share=rng.choice((0.25, 0.5, 1.0)),
         blast_window_s=rng.choice((5.0, 600.0)),
