@@ -6,6 +6,7 @@ held back when it would cost too much of the time; leaving never is.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from holdfast.coordinator import failures, gang, incidents, policy, remedies, saving, shards, stopping
@@ -138,12 +139,18 @@ def _fit(core: Core, reason: str, within_s: float | None) -> None:
 def _whole_rows_first(core: Core, members: list[Node]) -> list[Node]:
     """Of these nodes, the best first, those in front whose workers make up as many replicas as are wanted."""
     s = core.state
-    kept = list(members)
+    rows, held = s.target // s.positions, Counter(w.position for w in core.members())
+    holds: dict[str, Counter[int]] = {}
+    for worker in core.members():
+        holds.setdefault(worker.node, Counter())[worker.position] += 1
+    going: list[Node] = []
     for node in reversed(members):
-        rest = [w for w in core.members() if any(w.node == n.name for n in kept if n is not node)]
-        if len(kept) > s.wanted_nodes and shards.strength(core, rest, []) >= s.target:
-            kept.remove(node)
-    return [*kept, *(n for n in members if n not in kept)]
+        ours = holds[node.name]
+        if len(members) - len(going) > s.wanted_nodes and all(held[p] - n >= rows for p, n in ours.items()):
+            held -= ours
+            going.append(node)
+    names = {n.name for n in going}
+    return [*(n for n in members if n.name not in names), *reversed(going)]
 
 
 def _mark(core: Core, node: Node, reason: str, within_s: float | None) -> None:
