@@ -272,6 +272,7 @@ def _draw_planned(plan: Plan, window: float) -> None:
     changes = rng.choice((0, 0, 1, 2, 4))
     plan.changes = [(rng.uniform(0.5, window), rng.choice(PLANNED_CHANGES)) for _ in range(changes)]
     plan.lemons, plan.comes_back = rng.choice((0.0, 0.3, 0.6)), rng.choice((0.0, 1.0))
+    plan.repair_silent = 0.0
     health = HealthSpec(
         blast_share=1.0, blast_window_s=rng.choice((1.0, 5.0)), reboot_s=rng.choice((5.0, 2700.0))
     )

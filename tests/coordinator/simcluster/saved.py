@@ -30,6 +30,8 @@ class SavedChecks:
         self._whole: list[Taken] = []
         self._orders: dict[tuple[str, int], str] = {}
         self._refused: set[Key] = set()
+        self._known: set[Taken] = set()
+        self._pushed_out: set[Taken] = set()
 
     def handled(self, event: e.Event, actions: list[e.Action], state: CoreState) -> None:
         """After every event."""
@@ -44,6 +46,10 @@ class SavedChecks:
                 self._check_start(_number(action.fields, "start"), str(action.fields["source"]))
         for action in actions:
             self._check(action, state)
+        if self.checks.cluster.plan.positions > 1:
+            known = {(x.step, x.generation) for x in state.snapshots}
+            self._pushed_out |= self._known - known
+            self._known = known
         self._check_size(state)
 
     # ------------------------------------------------------------ what was said
@@ -157,6 +163,8 @@ class SavedChecks:
     def _check_asked(self, node: str, copy: Copy) -> None:
         """Nobody is asked to hold twice the same, unless it may not have heard."""
         key = copy.key
+        if (key.step, key.generation) in self._pushed_out:
+            return  # the core has begun anew with it
         self.checks.require(
             key not in self._holds.get(node, set()), "%s holds step %d already", node, key.step
         )
