@@ -26,6 +26,7 @@ from holdfast.checkpoint.pages import PAGE
 from holdfast.checkpoint.peers import SnapshotServer
 from holdfast.checkpoint.pull import Pull, replicate
 from holdfast.protocol.snapshots import Holder, Key
+from holdfast.protocol.sockets import unpace
 from holdfast.train import durable, state
 from holdfast.train.snapshots import copy_into
 
@@ -65,7 +66,9 @@ def hold(mib: int, folder: Path) -> None:
 
     def send(connection: socket.socket) -> None:
         with connection:
-            low, high = (int.from_bytes(connection.recv(8), "big") for _ in range(2))
+            low, high, unpaced = (int.from_bytes(connection.recv(8), "big") for _ in range(3))
+            if unpaced:
+                unpace(connection)
             for at in range(low, high, BLOCK):
                 connection.sendall(row[at : min(at + BLOCK, high)])
 
@@ -74,15 +77,15 @@ def hold(mib: int, folder: Path) -> None:
         threading.Thread(target=send, args=(connection,), daemon=True).start()
 
 
-def plain_sockets(port: int, target: memoryview, streams: int) -> None:
-    """The same bytes with nothing around them."""
+def plain_sockets(port: int, target: memoryview, streams: int, unpaced: bool = False) -> None:
+    """The same bytes with nothing around them. unpaced: as Holdfast sets its connections within a machine."""
     size = len(target) // streams
 
     def receive(number: int) -> None:
         low = number * size
         high = len(target) if number == streams - 1 else low + size
         with socket.create_connection(("127.0.0.1", port)) as connection:
-            connection.sendall(low.to_bytes(8, "big") + high.to_bytes(8, "big"))
+            connection.sendall(b"".join(n.to_bytes(8, "big") for n in (low, high, int(unpaced))))
             while low < high:
                 low += connection.recv_into(target[low : min(low + BLOCK, high)])
 
@@ -142,6 +145,7 @@ def measure(root: Path, port: int, plain: int, nbytes: int, mib: int, repetition
     ways: dict[str, Callable[[], None]] = {
         f"sockets {n}": lambda n=n: plain_sockets(plain, target, n) for n in (1, 2, 4)
     }
+    ways["sockets 2, not paced"] = lambda: plain_sockets(plain, target, 2, unpaced=True)
     ways |= {"replicate": replicated, "recover": recovered, "dcp.load": dcp_loaded}
     for repetition in range(-1, repetitions):
         for name, way in ways.items():
