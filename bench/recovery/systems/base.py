@@ -15,13 +15,6 @@ from bench.recovery.environments import ROOT
 from bench.recovery.settings import Settings
 
 SCRIPTS = Path(__file__).resolve().parents[1]
-KEEP_PAGES = {
-    "MALLOC_MMAP_THRESHOLD_": str(8 << 30),
-    "MALLOC_TRIM_THRESHOLD_": str(16 << 30),
-    "THP_MEM_ALLOC_ENABLE": "1",
-}
-"""For sharded jobs: the memory of gathered parameters is kept for the next step instead of mapped anew, which took a
-third of a step."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +31,6 @@ class Job:
     ) -> None:
         """Start `argv` with the job's environment plus `extra`, its output in `NAME.log`."""
         env = worker_environment(argv[0]) | self.settings.environment() | dict(extra or {})
-        if self.settings.shards > 1:
-            env |= KEEP_PAGES
         env.pop(without, None)
         self.processes.spawn(argv, env, self.folder / f"{name}.log")
 

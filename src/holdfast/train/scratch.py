@@ -50,7 +50,6 @@ class Scratch:
                 self._free.remove(block)
                 return block
         block = mmap.mmap(-1, nbytes)
-        block.madvise(mmap.MADV_HUGEPAGE)
         return block
 
     def _give_back(self, block: mmap.mmap) -> None:
