@@ -49,8 +49,7 @@ class Scratch:
                 block = min(fit, key=len)
                 self._free.remove(block)
                 return block
-        block = mmap.mmap(-1, nbytes)
-        return block
+        return mmap.mmap(-1, nbytes)
 
     def _give_back(self, block: mmap.mmap) -> None:
         with self._lock:
