@@ -8,6 +8,7 @@ import shutil
 import signal
 import sqlite3
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -177,13 +178,20 @@ POSTGRES = shutil.which("postgres") or next(
 
 
 @contextmanager
-def postgresql(folder: Path) -> Iterator[str]:
-    """A server of this test's own, reached by a socket in its folder; its URL."""
+def postgresql() -> Iterator[str]:
+    """A server of this test's own, reached by a socket in its folder; its URL. Not below pytest's folder, which is closed to
+    the user as whom root must start it."""
+    with tempfile.TemporaryDirectory(prefix="holdfast-test-") as folder:
+        Path(folder).chmod(0o777)
+        with served(Path(folder)) as where:
+            yield where
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """A server whose files are in this folder."""
     tools = Path(str(POSTGRES)).resolve().parent
     owner = ["setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups"] if os.geteuid() == 0 else []
-    folder.chmod(0o777)
-    for parent in folder.parents[:2]:
-        parent.chmod(0o755)
     data = folder / "data"
     initdb = [*owner, tools / "initdb", "-D", data, "-U", "me", "-A", "trust", "--no-sync"]
     subprocess.run(initdb, check=True, stdout=subprocess.DEVNULL)
@@ -198,7 +206,7 @@ def postgresql(folder: Path) -> Iterator[str]:
 
 
 @pytest.mark.skipif(POSTGRES is None, reason="no PostgreSQL here")
-def test_postgresql(tmp_path):
+def test_postgresql():
     pytest.importorskip("psycopg")
     said: list[str] = []
 
@@ -217,7 +225,7 @@ def test_postgresql(tmp_path):
         await memory.close()
 
     with ExitStack() as server:
-        where = server.enter_context(postgresql(tmp_path))
+        where = server.enter_context(postgresql())
         keeps_and_finds(where)
         assert asyncio.run(job("first", where)) == ()
         assert [r.job for r in asyncio.run(job("second", where))] == ["first"]
