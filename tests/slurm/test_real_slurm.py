@@ -69,9 +69,7 @@ def test_nodes_lost_drained_and_the_coordinators_own(home: Path, undisturbed: li
     told("lost", report)
     assert report["outcome"] == "finished"
     assert job.losses() == undisturbed
-    until(
-        lambda: not slurm("squeue", "-h"), "nothing is left in the queue", 180
-    )  # lost nodes have their time-out
+    until(lambda: not slurm("squeue", "-h"), "nothing is left in the queue")
 
 
 def test_a_job_that_makes_room_is_queued_again_and_goes_on(home: Path, undisturbed: list[float]) -> None:
