@@ -94,6 +94,49 @@ def test_a_lost_node_is_replaced_by_a_spare():
     assert len(desk.did(e.ProvideNode)) == 1
 
 
+def loses_its_peer(desk: Desk, worker: str) -> None:
+    raises(desk, worker, "RuntimeError: Connection closed by peer")
+
+
+def test_an_error_that_tells_of_a_lost_node_before_it_is_missed_is_not_the_worker_s():
+    desk = launched(2, spares=1)
+    loses_its_peer(desk, "n0.0#1")
+    desk.lose("n1")
+    incident = desk.incidents()[0]
+    assert len(desk.incidents()) == 1
+    assert (incident.node, incident.ranks) == ("n1", [1])
+    assert "connection closed" in incident.cause
+    assert "Connection closed by peer" in incident.evidence[0].text
+    assert desk.state.failures == []
+    assert desk.state.blame.node == "n1"
+    assert [n for n, _ in desk.sent(m.StartWorker)][2:] == ["n0", "n2"]
+
+
+def test_an_error_that_tells_of_a_killed_worker_is_not_the_one_s_who_raised_it():
+    desk = launched(2, nproc=2)
+    loses_its_peer(desk, "n0.0#1")
+    desk.exits("n0.1#2", -9)
+    assert [(i.node, i.ranks) for i in desk.incidents()] == [("n0", [1])]
+    assert desk.incidents()[0].cause == "killed by signal 9 (SIGKILL)"
+    assert (desk.state.blame.rank, desk.state.failures) == (1, [])
+
+
+def test_a_worker_that_was_killed_by_us_explains_no_error():
+    desk = launched(2)
+    raises(desk, "n0.0#1")
+    desk.wait(1.5)
+    desk.exits("n1.0#2", -9)
+    assert [(i.node, i.ranks) for i in desk.incidents()] == [("n0", [0])]
+
+
+def test_without_restarts_too_the_worker_that_was_killed_is_named():
+    desk = launched(2, max_restarts=0)
+    loses_its_peer(desk, "n0.0#1")
+    desk.exits("n1.0#2", -9)
+    assert desk.state.outcome == "failed"
+    assert (desk.state.blame.node, desk.state.blame.rank) == ("n1", 1)
+
+
 def test_a_syntax_error_is_the_scripts_fault_and_the_first_one_is_shown():
     desk = launched(2)
     raises(desk, "n0.0#1", "SyntaxError: invalid syntax")

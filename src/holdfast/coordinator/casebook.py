@@ -94,8 +94,9 @@ class HealthTotals(msgspec.Struct, omit_defaults=True):
 
 class Health(msgspec.Struct, omit_defaults=True):
     """reports: rule to the machines that it matched on within the last minute, and when. quarantine: machine to the
-    reason why it is not used. quarantine_rules: to the rule, if that is the reason. said: what was said loudly, and when. requests: counts the orders to agents. undecided:
-    incidents that are decided later. turned_away: nodes that were refused as they came, and why."""
+    reason why it is not used. quarantine_rules: to the rule, if that is the reason. said: what was said loudly, and when.
+    requests: counts the orders to agents. undecided: incidents that are decided later. turned_away: nodes that were
+    refused as they came, and why."""
 
     sightings: list[Sighting] = []
     reports: dict[str, dict[str, float]] = {}

@@ -4,12 +4,13 @@ together, from warm processes; nothing of them survives but what the script save
 
 from __future__ import annotations
 
+import signal
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from holdfast.coordinator import failures, incidents, nodes, policy, stopping
-from holdfast.coordinator.state import Blame, JobPhase, Node, Worker, WorkerPhase
+from holdfast.coordinator.state import Blame, Incident, JobPhase, Node, Worker, WorkerPhase
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import CACHE_VARIABLE
 from holdfast.protocol.snapshots import TIERS_VARIABLE
@@ -144,11 +145,13 @@ def exited(core: Core, worker: Worker, message: m.Exited) -> None:
     expected = s.phase is not JobPhase.RUNNING or worker.told_to_end
     worker.phase = WorkerPhase.GONE
     if expected or message.code == 0:
+        if message.code == -signal.SIGKILL:
+            came_first(core, [worker], worker.node, policy.describe_exit(message.code), TERM_GRACE_S)
         return
     blame = s.blames[worker.name]
     blame.rank = s.generation.rank_of(worker.name) if s.generation else None
     cause = blame.cause if blame.traceback else policy.describe_exit(message.code)
-    injected = _fault(core, [worker], worker.node, cause)
+    injected = _fault(core, [worker], worker.node, cause, raised=message.code > 0)
     s.blame = blame
     if core.spec.max_restarts == 0:
         stopping.give_up(core, "no restarts are allowed", blame)
@@ -185,6 +188,30 @@ def node_lost(core: Core, workers: list[Worker], cause: str) -> None:
         restart(core, cause)
 
 
+def came_first(
+    core: Core, workers: list[Worker], node: str, cause: str, within_s: float | None = None
+) -> Incident | None:
+    """Workers ended without a word, and others have just raised an error: it is their end as it was seen from there. A
+    group notices that it lost a process before that one's own machine has said so. Returns the incident, which is
+    theirs now; None: nobody has. within_s: of the error; later, it was us who killed them.
+    """
+    s = core.state
+    incident = incidents.raised_now(s)
+    if incident is None or s.phase is JobPhase.RUNNING or not workers:
+        return None
+    if core.now >= incident.detected_at_s + within_s if within_s is not None else incident.node == node:
+        return None
+    if s.stop_reason is not None and core.spec.max_restarts > 0:
+        return None  # a verdict, which was reached with more than this
+    s.failures = [f for f in s.failures if f.generation != incident.generation]
+    was, names = incident.cause, [w.name for w in workers]
+    incidents.caused(s, core.now, incident, cause, node, names)
+    rank = incident.ranks[0] if len(incident.ranks) == 1 else None
+    s.blame = Blame(cause, rank, node, s.committed, log=workers[0].log)
+    core.record("incident-explained", id=incident.id, node=node, ranks=incident.ranks, cause=cause, was=was)
+    return incident
+
+
 def stalled(core: Core, workers: list[Worker], reason: str) -> None:
     """The job stands still; who is at fault is named, and all start again."""
     if core.state.phase is JobPhase.RUNNING:
@@ -197,9 +224,9 @@ def taken_out(core: Core, workers: list[Worker], node: str, cause: str) -> None:
     _fault(core, workers, node, cause)
 
 
-def _fault(core: Core, workers: list[Worker], node: str | None, cause: str) -> bool:
-    """Opens an incident and starts all again. True when the fault was injected."""
-    incident = core.open_incident(cause, node=node, workers=[w.name for w in workers])
+def _fault(core: Core, workers: list[Worker], node: str | None, cause: str, raised: bool = False) -> bool:
+    """Opens an incident and starts all again. raised: it is an error. True when the fault was injected."""
+    incident = core.open_incident(cause, node=node, workers=[w.name for w in workers], raised=raised)
     restart(core, cause)
     return incident.injected
 

@@ -44,9 +44,10 @@ def open_incident(
     fault_at_s: float | None = None,
     needs_newcomer: bool = True,
     quiet: bool = False,
+    raised: bool = False,
 ) -> Incident:
     """Enters an incident, or what is part of one. An injected fault of the same worker, node or kind explains when it
-    began; what a rule found on the node just before is its cause. quiet: training goes on.
+    began; what a rule found on the node just before is its cause. quiet: training goes on. raised: see `raised_now`.
     """
     names = list(workers)
     unnamed_hang = cause.startswith(HANG) and node is None
@@ -76,6 +77,7 @@ def open_incident(
         workers=names,
         needs_newcomer=needs_newcomer,
         quiet=quiet,
+        raised=raised,
     )
     state.incidents.append(incident)
     if not quiet and node is not None:
@@ -134,6 +136,29 @@ def explain(incident: Incident, sighting: Sighting, now: float) -> None:
         _add(incident, Evidence("", "job", incident.cause, incident.detected_at_s))
     incident.rule, incident.heard_s = incident.rule or sighting.rule, now
     incident.cause = f"{sighting.rule}: {sighting.text}" if sighting.text else sighting.rule
+
+
+def raised_now(state: CoreState) -> Incident | None:
+    """The incident that ended the newest generation, if what it began with is an error that a worker raised: that may be
+    the end of another, which is still to be heard of."""
+    last = state.incidents[-1] if state.incidents else None
+    if last is None or not last.raised or last.rule or last.injected or last.generation != state.number:
+        return None
+    return last if last.open else None
+
+
+def caused(
+    state: CoreState, now: float, incident: Incident, cause: str, node: str, workers: list[str]
+) -> None:
+    """What others raised has its cause here: the incident is of these workers and this node."""
+    _add(incident, Evidence("", "job", incident.cause, incident.detected_at_s))
+    generation = state.generation
+    ranks = [r for w in workers if generation and (r := generation.rank_of(w)) is not None]
+    incident.cause, incident.node, incident.raised = cause, node, False
+    incident.workers, incident.ranks = workers, sorted(ranks)
+    if injection := _claim(state, now, node, workers, None, False):
+        incident.injected, incident.fault = True, injection.fault
+        incident.fault_at_s = min(injection.at_s, incident.detected_at_s)
 
 
 def unexplained(state: CoreState, now: float, node: str, worker: str = "") -> Incident | None:

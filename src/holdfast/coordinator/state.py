@@ -131,8 +131,8 @@ class Incident(msgspec.Struct, omit_defaults=True):
 
     world: members of the generation that it struck, so what full strength means for it. rule: of the finding that
     explains it; firm: one is enough; severity, asked: the worst of all findings. quiet: training was not disturbed.
-    evidence: what was seen, oldest first; heard_s: when last. due_s: when it will be decided. does: what is done; verdict: that in words.
-    where: of a hang, where all ranks stood.
+    evidence: what was seen, oldest first; heard_s: when last. due_s: when it will be decided. does: what is done; verdict:
+    that in words. where: of a hang, where all ranks stood. raised: the first sign was an error of a worker at level 0.
     """
 
     id: int
@@ -170,6 +170,7 @@ class Incident(msgspec.Struct, omit_defaults=True):
     verdict: str = ""
     evidence: list[Evidence] = []
     where: str = ""
+    raised: bool = False
 
     @property
     def began_s(self) -> float:

@@ -51,7 +51,7 @@ def story(number: int, entries: Sequence[Entry]) -> list[str]:
         if entry["kind"] in ("incident-resumed", "incident-closed", "incident-settled"):
             told |= entry["fields"]
         elif entry["kind"] == "incident-explained":
-            told |= {"cause": entry["fields"]["cause"], "node": entry["fields"]["node"]}
+            told |= {k: v for k, v in entry["fields"].items() if k in ("cause", "node", "ranks")}
     last_s = max(e["t_s"] for e in mine)
     began_s = told["t_s"]
     around = [
