@@ -135,10 +135,12 @@ boot() { # the process in pid/power-NODE is the power switch: with it everything
   local n=$1 id=$D/machines/$1
   [ -s "$id" ] || tr -d - </proc/sys/kernel/random/uuid >"$id" # whose history it is: not that of the machine below
   # `-b`: it came up just now, whatever the machine's uptime says. nsenter, for `ip netns exec` hides /sys/fs/cgroup.
+  # env: slurmctld boots nodes too, and what it starts has its signals blocked, SIGHUP (a reconfiguration) among them.
   setsid nsenter --net="/run/netns/hfslurm-$n" unshare --pid --fork --kill-child=KILL --mount --mount-proc --uts --ipc \
     bash -c "hostname $n; mount --bind $D/hosts /etc/hosts; mount -t tmpfs -o size=1g,nosuid tmpfs /dev/shm; \
       mount --bind $id /etc/machine-id; [ ! -d /sys/class/dmi/id/ ] || mount --bind $D/none /sys/class/dmi/id/; \
-      mkdir -p $D/spool/$n; exec slurmd -b -D -f $D/slurm.conf -N $n" </dev/null >>"$D/log/boot-$n.log" 2>&1 7>&- 8>&- 9>&- &
+      mkdir -p $D/spool/$n; exec env --default-signal slurmd -b -D -f $D/slurm.conf -N $n" \
+    </dev/null >>"$D/log/boot-$n.log" 2>&1 7>&- 8>&- 9>&- &
   echo $! >"$D/pid/power-$n"
   disown
 }

@@ -4,7 +4,8 @@ import gc
 
 import torch
 
-from holdfast.train.scratch import KEPT_BLOCKS, SMALL_BYTES, KeptGather, Scratch
+from holdfast.train.kept import KeptAllGather
+from holdfast.train.scratch import KEPT_BLOCKS, SMALL_BYTES, Scratch
 
 COUNT = SMALL_BYTES  # of two bytes each
 
@@ -40,7 +41,7 @@ def test_few_blocks_are_kept():
 
 
 def test_sizes_are_those_asked_for():
-    gather = KeptGather(Scratch())
+    gather = KeptAllGather(Scratch())
     for size in [(7,), (3, 5), (COUNT,), (2, COUNT)]:
         given = gather.allocate(size, dtype=torch.bfloat16, device=torch.device("cpu"))
         assert given.shape == torch.Size(size)

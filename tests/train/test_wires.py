@@ -10,6 +10,7 @@ from torch.distributed import HashStore
 
 from holdfast.errors import CollectiveFailed
 from holdfast.protocol.sockets import CONGESTION, unpace
+from holdfast.train.scratch import Scratch
 from holdfast.train.wires import Wires, socket_inodes, with_socket
 
 
@@ -62,8 +63,9 @@ def test_sums_are_added_in_the_order_of_the_ranks_and_rounded_once(wires, dtype)
 
     def scatter(rank):
         before, out = inputs[rank].clone(), torch.empty(count, dtype=dtype)
+        scratch = Scratch()
         for _ in range(2):  # also out of memory that was used before
-            wires[rank].scatter_sum(out, inputs[rank])
+            wires[rank].scatter_sum(out, inputs[rank], scratch)
         assert torch.equal(inputs[rank], before)
         return out
 
@@ -82,7 +84,7 @@ def test_an_abort_frees_who_waits_for_the_others(wires):
             return
         begun.set()
         with pytest.raises(CollectiveFailed):
-            wires[rank].scatter_sum(torch.empty(1000), torch.ones(1000 * len(wires)))
+            wires[rank].scatter_sum(torch.empty(1000), torch.ones(1000 * len(wires)), Scratch())
 
     each(len(wires), wait)
 

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.errors import StateError, UsageError
 from holdfast.protocol.messages import POSITION_VARIABLE
+from holdfast.train.kept import keep
 from holdfast.train.pieces import forget_meshes
-from holdfast.train.scratch import Scratch, keep
 from holdfast.train.switched import Row
 
 DIMENSIONS = ("replicate", "shard", "tensor")
@@ -71,7 +71,6 @@ class Sharding:
         self.mesh: DeviceMesh = init_device_mesh(device.type, lengths, mesh_dim_names=names)
         self._models: list[torch.nn.Module] = []
         self._kept_whole: list[Any] = []
-        self._scratch = Scratch()
 
     @property
     def size(self) -> int:
@@ -114,7 +113,7 @@ class Sharding:
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
                 if self.mesh.device_type == "cpu":
-                    keep(module, self._scratch)
+                    keep(module, self.row.scratch)
                 groups = _state_of(module)._fsdp_param_groups
                 self._kept_whole += [
                     g for g in groups if not g._reshard_after_forward and g.reshard_after_backward

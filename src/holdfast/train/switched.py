@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[
 from torch.distributed import HashStore  # type: ignore[attr-defined, unused-ignore]
 
 from holdfast.errors import CollectiveFailed, UsageError
+from holdfast.train.scratch import Scratch
 from holdfast.train.wires import Wires
 
 BACKEND = "holdfast"
@@ -29,7 +30,11 @@ StoreOf = Callable[[str], Any]
 
 
 class Row:
-    """All process groups of one replica, as one of its workers has them."""
+    """All process groups of one replica, as one of its workers has them.
+
+    Attributes:
+        scratch: memory for its collectives.
+    """
 
     def __init__(
         self,
@@ -44,6 +49,7 @@ class Row:
         self.device = device
         self.host = host
         self.called = called
+        self.scratch = Scratch()
         self._groups: list[SwitchedGroup] = []
         self._aborted = False
         self.connected_in = 0
@@ -240,7 +246,7 @@ class SwitchedGroup(_ProcessGroup):  # type: ignore[misc]
         if name == "_allgather_base":
             wires.gather(out, mine)
         elif out.is_floating_point() and len(args) > 2 and args[2].reduceOp == dist.ReduceOp.SUM:
-            wires.scatter_sum(out, mine)
+            wires.scatter_sum(out, mine, self._row.scratch)
         else:
             return None
         return _ended()

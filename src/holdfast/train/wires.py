@@ -30,6 +30,7 @@ import torch.distributed as dist
 from holdfast.errors import CollectiveFailed
 from holdfast.protocol.sockets import unpace
 from holdfast.train import nccl
+from holdfast.train.scratch import Scratch
 
 GLOO_TIMEOUT = timedelta(minutes=30)
 """Never waited for: the coordinator breaks a generation that stands still long before."""
@@ -68,7 +69,6 @@ class Wires:
         self._before: set[str] = set()
         self._after: set[str] | None = None
         self._group: Any = None
-        self._scratch: torch.Tensor | None = None
         self._stuck = False
         self._aborted = self._freed = False
         self._news = threading.Condition()
@@ -197,17 +197,16 @@ class Wires:
             parts[self.rank].copy_(mine.view(-1))
         self._all([partial(self.broadcast, part, root) for root, part in enumerate(parts)])
 
-    def scatter_sum(self, out: torch.Tensor, mine: torch.Tensor) -> None:
+    def scatter_sum(self, out: torch.Tensor, mine: torch.Tensor, scratch: Scratch) -> None:
         """The sum over all members of this member's part of `mine`, contiguous. Added up in the order of the ranks, in single
-        precision at least, rounded once. Gloo's own reduce-scatter is an all-reduce of everything.
+        precision at least, rounded once. Gloo's own reduce-scatter is an all-reduce of everything. scratch: for what
+        the others send.
 
         Raises:
             CollectiveFailed: a peer is gone, or `abort` was called.
         """
         parts = mine.view(self.size, -1)
-        if self._scratch is None or self._scratch.dtype != out.dtype or self._scratch.numel() < mine.numel():
-            self._scratch = torch.empty(mine.numel(), dtype=mine.dtype)
-        received = self._scratch[: mine.numel()].view(self.size, -1)
+        received = scratch.take(mine.numel(), mine.dtype).view(self.size, -1)
         calls = []
         for distance in range(1, self.size):
             there, back = (self.rank + distance) % self.size, (self.rank - distance) % self.size
@@ -295,7 +294,7 @@ class Wires:
     def close(self) -> None:
         """Gives everything back, after `abort` or when no member needs the group any more."""
         with self._news:
-            self._aborted, self._scratch = True, None
+            self._aborted = True
             group, self._group = self._group, None
         if self._stuck:
             abandon(group)
