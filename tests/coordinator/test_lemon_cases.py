@@ -91,6 +91,20 @@ def test_nor_is_a_node_of_which_something_was_just_found():
     assert not desk.records("lemon-leaves")
 
 
+def test_what_kills_two_workers_of_one_lemon_among_others_is_no_fault_of_the_script():
+    desk = Desk(3)
+    for i in range(3):
+        come_back(desk, f"n{i}", *LEMON, identity=f"M{i}")
+    for worker in (desk.worker_on("n1"), desk.worker_on("n2")):
+        desk.ready(worker)
+    for _ in range(2):
+        worker = desk.worker_on("n0")
+        desk.started(worker)
+        desk.says(worker, m.Failed(0, None, 0, "CudaError", "ECC", "Traceback\nCudaError: ECC"))
+        desk.exits(worker, 1)
+    assert desk.state.outcome is None
+
+
 def test_one_lemon_leaves_in_a_window():
     desk = sour(lemons=2)
     better(desk, "m0")

@@ -361,9 +361,8 @@ class Agent:
         sizes = {w.name: w.stacks.stat().st_size if w.stacks.exists() else 0 for w in workers}
         for worker in workers:
             worker.signal(STACKS_SIGNAL)
-        await asyncio.sleep(
-            STACKS_WAIT_S
-        )  # a signal handler's output has no event; a stopped process has none
+        # A signal handler's output has no event; a stopped process has none.
+        await asyncio.sleep(STACKS_WAIT_S)
         return {w.name: innermost(w.stacks, sizes[w.name]) for w in workers}
 
     def _save_stacks_then_kill(self, worker: WorkerProcess, grace_s: float) -> None:

@@ -231,9 +231,8 @@ class Watcher:
         for tail in self._logs.values():
             if not tail.followed:
                 tail.open()
-            self._inotify.watch(
-                tail.path, MODIFIED
-            )  # again does no harm: whoever shares it may have ended it
+            # Again does no harm: whoever shares it may have ended it.
+            self._inotify.watch(tail.path, MODIFIED)
 
     def _plan(self) -> None:
         """The next moment at which a line is overdue."""

@@ -54,9 +54,8 @@ def fork_zygote() -> Zygote:
 def _serve(channel: socket.socket) -> int:
     """Forks a worker for every request; returns when the agent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the launcher; workers end in order
-    signal.signal(
-        signal.SIGTERM, signal.SIG_IGN
-    )  # whoever sends it to all processes of a node means the agent
+    # Whoever sends it to all processes of a node means the agent.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         channel.sendall(b"r")
     except OSError:

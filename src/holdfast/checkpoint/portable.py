@@ -193,9 +193,8 @@ def _values_text(merged: Merged) -> str:
         for tree in merged.trees[1:]
     ]
     values = {name: _to_json(value) for name, value in merged.values.items()}
-    trees = ",\n  ".join(
-        json.dumps(part, allow_nan=False) for part in nesting
-    )  # one line each: not for people
+    # One line each: not for people.
+    trees = ",\n  ".join(json.dumps(part, allow_nan=False) for part in nesting)
     return (
         f'{{\n "format": {VALUES_FORMAT},\n "values": {json.dumps(values, indent=2, allow_nan=False)},\n'
         f' "nesting": [\n  {trees}\n ]\n}}\n'

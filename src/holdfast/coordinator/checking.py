@@ -72,9 +72,8 @@ class CheckRuns:
         self._send, self._tell = send, tell
         self._runs: dict[int, _Run] = {}
         self._count = 0
-        self._requests = -secrets.randbelow(
-            1 << 40
-        )  # an answer to the coordinator before is none to this one
+        # An answer to the coordinator before is none to this one.
+        self._requests = -secrets.randbelow(1 << 40)
         self._asked: dict[tuple[str, int], asyncio.Future[tuple[CheckResult, ...] | None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -238,11 +237,9 @@ class _Run:
 
     async def _in_pairs(self, names: Sequence[str]) -> None:
         await self._two_rounds("pair", names)
-        with_rdma = [
-            n for n in names if any(r.name == "rdma-rate" for r in self._results[n])
-        ]  # an active port
-        if len(with_rdma) > 1:
-            await self._two_rounds("rdma-pair", with_rdma)
+        active = [n for n in names if any(r.name == "rdma-rate" for r in self._results[n])]
+        if len(active) > 1:
+            await self._two_rounds("rdma-pair", active)
 
     async def _two_rounds(self, check: str, names: Sequence[str]) -> None:
         first = await self._round(check, "first round", pairs.first_round(names))

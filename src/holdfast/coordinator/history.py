@@ -49,8 +49,8 @@ class Remembered(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Standing(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What follows. quarantine, lemon: why; empty: it is not. by_rule: what it is in quarantine for, if a rule. trial: rules that are not believed on it. acts: remedies
-    that count for the next one."""
+    """What follows. quarantine, lemon: why; empty: it is not. by_rule: what it is in quarantine for, if a rule. trial:
+    rules that are not believed on it. acts: remedies that count for the next one."""
 
     quarantine: str = ""
     by_rule: str = ""

@@ -240,9 +240,8 @@ def _repeat(core: Core, worker: Worker, view: m.WorkerView) -> None:
     if worker.name in s.stops and worker.phase is WorkerPhase.PARKED:
         core.tell(worker, s.stops[worker.name])
     if worker.rebuilds is not None and view.ready is not None:
-        core.tell(
-            worker, m.Rebuild(worker.rebuilds)
-        )  # its agent would know of no Ready if it had passed that on
+        # Its agent would know of no Ready if it had passed that on.
+        core.tell(worker, m.Rebuild(worker.rebuilds))
     if s.generation is None or worker.phase is not WorkerPhase.MEMBER:
         return
     number = s.generation.number
@@ -359,8 +358,9 @@ def expected(core: Core) -> int:
 
 
 def hoped_for(core: Core) -> int:
-    """Nodes that are there, on their way, or can be asked for."""
-    return len(_staying(core)) + core.state.replacing + expected(core) + missing(core)
+    """Nodes that are there, lemons among them, on their way, or can be asked for."""
+    there = sum(n.leaving is None for n in core.alive_nodes())
+    return there + core.state.replacing + expected(core) + missing(core)
 
 
 def unavailable(core: Core, reason: str) -> None:

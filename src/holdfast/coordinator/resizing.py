@@ -114,10 +114,9 @@ def _fit(core: Core, reason: str, within_s: float | None) -> None:
     have not left yet stay when they are wanted again."""
     s = core.state
     there = [n for n in core.alive_nodes() if n.leaving is None]
-    instead = any(
-        n.lemon for n in there
-    )  # of a lemon one more may be there, or another would be asked for without end
-    excess = len(there) - (s.wanted_nodes + max(s.spec.spares, int(instead)))
+    # Beside a lemon one more may be there, or another would be asked for without end.
+    spares = max(s.spec.spares, int(any(n.lemon for n in there)))
+    excess = len(there) - (s.wanted_nodes + spares)
     if excess < 0:
         for node in [n for n in core.alive_nodes() if n.excess][:-excess]:
             node.leaving, node.leaves_until_s, node.excess = None, None, False

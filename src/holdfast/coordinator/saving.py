@@ -216,9 +216,8 @@ def _drop_lost(core: Core, returns: bool = False) -> None:
         gone = {h.copy.key.rank for h in snapshot.shards if not h.nodes}
         snapshot.shards = [h for h in snapshot.shards if h.nodes]
         gone -= {h.copy.key.rank for h in snapshot.shards}
-        if (
-            gone and returns and (s.level == 2 or snapshot.generation < 1)
-        ):  # nobody may have said the level yet
+        level_2 = s.level == 2 or snapshot.generation < 1  # nobody may have said the level yet
+        if gone and returns and level_2:
             snapshot.lost += sorted(gone)
             snapshot.whole = False
     s.snapshots = [x for x in s.snapshots if (has_all(x) if x.whole else x.shards or x.given_up)]
@@ -350,13 +349,10 @@ def hands_over(core: Core, node: Node) -> bool:
     snapshot that is whole. What no other can keep goes with it, unless the job is still to go on from there. At one worker
     per replica every member can save the next one alone, so nothing is worth the wait."""
     s = core.state
+    if s.level != 2 or s.phase in (JobPhase.STOPPING, JobPhase.ENDED):
+        return False
     snapshot = newest_whole(core)
-    if (
-        snapshot is None
-        or snapshot.world == 1
-        or s.level != 2
-        or s.phase in (JobPhase.STOPPING, JobPhase.ENDED)
-    ):
+    if snapshot is None or snapshot.world == 1:
         return False
     waits = False
     for rank in range(snapshot.world):

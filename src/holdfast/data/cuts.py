@@ -89,9 +89,8 @@ class Padded:
         blocks = np.searchsorted(self._before, ids, side="right") - 1
         documents = np.minimum(blocks[:, None] * _BLOCK + np.arange(_BLOCK + 1), self._index.documents)
         edges = self._index.edges(documents)
-        until = np.cumsum(
-            self._samples_of(np.diff(edges)), axis=1
-        )  # samples of the block up to each document
+        # Samples of the block up to each document.
+        until = np.cumsum(self._samples_of(np.diff(edges)), axis=1)
         within = ids - self._before[blocks]
         column = (until <= within[:, None]).sum(axis=1)
         row = np.arange(len(ids))

@@ -84,9 +84,8 @@ def _recovery_s(inputs: Inputs, strategy: str, spare: bool, waits: bool) -> floa
         return t.detect_s + t.spare_s + back_s
     if waits:
         return t.detect_s + t.replace_s + back_s
-    again_s = (
-        back_s if strategy != PEERS else inputs.step_s
-    )  # those that start all again do so once more to grow
+    # Those that start all again do so once more to grow.
+    again_s = back_s if strategy != PEERS else inputs.step_s
     return t.detect_s + back_s + again_s + t.replace_s / inputs.nodes
 
 

@@ -66,9 +66,8 @@ def _mtbf(table: Mapping[str, Any]) -> Iterator[Cell]:
     for rate, row in table["rows"].items():
         for nodes, said in zip(table["instances"], row, strict=True):
             exact = formulas.mtbf_hours(nodes, float(rate) / 100)
-            up = math.ceil(
-                1 / (nodes * Fraction(rate) / 100)
-            )  # 1/(256 * 0.0004) is 9.7656..., but 1/(4 * 0.0001) is 2500
+            # 1/(256 * 0.0004) is 9.7656..., but 1/(4 * 0.0001) is 2500
+            up = math.ceil(1 / (nodes * Fraction(rate) / 100))
             yield Cell("1: MTBF of the cluster, h", f"{rate}%", f"{nodes} nodes", said, up, exact)
 
 

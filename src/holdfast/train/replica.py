@@ -485,9 +485,8 @@ class Replica:
         if self._alone:
             return False
         self._last = step
-        torn_apart = (
-            self.sharding is not None and self.sharding.row.aborted
-        )  # torch may have put it in other words
+        # Torch may have put it in other words.
+        torn_apart = self.sharding is not None and self.sharding.row.aborted
         if isinstance(error, StepFault) or torn_apart:
             self._part(error)
         else:

@@ -306,9 +306,8 @@ class Run:
 
 def start(main: Callable[[Run], object]) -> None:
     """Runs `main(run)`: as a member of the job under `holdfast run`, as a job of one under plain `python`."""
-    if (
-        is_decoder()
-    ):  # it imports the script for the dataset's class, and needs no `if __name__ == "__main__"`
+    # It imports the script for the dataset's class, and needs no `if __name__ == "__main__"`.
+    if is_decoder():
         return
     attachment = worker.attach()
     if attachment is None:

@@ -120,9 +120,8 @@ def targets(objects: Protected, index: Index) -> Image:
             and tuple(tensor.shape) == spec.shape
             and tensor.is_contiguous()
         )
-        where = (
-            device if spec.shape else torch.device("cpu")
-        )  # optimizers keep their count of steps on the host
+        # Optimizers keep their count of steps on the host.
+        where = device if spec.shape else torch.device("cpu")
         chosen.append(
             tensor.detach()
             if fits and tensor is not None

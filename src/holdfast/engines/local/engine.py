@@ -79,9 +79,8 @@ class LocalEngine:
         if process is None:
             return
         if planned and self._hooks_s:
-            task = asyncio.create_task(
-                self._let_go(process, node)
-            )  # others are not to wait for its last hook
+            # Others are not to wait for its last hook.
+            task = asyncio.create_task(self._let_go(process, node))
             self._leaving.add(task)
             task.add_done_callback(self._leaving.discard)
         else:

@@ -1,0 +1,159 @@
+"""`python -m bench.collectives`: what a sharded replica's collectives take on the CPU, and connections within a machine.
+
+Gloo's own all-gather and reduce-scatter, and those that are put together from its broadcasts and exchanges
+(`holdfast.train.wires`), in turns in the same processes; then the bandwidth of a loopback connection under each way of
+congestion control that this system has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import multiprocessing
+import socket
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.queues import SimpleQueue
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from bench.machine import ForeignCpu, conclude, introduce
+from bench.recovery.environments import versions
+from holdfast.train.scratch import Scratch
+from holdfast.train.wires import Wires
+
+LIMIT_S = 120.0
+BLOCK_BYTES = 4 << 20
+STREAM_BYTES = 1 << 30
+CONTROLS = ("bbr", "cubic", "reno")
+
+Times = dict[str, list[float]]
+
+
+def main() -> int:
+    """Measures both and prints medians with their spread."""
+    parser = argparse.ArgumentParser(prog="bench.collectives", description=__doc__)
+    parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--mib", type=int, default=25, help="bfloat16 of each worker")
+    parser.add_argument("--reps", type=int, default=15)
+    given = parser.parse_args()
+    console = Console(width=100)
+    what = f"{given.mib} MiB of each worker, {given.reps} repetitions"
+    introduce(console, versions(Path(sys.executable), ["torch"]), what)
+    table = Table("workers", "collective", "gloo's own, ms", "ours, ms", "times as fast")
+    with ForeignCpu() as cpu:
+        for workers in given.workers:
+            times = _collectives(workers, given.mib << 20, given.reps)
+            for name in ("all-gather", "reduce-scatter"):
+                theirs, ours = times[f"gloo {name}"], times[f"our {name}"]
+                ratio = statistics.median(theirs) / statistics.median(ours)
+                table.add_row(str(workers), name, _shown(theirs, 1e3), _shown(ours, 1e3), f"{ratio:.1f}")
+        console.print(table)
+        table = Table("congestion control", "loopback, GB/s")
+        for name, rates in _connections(given.reps).items():
+            table.add_row(name, _shown(rates, 1e-9))
+        console.print(table)
+    conclude(console, cpu)
+    return 0
+
+
+def _shown(values: list[float], scale: float) -> str:
+    low, middle, high = (scale * f(values) for f in (min, statistics.median, max))
+    return f"{middle:.3g} ({low:.3g}-{high:.3g})"
+
+
+# ---------------------------------------------------------------- collectives
+
+
+def _collectives(workers: int, nbytes: int, reps: int) -> Times:
+    """Seconds of the slowest worker, for each collective."""
+    spawn = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        results: SimpleQueue[Times] = spawn.SimpleQueue()
+        given = (workers, nbytes, reps, f"{folder}/store", results)
+        processes = [spawn.Process(target=_work, args=(rank, *given)) for rank in range(workers)]
+        for process in processes:
+            process.start()
+        times = [results.get() for _ in processes]
+        for process in processes:
+            process.join(LIMIT_S)
+    return {name: [max(each) for each in zip(*(t[name] for t in times), strict=True)] for name in times[0]}
+
+
+def _work(rank: int, size: int, nbytes: int, reps: int, path: str, results: SimpleQueue[Times]) -> None:
+    torch.set_num_threads(1)
+    wires = Wires(rank, size, "127.0.0.1")
+    wires.connect(dist.FileStore(path, size))  # type: ignore[attr-defined, unused-ignore]
+    count = nbytes // torch.bfloat16.itemsize
+    mine = torch.full((count,), rank + 1.0, dtype=torch.bfloat16)
+    everybody = torch.ones(size * count, dtype=torch.bfloat16)
+    scratch = Scratch()
+    calls: dict[str, Callable[[], object]] = {
+        "gloo all-gather": lambda: wires.wait(wires.start(lambda g: g._allgather_base(everybody, mine))),
+        "our all-gather": lambda: wires.gather(everybody, mine),
+        "gloo reduce-scatter": lambda: wires.wait(
+            wires.start(lambda g: g._reduce_scatter_base(mine, everybody))
+        ),
+        "our reduce-scatter": lambda: wires.scatter_sum(mine, everybody, scratch),
+    }
+    times: Times = {name: [] for name in calls}
+    for nth in range(reps + 1):  # the first brings the memory in
+        for name, call in calls.items():
+            wires.wait(wires.start(lambda g: g.barrier()))
+            began = time.perf_counter()
+            call()
+            if nth:
+                times[name].append(time.perf_counter() - began)
+            mine.fill_(rank + 1.0)
+    results.put(times)
+    wires.wait(wires.start(lambda g: g.barrier()))
+    wires.close()
+
+
+# ---------------------------------------------------------------- connections
+
+
+def _connections(reps: int) -> dict[str, list[float]]:
+    """Bytes per second of one connection, for every congestion control that may be chosen, in turns."""
+    there = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
+    rates: dict[str, list[float]] = {name: [] for name in CONTROLS if name in there}
+    for _ in range(reps):
+        for name, found in rates.items():
+            found.append(_stream(name))
+    return rates
+
+
+def _stream(control: str) -> float:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        sender = threading.Thread(target=functools.partial(_send, control, server.getsockname()[1]))
+        began = time.perf_counter()
+        sender.start()
+        connection, _ = server.accept()
+        into = memoryview(bytearray(BLOCK_BYTES))
+        with connection:
+            while connection.recv_into(into):
+                pass
+        took_s = time.perf_counter() - began
+        sender.join()
+    return STREAM_BYTES / took_s
+
+
+def _send(control: str, port: int) -> None:
+    block = bytes(BLOCK_BYTES)
+    with socket.socket() as sender:
+        sender.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, control.encode())
+        sender.connect(("127.0.0.1", port))
+        for _ in range(STREAM_BYTES // BLOCK_BYTES):
+            sender.sendall(block)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
