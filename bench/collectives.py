@@ -1,7 +1,7 @@
 """`python -m bench.collectives`: what a sharded replica's collectives take on the CPU, and connections within a machine.
 
 Gloo's own all-gather and reduce-scatter, and those that are put together from its broadcasts and exchanges
-(`holdfast.train.wires`), in turns in the same processes; then the bandwidth of a loopback connection under each way of
+(`holdfast.train.wires`), in turns in the same processes; then the bandwidth of two loopback connections under each way of
 congestion control that this system has.
 """
 
@@ -32,7 +32,8 @@ from holdfast.train.wires import Wires
 
 LIMIT_S = 120.0
 BLOCK_BYTES = 4 << 20
-STREAM_BYTES = 1 << 30
+STREAMS = 2
+STREAM_BYTES = 1 << 29
 CONTROLS = ("bbr", "cubic", "reno")
 
 Times = dict[str, list[float]]
@@ -122,28 +123,45 @@ def _work(rank: int, size: int, nbytes: int, reps: int, path: str, results: Simp
 
 
 def _connections(reps: int) -> dict[str, list[float]]:
-    """Bytes per second of one connection, for every congestion control that may be chosen, in turns."""
+    """Bytes per second of two connections together, for every congestion control that may be chosen, in turns."""
     there = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
     rates: dict[str, list[float]] = {name: [] for name in CONTROLS if name in there}
     for _ in range(reps):
         for name, found in rates.items():
-            found.append(_stream(name))
+            found.append(_streams(name))
     return rates
 
 
-def _stream(control: str) -> float:
+def _streams(control: str) -> float:
+    fork = multiprocessing.get_context("fork")  # it has nothing to import, and this process no other thread
     with socket.create_server(("127.0.0.1", 0)) as server:
-        sender = threading.Thread(target=functools.partial(_send, control, server.getsockname()[1]))
-        began = time.perf_counter()
+        sender = fork.Process(target=_send_all, args=(control, server.getsockname()[1]))
         sender.start()
-        connection, _ = server.accept()
-        into = memoryview(bytearray(BLOCK_BYTES))
-        with connection:
-            while connection.recv_into(into):
-                pass
+        connections = [server.accept()[0] for _ in range(STREAMS)]
+        began = time.perf_counter()
+        _side_by_side([functools.partial(_receive, each) for each in connections])
         took_s = time.perf_counter() - began
         sender.join()
-    return STREAM_BYTES / took_s
+    return STREAMS * STREAM_BYTES / took_s
+
+
+def _side_by_side(calls: list[Callable[[], None]]) -> None:
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _receive(connection: socket.socket) -> None:
+    into = memoryview(bytearray(BLOCK_BYTES))
+    with connection:
+        while connection.recv_into(into):
+            pass
+
+
+def _send_all(control: str, port: int) -> None:
+    _side_by_side([functools.partial(_send, control, port)] * STREAMS)
 
 
 def _send(control: str, port: int) -> None:
