@@ -83,9 +83,10 @@ class Desk:
         """A worker says something."""
         return self.do(e.NodeSays(worker.partition(".")[0], m.FromWorker(worker, message, age_s)))
 
-    def exits(self, worker: str, code: int) -> list[e.Action]:
-        """A worker's process ends."""
-        return self.do(e.NodeSays(worker.partition(".")[0], m.Exited(worker, code, ("last line",), "log")))
+    def exits(self, worker: str, code: int, killed: bool = False) -> list[e.Action]:
+        """A worker's process ends. killed: by its agent."""
+        said = m.Exited(worker, code, ("last line",), "log", killed)
+        return self.do(e.NodeSays(worker.partition(".")[0], said))
 
     def started(self, worker: str) -> None:
         """An agent started a worker, and its script called `hf.start`."""

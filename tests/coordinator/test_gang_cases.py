@@ -124,9 +124,17 @@ def test_an_error_that_tells_of_a_killed_worker_is_not_the_one_s_who_raised_it()
 def test_a_worker_that_was_killed_by_us_explains_no_error():
     desk = launched(2)
     raises(desk, "n0.0#1")
-    desk.wait(1.5)
-    desk.exits("n1.0#2", -9)
+    desk.exits("n1.0#2", -9, killed=True)
     assert [(i.node, i.ranks) for i in desk.incidents()] == [("n0", [0])]
+
+
+def test_a_node_that_is_given_up_for_an_error_does_not_explain_it():
+    desk = launched(2, nproc=2)
+    for _ in range(3):
+        raises(desk, next(w for w in desk.members() if w.startswith("n0.0")))
+        end(desk)
+    assert desk.records("node-lost")[0]["node"] == "n0"
+    assert not desk.records("incident-explained")
 
 
 def test_without_restarts_too_the_worker_that_was_killed_is_named():

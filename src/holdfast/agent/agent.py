@@ -268,7 +268,7 @@ class Agent:
         early = self._starting.pop(order.worker)
         if order.worker in self._unwanted:
             os.kill(warm.pid, signal.SIGKILL)
-            self._link.send(m.Exited(order.worker, -signal.SIGKILL))
+            self._link.send(m.Exited(order.worker, -signal.SIGKILL, killed=True))
             return
         worker = WorkerProcess(
             order.worker, order.slot, warm, self._logs, config.timing, self._said, self._stalled, self._exited

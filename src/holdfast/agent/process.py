@@ -52,6 +52,7 @@ class WorkerProcess:
         self.done: m.Done | None = None
         self.median_s: float | None = None
         self.gone = False
+        self._killed = False
         self._warm = warm
         self._timing = timing
         self._said, self._stalled, self._exited = said, stalled, exited
@@ -88,6 +89,7 @@ class WorkerProcess:
             self.signal(signal.SIGCONT)
             self._loop.call_later(grace_s, self.kill)
         else:
+            self._killed = True
             self.signal(signal.SIGKILL)
 
     def signal(self, number: int) -> None:
@@ -138,7 +140,7 @@ class WorkerProcess:
     async def _leave(self, code: int) -> None:
         await self._reading
         self._warm.writer.close()
-        self._exited(self, m.Exited(self.name, code, tuple(self.tail()), str(self.log)))
+        self._exited(self, m.Exited(self.name, code, tuple(self.tail()), str(self.log), self._killed))
         self.page.close()
         self.page_path.unlink(missing_ok=True)
         if self.stacks.exists() and self.stacks.stat().st_size == 0:

@@ -145,8 +145,8 @@ def exited(core: Core, worker: Worker, message: m.Exited) -> None:
     expected = s.phase is not JobPhase.RUNNING or worker.told_to_end
     worker.phase = WorkerPhase.GONE
     if expected or message.code == 0:
-        if message.code == -signal.SIGKILL:
-            came_first(core, [worker], worker.node, policy.describe_exit(message.code), TERM_GRACE_S)
+        if message.code == -signal.SIGKILL and not message.killed:
+            came_first(core, [worker], worker.node, policy.describe_exit(message.code))
         return
     blame = s.blames[worker.name]
     blame.rank = s.generation.rank_of(worker.name) if s.generation else None
@@ -188,18 +188,14 @@ def node_lost(core: Core, workers: list[Worker], cause: str) -> None:
         restart(core, cause)
 
 
-def came_first(
-    core: Core, workers: list[Worker], node: str, cause: str, within_s: float | None = None
-) -> Incident | None:
+def came_first(core: Core, workers: list[Worker], node: str, cause: str) -> Incident | None:
     """Workers ended without a word, and others have just raised an error: it is their end as it was seen from there. A
     group notices that it lost a process before that one's own machine has said so. Returns the incident, which is
-    theirs now; None: nobody has. within_s: of the error; later, it was us who killed them.
+    theirs now; None: nobody has.
     """
     s = core.state
     incident = incidents.raised_now(s)
     if incident is None or s.phase is JobPhase.RUNNING or not workers:
-        return None
-    if core.now >= incident.detected_at_s + within_s if within_s is not None else incident.node == node:
         return None
     if s.stop_reason is not None and core.spec.max_restarts > 0:
         return None  # a verdict, which was reached with more than this

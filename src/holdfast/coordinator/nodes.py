@@ -123,7 +123,9 @@ def lose(core: Core, node: Node, cause: str, release: bool = True) -> None:
     ours = [w for w in core.alive_workers() if w.node == node.name]
     part = [w for w in ours if w.phase in (WorkerPhase.MEMBER, WorkerPhase.PARKED)]
     core.record("node-lost", node=node.name, cause=cause)
-    incident = gang.came_first(core, part, node.name, cause) if s.level != 2 else None
+    incident = None
+    if s.level != 2 and node.refused is None:
+        incident = gang.came_first(core, part, node.name, cause)
     if incident is None and part and s.phase is not JobPhase.STOPPING:
         incident = core.open_incident(cause, node=node.name, workers=[w.name for w in part])
     if incident is not None:

@@ -485,12 +485,13 @@ class Started(msgspec.Struct, frozen=True, tag="started"):
 
 
 class Exited(msgspec.Struct, frozen=True, tag="exited"):
-    """A worker's process ended. code: exit status, negative for a signal (as subprocess does)."""
+    """A worker's process ended. code: exit status, negative for a signal (as subprocess does). killed: by its agent."""
 
     worker: str
     code: int
     tail: tuple[str, ...] = ()
     log: str = ""
+    killed: bool = False
 
 
 class Stalled(msgspec.Struct, frozen=True, tag="stalled"):

@@ -97,7 +97,7 @@ class SimAgent:
         """What a coordinator must have heard: how workers ended, and who waits for a Break."""
         for worker in self.workers.values():
             if worker.name in self._ended:
-                connection.up.send(m.Exited(worker.name, worker.code or 0))
+                connection.up.send(m.Exited(worker.name, worker.code or 0, killed=worker.killed))
             elif worker.trouble is not None:
                 connection.up.send(m.FromWorker(worker.name, worker.trouble))
 
@@ -178,7 +178,7 @@ class SimAgent:
     def _tell_exit(self, worker: SimWorker, code: int) -> None:
         if self.workers.get(worker.name) is worker:
             self._ended.add(worker.name)
-            self.send(m.Exited(worker.name, code))
+            self.send(m.Exited(worker.name, code, killed=worker.killed))
 
     def view(self, worker: SimWorker) -> m.WorkerView:
         """What this agent knows of a worker."""
@@ -252,7 +252,7 @@ class SimAgent:
                     self._unwanted.add(name)
                 elif worker.alive:
                     delay = self.cluster.rng.uniform(0.0, grace_s + 0.02)
-                    self.cluster.clock.after(delay, worker.die, SIGKILL)
+                    self.cluster.clock.after(delay, worker.end)
             case m.Tell(name, said):
                 worker = self.workers.get(name)
                 if isinstance(said, m.Rebuild):
@@ -293,7 +293,7 @@ class SimAgent:
         if not self.alive or session != self.session or message.worker in self.workers:
             return
         if message.worker in self._unwanted:
-            self.send(m.Exited(message.worker, SIGKILL))
+            self.send(m.Exited(message.worker, SIGKILL, killed=True))
             return
         self.cluster.checks.worker_started(self, message)
         kind = Trainer if self.cluster.plan.level == 2 else Script

@@ -29,6 +29,7 @@ class SimWorker:
         self.name, self.slot, self.env = start.worker, start.slot, start.env
         self.alive = True
         self.code: int | None = None
+        self.killed = False
         self.frozen = False
         self.stopped = False
         self.ticket = 0
@@ -90,6 +91,11 @@ class SimWorker:
             self.cluster.log("%s dies with %d", self.name, code)
             self.left()
             self.agent.exited(self, code)
+
+    def end(self) -> None:
+        """Its agent kills it."""
+        self.killed = self.alive
+        self.die(SIGKILL)
 
     def left(self) -> None:
         """Whatever peers see of its end."""
