@@ -35,6 +35,9 @@ def give_up_when_gone(websocket: aiohttp.ClientWebSocketResponse, within_s: floa
 _codec: Codec[m.ToAgent] = Codec(m.ToAgent)
 RETRY_S = (0.02, 0.05, 0.1, 0.2, 0.5)
 KEPT_MESSAGES = 10_000
+REPEATED = 512
+"""So many of the newest losses are told again on a new connection: a coordinator that died, or hung before that, may not
+have written what it was sent. Everything else that it may have missed is in the hello."""
 
 
 class CoordinatorLink:
@@ -58,6 +61,7 @@ class CoordinatorLink:
         self._heartbeat_s, self._lost = heartbeat_s, lost
         self.connected = False
         self._waiting: deque[tuple[float, m.AgentMessage]] = deque(maxlen=KEPT_MESSAGES)
+        self._told: deque[tuple[float, m.AgentMessage]] = deque(maxlen=REPEATED)
         self._news = asyncio.Event()
         self._idle = asyncio.Event()
         self._silent = False
@@ -116,6 +120,8 @@ class CoordinatorLink:
             except (OSError, aiohttp.ClientError):
                 return False
             self.connected = True
+            self._waiting.extendleft(reversed(self._told))
+            self._told.clear()
             try:
                 async with asyncio.TaskGroup() as group:
                     sender = group.create_task(self._sending(link))
@@ -161,6 +167,17 @@ class CoordinatorLink:
             except (OSError, aiohttp.ClientError):
                 return
             self._waiting.popleft()
+            if (again := _losses(message)) is not None:
+                self._told.append((arrived, again))
+
+
+def _losses(message: m.AgentMessage) -> m.AgentMessage | None:
+    """What of a message may be told again, without anything that is counted."""
+    if not isinstance(message, m.FromWorker) or not isinstance(message.message, m.Progress):
+        return None
+    if not message.message.losses:
+        return None
+    return m.FromWorker(message.worker, msgspec.structs.replace(message.message, metrics={}, spent=()))
 
 
 def _aged(found: m.Found, waited_s: float) -> m.Found:

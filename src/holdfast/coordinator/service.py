@@ -214,21 +214,20 @@ class Coordinator:
 
     def _keep(self, event: ev.Event, actions: list[ev.Action], now: float) -> list[LedgerEntry]:
         state = self._core.state
-        losses = _losses(event)
+        said = _with_losses(event)
         records = [a for a in actions if isinstance(a, ev.Record)]
         if any(isinstance(a, ev.End) for a in actions):
             records += [ev.Record("fault-not-fired", {"fault": f}) for f in self._injector.unfired()]
-        if not actions and not losses and not isinstance(event, ev.NodeSays):
+        if not actions and said is None and not isinstance(event, ev.NodeSays):
             return []
         t_s = round(now - state.began_s, 4)
         utc = datetime.now(UTC).isoformat(timespec="milliseconds")
         store = self._store
         store.begin()
         entries = [store.add_event(t_s, utc, r.kind, r.fields) for r in records]
-        if losses and state.generation:
-            store.add_steps(
-                round(t_s - _age_s(event), 4), losses, state.generation.number, len(state.generation.members)
-            )
+        if said is not None and state.generation:
+            told_s = round(t_s - _age_s(event), 4)
+            store.add_steps(told_s, said.losses, said.generation, len(state.generation.members))
         if actions or not _routine(event):
             store.save(state)
             store.keep("injector", msgspec.msgpack.encode(self._injector.plans))
@@ -524,12 +523,13 @@ def _json(value: Any) -> web.Response:
     return web.Response(body=msgspec.json.encode(value), content_type="application/json")
 
 
-def _losses(event: ev.Event) -> tuple[tuple[int, float, float], ...]:
+def _with_losses(event: ev.Event) -> m.Progress | m.Parked | None:
+    """The message that tells losses, if it is one."""
     if isinstance(event, ev.NodeSays) and isinstance(event.message, m.FromWorker):
         said = event.message.message
-        if isinstance(said, m.Progress | m.Parked):
-            return said.losses
-    return ()
+        if isinstance(said, m.Progress | m.Parked) and said.losses:
+            return said
+    return None
 
 
 def _age_s(event: ev.Event) -> float:
