@@ -63,7 +63,7 @@ class Coordinator:
         where = self._core.spec.health.history or str(job_dir.absolute().parents[1] / FILE_NAME)
         self._memory = Memory(where, spec.name, self._no_history)
         self._agents: dict[str, asyncio.Queue[bytes | None]] = {}
-        self._watchers: set[asyncio.Queue[bytes]] = set()
+        self._watchers: set[asyncio.Queue[bytes | None]] = set()
         self._checks = CheckRuns(
             lambda node, order: self._do(ev.Send(node, order)),
             lambda node, found: self.handle(ev.NodeSays(node, found)),
@@ -129,9 +129,11 @@ class Coordinator:
         if self.deposed:
             os._exit(EXIT_DEPOSED)  # not a word more to anyone
         self._write_report()
+        for queue in self._watchers:
+            queue.put_nowait(None)
         try:
             async with asyncio.timeout(FAREWELL_S):
-                while self._agents:
+                while self._agents or self._watchers:  # cleanup would wait for them, and read nothing more
                     self._gone.clear()
                     await self._gone.wait()
         except TimeoutError:
@@ -368,7 +370,7 @@ class Coordinator:
         """Every event from `?after=SEQ` on and the status as it changes, one JSON text each."""
         socket = web.WebSocketResponse()
         await socket.prepare(request)
-        queue: asyncio.Queue[bytes] = asyncio.Queue()
+        queue: asyncio.Queue[bytes | None] = asyncio.Queue()
         after = int(request.query.get("after", "0"))
         for entry in self._store.events(after):
             queue.put_nowait(_announcement("event", entry))
@@ -380,6 +382,7 @@ class Coordinator:
                 pass
         finally:
             self._watchers.discard(queue)
+            self._gone.set()
             sender.cancel()
         return socket
 
@@ -504,13 +507,14 @@ class Coordinator:
 
 
 async def _drain(queue: Any, socket: web.WebSocketResponse, text: bool = False) -> None:
-    """Sends what is queued, in order, until cancelled or the other side is gone."""
+    """Sends what is queued, in order, until cancelled or the other side is gone; after None it closes."""
     try:
         while (data := await queue.get()) is not None:
             if text:
                 await socket.send_str(data.decode())
             else:
                 await socket.send_bytes(data)
+        await socket.close()
     except (ConnectionError, OSError):
         return
 
