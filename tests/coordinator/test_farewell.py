@@ -1,0 +1,48 @@
+"""The coordinator's last words."""
+
+import asyncio
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import pytest
+
+from holdfast.coordinator import service
+from holdfast.coordinator.service import Coordinator
+from holdfast.protocol.endpoint import Endpoint
+from holdfast.protocol.job import JobSpec, Resume
+
+
+async def watched_to_the_end(job_dir: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What somebody hears who only listens; the coordinator ends meanwhile."""
+    listens: asyncio.Future[Endpoint] = asyncio.get_running_loop().create_future()
+    monkeypatch.setattr(service, "write_endpoint", lambda _, endpoint: listens.set_result(endpoint))
+    spec = JobSpec(name="job", script="train.py", min_nodes=1, max_nodes=1)
+    coordinator = Coordinator(job_dir, spec, Resume())
+    serving = asyncio.create_task(coordinator.serve("127.0.0.1", 0))
+    where = await listens
+    kinds = []
+    headers = {"Authorization": "Bearer secret"}
+    async with aiohttp.ClientSession(headers=headers) as session:
+        async with session.ws_connect(f"{where.url}/watch") as socket:
+            async with session.post(f"{where.url}/stop") as answer:
+                assert answer.status == 200
+            async for frame in socket:
+                kinds.append(msgspec.json.decode(frame.data)["kind"])
+        await serving
+    return kinds
+
+
+def test_whoever_watches_hears_the_end_and_holds_nobody_up(tmp_path, monkeypatch):
+    """The time for farewells is for agents that are silent, not for those who listen."""
+    monkeypatch.setattr(service, "FAREWELL_S", 10_000.0)
+    (tmp_path / "jobs").mkdir()
+    job_dir = tmp_path / "jobs" / "job"
+    job_dir.mkdir()
+    (job_dir / "token").write_text("secret")
+
+    async def soon() -> list[str]:
+        async with asyncio.timeout(60):
+            return await watched_to_the_end(job_dir, monkeypatch)
+
+    assert asyncio.run(soon())[-1] == "ended"
