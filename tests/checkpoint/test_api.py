@@ -695,7 +695,7 @@ def saved_by_two(tmp_path_factory):
     return to
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.nightly), 3])
+@pytest.mark.parametrize("world", [*(pytest.param(n, marks=pytest.mark.nightly) for n in (1, 2)), 3])
 def test_what_two_ranks_saved_loads_on_any_number(saved_by_two, world):
     for rank, got in enumerate(together(load_sharded, world, saved_by_two)):
         owner = rank % 2

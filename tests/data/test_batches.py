@@ -118,7 +118,7 @@ def closing():
         one.close()
 
 
-@pytest.mark.parametrize("data", [Noisy(), Batched()])
+@pytest.mark.parametrize("data", [pytest.param(Noisy(), marks=pytest.mark.nightly), Batched()])
 def test_processes_make_what_the_worker_itself_would(closing, data):
     alone = loaded(closing(hf.data.shuffled(data, workers=0)))
     plain = loaded(closing(data))

@@ -62,7 +62,10 @@ def test_decoders_that_still_import_end_with_their_worker(tmp_path):
             os.close(fd)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGKILL, *(pytest.param(n, marks=pytest.mark.nightly) for n in (signal.SIGINT, signal.SIGTERM))],
+)
 def test_decoders_end_with_their_worker(tmp_path, number):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

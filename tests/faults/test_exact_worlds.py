@@ -26,7 +26,7 @@ def alone() -> tuple[list[float], str]:
     return losses, digest
 
 
-@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.nightly), 3])
+@pytest.mark.parametrize("nodes", [1, *(pytest.param(n, marks=pytest.mark.nightly) for n in (2, 3))])
 def test_every_world_has_the_curve_of_one_worker(tmp_path, alone, nodes):
     ran = run(tmp_path, "--nnodes", nodes, SCRIPT, STEPS)
     assert ran.code == 0, ran.output[-3000:]

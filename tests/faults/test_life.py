@@ -70,6 +70,7 @@ def test_a_fault_that_repeats_at_its_step_is_the_scripts(tmp_path):
     assert "InjectedError" in ran.output
 
 
+@pytest.mark.nightly
 def test_going_on_smaller_and_growing_again(tmp_path):
     ran = run(tmp_path, "--nnodes", "1:2", "--fault", "kill-node:rank=1,step=30", TINY, 1500, timeout=110)
     assert ran.code == 0, ran.output[-3000:]

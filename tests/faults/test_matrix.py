@@ -4,6 +4,9 @@ Each job has three replicas, a spare, and `--nnodes 3`, so that it never trains 
 final parameters must be those of the undisturbed job, bit by bit.
 """
 
+import math
+from collections import Counter
+
 import pytest
 from conftest import STEPS
 from harness import TINY, run
@@ -21,13 +24,35 @@ OTHERS = {FaultKind.KILL_COORDINATOR, FaultKind.PREEMPT_NODE, FaultKind.SLOW, *M
 """Tested elsewhere: what they do is no loss of a worker in a phase."""
 
 KINDS = [k for k in FaultKind if k not in OTHERS]
+STRIDE = len(PHASES) + 1
+BY_DEFAULT = 5
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_fault_in_every_phase_changes_no_bit(kind, tmp_path, undisturbed):
-    faults = [f"{kind}:rank={i % 3},phase={phase},step={10 + 20 * i}" for i, phase in enumerate(PHASES)]
+def kinds(row):
+    """Of the faults of one job: one for every phase, and one for the transfer. All rows together have every kind in every
+    phase; the first five have every kind in three of them or more."""
+    assert math.gcd(STRIDE, len(KINDS)) == 1
+    return [KINDS[(row * STRIDE + i) % len(KINDS)] for i in range(STRIDE)]
+
+
+def test_the_rows_have_every_kind_in_every_phase():
+    for column in zip(*(kinds(row) for row in range(len(KINDS))), strict=True):
+        assert set(column) == set(KINDS)
+    often = Counter(kind for row in range(BY_DEFAULT) for kind in kinds(row))
+    assert min(often[kind] for kind in KINDS) >= 3
+
+
+@pytest.mark.parametrize(
+    "row", [row if row < BY_DEFAULT else nightly(row) for row in range(len(KINDS))], ids=lambda r: f"row{r}"
+)
+def test_a_fault_in_every_phase_changes_no_bit(row, tmp_path, undisturbed):
+    *in_phase, in_transfer = kinds(row)
+    faults = [
+        f"{kind}:rank={i % 3},phase={phase},step={10 + 20 * i}"
+        for i, (kind, phase) in enumerate(zip(in_phase, PHASES, strict=True))
+    ]
     # the last one strikes while a newcomer fetches its state: during the recovery from another fault
-    faults += ["kill-worker:rank=1,phase=backward,step=135", f"{kind}:phase=transfer,step=135"]
+    faults += ["kill-worker:rank=1,phase=backward,step=135", f"{in_transfer}:phase=transfer,step=135"]
     given = [part for fault in faults for part in ("--fault", fault)]
     ran = run(tmp_path, "--nnodes", 3, "--spares", 1, "--detection", 0.5, *given, TINY, STEPS)
     assert ran.code == 0, ran.output[-3000:]

@@ -39,7 +39,7 @@ def formed(ran):
     return ran.fields("formed")
 
 
-@pytest.mark.parametrize("phase", ["backward", "vote"])
+@pytest.mark.parametrize("phase", ["backward", pytest.param("vote", marks=pytest.mark.nightly)])
 def test_a_lost_worker_costs_its_own_shard_only(tmp_path, undisturbed, phase):
     gate = Gate(tmp_path / "gate")  # or a slow machine would be done before the lost one is replaced
     specs = faults(f"kill-worker:rank=1,step=8,phase={phase}")
