@@ -54,7 +54,7 @@ def test_a_fault_in_every_phase_changes_no_bit(row, tmp_path, undisturbed):
     # the last one strikes while a newcomer fetches its state: during the recovery from another fault
     faults += ["kill-worker:rank=1,phase=backward,step=135", f"{in_transfer}:phase=transfer,step=135"]
     given = [part for fault in faults for part in ("--fault", fault)]
-    ran = run(tmp_path, "--nnodes", 3, "--spares", 1, "--detection", 0.5, *given, TINY, STEPS)
+    ran = run(tmp_path, "--nnodes", 3, "--spares", 1, "--detection", 1, *given, TINY, STEPS)
     assert ran.code == 0, ran.output[-3000:]
     assert ran.report["final"] == undisturbed.report["final"]
     assert ran.losses() == undisturbed.losses()
