@@ -68,7 +68,11 @@ class Decoders:
         self._start()
 
     def close(self) -> None:
-        """Ends the processes; waits for the samples that they are at."""
+        """Ends the processes; waits for the samples that they are at, but not for processes that are still starting: with
+        torch to import that takes seconds, for nothing."""
+        if not all(f.done() for f in self._greetings):
+            for process in list(self._pool._processes.values()):  # Python 3.14 has kill_workers() for this
+                process.kill()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _start(self) -> None:
