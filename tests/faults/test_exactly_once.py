@@ -32,6 +32,7 @@ def undisturbed(tmp_path_factory):
     return shared(tmp_path_factory, "samples", once)
 
 
+@pytest.mark.nightly
 def test_kills_in_every_phase_lose_and_repeat_no_sample(tmp_path, undisturbed):
     faults = [f"kill-worker:rank={i % 3},phase={phase},step={10 + 12 * i}" for i, phase in enumerate(PHASES)]
     given = [part for fault in faults for part in ("--fault", fault)]

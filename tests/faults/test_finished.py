@@ -33,6 +33,7 @@ def test_the_result_of_training_is_a_checkpoint_in_every_tier(tmp_path, undistur
     assert Archive(str(near)).steps() == [STEPS - 50, STEPS]
 
 
+@pytest.mark.nightly
 def test_one_member_reads_it_for_all(tmp_path, undisturbed, monkeypatch):
     """The object store sends every byte once, to however many replicas."""
     with S3Server() as store:

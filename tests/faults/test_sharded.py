@@ -101,6 +101,7 @@ def test_what_composes_with_it(tmp_path, flags):
             assert len(set(graphs[1:])) <= 1, log
 
 
+@pytest.mark.nightly
 def test_work_between_two_steps_uses_the_model(tmp_path, undisturbed):
     """Rank 1 dies in the middle of an evaluation; a worker that is beside the replicas takes part in another one."""
     ran = run(tmp_path, *ELASTIC, SCRIPT, STEPS, "--evaluate", "die")

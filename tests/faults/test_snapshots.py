@@ -49,7 +49,7 @@ def paused_at(home, step, *options):
     return process
 
 
-@pytest.mark.parametrize("tier", ["memory", "disk"])
+@pytest.mark.parametrize("tier", ["memory", pytest.param("disk", marks=NIGHTLY)])
 def test_a_job_that_is_killed_whole_goes_on_from_its_newest_snapshot(tmp_path, undisturbed, tier):
     every = f",every={EVERY}" if tier == "disk" else ",every=0"
     options = ["--snapshot-every", EVERY, "--checkpoint", f"{tmp_path / 'saved'}{every}"]
