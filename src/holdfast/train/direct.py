@@ -172,16 +172,6 @@ class Line(dist.Store):  # type: ignore[misc, name-defined, unused-ignore]
 class Pair(Wires):
     """The group of a donor and a newcomer."""
 
-    def abort(self) -> None:
-        """Frees every call that waits for the other end. With gloo by itself, not through its sockets: several pairs are
-        connected at once, and those that appeared meanwhile may be another pair's."""
-        if self._device is not None:
-            super().abort()
-            return
-        with self._news:
-            self._aborted = True
-            self._news.notify_all()
-
     def connect(self, store: Any) -> None:
         """As in Wires. The process has other connections that are made meanwhile, so an abort shuts down none: it ends the
         waits, and NCCL's kernels."""
