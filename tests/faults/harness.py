@@ -75,15 +75,16 @@ def start(home: Path, *args: object, job: str = "job") -> subprocess.Popen[str]:
     return process
 
 
-def wait_for(process: subprocess.Popen[str], text: str) -> None:
-    """Reads the launcher's lines until one holds the text."""
-    seen = []
+def wait_for(process: subprocess.Popen[str], *texts: str) -> None:
+    """Reads the launcher's lines until every text was in one, in whatever order."""
+    seen, missing = [], set(texts)
     assert process.stdout is not None
     for line in process.stdout:
         seen.append(line)
-        if text in line:
+        missing -= {text for text in missing if text in line}
+        if not missing:
             return
-    raise AssertionError(f"{text!r} never came:\n{''.join(seen)[-3000:]}")
+    raise AssertionError(f"{sorted(missing)} never came:\n{''.join(seen)[-3000:]}")
 
 
 def finish(process: subprocess.Popen[str], home: Path, job: str = "job", timeout: float = 100) -> Ran:

@@ -62,7 +62,7 @@ def test_a_fault_while_everybody_loads_changes_no_bit(tmp_path, undisturbed, tie
     if tier == "disk":
         remove_memory_of(tmp_path)
     rank = "" if kind == "kill-coordinator" else "rank=1,"
-    options += ["--spares", 1, "--detection", 1, "--fault", f"{kind}:{rank}phase=transfer"]
+    options += ["--spares", 1, "--detection", 0.5, "--fault", f"{kind}:{rank}phase=transfer"]
     ran = run(tmp_path, "--nnodes", 3, *options, TINY, STEPS)
     assert ran.code == 0, ran.output[-3000:]
     assert len(ran.report["incidents"]) >= 1

@@ -205,13 +205,13 @@ def test_a_disk_that_stands_still_holds_up_nothing_but_itself(tmp_path, gate_at)
         "--snapshot-every",
         EVERY,
         "--detection",
-        1,
+        1,  # a loaded machine was seen to leave a process without a turn for 0.6 s
         "--checkpoint",
         f"{tier},every=50",
     ]
-    process = start(tmp_path, *options, wide, 1_000_000, "--device-s", 0.005)
+    process = start(tmp_path, *options, wide, 1_000_000)
     gate.wait()
-    wait_for(process, "nothing of step")
+    wait_for(process, "is still on its way to", "nothing of step")
     assert whole(tier) == []
     gate.open()
     wait_for(process, "skipped meanwhile")
@@ -223,9 +223,9 @@ def test_a_disk_that_stands_still_holds_up_nothing_but_itself(tmp_path, gate_at)
     (slow,) = [fields for kind, fields in told if kind == "tier-slow"]
     skipped = [fields for kind, fields in told if kind == "checkpoint-skipped"]
     assert [(f["older"], f["url"]) for f in skipped[:1]] == [(slow["step"], str(tier))]
-    alarm = [kind for kind, _ in told].index("tier-slow")
-    assert max(reported(told[:alarm], "snapshot")) > skipped[0]["step"] > slow["step"], "training went on"
-    assert not reported(told[:alarm], "saved")
+    freed = [kind for kind, _ in told].index("saved")
+    assert skipped[0]["step"] > slow["step"], "training went on"
+    assert max(reported(told[:freed], "snapshot")) > slow["step"], "and was protected"
     first = next(fields for kind, fields in told if kind == "saved")
     assert (first["step"], first["skipped"] > 0) == (slow["step"], True)
     check_saved(ran, told, tier)

@@ -77,7 +77,7 @@ def test_a_fault_in_the_middle_of_a_copy_changes_no_bit(tmp_path, undisturbed, k
         "--fault",
         f"{kind}:rank=1,phase=snapshot,step=90",
     ]
-    options = ["--nnodes", 3, "--spares", 1, "--snapshot-every", EVERY, "--detection", 1]
+    options = ["--nnodes", 3, "--spares", 1, "--snapshot-every", EVERY, "--detection", 0.5]
     ran = run(tmp_path, *options, *faults, TINY, STEPS)
     assert ran.code == 0, ran.output[-3000:]
     assert len(ran.report["incidents"]) == 2
