@@ -1,5 +1,6 @@
 """Stripes over groups of two, with gloo between CPUs in NCCL's place."""
 
+import http.client
 import multiprocessing
 import os
 import signal
@@ -51,6 +52,38 @@ def test_stripes_of_several_donors_come_over_groups_of_two(donors, over_http):  
     state.load({"big": target}, image)
     assert digest(target) == digest(source)
     assert sum(moved) == image.index.nbytes
+    assert not over_http
+
+
+def test_nothing_is_lost_that_a_quick_donor_says_before_the_newcomer_listens(donors, over_http, monkeypatch):  # noqa: F811
+    """A newcomer that reads the headers so late that all that the donor says unasked stands behind them."""
+    source, target = Big(0), Big(1)
+    donors[0].publish(4, state.capture({"big": source}, 7))
+    said = threading.Event()
+    for name in ("_send", "wait"):
+
+        def do(line, *given, real=getattr(direct.Line, name), asks=name == "wait"):
+            if asks:
+                said.set()
+            real(line, *given)
+            said.set()
+
+        monkeypatch.setattr(direct.Line, name, do)
+
+    class Late(http.client.HTTPConnection):
+        def request(self, method, url, **more):
+            self.url = url
+            super().request(method, url, **more)
+
+        def getresponse(self):
+            assert "direct" not in self.url or said.wait(20)
+            return super().getresponse()
+
+    monkeypatch.setattr(http.client, "HTTPConnection", Late)
+    monkeypatch.setattr(direct, "CONNECT_S", 5.0)
+    image = fetch(generation_of(donors), (0,), {"big": target})
+    state.load({"big": target}, image)
+    assert digest(target) == digest(source)
     assert not over_http
 
 

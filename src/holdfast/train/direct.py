@@ -48,6 +48,9 @@ AHEAD = 2
 CONNECT_S = 20.0
 """Then the stripe comes over HTTP."""
 
+LISTENING = "listening"
+"""The newcomer's first word. What the donor said before it could be lost: whoever reads the headers of its answer may read on."""
+
 BLOCK_WORDS = 1 << 20
 FACTOR = 6364136223846793005
 """Odd, so that no block's sum is lost in what the next ones add."""
@@ -199,6 +202,7 @@ def send(sock: socket.socket, image: Image, low: int, stop: int, opened: Callabl
 
     try:
         opened(line)
+        line.wait([LISTENING])
         pair.connect(line)
         with _lane(image, pair) as lane:
             for begin in range(low, stop, CHUNK_BYTES):
@@ -246,6 +250,7 @@ def receive(sock: socket.socket, image: Image, low: int, stop: int, moved: Moved
 
     pair.waits = waits
     try:
+        line.set(LISTENING, b"")
         pair.connect(line)
         with _lane(image, pair) as lane:
             for begin in range(low, stop, CHUNK_BYTES):

@@ -153,10 +153,6 @@ class DonorServer:
                 self.send_header("Upgrade", "holdfast-direct")
                 self.end_headers()
                 self.wfile.flush()
-                if not self.connection.recv(
-                    1
-                ):  # what comes sooner would be lost in the reader of the headers
-                    return
                 with donor._open(generation) as opened, suppress(CollectiveFailed):  # it comes another way
                     direct.send(self.connection, image, *span, opened)
 
@@ -288,7 +284,6 @@ class Fetch:
         try:
             with self._connected(member, "/state/direct", (low, stop)) as (connection, response):
                 if response.status == http.HTTPStatus.SWITCHING_PROTOCOLS:
-                    connection.sock.sendall(b"\n")
                     direct.receive(connection.sock, image, low, stop, moved)
         except (OSError, http.client.HTTPException, StateError) as error:
             if not self._aborted:
