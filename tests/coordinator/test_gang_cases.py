@@ -108,6 +108,7 @@ def test_an_error_that_tells_of_a_lost_node_before_it_is_missed_is_not_the_worke
     assert "connection closed" in incident.cause
     assert "Connection closed by peer" in incident.evidence[0].text
     assert desk.state.failures == []
+    assert desk.state.nodes["n0"].failures == 0
     assert desk.state.blame.node == "n1"
     assert [n for n, _ in desk.sent(m.StartWorker)][2:] == ["n0", "n2"]
 

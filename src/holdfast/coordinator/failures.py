@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from holdfast.coordinator import forming, gang, incidents, nodes, policy, stopping, suspects
@@ -91,6 +91,15 @@ def note_failure(core: Core, step: int | None, signature: str, worker: Worker, g
     core.state.failures.append(Failure(step, signature, worker.name, worker.node, generation))
     if node := core.state.nodes.get(worker.node):
         node.failures += 1
+
+
+def forgive(core: Core, innocent: Callable[[Failure], bool]) -> None:
+    """Forgets failures that turned out to be something else's."""
+    s = core.state
+    for failure in filter(innocent, s.failures):
+        if node := s.nodes.get(failure.node):
+            node.failures -= 1
+    s.failures = [f for f in s.failures if not innocent(f)]
 
 
 # ---------------------------------------------------------------- processes that end
@@ -261,6 +270,6 @@ def injected(core: Core, injection: Injection) -> None:
     if injection.kind == "preempt-node":
         return  # the node says so itself, and leaves as planned
     if any(incidents.explains(i, injection) for i in s.incidents):
-        s.failures = [f for f in s.failures if injection.worker is None or f.worker != injection.worker]
+        forgive(core, lambda failure: failure.worker == injection.worker)
     else:
         s.injections.append(injection)

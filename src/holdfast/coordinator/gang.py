@@ -199,7 +199,7 @@ def came_first(core: Core, workers: list[Worker], node: str, cause: str) -> Inci
         return None
     if s.stop_reason is not None and core.spec.max_restarts > 0:
         return None  # a verdict, which was reached with more than this
-    s.failures = [f for f in s.failures if f.generation != incident.generation]
+    failures.forgive(core, lambda failure: failure.generation == incident.generation)
     was, names = incident.cause, [w.name for w in workers]
     incidents.caused(s, core.now, incident, cause, node, names)
     rank = incident.ranks[0] if len(incident.ranks) == 1 else None

@@ -51,8 +51,7 @@ def open_incident(
     """
     names = list(workers)
     unnamed_hang = cause.startswith(HANG) and node is None
-    generation = state.generation
-    ranks = [r for w in names if generation and (r := generation.rank_of(w)) is not None]
+    generation, ranks = state.generation, _ranks(state, names)
     known = None if quiet or kind == "kill-coordinator" else _part_of(state, now, node, names)
     if known is not None:
         if cause != known.cause:  # not what was done about it
@@ -66,7 +65,7 @@ def open_incident(
         id=len(state.incidents) + 1,
         cause=cause,
         node=node,
-        ranks=sorted(ranks),
+        ranks=ranks,
         at_step=state.committed,
         fault_at_s=injection.at_s if injection else fault_at_s,
         detected_at_s=now,
@@ -152,13 +151,10 @@ def caused(
 ) -> None:
     """What others raised has its cause here: the incident is of these workers and this node."""
     _add(incident, Evidence("", "job", incident.cause, incident.detected_at_s))
-    generation = state.generation
-    ranks = [r for w in workers if generation and (r := generation.rank_of(w)) is not None]
     incident.cause, incident.node, incident.raised = cause, node, False
-    incident.workers, incident.ranks = workers, sorted(ranks)
+    incident.workers, incident.ranks = workers, _ranks(state, workers)
     if injection := _claim(state, now, node, workers, None, False):
-        incident.injected, incident.fault = True, injection.fault
-        incident.fault_at_s = min(injection.at_s, incident.detected_at_s)
+        _began(incident, injection)
 
 
 def unexplained(state: CoreState, now: float, node: str, worker: str = "") -> Incident | None:
@@ -214,10 +210,21 @@ def explains(incident: Incident, injection: Injection) -> bool:
         or (injection.kind == incident.fault == "nan")  # whoever says it first: all have it
     )
     if incident.open and not incident.injected and hit:
-        incident.injected, incident.fault = True, injection.fault
-        incident.fault_at_s = min(injection.at_s, incident.detected_at_s)
+        _began(incident, injection)
         return True
     return False
+
+
+def _began(incident: Incident, injection: Injection) -> None:
+    """It is this injected fault's."""
+    incident.injected, incident.fault = True, injection.fault
+    incident.fault_at_s = min(injection.at_s, incident.detected_at_s)
+
+
+def _ranks(state: CoreState, workers: Iterable[str]) -> list[int]:
+    """Ascending, of those that are members."""
+    generation = state.generation
+    return sorted(r for w in workers if generation and (r := generation.rank_of(w)) is not None)
 
 
 def open_ones(state: CoreState) -> list[Incident]:
