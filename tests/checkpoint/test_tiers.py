@@ -265,8 +265,9 @@ def test_retention(archive):
     save_rank(archive, 60, 0)  # begun, perhaps still under way
     assert archive.prune(Retention(keep=2, keep_every=20)) == [10, 30]
     assert archive.steps() == [20, 40, 50]
-    assert sorted(archive.tier.folders()) == ["step-20", "step-40", "step-50", "step-60"]
+    assert sorted(archive.tier.folders()) == ["step-20", "step-35", "step-40", "step-50", "step-60"]
     assert archive.prune(Retention(keep=1), spare=20) == [40]  # training went back: 20 was saved just now
+    assert sorted(archive.tier.folders()) == ["step-20", "step-50", "step-60"]  # 35 was there the second time
     assert archive.prune(Retention(keep=0)) == [20]
     assert newest_whole(archive) == 50
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 
 from holdfast.checkpoint.layout import (
+    BEING_REMOVED,
     CHUNK_BYTES,
     FORMAT,
     MANIFEST,
@@ -37,6 +38,7 @@ class Archive:
 
     def __init__(self, tier: Tier | str) -> None:
         self.tier = open_tier(tier) if isinstance(tier, str) else tier
+        self._unfinished: set[str] = set()
 
     # ------------------------------------------------------------ what is there
 
@@ -194,7 +196,7 @@ class Archive:
 
         Raises:
             StateError: a shard is missing.
-            TierError: the tier cannot take the manifest.
+            TierError: the tier cannot take the manifest, or somebody removed what was written.
         """
         ordered = tuple(sorted(shards, key=lambda s: s.rank))
         if [s.rank for s in ordered] != list(range(len(ordered))) or not ordered:
@@ -204,7 +206,20 @@ class Archive:
         saved_at = datetime.now(UTC).isoformat(timespec="seconds")
         manifest = Manifest(FORMAT, step, len(ordered), CHUNK_BYTES, saved_at, ordered)
         self.tier.publish(f"{folder_of(step)}/{MANIFEST}", encode_manifest(manifest))
+        self._still_there(manifest)
         return manifest
+
+    def _still_there(self, manifest: Manifest) -> None:
+        """Whoever prunes may have taken it for one that nobody will finish: see `_remove_unfinished`."""
+        folder = folder_of(manifest.step)
+        files = self.tier.files(folder)
+        parts = {part.name: part.nbytes for shard in manifest.shards for part in (shard.row, shard.head)}
+        if f"{folder}/{BEING_REMOVED}" in files or not parts.items() <= files.items():
+            self.tier.remove(f"{folder}/{MANIFEST}")
+            raise TierError(
+                f"{self.where(manifest.step)} was removed while it was being written: did somebody prune, or does another "
+                "job save there, too? The next checkpoint tries again"
+            )
 
     # ------------------------------------------------------------ how one ends
 
@@ -213,19 +228,36 @@ class Archive:
         self.tier.remove(f"{folder_of(step)}/{MANIFEST}")
         self.tier.remove_folder(folder_of(step))
 
-    def prune(self, retention: Retention, spare: int | None = None) -> list[int]:
+    def prune(self, retention: Retention, spare: int | None = None, unfinished: bool = False) -> list[int]:
         """Removes what need not be kept; never the newest, nor `spare`, which was saved just now (training may have
-        gone back behind what is newest). Returns the steps removed."""
+        gone back behind what is newest). Returns the steps removed.
+
+        What was begun and never finished, and passed by since, goes when it is seen for the second time, as somebody
+        may be at it still. unfinished: at once.
+        """
         steps = self.steps()
         gone = retention.superfluous(steps, spare)
         for step in gone:
             self.remove(step)
-        newest = max(steps, default=-1)
-        for folder in self.tier.folders():  # begun, never finished, and passed by since
+        newest, seen = max(steps, default=-1), set[str]()
+        for folder in self.tier.folders():
             begun = step_of(folder)
             if begun is not None and begun < newest and begun not in (*steps, spare):
-                self.tier.remove_folder(folder)
+                seen.add(folder)
+        for folder in seen if unfinished else seen & self._unfinished:
+            self._remove_unfinished(folder)
+        self._unfinished = seen
         return gone
+
+    def _remove_unfinished(self, folder: str) -> None:
+        """Says so before it looks for the manifest; who writes that looks afterwards whether it was said. So one of them
+        sees the other, and no manifest stays whose files are gone."""
+        said = f"{folder}/{BEING_REMOVED}"
+        self.tier.publish(said, b"")
+        if self.tier.size(f"{folder}/{MANIFEST}") is None:
+            self.tier.remove_folder(folder, last=said)
+        else:
+            self.tier.remove(said)
 
 
 def _named(names: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from holdfast.errors import StateError, TierError
@@ -95,9 +95,21 @@ class DiskTier:
         with self._said(f"cleared ({name})"):
             (self.folder / name).unlink(missing_ok=True)
 
-    def remove_folder(self, name: str) -> None:
-        """Removes a folder and all files in it."""
+    def files(self, folder: str) -> dict[str, int]:
+        """The files in a folder, and the bytes of each; none when it is not there."""
+        found: dict[str, int] = {}
+        with self._said(f"listed ({folder})"), suppress(FileNotFoundError):
+            for entry in os.scandir(self.folder / folder):
+                with suppress(FileNotFoundError):  # removed, or renamed by whoever wrote it, since
+                    found[f"{folder}/{entry.name}"] = entry.stat().st_size
+        return found
+
+    def remove_folder(self, name: str, last: str = "") -> None:
+        """Removes a folder and all files in it; the file `last` when the others are gone."""
         with self._said(f"cleared ({name})"):
+            for path in self.files(name) if last else ():
+                if path != last:
+                    (self.folder / path).unlink(missing_ok=True)
             if (self.folder / name).exists():
                 shutil.rmtree(self.folder / name)
 

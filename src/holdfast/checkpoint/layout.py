@@ -26,6 +26,8 @@ of 0.9 MB (1 GiB of each of 2 ranks, read by 8) that is 3% (`bench.checkpoint`),
 much. Smaller ones make hashing slower."""
 
 MANIFEST = "manifest.json"
+BEING_REMOVED = "being-removed"
+"""A file in a folder of which somebody takes it that nobody will finish it."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True):

@@ -259,12 +259,18 @@ class ObjectTier:
                 if _is_bucket(str(error)):
                     raise
 
-    def remove_folder(self, name: str) -> None:
-        """Removes all objects below a name, up to a thousand with each request."""
-        with self._said(f"cleared ({name})"):
-            paths = [meta["path"] for found in obstore.list(self._store, name) for meta in found]
-            if paths:
-                obstore.delete(self._store, paths)
+    def files(self, folder: str) -> dict[str, int]:
+        """The objects below a name, and the bytes of each."""
+        with self._said(f"listed ({folder})"):
+            return {meta["path"]: meta["size"] for found in obstore.list(self._store, folder) for meta in found}
+
+    def remove_folder(self, name: str, last: str = "") -> None:
+        """Removes all objects below a name, up to a thousand with each request; `last` when the others are gone."""
+        paths = self.files(name)
+        for part in ([p for p in paths if p != last], [p for p in paths if p == last]):
+            if part:
+                with self._said(f"cleared ({name})"):
+                    obstore.delete(self._store, part)
 
     def _meta(self, name: str) -> tuple[int, str | None, object] | None:
         """Size and what changes when an object is replaced; None when it is not there."""

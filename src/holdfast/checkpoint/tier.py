@@ -60,8 +60,11 @@ class Tier(Protocol):
     def remove(self, name: str) -> None:
         """Removes a file; one that is not there is removed already."""
 
-    def remove_folder(self, name: str) -> None:
-        """Removes a folder and all files in it."""
+    def files(self, folder: str) -> dict[str, int]:
+        """The files in a folder, and the bytes of each; none when it is not there."""
+
+    def remove_folder(self, name: str, last: str = "") -> None:
+        """Removes a folder and all files in it; the file `last` when the others are gone."""
 
 
 def open_tier(url: str | Path) -> Tier:

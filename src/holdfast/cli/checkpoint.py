@@ -153,7 +153,7 @@ def prune(
             raise UsageError(f"{place} is one checkpoint: name the folder that it is in")
         if verified and retention.superfluous(archive.steps()):
             _check_newest(archive)
-        gone = archive.prune(retention)
+        gone = archive.prune(retention, unfinished=True)
         steps = f": {', '.join(map(str, gone))}" if gone else ""
         sys.stdout.write(f"{archive.tier.url}: {plural(len(gone), 'checkpoint')} removed{steps}\n")
 
