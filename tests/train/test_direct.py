@@ -60,15 +60,18 @@ def test_nothing_is_lost_that_a_quick_donor_says_before_the_newcomer_listens(don
     source, target = Big(0), Big(1)
     donors[0].publish(4, state.capture({"big": source}, 7))
     said = threading.Event()
-    for name in ("_send", "wait"):
+    send, wait = direct.Line._send, direct.Line.wait
 
-        def do(line, *given, real=getattr(direct.Line, name), asks=name == "wait"):
-            if asks:
-                said.set()
-            real(line, *given)
-            said.set()
+    def sends(line, frame):
+        send(line, frame)
+        said.set()
 
-        monkeypatch.setattr(direct.Line, name, do)
+    def waits(line, *given):
+        said.set()
+        wait(line, *given)
+
+    monkeypatch.setattr(direct.Line, "_send", sends)
+    monkeypatch.setattr(direct.Line, "wait", waits)
 
     class Late(http.client.HTTPConnection):
         def request(self, method, url, **more):

@@ -262,7 +262,9 @@ class ObjectTier:
     def files(self, folder: str) -> dict[str, int]:
         """The objects below a name, and the bytes of each."""
         with self._said(f"listed ({folder})"):
-            return {meta["path"]: meta["size"] for found in obstore.list(self._store, folder) for meta in found}
+            return {
+                meta["path"]: meta["size"] for found in obstore.list(self._store, folder) for meta in found
+            }
 
     def remove_folder(self, name: str, last: str = "") -> None:
         """Removes all objects below a name, up to a thousand with each request; `last` when the others are gone."""
