@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from multiprocessing.queues import SimpleQueue
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
@@ -30,7 +30,6 @@ from bench.recovery.environments import versions
 from holdfast.train.scratch import Scratch
 from holdfast.train.wires import Wires
 
-LIMIT_S = 120.0
 BLOCK_BYTES = 4 << 20
 STREAMS = 2
 STREAM_BYTES = 1 << 29
@@ -77,19 +76,14 @@ def _shown(values: list[float], scale: float) -> str:
 def _collectives(workers: int, nbytes: int, reps: int) -> Times:
     """Seconds of the slowest worker, for each collective."""
     spawn = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        results: SimpleQueue[Times] = spawn.SimpleQueue()
-        given = (workers, nbytes, reps, f"{folder}/store", results)
-        processes = [spawn.Process(target=_work, args=(rank, *given)) for rank in range(workers)]
-        for process in processes:
-            process.start()
-        times = [results.get() for _ in processes]
-        for process in processes:
-            process.join(LIMIT_S)
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(workers, mp_context=spawn) as pool:
+        given = (workers, nbytes, reps, f"{folder}/store")
+        jobs = [pool.submit(_work, rank, *given) for rank in range(workers)]
+        times = [job.result() for job in jobs]
     return {name: [max(each) for each in zip(*(t[name] for t in times), strict=True)] for name in times[0]}
 
 
-def _work(rank: int, size: int, nbytes: int, reps: int, path: str, results: SimpleQueue[Times]) -> None:
+def _work(rank: int, size: int, nbytes: int, reps: int, path: str) -> Times:
     torch.set_num_threads(1)
     wires = Wires(rank, size, "127.0.0.1")
     wires.connect(dist.FileStore(path, size))  # type: ignore[attr-defined, unused-ignore]
@@ -114,9 +108,9 @@ def _work(rank: int, size: int, nbytes: int, reps: int, path: str, results: Simp
             if nth:
                 times[name].append(time.perf_counter() - began)
             mine.fill_(rank + 1.0)
-    results.put(times)
     wires.wait(wires.start(lambda g: g.barrier()))
     wires.close()
+    return times
 
 
 # ---------------------------------------------------------------- connections

@@ -36,9 +36,8 @@ async def watched_to_the_end(job_dir: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_whoever_watches_hears_the_end_and_holds_nobody_up(tmp_path, monkeypatch):
     """The time for farewells is for agents that are silent, not for those who listen."""
     monkeypatch.setattr(service, "FAREWELL_S", 10_000.0)
-    (tmp_path / "jobs").mkdir()
     job_dir = tmp_path / "jobs" / "job"
-    job_dir.mkdir()
+    job_dir.mkdir(parents=True)
     (job_dir / "token").write_text("secret")
 
     async def soon() -> list[str]:

@@ -78,7 +78,7 @@ def import_modules(modules: list[str]) -> None:
     """Imports what workers will need."""
     # A module that asks whether there is a GPU would start CUDA here, and no fork of this process could use it then.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    gc.disable()  # what is imported stays, and looking through it again and again took a fifth of the time
+    gc.disable()  # what is imported stays, and looking through it again and again takes long
     for name in filter(None, modules):
         importlib.import_module(name)
         if name == "torch":

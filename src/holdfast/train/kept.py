@@ -1,8 +1,7 @@
 """FSDP2's own collectives, in memory that is used again.
 
-FSDP2 takes new memory for what it gathers and scatters in every layer of every step: on the CPU, with 100 million parameters
-on 2 shards, a fifth of the processor time goes into clearing it. It lets one say where else such memory comes from
-(`FSDPModule.set_custom_all_gather`).
+FSDP2 takes new memory for what it gathers and scatters in every layer of every step, which on the CPU the kernel has to clear
+each time. It lets one say where else such memory comes from (`FSDPModule.set_custom_all_gather`).
 """
 
 from __future__ import annotations
