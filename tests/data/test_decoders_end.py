@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.data.decoding import Decoders
+from holdfast.data.making import Maker
+
 SCRIPT = """
 import os, sys, threading
 import torch
@@ -39,6 +42,26 @@ hf.start(main)
 def children(pid):
     found = [int(c) for p in Path(f"/proc/{pid}/task").glob("*/children") for c in p.read_text().split()]
     return found + [grandchild for child in found for grandchild in children(child)]
+
+
+class ComesLate:
+    """Arrives in a decoding process when somebody writes into the pipe."""
+
+    def __init__(self, pipe):
+        self.pipe = pipe
+
+    def __setstate__(self, state):
+        with open(state["pipe"]):
+            pass
+
+
+def test_processes_that_are_still_starting_are_not_waited_for(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    decoders = Decoders(Maker(ComesLate(str(pipe)), None, seed=0), workers=2)
+    processes = list(decoders._pool._processes.values())
+    decoders.close()
+    assert [process.exitcode for process in processes] == [-signal.SIGKILL] * 2
 
 
 def test_decoders_that_still_import_end_with_their_worker(tmp_path):
