@@ -2,7 +2,6 @@
 
 import socket
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,10 +17,10 @@ from holdfast.train.link import Link
 
 
 @pytest.fixture
-def agent(tmp_path: Path):
+def agent():
     """The agent's end of a worker's socket, and the counter at the other."""
     ours, theirs = socket.socketpair()
-    page = ProgressPage(tmp_path / "page", create=True)
+    page = ProgressPage()
     link = Link(
         theirs, m.Start("w", "train.py", (), False, {}, ".", "", "", "", "", "127.0.0.1"), page, "token"
     )

@@ -287,7 +287,7 @@ class Agent:
                 env,
                 order.cwd,
                 str(worker.log),
-                str(worker.page_path),
+                worker.page.path,
                 str(worker.stacks),
                 str(self._token_file),
                 config.host,

@@ -43,8 +43,7 @@ class WorkerProcess:
         safe = name.replace("#", "-")
         self.log = folder / f"{safe}.log"
         self.stacks = folder / f"{safe}.stacks"
-        self.page_path = folder / f"{safe}.page"
-        self.page = ProgressPage(self.page_path, create=True)
+        self.page = ProgressPage()
         self.formed = 0
         self.attached = False
         self.ready: m.Ready | None = None
@@ -142,7 +141,6 @@ class WorkerProcess:
         self._warm.writer.close()
         self._exited(self, m.Exited(self.name, code, tuple(self.tail()), str(self.log), self._killed))
         self.page.close()
-        self.page_path.unlink(missing_ok=True)
         if self.stacks.exists() and self.stacks.stat().st_size == 0:
             self.stacks.unlink()
 

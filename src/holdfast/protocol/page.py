@@ -11,32 +11,36 @@ import os
 import signal
 import struct
 import time
-from pathlib import Path
 
 from holdfast.protocol.phases import Phase, Place
 
 STACKS_SIGNAL = signal.SIGUSR2
 """A worker that gets it writes the Python stacks of all its threads, whatever its main thread does."""
 
-_LAYOUT = struct.Struct(
-    "<qqiidddi"
-)  # generation, committed, phase, collectives, step began, phase began, last beat, waits for
+# generation, committed, phase, collectives, step began, phase began, last beat, waits for
+_LAYOUT = struct.Struct("<qqiidddi")
 _WAITS = struct.Struct("<i")
 _WAITS_AT = _LAYOUT.size - _WAITS.size
 
 
 class ProgressPage:
-    """One worker's page. The agent creates the file; the worker opens and writes it."""
+    """One worker's page. The agent makes it; the worker opens and writes it.
 
-    def __init__(self, path: Path, create: bool = False) -> None:
-        flags = os.O_RDWR | (os.O_CREAT if create else 0)
-        fd = os.open(path, flags, 0o600)
-        try:
-            if create:
-                os.ftruncate(fd, _LAYOUT.size)
-            self._map = mmap.mmap(fd, _LAYOUT.size)
-        finally:
-            os.close(fd)
+    It is in no file system: who writes to a mapped file waits for its disk now and then, and the job's folder may be on
+    that of another machine.
+
+    path: opens it in another process, while it is open here.
+    """
+
+    def __init__(self, path: str = "") -> None:
+        """path: of the page that another process made; without one it is a new page."""
+        if path:
+            self._fd = os.open(path, os.O_RDWR)
+        else:
+            self._fd = os.memfd_create("holdfast-page")
+            os.ftruncate(self._fd, _LAYOUT.size)
+        self._map = mmap.mmap(self._fd, _LAYOUT.size)
+        self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
         self.generation = 0
         self.committed = 0
         self.phase = Phase.STARTUP
@@ -78,5 +82,6 @@ class ProgressPage:
         return Place(*_LAYOUT.unpack_from(self._map, 0))
 
     def close(self) -> None:
-        """Unmaps the page; the file stays with its owner."""
+        """Gives the memory back, when the other process has closed it too."""
         self._map.close()
+        os.close(self._fd)

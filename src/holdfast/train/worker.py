@@ -12,7 +12,6 @@ import runpy
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import traceback
 from dataclasses import dataclass
@@ -80,12 +79,9 @@ def link() -> Link | None:
 def alone() -> Attachment:
     """A job of one: the messages go to a thread of this process that plays agent and coordinator."""
     ours, theirs = socket.socketpair()
-    folder = Path(tempfile.mkdtemp(prefix="holdfast-"))
-    page = folder / "page"
-    start = m.Start("alone", "", (), False, {}, ".", "", str(page), "", "", "127.0.0.1")
-    link = Link(ours, start, ProgressPage(page, create=True), "alone")
-    page.unlink()
-    folder.rmdir()
+    page = ProgressPage()
+    start = m.Start("alone", "", (), False, {}, ".", "", page.path, "", "", "127.0.0.1")
+    link = Link(ours, start, page, "alone")
     threading.Thread(target=_play_coordinator, args=(theirs,), name="holdfast-alone", daemon=True).start()
     link.listen()
     return Attachment(link, FaultPlan(link), 1, alone=True)
@@ -109,7 +105,7 @@ def become(sock: socket.socket) -> int:
     os.environ.update(start.env)
     os.chdir(start.cwd)
     _write_to(start.log)
-    page = ProgressPage(Path(start.page))
+    page = ProgressPage(start.page)
     page.enter(Phase.STARTUP)
     with Path(start.stacks).open("w") as stacks:
         faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True, chain=False)
