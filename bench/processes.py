@@ -27,12 +27,14 @@ def _end_with_parent() -> None:
 
 
 class Children:
-    """Everything this benchmark starts. Leaving the `with` block ends every descendant."""
+    """Everything this benchmark starts. Leaving the `with` block ends every descendant that was not there before."""
 
     def __init__(self) -> None:
         self._groups: list[Group] = []
+        self._before: set[int] = set()
 
     def __enter__(self) -> Children:
+        self._before = set(descendants(os.getpid(), ended=True))
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
         return self
 
@@ -40,6 +42,7 @@ class Children:
         for group in self._groups:
             group.end()
         self._end_orphans()
+        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 0)
 
     @contextlib.contextmanager
     def group(self) -> Iterator[Group]:
@@ -59,10 +62,10 @@ class Children:
 
     def _end_orphans(self) -> None:
         """With no group left, every descendant is an orphan. Collected, its CPU time counts as ours."""
-        _end_all(lambda: descendants(os.getpid()))
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
+        _end_all(lambda: set(descendants(os.getpid())) - self._before)
+        for pid in set(descendants(os.getpid(), ended=True)) - self._before:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
 
 
 class Group:
@@ -120,14 +123,14 @@ def _end_all(alive: Callable[[], Iterable[int]], limit_s: float = 10.0) -> None:
         time.sleep(0.02)
 
 
-def descendants(root: int) -> Iterator[int]:
-    """The living descendants of `root`, parents before their children."""
+def descendants(root: int, ended: bool = False) -> Iterator[int]:
+    """The living descendants of `root`, parents before their children. ended: also those that nobody has waited for."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             with contextlib.suppress(OSError):
                 fields = (folder / "stat").read_bytes().rpartition(b")")[2].split()
-                if fields[0] != b"Z":
+                if ended or fields[0] != b"Z":
                     children.setdefault(int(fields[1]), []).append(int(folder.name))
     waiting = [root]
     while waiting:
