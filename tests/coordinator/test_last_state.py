@@ -83,6 +83,18 @@ def test_the_other_holder_writes_it_when_a_node_is_lost():
     assert (outcome(desk), desk.state.durable) == ("finished", Durable(LAST, TIER.url))
 
 
+def test_a_node_that_is_to_leave_soon_has_all_of_its_time_for_it():
+    """Less than it would need to end a step."""
+    desk = done(1)
+    desk.do(e.NodeSays("n0", m.Leaving("SIGTERM", 1.0)))
+    assert outcome(desk) is None, "it is summed up"
+    desk.snapshot(LAST, "n0")
+    assert outcome(desk) is None, "it is written"
+    assert not desk.did(e.ReleaseNode)
+    desk.stores()
+    assert (outcome(desk), desk.state.durable) == ("finished", Durable(LAST, TIER.url))
+
+
 def test_nobody_is_waited_for_who_is_lost_or_has_no_room():
     desk = done()
     desk.lose("n0")

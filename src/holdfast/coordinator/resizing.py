@@ -9,7 +9,17 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from holdfast.coordinator import failures, gang, incidents, policy, remedies, saving, shards, stopping
+from holdfast.coordinator import (
+    failures,
+    gang,
+    incidents,
+    policy,
+    remedies,
+    saving,
+    shards,
+    stopping,
+    storing,
+)
 from holdfast.coordinator.events import ReleaseNode
 from holdfast.coordinator.seating import Seating
 from holdfast.coordinator.state import Change, CoreState, JobPhase, Node, Worker, WorkerPhase
@@ -364,9 +374,14 @@ def _holds_on(core: Core, node: Node) -> bool:
     """What the node does or has may be needed: while it writes a checkpoint, while a generation is put together and until
     its first commit, and when the job is about to end."""
     s = core.state
+    over = (
+        s.level == 2 and storing.ending(core) and not core.alive_workers() and storing.last_on_its_way(core)
+    )
+    if over and (storing.writes(core, node) or any(name == node.name for name, _ in s.last_from)):
+        return True  # no step has to end before it goes: all of its time is for the last state
     if core.now >= _deadline_s(core, node):
         return False
-    if any(node.name in x.waiting.values() for x in s.storing) or any(w.digest for w in s.workers.values()):
+    if storing.writes(core, node) or any(w.digest for w in s.workers.values()):
         return True
     if remedies.ordered(core, node):
         return True  # it answers first

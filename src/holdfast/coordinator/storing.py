@@ -223,6 +223,11 @@ def published(core: Core, node: Node, message: m.Published) -> None:
 # ---------------------------------------------------------------- the result of training
 
 
+def writes(core: Core, node: Node) -> bool:
+    """Whether something of a checkpoint is waited for from this node."""
+    return any(node.name in x.waiting.values() for x in core.state.storing)
+
+
 def ending(core: Core) -> bool:
     """No worker has steps to do any more."""
     s = core.state
