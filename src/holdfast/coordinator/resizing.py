@@ -374,14 +374,13 @@ def _holds_on(core: Core, node: Node) -> bool:
     """What the node does or has may be needed: while it writes a checkpoint, while a generation is put together and until
     its first commit, and when the job is about to end."""
     s = core.state
-    over = (
-        s.level == 2 and storing.ending(core) and not core.alive_workers() and storing.last_on_its_way(core)
-    )
-    if over and (storing.writes(core, node) or any(name == node.name for name, _ in s.last_from)):
-        return True  # no step has to end before it goes: all of its time is for the last state
+    writes = storing.writes(core, node)
+    saves = writes or any(name == node.name for name, _ in s.last_from)
+    if saves and s.level == 2 and not core.alive_workers():
+        return True  # no step has to end before it goes: all of its time is for what it saves
     if core.now >= _deadline_s(core, node):
         return False
-    if storing.writes(core, node) or any(w.digest for w in s.workers.values()):
+    if writes or any(w.digest for w in s.workers.values()):
         return True
     if remedies.ordered(core, node):
         return True  # it answers first
