@@ -1,0 +1,81 @@
+"""How two processes of a job show each other that they know its token, without either showing the token.
+
+A caller sends a nonce and a code over it; the server checks the code and answers with one of its own. Both are
+HMAC-SHA256 keyed with the token. So a stranger who listens where a server of the job used to listen learns nothing
+that is of use to him, and cannot give the answer by which the caller knows its own.
+
+    caller -> server    NONCE CODE(caller, server's name, what is asked, nonce)
+    server -> caller    CODE(server, server's name, what is asked, nonce)
+
+The server's name must name one process: no other one of the job, now or later, may go by it. Then a request that a
+stranger was sent in the place of a dead server is good for nobody else, and cannot be passed on to one that lives.
+What this does not give is secrecy or protection from somebody who can read or change packets on the way: that is for TLS.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+
+SCHEME = "Holdfast"
+ANSWER_HEADER = "Holdfast-Proof"
+"""HTTP: the request has `Authorization: Holdfast NONCE CODE`, the response this header."""
+MAX_CREDENTIAL = 256
+"""Characters of a credential; a longer one is refused unread."""
+_NONCE_BYTES = 16
+
+
+class Question:
+    """One request of a caller: made anew for every connection or HTTP request.
+
+    Attributes:
+        credential: `NONCE CODE`, ASCII; what is sent.
+    """
+
+    def __init__(self, token: str, server: str, *asked: str) -> None:
+        """server: the name of the process that is called. asked: what is wanted of it, bound into both codes."""
+        nonce = secrets.token_hex(_NONCE_BYTES)
+        self.credential = f"{nonce} {_code(token, 'caller', server, asked, nonce)}"
+        self._expected = _code(token, "server", server, asked, nonce)
+
+    @property
+    def authorization(self) -> str:
+        """The HTTP header's value."""
+        return f"{SCHEME} {self.credential}"
+
+    def proves(self, answer: str) -> bool:
+        """Whether this answer can only come from the server that was called."""
+        return _same(answer, self._expected)
+
+
+def answer_to(credential: str, token: str, server: str, *asked: str) -> str | None:
+    """The server's answer to a caller who knows the token; None for any other."""
+    if len(credential) > MAX_CREDENTIAL:
+        return None
+    nonce, _, code = credential.partition(" ")
+    if not _same(code, _code(token, "caller", server, asked, nonce)):
+        return None
+    return _code(token, "server", server, asked, nonce)
+
+
+def bears(authorization: str, token: str) -> bool:
+    """Whether an HTTP header is `Bearer TOKEN`: for people with curl and for Prometheus, who show the token at their own
+    risk. No process of the job does."""
+    return _same(authorization, f"Bearer {token}")
+
+
+def _code(token: str, side: str, server: str, asked: tuple[str, ...], nonce: str) -> str:
+    # Each part with its length before it: no two lists of parts give the same bytes.
+    parts = [_bytes(x) for x in ("holdfast proof 1", side, server, nonce, *asked)]
+    message = b"".join(len(x).to_bytes(4, "big") + x for x in parts)
+    return hmac.new(_bytes(token), message, hashlib.sha256).hexdigest()
+
+
+def _same(given: str, expected: str) -> bool:
+    """In constant time, and for any text: hmac.compare_digest raises for text that is not ASCII."""
+    return hmac.compare_digest(_bytes(given), _bytes(expected))
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")

@@ -1,0 +1,63 @@
+"""Mutual proof of the job's token: who passes, and that nothing of use is shown to anybody else."""
+
+import pytest
+
+from holdfast.protocol.proof import MAX_CREDENTIAL, Question, answer_to, bears
+
+ASKED = ("GET", "/status?a=1")
+
+
+def test_both_sides_know_the_token():
+    question = Question("token", "coordinator 1", *ASKED)
+    answer = answer_to(question.credential, "token", "coordinator 1", *ASKED)
+    assert answer is not None
+    assert question.proves(answer)
+    assert "token" not in question.credential
+    assert "token" not in answer
+
+
+@pytest.mark.parametrize(
+    ("token", "server", "asked"),
+    [
+        ("another", "coordinator 1", ASKED),
+        ("token", "coordinator 2", ASKED),
+        ("token", "coordinator 1", ("POST", "/status?a=1")),
+        ("token", "coordinator 1", ("GET/status?a=1",)),
+        ("token", "coordinator 1", ()),
+    ],
+)
+def test_a_credential_is_good_for_one_token_server_and_request(token, server, asked):
+    question = Question("token", "coordinator 1", *ASKED)
+    assert answer_to(question.credential, token, server, *asked) is None
+    good = answer_to(Question(token, server, *asked).credential, token, server, *asked)
+    assert good is not None
+    assert not question.proves(good)
+
+
+def test_a_server_cannot_answer_with_what_it_was_sent():
+    question = Question("token", "coordinator 1", *ASKED)
+    nonce, code = question.credential.split()
+    assert not question.proves(code)
+    assert not question.proves(nonce)
+    assert not question.proves(question.credential)
+
+
+@pytest.mark.parametrize("text", ["", " ", "é", "é é", "\udcff", "\ud800 x", "a" * 10_000_000, "x " * 200])
+def test_any_text_is_refused_and_raises_nothing(text):
+    assert answer_to(text, "token", "s") is None
+    assert not Question("token", "s").proves(text)
+    assert not bears(text, "token")
+    assert not bears(f"Bearer {text}", "token")
+
+
+def test_credentials_are_short_and_never_twice_the_same():
+    first, second = (Question("token", "s", *ASKED).credential for _ in range(2))
+    assert first != second
+    assert len(first) <= MAX_CREDENTIAL
+    assert first.isascii()
+
+
+def test_a_bearer_shows_the_token():
+    assert bears("Bearer token", "token")
+    assert not bears("Bearer token ", "token")
+    assert not bears("token", "token")
