@@ -2,30 +2,17 @@
 # Runs a command beside a real S3 server, Ceph's gateway, and stops the server when the command has ended:
 #
 #     tests/s3/with-store.sh pytest -m s3 tests/s3
+#     tests/s3/with-store.sh missing                the packages that it would install
 #
 # The server is one monitor, one storage daemon that keeps its bytes in memory, and the gateway, all on loopback and
 # free ports, as children of this script. The command finds endpoint, keys and bucket in its environment.
 set -euo pipefail
 
 NEEDS=(ceph-mon ceph-osd radosgw ceph-common)
+PACKAGES=$(dirname "$0")/../packages.sh
 WAIT_S=60 # for each daemon to answer
 STORE_BYTES=$((1 << 30)) # a full store hangs: tests stay far below
 export AWS_ACCESS_KEY_ID=holdfast AWS_SECRET_ACCESS_KEY AWS_REGION=us-east-1 HOLDFAST_S3_BUCKET=checkpoints
-
-packages() {
-  local missing
-  missing=$(dpkg-query -W -f '${Package} ${db:Status-Status}\n' "${NEEDS[@]}" 2>/dev/null | awk '$2 == "installed" {print $1}')
-  missing=$(comm -23 <(printf '%s\n' "${NEEDS[@]}" | sort) <(sort <<<"$missing") | xargs)
-  [ -z "$missing" ] && return
-  if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
-    echo "the S3 server needs: apt-get install --no-install-recommends $missing (Debian 12 or newer)" >&2
-    exit 1
-  fi
-  # A daemon that its package would start is none of ours; where a policy forbids starts already, it stays.
-  echo "installing $missing" >&2
-  apt-get update -q >/dev/null
-  DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 apt-get install -q -y --no-install-recommends $missing >/dev/null
-}
 
 free_ports() {
   python3 -c '
@@ -107,7 +94,10 @@ stop() {
   rm -rf "$HOME_DIR"
 }
 
-packages
+if [ "${1:-}" = missing ]; then
+  exec "$PACKAGES" missing "${NEEDS[@]}"
+fi
+"$PACKAGES" install "the S3 server" "${NEEDS[@]}"
 HOME_DIR=$(mktemp -d)
 CHILDREN=()
 trap stop EXIT

@@ -8,6 +8,7 @@
 #   cluster.sh cut|heal NODE       its network cable
 #   cluster.sh exec NODE COMMAND   runs a command on the node
 #   cluster.sh slurmctld stop|start
+#   cluster.sh missing             the packages that it would install
 set -euo pipefail
 
 NODES=6
@@ -15,26 +16,16 @@ NEEDS=(iproute2 munge slurm-client slurm-wlm-basic-plugins slurmctld slurmd)
 WAIT_S=60
 NET=10.77.0
 SELF=$(readlink -f "$0")
+PACKAGES=$(dirname "$SELF")/../packages.sh
 names() { seq -f n%g 1 $NODES; }
 address() { echo "$NET.$((10 + ${1#n}))"; }
 
 packages() {
-  local missing
-  missing=$(dpkg-query -W -f '${Package} ${db:Status-Status}\n' "${NEEDS[@]}" 2>/dev/null | awk '$2 == "installed" {print $1}')
-  missing=$(comm -23 <(printf '%s\n' "${NEEDS[@]}" | sort) <(sort <<<"$missing") | xargs)
   if [ "$(id -u)" != 0 ]; then
     echo "the nodes of the test cluster are namespaces, which only root can make" >&2
     exit 1
   fi
-  [ -z "$missing" ] && return
-  if ! command -v apt-get >/dev/null; then
-    echo "the test cluster needs: apt-get install --no-install-recommends $missing (Debian 12 or newer)" >&2
-    exit 1
-  fi
-  echo "installing $missing" >&2
-  apt-get update -q >/dev/null
-  # Daemons that their packages would start are none of ours.
-  DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 apt-get install -q -y --no-install-recommends $missing >/dev/null
+  "$PACKAGES" install "the test cluster" "${NEEDS[@]}"
 }
 
 configure() {
@@ -191,6 +182,7 @@ start() {
 }
 
 case ${1:-} in
+  missing) exec "$PACKAGES" missing "${NEEDS[@]}" ;;
   with)
     shift
     packages
@@ -227,7 +219,7 @@ case ${1:-} in
     esac
     ;;
   *)
-    sed -n '2,10s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,11s/^# \{0,1\}//p' "$0" >&2
     exit 2
     ;;
 esac
