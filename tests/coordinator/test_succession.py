@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from holdfast.coordinator.clock import Anchor, CoreClock
+from holdfast.coordinator.events import StopRequested
+from holdfast.coordinator.service import Coordinator
 from holdfast.coordinator.store import FIRST, Store, newest_ledger, own_ledger, succeed
+from holdfast.protocol.job import JobSpec, Resume
 from holdfast.protocol.tenure import claim_term, newest_term
 
 
@@ -38,6 +43,41 @@ def test_the_clock_of_one_machine_is_its_own() -> None:
     again = CoreClock(first.anchor, boot="this machine")
     assert again() == pytest.approx(time.monotonic(), abs=1.0)
     assert again() >= first.anchor.now_s
+
+
+def test_the_clock_does_not_go_back_where_utc_is_behind() -> None:
+    anchor = Anchor(5_000_000.0, time.time() + 3600.0, "the other machine", steady_s=12.0)
+    assert CoreClock(anchor, boot="this machine")() >= anchor.now_s
+
+
+def test_the_clock_goes_on_when_a_successor_is_started_again_on_its_own_machine() -> None:
+    first = Anchor(5_000_000.0, time.time() - 7.0, "the other machine", steady_s=12.0)
+    successor = CoreClock(first, boot="this machine")
+    again = CoreClock(successor.anchor, boot="this machine")
+    assert again() == pytest.approx(successor(), abs=1.0)
+    assert again() >= successor.anchor.now_s - 1e-3
+
+
+def test_every_state_is_kept_with_the_time_of_the_core(tmp_path: Path) -> None:
+    """Else a successor elsewhere would begin at the time at which its predecessor began."""
+    job_dir = tmp_path / "jobs" / "job"
+    job_dir.mkdir(parents=True)
+    (job_dir / "token").write_text("token")
+
+    async def handled() -> float:
+        coordinator = Coordinator(job_dir, JobSpec("job", "x.py"), Resume())
+        now_s = coordinator._clock()
+        coordinator.handle(StopRequested("test"))
+        coordinator._store.close()
+        await coordinator._memory.close()
+        return now_s
+
+    handled_s = asyncio.run(handled())
+    store = Store(job_dir / FIRST, read_only=True)
+    value = store.kept("clock")
+    store.close()
+    assert value is not None
+    assert msgspec.msgpack.decode(value, type=Anchor).now_s >= handled_s
 
 
 def test_a_successor_has_a_ledger_of_its_own(tmp_path: Path) -> None:

@@ -13,29 +13,40 @@ import msgspec
 
 
 class Anchor(msgspec.Struct, frozen=True):
-    """What the core's clock showed at a moment that any machine knows. boot: of which machine's run."""
+    """What the core's clock showed at a moment that any machine knows. boot: of which machine's run; steady_s: what that
+    machine's own clock showed."""
 
     now_s: float
     utc_s: float
     boot: str
+    steady_s: float = 0.0
 
 
 class CoreClock:
-    """Call it for the time now. anchor: of the coordinator before, None for a new job."""
+    """Call it for the time now. anchor: the newest of the coordinator before, None for a new job.
+
+    No event of the state that goes with the anchor is later than the anchor, so a clock that begins there or later never
+    goes back.
+    """
 
     def __init__(self, anchor: Anchor | None, boot: str | None = None) -> None:
-        boot = boot_id() if boot is None else boot
-        steady_s, utc_s = time.monotonic(), time.time()
-        self._offset_s = 0.0
-        if anchor is not None:
-            elsewhere = anchor.boot != boot
-            self._offset_s = anchor.now_s + utc_s - anchor.utc_s - steady_s if elsewhere else 0.0
-            if not elsewhere and anchor.now_s > steady_s:
-                self._offset_s = anchor.now_s - steady_s
-        self.anchor = Anchor(steady_s + self._offset_s, utc_s, boot)
+        self._boot = boot_id() if boot is None else boot
+        if anchor is None:
+            self._offset_s = 0.0
+        elif anchor.boot == self._boot:
+            self._offset_s = anchor.now_s - anchor.steady_s
+        else:  # UTC here may be behind: then no time has passed, rather than less than none
+            passed_s = max(0.0, time.time() - anchor.utc_s)
+            self._offset_s = anchor.now_s + passed_s - time.monotonic()
+        self.anchor = self.mark()
 
     def __call__(self) -> float:
         return time.monotonic() + self._offset_s
+
+    def mark(self) -> Anchor:
+        """The time now, for the next coordinator: to be kept with every state."""
+        steady_s = time.monotonic()
+        return Anchor(steady_s + self._offset_s, time.time(), self._boot, steady_s)
 
 
 def boot_id() -> str:

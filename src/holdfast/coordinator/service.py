@@ -55,7 +55,6 @@ class Coordinator:
         saved = self._store.load()
         kept = self._store.kept("clock")
         self._clock = CoreClock(msgspec.msgpack.decode(kept, type=Anchor) if kept else None)
-        self._store.keep("clock", msgspec.msgpack.encode(self._clock.anchor))
         self._core = Core(spec, saved)
         self._injector = Injector(spec.faults)
         self._resumed = saved is not None
@@ -232,6 +231,7 @@ class Coordinator:
             store.add_steps(told_s, said.losses, said.generation, len(state.generation.members))
         if actions or not _routine(event):
             store.save(state)
+            store.keep("clock", msgspec.msgpack.encode(self._clock.mark()))
             store.keep("injector", msgspec.msgpack.encode(self._injector.plans))
         store.commit()
         return entries
