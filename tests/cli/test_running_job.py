@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import socket
 import subprocess
 import sys
 
@@ -20,10 +21,13 @@ def job(home):
     folder = JobFolder("live")
     folder.prepare(JobSpec("live", "train.py", min_nodes=1, max_nodes=2))
     ends, begins = os.pipe()
+    listener = socket.create_server(("127.0.0.1", 0))
+    passed = [f"--job-dir={folder.path}", f"--listen-fd={listener.fileno()}", f"--lifeline={ends}"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "holdfast.coordinator", f"--job-dir={folder.path}", f"--lifeline={ends}"],
-        pass_fds=(folder.lock, ends),
+        [sys.executable, "-m", "holdfast.coordinator", *passed],
+        pass_fds=(folder.lock, listener.fileno(), ends),
     )
+    listener.close()
     folder.close()
     yield folder
     process.kill()

@@ -1,6 +1,7 @@
 """The coordinator's last words."""
 
 import asyncio
+import socket
 from pathlib import Path
 
 import aiohttp
@@ -19,15 +20,16 @@ async def watched_to_the_end(job_dir: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(service, "write_endpoint", lambda _, endpoint: listens.set_result(endpoint))
     spec = JobSpec(name="job", script="train.py", min_nodes=1, max_nodes=1)
     coordinator = Coordinator(job_dir, spec, Resume())
-    serving = asyncio.create_task(coordinator.serve("127.0.0.1", 0))
+    listening = socket.create_server(("127.0.0.1", 0))
+    serving = asyncio.create_task(coordinator.serve(listening, "127.0.0.1"))
     where = await listens
     kinds = []
     headers = {"Authorization": "Bearer secret"}
     async with aiohttp.ClientSession(headers=headers) as session:
-        async with session.ws_connect(f"{where.url}/watch") as socket:
+        async with session.ws_connect(f"{where.url}/watch") as watch:
             async with session.post(f"{where.url}/stop") as answer:
                 assert answer.status == 200
-            async for frame in socket:
+            async for frame in watch:
                 kinds.append(msgspec.json.decode(frame.data)["kind"])
         await serving
     return kinds

@@ -34,6 +34,8 @@ def give_up_when_gone(websocket: aiohttp.ClientWebSocketResponse, within_s: floa
 
 _codec: Codec[m.ToAgent] = Codec(m.ToAgent)
 RETRY_S = (0.02, 0.05, 0.1, 0.2, 0.5)
+ANSWER_S = 10.0
+"""For a coordinator to take a connection. The launcher's socket accepts it while there is none."""
 KEPT_MESSAGES = 10_000
 REPEATED = 512
 """So many of the newest losses are told again on a new connection: a coordinator that died, or hung before that, may not
@@ -84,8 +86,9 @@ class CoordinatorLink:
         """Runs until cancelled."""
         lost_at = time.monotonic()
         attempt = 0
-        # A machine that is gone does not refuse a connection: it lets one wait.
-        limit = aiohttp.ClientTimeout(total=None, sock_connect=4 * self._heartbeat_s)
+        # A machine that is gone does not refuse a connection: it lets one wait. A coordinator that is being started lets
+        # it wait for an answer; the connection is then served as soon as it listens.
+        limit = aiohttp.ClientTimeout(total=None, sock_connect=4 * self._heartbeat_s, sock_read=ANSWER_S)
         async with aiohttp.ClientSession(timeout=limit) as session:
             while True:
                 if await self._converse(session):

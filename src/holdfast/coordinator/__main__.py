@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -13,32 +14,28 @@ import msgspec
 from holdfast.coordinator.service import Coordinator
 from holdfast.protocol.job import JobSpec, Resume
 
-EXIT_PORT = 3
-
 
 def main() -> int:
-    """Serves until the job is over. Exit code 3: the port is taken; 4: another took its place."""
+    """Serves until the job is over. Exit code 4: another took its place."""
     parser = argparse.ArgumentParser(prog="holdfast.coordinator")
     parser.add_argument("--job-dir", type=Path, required=True)
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument(
+        "--listen-fd", type=int, required=True, help="a socket that listens; it stays the launcher's too"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="by which others reach it")
     parser.add_argument("--term", type=int, default=0, help="of office; 0: nobody else could hold it")
     parser.add_argument("--lifeline", type=int)
     given = parser.parse_args()
     os.umask(0o077)
     spec = msgspec.json.decode((given.job_dir / "spec.json").read_bytes(), type=JobSpec)
     resume = msgspec.json.decode((given.job_dir / "resume.json").read_bytes(), type=Resume)
-    try:
-        asyncio.run(_serve(given, spec, resume))
-    except OSError as error:
-        print(f"holdfast: cannot listen on {given.host}:{given.port}: {error.strerror}", file=sys.stderr)
-        return EXIT_PORT
+    asyncio.run(_serve(given, spec, resume))
     return 0
 
 
 async def _serve(given: argparse.Namespace, spec: JobSpec, resume: Resume) -> None:
     coordinator = Coordinator(given.job_dir, spec, resume, given.term)
-    await coordinator.serve(given.host, given.port, given.lifeline)
+    await coordinator.serve(socket.socket(fileno=given.listen_fd), given.host, given.lifeline)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import asyncio
 import hmac
 import os
 import signal
+import socket
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,7 +31,7 @@ from holdfast.coordinator.store import LedgerEntry, Store, own_ledger
 from holdfast.errors import ProtocolError, UsageError
 from holdfast.protocol import messages as m
 from holdfast.protocol.availability import Availability, NodeGoing
-from holdfast.protocol.endpoint import Endpoint, write_endpoint
+from holdfast.protocol.endpoint import BACKLOG, Endpoint, write_endpoint
 from holdfast.protocol.faults import NODE_FAULTS, FaultKind, check_watched, node_name, parse_fault
 from holdfast.protocol.frames import Codec, encode
 from holdfast.protocol.job import JobSpec, Resume
@@ -79,11 +80,12 @@ class Coordinator:
         """How the job ended; None while it runs."""
         return self._core.state.outcome
 
-    async def serve(self, host: str, port: int, lifeline: int | None = None) -> None:
-        """Listens until the job is over. `lifeline`: a pipe whose end says that the launcher is gone.
+    async def serve(self, listener: socket.socket, host: str, lifeline: int | None = None) -> None:
+        """Serves until the job is over.
 
-        Raises:
-            OSError: the port is taken.
+        Args:
+            listener: where others connect already. host: by which they reach it.
+            lifeline: a pipe whose end says that the launcher is gone.
         """
         if newest_term(self._job_dir) > self._term:
             os._exit(EXIT_DEPOSED)
@@ -108,13 +110,9 @@ class Coordinator:
         )
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=FAREWELL_S)
         await runner.setup()
-        site = web.TCPSite(runner, host, port, reuse_address=True)
-        await site.start()
-        server = site._server
-        assert isinstance(server, asyncio.Server)
-        bound = server.sockets[0].getsockname()[1]
         self._take_over()
-        write_endpoint(self._job_dir, Endpoint(host, bound, os.getpid()))
+        write_endpoint(self._job_dir, Endpoint(host, listener.getsockname()[1], os.getpid()))
+        await web.SockSite(runner, listener, backlog=BACKLOG).start()
         loop = asyncio.get_running_loop()
         self._look_at_clock()
         loop.add_signal_handler(signal.SIGINT, lambda: None)

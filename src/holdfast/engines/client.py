@@ -119,7 +119,9 @@ class JobClient:
             url = self._url(f"/watch?after={after}")
             if url is None:
                 return
-            async with self._session.ws_connect(url) as socket:
+            async with asyncio.timeout(PATIENCE_S):
+                socket = await self._session.ws_connect(url)
+            async with socket:
                 async for frame in socket:
                     if frame.type is aiohttp.WSMsgType.TEXT:
                         yield msgspec.json.decode(frame.data, type=Announcement)

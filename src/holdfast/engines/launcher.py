@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import socket
 import sys
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -14,9 +16,9 @@ import msgspec
 from holdfast.engines.base import Engine
 from holdfast.engines.client import Announcement, JobClient
 from holdfast.errors import HoldfastError, UsageError
+from holdfast.protocol.endpoint import BACKLOG
 from holdfast.protocol.job import JobSpec
 
-COORDINATOR_PORT_TAKEN = 3
 COORDINATOR_DEPOSED = 4
 ATTEMPTS = 3
 
@@ -58,6 +60,7 @@ class Launcher(ABC):
         self.engine: Engine | None = None
         self.interrupts = 0
         self._coordinator: asyncio.subprocess.Process | None = None
+        self._listener: socket.socket | None = None
         self._lifeline, self._held = os.pipe()
         self._orders: asyncio.Queue[Announcement] = asyncio.Queue()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -74,12 +77,13 @@ class Launcher(ABC):
         """Runs the job to its end; returns the report.
 
         Raises:
-            UsageError: the port is taken.
+            UsageError: the port cannot be had; nothing was started or changed.
             HoldfastError: the coordinator cannot be kept running.
             Deposed: another launcher took over.
         """
-        self.engine = await self.open()
         try:
+            self._listener = _listen(self.host, self.port)
+            self.engine = await self.open()
             await self._start_coordinator()
             await self.staff()
             watching = asyncio.create_task(self._watch())
@@ -91,6 +95,7 @@ class Launcher(ABC):
                     task.cancel()
                 await self.abandon()
                 raise
+            self._listener.close()  # whoever waits for an answer hears at once that there will be none
             try:
                 async with asyncio.timeout(1.0):
                     await watching  # its last announcement may still be on the way
@@ -104,16 +109,19 @@ class Launcher(ABC):
     # ------------------------------------------------------------ the coordinator
 
     async def _start_coordinator(self) -> None:
+        """The socket stays this process's, and every coordinator gets it: while the job lives nobody else can listen
+        there, and who connects while there is no coordinator waits in the kernel for the next."""
+        assert self._listener is not None
         self._coordinator = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             "holdfast.coordinator",
             f"--job-dir={self.job_dir}",
             f"--host={self.host}",
-            f"--port={self.port}",
+            f"--listen-fd={self._listener.fileno()}",
             f"--term={self.term}",
             f"--lifeline={self._lifeline}",
-            pass_fds=(*self.inherited, self._lifeline),
+            pass_fds=(*self.inherited, self._lifeline, self._listener.fileno()),
             stdin=asyncio.subprocess.DEVNULL,
             start_new_session=True,
         )
@@ -126,8 +134,6 @@ class Launcher(ABC):
             code = await self._coordinator.wait()
             if code == 0 or self.interrupts > 1:
                 return
-            if code == COORDINATOR_PORT_TAKEN:
-                raise UsageError(f"port {self.port} is in use; choose another --port, or leave it out")
             if code == COORDINATOR_DEPOSED:
                 raise Deposed("another coordinator has the job")
             failures = failures + 1 if code > 0 else 0
@@ -206,6 +212,8 @@ class Launcher(ABC):
         self.end_now()
         if self._coordinator is not None:
             await self._coordinator.wait()
+        if self._listener is not None:
+            self._listener.close()
         if self.engine is not None:
             await self.engine.close()
         os.close(self._held)
@@ -217,3 +225,12 @@ class Launcher(ABC):
         except (OSError, msgspec.MsgspecError):
             return {"outcome": "killed", "reason": "stopped at once", "incidents": []}
         return report
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), backlog=BACKLOG)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise UsageError(f"port {port} is in use; choose another --port, or leave it out") from None
+        raise UsageError(f"cannot listen on {host}:{port}: {error.strerror}") from None

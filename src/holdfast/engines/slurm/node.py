@@ -116,7 +116,7 @@ class StandBy:
             return False
         token = (self._job_dir / "token").read_text().strip()
         limit_s = self._spec.timing.detection_s
-        limit = aiohttp.ClientTimeout(total=None, sock_connect=limit_s / 2)
+        limit = aiohttp.ClientTimeout(total=None, sock_connect=limit_s / 2, sock_read=limit_s)
         try:
             async with (
                 aiohttp.ClientSession(timeout=limit) as session,
