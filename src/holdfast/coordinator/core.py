@@ -74,6 +74,8 @@ class Core:
         self.inspection = hangs.Inspection()
         self.peers = comparing.Peers()
         self.curves = suspects.Curves()
+        self.moved = True
+        """Whether the newest events may have changed when a Tick is due."""
         self._out: list[Action] = []
 
     # ------------------------------------------------------------ in and out
@@ -88,16 +90,41 @@ class Core:
         if self.state.began_s == 0.0:
             self.state.began_s = now
         if self.state.phase is not JobPhase.ENDED:
+            self.moved = False
             for event in events:
-                self._dispatch(event)
-            self._check_deadlines()
-            self._advance()
-            nodes.forget(self)
+                self.moved = self._takes(event) or self.moved
+            if self.moved:
+                self._check_deadlines()
+                self._advance()
+                nodes.forget(self)
         else:
             for event in events:
                 self._after_the_end(event)
         out, self._out = self._out, []
         return out
+
+    def _takes(self, event: Event) -> bool:
+        """Takes one event in. Returns whether it may change what comes next, or be the time for something.
+
+        What follows that looks at every node and worker, and signs of life come from each of them many times a second:
+        together that would grow with the square of the nodes. A sign of life only ever moves deadlines later, and another
+        commit of a generation that has one moves none, so the Tick that is planned already comes early enough.
+        """
+        settled, queued = self._settled(), len(self._out)
+        self._dispatch(event)
+        if len(self._out) > queued or not isinstance(event, NodeSays):
+            return True
+        said = event.message.message if isinstance(event.message, m.FromWorker) else event.message
+        if isinstance(said, m.Progress):
+            return not settled
+        return not isinstance(said, m.Heartbeat | m.Restoring | m.StoreProgress)
+
+    def _settled(self) -> bool:
+        """The newest generation trains, and has committed a step: nothing waits for its next one."""
+        s = self.state
+        if s.phase is not JobPhase.RUNNING or s.generation is None:
+            return False
+        return s.generation_committed > s.generation.start
 
     def _after_the_end(self, event: Event) -> None:
         if isinstance(event, NodeJoined):

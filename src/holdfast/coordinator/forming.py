@@ -18,7 +18,7 @@ from holdfast.coordinator import (
     storing,
 )
 from holdfast.coordinator.seating import Seating
-from holdfast.coordinator.state import JobPhase, Snapshot, Worker, WorkerPhase
+from holdfast.coordinator.state import CoreState, JobPhase, Seat, Snapshot, Worker, WorkerPhase
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import Durable
 from holdfast.protocol.snapshots import Copy, Holder
@@ -74,12 +74,12 @@ def collective_error(core: Core, worker: Worker, message: m.CollectiveError) -> 
         return
     if worker.phase is WorkerPhase.MEMBER:
         core.record("collective-error", worker=worker.name, step=message.step, detail=message.detail)
-        form = s.forms[worker.name]
-        if form.restore and message.step < 0 and s.phase is JobPhase.RUNNING:
-            if form.copy is not None:
-                saving.unread(core, form.copy)
-            elif form.durable is not None:
-                storing.unread(core, form.durable, message)
+        seat = s.seats[worker.name]
+        if seat.restore and message.step < 0 and s.phase is JobPhase.RUNNING:
+            if seat.copy is not None:
+                saving.unread(core, seat.copy)
+            elif seat.durable is not None:
+                storing.unread(core, seat.durable, message)
         break_generation(core, "a collective failed")
 
 
@@ -244,7 +244,8 @@ def _form(core: Core, survivors: list[Worker], kept: list[Worker], fresh: list[W
             (tuple(r for r in column if ranks[r] in holders)[:MAX_DONORS] if live else ()) or readers
         )
         served.append(any(ranks[r] in restore for r in column) and len(column) > len(readers))
-    s.forms = {}
+    s.seats, s.givers = {}, tuple(givers)
+    mtbf_s = saving.mean_time_between_failures_s(core)
     for rank, name in enumerate(ranks):
         copy: Copy | None = None
         sources: tuple[Holder, ...] = ()
@@ -254,23 +255,22 @@ def _form(core: Core, survivors: list[Worker], kept: list[Worker], fresh: list[W
             copy, sources = saving.sources(core, snapshot, position, node)
         elif snapshot is not None:
             others = tuple(saving.sources(core, snapshot, x, node) for x in range(snapshot.world))
-        donors = givers[position]
-        reads = durable is not None and rank in donors
-        form = m.Form(
-            s.generation,
+        gives = rank in givers[position]
+        reads = durable is not None and gives
+        seat = Seat(
             rank,
             apply=name in outcome.apply,
             restore=name in restore,
-            serve=served[position] and rank in donors,
-            donors=donors if name in restore and not reads else (),
+            serve=served[position] and gives,
+            fetches=name in restore and not reads,
             copy=copy,
             holders=sources,
             durable=durable if reads else None,
             saves=rank in savers,
-            mtbf_s=saving.mean_time_between_failures_s(core),
+            mtbf_s=mtbf_s,
             shards=others if name in restore else (),
         )
-        _enroll(core, s.workers[name], form, start)
+        _enroll(core, s.workers[name], seat, start)
     s.phase, s.generation_committed, s.committed = JobPhase.RUNNING, start, max(start, s.committed)
     s.form_deadline_s = s.wait_deadline_s = s.form_after_s = None
     s.waiting = False
@@ -315,13 +315,33 @@ def _source(outcome: policy.Outcome, snapshot: Snapshot | None, durable: Durable
     return "memory" if snapshot else "disk" if durable else "fresh"
 
 
-def _enroll(core: Core, worker: Worker, form: m.Form, start: int) -> None:
+def form(state: CoreState, worker: Worker) -> m.Form:
+    """What a member is told of the newest generation, at first and when it has to be told again."""
+    assert state.generation is not None
+    seat = state.seats[worker.name]
+    return m.Form(
+        state.generation,
+        seat.rank,
+        apply=seat.apply,
+        restore=seat.restore,
+        serve=seat.serve,
+        donors=state.givers[state.generation.members[seat.rank].position] if seat.fetches else (),
+        copy=seat.copy,
+        holders=seat.holders,
+        durable=seat.durable,
+        saves=seat.saves,
+        mtbf_s=seat.mtbf_s,
+        shards=seat.shards,
+    )
+
+
+def _enroll(core: Core, worker: Worker, seat: Seat, start: int) -> None:
     worker.phase = WorkerPhase.MEMBER
     worker.prepared, worker.restored = False, None
     worker.committed = start
     core.state.blames.pop(worker.name, None)
-    core.state.forms[worker.name] = form
-    core.tell(worker, form)
+    core.state.seats[worker.name] = seat
+    core.tell(worker, form(core.state, worker))
 
 
 def _rung(core: Core, fresh: list[Worker], world: int) -> str:

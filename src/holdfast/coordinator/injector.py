@@ -170,7 +170,7 @@ class Injector:
         if spec.node is not None:
             return next((x for x in members if x.node == node_name(spec.node)), None)
         if spec.phase == "transfer":
-            restoring = [x for x in members if state.forms.get(x.worker) and state.forms[x.worker].restore]
+            restoring = [x for x in members if (seat := state.seats.get(x.worker)) and seat.restore]
             return restoring[0] if restoring else None
         return random.Random(f"{spec.seed}/{plan.id}/{plan.fired}").choice(members)
 

@@ -248,7 +248,7 @@ def _repeat(core: Core, worker: Worker, view: m.WorkerView) -> None:
         return
     number = s.generation.number
     if view.formed < number:
-        core.tell(worker, s.forms[worker.name])
+        core.tell(worker, forming.form(s, worker))
     if s.yielding:
         core.tell(worker, m.Yield(number))
     elif s.phase is JobPhase.BREAKING:
@@ -410,7 +410,7 @@ def forget(core: Core) -> None:
         for name in gone[:-KEPT_GONE]:
             if name not in members and s.workers[name].digest is None:
                 del s.workers[name]
-                s.forms.pop(name, None)
+                s.seats.pop(name, None)
         needed = {f.worker for f in s.failures}
         s.blames = {w: b for w, b in s.blames.items() if w in s.workers or w in needed}
     for name in list(s.health.turned_away)[:-KEPT_GONE]:

@@ -130,8 +130,8 @@ def _restoring(state: CoreState, worker: Worker) -> bool:
         return False
     if state.level != 2:
         return worker.restored is not None and worker.restored[0] < worker.restored[1]
-    form = state.forms.get(worker.name)
-    return worker.joined < state.number and form is not None and form.restore
+    seat = state.seats.get(worker.name)
+    return worker.joined < state.number and seat is not None and seat.restore
 
 
 def _saving(state: CoreState, now: float) -> dict[str, Any]:

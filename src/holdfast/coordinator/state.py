@@ -12,8 +12,8 @@ import msgspec
 from holdfast.coordinator.casebook import Checking, Evidence, Health
 from holdfast.protocol.health import Remedy, Severity
 from holdfast.protocol.job import Durable, JobSpec
-from holdfast.protocol.messages import Form, Generation, Ready, Stop
-from holdfast.protocol.snapshots import Copy, Shard
+from holdfast.protocol.messages import Generation, Ready, Stop
+from holdfast.protocol.snapshots import Copy, Holder, Shard
 
 
 class JobPhase(StrEnum):
@@ -124,6 +124,26 @@ class Worker(msgspec.Struct, omit_defaults=True):
     position: int = 0
     begun: int = -1
     rebuilds: int | None = None
+
+
+class Seat(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A member's own part of the newest generation: what its Form says beside the generation itself, fields as there.
+
+    The generation is kept once, in the state. In every seat it would make the state grow with the square of the workers.
+    fetches: its donors are those of its position, `CoreState.givers`.
+    """
+
+    rank: int
+    apply: bool = False
+    restore: bool = False
+    serve: bool = False
+    fetches: bool = False
+    copy: Copy | None = None
+    holders: tuple[Holder, ...] = ()
+    durable: Durable | None = None
+    saves: bool = False
+    mtbf_s: float = 0.0
+    shards: tuple[tuple[Copy, tuple[Holder, ...]], ...] = ()
 
 
 class Incident(msgspec.Struct, omit_defaults=True):
@@ -366,9 +386,9 @@ class SavingTotals(msgspec.Struct):
 
 
 class CoreState(msgspec.Struct):
-    """Everything that the core remembers.
+    """Everything that the core remembers. Its size is linear in the number of workers.
 
-    broke_cause: why the newest generation broke, until an incident explains it. fruitless: generations in a row
+    seats: of the newest generation's members. givers: of each position the ranks that its state is fetched from. broke_cause: why the newest generation broke, until an incident explains it. fruitless: generations in a row
     that broke without a commit and without anyone to blame. bad_starts: volleys of workers in a row that died
     before they were ready. joined: nodes that ever came. stops: who was told to leave, and how. waiting: the ledger
     says that the job waits for workers. asked_nodes, capacity_nodes: what a person wants, and what the engine allows.
@@ -395,7 +415,8 @@ class CoreState(msgspec.Struct):
     incarnations: int = 0
     number: int = 0
     generation: Generation | None = None
-    forms: dict[str, Form] = {}
+    seats: dict[str, Seat] = {}
+    givers: tuple[tuple[int, ...], ...] = ()
     yielding: bool = False
     committed: int = 0
     generation_committed: int = 0

@@ -230,7 +230,7 @@ def _settled(core: Core, waiting: list[Worker]) -> int:
 def _keepers(core: Core, column: list[Worker], first: bool) -> list[Worker]:
     """Who keeps a shard: those that took the snapshots, else one."""
     column = [w for w in column if core.state.nodes[w.node].snapshot_port]
-    saved = [w for w in column if core.state.forms[w.name].saves]
+    saved = [w for w in column if core.state.seats[w.name].saves]
     return saved if first and saved else column[:1]
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import msgspec
 
 from holdfast.coordinator import events as e
-from holdfast.coordinator import incidents, nodes
+from holdfast.coordinator import forming, incidents, nodes
 from holdfast.coordinator.admission import CHECKS_S
 from holdfast.coordinator.core import Core
 from holdfast.coordinator.state import CoreState, JobPhase, WorkerPhase
@@ -240,7 +240,7 @@ class Checks:
                 self.fail("%s survived and was left out of generation %d", name, generation.number)
             if worker.held is None or self._source != "live":
                 continue
-            holds = worker.held[0] + (1 if state.forms.get(name) and state.forms[name].apply else 0)
+            holds = worker.held[0] + (1 if name in state.seats and state.seats[name].apply else 0)
             self.require(
                 holds <= generation.start,
                 "generation %d starts at %d, but %s holds %d",
@@ -290,7 +290,8 @@ class Checks:
             self.require(len(there) < generation.positions, "step %d is held whole and given up", newest)
 
     def _check_donors(self, state: CoreState, generation: m.Generation) -> None:
-        for form in state.forms.values():
+        forms = {name: forming.form(state, state.workers[name]) for name in state.seats}
+        for form in forms.values():
             if not form.restore:
                 continue
             sources = (
@@ -308,7 +309,7 @@ class Checks:
                 form.copy is None or bool(form.holders), "nobody holds the copy of rank %d", form.rank
             )
             for rank in form.donors:
-                donor = state.forms[generation.members[rank].worker]
+                donor = forms[generation.members[rank].worker]
                 has = not donor.restore or donor.durable is not None
                 self.require(donor.serve and has, "rank %d is no donor", rank)
                 same = generation.members[rank].position == place

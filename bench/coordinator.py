@@ -1,0 +1,133 @@
+"""What one event costs the coordinator's core, by the size of the job: `python -m bench.coordinator [NODESxWORKERS ...]`.
+
+No sockets and no ledger: the processor time of `Core.handle`, the size of its state, and the bytes of one Form. A
+heartbeat and a progress word come from everybody many times a second, so they must cost the same at any size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from bench.machine import describe
+from holdfast.coordinator import events as e
+from holdfast.coordinator.core import Core
+from holdfast.coordinator.state import JobPhase, Worker, WorkerPhase
+from holdfast.protocol import messages as m
+from holdfast.protocol.frames import encode
+from holdfast.protocol.job import JobSpec
+from holdfast.protocol.snapshots import Saving
+
+SIZES = ("16x8", "64x8", "256x8", "4096x1")
+REPEATS = 51
+
+
+def hello(number: int, slots: int) -> m.Hello:
+    """Of one node among thousands."""
+    name = f"node-{number:05d}"
+    return m.Hello(m.PROTOCOL_VERSION, name, f"s{number}", f"{name}.cluster.local", slots, 1, (29500, 29501))
+
+
+def says(worker: Worker, message: m.WorkerMessage) -> e.NodeSays:
+    """A word of a worker, as its agent passes it on."""
+    return e.NodeSays(worker.node, m.FromWorker(worker.name, message))
+
+
+def ready(worker: Worker) -> m.Ready:
+    """Its model is built."""
+    return m.Ready("0123456789abcdef", f"{worker.node}.cluster.local", 34567, 34568)
+
+
+def job(nodes: int, nproc: int) -> JobSpec:
+    """That may go on with any number of them, and saves nothing."""
+    saving = Saving(memory="0")
+    return JobSpec("job", "train.py", min_nodes=1, max_nodes=nodes, nproc=nproc, saving=saving)
+
+
+class Job:
+    """A core in the middle of a job of this size; `now` is its clock."""
+
+    def __init__(self, nodes: int, nproc: int) -> None:
+        self.core, self.now = Core(job(nodes, nproc)), 1000.0
+        self.do(e.Tick(), *(e.NodeJoined(hello(i, nproc)) for i in range(nodes)))
+        workers = list(self.core.state.workers.values())
+        self.do(*(says(w, x) for w in workers for x in (m.Attached(), ready(w))))
+        assert self.core.state.phase is JobPhase.RUNNING, self.core.state.phase
+        number = self.core.state.number
+        self.do(*(says(w, x) for w in workers for x in (m.Joined(number, 0.01), m.Progress(number, 1, 0.5))))
+
+    def do(self, *events: e.Event) -> list[e.Action]:
+        """What happens at one moment, a little after the last."""
+        self.now += 1e-4
+        return self.core.handle_all(events, self.now)
+
+
+def measure(nodes: int, nproc: int) -> list[str]:
+    """One line of the table."""
+    job = Job(nodes, nproc)
+    state = job.core.state
+    workers, number = list(state.workers.values()), state.number
+    gc.collect()
+    gc.freeze()
+    beat = _median_us(job, lambda i: e.NodeSays(workers[i].node, m.Heartbeat()))
+    same = _median_us(job, lambda i: says(workers[i], m.Progress(number, 1, 0.5)))
+    step = _median_us(job, lambda i: says(workers[0], m.Progress(number, i + 2, 0.5, ((i + 1, 1.0, 0.5),))))
+    tick = _median_us(job, lambda i: e.Tick())
+    last = workers[-1]
+    began = time.process_time()
+    job.do(e.NodeLost(last.node, state.nodes[last.node].session, "its connection closed"))
+    left = [w for w in workers if w.phase is WorkerPhase.MEMBER]
+    told = job.do(*(says(w, m.Parked(number, w.committed)) for w in left))
+    formed_s = time.process_time() - began
+    forms = [a.message for a in told if isinstance(a, e.Send) and isinstance(a.message, m.Tell)]
+    gc.unfreeze()
+    assert len(forms) == len(left), (len(forms), len(left))
+    return [
+        f"{nodes} x {nproc}",
+        *(f"{x:.0f} us" for x in (beat, same, step)),
+        f"{tick / 1e3:.1f} ms",
+        f"{formed_s * 1e3:.0f} ms",
+        f"{len(encode(forms[0])) / 1e3:.0f} kB",
+        f"{len(msgspec.msgpack.encode(state)) / 1e6:.2f} MB",
+    ]
+
+
+def _median_us(job: Job, event: Callable[[int], e.Event]) -> float:
+    took = []
+    for i in range(REPEATS):
+        said = event(i % 16)
+        began = time.process_time()
+        job.do(said)
+        took.append(time.process_time() - began)
+    return statistics.median(took) * 1e6
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(prog="bench.coordinator", description=__doc__)
+    parser.add_argument("sizes", nargs="*", default=SIZES, help="NODESxWORKERS, as in 64x8")
+    sizes = [tuple(map(int, text.split("x"))) for text in parser.parse_args().sizes]
+    print(describe().line())
+    print(f"medians of {REPEATS}; a node is lost and all others park, in two batches: once\n")
+    head = [
+        "nodes x workers",
+        "heartbeat",
+        "progress",
+        "its step is new",
+        "tick",
+        "lost to formed",
+        "a Form",
+        "state",
+    ]
+    rows = [head, *(measure(nodes, nproc) for nodes, nproc in sizes)]
+    for row in rows:
+        print("  ".join(cell.rjust(len(name)) for cell, name in zip(row, head, strict=True)))
+
+
+if __name__ == "__main__":
+    main()

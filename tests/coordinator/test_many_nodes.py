@@ -1,0 +1,75 @@
+"""What grows with the size of the job, and what must not: counted in lines that run and in bytes, not in time."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+import msgspec
+import pytest
+from bench.coordinator import Job, hello, says
+
+from holdfast.coordinator import events as e
+from holdfast.protocol import messages as m
+from holdfast.protocol.messages import WorkerView
+from holdfast.protocol.phases import Place
+
+
+def lines(job: Job, event: e.Event) -> int:
+    """Lines of Python that the core runs for one event."""
+    count = 0
+
+    def trace(frame: FrameType, what: str, _: Any) -> Any:
+        nonlocal count
+        count += what == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        job.do(event)
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("said", ["heartbeat", "the same step", "a new step"])
+def test_what_comes_many_times_a_second_costs_the_same_at_any_size(said):
+    counts = []
+    for nodes in (2, 32):
+        job = Job(nodes, 4)
+        worker = next(iter(job.core.state.workers.values()))
+        number, losses = job.core.state.number, ((2, 1.0, 0.5),)
+        event = {
+            "heartbeat": e.NodeSays(worker.node, m.Heartbeat()),
+            "the same step": says(worker, m.Progress(number, 1, 0.5)),
+            "a new step": says(worker, m.Progress(number, 3, 0.5, losses)),
+        }[said]
+        counts.append(lines(job, event))
+    assert counts[0] == counts[1] > 0
+
+
+def test_the_state_is_linear_in_the_workers():
+    sizes = [len(msgspec.msgpack.encode(Job(nodes, 4).core.state)) for nodes in (16, 32, 64)]
+    assert sizes[2] - sizes[1] < 2.2 * (sizes[1] - sizes[0])
+
+
+def test_a_form_that_was_missed_is_told_again_as_it_was():
+    job = Job(4, 2)
+    state = job.core.state
+    last = state.workers[state.generation.members[-1].worker]
+    job.do(e.NodeLost(last.node, state.nodes[last.node].session, "its connection closed"))
+    left = [w for w in state.workers.values() if w.node != last.node]
+    told = job.do(*(says(w, m.Parked(1, w.committed)) for w in left))
+    forms = {a.message.worker: a.message for a in told if isinstance(a, e.Send) and _form(a)}
+    assert len(forms) == 6
+    worker = left[0]
+    view = WorkerView(worker.name, worker.slot, 1, 1, Place(), attached=True)
+    number = int(worker.node.removeprefix("node-"))
+    again = job.do(e.NodeJoined(msgspec.structs.replace(hello(number, 2), workers=(view,))))
+    assert forms[worker.name] in [a.message for a in again if isinstance(a, e.Send)]
+
+
+def _form(action: e.Send) -> bool:
+    return isinstance(action.message, m.Tell) and isinstance(action.message.message, m.Form)
