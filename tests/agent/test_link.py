@@ -1,10 +1,12 @@
 """What an agent sends again to a coordinator that may know nothing of it."""
 
 import asyncio
+import socket
 
 from aiohttp import WSMsgType, web
 
 from holdfast.agent.link import CoordinatorLink
+from holdfast.coordinator.door import authorized, give_proof
 from holdfast.protocol import messages as m
 from holdfast.protocol.endpoint import Endpoint, write_endpoint
 from holdfast.protocol.frames import Codec
@@ -55,13 +57,15 @@ class Coordinator:
 
 async def talk(job_dir):
     coordinator = Coordinator()
-    app = web.Application()
+    listening = socket.create_server(("127.0.0.1", 0))
+    where = Endpoint("127.0.0.1", listening.getsockname()[1], 1, "first")
+    app = web.Application(middlewares=[authorized("token", where)])
+    app.on_response_prepare.append(give_proof)
     app.add_routes([web.get("/agent", coordinator.serve)])
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    write_endpoint(job_dir, Endpoint("127.0.0.1", runner.addresses[0][1], 1))
+    await web.SockSite(runner, listening).start()
+    write_endpoint(job_dir, where)
     nothing = lambda *_: None  # noqa: E731
     link = CoordinatorLink(job_dir, "token", lambda: HELLO, nothing, 60.0, nothing, 0.5, nothing)
     running = asyncio.create_task(link.run())

@@ -1,14 +1,33 @@
 """What another user of the same machine can do to a job: nothing."""
 
+import asyncio
+import base64
+import contextlib
 import errno
+import hashlib
 import json
 import os
+import re
 import select
 import signal
 import socket
+import subprocess
+import sys
 
+import pytest
 from harness import TINY, finish, start, wait_for
-from stranger import as_stranger, needs_root
+from stranger import as_stranger, needs_root, stranger
+
+from holdfast.engines import client
+from holdfast.engines.agents import agent_arguments
+from holdfast.engines.client import JobClient, NoAnswer
+from holdfast.engines.jobs import JobFolder
+from holdfast.engines.slurm.commands import Slurm
+from holdfast.engines.slurm.node import StandBy
+from holdfast.engines.slurm.place import Place
+from holdfast.protocol import messages as m
+from holdfast.protocol.frames import encode
+from holdfast.protocol.job import JobSpec
 
 
 def bind(port):
@@ -47,3 +66,119 @@ def test_the_port_of_a_dead_coordinator_cannot_be_taken(tmp_path):
     assert refused == errno.EADDRINUSE
     assert ran.report["outcome"] == "stopped", ran.output[-3000:]
     assert coordinator_of(tmp_path)["port"] == before["port"]
+
+
+def head_of(connection):
+    """What an HTTP request begins with."""
+    head = b""
+    while b"\r\n\r\n" not in head:
+        if not (data := connection.recv(65536)):
+            break
+        head += data
+    return head
+
+
+def agree(connection, frame, told):
+    """Answers as a coordinator would, WebSocket or page; orders something; passes on all that he hears."""
+    head = head_of(connection)
+    if key := re.search(rb"Sec-WebSocket-Key: (\S+)", head):
+        accept = hashlib.sha1(key[1] + b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11").digest()
+        upgrade = b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+        said = upgrade + b"Sec-WebSocket-Accept: " + base64.b64encode(accept) + b"\r\n\r\n" + frame
+    else:
+        said = b'HTTP/1.1 200 OK\r\nContent-Length: 16\r\n\r\n{"running":true}'
+    then = b""
+    with contextlib.suppress(ConnectionError):
+        connection.sendall(said)
+        then = connection.recv(65536)  # a caller who believes him goes on, another closes
+    told.send((head, then))
+
+
+def listening(frame):
+    """A deed: listens at a port, says which, and plays the coordinator for one connection after the other."""
+
+    def listen(told):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            told.send(server.getsockname()[1])
+            while True:
+                with server.accept()[0] as connection:
+                    agree(connection, frame, told)
+
+    return listen
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    """The folder of a job whose coordinator is dead."""
+    monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path))
+    folder = JobFolder("job")
+    folder.prepare(spec_of(tmp_path))
+    yield folder
+    folder.close()
+
+
+def spec_of(tmp_path):
+    return JobSpec("job", str(tmp_path / "theirs.py"), min_nodes=1, max_nodes=1)
+
+
+def left_to(folder, port):
+    """The dead coordinator's address, at which somebody else listens now."""
+    where = {"host": "127.0.0.1", "port": port, "pid": 1, "instance": "dead"}
+    (folder.path / "coordinator.json").write_text(json.dumps(where))
+    return (folder.path / "token").read_text()
+
+
+@needs_root
+def test_an_agent_tells_a_stranger_nothing_and_obeys_no_order_of_his(job, tmp_path):
+    came = tmp_path / "came"
+    (tmp_path / "theirs.py").write_text(f"open({str(came)!r}, 'w')")
+    order = encode(m.StartWorker("w0", 0, str(tmp_path / "theirs.py"), (), False, str(tmp_path), {}))
+    assert len(order) < 1 << 16
+    frame = b"\x82\x7e" + len(order).to_bytes(2, "big") + order
+    arguments = agent_arguments(spec_of(tmp_path), job.path, "n0", "127.0.0.1", tmp_path / "memory")
+    command = [sys.executable, "-m", "holdfast.agent", *arguments]
+    with stranger(listening(frame)) as said:
+        token = left_to(job, said.recv())
+        agent = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        heard = [said.recv() for _ in range(5)]
+        agent.kill()
+        output, _ = agent.communicate()
+    for head, then in heard:
+        assert head.startswith(b"GET /agent ")
+        assert token.encode() not in head
+        assert then == b"", "it went on talking with somebody who had not proven himself"
+    assert output.count("has not proven") == 1, output
+    assert not came.exists()
+
+
+@needs_root
+def test_commands_tell_a_stranger_nothing_and_believe_nothing_of_his(job, monkeypatch):
+    monkeypatch.setattr(client, "PATIENCE_S", 0.5)
+
+    async def ask():
+        async with JobClient(job.path) as asking:
+            await asking.get("/status")
+
+    with stranger(listening(b"")) as said:
+        token = left_to(job, said.recv())
+        with pytest.raises(NoAnswer, match="has not proven to be the job's coordinator"):
+            asyncio.run(ask())
+        head, _ = said.recv()
+    assert head.startswith(b"GET /status ")
+    assert token.encode() not in head
+
+
+@needs_root
+def test_a_stranger_is_not_the_coordinator_whose_presence_slurms_nodes_watch(job, tmp_path):
+    standing_by = StandBy(spec_of(tmp_path), job.path, Place("n0", "127.0.0.1", "7", 0), Slurm())
+
+    async def present():
+        async with asyncio.timeout(10):
+            return await standing_by._present()
+
+    with stranger(listening(b"")) as said:
+        token = left_to(job, said.recv())
+        assert not asyncio.run(present())
+        head, _ = said.recv()
+    assert head.startswith(b"GET /presence ")
+    assert token.encode() not in head

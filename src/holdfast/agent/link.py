@@ -17,8 +17,9 @@ import msgspec
 
 from holdfast.errors import ProtocolError
 from holdfast.protocol import messages as m
-from holdfast.protocol.endpoint import read_endpoint
+from holdfast.protocol.endpoint import Endpoint, read_endpoint
 from holdfast.protocol.frames import Codec, encode
+from holdfast.protocol.proven import Unproven, proving
 
 
 def give_up_when_gone(websocket: aiohttp.ClientWebSocketResponse, within_s: float) -> None:
@@ -67,6 +68,8 @@ class CoordinatorLink:
         self._news = asyncio.Event()
         self._idle = asyncio.Event()
         self._silent = False
+        self._unproven: Endpoint | None = None
+        self._said_so = False
 
     def send(self, message: m.AgentMessage) -> None:
         """Sends as soon as there is a coordinator."""
@@ -88,34 +91,46 @@ class CoordinatorLink:
         attempt = 0
         # A machine that is gone does not refuse a connection: it lets one wait. A coordinator that is being started lets
         # it wait for an answer; the connection is then served as soon as it listens.
-        limit = aiohttp.ClientTimeout(total=None, sock_connect=4 * self._heartbeat_s, sock_read=ANSWER_S)
-        async with aiohttp.ClientSession(timeout=limit) as session:
-            while True:
-                if await self._converse(session):
-                    self._lost()
-                    lost_at, attempt = time.monotonic(), 0
-                elif time.monotonic() - lost_at > self._orphan_s:
-                    self._orphaned()
-                    return
+        limit = aiohttp.ClientTimeout(total=ANSWER_S, sock_connect=4 * self._heartbeat_s)
+        while True:
+            where = read_endpoint(self._job_dir)
+            if where is not None and await self._converse(where, limit):
+                self._lost()
+                lost_at, attempt = time.monotonic(), 0
+            elif time.monotonic() - lost_at > self._orphan_s:
+                self._orphaned()
+                return
+            if read_endpoint(self._job_dir) == where:
                 # There is no event for "a process on another machine listens again": try, ever slower.
                 await asyncio.sleep(RETRY_S[min(attempt, len(RETRY_S) - 1)])
                 attempt += 1
 
-    async def _converse(self, session: aiohttp.ClientSession) -> bool:
+    async def _converse(self, where: Endpoint, limit: aiohttp.ClientTimeout) -> bool:
         """One connection from hello to its end; False when there was none."""
-        where = read_endpoint(self._job_dir)
-        if where is None:
-            return False
-        try:
-            link = await session.ws_connect(
-                f"{where.url}/agent",
-                headers={"Authorization": f"Bearer {self._token}"},
-                max_msg_size=16 << 20,
-                autoping=True,
-                timeout=aiohttp.ClientWSTimeout(ws_close=0.1),  # type: ignore[call-arg, unused-ignore]
-            )
-        except (aiohttp.ClientError, OSError, TimeoutError):
-            return False
+        async with aiohttp.ClientSession(timeout=limit, middlewares=[proving(self._token, where)]) as session:
+            try:
+                link = await session.ws_connect(
+                    f"{where.url}/agent",
+                    max_msg_size=16 << 20,
+                    autoping=True,
+                    timeout=aiohttp.ClientWSTimeout(ws_close=0.1),  # type: ignore[call-arg, unused-ignore]
+                )
+            except Unproven as error:
+                self._not_believed(where, str(error))
+                return False
+            except (aiohttp.ClientError, OSError, TimeoutError):
+                return False
+            return await self._talk(link)
+
+    def _not_believed(self, where: Endpoint, why: str) -> None:
+        """Says so once: not at the first time, which may be a new coordinator that has just begun."""
+        if self._unproven == where and not self._said_so:
+            self._said_so = True
+            print(f"holdfast agent: {why}; it is told nothing, and is tried again", flush=True)
+        elif self._unproven != where:
+            self._unproven, self._said_so = where, False
+
+    async def _talk(self, link: aiohttp.ClientWebSocketResponse) -> bool:
         give_up_when_gone(link, 4 * self._heartbeat_s)
         async with link:
             try:

@@ -5,11 +5,10 @@ actions into messages, rows and announcements. It decides nothing.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import os
+import secrets
 import signal
 import socket
-from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from holdfast.coordinator import resizing
 from holdfast.coordinator.checking import CheckRuns, check_routes
 from holdfast.coordinator.clock import Anchor, CoreClock
 from holdfast.coordinator.core import Core
+from holdfast.coordinator.door import authorized, give_proof
 from holdfast.coordinator.history_store import FILE_NAME
 from holdfast.coordinator.injector import Injector, Planned, Strike
 from holdfast.coordinator.metrics import CONTENT_TYPE, metrics_text
@@ -42,7 +42,6 @@ _codec: Codec[m.AgentMessage] = Codec(m.AgentMessage)
 STATUS_EVERY_S = 0.2
 FAREWELL_S = 2.0
 EXIT_DEPOSED = 4
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Coordinator:
@@ -89,7 +88,9 @@ class Coordinator:
         """
         if newest_term(self._job_dir) > self._term:
             os._exit(EXIT_DEPOSED)
-        app = web.Application(middlewares=[self._authorized()])
+        where = Endpoint(host, listener.getsockname()[1], os.getpid(), secrets.token_hex(8))
+        app = web.Application(middlewares=[authorized(self._token, where)])
+        app.on_response_prepare.append(give_proof)
         app.add_routes(
             [
                 web.get("/agent", self._agent),
@@ -111,7 +112,7 @@ class Coordinator:
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=FAREWELL_S)
         await runner.setup()
         self._take_over()
-        write_endpoint(self._job_dir, Endpoint(host, listener.getsockname()[1], os.getpid()))
+        write_endpoint(self._job_dir, where)  # who is turned away by its name finds it there
         await web.SockSite(runner, listener, backlog=BACKLOG).start()
         loop = asyncio.get_running_loop()
         self._look_at_clock()
@@ -352,17 +353,6 @@ class Coordinator:
         return plan.struck if plan else None
 
     # ------------------------------------------------------------ people and engines
-
-    def _authorized(self) -> Any:
-        expected = f"Bearer {self._token}"
-
-        @web.middleware
-        async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-            if not hmac.compare_digest(request.headers.get("Authorization", ""), expected):
-                return web.Response(status=401, text="send the job's token: Authorization: Bearer TOKEN\n")
-            return await handler(request)
-
-        return check
 
     async def _watch(self, request: web.Request) -> web.StreamResponse:
         """Every event from `?after=SEQ` on and the status as it changes, one JSON text each."""

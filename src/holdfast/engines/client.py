@@ -14,7 +14,8 @@ import msgspec
 
 from holdfast.engines import jobs
 from holdfast.errors import UsageError
-from holdfast.protocol.endpoint import read_endpoint
+from holdfast.protocol.endpoint import Endpoint, read_endpoint
+from holdfast.protocol.proven import Unproven, proving
 
 RETRY_S = 0.05
 PATIENCE_S = 10.0
@@ -37,26 +38,27 @@ class JobClient:
 
     def __init__(self, job_dir: Path) -> None:
         self._job_dir = job_dir
-        self._session: aiohttp.ClientSession | None = None
+        self._token = ""
 
     async def __aenter__(self) -> JobClient:
         try:
-            token = (self._job_dir / "token").read_text().strip()
+            self._token = (self._job_dir / "token").read_text().strip()
         except OSError:
             raise UsageError(f"there is no job {self._job_dir.name!r} in {self._job_dir.parent}") from None
-        self._session = aiohttp.ClientSession(headers={"Authorization": f"Bearer {token}"})
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        if self._session is not None:
-            await self._session.close()
+        return
 
-    def _url(self, path: str) -> str | None:
+    def _where(self) -> Endpoint | None:
         """None while the coordinator is still starting."""
         if not jobs.is_running(self._job_dir):
             raise NoAnswer(f"the job {self._job_dir.name!r} is not running")
-        where = read_endpoint(self._job_dir)
-        return f"{where.url}{path}" if where else None
+        return read_endpoint(self._job_dir)
+
+    def _session(self, where: Endpoint) -> aiohttp.ClientSession:
+        limit = aiohttp.ClientTimeout(total=PATIENCE_S)  # of a WebSocket its opening
+        return aiohttp.ClientSession(timeout=limit, middlewares=[proving(self._token, where)])
 
     async def get(self, path: str) -> Any:
         """A JSON page. Raises NoAnswer when nobody answers."""
@@ -74,20 +76,24 @@ class JobClient:
         deadline = time.monotonic() + PATIENCE_S
         why = "it is still starting"
         while time.monotonic() < deadline:
-            if (url := self._url(path)) is not None:
+            if (where := self._where()) is not None:
                 try:
-                    return await self._send(method, url, body)
-                except aiohttp.ClientConnectorError as error:  # nothing was sent: it may be starting again
+                    return await self._send(method, where, path, body)
+                except (
+                    aiohttp.ClientConnectorError,
+                    Unproven,
+                ) as error:  # not heard: it may be starting again
                     why = str(error)
                 except (aiohttp.ClientError, TimeoutError) as error:
                     raise self._no_answer(str(error) or type(error).__name__) from error
             await asyncio.sleep(RETRY_S)
         raise self._no_answer(why)
 
-    async def _send(self, method: str, url: str, body: str) -> bytes:
-        assert self._session is not None
-        limit = aiohttp.ClientTimeout(total=PATIENCE_S)
-        async with self._session.request(method, url, data=body or None, timeout=limit) as response:
+    async def _send(self, method: str, where: Endpoint, path: str, body: str) -> bytes:
+        async with (
+            self._session(where) as session,
+            session.request(method, f"{where.url}{path}", data=body or None) as response,
+        ):
             data = await response.read()
             if response.status >= 400:
                 raise UsageError(data.decode(errors="replace").strip())
@@ -114,14 +120,13 @@ class JobClient:
 
     async def _listen(self, after: int) -> AsyncGenerator[Announcement]:
         """One connection, from its beginning to its end; nothing when there is none to be had."""
-        assert self._session is not None
         try:
-            url = self._url(f"/watch?after={after}")
-            if url is None:
+            if (where := self._where()) is None:
                 return
-            async with asyncio.timeout(PATIENCE_S):
-                socket = await self._session.ws_connect(url)
-            async with socket:
+            async with (
+                self._session(where) as session,
+                session.ws_connect(f"{where.url}/watch?after={after}") as socket,
+            ):
                 async for frame in socket:
                     if frame.type is aiohttp.WSMsgType.TEXT:
                         yield msgspec.json.decode(frame.data, type=Announcement)

@@ -13,16 +13,22 @@ BACKLOG = 1024
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """Address of the newest coordinator process."""
+    """Address of the newest coordinator process. instance: made up by it, and by no other."""
 
     host: str
     port: int
     pid: int
+    instance: str
 
     @property
     def url(self) -> str:
         """Base URL."""
         return f"http://{self.host}:{self.port}"
+
+    @property
+    def name(self) -> str:
+        """By which `protocol.proof` knows it."""
+        return f"coordinator {self.instance}"
 
 
 def read_endpoint(job_dir: Path) -> Endpoint | None:

@@ -59,6 +59,12 @@ def answer_to(credential: str, token: str, server: str, *asked: str) -> str | No
     return _code(token, "server", server, asked, nonce)
 
 
+def answer_to_header(authorization: str, token: str, server: str, *asked: str) -> str | None:
+    """`answer_to` for the value of an HTTP request's `Authorization`."""
+    scheme, _, credential = authorization.partition(" ")
+    return answer_to(credential, token, server, *asked) if scheme == SCHEME else None
+
+
 def bears(authorization: str, token: str) -> bool:
     """Whether an HTTP header is `Bearer TOKEN`: for people with curl and for Prometheus, who show the token at their own
     risk. No process of the job does."""

@@ -26,6 +26,7 @@ from holdfast.engines.slurm.place import Place, find_place
 from holdfast.observe.plain import PlainView
 from holdfast.protocol.endpoint import read_endpoint
 from holdfast.protocol.job import JobSpec
+from holdfast.protocol.proven import proving
 from holdfast.protocol.tenure import GRACE_S, claim_term, newest_term
 
 RETRY_S = 0.3
@@ -116,13 +117,11 @@ class StandBy:
             return False
         token = (self._job_dir / "token").read_text().strip()
         limit_s = self._spec.timing.detection_s
-        limit = aiohttp.ClientTimeout(total=None, sock_connect=limit_s / 2, sock_read=limit_s)
+        limit = aiohttp.ClientTimeout(total=limit_s, sock_connect=limit_s / 2)  # for the opening
         try:
             async with (
-                aiohttp.ClientSession(timeout=limit) as session,
-                session.ws_connect(
-                    f"{where.url}/presence", headers={"Authorization": f"Bearer {token}"}
-                ) as socket,
+                aiohttp.ClientSession(timeout=limit, middlewares=[proving(token, where)]) as session,
+                session.ws_connect(f"{where.url}/presence") as socket,
             ):
                 (self._missing / self._place.node).unlink(missing_ok=True)
                 give_up_when_gone(socket, limit_s)

@@ -1,0 +1,35 @@
+"""HTTP to a job's coordinator, of whom nothing is believed before it has proven that it is the one.
+
+Whatever listens at the coordinator's address gets a question that is of use to nobody, see `protocol.proof`. What does
+not answer it right counts as no coordinator: the request fails as one that nobody took.
+"""
+
+from __future__ import annotations
+
+import aiohttp
+from aiohttp import ClientHandlerType, ClientMiddlewareType, ClientRequest, ClientResponse
+
+from holdfast.protocol.endpoint import Endpoint
+from holdfast.protocol.proof import ANSWER_HEADER, Question
+
+
+class Unproven(aiohttp.ClientError):
+    """Somebody answered who is not the coordinator that was called: a stranger, or a newer coordinator, whose address
+    and name are in the job's folder by now. Nothing was done or told; try again."""
+
+
+def proving(token: str, where: Endpoint) -> ClientMiddlewareType:
+    """For a session all of whose requests go to this coordinator process, WebSockets included."""
+
+    async def prove(request: ClientRequest, send: ClientHandlerType) -> ClientResponse:
+        question = Question(token, where.name, request.method, request.url.raw_path_qs)
+        request.headers["Authorization"] = question.authorization
+        response = await send(request)
+        if not question.proves(response.headers.get(ANSWER_HEADER, "")):
+            response.close()
+            raise Unproven(
+                f"who listens at {where.host}:{where.port} has not proven to be the job's coordinator"
+            )
+        return response
+
+    return prove
