@@ -379,4 +379,4 @@ def _count_lost(core: Core, start: int) -> None:
     s.committed = min(s.committed, start)
     for incident in incidents.open_ones(s):
         if incident.first_commit_at_s is None:
-            incident.lost_steps = max(incident.lost_steps or 0, lost)
+            incident.lost_steps = (incident.lost_steps or 0) + lost

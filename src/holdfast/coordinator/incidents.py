@@ -56,9 +56,12 @@ def open_incident(
     if known is not None:
         if cause != known.cause:  # not what was done about it
             _add(known, Evidence("", "job", cause, now))
-        _disturb(state, known, now, names, ranks, needs_newcomer)
-        if injection := _claim(state, now, node, names, kind, unnamed_hang):
+        anew = _disturb(state, known, now, names, ranks, needs_newcomer)
+        injection = _claim(state, now, node, names, kind, unnamed_hang)
+        if injection is not None:
             known.injected, known.fault = True, injection.fault
+        if anew:
+            known.fault_at_s = injection.at_s if injection else fault_at_s
         return known
     injection = _claim(state, now, node, names, kind, unnamed_hang)
     incident = Incident(
@@ -103,20 +106,28 @@ def _part_of(state: CoreState, now: float, node: str | None, workers: list[str])
 
 def _disturb(
     state: CoreState, incident: Incident, now: float, names: list[str], ranks: list[int], needs_newcomer: bool
-) -> None:
-    """Training stands because of it."""
+) -> bool:
+    """Training stands because of it. True: since now, for it went on until now in spite of what was found, or again after
+    it had stood for it before. Each stall has times of its own, else a stall would seem to last from the first on."""
     incident.workers += [w for w in names if w not in incident.workers]
     incident.ranks = sorted({*incident.ranks, *ranks})
     incident.needs_newcomer = incident.needs_newcomer or needs_newcomer
-    if not incident.quiet and incident.open:
-        return
-    if incident.quiet and now - incident.detected_at_s > NEAR_S:  # training went on until now
+    again = incident.first_commit_at_s is not None
+    if not incident.quiet and not again:
+        return False
+    at_once = not again and now - incident.began_s <= NEAR_S and state.committed == incident.at_step
+    if again:
+        incident.earlier_stalls += 1
+        incident.earlier_stall_s += stall_s(incident) or 0.0
+    if not at_once:
         incident.fault_at_s, incident.detected_at_s = None, now
     incident.quiet = False
     incident.at_step, incident.generation = state.committed, state.number
     incident.world = len(state.generation.members) if state.generation else 1
     incident.decided_at_s = incident.first_commit_at_s = incident.replaced_at_s = incident.rung = None
+    incident.joined_at_s = incident.join_s = incident.restore_s = None
     reopen(state, incident)
+    return not at_once
 
 
 def _explain_by_sighting(state: CoreState, incident: Incident, now: float, workers: list[str]) -> None:
@@ -287,7 +298,8 @@ def _full(state: CoreState, incident: Incident) -> bool:
 
 
 def describe(state: CoreState, incident: Incident) -> dict[str, object]:
-    """The incident as the report shows it. Durations in seconds; unknown is None."""
+    """The incident as the report shows it. Durations in seconds; unknown is None. Of one that disturbed training more than
+    once they are of the last time; earlier_stalls, earlier_stall_s: how often it stood still before, and for how long."""
     began = incident.began_s
     return {
         "id": incident.id,
@@ -303,7 +315,9 @@ def describe(state: CoreState, incident: Incident) -> dict[str, object]:
         "join_s": incident.join_s,
         "restore_s": incident.restore_s,
         "first_step_s": _gap(incident.joined_at_s, incident.full_at_s or incident.first_commit_at_s),
-        "stall_s": _gap(began, incident.first_commit_at_s),
+        "stall_s": stall_s(incident),
+        "earlier_stalls": incident.earlier_stalls,
+        "earlier_stall_s": round(incident.earlier_stall_s, 4),
         "full_strength_s": _gap(began, incident.full_at_s),
         "lost_steps": incident.lost_steps,
         "rung": incident.rung,
@@ -313,6 +327,11 @@ def describe(state: CoreState, incident: Incident) -> dict[str, object]:
         "verdict": incident.verdict or None,
         "where": incident.where or None,
     }
+
+
+def stall_s(incident: Incident) -> float | None:
+    """From its (last) strike to the next commit by anyone."""
+    return _gap(incident.began_s, incident.first_commit_at_s)
 
 
 KINDS_BY_WORDS = (

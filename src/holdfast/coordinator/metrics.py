@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
-from holdfast.coordinator.incidents import describe, kind_of
+from holdfast.coordinator.incidents import kind_of, stall_s
 from holdfast.coordinator.state import CoreState, JobPhase, Snapshot, WorkerPhase
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -75,13 +75,14 @@ class _Job(Collector):
     def _incidents(self) -> Iterator[Metric]:
         s = self._state
         count: dict[str, int] = defaultdict(int)
-        stalls: dict[str, list[float]] = defaultdict(list)
+        stalls: dict[str, int] = defaultdict(int)
+        stalled_s: dict[str, float] = defaultdict(float)
         for incident in s.incidents:
             kind = kind_of(incident)
+            last_s = stall_s(incident)
             count[kind] += 1
-            stall_s = describe(s, incident)["stall_s"]
-            if isinstance(stall_s, float):
-                stalls[kind].append(stall_s)
+            stalls[kind] += incident.earlier_stalls + (last_s is not None)
+            stalled_s[kind] += incident.earlier_stall_s + (last_s or 0.0)
         incidents = CounterMetricFamily(
             "holdfast_incidents", "Incidents by the kind of cause.", labels=["kind"]
         )
@@ -92,7 +93,7 @@ class _Job(Collector):
         )
         for kind, number in sorted(count.items()):
             incidents.add_metric([kind], number)
-            stall.add_metric([kind], len(stalls[kind]), sum(stalls[kind]))
+            stall.add_metric([kind], stalls[kind], stalled_s[kind])
         yield incidents
         yield stall
         still_open = sum(i.open for i in s.incidents)

@@ -191,6 +191,8 @@ class Incident(msgspec.Struct, omit_defaults=True):
     evidence: list[Evidence] = []
     where: str = ""
     raised: bool = False
+    earlier_stalls: int = 0
+    earlier_stall_s: float = 0.0
 
     @property
     def began_s(self) -> float:

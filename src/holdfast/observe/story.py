@@ -53,7 +53,7 @@ def story(number: int, entries: Sequence[Entry]) -> list[str]:
         elif entry["kind"] == "incident-explained":
             told |= {k: v for k, v in entry["fields"].items() if k in ("cause", "node", "ranks")}
     last_s = max(e["t_s"] for e in mine)
-    began_s = told["t_s"]
+    began_s = opened["fields"]["t_s"] if told.get("earlier_stalls") else told["t_s"]
     around = [
         e
         for e in entries
@@ -147,6 +147,9 @@ def _cost(told: Entry) -> list[str]:
         took = told.get("full_strength_s")
         settled = f" It was settled after {units.seconds(took)}." if took is not None else ""
         return [*lines, f"  Nothing: training was not disturbed.{settled}"]
+    if before := told.get("earlier_stalls"):
+        stood = units.seconds(told["earlier_stall_s"])
+        lines.append(f"  training stood for {stood} before, in {units.plural(before, 'stall')}")
     if told.get("stall_s") is None:
         return [*lines, "  Not known: no step was committed after it."]
     lost = told.get("lost_steps") or 0

@@ -140,13 +140,19 @@ def _parameters(final: Report) -> RenderableType:
 def _summary(incidents: Sequence[Report]) -> str:
     if not incidents:
         return "none"
-    stalls = [i["stall_s"] for i in incidents if i["stall_s"] is not None]
+    stalls = [stall for i in incidents if (stall := stood_s(i)) is not None]
     if not stalls:
         return str(len(incidents))
     return (
         f"{len(incidents)}; stall median {units.seconds(statistics.median(stalls))}, "
         f"longest {units.seconds(max(stalls))}"
     )
+
+
+def stood_s(incident: Report) -> float | None:
+    """For how long training stood still for an incident in all. (A report of another version has no earlier stalls.)"""
+    last_s, earlier = incident["stall_s"], incident.get("earlier_stalls")
+    return last_s if not earlier else (last_s or 0.0) + float(incident["earlier_stall_s"])
 
 
 def _incidents(incidents: Sequence[Report]) -> Table:
@@ -165,7 +171,7 @@ def _incidents(incidents: Sequence[Report]) -> Table:
             units.text(i["node"]),
             units.ranks(i["ranks"]),
             units.count(i["at_step"]),
-            units.seconds(i["stall_s"]),
+            units.seconds(stood_s(i)),
             units.seconds(i["full_strength_s"]),
             units.count(i["lost_steps"]),
             units.text(i["rung"]),

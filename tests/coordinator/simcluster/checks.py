@@ -59,6 +59,8 @@ class Checks:
         self._lost = 0
         self._number = 0
         self._idle_changes = 0
+        self._heard = (0, 0)
+        self._heard_s = cluster.clock.now
         self._core: Core | None = None
 
     def fail(self, text: str, *args: Any) -> NoReturn:
@@ -96,6 +98,10 @@ class Checks:
             if not isinstance(action, e.Record):
                 cluster.log("core -> %s", action)
             self._check_action(action, state)
+        heard = (state.number, state.generation_committed)
+        if heard != self._heard and _is_progress(event):
+            self._heard_s = cluster.clock.now
+        self._heard = heard
         self.saved.handled(event, actions, state)
         cluster.ailments.handled(event, actions, core)
         lost = state.lost_steps - self._lost
@@ -142,8 +148,22 @@ class Checks:
                     )
                 if kind == "formed":
                     self._goes_on(state.number, str(fields["source"]), fields["start"])
+                if kind == "incident-resumed" and fields["fault"] is None:
+                    self._check_stall(fields["id"], fields["stall_s"])
             case _:
                 pass
+
+    def _check_stall(self, number: object, stall_s: object) -> None:
+        """Training cannot have stood still since before the last step that the core heard of."""
+        assert isinstance(stall_s, float)
+        since_s = self.cluster.clock.now - self._heard_s
+        self.require(
+            stall_s <= since_s + incidents.NEAR_S,
+            "incident %s stalled for %g s, and a step was heard of %g s ago",
+            number,
+            stall_s,
+            since_s,
+        )
 
     def _goes_on(self, number: int, source: str, start: object) -> None:
         """A generation goes on from live state, or from an earlier step: then the later ones never happened."""
@@ -615,6 +635,11 @@ def brief(value: Any) -> Any:
 
 def _is_heartbeat(event: e.Event) -> bool:
     return isinstance(event, e.NodeSays) and isinstance(event.message, m.Heartbeat)
+
+
+def _is_progress(event: e.Event) -> bool:
+    said = event.message if isinstance(event, e.NodeSays) else None
+    return isinstance(said, m.FromWorker) and isinstance(said.message, m.Progress)
 
 
 def _listed(value: object) -> list[object]:
