@@ -1,7 +1,8 @@
-"""What an agent sends again to a coordinator that may know nothing of it."""
+"""An agent and its coordinator: what is said again after a reconnection, what is lost, what an order breaks."""
 
 import asyncio
 import socket
+from contextlib import asynccontextmanager
 
 from aiohttp import WSMsgType, web
 
@@ -9,7 +10,7 @@ from holdfast.agent.link import CoordinatorLink
 from holdfast.coordinator.door import authorized, give_proof
 from holdfast.protocol import messages as m
 from holdfast.protocol.endpoint import Endpoint, write_endpoint
-from holdfast.protocol.frames import Codec
+from holdfast.protocol.frames import Codec, encode
 from holdfast.protocol.phases import Spent
 from holdfast.protocol.snapshots import Key
 
@@ -55,7 +56,11 @@ class Coordinator:
         return [x for x in self.said[connection] if not isinstance(x, m.Heartbeat)]
 
 
-async def talk(job_dir):
+NOTHING = lambda *_: None  # noqa: E731
+
+
+@asynccontextmanager
+async def serving(job_dir):
     coordinator = Coordinator()
     listening = socket.create_server(("127.0.0.1", 0))
     where = Endpoint("127.0.0.1", listening.getsockname()[1], 1, "first")
@@ -66,10 +71,26 @@ async def talk(job_dir):
     await runner.setup()
     await web.SockSite(runner, listening).start()
     write_endpoint(job_dir, where)
-    nothing = lambda *_: None  # noqa: E731
-    link = CoordinatorLink(job_dir, "token", lambda: HELLO, nothing, 60.0, nothing, 0.5, nothing)
-    running = asyncio.create_task(link.run())
     try:
+        yield coordinator
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def linked(job_dir, take=NOTHING):
+    link = CoordinatorLink(job_dir, "token", lambda: HELLO, take, 60.0, NOTHING, 0.5, NOTHING)
+    async with serving(job_dir) as coordinator:
+        running = asyncio.create_task(link.run())
+        try:
+            yield coordinator, link
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+
+async def talk(job_dir):
+    async with linked(job_dir) as (coordinator, link):
         link.send(progress(7))
         link.send(m.NotHeld(Key(7, 1, 0, 1), "no memory"))
         link.send(progress(8))
@@ -77,10 +98,6 @@ async def talk(job_dir):
         await coordinator.connection.close()
         link.send(progress(9))
         return await coordinator.hears(1, m.Hello, m.FromWorker, m.FromWorker, m.FromWorker)
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        await runner.cleanup()
 
 
 def test_losses_that_a_dead_coordinator_may_not_have_written_are_said_again(tmp_path):
@@ -89,3 +106,51 @@ def test_losses_that_a_dead_coordinator_may_not_have_written_are_said_again(tmp_
     assert [x.message.spent for x in again[:2]] == [(), ()]  # what is counted is not counted twice
     assert again[2].message.spent
     assert all(x.age_s > 0 for x in again)
+
+
+def test_a_full_queue_keeps_what_is_new_on_a_new_connection(tmp_path):
+    """The last steps' losses are told again only as far as there is room."""
+    repeated, full = 512, 10_000
+
+    async def heard():
+        async with linked(tmp_path) as (coordinator, link):
+            for step in range(repeated):
+                link.send(progress(step))
+            await coordinator.hears(0, m.Hello, *[m.FromWorker] * repeated)
+            link._lost = lambda: [link.send(m.Exited(f"w{number}", 1)) for number in range(full)]
+            await coordinator.connection.close()
+            async with coordinator.news:
+                all_came = coordinator.news.wait_for(lambda: sum(map(len, coordinator.said[1:])) > full)
+                await asyncio.wait_for(all_came, 60)
+            return coordinator.said[1]
+
+    exits = [x.worker for x in asyncio.run(heard()) if isinstance(x, m.Exited)]
+    assert exits == [f"w{number}" for number in range(full)]
+
+
+def test_an_order_that_raises_ends_neither_the_link_nor_the_waiting_for_it(tmp_path):
+    start = m.StartWorker("w1", 0, "x.py", (), False, ".", {})
+    obeyed, links = [], []
+
+    def take(order):
+        if isinstance(order, m.StartWorker):
+            raise OSError(30, "Read-only file system")
+        obeyed.append(order)
+        links[0].send(m.Views(order.request, ()))
+
+    async def answered():
+        async with linked(tmp_path, take) as (coordinator, link):
+            links.append(link)
+            await coordinator.hears(0, m.Hello)
+            await coordinator.connection.send_bytes(encode(start))
+            _, found, exited = await coordinator.hears(0, m.Hello, m.Found, m.Exited)
+            await coordinator.connection.send_bytes(encode(m.Inspect(3)))
+            await coordinator.hears(0, m.Hello, m.Found, m.Exited, m.Views)
+            return found, exited
+
+    found, exited = asyncio.run(answered())
+    assert "StartWorker" in found.findings[0].evidence
+    assert "Read-only file system" in found.findings[0].evidence
+    assert (exited.worker, exited.killed) == ("w1", True)
+    assert "Read-only file system" in exited.tail[0]
+    assert obeyed == [m.Inspect(3)]

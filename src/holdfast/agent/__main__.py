@@ -19,7 +19,7 @@ coordinator wait for gets its turn ten times sooner than by default."""
 
 
 def main(arguments: Sequence[str] | None = None, zygote: Zygote | None = None) -> int:
-    """Runs the agent until the job is over. zygote: one that was forked for it."""
+    """Runs the agent until the job is over; returns the exit code. zygote: one that was forked for it."""
     parser = argparse.ArgumentParser(prog="holdfast.agent")
     parser.add_argument("--node", required=True)
     parser.add_argument("--job-dir", type=Path, required=True)
@@ -50,12 +50,11 @@ def main(arguments: Sequence[str] | None = None, zygote: Zygote | None = None) -
     )
     os.umask(0o077)
     sys.setswitchinterval(SWITCH_S)
-    asyncio.run(_run(config, zygote, given.lifeline))
-    return 0
+    return asyncio.run(_run(config, zygote, given.lifeline))
 
 
-async def _run(config: AgentConfig, zygote: Zygote | None, lifeline: int | None) -> None:
-    await Agent(config, zygote).run(lifeline)
+async def _run(config: AgentConfig, zygote: Zygote | None, lifeline: int | None) -> int:
+    return await Agent(config, zygote).run(lifeline)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import traceback
 import uuid
 from collections.abc import Coroutine
 from dataclasses import dataclass
@@ -99,6 +100,7 @@ class Agent:
         self._hooks = Hooks(self._health.hooks, config.job_dir.name, config.node, self._logs)
         self._found_before: tuple[CheckResult, ...] = ()
         self._reason = "the agent was ended"
+        self._code = 0
         self._draining: asyncio.Task[HookRun | None] | None = None
         self._link = CoordinatorLink(
             config.job_dir,
@@ -115,8 +117,9 @@ class Agent:
             config.node, config.host, config.slots, config.job_dir, config.memory, self._link.send
         )
 
-    async def run(self, lifeline: int | None) -> None:
-        """Serves until the job is over. `lifeline`: a pipe whose end says that the launcher is gone."""
+    async def run(self, lifeline: int | None) -> int:
+        """Serves until the job is over. `lifeline`: a pipe whose end says that the launcher is gone. Returns the exit code:
+        1 when the agent could not go on."""
         loop = asyncio.get_running_loop()
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         loop.add_signal_handler(signal.SIGCHLD, self._child_changed)
@@ -131,6 +134,7 @@ class Agent:
             self._watcher.start(),
         )
         conversation = asyncio.create_task(self._link.run())
+        conversation.add_done_callback(self._link_ended)
         if self._keeper is not None:
             self._spawn(self._keeper.watch())
         await self._over.wait()
@@ -144,6 +148,7 @@ class Agent:
         await self._pool.close()
         self._follower.close()
         self._watcher.close()
+        return self._code
 
     def _open_memory(self) -> SnapshotKeeper | None:
         config = self._config
@@ -215,7 +220,7 @@ class Agent:
         match order:
             case m.StartWorker():
                 self._starting[order.worker] = []
-                self._spawn(self._start(order))
+                self._spawn(self._start(order), order)
             case m.KillWorker(name, grace_s):
                 if worker := self._workers.get(name):
                     self._save_stacks_then_kill(worker, grace_s)
@@ -227,15 +232,15 @@ class Agent:
                 elif name in self._starting:
                     self._starting[name].append(message)
             case m.Inspect(request):
-                self._spawn(self._inspect(request))
+                self._spawn(self._inspect(request), order)
             case m.RunFault(fault, name):
-                self._spawn(self._run_fault(fault, name))
+                self._spawn(self._run_fault(fault, name), order)
             case m.Replicate() if self._keeper:
-                self._spawn(self._keeper.replicate(order))
+                self._spawn(self._keeper.replicate(order), order)
             case m.StoreShard() if self._keeper:
-                self._spawn(self._keeper.store(order))
+                self._spawn(self._keeper.store(order), order)
             case m.Publish() if self._keeper:
-                self._spawn(self._keeper.publish(order))
+                self._spawn(self._keeper.publish(order), order)
             case m.SnapshotWhole(step) if self._keeper:
                 self._keeper.pool.whole(step)
             case m.ForgetSnapshots(step, until) if self._keeper:
@@ -244,9 +249,9 @@ class Agent:
                 print(f"holdfast agent {self._config.node}: fenced: {reason}", flush=True)
                 self._fence()
             case m.RunChecks():
-                self._spawn(self._checks.answer(order))
+                self._spawn(self._checks.answer(order), order)
             case m.Repair():
-                self._spawn(self._repairs.answer(order))
+                self._spawn(self._repairs.answer(order), order)
             case m.Drain(reason):
                 self._drained(reason)
             case m.Shutdown(reason):
@@ -256,13 +261,23 @@ class Agent:
     def _tell(self, worker: WorkerProcess, message: m.ToWorker) -> None:
         if isinstance(message, m.Arm):
             self._armed |= {f.id: f for f in message.faults}
-        if isinstance(message, m.Form) and message.rank == 0:
-            self._follower.follow(worker.log)
+        worker.tell(message)  # before what may fail: nothing that only looks on may keep it from the worker
         if isinstance(message, m.Form):
             self._watcher.trains(worker.name, message.rank, worker.log)
-        worker.tell(message)
+            if message.rank == 0:
+                self._follower.follow(worker.log)
 
     async def _start(self, order: m.StartWorker) -> None:
+        """What cannot be started is not left half started: the core hears that it ended."""
+        try:
+            await self._begin(order)
+        except Exception:
+            self._starting.pop(order.worker, None)
+            if (worker := self._workers.get(order.worker)) is not None:
+                worker.kill()
+            raise
+
+    async def _begin(self, order: m.StartWorker) -> None:
         warm = await self._pool.take()
         config = self._config
         early = self._starting.pop(order.worker)
@@ -312,6 +327,12 @@ class Agent:
     # ------------------------------------------------------------ what workers do
 
     def _said(self, worker: WorkerProcess, message: m.WorkerMessage) -> None:
+        try:
+            self._hear(worker, message)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the words after it are to be heard
+            self._link.complain(f"{type(message).__name__} of {worker.name}", error)
+
+    def _hear(self, worker: WorkerProcess, message: m.WorkerMessage) -> None:
         if isinstance(message, m.SlotWanted):
             self._spawn(self._give_slot(worker, message))
             return
@@ -319,21 +340,27 @@ class Agent:
             if self._keeper is not None:
                 self._spawn(self._keeper.slot_filled(worker.name, message))
             return
-        if isinstance(message, m.Failed):
-            self._follower.append_quietly(worker.log, message.traceback)
-        if isinstance(message, m.Parked | m.Done):
-            self._watcher.pauses(worker.name)
-        self._link.send(m.FromWorker(worker.name, message))
+        self._link.send(m.FromWorker(worker.name, message))  # before what may fail
         if isinstance(message, m.FaultFired):
             self._spawn(self._let_happen(worker, message))
+        if isinstance(message, m.Parked | m.Done):
+            self._watcher.pauses(worker.name)
+        if isinstance(message, m.Failed):
+            self._follower.append_quietly(worker.log, message.traceback)
 
     async def _give_slot(self, worker: WorkerProcess, message: m.SlotWanted) -> None:
         if self._keeper is None:
             reason = "this node has no snapshot memory"
             self._link.send(m.NotHeld(message.key, reason))
             worker.tell(m.SlotGiven(message.key, None, reason))
-        else:
-            worker.tell(await self._keeper.slot_wanted(worker.name, message))
+            return
+        try:
+            answer = await self._keeper.slot_wanted(worker.name, message)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the worker waits for an answer
+            reason = self._link.complain("no slot could be given", error)
+            self._link.send(m.NotHeld(message.key, reason))
+            answer = m.SlotGiven(message.key, None, reason)
+        worker.tell(answer)
 
     def _stalled(self, worker: WorkerProcess, view: m.WorkerView) -> None:
         self._link.send(m.Stalled(worker.name, view))
@@ -341,9 +368,12 @@ class Agent:
     def _exited(self, worker: WorkerProcess, message: m.Exited) -> None:
         if self._workers.get(worker.name) is worker:
             del self._workers[worker.name]
-        if self._keeper is not None:
-            self._keeper.gone(worker.name)
-        self._watcher.gone(worker.name)
+        try:
+            if self._keeper is not None:
+                self._keeper.gone(worker.name)
+            self._watcher.gone(worker.name)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the core must hear of the end
+            self._link.complain(f"the end of {worker.name}", error)
         self._link.send(message)
 
     def _child_changed(self) -> None:
@@ -473,16 +503,30 @@ class Agent:
         for worker in left:
             await worker.finished()
 
-    def _spawn(self, coroutine: object) -> None:
-        assert asyncio.iscoroutine(coroutine)
-        task: asyncio.Task[None] = asyncio.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._forget)
+    def _link_ended(self, conversation: asyncio.Task[None]) -> None:
+        """An agent without its link would never be told anything again, and its workers would run on unfenced."""
+        if conversation.cancelled() or (error := conversation.exception()) is None:
+            return
+        self._code = 1
+        self._reason = f"the agent's link to the coordinator broke: {error!r}"
+        print(f"holdfast agent {self._config.node}: {self._reason}; stopping the workers", file=sys.stderr)
+        traceback.print_exception(error)
+        self._over.set()
 
-    def _forget(self, task: asyncio.Task[None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None], order: m.ToAgent | None = None) -> None:
+        """Runs beside everything else. order: what it carries out; the core hears when that fails."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(lambda ended: self._ended(ended, order))
+
+    def _ended(self, task: asyncio.Task[None], order: m.ToAgent | None) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            print(f"holdfast agent {self._config.node}: {error!r}", file=sys.stderr, flush=True)
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        if order is not None:
+            self._link.failed(order, error)
+        else:
+            self._link.complain(f"{task.get_coro().__qualname__} ended", error)  # type: ignore[union-attr]
 
 
 _specs = msgspec.json.Decoder(JobSpec)

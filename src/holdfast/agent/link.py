@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 import time
-from collections import deque
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 import aiohttp
 import msgspec
 
+from holdfast.agent.orders import refusal
+from holdfast.agent.outbox import Letter, Outbox
 from holdfast.errors import ProtocolError
 from holdfast.protocol import messages as m
 from holdfast.protocol.endpoint import Endpoint, read_endpoint
 from holdfast.protocol.frames import Codec, encode
+from holdfast.protocol.health import Finding, Remedy, Severity
 from holdfast.protocol.proven import Unproven, proving
 
 
@@ -37,10 +41,6 @@ _codec: Codec[m.ToAgent] = Codec(m.ToAgent)
 RETRY_S = (0.02, 0.05, 0.1, 0.2, 0.5)
 ANSWER_S = 10.0
 """For a coordinator to take a connection. The launcher's socket accepts it while there is none."""
-KEPT_MESSAGES = 10_000
-REPEATED = 512
-"""So many of the newest losses are told again on a new connection: a coordinator that died, or hung before that, may not
-have written what it was sent. Everything else that it may have missed is in the hello."""
 
 
 class CoordinatorLink:
@@ -63,8 +63,7 @@ class CoordinatorLink:
         self._orphan_s, self._orphaned = orphan_s, orphaned
         self._heartbeat_s, self._lost = heartbeat_s, lost
         self.connected = False
-        self._waiting: deque[tuple[float, m.AgentMessage]] = deque(maxlen=KEPT_MESSAGES)
-        self._told: deque[tuple[float, m.AgentMessage]] = deque(maxlen=REPEATED)
+        self._outbox = Outbox()
         self._news = asyncio.Event()
         self._idle = asyncio.Event()
         self._silent = False
@@ -73,7 +72,7 @@ class CoordinatorLink:
 
     def send(self, message: m.AgentMessage) -> None:
         """Sends as soon as there is a coordinator."""
-        self._waiting.append((time.monotonic(), message))
+        self._outbox.put(message, time.monotonic())
         self._idle.clear()
         self._news.set()
 
@@ -138,8 +137,7 @@ class CoordinatorLink:
             except (OSError, aiohttp.ClientError):
                 return False
             self.connected = True
-            self._waiting.extendleft(reversed(self._told))
-            self._told.clear()
+            self._outbox.repeat()
             try:
                 async with asyncio.TaskGroup() as group:
                     sender = group.create_task(self._sending(link))
@@ -157,45 +155,67 @@ class CoordinatorLink:
                 await asyncio.Event().wait()
             if frame.type is aiohttp.WSMsgType.BINARY:
                 try:
-                    self._take(_codec.decode(frame.data))
+                    order = _codec.decode(frame.data)
                 except ProtocolError as error:
                     print(f"holdfast agent: {error}", flush=True)
+                else:
+                    self._carry_out(order)
+
+    def _carry_out(self, order: m.ToAgent) -> None:
+        try:
+            self._take(order)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the orders after it are to be heard
+            self.failed(order, error)
+
+    def failed(self, order: m.ToAgent, error: BaseException) -> None:
+        """An order could not be carried out: says so to people, and to the core, which waits for its outcome."""
+        why = self.complain(f"{type(order).__name__} failed in the agent", error)
+        if (answer := refusal(order, why)) is not None:
+            self.send(answer)
+
+    def complain(self, what: str, error: BaseException) -> str:
+        """Something in the agent broke that ends neither it nor its workers. Returns what is said of it."""
+        why = f"{what}: {type(error).__name__}: {error}"
+        print(f"holdfast agent: {why}", file=sys.stderr, flush=True)
+        traceback.print_exception(error)
+        finding = Finding("agent-broke", Severity.WARNING, Remedy.WATCH, "agent", evidence=why)
+        self.send(m.Found((finding,)))
+        return why
 
     async def _beating(self) -> None:
-        """Says that the agent lives: the clock is the event."""
+        """Says that the agent lives: the clock is the event. What waits to be sent says so, too, and comes no sooner for
+        a heartbeat behind it."""
         while True:
             await asyncio.sleep(self._heartbeat_s)
-            self.send(m.Heartbeat())
+            if not self._outbox:
+                self.send(m.Heartbeat())
 
     async def _sending(self, link: aiohttp.ClientWebSocketResponse) -> None:
         while True:
-            if not self._waiting:
+            if not self._outbox:
                 self._idle.set()
                 self._news.clear()
                 await self._news.wait()
             if self._silent:
                 await asyncio.Event().wait()
-            arrived, message = self._waiting[0]
-            if isinstance(message, m.FromWorker):
-                message = msgspec.structs.replace(message, age_s=time.monotonic() - arrived)
-            elif isinstance(message, m.Found):
-                message = _aged(message, time.monotonic() - arrived)
+            letter = self._outbox.take()
             try:
-                await link.send_bytes(encode(message))
+                await link.send_bytes(encode(_dated(letter)))
             except (OSError, aiohttp.ClientError):
+                self._outbox.put_back(letter)
                 return
-            self._waiting.popleft()
-            if (again := _losses(message)) is not None:
-                self._told.append((arrived, again))
+            except asyncio.CancelledError:  # the connection ended meanwhile
+                self._outbox.put_back(letter)
+                raise
+            self._outbox.sent(letter)
 
 
-def _losses(message: m.AgentMessage) -> m.AgentMessage | None:
-    """What of a message may be told again, without anything that is counted."""
-    if not isinstance(message, m.FromWorker) or not isinstance(message.message, m.Progress):
-        return None
-    if not message.message.losses:
-        return None
-    return m.FromWorker(message.worker, msgspec.structs.replace(message.message, metrics={}, spent=()))
+def _dated(letter: Letter) -> m.AgentMessage:
+    """The message, with how long it has waited where that matters."""
+    message, waited_s = letter.message, time.monotonic() - letter.arrived_s
+    if isinstance(message, m.FromWorker):
+        return msgspec.structs.replace(message, age_s=waited_s)
+    return _aged(message, waited_s) if isinstance(message, m.Found) else message
 
 
 def _aged(found: m.Found, waited_s: float) -> m.Found:

@@ -15,6 +15,7 @@ from holdfast.protocol import messages as m
 from holdfast.protocol.frames import Codec
 
 _codec: Codec[m.WorkerMessage] = Codec(m.WorkerMessage)
+TRIES = 3
 
 
 @dataclass
@@ -40,40 +41,97 @@ class WarmPool:
         self._channel: socket.socket | None = None
         self._forking: set[asyncio.Task[None]] = set()
         self._up = asyncio.Event()
+        self._keeping: asyncio.Task[None] | None = None
+        self._broken: Exception | None = None
+        self._lost = 0
 
     async def start(self) -> None:
         """Returns when there is a zygote that has imported everything."""
-        ours = await self._spawn() if self._forked is None else self._forked.channel
+        await self._open(await self._spawn() if self._forked is None else self._forked.channel)
+        self._keeping = asyncio.create_task(self._keep())
+        for _ in range(self._size):
+            self._fork()
+
+    async def _open(self, ours: socket.socket) -> None:
         ours.setblocking(False)
         loop = asyncio.get_running_loop()
         if await loop.sock_recv(ours, 1) != b"r":
             raise RuntimeError(f"the modules of --preload {','.join(self._preload)} cannot be imported")
         self._channel = ours
         self._up.set()
-        for _ in range(self._size):
-            self._fork()
+
+    async def _keep(self) -> None:
+        """A zygote that was ended, as where memory is short, is replaced; or else nobody who waits for a process would
+        ever get one, nor hear that there is none."""
+        try:
+            while True:
+                await self._ended()
+                print("holdfast agent: the process that forks workers is gone; starting it again", flush=True)
+                await self._open(await self._spawn())
+                for _ in range(len(self._waiting) + max(0, self._size - len(self._ready))):
+                    self._fork()
+        except Exception as error:  # noqa: BLE001 - whoever waits hears it, and says so
+            self._broken = error
+            self._up.set()
+            while self._waiting:
+                self._fail(error)
+
+    async def _ended(self) -> None:
+        """Waits for the zygote's end: then it closes its end of the channel, on which it says nothing more."""
+        assert self._channel is not None
+        try:
+            await asyncio.get_running_loop().sock_recv(self._channel, 1)
+        except ConnectionError:
+            pass
+        self._up.clear()
+        self._channel.close()
+        self._channel = None
+        if self._forked is not None:
+            forked, self._forked = self._forked, None
+            await asyncio.to_thread(os.waitpid, forked.pid, 0)
+        if self._zygote is not None:
+            await self._zygote.wait()
+
+    def _fail(self, error: Exception) -> None:
+        """Whoever waits longest gets no process."""
+        while self._waiting:
+            waiter = self._waiting.popleft()
+            if not waiter.done():
+                waiter.set_exception(RuntimeError(f"no process to start a worker from: {error}"))
+                return
 
     async def _spawn(self) -> socket.socket:
         ours, theirs = socket.socketpair()
         env = dict(os.environ)
         env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does; it also keeps the zygote free of threads
-        self._zygote = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "holdfast.agent.zygote",
-            str(theirs.fileno()),
-            ",".join(self._preload),
-            pass_fds=(theirs.fileno(),),
-            stdin=asyncio.subprocess.DEVNULL,
-            env=env,
-            preexec_fn=_die_with_agent,
-        )
-        theirs.close()
+        try:
+            self._zygote = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "holdfast.agent.zygote",
+                str(theirs.fileno()),
+                ",".join(self._preload),
+                pass_fds=(theirs.fileno(),),
+                stdin=asyncio.subprocess.DEVNULL,
+                env=env,
+                preexec_fn=_die_with_agent,
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
         return ours
 
     async def take(self) -> WarmProcess:
-        """A warm process; another one is forked to take its place in the pool."""
+        """A warm process; another one is forked to take its place in the pool.
+
+        Raises:
+            RuntimeError: none can be had.
+        """
         await self._up.wait()
+        if self._broken is not None and not self._ready:
+            raise RuntimeError(f"no process to start a worker from: {self._broken}")
         self._fork()
         if self._ready:
             return self._ready.popleft()
@@ -87,31 +145,65 @@ class WarmPool:
         task.add_done_callback(self._forking.discard)
 
     async def _fork_one(self) -> None:
-        assert self._channel is not None
-        ours, theirs = socket.socketpair()
-        socket.send_fds(self._channel, [b"f"], [theirs.fileno()])
-        theirs.close()
-        reader, writer = await asyncio.open_unix_connection(sock=ours)
-        warm = await _codec.read_stream(reader)
-        if not isinstance(warm, m.Warm):
-            writer.close()
+        try:
+            warm = await self._ask_for_one()
+        except OSError as error:  # as where there are no descriptors left
+            self._fail(error)
             return
-        process = WarmProcess(warm.pid, reader, writer)
+        if warm is None:
+            return
         while self._waiting:
             waiter = self._waiting.popleft()
             if not waiter.done():
-                waiter.set_result(process)
+                waiter.set_result(warm)
                 return
-        self._ready.append(process)
+        self._ready.append(warm)
+
+    async def _ask_for_one(self) -> WarmProcess | None:
+        """None: the zygote has ended; the next one forks for all who wait then."""
+        while self._channel is not None:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                try:
+                    socket.send_fds(self._channel, [b"f"], [theirs.fileno()])
+                except OSError as error:
+                    ours.close()
+                    if isinstance(error, ConnectionError):
+                        return None
+                    raise
+            try:
+                reader, writer = await asyncio.open_unix_connection(sock=ours)
+            except BaseException:
+                ours.close()
+                raise
+            try:
+                warm = await _codec.read_stream(reader)
+            except BaseException:
+                writer.close()
+                raise
+            if isinstance(warm, m.Warm):
+                self._lost = 0
+                return WarmProcess(warm.pid, reader, writer)
+            writer.close()
+            self._lost += 1
+            if self._lost % TRIES == 0 and self._channel is not None:
+                raise ChildProcessError(f"{TRIES} forked processes ended at once")
+        return None
 
     async def close(self) -> None:
         """Ends the zygote and the processes that nobody took."""
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.wait([self._keeping])
         if self._channel is not None:
             self._channel.close()
+        forking = list(self._forking)
+        for task in forking:
+            task.cancel()
+        await asyncio.gather(*forking, return_exceptions=True)
         for process in self._ready:
             process.writer.close()
-        for task in list(self._forking):
-            task.cancel()
+            await process.writer.wait_closed()
         if self._zygote is not None and self._zygote.returncode is None:
             self._zygote.kill()
             await self._zygote.wait()

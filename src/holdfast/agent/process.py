@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.agent.pool import WarmProcess
+from holdfast.errors import ProtocolError
 from holdfast.protocol import messages as m
 from holdfast.protocol.frames import Codec, pack
 from holdfast.protocol.job import Timing
@@ -102,6 +104,14 @@ class WorkerProcess:
     # ------------------------------------------------------------ from the worker
 
     async def _read(self) -> None:
+        """What it says, until its end of the socket closes. A worker that is not understood cannot be led: it is ended."""
+        try:
+            await self._listen()
+        except ProtocolError as error:
+            print(f"holdfast agent: {self.name}: {error}; ending it", file=sys.stderr, flush=True)
+            self.kill()
+
+    async def _listen(self) -> None:
         while (message := await _codec.read_stream(self._warm.reader)) is not None:
             match message:
                 case m.Attached():

@@ -17,7 +17,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
 import xxhash
 
 from holdfast.checkpoint.archive import Archive
@@ -165,7 +164,7 @@ class SnapshotKeeper:
                 raise TierError("the worker gave it up")
             index = decode_index(message.index)
             await self._run(self._own, self.pool.seal, slot, index)
-        except (HoldfastError, msgspec.MsgspecError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the coordinator waits for an answer
             self.pool.drop(slot)
             self._send(m.NotHeld(message.key, str(error)))
             return

@@ -1,0 +1,97 @@
+"""What an agent has to tell the coordinator: a queue of bounded length.
+
+While there is no coordinator everything waits here with the time of its arrival. A full queue has to lose something, so
+it chooses what: never the newest, and nothing that counts while there is something else.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+import msgspec
+
+from holdfast.protocol import messages as m
+
+KEPT_MESSAGES = 10_000
+REPEATED = 512
+"""So many of the newest losses are told again on a new connection: a coordinator that died, or hung before that, may not
+have written what it was sent. Everything else that it may have missed is in the hello."""
+FREED = 1 / 8
+"""This share of a full queue is freed at once: one look through it makes room for many messages."""
+
+
+class Letter(NamedTuple):
+    """A message. again: it was sent before, to a coordinator that may not have written it."""
+
+    arrived_s: float
+    message: m.AgentMessage
+    again: bool = False
+
+
+class Outbox:
+    """Oldest first. Whoever sends takes a letter out, and then says `sent`, or puts back what could not be sent: so a
+    letter that is under way is not among those that may be dropped."""
+
+    def __init__(self, kept: int = KEPT_MESSAGES, repeated: int = REPEATED) -> None:
+        self._kept = kept
+        self._waiting: deque[Letter] = deque()
+        self._told: deque[Letter] = deque(maxlen=repeated)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def put(self, message: m.AgentMessage, now_s: float) -> None:
+        """The newest. It is kept, whatever else has to go for it."""
+        if len(self._waiting) >= self._kept:
+            self._make_room()
+        self._waiting.append(Letter(now_s, message))
+
+    def take(self) -> Letter:
+        """The oldest."""
+        return self._waiting.popleft()
+
+    def put_back(self, letter: Letter) -> None:
+        """It could not be sent, and is the next again."""
+        self._waiting.appendleft(letter)
+
+    def sent(self, letter: Letter) -> None:
+        """It was handed to the kernel."""
+        if (losses := _losses(letter.message)) is not None:
+            self._told.append(Letter(letter.arrived_s, losses, again=True))
+
+    def repeat(self) -> None:
+        """A new connection: what was told last is told again, before the rest, as far as there is room."""
+        room = max(0, self._kept - len(self._waiting))
+        while self._told and room:
+            self._waiting.appendleft(self._told.pop())
+            room -= 1
+        self._told.clear()
+
+    def _make_room(self) -> None:
+        """Drops what is worth least, the oldest first."""
+        order = sorted(range(len(self._waiting)), key=lambda i: (_worth(self._waiting[i]), i))
+        dropped = set(order[: max(1, int(self._kept * FREED))])
+        self._waiting = deque(letter for i, letter in enumerate(self._waiting) if i not in dropped)
+
+
+def _worth(letter: Letter) -> int:
+    """Least: what was sent before; what is soon said anew; rows of the ledger. Most: what the core waits for."""
+    message = letter.message
+    if letter.again:
+        return 0
+    if isinstance(message, m.Heartbeat | m.StoreProgress | m.Stalled):
+        return 1
+    if isinstance(message, m.FromWorker) and isinstance(message.message, m.Progress | m.Restoring):
+        said = message.message
+        return 2 if isinstance(said, m.Progress) and (said.losses or said.metrics) else 1
+    return 3
+
+
+def _losses(message: m.AgentMessage) -> m.AgentMessage | None:
+    """What of a message may be told again, without anything that is counted."""
+    if not isinstance(message, m.FromWorker) or not isinstance(message.message, m.Progress):
+        return None
+    if not message.message.losses:
+        return None
+    return m.FromWorker(message.worker, msgspec.structs.replace(message.message, metrics={}, spent=()))

@@ -1,0 +1,105 @@
+"""A real agent process whose orders fail, or whose link breaks for good."""
+
+import asyncio
+import os
+import resource
+import select
+import sys
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+from test_link import serving
+
+from holdfast.protocol import messages as m
+from holdfast.protocol.frames import encode
+from holdfast.protocol.job import JobSpec
+
+SLEEPER = "import signal\nsignal.pause()\n"
+
+
+@asynccontextmanager
+async def agent(job_dir, *command):
+    """An agent process and the coordinator that it has."""
+    (job_dir / "token").write_text("token")
+    (job_dir / "sleeper.py").write_text(SLEEPER)
+    (job_dir / "spec.json").write_bytes(msgspec.json.encode(JobSpec("job", "sleeper.py")))
+    arguments = ["--node=n0", f"--job-dir={job_dir}", "--slots=1", f"--memory={job_dir / 'memory'}"]
+    async with serving(job_dir) as coordinator:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *command,
+            *arguments,
+            "--preload=holdfast.train.worker",
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        try:
+            yield process, coordinator
+        finally:
+            if process.returncode is None:
+                process.kill()
+            await process.communicate()
+
+
+async def heard(coordinator, kind, worker):
+    """Waits for a message about a worker."""
+
+    def those():
+        return [x for said in coordinator.said for x in said if isinstance(x, kind) and x.worker == worker]
+
+    async with coordinator.news:
+        await asyncio.wait_for(coordinator.news.wait_for(those), 60)
+    return those()[0]
+
+
+def start(job_dir, worker):
+    return encode(m.StartWorker(worker, 0, str(job_dir / "sleeper.py"), (), False, str(job_dir), {}))
+
+
+async def hello(coordinator):
+    async with coordinator.news:
+        await asyncio.wait_for(
+            coordinator.news.wait_for(lambda: coordinator.said and coordinator.said[0]), 60
+        )
+
+
+def test_a_worker_that_cannot_be_started_is_said_to_have_ended(tmp_path):
+    """As where the agent has no descriptors left. The core would wait for it for the time of a start."""
+
+    async def start_without_descriptors():
+        async with agent(tmp_path, "-m", "holdfast.agent") as (process, coordinator):
+            await hello(coordinator)
+            before = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (3, before[1]))
+            await coordinator.connection.send_bytes(start(tmp_path, "n0.0#1"))
+            exited = await heard(coordinator, m.Exited, "n0.0#1")
+            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, before)
+            await coordinator.connection.send_bytes(start(tmp_path, "n0.0#2"))
+            await heard(coordinator, m.Started, "n0.0#2")
+            return exited
+
+    exited = asyncio.run(start_without_descriptors())
+    assert "Too many open files" in exited.tail[0]
+
+
+def test_an_agent_whose_link_ends_for_good_ends_with_its_workers(tmp_path):
+    async def break_the_link():
+        deaf = str(Path(__file__).with_name("deaf_agent.py"))
+        async with agent(tmp_path, deaf) as (process, coordinator):
+            await hello(coordinator)
+            await coordinator.connection.send_bytes(start(tmp_path, "n0.0#1"))
+            started = await heard(coordinator, m.Started, "n0.0#1")
+            worker = os.pidfd_open(started.pid)
+            await coordinator.connection.close()
+            output, _ = await asyncio.wait_for(process.communicate(), 60)
+            ended = select.select([worker], [], [], 0)[0]
+            os.close(worker)
+            return process.returncode, output.decode(), bool(ended)
+
+    code, output, ended = asyncio.run(break_the_link())
+    assert code == 1
+    assert "holdfast agent n0: the agent's link to the coordinator broke" in output
+    assert "nothing more to say" in output
+    assert ended
