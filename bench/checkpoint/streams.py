@@ -59,7 +59,7 @@ def hold(mib: int, folder: Path) -> None:
     pool.seal(slot, image.index)
     server = SnapshotServer(pool, "127.0.0.1", TOKEN)
     plain = socket.create_server(("127.0.0.1", 0))
-    print(server.port, plain.getsockname()[1], slot.row_bytes, flush=True)
+    print(server.port, plain.getsockname()[1], slot.row_bytes, server.name, flush=True)
     with slot.path.open("rb") as file:
         memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     row = memoryview(memory)[PAGE : PAGE + slot.row_bytes]
@@ -110,8 +110,9 @@ def main() -> None:
     holder = subprocess.Popen([*command, "--hold", str(root / "a" / "a")], stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout is not None
-        port, plain, nbytes = map(int, holder.stdout.readline().split())
-        measure(root, port, plain, nbytes, given.mib, given.repetitions)
+        port, plain, nbytes, server = holder.stdout.readline().split(" ", 3)
+        served = Holder("peer", "127.0.0.1", int(port), server.strip())
+        measure(root, served, int(plain), int(nbytes), given.mib, given.repetitions)
     finally:
         holder.kill()
         holder.wait()
@@ -120,9 +121,9 @@ def main() -> None:
         root.rmdir()
 
 
-def measure(root: Path, port: int, plain: int, nbytes: int, mib: int, repetitions: int) -> None:
+def measure(root: Path, served: Holder, plain: int, nbytes: int, mib: int, repetitions: int) -> None:
     pool = SlotPool(root / "b" / "b", 4 * mib << 20)
-    holders = [Holder("peer", "127.0.0.1", port)]
+    holders = [served]
     target = memoryview(mmap.mmap(-1, nbytes))
     for at in range(0, nbytes, 4096):
         target[at] = 1

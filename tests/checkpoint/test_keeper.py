@@ -35,7 +35,7 @@ class Node:
     def __init__(self, name="a", folder=None, budget=BUDGET):
         self.said, self.name, self.folder = [], name, folder or new_folder()
         self.keeper = SnapshotKeeper(self.folder, budget, "127.0.0.1", TOKEN, self.said.append)
-        self.holder = Holder(name, "127.0.0.1", self.keeper.port)
+        self.holder = Holder(name, "127.0.0.1", self.keeper.port, self.keeper.server)
 
     def last(self, kind):
         assert isinstance(self.said[-1], kind), self.said

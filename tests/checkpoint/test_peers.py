@@ -43,7 +43,7 @@ class Node:
         self.name = name
         self.pool = SlotPool(new_folder(), BUDGET * 2)
         self.server = SnapshotServer(self.pool, "127.0.0.1", TOKEN)
-        self.holder = Holder(name, "127.0.0.1", self.server.port)
+        self.holder = Holder(name, "127.0.0.1", self.server.port, self.server.name)
 
     def close(self):
         self.server.close()
@@ -95,7 +95,7 @@ def test_many_readers_at_once(nodes):
     right = []
 
     def read():
-        peer = Peer("127.0.0.1", nodes[0].holder.port, TOKEN, KEY)
+        peer = Peer(nodes[0].holder, TOKEN, KEY)
         _, head = peer.head(part)
         into = bytearray(head.index.nbytes)
         peer.read_into(0, memoryview(into))
@@ -112,7 +112,7 @@ def test_many_readers_at_once(nodes):
 
 def test_any_range_in_any_order_with_and_without_reading_ahead(nodes):
     part = save_on(nodes[:1], 300_000)
-    peer = Peer("127.0.0.1", nodes[0].holder.port, TOKEN, KEY)
+    peer = Peer(nodes[0].holder, TOKEN, KEY)
     peer.head(part)
     right = row_of(10, 0, 300_000)
     for ahead in (0, 200_000):
@@ -134,7 +134,7 @@ def test_any_range_in_any_order_with_and_without_reading_ahead(nodes):
 
 def test_a_connection_that_the_other_end_gave_up_is_made_again(nodes, monkeypatch):
     part = save_on(nodes[:1], 100_000)
-    peer = Peer("127.0.0.1", nodes[0].holder.port, TOKEN, KEY)
+    peer = Peer(nodes[0].holder, TOKEN, KEY)
     peer.head(part)
     with nodes[0].server._lock:
         for connection in nodes[0].server._open:
@@ -291,7 +291,7 @@ def test_a_connection_after_the_close_is_not_served(nodes):
     save_on(nodes[:1])
     nodes[0].server.close()
     with pytest.raises(TierError, match="does not answer"):
-        Peer("127.0.0.1", nodes[0].holder.port, TOKEN, KEY).head()
+        Peer(nodes[0].holder, TOKEN, KEY).head()
 
 
 # ---------------------------------------------------------------- the own node
@@ -395,7 +395,7 @@ def test_a_head_that_is_not_the_one_that_was_reported(nodes):
     a, b, _ = nodes
     part = save_on([a])
     other = Part(part.name, part.nbytes, "00" * 16)
-    peer = Peer("127.0.0.1", a.holder.port, TOKEN, KEY, "the memory of a")
+    peer = Peer(a.holder, TOKEN, KEY)
     with closing(peer), pytest.raises(ChecksumError, match="memory of a was changed"):
         peer.head(other)
     with pytest.raises(StateError, match="was changed"):
@@ -450,7 +450,7 @@ def test_an_aborted_pull_begins_nothing(nodes):
 
 def test_a_peer_that_was_aborted_before_it_connected(nodes):
     part = save_on(nodes[:1])
-    peer = Peer("127.0.0.1", nodes[0].holder.port, TOKEN, KEY)
+    peer = Peer(nodes[0].holder, TOKEN, KEY)
     peer.abort()
     with pytest.raises(TierError, match="was ended"):
         peer.head(part)

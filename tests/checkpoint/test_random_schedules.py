@@ -45,7 +45,7 @@ class Node:
     def open(self):
         self.pool = SlotPool(self.folder, BUDGET)
         self.server = SnapshotServer(self.pool, "127.0.0.1", TOKEN)
-        self.holder = Holder(self.name, "127.0.0.1", self.server.port)
+        self.holder = Holder(self.name, "127.0.0.1", self.server.port, self.server.name)
 
     def slot(self, step):
         return next((s for s in self.pool.held() if s.key.step == step), None)

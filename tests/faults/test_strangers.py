@@ -18,6 +18,8 @@ import pytest
 from harness import TINY, finish, start, wait_for
 from stranger import as_stranger, needs_root, stranger
 
+from holdfast.checkpoint import peers
+from holdfast.checkpoint.pull import Pull
 from holdfast.engines import client
 from holdfast.engines.agents import agent_arguments
 from holdfast.engines.client import JobClient, NoAnswer
@@ -25,9 +27,11 @@ from holdfast.engines.jobs import JobFolder
 from holdfast.engines.slurm.commands import Slurm
 from holdfast.engines.slurm.node import StandBy
 from holdfast.engines.slurm.place import Place
+from holdfast.errors import StateError
 from holdfast.protocol import messages as m
 from holdfast.protocol.frames import encode
 from holdfast.protocol.job import JobSpec
+from holdfast.protocol.snapshots import Holder, Key
 
 
 def bind(port):
@@ -149,6 +153,39 @@ def test_an_agent_tells_a_stranger_nothing_and_obeys_no_order_of_his(job, tmp_pa
         assert then == b"", "it went on talking with somebody who had not proven himself"
     assert output.count("has not proven") == 1, output
     assert not came.exists()
+
+
+def snapshots_at(port):
+    """What remains of an agent that served a snapshot at this port."""
+    return Pull(Key(10, 1, 0, 1), [Holder("n1", "127.0.0.1", port)], "the-token")
+
+
+@needs_root
+def test_who_listens_at_a_dead_agents_port_is_told_nothing_and_gives_no_snapshot():
+    with stranger(listening(b"")) as said:
+        pull = snapshots_at(said.recv())
+        with pytest.raises(StateError, match="the memory of n1 answered 200 and did not prove"):
+            pull.head()
+        head, _ = said.recv()
+    assert head.startswith(b"GET /snapshots/10/1/0/1/head ")
+    assert b"the-token" not in head
+
+
+@needs_root
+def test_nobody_waits_for_a_stranger_whose_answer_never_ends(monkeypatch):
+    monkeypatch.setattr(peers, "STALL_S", 0.5)
+
+    def listen(told):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            told.send(server.getsockname()[1])
+            with server.accept()[0] as connection:
+                head_of(connection)
+                with contextlib.suppress(ConnectionError):
+                    while True:
+                        connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    with stranger(listen) as said, pytest.raises(StateError, match="the memory of n1 does not answer"):
+        snapshots_at(said.recv()).head()
 
 
 @needs_root

@@ -214,6 +214,7 @@ class Agent:
             identity=self._identity,
             devices=self._devices,
             checks=self._found_before,
+            snapshot_server=self._keeper.server if self._keeper else "",
         )
 
     def _take(self, order: m.ToAgent) -> None:

@@ -88,6 +88,11 @@ class SnapshotKeeper:
         """Where the slots are served."""
         return self._server.port
 
+    @property
+    def server(self) -> str:
+        """The name by which `protocol.proof` knows whoever serves them."""
+        return self._server.name
+
     def copies(self) -> tuple[Copy, ...]:
         """What is held here."""
         return tuple(_copy_of(s) for s in self.pool.held())

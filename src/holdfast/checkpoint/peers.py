@@ -1,6 +1,7 @@
 """Snapshots over the network: every agent serves its slots, peers and workers read them.
 
-Plain HTTP with the job's token, straight out of the shared memory; `curl` can read it too:
+Plain HTTP, straight out of the shared memory, for those who prove that they know the job's token; the server proves it
+too, see `protocol.proof`. `curl` can read it with the token itself:
 
     GET /snapshots                                            what is held here, JSON
     GET /snapshots/STEP/GENERATION/RANK/WORLD/head            msgpack, see `layout.Head`
@@ -12,10 +13,10 @@ The reader verifies the row against the sums in the head, and the head against t
 
 from __future__ import annotations
 
-import hmac
 import http.client
 import os
 import re
+import secrets
 import select
 import socket
 import sys
@@ -28,6 +29,7 @@ from holdfast.checkpoint.layout import Head, decode_head, digest
 from holdfast.checkpoint.memory import Slot, SlotPool
 from holdfast.checkpoint.pages import PAGE
 from holdfast.errors import StateError, TierError
+from holdfast.protocol.proof import ANSWER_HEADER, Question, answer_to_header, bears
 from holdfast.protocol.snapshots import Holder, Key, Part
 from holdfast.protocol.sockets import unpace
 
@@ -46,9 +48,14 @@ because it hands over one page of 4 KiB after the other."""
 
 
 class SnapshotServer:
-    """Serves a pool's sealed slots until closed. Owns its threads."""
+    """Serves a pool's sealed slots until closed. Owns its threads.
+
+    Attributes:
+        name: by which `protocol.proof` knows it; no other server ever has it.
+    """
 
     def __init__(self, pool: SlotPool, host: str, token: str) -> None:
+        self.name = f"snapshots {secrets.token_hex(8)}"
         self._pool, self._token = pool, token
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
@@ -78,6 +85,7 @@ class SnapshotServer:
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
             timeout = STALL_S
+            _proof: str | None = None
 
             def setup(self) -> None:
                 super().setup()
@@ -95,7 +103,8 @@ class SnapshotServer:
 
             def do_GET(self) -> None:
                 given = self.headers.get("Authorization", "")
-                if not hmac.compare_digest(given.encode(), f"Bearer {server._token}".encode()):
+                self._proof = answer_to_header(given, server._token, server.name, "GET", self.path)
+                if self._proof is None and not bears(given, server._token):
                     self.send_error(401, "send the job's token: Authorization: Bearer TOKEN")
                     return
                 if self.path == "/snapshots":
@@ -144,6 +153,11 @@ class SnapshotServer:
                     while start < stop:
                         start += _send(self.connection, row, start, stop)
 
+            def end_headers(self) -> None:
+                if self._proof is not None:
+                    self.send_header(ANSWER_HEADER, self._proof)
+                super().end_headers()
+
             def log_message(self, format: str, *args: object) -> None:
                 return
 
@@ -188,11 +202,12 @@ class Peer:
         ahead: where a reader that goes on from byte to byte will end: so far is asked for at once.
     """
 
-    def __init__(self, host: str, port: int, token: str, key: Key, where: str = "") -> None:
-        self.where = where or f"memory of {host}:{port}"
+    def __init__(self, holder: Holder, token: str, key: Key) -> None:
+        self.where = f"the memory of {holder.node}"
+        self._server = holder.server
         self._path = f"/snapshots/{key.step}/{key.generation}/{key.rank}/{key.world}"
         self._token = token
-        self._connection = http.client.HTTPConnection(host, port, timeout=CONNECT_S)
+        self._connection = http.client.HTTPConnection(holder.host, holder.port, timeout=CONNECT_S)
         self._coming: tuple[http.client.HTTPResponse, int, int] | None = None  # from byte to byte, exclusive
         self._aborted = False
         self._wakes_at = 1
@@ -254,14 +269,29 @@ class Peer:
             self._wakes_at = nbytes
 
     def _answer(self, what: str, headers: dict[str, str]) -> http.client.HTTPResponse:
-        headers["Authorization"] = f"Bearer {self._token}"
+        path = f"{self._path}/{what}"
+        question = Question(self._token, self._server, "GET", path)
+        headers["Authorization"] = question.authorization
         self._connect()
-        self._connection.request("GET", f"{self._path}/{what}", headers=headers)
-        response = self._connection.getresponse()
+        self._connection.request("GET", path, headers=headers)
+        response = self._response()
+        if not question.proves(response.getheader(ANSWER_HEADER, "")):
+            self.close()
+            raise TierError(f"{self.where} answered {response.status} and did not prove to be of this job")
         if response.status not in (200, 206):
             response.read()
             raise TierError(f"{self.where} answered {response.status} {response.reason}")
         return response
+
+    def _response(self) -> http.client.HTTPResponse:
+        """Its head. The time is for all of it: a stranger could send one byte after the other for ever."""
+        limit = threading.Timer(STALL_S, _shut, (self._connection.sock,))
+        limit.daemon = True
+        limit.start()
+        try:
+            return self._connection.getresponse()
+        finally:
+            limit.cancel()
 
     def _connect(self) -> None:
         """A connection that nothing was sent over for a while may have been closed at the other end."""
@@ -333,4 +363,4 @@ class OwnNode(Peer):
 def peer_of(holder: Holder, token: str, key: Key, own_node: str = "") -> Peer:
     """The way to a holder's memory. own_node: the name of the reader's."""
     kind = OwnNode if holder.node == own_node else Peer
-    return kind(holder.host, holder.port, token, key, f"the memory of {holder.node}")
+    return kind(holder, token, key)

@@ -137,7 +137,7 @@ def joined(core: Core, node: Node, hello: m.Hello) -> None:
     Either side may have missed messages of the other, so what was asked of it is asked again, and what it must have
     been told is told again.
     """
-    node.snapshot_port = hello.snapshot_port
+    node.snapshot_port, node.snapshot_server = hello.snapshot_port, hello.snapshot_server
     there = {(c.key, c.shard.row.xxh3) for c in hello.copies}
     for snapshot in core.state.snapshots:
         for entry in snapshot.shards:
@@ -378,7 +378,7 @@ def hands_over(core: Core, node: Node) -> bool:
 
 def _holders(core: Core, entry: HeldShard) -> tuple[Holder, ...]:
     nodes = [core.state.nodes[n] for n in entry.nodes]
-    return tuple(Holder(n.name, n.host, n.snapshot_port) for n in nodes if n.alive)
+    return tuple(Holder(n.name, n.host, n.snapshot_port, n.snapshot_server) for n in nodes if n.alive)
 
 
 def _whole(core: Core, snapshot: Snapshot) -> None:

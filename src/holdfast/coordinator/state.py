@@ -70,6 +70,7 @@ class Node(msgspec.Struct, omit_defaults=True):
     refused: str | None = None
     rack: str | None = None
     snapshot_port: int = 0
+    snapshot_server: str = ""
     leaving: str | None = None
     leaves_since_s: float = 0.0
     leaves_until_s: float | None = None

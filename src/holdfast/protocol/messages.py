@@ -15,7 +15,7 @@ from holdfast.protocol.job import Durable
 from holdfast.protocol.phases import Place, Spent
 from holdfast.protocol.snapshots import Copy, DurableTier, Holder, Key, Shard
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -444,7 +444,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """An agent connects, for the first time or again. `session` is new for every agent process.
 
     identity: of the machine, the same whenever it comes back (its serial number, else its machine-id). devices: lasting
-    identities of its devices. checks: what the basic checks found before it joined.
+    identities of its devices. checks: what the basic checks found before it joined. snapshot_server: the name by which
+    `protocol.proof` knows whoever listens at snapshot_port.
     """
 
     version: int
@@ -462,6 +463,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     identity: str = ""
     devices: tuple[str, ...] = ()
     checks: tuple[CheckResult, ...] = ()
+    snapshot_server: str = ""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):

@@ -44,11 +44,12 @@ class Copy(msgspec.Struct, frozen=True):
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """An agent that holds a shard, and where it serves it."""
+    """An agent that holds a shard, and where it serves it. server: the name that whoever listens there must prove."""
 
     node: str
     host: str
     port: int
+    server: str = ""
 
 
 class DurableTier(msgspec.Struct, frozen=True):
