@@ -13,12 +13,16 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
+import snapshots_in_memory as snapshots
 from harness import TINY, finish, start, wait_for
-from stranger import as_stranger, needs_root, stranger
+from stranger import NOBODY, as_stranger, needs_root, stranger
 
 from holdfast.checkpoint import peers
+from holdfast.checkpoint.memory import SlotPool, memory_base, remove_memory
 from holdfast.checkpoint.pull import Pull
 from holdfast.engines import client
 from holdfast.engines.agents import agent_arguments
@@ -27,7 +31,9 @@ from holdfast.engines.jobs import JobFolder
 from holdfast.engines.slurm.commands import Slurm
 from holdfast.engines.slurm.node import StandBy
 from holdfast.engines.slurm.place import Place
-from holdfast.errors import StateError
+from holdfast.errors import StateError, TierError
+from holdfast.health.checks.basic import check_shm
+from holdfast.health.checks.check import Task, attempt
 from holdfast.protocol import messages as m
 from holdfast.protocol.frames import encode
 from holdfast.protocol.job import JobSpec
@@ -186,6 +192,73 @@ def test_nobody_waits_for_a_stranger_whose_answer_never_ends(monkeypatch):
 
     with stranger(listen) as said, pytest.raises(StateError, match="the memory of n1 does not answer"):
         snapshots_at(said.recv()).head()
+
+
+@pytest.fixture
+def shared_memory(monkeypatch):
+    """A place like /dev/shm; HOLDFAST_MEMORY names it. (nobody may not look into pytest's folders.)"""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o1777)
+        monkeypatch.setenv("HOLDFAST_MEMORY", folder)
+        yield Path(folder)
+
+
+SQUATS = {
+    "a folder": lambda path: path.mkdir(mode=0o755),
+    "one that all may write to": lambda path: (path.mkdir(), path.chmod(0o777)),
+    "a link": lambda path: path.symlink_to("/tmp"),
+    "a file": lambda path: path.touch(),
+}
+
+
+@needs_root
+@pytest.mark.parametrize("squat", SQUATS.values(), ids=SQUATS.keys())
+def test_snapshots_are_kept_where_another_user_took_the_folders_name(shared_memory, squat):
+    squat(shared_memory / f"holdfast-{NOBODY}")
+
+    def save():
+        """An agent has its memory; it and its job are killed."""
+        folder = memory_base()
+        pool = SlotPool(folder / "home" / "job" / "n0", 1 << 20)
+        snapshots.save(pool, snapshots.key_of(10), 1000)
+        return str(folder)
+
+    def find():
+        """The next start of the job."""
+        folder = memory_base()
+        pool = SlotPool(folder / "home" / "job" / "n0", 1 << 20)
+        steps = snapshots.steps_of(pool)
+        remove_memory(pool.folder)
+        return str(folder), steps
+
+    def basic_check():
+        return [str(r.condition) for r in check_shm(memory_base() / "home" / "job" / "n0")]
+
+    folder = as_stranger(save)
+    kind = os.stat(folder)
+    assert (kind.st_uid, kind.st_mode & 0o777) == (NOBODY, 0o700)
+    assert as_stranger(find) == (folder, [10])
+    assert as_stranger(basic_check) == ["healthy"]
+
+
+@needs_root
+@pytest.mark.parametrize("mode", [0o755, 0o777])
+def test_memory_in_a_folder_of_somebody_elses_is_refused_and_is_not_the_nodes_fault(shared_memory, mode):
+    """HOLDFAST_MEMORY names it: who owns it could exchange what is in it. The job goes on without snapshots."""
+    shared_memory.chmod(mode)
+
+    def make():
+        try:
+            SlotPool(memory_base() / "home" / "job" / "n0", 1 << 20)
+        except TierError as error:
+            return str(error)
+        return "it was made"
+
+    def basic_check():
+        return [str(r.condition) for r in attempt("shm", lambda task: check_shm(memory_base()), Task())]
+
+    assert "set HOLDFAST_MEMORY" in as_stranger(make)
+    assert as_stranger(basic_check) != ["faulty"]
 
 
 @needs_root

@@ -20,6 +20,7 @@ import os
 import shutil
 import stat
 import struct
+import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -371,9 +372,40 @@ class SlotPool:
                 self._slots.append(slot)
 
 
+def memory_system() -> Path:
+    """Where snapshot memory is: `$HOLDFAST_MEMORY`, by default `/dev/shm`."""
+    return Path(os.environ.get("HOLDFAST_MEMORY") or "/dev/shm")
+
+
 def memory_base() -> Path:
-    """This user's folder of snapshot memory: in `$HOLDFAST_MEMORY`, by default in `/dev/shm`."""
-    return Path(os.environ.get("HOLDFAST_MEMORY") or "/dev/shm") / f"holdfast-{os.getuid()}"
+    """This user's folder of snapshot memory, `holdfast-UID`; made where it is missing.
+
+    Everybody may write in /dev/shm. Where somebody else has made a folder of that name, ours has another one, with a
+    random ending. The next start finds it by its owner: nobody can make a folder that belongs to another.
+    """
+    usual = memory_system() / f"holdfast-{os.getuid()}"
+    try:
+        there = [f for f in (usual, *sorted(usual.parent.glob(f"{usual.name}-*"))) if _is_own(f)]
+        if there:
+            return there[0]
+        _make_folder(usual.parent)
+        try:
+            usual.mkdir(mode=0o700)
+        except FileExistsError:
+            if not _is_own(usual):  # or another process of ours was faster
+                return Path(tempfile.mkdtemp(prefix=f"{usual.name}-", dir=usual.parent))
+    except OSError:
+        pass  # whoever makes a folder in it says why there can be none
+    return usual
+
+
+def _is_own(folder: Path) -> bool:
+    """A folder, and no link to one, that nobody else can look into or write to."""
+    try:
+        kind = folder.lstat()
+    except FileNotFoundError:
+        return False
+    return stat.S_ISDIR(kind.st_mode) and kind.st_uid == os.getuid() and not kind.st_mode & 0o077
 
 
 def remove_memory(folder: Path) -> None:
@@ -382,9 +414,11 @@ def remove_memory(folder: Path) -> None:
     for above in list(folder.parents)[:3]:
         try:
             above.rmdir()
+        except FileNotFoundError:
+            pass
         except OSError:
             return
-        if above == memory_base():
+        if above.parent == memory_system():
             return
 
 
@@ -438,13 +472,23 @@ def own_folder(folder: Path) -> None:
     """
     try:
         _make_folder(folder)
-        kind = folder.lstat()
-        above = next((p.stat() for p in folder.parents if p.stat().st_uid != os.getuid()), None)
+        safe = _is_own(folder) and not _is_exchangeable(folder)
     except OSError as error:
         raise TierError(f"no snapshot memory in {folder}: {error.strerror}; set HOLDFAST_MEMORY") from error
-    exchangeable = above is not None and above.st_uid and not above.st_mode & stat.S_ISVTX
-    if not stat.S_ISDIR(kind.st_mode) or kind.st_uid != os.getuid() or kind.st_mode & 0o077 or exchangeable:
+    if not safe:
         raise TierError(f"{folder} is open to others: remove it, or set HOLDFAST_MEMORY to another folder")
+
+
+def _is_exchangeable(folder: Path) -> bool:
+    """Whether others could put another in its place: it is in one that is theirs, or that all may write to. The sticky
+    bit, as /dev/shm has it, forbids that. Looked at up to the first that is not this user's."""
+    for kind in (p.stat() for p in folder.parents):
+        theirs = kind.st_uid not in (os.getuid(), 0)
+        if (theirs or kind.st_mode & 0o002) and not kind.st_mode & stat.S_ISVTX:
+            return True
+        if kind.st_uid != os.getuid():
+            return False
+    return False
 
 
 def _make_folder(folder: Path) -> None:

@@ -77,13 +77,13 @@ def check(
 def _of_machine(folder: Path, deep: bool, seconds: float) -> Sequence[CheckResult]:
     import asyncio
 
-    from holdfast.checkpoint.memory import memory_base
+    from holdfast.checkpoint.memory import memory_system
     from holdfast.health.checks.basic import Needs, run_basic
     from holdfast.health.checks.check import SECONDS, Task
     from holdfast.health.checks.child import check_in_child
     from holdfast.health.checks.suite import Said
 
-    results = run_basic(Needs("127.0.0.1", 1, folder, memory_base()))
+    results = run_basic(Needs("127.0.0.1", 1, folder, memory_system()))
     if not deep:
         return results
     task = Task(HERE, folder=str(folder), seconds=seconds or SECONDS)

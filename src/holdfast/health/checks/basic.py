@@ -72,9 +72,11 @@ def check_memory() -> Iterator[CheckResult]:
 def check_shm(memory: Path) -> Iterator[CheckResult]:
     """Room where snapshots and shared tensors are kept."""
     there = next(p for p in (memory, *memory.absolute().parents) if p.is_dir())
-    if not os.access(there, os.W_OK):
-        yield CheckResult("shm", Condition.FAULTY, f"{there} cannot be written")
+    if os.statvfs(there).f_flag & os.ST_RDONLY:
+        yield CheckResult("shm", Condition.FAULTY, f"{there} is read-only")
         return
+    if not os.access(there, os.W_OK):  # another user's, or HOLDFAST_MEMORY names one: no fault of the node's
+        raise CannotCheck(f"{there} is not this user's to write to; set HOLDFAST_MEMORY to a folder that is")
     yield _at_least("shm", _free(there), SHM_FLOOR_BYTES, "B", f"free in {there}")
 
 
