@@ -41,7 +41,7 @@ def rank_main(
 ) -> None:
     """Says its port, hears all ports, trains, says after every block: (kind, seconds of each step)."""
     job.prepare_process()
-    listener = MeshListener(HOST, TOKEN)
+    listener = MeshListener(HOST, TOKEN, f"w{rank}")
     pipe.send(listener.port)
     members = tuple(Member(i, f"w{i}", f"n{i}", 0, HOST, port) for i, port in enumerate(pipe.recv()))
     group = Group(Generation(1, members, 0), rank, HOST, listener)

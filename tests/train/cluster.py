@@ -12,7 +12,7 @@ TOKEN = "secret"
 class Cluster:
     def __init__(self, size: int) -> None:
         self.size = size
-        self.listeners = [MeshListener("127.0.0.1", TOKEN) for _ in range(size)]
+        self.listeners = [MeshListener("127.0.0.1", TOKEN, f"w{rank}") for rank in range(size)]
         self.pool = ThreadPoolExecutor(size)
 
     def generation(self, number: int, ranks=None) -> Generation:

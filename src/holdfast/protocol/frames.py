@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+import time
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -42,7 +43,8 @@ class Codec(Generic[T]):
         """One message from its bytes."""
         try:
             return self._decoder.decode(body)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            # msgspec lets two of Python's own through: for text that is not UTF-8, and for what is nested too deep.
             raise ProtocolError(f"cannot read a message ({error}); run one version on all nodes") from error
 
     def read(self, sock: socket.socket) -> T | None:
@@ -62,11 +64,31 @@ class Codec(Generic[T]):
             return None
 
 
-def read_exactly(sock: socket.socket, count: int) -> bytearray | None:
-    """`count` bytes from a blocking socket; None when it ends before."""
+def missing(said: bytes | bytearray, most: int) -> int:
+    """How many bytes may be read on to the end of the first frame; 0: it is whole.
+
+    Raises:
+        ProtocolError: its message is to have more than `most` bytes.
+    """
+    if len(said) < _HEADER.size:
+        return _HEADER.size - len(said)
+    size = _size(said[: _HEADER.size], most)
+    return _HEADER.size + size - len(said)
+
+
+def body_of(frame: bytes) -> bytes:
+    """The message of a whole frame."""
+    return frame[_HEADER.size :]
+
+
+def read_exactly(sock: socket.socket, count: int, within_s: float | None = None) -> bytearray | None:
+    """`count` bytes from a blocking socket; None when it ends before. within_s: for all of them; then TimeoutError."""
     buffer = bytearray(count)
     view = memoryview(buffer)
+    until_s = None if within_s is None else time.monotonic() + within_s
     while view:
+        if until_s is not None:
+            sock.settimeout(max(0.001, until_s - time.monotonic()))
         got = sock.recv_into(view)
         if got == 0:
             return None
@@ -74,8 +96,8 @@ def read_exactly(sock: socket.socket, count: int) -> bytearray | None:
     return buffer
 
 
-def _size(header: bytes | bytearray) -> int:
+def _size(header: bytes | bytearray, most: int = MAX_FRAME_BYTES) -> int:
     size: int = _HEADER.unpack(header)[0]
-    if size > MAX_FRAME_BYTES:
-        raise ProtocolError(f"a frame of {size} bytes is over the limit of {MAX_FRAME_BYTES}")
+    if size > most:
+        raise ProtocolError(f"a frame of {size} bytes is over the limit of {most}")
     return size

@@ -23,6 +23,8 @@ ANSWER_HEADER = "Holdfast-Proof"
 """HTTP: the request has `Authorization: Holdfast NONCE CODE`, the response this header."""
 MAX_CREDENTIAL = 256
 """Characters of a credential; a longer one is refused unread."""
+ANSWER_CHARS = 2 * hashlib.sha256().digest_size
+"""ASCII characters of an answer."""
 _NONCE_BYTES = 16
 
 

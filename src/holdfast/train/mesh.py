@@ -8,20 +8,22 @@ no store server to lose and no key of another generation to read.
 
 from __future__ import annotations
 
-import hmac
 import selectors
 import socket
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 import msgspec
 import torch.distributed as dist
 
 from holdfast.errors import CollectiveFailed, ProtocolError
-from holdfast.protocol.frames import Codec, pack, read_exactly
-from holdfast.protocol.messages import Generation
+from holdfast.protocol.door import BACKLOG, Door
+from holdfast.protocol.frames import Codec, body_of, missing, pack, read_exactly
+from holdfast.protocol.messages import Generation, Member
+from holdfast.protocol.proof import ANSWER_CHARS, Question, answer_to
 
 CONNECT_S = 5.0
 """Never waited for in full: a break ends the wait. It bounds a break that comes in the very moment before it."""
@@ -33,44 +35,50 @@ _HEAD = struct.Struct("<BI")
 
 
 class _MeshHello(msgspec.Struct, frozen=True):
-    token: str
+    credential: str
     generation: int
     rank: int
 
 
 _hellos: Codec[_MeshHello] = Codec(_MeshHello)
+_HELLO_BYTES = 1024
+
+
+def _server_name(worker: str) -> str:
+    """For the proof: a worker's name is that of one process."""
+    return f"mesh {worker}"
 
 
 class MeshListener:
     """Accepts the connections of members with higher ranks. One for the life of the worker."""
 
-    def __init__(self, host: str, token: str) -> None:
+    def __init__(self, host: str, token: str, worker: str) -> None:
+        """worker: this one's name, by which the others know it."""
         self._token = token
-        self._server = socket.create_server((host, 0), backlog=256)
-        self.port: int = self._server.getsockname()[1]
+        self._name = _server_name(worker)
+        server = socket.create_server((host, 0), backlog=BACKLOG)
+        self.port: int = server.getsockname()[1]
         self._arrived: dict[tuple[int, int], socket.socket] = {}
         self._news = threading.Condition()
         self._broken = 0
-        threading.Thread(target=self._accept, name="holdfast-mesh", daemon=True).start()
+        self._door = Door(server, "holdfast-mesh", lambda said: missing(said, _HELLO_BYTES), self._enter)
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = self._server.accept()
-            except OSError:
-                return
-            sock.settimeout(CONNECT_S)
-            try:
-                hello = _hellos.read(sock)
-            except (OSError, ProtocolError):
-                hello = None
-            if hello is None or not hmac.compare_digest(hello.token, self._token):
-                sock.close()
-                continue
-            sock.settimeout(None)
-            with self._news:
-                self._arrived[hello.generation, hello.rank] = sock
-                self._news.notify_all()
+    def _enter(self, sock: socket.socket, frame: bytes) -> bool:
+        """Whoever shows in its hello that it knows the token is a member, and is shown the same."""
+        hello = _hellos.decode(body_of(frame))
+        answer = answer_to(hello.credential, self._token, self._name, str(hello.generation), str(hello.rank))
+        if answer is None:
+            raise ProtocolError("a hello without the token")
+        with self._news:
+            if hello.generation <= self._broken:
+                return False
+            sock.send(answer.encode())  # the first bytes of a connection: there is room for all of them
+            sock.setblocking(True)
+            if (older := self._arrived.pop((hello.generation, hello.rank), None)) is not None:
+                older.close()
+            self._arrived[hello.generation, hello.rank] = sock
+            self._news.notify_all()
+        return True
 
     def take(self, generation: int, rank: int) -> socket.socket:
         """The connection from a member. Raises CollectiveFailed when the generation breaks first."""
@@ -82,8 +90,7 @@ class MeshListener:
 
     def close(self) -> None:
         """Accepts nobody any more."""
-        self._server.shutdown(socket.SHUT_RDWR)
-        self._server.close()
+        self._door.close()
 
     def release(self, generation: int) -> None:
         """Nobody waits for members of this or an older generation any more."""
@@ -101,7 +108,9 @@ class Mesh:
     whoever waits for it; `abort` (from another thread) raises it at once.
 
     Attributes:
-        waits: called with the rank that is waited for, and with -1 when nobody is.
+        waits: called with the rank that is waited for, and with -1 when nobody is. While members connect, those of lower
+            rank are called, and of higher rank awaited.
+        reached: called when one more member is connected.
         fails_late: what cannot be said raises nothing; hearing from that peer will.
     """
 
@@ -110,29 +119,56 @@ class Mesh:
         self.rank = rank
         self.size = len(generation.members)
         self.waits: Callable[[int], None] = lambda rank: None
+        self.reached: Callable[[], None] = lambda: None
         self._peers: dict[int, socket.socket] = {}
         self._aborted = False
         self.fails_late = False
 
     def connect(self, listener: MeshListener, token: str) -> None:
-        """Connects to the lower ranks and waits for the higher ones."""
+        """Connects to the lower ranks and waits for the higher ones.
+
+        Raises:
+            CollectiveFailed: one cannot be reached, or does not prove that it is this member.
+        """
         number = self._generation.number
+        asked = []
         for member in self._generation.members[: self.rank]:
-            try:
-                address = (member.host, member.vote_port)
-                family, kind, protocol, _, target = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
-                sock = socket.socket(family, kind, protocol)
-                self._add(member.rank, sock)  # before it is connected: `abort` frees a call to a silent node
-                sock.settimeout(CONNECT_S)
-                sock.connect(target)
+            question = Question(token, _server_name(member.worker), str(number), str(self.rank))
+            with self._calling(member):
+                sock = self._call(member)
+                sock.sendall(pack(_MeshHello(question.credential, number, self.rank)))
+            asked.append((member, sock, question))
+        for member, sock, question in asked:  # all are at work on their answers by now
+            with self._calling(member):
+                answer = read_exactly(sock, ANSWER_CHARS, CONNECT_S)
+                if answer is None or not question.proves(answer.decode("latin-1")):
+                    sock.close()
+                    who = f"{member.host} port {member.vote_port}, where {member.worker} listened,"
+                    raise OSError(f"{who} does not show that it is this worker; is another process there?")
                 sock.settimeout(None)
-                sock.sendall(pack(_MeshHello(token, number, self.rank)))
-            except OSError as error:
-                raise CollectiveFailed(
-                    f"cannot reach rank {member.rank} on {member.node}: {error}"
-                ) from error
+            self.reached()
         for rank in range(self.rank + 1, self.size):
+            self.waits(rank)
             self._add(rank, listener.take(number, rank))
+            self.reached()
+        self.waits(-1)
+
+    @contextmanager
+    def _calling(self, member: Member) -> Iterator[None]:
+        self.waits(member.rank)
+        try:
+            yield
+        except OSError as error:
+            raise CollectiveFailed(f"cannot reach rank {member.rank} on {member.node}: {error}") from error
+
+    def _call(self, member: Member) -> socket.socket:
+        address = (member.host, member.vote_port)
+        family, kind, protocol, _, target = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, protocol)
+        self._add(member.rank, sock)  # before it is connected: `abort` frees a call to a silent node
+        sock.settimeout(CONNECT_S)
+        sock.connect(target)
+        return sock
 
     def _add(self, rank: int, sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -212,6 +248,8 @@ class MeshStore(dist.Store):  # type: ignore[misc, name-defined, unused-ignore]
         self._finished = False
         self._values: dict[str, bytes] = {}
         self._ended: set[int] = set()
+        self._unsent: dict[int, memoryview] = {}
+        self._unread: dict[int, bytearray] = {rank: bytearray() for rank in mesh._peers}
 
     def set(self, key: str, value: bytes | str) -> None:
         """Sends the value to every peer."""
@@ -225,12 +263,12 @@ class MeshStore(dist.Store):  # type: ignore[misc, name-defined, unused-ignore]
 
     def get(self, key: str) -> bytes:
         """Waits for the value."""
-        self._read_until(lambda: key in self._values)
+        self._move_until(lambda: key in self._values)
         return self._values[key]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Waits for the keys. The timeout is not needed: a generation that breaks ends the wait."""
-        self._read_until(lambda: all(k in self._values for k in keys))
+        self._move_until(lambda: all(k in self._values for k in keys))
 
     def check(self, keys: list[str]) -> bool:
         """Whether the keys have arrived."""
@@ -240,45 +278,76 @@ class MeshStore(dist.Store):  # type: ignore[misc, name-defined, unused-ignore]
         """Tells the peers that no key follows, and waits until all have said so: the mesh is clear again."""
         self._finished = True
         self._send(_HEAD.pack(_TAG_END, 0))
-        self._read_until(lambda: len(self._ended) == self._mesh.size - 1)
+        self._move_until(lambda: len(self._ended) == self._mesh.size - 1)
 
     def _send(self, data: bytes) -> None:
-        for rank, sock in self._mesh._peers.items():
-            try:
-                sock.sendall(data)
-            except OSError as error:
-                raise CollectiveFailed(f"lost rank {rank}: {error}") from error
+        for rank in self._mesh._peers:
+            self._unsent[rank] = memoryview(data)
+            self._write(rank)
+        self._move_until(lambda: not self._unsent)
 
-    def _read_until(self, done: Callable[[], bool]) -> None:
+    def _move_until(self, done: Callable[[], bool]) -> None:
+        """Sends and reads side by side: of two members that set large values, each would else wait until the other reads."""
         if done():
             return
-        if self._finished and len(self._ended) == self._mesh.size - 1:
-            raise CollectiveFailed("a key was asked for that nobody has set")
         with selectors.DefaultSelector() as selector:
             for rank, sock in self._mesh._peers.items():
-                if rank not in self._ended:
-                    selector.register(sock, selectors.EVENT_READ, rank)
+                if wants := self._wants(rank):
+                    selector.register(sock, wants, rank)
             while not done():
-                for key, _ in selector.select():
-                    if not self._read_one(key.data) and not done():
+                if not selector.get_map():
+                    raise CollectiveFailed("a key was asked for that nobody has set")
+                for key, events in selector.select():
+                    if events & selectors.EVENT_WRITE:
+                        self._write(key.data)
+                    if events & selectors.EVENT_READ:
+                        self._read(key.data)
+                    wants = self._wants(key.data)
+                    if not wants:
                         selector.unregister(key.fileobj)
+                    elif wants != key.events:
+                        selector.modify(key.fileobj, wants, key.data)
 
-    def _read_one(self, rank: int) -> bool:
-        """One frame of a peer; False when it was its last."""
-        sock = self._mesh._peers[rank]
+    def _wants(self, rank: int) -> int:
+        reads = selectors.EVENT_READ if rank not in self._ended else 0
+        return reads | (selectors.EVENT_WRITE if rank in self._unsent else 0)
+
+    def _write(self, rank: int) -> None:
+        """As much as the connection takes now."""
+        data = self._unsent[rank]
         try:
-            head = read_exactly(sock, _HEAD.size)
-            if head is None:
-                raise OSError("its connection closed")
-            tag, size = _HEAD.unpack(head)
-            body = read_exactly(sock, size)
-            if body is None:
-                raise OSError("its connection closed")
+            data = data[self._mesh._peers[rank].send(data, socket.MSG_DONTWAIT) :]
+        except BlockingIOError:
+            return
         except OSError as error:
             raise CollectiveFailed(f"lost rank {rank}: {error}") from error
+        if data:
+            self._unsent[rank] = data
+        else:
+            del self._unsent[rank]
+
+    def _read(self, rank: int) -> None:
+        """What has come of a peer's next frame, and nothing behind it: after the last one the mesh's words follow."""
+        frame = self._unread[rank]
+        size = _HEAD.unpack_from(frame)[1] if len(frame) >= _HEAD.size else 0
+        try:
+            data = self._mesh._peers[rank].recv(_HEAD.size + size - len(frame), socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise CollectiveFailed(f"lost rank {rank}: {error}") from error
+        if not data:
+            raise CollectiveFailed(f"lost rank {rank}: its connection closed")
+        frame += data
+        if len(frame) < _HEAD.size:
+            return
+        tag, size = _HEAD.unpack_from(frame)
+        if len(frame) < _HEAD.size + size:
+            return
+        self._unread[rank] = bytearray()
         if tag == _TAG_END:
             self._ended.add(rank)
-            return False
-        length: int = struct.unpack_from("<H", body)[0]
-        self._values[body[2 : 2 + length].decode()] = bytes(body[2 + length :])
-        return True
+            return
+        length: int = struct.unpack_from("<H", frame, _HEAD.size)[0]
+        name = _HEAD.size + 2
+        self._values[frame[name : name + length].decode()] = bytes(frame[name + length :])

@@ -61,8 +61,8 @@ class Rebuilt(BaseException):
 class Endpoint:
     """Where other workers reach this process. It lasts as long as the process, also when `main` is run again."""
 
-    def __init__(self, host: str, token: str) -> None:
-        self.listener = MeshListener(host, token)
+    def __init__(self, host: str, token: str, worker: str) -> None:
+        self.listener = MeshListener(host, token, worker)
         self.donor = DonorServer(host, token)
 
 
@@ -124,7 +124,7 @@ class Replica:
         self._protected = protected
         self._page = link.page
         host = link.start.host
-        endpoint = endpoint or Endpoint(host, link.token)
+        endpoint = endpoint or Endpoint(host, link.token, link.start.worker)
         self._listener, self._donor = endpoint.listener, endpoint.donor
         self._buffers = Buffers(state.buffers_of(protected))
         self._snapshots = Snapshots(link, faults, device)
@@ -263,6 +263,7 @@ class Replica:
                 self._donor.publish(self.generation, self._image())
         elif self.committed is None:
             self.committed = generation.start
+        self._page.wait_for(-1)
         self._page.enter(Phase.JOIN)
         row = self.sharding.row if self.sharding and replica >= 0 and generation.positions > 1 else None
         group = self.group = Group(
@@ -271,7 +272,7 @@ class Replica:
         self.link.guard(
             generation.number, group.abort_all, group.halt if row else None, row.run_to if row else None
         )
-        self.group.mesh.waits = self._wait_for
+        self.group.mesh.waits, self.group.mesh.reached = self._wait_for, self._page.beat
         self.group.join(self.link.token)
         self.link.check(generation.number)
         self._page.committed = self.committed or 0

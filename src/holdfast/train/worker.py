@@ -50,7 +50,8 @@ class Attachment:
         from holdfast.train.replica import Endpoint
 
         if self._endpoint is None:
-            self._endpoint = Endpoint(self.link.start.host, self.link.token)
+            start = self.link.start
+            self._endpoint = Endpoint(start.host, self.link.token, start.worker)
         return self._endpoint
 
 

@@ -1,0 +1,170 @@
+"""The door of a listening socket: everybody is let into the hall at once, and out of it only who proves itself.
+
+A stranger may connect to any port of the job and say nothing, or something endless. So callers are heard side by side, by
+one thread, and what is unproven is bounded: in bytes, in time and in number. No caller waits for another one.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from holdfast.errors import ProtocolError
+
+HEARD_S = 2.0
+"""A caller has so long for all of its first words, however it spreads them."""
+BACKLOG = 4096
+"""Connections that the kernel holds for a thread that has not got its turn; it allows `net.core.somaxconn` at most."""
+ROOM_S = 0.05
+"""Without room for another descriptor the door is tried again after so long: nobody tells when there is room again."""
+BATCH = 64
+"""So many are let in before those who are in are heard again."""
+READ_BYTES = 4096
+EXPECTED = (OSError, ProtocolError)
+"""What strangers' words, and callers that leave, bring about."""
+
+Missing = Callable[[bytearray], int]
+"""How many bytes may be read on to the end of the first words; 0: they are whole. Raises when they can be none."""
+Enter = Callable[[socket.socket, bytes], bool]
+"""Takes a connection, which does not block, with its first words, and must not wait. False, or an error: it is closed."""
+
+
+class Door:
+    """Accepts the connections of a listening socket until it is closed.
+
+    A thread of its own survives whatever callers do, and a process without room for descriptors. An error that leaves it no
+    way to go on ends the process: a process that nobody can reach any more must not look healthy.
+    """
+
+    def __init__(self, server: socket.socket, name: str, missing: Missing, enter: Enter) -> None:
+        """server: listening; the door owns it. name: of the thread. missing, enter: called from that thread."""
+        server.setblocking(False)
+        self._server = server
+        self._missing, self._enter = missing, enter
+        self._most = most_unproven()
+        self._hall: dict[socket.socket, tuple[bytearray, float]] = {}  # the oldest first: so is its deadline
+        self._shut_until_s: float | None = None
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(server, selectors.EVENT_READ)
+        self._wake, woken = socket.socketpair()
+        self._selector.register(woken, selectors.EVENT_READ)
+        self._woken = woken
+        self._blamed: set[type[Exception]] = set()
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Lets nobody in any more. Returns when the port is free."""
+        with suppress(OSError):
+            self._wake.send(b"x")
+        self._thread.join()
+        self._wake.close()
+
+    # ------------------------------------------------------------ its thread
+
+    def _serve(self) -> None:
+        try:
+            while self._round():
+                pass
+        except BaseException:  # noqa: BLE001 - nothing of a caller's comes here; see the class
+            sys.excepthook(*sys.exc_info())
+            sys.stderr.write(f"holdfast: the thread {self._thread.name} cannot go on: this process ends\n")
+            sys.stderr.flush()
+            os._exit(70)
+        for sock in [*self._hall, self._server, self._woken]:
+            sock.close()
+        self._selector.close()
+
+    def _round(self) -> bool:
+        """Waits for news and sees to it; False when the door is to close."""
+        for key, _ in self._selector.select(self._quiet_s()):
+            if key.fileobj is self._woken:
+                return False
+            if key.fileobj is self._server:
+                self._let_in()
+            elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._hall:
+                self._hear(key.fileobj)  # else it had to go for another one, this very round
+        now = time.monotonic()
+        while self._hall and (oldest := next(iter(self._hall.items())))[1][1] <= now:
+            self._send_away(oldest[0])
+        if self._shut_until_s is not None and now >= self._shut_until_s:
+            self._shut_until_s = None
+            self._selector.register(self._server, selectors.EVENT_READ)
+        return True
+
+    def _quiet_s(self) -> float | None:
+        """Until the next deadline."""
+        until_s = [next(iter(self._hall.values()))[1]] if self._hall else []
+        until_s += [self._shut_until_s] if self._shut_until_s is not None else []
+        return max(0.0, min(until_s) - time.monotonic()) if until_s else None
+
+    def _let_in(self) -> None:
+        for _ in range(BATCH):
+            try:
+                sock, _ = self._server.accept()
+            except BlockingIOError:
+                return
+            except ConnectionAbortedError:
+                continue
+            except OSError:
+                # No descriptor or no memory is left, and select would report the same caller again and again. One that
+                # has said nothing makes room; without one, somebody else has to.
+                if self._hall:
+                    self._send_away(next(iter(self._hall)))
+                    continue
+                self._selector.unregister(self._server)
+                self._shut_until_s = time.monotonic() + ROOM_S
+                return
+            sock.setblocking(False)
+            self._hall[sock] = bytearray(), time.monotonic() + HEARD_S
+            self._selector.register(sock, selectors.EVENT_READ)
+            self._hear(sock)  # a member of the job speaks at once, so that no crowd pushes it out
+            if len(self._hall) > self._most:
+                self._send_away(next(iter(self._hall)))
+
+    def _hear(self, sock: socket.socket) -> None:
+        said, _ = self._hall[sock]
+        try:
+            while (most := self._missing(said)) > 0:
+                data = sock.recv(min(most, READ_BYTES))
+                if not data:
+                    break
+                said += data
+            else:
+                self._leave_hall(sock)
+                if not self._enter(sock, bytes(said)):
+                    sock.close()
+                return
+        except BlockingIOError:
+            return
+        except Exception as error:  # noqa: BLE001 - whatever a stranger's words bring about is at its own cost
+            self._blame(error)
+        self._send_away(sock)
+
+    def _send_away(self, sock: socket.socket) -> None:
+        self._leave_hall(sock)
+        sock.close()
+
+    def _leave_hall(self, sock: socket.socket) -> None:
+        if self._hall.pop(sock, None) is not None:
+            self._selector.unregister(sock)
+
+    def _blame(self, error: Exception) -> None:
+        """What no caller should bring about is a mistake of ours; it is said once, not for every packet of a flood."""
+        if not isinstance(error, EXPECTED) and type(error) not in self._blamed:
+            self._blamed.add(type(error))
+            sys.stderr.write(f"holdfast: {self._thread.name}: a caller was sent away: {error!r}\n")
+
+
+def most_unproven() -> int:
+    """Callers in the hall at a time: so many that a crowd does not push out who has connected this very moment, and no more
+    than an eighth of what the process may open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1024 if soft == resource.RLIM_INFINITY else max(32, min(1024, soft // 8))

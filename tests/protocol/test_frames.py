@@ -1,0 +1,38 @@
+"""What a frame may hold: whatever it is, a reader says that it cannot read it, and reads on."""
+
+import random
+
+import msgspec
+import pytest
+
+from holdfast.errors import ProtocolError
+from holdfast.protocol import messages as m
+from holdfast.protocol.frames import Codec
+
+CODEC: Codec[m.WorkerMessage] = Codec(m.WorkerMessage)
+READY = msgspec.msgpack.encode(m.Ready("digest", "host", 1, 2))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(b"\x82\xa4type\xa8attached\xa1x" + b"\x91" * 100_000 + b"\x90", id="nested too deep"),
+        pytest.param(READY.replace(b"host", b"ho\xff\xfe", 2), id="text that is none"),
+        pytest.param(b"", id="nothing"),
+    ],
+)
+def test_what_cannot_be_read_is_an_error_of_the_protocol(body):
+    with pytest.raises(ProtocolError):
+        CODEC.decode(body)
+
+
+def test_changed_bytes_are_a_message_or_an_error_of_the_protocol():
+    rng = random.Random(1)
+    for _ in range(20_000):
+        body = bytearray(READY)
+        for _ in range(rng.randrange(1, 4)):
+            body[rng.randrange(len(body))] = rng.randrange(256)
+        try:
+            CODEC.decode(body)
+        except ProtocolError:
+            continue
