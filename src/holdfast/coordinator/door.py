@@ -10,6 +10,8 @@ from aiohttp import web
 from holdfast.protocol.endpoint import Endpoint
 from holdfast.protocol.proof import ANSWER_HEADER, answer_to_header, bears
 
+_PROOF: Any = getattr(web, "RequestKey", lambda name, kind: name)("proof", str)
+"""Newer versions of aiohttp warn of keys that are mere texts."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -22,7 +24,7 @@ def authorized(token: str, where: Endpoint) -> Any:
         answer = answer_to_header(given, token, where.name, request.method, request.raw_path)
         if answer is None and not bears(given, token):
             return web.Response(status=401, text="send the job's token: Authorization: Bearer TOKEN\n")
-        request[ANSWER_HEADER] = answer
+        request[_PROOF] = answer
         return await handler(request)
 
     return check
@@ -30,5 +32,5 @@ def authorized(token: str, where: Endpoint) -> Any:
 
 async def give_proof(request: web.Request, response: web.StreamResponse) -> None:
     """Goes before everything that a caller hears who has proven himself: also before the first byte of a WebSocket."""
-    if answer := request.get(ANSWER_HEADER):
+    if answer := request.get(_PROOF):
         response.headers[ANSWER_HEADER] = answer
