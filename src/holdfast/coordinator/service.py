@@ -44,6 +44,21 @@ FAREWELL_S = 2.0
 EXIT_DEPOSED = 4
 
 
+class Line(asyncio.Queue[bytes | None]):
+    """A connection of an agent: what it is sent, in order; None: the end.
+
+    Attributes:
+        session: of the agent's last hello. known: the one that the core knows on this node; when the connection ends, it
+            is this one that is lost.
+        joined: the core has heard of it; before that, orders are for the agent that it knows.
+    """
+
+    def __init__(self, node: str, session: str, transport: asyncio.Transport | None) -> None:
+        super().__init__()
+        self.node, self.session, self.known, self.transport = node, session, session, transport
+        self.joined = False
+
+
 class Coordinator:
     """One job's coordinator. `serve` returns when the job is over, or when another took its place."""
 
@@ -61,7 +76,7 @@ class Coordinator:
         self._resume = resume
         where = self._core.spec.health.history or str(job_dir.absolute().parents[1] / FILE_NAME)
         self._memory = Memory(where, spec.name, self._no_history)
-        self._agents: dict[str, asyncio.Queue[bytes | None]] = {}
+        self._agents: dict[str, Line] = {}
         self._watchers: set[asyncio.Queue[bytes | None]] = set()
         self._checks = CheckRuns(
             lambda node, order: self._do(ev.Send(node, order)),
@@ -238,8 +253,8 @@ class Coordinator:
     def _do(self, action: ev.Action) -> None:
         match action:
             case ev.Send(node, message):
-                if queue := self._agents.get(node):
-                    queue.put_nowait(encode(message))
+                if (line := self._agents.get(node)) and line.joined:
+                    line.put_nowait(encode(message))
             case ev.ProvideNode(reason):
                 self._announce("provide-node", {"reason": reason})
             case ev.ReleaseNode(node, reason, planned):
@@ -269,8 +284,8 @@ class Coordinator:
     def _strike(self, strike: Strike) -> None:
         if strike.message is None:
             self._fired(f"{strike.plan}/", None, None)
-        elif queue := self._agents.get(strike.node):
-            queue.put_nowait(encode(strike.message))
+        elif (line := self._agents.get(strike.node)) and line.joined:
+            line.put_nowait(encode(strike.message))
 
     def _fired(self, id: str, node: str | None, worker: str | None) -> None:
         plan = self._injector.fired(id)
@@ -290,24 +305,22 @@ class Coordinator:
         if hello is None:
             await socket.close(code=WSCloseCode.PROTOCOL_ERROR)
             return socket
-        node, session = hello.node, hello.session
-        queue: asyncio.Queue[bytes | None] = asyncio.Queue()
-        self._agents[node] = queue
-        sender = asyncio.create_task(_drain(queue, socket))
+        line = Line(hello.node, hello.session, request.transport)
+        sender = asyncio.create_task(_drain(line, socket))
         try:
-            await self._joined(hello)
+            await self._joined(line, hello)
             async for frame in socket:
-                if frame.type is WSMsgType.BINARY:
-                    session = await self._heard(node, session, frame.data)
+                if frame.type is WSMsgType.BINARY and self._agents.get(line.node) is line:
+                    await self._heard(line, frame.data)
         except ProtocolError as error:
-            self._announce("log", {"text": f"{node}: {error}"})
+            self._announce("log", {"text": f"{line.node}: {error}"})
         finally:
             sender.cancel()
-            if self._agents.get(node) is queue:
-                del self._agents[node]
+            if self._agents.get(line.node) is line:
+                del self._agents[line.node]
                 self._gone.set()
-                self._checks.lost(node)
-                self.handle(ev.NodeLost(node, session, "its agent's connection closed"))
+                self._checks.lost(line.node)
+                self.handle(ev.NodeLost(line.node, line.known, "its agent's connection closed"))
         return socket
 
     async def _first(self, socket: web.WebSocketResponse) -> m.Hello | None:
@@ -320,12 +333,36 @@ class Coordinator:
             return None
         return message if isinstance(message, m.Hello) else None
 
-    async def _joined(self, hello: m.Hello) -> None:
+    async def _joined(self, line: Line, hello: m.Hello) -> None:
         """A node that is not known joins with its history."""
+        if hello.node != line.node:
+            raise ProtocolError(f"its connection says hello for {hello.node}, too")
+        self._take_place(line, hello)
         known = self._core.state.nodes.get(hello.node)
         new = known is None or known.session != hello.session
         past = await self._memory.past(hello.identity, hello.devices) if new else ()
-        self.handle(ev.NodeJoined(hello, past))
+        if self._agents.get(line.node) is line:  # and no newer one came meanwhile
+            line.known, line.joined = hello.session, True
+            self.handle(ev.NodeJoined(hello, past))
+
+    def _take_place(self, line: Line, hello: m.Hello) -> None:
+        """From now on this connection, and no other, speaks for its node. Nothing counts that the one before still says,
+        nor its end.
+
+        An agent that connects again has left its old connection. But another agent of the same node may still listen
+        there, whose workers the core counts as lost: it is told to end, or it would connect again and take the place.
+        """
+        before, self._agents[line.node] = self._agents.get(line.node), line
+        if before is None or before is line:
+            line.session = hello.session
+            return
+        line.known = before.known
+        if before.session != hello.session:
+            self._checks.lost(line.node)
+            before.put_nowait(encode(m.Shutdown("a newer agent of this node took its place")))
+        before.put_nowait(None)
+        if before.transport is not None:
+            asyncio.get_running_loop().call_later(FAREWELL_S, before.transport.abort)
 
     def _no_history(self, why: str) -> None:
         """Said once; the job goes on without."""
@@ -333,20 +370,18 @@ class Coordinator:
         utc = datetime.now(UTC).isoformat(timespec="milliseconds")
         self._announce("event", self._store.add_event(t_s, utc, "history", {"reason": why}))
 
-    async def _heard(self, node: str, session: str, data: bytes) -> str:
-        message = _codec.decode(data)
+    async def _heard(self, line: Line, data: bytes) -> None:
+        node, message = line.node, _codec.decode(data)
         if isinstance(message, m.Hello):
-            await self._joined(message)
-            return message.session
-        if isinstance(message, m.Checked) and self._checks.answered(node, message):
-            return session
-        if isinstance(message, m.FaultFired):
+            await self._joined(line, message)
+        elif isinstance(message, m.Checked) and self._checks.answered(node, message):
+            pass
+        elif isinstance(message, m.FaultFired):
             self._fired(message.fault, node, self._armed_worker(message.fault))
         elif isinstance(message, m.FromWorker) and isinstance(message.message, m.FaultFired):
             self._fired(message.message.fault, node, message.worker)
         else:
             self.handle(ev.NodeSays(node, message))
-        return session
 
     def _armed_worker(self, fault: str) -> str | None:
         plan = self._injector.plans.get(fault.partition("/")[0])

@@ -1,0 +1,178 @@
+"""Which of an agent's connections speaks for its node: the real service, and sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from holdfast.coordinator import service
+from holdfast.coordinator.history import Remembered
+from holdfast.coordinator.service import Coordinator
+from holdfast.protocol import messages as m
+from holdfast.protocol.endpoint import Endpoint
+from holdfast.protocol.frames import Codec, encode
+from holdfast.protocol.job import JobSpec, Resume
+
+Socket = aiohttp.ClientWebSocketResponse
+CODEC: Codec[m.ToAgent] = Codec(m.ToAgent)
+SPEC = JobSpec(name="job", script="train.py", min_nodes=2, max_nodes=2)
+
+
+class Service:
+    """A coordinator that listens, agents that connect to it, and the events of its ledger as they come."""
+
+    def __init__(self, coordinator: Coordinator, session: aiohttp.ClientSession, url: str) -> None:
+        self.coordinator = coordinator
+        self._session, self._url = session, url
+        self.events: list[dict[str, Any]] = []
+        self._news = asyncio.Condition()
+
+    async def agent(self, session: str, node: str = "n0") -> Socket:
+        link = await self._session.ws_connect(f"{self._url}/agent")
+        await link.send_bytes(encode(m.Hello(m.PROTOCOL_VERSION, node, session, "127.0.0.1", 1, 1, (1, 2))))
+        return link
+
+    async def watch(self) -> None:
+        async with self._session.ws_connect(f"{self._url}/watch") as watch:
+            async for frame in watch:
+                said = msgspec.json.decode(frame.data)
+                if said["kind"] == "event":
+                    async with self._news:
+                        self.events.append(said["value"])
+                        self._news.notify_all()
+
+    def kinds(self, *kinds: str) -> list[str]:
+        return [x["kind"] for x in self.events if x["kind"] in kinds]
+
+    async def until(self, kind: str, count: int) -> None:
+        async with self._news, asyncio.timeout(30):
+            await self._news.wait_for(lambda: len(self.kinds(kind)) == count)
+
+    async def stop(self) -> None:
+        async with self._session.post(f"{self._url}/stop") as answer:
+            assert answer.status == 200
+
+
+@asynccontextmanager
+async def serving(job_dir: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Service]:
+    listens: asyncio.Future[Endpoint] = asyncio.get_running_loop().create_future()
+    monkeypatch.setattr(service, "write_endpoint", lambda _, endpoint: listens.set_result(endpoint))
+    coordinator = Coordinator(job_dir, SPEC, Resume())
+    running = asyncio.create_task(coordinator.serve(socket.create_server(("127.0.0.1", 0)), "127.0.0.1"))
+    url = (await listens).url
+    async with aiohttp.ClientSession(headers={"Authorization": "Bearer secret"}) as session:
+        there = Service(coordinator, session, url)
+        watching = asyncio.create_task(there.watch())
+        yield there
+        await there.stop()
+        await watching
+    await running
+
+
+async def rest(link: Socket) -> list[m.ToAgent]:
+    """What is still said on a connection that the coordinator ends."""
+    async with asyncio.timeout(30):
+        return [CODEC.decode(frame.data) async for frame in link if frame.type is aiohttp.WSMsgType.BINARY]
+
+
+def with_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: Callable[[Service], Awaitable[None]]
+) -> None:
+    job_dir = tmp_path / "jobs" / "job"
+    job_dir.mkdir(parents=True)
+    (job_dir / "token").write_text("secret")
+
+    async def run() -> None:
+        async with serving(job_dir, monkeypatch) as there:
+            await act(there)
+
+    asyncio.run(run())
+
+
+def test_another_agent_takes_the_place_and_the_one_before_is_told_to_end(tmp_path, monkeypatch):
+    async def act(there: Service) -> None:
+        old = await there.agent("A")
+        await there.until("node-joined", 1)
+        new = await there.agent("B")
+        await there.until("node-joined", 2)
+        await old.send_bytes(encode(m.Leaving("said by the old one", 30.0)))
+        assert isinstance((await rest(old))[-1], m.Shutdown)
+        await new.send_bytes(encode(m.Started("w", 1, "w.log")))
+        node = there.coordinator._core.state.nodes["n0"]
+        assert (node.alive, node.session, node.leaving) == (True, "B", None)
+        assert there.kinds("node-lost") == ["node-lost"]  # of A, when B came
+        await new.close()
+        await there.until("node-lost", 2)
+
+    with_service(tmp_path, monkeypatch, act)
+
+
+def test_an_agent_that_connects_again_is_neither_lost_nor_ended(tmp_path, monkeypatch):
+    """Its old connection may seem open for a while: only its end is still to come."""
+
+    async def act(there: Service) -> None:
+        old = await there.agent("A")
+        await there.until("node-joined", 1)
+        new = await there.agent("A")
+        assert not any(isinstance(order, m.Shutdown) for order in await rest(old))
+        await old.close()
+        await new.send_bytes(encode(m.Hello(m.PROTOCOL_VERSION, "n0", "B", "127.0.0.1", 1, 1)))
+        await there.until("node-joined", 2)
+        assert there.kinds("node-lost") == ["node-lost"]  # A, which says itself that it is B now
+        await new.close()
+        await there.until("node-lost", 2)
+
+    with_service(tmp_path, monkeypatch, act)
+
+
+class SlowHistory:
+    """Reads the history of the first that asks for as long as it is told to."""
+
+    def __init__(self) -> None:
+        self.asked, self.answers = asyncio.Event(), asyncio.Event()
+
+    async def past(self, identity: str, devices: tuple[str, ...]) -> tuple[Remembered, ...]:
+        if not self.asked.is_set():
+            self.asked.set()
+            await self.answers.wait()
+        return ()
+
+
+def test_a_hello_whose_history_comes_late_takes_no_newer_ones_place(tmp_path, monkeypatch):
+    async def act(there: Service) -> None:
+        slow = SlowHistory()
+        monkeypatch.setattr(there.coordinator._memory, "past", slow.past)
+        old = await there.agent("A")
+        await slow.asked.wait()
+        new = await there.agent("B")
+        await there.until("node-joined", 1)
+        slow.answers.set()
+        assert isinstance((await rest(old))[-1], m.Shutdown)
+        await there.agent("C", "n1")
+        await there.until("node-joined", 2)
+        assert there.coordinator._core.state.nodes["n0"].session == "B"
+        assert there.kinds("node-lost") == []
+        await new.close()
+        await there.until("node-lost", 1)
+
+    with_service(tmp_path, monkeypatch, act)
+
+
+def test_a_connection_speaks_for_one_node(tmp_path, monkeypatch):
+    async def act(there: Service) -> None:
+        link = await there.agent("A")
+        await there.until("node-joined", 1)
+        await link.send_bytes(encode(m.Hello(m.PROTOCOL_VERSION, "n1", "B", "127.0.0.1", 1, 1)))
+        await rest(link)
+        await there.until("node-lost", 1)
+        assert set(there.coordinator._core.state.nodes) == {"n0"}
+
+    with_service(tmp_path, monkeypatch, act)
