@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import json
 import os
 
 import pytest
@@ -163,7 +164,9 @@ def test_the_real_one(tmp_path):
 def test_the_journal_is_asked_when_the_device_may_not_be_read(tmp_path, monkeypatch):
     """A journalctl that the test wrote: its lines come through, and its end is an error."""
     script = tmp_path / "journalctl"
-    script.write_text("#!/bin/sh\necho 'EXT4-fs (sda1): Remounting filesystem read-only'\n")
+    text = "EXT4-fs (sda1): Remounting filesystem read-only"
+    entry = {"_TRANSPORT": "kernel", "SYSLOG_FACILITY": "0", "MESSAGE": text}
+    script.write_text(f"#!/bin/sh\n[ $4 = --output=json ] && echo '{json.dumps(entry)}'\n")
     script.chmod(0o755)
 
     def refuse(*_, **__):

@@ -124,19 +124,19 @@ def test_rules_change_while_it_runs_and_an_error_changes_nothing(on_a_node, tmp_
     path = tmp_path / "rules" / "ours.toml"
     path.parent.mkdir()
     rule = '[[rule]]\nid = "ours"\nsource = "kmsg"\npattern = "{}"\nseverity = "error"\nremedy = "reboot"\n'
-    path.write_text(rule.format("wedged"))
+    path.write_text(rule.format("^it is wedged"))
 
     async def test(node):
         node.says("it is wedged")
         assert (await node.hears("ours")).remedy is Remedy.REBOOT
-        path.write_text(rule.format("stuck(") + "count = 1\n")
+        path.write_text(rule.format("^stuck(") + "count = 1\n")
         finding = await node.hears("rules-unreadable")
         assert "ours.toml, line 4" in finding.evidence
         assert "the old rules stay in force" in finding.evidence
         node.says(OFF_THE_BUS)
         await node.hears("xid-79")
         work = path.with_name("other")  # as editors write
-        work.write_text(rule.format("stuck").replace('"ours"', '"new"'))
+        work.write_text(rule.format("^it is .*stuck").replace('"ours"', '"new"'))
         work.replace(path)
         await node.hears("rules-changed")
         node.says("it is wedged, and stuck")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from holdfast.coordinator import policy, verdicts
 from holdfast.coordinator.casebook import KEPT_ACTS, KEPT_RULES, Act, Sighting
 from holdfast.coordinator.state import Failure, Node
-from holdfast.protocol.health import Remedy
+from holdfast.protocol.health import Remedy, acts_on_node
 
 if TYPE_CHECKING:
     from holdfast.coordinator.core import Core
@@ -52,7 +52,7 @@ def _leaves_window_s(core: Core) -> dict[str, float]:
     window_s = core.spec.health.blast_window_s
     ends: dict[str, float] = {}
     for act in core.state.health.acts:
-        if act.at_s + window_s > core.now and not act.earlier and verdicts.acts_on_node(act.remedy):
+        if act.at_s + window_s > core.now and not act.earlier and acts_on_node(act.remedy):
             ends[act.machine] = max(ends.get(act.machine, 0.0), act.at_s + window_s)
     return ends
 
@@ -60,7 +60,7 @@ def _leaves_window_s(core: Core) -> dict[str, float]:
 def repairs(core: Core) -> int:
     """Remedies of this job that took a node out of it."""
     done = core.state.health.totals.acts
-    return sum(n for remedy, n in done.items() if verdicts.acts_on_node(Remedy(remedy)))
+    return sum(n for remedy, n in done.items() if acts_on_node(Remedy(remedy)))
 
 
 def entered(core: Core, act: Act) -> None:

@@ -26,7 +26,7 @@ from holdfast.coordinator.events import Remember
 from holdfast.coordinator.history import Kind
 from holdfast.coordinator.state import Incident, Node
 from holdfast.coordinator.verdicts import Decision
-from holdfast.protocol.health import Finding, Remedy, Severity
+from holdfast.protocol.health import Finding, Remedy, Severity, acts_on_node
 
 if TYPE_CHECKING:
     from holdfast.coordinator.core import Core
@@ -130,7 +130,7 @@ def _past(core: Core, node: Node, incident: Incident) -> Decision | None:
     """Why nothing need be done any more about what could not be done before."""
     for act in core.state.health.acts:
         same = act.remedy is not Remedy.RESET_DEVICE or not incident.device or act.device == incident.device
-        helped = act.done and not act.error and same and verdicts.acts_on_node(act.remedy)
+        helped = act.done and not act.error and same and acts_on_node(act.remedy)
         if act.machine == node.machine and act.at_s > incident.heard_s and helped:
             return Decision(
                 Remedy.WATCH, f"{act.remedy.value} was done since, and it was not seen again", "done"

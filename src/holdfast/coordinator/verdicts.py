@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from holdfast.coordinator.casebook import Act
-from holdfast.protocol.health import Remedy
+from holdfast.protocol.health import Remedy, acts_on_node
 
 DAY_S = 86_400.0
 
@@ -44,11 +44,6 @@ class Decision(msgspec.Struct, frozen=True, omit_defaults=True):
     against: str = ""
     weighed: tuple[str, ...] = ()
     after_s: float | None = None
-
-
-def acts_on_node(remedy: Remedy) -> bool:
-    """It takes a node out of the job, if only for a while."""
-    return remedy in (Remedy.RESET_DEVICE, Remedy.REBOOT, Remedy.REPLACE)
 
 
 def soft(source: str, firm: bool) -> bool:

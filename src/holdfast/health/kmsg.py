@@ -1,8 +1,13 @@
-"""The kernel's log: /dev/kmsg from where it was left, a file that stands in for it, or the journal."""
+"""The kernel's log: /dev/kmsg from where it was left, a file that stands in for it, or the journal.
+
+Only what the kernel itself wrote is read. Whoever may write to /dev/kmsg can put any line there, but the kernel marks it
+with a facility other than its own.
+"""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -18,15 +23,20 @@ RECORD_BYTES = 8192
 """A record of /dev/kmsg is at most this long (the kernel's CONSOLE_EXT_LOG_MAX)."""
 BATCH = 500
 """Records read at a time; a log that is flooded does not keep the agent's loop from turning."""
+JOURNAL_BYTES = 1 << 16
+"""An entry of the journal is at most this long; of a longer one nothing is judged."""
+KERNEL_FACILITY = 0
+"""Syslog's number for the kernel. A line that a program writes into /dev/kmsg never has it."""
 _RECORD = re.compile(r"(\d+),(\d+),(\d+),[^;]*;")
 
 
 class Record(NamedTuple):
-    """One record. uptime_s: when, on the clock that `time.monotonic` shows."""
+    """One record. uptime_s: when, on the clock that `time.monotonic` shows. facility: who wrote it, as syslog has it."""
 
     sequence: int
     uptime_s: float
     text: str
+    facility: int = KERNEL_FACILITY
 
 
 def parse_record(data: bytes) -> Record | None:
@@ -35,7 +45,7 @@ def parse_record(data: bytes) -> Record | None:
     match = _RECORD.match(text)
     if match is None:
         return None
-    return Record(int(match[2]), int(match[3]) / 1e6, _unescape(text[match.end() :]))
+    return Record(int(match[2]), int(match[3]) / 1e6, _unescape(text[match.end() :]), int(match[1]) >> 3)
 
 
 def format_record(sequence: int, text: str, priority: int = 3) -> bytes:
@@ -93,7 +103,8 @@ class Kmsg:
             if record is None or (self._after is not None and record.sequence <= self._after):
                 continue
             last = record.sequence
-            lines.append(_line(record))
+            if record.facility == KERNEL_FACILITY:
+                lines.append(_line(record))
         if last is not None:
             self._after = last
             self._write_left()
@@ -139,7 +150,7 @@ class KmsgFile:
         data = self._rest + self._file.read()
         whole, newline, self._rest = data.rpartition(b"\n")
         records = (parse_record(r) for r in whole.split(b"\n")) if newline else ()
-        return [_line(record) for record in records if record is not None]
+        return [_line(r) for r in records if r is not None and r.facility == KERNEL_FACILITY]
 
     def close(self) -> None:
         """Gives the descriptor back."""
@@ -155,7 +166,7 @@ class Journal:
         if command is None:
             raise FileNotFoundError(errno.ENOENT, "there is no journalctl")
         self._process = subprocess.Popen(
-            [command, "--dmesg", "--follow", "--lines=0", "--output=cat", "--quiet"],
+            [command, "--dmesg", "--follow", "--lines=0", "--output=json", "--quiet"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -172,13 +183,15 @@ class Journal:
     def lines(self) -> list[Line]:
         """What came since. Raises EOFError when journalctl has ended."""
         try:
-            data = os.read(self._out.fileno(), 1 << 16)
+            data = os.read(self._out.fileno(), JOURNAL_BYTES)
         except BlockingIOError:
             return []
         if not data:
             raise EOFError(f"journalctl ended with exit code {self._process.wait()}")
-        whole, _, self._rest = (self._rest + data).rpartition(b"\n")
-        return [Line(SOURCE, text) for text in whole.decode(errors="replace").splitlines()]
+        whole, _, rest = (self._rest + data).rpartition(b"\n")
+        self._rest = rest[-JOURNAL_BYTES:]
+        texts = (journal_text(entry) for entry in whole.split(b"\n"))
+        return [Line(SOURCE, text) for text in texts if text is not None]
 
     def close(self) -> None:
         """Ends journalctl."""
@@ -186,6 +199,26 @@ class Journal:
             self._process.kill()
         self._process.wait()
         self._out.close()
+
+
+def journal_text(entry: bytes) -> str | None:
+    """The kernel's message in one entry as `journalctl --output=json` writes it; None: it is no message of the kernel's.
+
+    Plain output would not do: a process may have a newline in its name, and what follows in the message would pass for a
+    line of its own. A message that is not plain text comes as a list of its bytes.
+    """
+    try:
+        fields = json.loads(entry)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(fields, dict) or fields.get("_TRANSPORT") != "kernel":
+        return None
+    if fields.get("SYSLOG_FACILITY") != str(KERNEL_FACILITY):
+        return None
+    message = fields.get("MESSAGE")
+    if isinstance(message, list) and all(isinstance(b, int) and 0 <= b < 256 for b in message):
+        return bytes(message).decode(errors="replace")
+    return message if isinstance(message, str) else None
 
 
 def open_kernel_log(left: Path | None) -> Kmsg | Journal:

@@ -8,10 +8,21 @@ from collections.abc import Iterable, Iterator
 
 from holdfast.health.readings import Line
 from holdfast.health.rules import Rule
+from holdfast.protocol.health import acts_on_node
 
 MATCHED_CHARS = 2000
 """So much of a line is looked at: a user's pattern on a line of a megabyte would hold everything else up."""
 UNKNOWN_CODE = "unknown"
+
+NAME_CHARS = 15
+"""So long is the name that a process gives itself (TASK_COMM_LEN less the zero): any characters."""
+_BY_NAME = re.compile(
+    rf"\A.{{1,{NAME_CHARS}}}(?:\[\d+\]| ?\(\d+\)|: (?:attempt to|page allocation|vmalloc|potentially)| invoked oom-| use[sd] )",
+    re.DOTALL,
+)
+"""How the kernel's lines go on that begin with the name of a process (`NAME[12]: segfault at ...`)."""
+_NAMED = re.compile(rf"\bname=.{{0,{NAME_CHARS}}}, ")
+"""The process in an Xid's line; the name may hold anything, also what tells one variant of a code from another."""
 _SET = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 _COUNT = re.compile(r"\{(?:\d+(?:,\d*)?|,\d*)\}")
 """A set of characters; a repetition. A brace that begins none is a character."""
@@ -23,6 +34,9 @@ class Matcher:
     def __init__(self, rules: list[Rule]) -> None:
         first = rules[0]
         self.pattern = re.compile(first.pattern)
+        # What takes a node out of the job must stand where the kernel puts it, at the line's beginning: further on stand
+        # names of processes, files and groups, which anybody chooses.
+        self._severe = first.source == "kmsg" and any(acts_on_node(r.remedy) for r in rules)
         self._hints = literals(first.pattern)
         self._variant = re.compile(first.variant) if first.variant else None
         self._rules = rules if not first.family else []
@@ -35,13 +49,20 @@ class Matcher:
         """Whether it is worth a search."""
         return any(hint in text for hint in self._hints)
 
+    def match(self, text: str, by_name: bool) -> re.Match[str] | None:
+        """by_name: the line begins with a name that a process gave itself."""
+        if not self._severe:
+            return self.pattern.search(text)
+        return None if by_name else self.pattern.match(text)
+
     def rules(self, text: str, match: re.Match[str]) -> list[Rule]:
         """Those that a match is of: of a family the code's, for its variant if there is one."""
         if not self._codes:
             return self._rules
         code = match["code"]
         variant = None
-        if self._variant is not None and (found := self._variant.search(text, match.end("code"))):
+        rest = _NAMED.sub("", text[match.end("code") :], count=1)
+        if self._variant is not None and (found := self._variant.search(rest)):
             variant = found.lastgroup or next((g for g in found.groups() if g), "").lower()
         if code not in self._codes:
             code = UNKNOWN_CODE
@@ -68,11 +89,18 @@ class Matchers:
     def find(self, line: Line) -> Iterator[tuple[Rule, re.Match[str]]]:
         """Every enabled rule that the line matches."""
         text = line.text[:MATCHED_CHARS]
+        by_name = begins_with_a_name(text)
         for matcher in self._by_source.get(line.source, ()):
-            if matcher.may_match(text) and (match := matcher.pattern.search(text)):
+            if matcher.may_match(text) and (match := matcher.match(text, by_name)):
                 for rule in matcher.rules(text, match):
                     if rule.enabled:
                         yield rule, match
+
+
+def begins_with_a_name(text: str) -> bool:
+    """Whether a line of the kernel's begins with the name of a process, so that its first words are no words of the
+    kernel's."""
+    return _BY_NAME.match(text) is not None
 
 
 def literals(pattern: str) -> tuple[str, ...]:

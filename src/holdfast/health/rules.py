@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from holdfast.errors import UsageError
-from holdfast.protocol.health import Remedy, Severity
+from holdfast.protocol.health import Remedy, Severity, acts_on_node
 from holdfast.protocol.times import parse_seconds
 
 QUIET_S = 180.0
@@ -86,9 +86,11 @@ class Rule(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
 
     @property
     def firm(self) -> bool:
-        """It says how much of what logs say is a fault, so one finding is enough."""
+        """It says how much of what logs say is a fault, so one finding is enough. What takes a node out of the job is
+        never decided by one line: a log holds what the script prints, and that may be anybody's text."""
         limits = self.above is not None or self.below is not None
-        return self.source == "log" and (self.fault_on_match or self.absence or self.count > 1 or limits)
+        one_line = (self.fault_on_match or limits) and not acts_on_node(self.remedy)
+        return self.source == "log" and (one_line or self.absence or self.count > 1)
 
     @property
     def changes(self) -> bool:
@@ -201,6 +203,13 @@ def _check_line(rule: Rule) -> None:
         )
     if rule.absence and rule.source != "log":
         raise RuleError("every", f'{rule.id}: start_within and every are for source = "log"')
+    severe = rule.source == "kmsg" and acts_on_node(rule.remedy)
+    if severe and not re.match(r"(?:\(\?[a-zA-Z]+\)\s*)?\^", rule.pattern):
+        raise RuleError(
+            "pattern",
+            f"{rule.id}: a pattern that asks for {rule.remedy.value} begins with ^ and the kernel's own words: further on in "
+            "the kernel's lines stand names that any process gives itself",
+        )
     for line in rule.examples:
         if pattern.search(line) is None:
             raise RuleError("examples", f"{rule.id}: the pattern does not match its example {line!r}")

@@ -38,6 +38,11 @@ class Remedy(StrEnum):
     ASK = "ask"
 
 
+def acts_on_node(remedy: Remedy) -> bool:
+    """It takes a node out of the job, if only for a while."""
+    return remedy in (Remedy.RESET_DEVICE, Remedy.REBOOT, Remedy.REPLACE)
+
+
 class Finding(msgspec.Struct, frozen=True, omit_defaults=True):
     """What one rule found on one node.
 
