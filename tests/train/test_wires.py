@@ -10,8 +10,9 @@ from torch.distributed import HashStore
 
 from holdfast.errors import CollectiveFailed
 from holdfast.protocol.sockets import CONGESTION, unpace
+from holdfast.train import wires as wires_module
 from holdfast.train.scratch import Scratch
-from holdfast.train.wires import Wires, socket_inodes, with_socket
+from holdfast.train.wires import Wires, _addresses, _gloo, _key, socket_inodes, with_socket
 
 
 def each(count, call):
@@ -100,9 +101,93 @@ def test_connections_within_the_machine_are_not_paced(wires):
             found.add(sock.getsockopt(socket.IPPROTO_TCP, CONGESTION, 16).rstrip(b"\0"))
 
     found: set[bytes] = set()
-    for inode in set.union(*(one._after - one._before for one in wires)):
-        with_socket(socket_inodes()[inode], kind)
+    for one in wires:
+        for fd in one._connections():
+            with_socket(fd, kind)
     assert found == {b"reno"}
+
+
+@pytest.fixture
+def elsewhere():
+    """Where something other than a member listens; connections stay open until the end."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        kept = []
+
+        def connect():
+            ours = socket.create_connection(server.getsockname(), timeout=10)
+            theirs, _ = server.accept()
+            kept.extend([ours, theirs])
+            return ours, theirs
+
+        yield connect
+        for sock in kept:
+            sock.close()
+
+
+def test_an_abort_leaves_alone_what_the_script_connected_meanwhile(elsewhere, monkeypatch):
+    """Another thread of the process connects and accepts while the group is built."""
+    foreign = []
+
+    def slow_gloo(*given):
+        made = _gloo(*given)
+        foreign.append(elsewhere())
+        return made
+
+    monkeypatch.setattr(wires_module, "_gloo", slow_gloo)
+    store = HashStore()
+    made = [Wires(rank, 2, "127.0.0.1") for rank in range(2)]
+    each(2, lambda rank: made[rank].connect(store))
+    assert [len(one._connections()) for one in made] == [1, 1]
+    for one in made:
+        one.abort()
+    for ours, theirs in foreign:
+        ours.sendall(b"a")
+        assert theirs.recv(1) == b"a"
+        theirs.sendall(b"b")
+        assert ours.recv(1) == b"b"
+    for one in made:
+        one.close()
+
+
+def connected(ours):
+    """All connections of this process over TCP, by inode."""
+
+    def is_connected(sock):
+        try:
+            return (
+                sock.family == socket.AF_INET and sock.type == socket.SOCK_STREAM and bool(sock.getpeername())
+            )
+        except OSError:
+            return False
+
+    return {inode for inode, fd in socket_inodes().items() if with_socket(fd, is_connected)} - ours
+
+
+@pytest.mark.parametrize("size", [2, 3, 6])
+def test_all_that_gloo_connects_is_known_by_its_addresses(size):
+    before, store = connected(set()), HashStore()
+    made = [Wires(rank, size, "127.0.0.1") for rank in range(size)]
+    each(size, lambda rank: made[rank].connect(store))
+    assert set.union(*(one._sockets for one in made)) == connected(before)
+    assert len(connected(before)) == size * (size - 1)
+    for one in made:
+        one.abort()
+        one.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "address", "written"),
+    [
+        (socket.AF_INET, ("127.0.0.1", 0x943F), b"\x02\0\x94\x3f\x7f\0\0\x01"),
+        (
+            socket.AF_INET6,
+            ("fe80::1%lo", 0x943F, 0, 1),
+            b"\x0a\0\x94\x3f\0\0\0\0\xfe\x80" + bytes(13) + b"\x01",
+        ),
+    ],
+)
+def test_an_address_is_found_as_the_kernel_writes_it(family, address, written):
+    assert _key(family, address) in _addresses(b"\x02\0" + b"before" + written + b"after\x0a\0")
 
 
 def test_a_socket_that_is_not_connected_is_left_alone():

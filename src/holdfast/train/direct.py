@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
-from typing import Any
 
 import msgspec
 import torch
@@ -172,17 +171,6 @@ class Line(dist.Store):  # type: ignore[misc, name-defined, unused-ignore]
             return
 
 
-class Pair(Wires):
-    """The group of a donor and a newcomer."""
-
-    def connect(self, store: Any) -> None:
-        """As in Wires. The process has other connections that are made meanwhile, so an abort shuts down none: it ends the
-        waits, and NCCL's kernels."""
-        self._group = self._built(store)
-        if self._aborted:
-            raise CollectiveFailed("the line closed while its ends connected")
-
-
 def send(sock: socket.socket, image: Image, low: int, stop: int, opened: Callable[[Line], None]) -> None:
     """The donor's part of one stripe; returns when the newcomer has closed the line. opened: given the line, whose `close`
     ends this.
@@ -191,7 +179,7 @@ def send(sock: socket.socket, image: Image, low: int, stop: int, opened: Callabl
         CollectiveFailed: the newcomer is gone, or they cannot be connected.
     """
     device = image.device
-    pair = Pair(DONOR, 2, sock.getsockname()[0], device)
+    pair = Wires(DONOR, 2, sock.getsockname()[0], device)
     line = Line(sock, pair.abort)
     said: deque[tuple[int, torch.Tensor, object]] = deque()
 
@@ -229,7 +217,7 @@ def receive(sock: socket.socket, image: Image, low: int, stop: int, moved: Moved
         StateError: the rest has to come another way; the message says why.
     """
     device = image.device
-    pair = Pair(NEWCOMER, 2, sock.getsockname()[0], device)
+    pair = Wires(NEWCOMER, 2, sock.getsockname()[0], device)
     line = Line(sock, pair.abort)
     coming: deque[tuple[int, int, torch.Tensor, object]] = deque()
     late_s = time.monotonic() + CONNECT_S
@@ -277,7 +265,7 @@ def receive(sock: socket.socket, image: Image, low: int, stop: int, moved: Moved
 
 
 @contextmanager
-def _lane(image: Image, pair: Pair) -> Iterator[Lane]:
+def _lane(image: Image, pair: Wires) -> Iterator[Lane]:
     """For one stripe: on a stream that no other one uses meanwhile, or they would wait for each other. On leaving nothing of
     it is read or written any more."""
     try:
@@ -300,7 +288,7 @@ _numbers = itertools.count()
 _idle: list[int] = []
 
 
-def _move(pair: Pair, row: torch.Tensor) -> None:
+def _move(pair: Wires, row: torch.Tensor) -> None:
     """One chunk, from the donor to the newcomer. With NCCL it is queued."""
     work = pair.broadcast(row, DONOR)
     try:

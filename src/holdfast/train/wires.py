@@ -2,7 +2,9 @@
 
 `ProcessGroupGloo.abort` does not free a call that waits for a silent peer, and gloo's own time-out is minutes
 long. Shutting down this process's own sockets of the group does, within milliseconds, and needs no privilege.
-They are those that appeared while the group was built.
+They are told by their addresses: gloo's members tell each other where they listen through the store, as the kernel
+writes addresses (`Told`). Whatever else the process connects meanwhile (a store of objects, a tracker, a loader) has
+others, and is left alone.
 
 It does not free all of them: gloo tells a closed connection to the operations that are still queued, but not
 to one whose bytes are half sent or half received (`Pair::signalException` in gloo/transport/tcp/pair.cc looks
@@ -16,13 +18,14 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
+import struct
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -51,6 +54,8 @@ SUM_BLOCK = 1 << 16
 DRAIN = timedelta(milliseconds=200)
 """How long gloo may take to let go of a tensor once its sockets are shut down (its loop ticks every 10 ms)."""
 
+T = TypeVar("T")
+
 
 class Wires:
     """The connections between the members of one group. Built in two parts, so that `abort` works during `connect`.
@@ -66,8 +71,8 @@ class Wires:
         self._host = host
         self._wanted = device
         self._device: torch.device | None = None  # the GPU, once the members have agreed on NCCL
-        self._before: set[str] = set()
-        self._after: set[str] | None = None
+        self._told: Told | None = None
+        self._sockets: set[str] | None = None  # inodes, once all are there: an address may be another's later
         self._group: Any = None
         self._stuck = False
         self._aborted = self._freed = False
@@ -86,14 +91,11 @@ class Wires:
 
     def connect(self, store: Any) -> None:
         """Connects to every member. Raises CollectiveFailed when one is gone or `abort` is called."""
-        self._before = set(socket_inodes())
-        try:
-            self._group = self._built(store)
-        finally:
-            now = socket_inodes()
-            self._after = set(now)
-        for inode in self._after - self._before:
-            with_socket(now[inode], unpace)
+        self._told = told = Told(store)
+        self._group = self._built(told)
+        self._sockets = {inode for inode, fd in socket_inodes().items() if with_socket(fd, told.has)}
+        for fd in self._connections():
+            with_socket(fd, unpace)
         if self._aborted:
             self.abort()
             raise CollectiveFailed("the generation broke while its members connected")
@@ -285,11 +287,17 @@ class Wires:
             if group is not None:
                 self._free(group)
             return
-        now = socket_inodes()
-        ours = (set(now) if self._after is None else self._after) - self._before
-        if self._before:
-            for inode in ours & set(now):
-                with_socket(now[inode], shut_down)
+        for fd in self._connections():
+            with_socket(fd, shut_down)
+
+    def _connections(self) -> list[int]:
+        """Descriptors of the group's connections, as far as they are there."""
+        if self._told is None:
+            return []
+        now, told = socket_inodes(), self._told
+        if self._sockets is not None:
+            return [fd for inode, fd in now.items() if inode in self._sockets]
+        return [fd for fd in now.values() if with_socket(fd, told.has)]
 
     def close(self) -> None:
         """Gives everything back, after `abort` or when no member needs the group any more."""
@@ -302,6 +310,70 @@ class Wires:
             self._free(group)
         elif group is not None:
             group.abort()
+
+
+class Told(dist.Store):  # type: ignore[misc, name-defined, unused-ignore]
+    """A group's store, which remembers what its members told each other: where gloo listens, among other things.
+
+    Gloo listens once in every process. So the connections that it accepted have the address that this member told, and
+    those that it made lead to one that another member told.
+    """
+
+    def __init__(self, store: Any) -> None:
+        super().__init__()
+        self._store = store
+        self._mine: set[bytes] = set()
+        self._theirs: set[bytes] = set()
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """As the store has it."""
+        self._mine |= _addresses(value.encode() if isinstance(value, str) else bytes(value))
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """As the store has it."""
+        value = bytes(self._store.get(key))
+        self._theirs |= _addresses(value) - self._mine
+        return value
+
+    def wait(self, keys: list[str], timeout: timedelta = CONNECT_TIMEOUT) -> None:
+        """As the store has it."""
+        self._store.wait(keys, timeout)
+
+    def check(self, keys: list[str]) -> bool:
+        """As the store has it."""
+        return bool(self._store.check(keys))
+
+    def has(self, sock: socket.socket) -> bool:
+        """Whether this is a connection of the group."""
+        try:
+            near, far = sock.getsockname(), sock.getpeername()
+        except OSError:
+            return False  # it is not connected
+        return _key(sock.family, near) in self._mine or _key(sock.family, far) in self._theirs
+
+
+HOSTS = {socket.AF_INET: (4, 4), socket.AF_INET6: (8, 16)}
+"""Where in the kernel's form of an address, after family and port, the host begins, and its bytes."""
+
+
+def _addresses(value: bytes) -> set[bytes]:
+    """All that may be addresses in what gloo tells: family, port and host. More than there are does no harm."""
+    found = set()
+    for family, (begin, size) in HOSTS.items():
+        mark = struct.pack("=H", family)
+        at = value.find(mark)
+        while at >= 0:
+            found.add(value[at : at + 4] + value[at + begin : at + begin + size])
+            at = value.find(mark, at + 1)
+    return found
+
+
+def _key(family: int, address: Any) -> bytes:
+    if family not in HOSTS:
+        return b""
+    host = socket.inet_pton(family, address[0].partition("%")[0])
+    return struct.pack("=H", family) + struct.pack(">H", address[1]) + host
 
 
 def add_up(out: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
@@ -340,14 +412,14 @@ def socket_inodes() -> dict[str, int]:
     return found
 
 
-def with_socket(fd: int, act: Callable[[socket.socket], None]) -> None:
-    """Calls `act` with the socket of a descriptor that somebody else owns; with none when it was closed."""
+def with_socket(fd: int, act: Callable[[socket.socket], T]) -> T | None:
+    """Calls `act` with the socket of a descriptor that somebody else owns; None when it was closed."""
     try:
         sock = socket.socket(fileno=os.dup(fd))
     except OSError:
-        return
+        return None
     with sock:
-        act(sock)
+        return act(sock)
 
 
 def shut_down(sock: socket.socket) -> None:
