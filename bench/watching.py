@@ -52,7 +52,7 @@ def main() -> int:
 def _median_step_s(nodes: int, steps: int, option: str) -> float:
     with tempfile.TemporaryDirectory() as home:
         report = Path(home) / "report.json"
-        command = [sys.executable, "-m", "holdfast.cli", "run", "--no-ui", f"--nnodes={nodes}", option]
+        command = [sys.executable, "-P", "-m", "holdfast.cli", "run", "--no-ui", f"--nnodes={nodes}", option]
         command += [f"--report={report}", str(SCRIPT), str(steps)]
         env = os.environ | {"HOLDFAST_HOME": home}
         subprocess.run(

@@ -137,7 +137,7 @@ class _Job:
         if self._device == "cpu":
             env["CUDA_VISIBLE_DEVICES"] = ""
         least = self._shape.shard * max(1, self._shape.replicas - 1)
-        argv = [sys.executable, "-m", "holdfast.cli", "run", "--job", self._name, "--no-ui"]
+        argv = [sys.executable, "-P", "-m", "holdfast.cli", "run", "--job", self._name, "--no-ui"]
         argv += ["--nnodes", f"{least}:{self._shape.workers}", "--spares", str(spares), str(SCRIPT)]
         argv += ["--log", str(self._log), "--shard", str(self._shape.shard), "--width", str(self._width)]
         argv += ["--until", str(until)] if until is not None else []

@@ -54,7 +54,7 @@ def measure(group: Group, model: str, faults: int, kind: str, progress: Progress
     """
     folder, env = _folder(f"holdfast-{kind}")
     env |= {"HOLDFAST_HOME": str(folder), "BENCH_RESIZE_MODEL": model}
-    argv = [sys.executable, "-m", "holdfast.cli", "run", "--engine", "slurm", "--job", "r", "--no-ui"]
+    argv = [sys.executable, "-P", "-m", "holdfast.cli", "run", "--engine", "slurm", "--job", "r", "--no-ui"]
     argv += ["--blast-radius", "1"]  # for this benchmark every node may be acted on
     argv += ["--wait-for-spare", "--nnodes", str(NODES), "--spares", str(SPARES), train.__file__]
     log = folder / "holdfast.log"

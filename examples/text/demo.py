@@ -241,7 +241,7 @@ def do_all(training: subprocess.Popen[bytes], deeds: list[tuple[str, str]]) -> N
 
 def a_member(job: str) -> str:
     """The node of rank 0."""
-    command = [sys.executable, "-m", "holdfast.cli", "status", "--job", job, "--json"]
+    command = [sys.executable, "-P", "-m", "holdfast.cli", "status", "--job", job, "--json"]
     said = subprocess.run(command, env=ENVIRONMENT, cwd=ROOT, capture_output=True, check=True)
     node: str = next(w["node"] for w in json.loads(said.stdout)["workers"] if w["rank"] == 0)
     return node
@@ -304,7 +304,7 @@ def follow(job: str, training: subprocess.Popen[bytes]) -> Iterator[dict[str, An
         if training.poll() is not None:
             return
         time.sleep(0.1)
-    command = [sys.executable, "-m", "holdfast.cli", "events", "--job", job, "--follow", "--json"]
+    command = [sys.executable, "-P", "-m", "holdfast.cli", "events", "--job", job, "--follow", "--json"]
     with subprocess.Popen(command, env=ENVIRONMENT, cwd=ROOT, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -319,7 +319,7 @@ def run(job: str, *args: str) -> subprocess.Popen[bytes]:
     written = OUT / f"{job}.json"
     command = ["run", "--job", job, "--report", str(written), *args]
     print(f"$ holdfast {' '.join(arg.replace(str(ROOT) + '/', '') for arg in command)}", flush=True)
-    return subprocess.Popen([sys.executable, "-m", "holdfast.cli", *command], env=ENVIRONMENT, cwd=ROOT)
+    return subprocess.Popen([sys.executable, "-P", "-m", "holdfast.cli", *command], env=ENVIRONMENT, cwd=ROOT)
 
 
 def report(job: str) -> dict[str, Any]:
@@ -338,7 +338,7 @@ def recovered(incidents: list[dict[str, Any]]) -> bool:
 
 def holdfast(*args: str, quiet: bool = False) -> int:
     """Any other command; what it says is shown if it fails."""
-    command = [sys.executable, "-m", "holdfast.cli", *args]
+    command = [sys.executable, "-P", "-m", "holdfast.cli", *args]
     done = subprocess.run(command, env=ENVIRONMENT, cwd=ROOT, capture_output=quiet, text=True, check=False)
     if done.returncode != 0 and quiet:
         print(f"holdfast {args[0]}: {done.stderr.strip()}", file=sys.stderr)

@@ -6,13 +6,13 @@ import asyncio
 import os
 import signal
 import socket
-import sys
 from collections import deque
 from dataclasses import dataclass
 
 from holdfast.agent.zygote import Zygote
 from holdfast.protocol import messages as m
 from holdfast.protocol.frames import Codec
+from holdfast.protocol.python import python_module
 
 _codec: Codec[m.WorkerMessage] = Codec(m.WorkerMessage)
 TRIES = 3
@@ -106,9 +106,7 @@ class WarmPool:
         env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does; it also keeps the zygote free of threads
         try:
             self._zygote = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "holdfast.agent.zygote",
+                *python_module("holdfast.agent.zygote"),
                 str(theirs.fileno()),
                 ",".join(self._preload),
                 pass_fds=(theirs.fileno(),),

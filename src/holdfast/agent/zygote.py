@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 from holdfast.protocol.frames import pack
@@ -26,6 +27,22 @@ def main() -> int:
     import_modules(sys.argv[2].split(","))
     gc.freeze()  # children share these pages; a collection that touches them would copy them
     return _serve(channel)
+
+
+def _import_module(name: str) -> None:
+    """Of the user's own modules some may be in the folder that the job was started in. Only those that are nowhere else
+    are looked for there: others could have put a `torch.py` into it."""
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name.partition(".")[0]:
+            raise
+        here = str(Path.cwd())
+        sys.path.append(here)
+        try:
+            importlib.import_module(name)
+        finally:
+            sys.path.remove(here)
 
 
 class Zygote(NamedTuple):
@@ -80,7 +97,7 @@ def import_modules(modules: list[str]) -> None:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     gc.disable()  # what is imported stays, and looking through it again and again takes long
     for name in filter(None, modules):
-        importlib.import_module(name)
+        _import_module(name)
         if name == "torch":
             # The first optimizer imports these; together they cost as much as torch itself.
             importlib.import_module("torch._dynamo")

@@ -176,7 +176,6 @@ def _fault(text: str, nodes: int, nproc: int, spares: int) -> FaultSpec:
 
 def _find_script(script: str, module: bool) -> str:
     if module:
-        sys.path.insert(0, str(Path.cwd()))
         if not _importable(script):
             raise UsageError(f"there is no module {script!r}; is it on PYTHONPATH?")
         return script
@@ -200,10 +199,15 @@ def _modules(text: str) -> tuple[str, ...]:
 
 
 def _importable(module: str) -> bool:
+    """Where workers find it: in the environment, or in this folder; which this process looks into last, and only now."""
+    here = str(Path.cwd())
+    sys.path.append(here)
     try:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):
         return False
+    finally:
+        sys.path.remove(here)
 
 
 def _check_report(report: Path | None) -> None:

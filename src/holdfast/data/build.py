@@ -40,6 +40,7 @@ MOST_UNIT_BYTES = 32 << 20
 FEW_UNITS = 4096
 _AHEAD = 4
 _TICK_S = 1.0
+SAFE_PATH = "PYTHONSAFEPATH"
 _PR_SET_PDEATHSIG = 1
 
 Progress = Callable[[str, int, int], None]
@@ -235,6 +236,19 @@ def _make_here(
         before += unit.nbytes
 
 
+@contextmanager
+def _safe_path() -> Iterator[None]:
+    """What multiprocessing starts (processes, and one that tracks them) imports nothing from the current folder."""
+    before = os.environ.get(SAFE_PATH)
+    os.environ[SAFE_PATH] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[SAFE_PATH]
+
+
+@_safe_path()
 def _make_in_processes(
     units: list[Unit], recipe: Recipe, folder: Path, workers: int, done: Callable[[int], None]
 ) -> None:

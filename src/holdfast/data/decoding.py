@@ -98,7 +98,8 @@ class _Popen(popen_spawn_posix.Popen):
                 option=_PR_SET_PDEATHSIG, signal=int(signal.SIGKILL), parent=os.getpid()
             )
             at = line.index("-c") + 1
-            return [*line[:at], first + line[at], *line[at + 1 :]]
+            # -P: modules of the current folder are not for it, before it has the parent's sys.path
+            return [line[0], "-P", *line[1:at], first + line[at], *line[at + 1 :]]
 
         spawn.get_command_line = command_line
         try:

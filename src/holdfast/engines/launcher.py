@@ -6,7 +6,6 @@ import asyncio
 import errno
 import os
 import socket
-import sys
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +17,7 @@ from holdfast.engines.client import Announcement, JobClient
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.protocol.endpoint import BACKLOG
 from holdfast.protocol.job import JobSpec
+from holdfast.protocol.python import python_module
 
 COORDINATOR_DEPOSED = 4
 ATTEMPTS = 3
@@ -113,9 +113,7 @@ class Launcher(ABC):
         there, and who connects while there is no coordinator waits in the kernel for the next."""
         assert self._listener is not None
         self._coordinator = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "holdfast.coordinator",
+            *python_module("holdfast.coordinator"),
             f"--job-dir={self.job_dir}",
             f"--host={self.host}",
             f"--listen-fd={self._listener.fileno()}",

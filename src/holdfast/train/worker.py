@@ -189,7 +189,8 @@ def _forget(sock: socket.socket) -> None:
 def _run_script(start: m.Start, link: Link) -> int:
     sys.argv = [start.script, *start.args]
     try:
-        if start.module:
+        if start.module:  # what comes first on sys.path is as with python and torchrun
+            sys.path.insert(0, str(Path.cwd()))
             _kept.append(runpy.run_module(start.script, run_name="__main__", alter_sys=True))
         else:
             sys.path.insert(0, str(Path(start.script).resolve().parent))

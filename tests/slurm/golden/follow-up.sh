@@ -16,4 +16,4 @@
 #SBATCH --exclude=n2,n7
 #SBATCH --time=95
 export HOLDFAST_HOME='/shared/holdfast home'
-exec PYTHON -m holdfast.engines.slurm.node '--job-dir=/shared/holdfast home/jobs/train'
+exec PYTHON -P -m holdfast.engines.slurm.node '--job-dir=/shared/holdfast home/jobs/train'

@@ -17,4 +17,4 @@
 #SBATCH --qos=high
 #SBATCH --constraint=h200
 export HOLDFAST_HOME='/shared/holdfast home'
-exec PYTHON -m holdfast.engines.slurm '--job-dir=/shared/holdfast home/jobs/train'
+exec PYTHON -P -m holdfast.engines.slurm '--job-dir=/shared/holdfast home/jobs/train'

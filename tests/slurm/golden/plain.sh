@@ -11,4 +11,4 @@
 #SBATCH --output='/shared/holdfast home/jobs/train'/slurm-%j.out
 #SBATCH --open-mode=append
 export HOLDFAST_HOME='/shared/holdfast home'
-exec PYTHON -m holdfast.engines.slurm '--job-dir=/shared/holdfast home/jobs/train'
+exec PYTHON -P -m holdfast.engines.slurm '--job-dir=/shared/holdfast home/jobs/train'

@@ -6,9 +6,9 @@ import asyncio
 import os
 import signal
 import socket
-import sys
 
 from holdfast.errors import HoldfastError
+from holdfast.protocol.python import python_module
 
 
 class AgentProcess:
@@ -81,9 +81,7 @@ class Nursery:
         env = dict(os.environ)
         env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does; it also keeps the process free of threads
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "holdfast.agent.nursery",
+            *python_module("holdfast.agent.nursery"),
             str(theirs.fileno()),
             ",".join(self._preload),
             pass_fds=(theirs.fileno(),),

@@ -9,7 +9,6 @@ import asyncio
 import os
 import shlex
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from holdfast.engines.slurm.parse import WAITING
 from holdfast.engines.slurm.script import MODULE, follow_up_name, follow_up_script
 from holdfast.protocol.availability import Availability, Capacity, NodeGoing, NodeTaken, NodeUnavailable
 from holdfast.protocol.job import JobSpec
+from holdfast.protocol.python import python_module
 
 POLL_S = 3.0
 """Slurm tells nobody that an administrator drains a node or that a job is to make room (its triggers are for
@@ -129,10 +129,7 @@ class SlurmEngine:
             f"--output={logs}/%N.log",
             f"--chdir={self._spec.cwd}",
             *([f"--gpus-per-node={gpus}"] if gpus else []),
-            sys.executable,
-            "-m",
-            f"{MODULE}.node",
-            f"--job-dir={self._job_dir}",
+            *python_module(f"{MODULE}.node", f"--job-dir={self._job_dir}"),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.DEVNULL,

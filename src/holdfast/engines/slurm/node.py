@@ -27,6 +27,7 @@ from holdfast.observe.plain import PlainView
 from holdfast.protocol.endpoint import read_endpoint
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.proven import proving
+from holdfast.protocol.python import python_module
 from holdfast.protocol.tenure import GRACE_S, claim_term, newest_term
 
 RETRY_S = 0.3
@@ -42,9 +43,7 @@ async def _run(spec: JobSpec, job_dir: Path) -> int:
     memory = jobs.memory_of(job_dir)
     await asyncio.to_thread(jobs.sweep_memory)
     agent = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "holdfast.agent",
+        *python_module("holdfast.agent"),
         *agent_arguments(spec, job_dir, place.node, place.host, memory / place.node),
         f"--grace={grace_s:g}",
         stdin=asyncio.subprocess.DEVNULL,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from pathlib import Path
 
 from holdfast.protocol.job import JobSpec
+from holdfast.protocol.python import python_module
 
 MODULE = "holdfast.engines.slurm"
 
@@ -28,7 +28,7 @@ def job_script(spec: JobSpec, job_dir: Path, home: Path) -> str:
         "--open-mode=append",
         *_wishes(spec),
     ]
-    return _script(lines, home, [sys.executable, "-m", MODULE, f"--job-dir={job_dir}"])
+    return _script(lines, home, python_module(MODULE, f"--job-dir={job_dir}"))
 
 
 def follow_up_name(spec: JobSpec) -> str:
@@ -53,7 +53,7 @@ def follow_up_script(
         *([f"--exclude={','.join(without)}"] if without else []),
         *([f"--time={minutes}"] if minutes is not None else []),
     ]
-    return _script(lines, home, [sys.executable, "-m", f"{MODULE}.node", f"--job-dir={job_dir}"])
+    return _script(lines, home, python_module(f"{MODULE}.node", f"--job-dir={job_dir}"))
 
 
 def _wishes(spec: JobSpec) -> list[str]:

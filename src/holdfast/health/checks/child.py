@@ -6,7 +6,6 @@ import asyncio
 import ctypes
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 
@@ -15,6 +14,7 @@ import msgspec
 from holdfast.health.checks.check import Task, is_of, unknown
 from holdfast.health.checks.suite import Said, chosen
 from holdfast.protocol.health import CheckResult, Condition
+from holdfast.protocol.python import python_module
 
 NICE = 10
 """So that what trains on the same machine has the processor first."""
@@ -41,9 +41,7 @@ async def check_in_child(task: Task, tell: Callable[[Said], None] = lambda said:
     A check that hangs, and those after it, are unknown. One that crashed by a fault of the machine's is faulty.
     """
     process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "holdfast.health.checks",
+        *python_module("holdfast.health.checks"),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         preexec_fn=_modest,
