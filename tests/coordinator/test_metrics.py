@@ -3,13 +3,16 @@
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 from desk import TIER, Desk, copy_of, running
 from prometheus_client.parser import text_string_to_metric_families
 
 from holdfast.coordinator import events as e
 from holdfast.coordinator.metrics import metrics_text
+from holdfast.coordinator.report import build_status
 from holdfast.protocol import messages as m
+from holdfast.protocol.health import Condition, Finding, Remedy, Severity
 from holdfast.protocol.snapshots import DurableTier, Saving
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -117,3 +120,18 @@ def test_the_table_in_the_documentation_names_every_figure_with_its_type():
     said = re.findall(r"^# TYPE (\S+) (\S+)$", metrics_text(desk.state, 1, 1.0, desk.now).decode(), re.M)
     documented = re.findall(r"^\| `(holdfast_\S+)` \| (\w+) \|", DOCS.read_text(), re.M)
     assert sorted(documented) == sorted(said)
+
+
+def test_nodes_of_which_something_cannot_be_told():
+    desk = running(3)
+    assert figures(desk)[("holdfast_unwatched_nodes",)] == 0
+    unknown = Finding(
+        "watch-ended", Severity.WARNING, Remedy.WATCH, "agent", Condition.UNKNOWN, evidence="its thread"
+    )
+    desk.do(e.NodeSays("n1", m.Found((unknown,))))
+    assert figures(desk)[("holdfast_unwatched_nodes",)] == 1
+    told = {n["node"]: n.get("unknown") for n in build_status(desk.state, desk.now)["nodes"]}
+    assert told == {"n0": None, "n1": ["watch-ended"], "n2": None}
+    well = msgspec.structs.replace(unknown, condition=Condition.HEALTHY)
+    desk.do(e.NodeSays("n1", m.Found((well,))))
+    assert figures(desk)[("holdfast_unwatched_nodes",)] == 0

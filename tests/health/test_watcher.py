@@ -3,6 +3,7 @@ unknown, and faults are seen by the sources that look at a real machine."""
 
 import asyncio
 import errno
+import os
 import threading
 
 import pytest
@@ -273,6 +274,66 @@ def test_a_source_that_breaks_is_unknown(on_a_node, tmp_path, monkeypatch):
         assert "KeyError" in (await node.hears("source-silent")).evidence
 
     on_a_node(test, rules=(str(rules),))
+
+
+def test_a_watch_that_ended_is_said_and_begun_again(on_a_node, tmp_path, monkeypatch):
+    rules = tmp_path / "rules.toml"
+    rules.write_text('[[rule]]\nid = "source-silent"\nholds = 0\n')
+    monkeypatch.setattr(polling, "MIN_GRACE_S", 0.05)
+    sick = threading.Event()
+
+    class Sick(Scripted):
+        @property
+        def every_s(self):
+            if sick.is_set() and threading.current_thread().name == "health":
+                raise ArithmeticError("no such period")
+            return 0.02
+
+    monkeypatch.setattr(health, "machine_sources", lambda place: [Sick()])
+
+    async def test(node):
+        await node.hears("xid-79")
+        sick.set()
+        silent, ended = await node.hears("source-silent"), await node.hears("watch-ended")
+        assert silent.condition is ended.condition is Condition.UNKNOWN
+        assert "ArithmeticError: no such period" in ended.evidence
+        assert "ArithmeticError" in silent.evidence
+        sick.clear()
+        heard = [await node.hears("watch-ended")]
+        assert heard[0].condition is Condition.HEALTHY
+        assert node.watcher._pollers[0]._thread.is_alive()
+
+    on_a_node(test, rules=(str(rules),))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+@pytest.mark.parametrize("nice", [0, 15])
+def test_the_machine_is_read_in_an_agent_that_was_started_under_nice(nice, tmp_path):
+    """As another user, who may not give his threads a better priority than they have."""
+    answer, child_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setpriority(os.PRIO_PROCESS, 0, nice)
+            os.setuid(65534)
+            seen = threading.Event()
+
+            class Once(Scripted):
+                def read(self):
+                    os.write(child_end, b"%d" % os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+                    seen.set()
+                    return []
+
+            polling.Poller((), lambda findings: None).add([Once()])
+            seen.wait(WITHIN_S)
+        finally:
+            os._exit(0)
+    os.close(child_end)
+    try:
+        with os.fdopen(answer) as said:
+            assert said.read(2) == f"{max(nice, polling.NICE)}"
+    finally:
+        os.waitpid(pid, 0)
 
 
 @pytest.mark.parametrize(

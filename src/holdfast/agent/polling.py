@@ -8,17 +8,20 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
+from holdfast.agent.background import stand_back
 from holdfast.health.book import RuleBook
 from holdfast.health.readings import Line, Reading
 from holdfast.health.rules import Rule
 from holdfast.health.sources import Source
-from holdfast.protocol.health import Finding
+from holdfast.protocol.health import Condition, Finding, Remedy, Severity
 
 NICE = 10
 """Nothing on this thread is worth a worker's time slice."""
 GRACE_PERIODS = 3.0
 MIN_GRACE_S = 5.0
 ANSWER = "answer"
+WATCH_ENDED = "watch-ended"
+"""What is found when nothing is read any more: then nothing is found either, and that is no sign of health."""
 
 
 class _Polled:
@@ -53,6 +56,8 @@ class Poller:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._ended = ""
+        self._said_ended = False
         self._read_all = threading.Event()
 
     def add(self, sources: Iterable[Source]) -> None:
@@ -75,10 +80,13 @@ class Poller:
 
     def watch_yourself(self) -> float | None:
         """Whether a source hangs, asked now and then from another thread: the others go on without it on a new
-        thread. Returns when to ask again; None: there is nothing to watch."""
+        thread. So they do when the thread ended by itself, which is said. Returns when to ask again; None: there is
+        nothing to watch."""
         if self._thread is None:
             return None
         now = time.monotonic()
+        ended, self._ended = self._ended, ""
+        self._say_ended(ended, now)
         with self._lock:
             stuck = [p for p in self._polled if p.began_s is not None and now - p.began_s > p.grace_s]
             for polled in stuck:
@@ -93,9 +101,23 @@ class Poller:
                 now,
             )
             least = min((p.grace_s for p in (*self._polled, *self._hung)), default=MIN_GRACE_S)
-        if stuck:
+        if stuck or ended:
             self._start()
         return least
+
+    def _say_ended(self, why: str, now_s: float) -> None:
+        """Nothing is known of any source until it is read again. Said once, and once more when it is over."""
+        if why:
+            with self._lock:
+                told = f"the thread that reads it ended: {why}"
+                self._judge([Reading(p.source.name, ANSWER, None, why=told) for p in self._polled], now_s)
+        if bool(why) is self._said_ended:
+            return
+        self._said_ended = bool(why)
+        text = f"the machine is not watched: {why}; begun again" if why else "the machine is watched again"
+        condition = Condition.UNKNOWN if why else Condition.HEALTHY
+        severity = Severity.WARNING if why else Severity.INFO
+        self._found([Finding(WATCH_ENDED, severity, Remedy.WATCH, "agent", condition, evidence=text)])
 
     def close(self) -> None:
         """Ends the thread unless a source holds it, and gives back what idle sources hold."""
@@ -118,7 +140,13 @@ class Poller:
         os.eventfd_write(self._wake, 1)
 
     def _run(self) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        stand_back(NICE)
+        try:
+            self._read_on()
+        except Exception as error:  # noqa: BLE001 - whatever ends the watching must be said, else it passes for health
+            self._ended = f"{type(error).__name__}: {error}"
+
+    def _read_on(self) -> None:
         me = threading.current_thread()
         while not self._closed and self._thread is me:
             due = self._await_due()

@@ -7,7 +7,6 @@ the coordinator how it ended.
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import threading
 import time
@@ -19,6 +18,7 @@ from typing import Any, TypeVar
 
 import xxhash
 
+from holdfast.agent.background import stand_back
 from holdfast.checkpoint.archive import Archive
 from holdfast.checkpoint.layout import decode_index, parts_of
 from holdfast.checkpoint.memory import Slot, SlotPool, default_budget
@@ -71,7 +71,12 @@ class SnapshotKeeper:
             self.pool.budget_bytes = default_budget(folder) + self.pool.nbytes
         self._server = SnapshotServer(self.pool, host, token)
         self._own, self._copying, self._storing = (
-            ThreadPoolExecutor(THREADS, thread_name_prefix=f"holdfast-{what}", initializer=_stand_back)
+            ThreadPoolExecutor(
+                THREADS,
+                thread_name_prefix=f"holdfast-{what}",
+                initializer=stand_back,
+                initargs=(MODEST_NICE,),
+            )
             for what in ("snapshot", "replicate", "store")
         )
         self._closing = threading.Event()
@@ -335,11 +340,3 @@ class SnapshotKeeper:
 def _copy_of(slot: Slot) -> Copy:
     key = slot.key
     return Copy(key, parts_of(key.step, key.rank, slot.head, slot.sums, slot.row_bytes))
-
-
-def _stand_back() -> None:
-    """This thread leaves the processor to training: sums, copies and uploads take what that leaves over."""
-    try:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), MODEST_NICE)
-    except OSError:
-        return

@@ -149,6 +149,8 @@ class _Job(Collector):
         )
         held = sum(n.alive and n.held is not None for n in self._state.nodes.values())
         yield _gauge("holdfast_held_nodes", "Nodes that are there and not used now.", held)
+        unknown = sum(n.alive and bool(n.unknown) for n in self._state.nodes.values())
+        yield _gauge("holdfast_unwatched_nodes", "Nodes of which something cannot be told.", unknown)
         yield _gauge("holdfast_health_asks", "Matters that a person is to look at.", len(health.asks))
 
     def _snapshots(self) -> Iterator[Metric]:

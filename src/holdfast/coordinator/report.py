@@ -98,6 +98,7 @@ def build_status(state: CoreState, now: float) -> dict[str, Any]:
             {"node": n.name, "host": n.host, "rack": n.rack, "alive": n.alive, "failures": n.failures}
             | ({"held": n.held} if n.held else {})
             | ({"identity": n.identity} if n.identity else {})
+            | ({"unknown": sorted(n.unknown)} if n.alive and n.unknown else {})
             for n in state.nodes.values()
         ],
         "health": {
