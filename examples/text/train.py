@@ -14,6 +14,7 @@ from corpus import build_corpus, corpus_path
 from model import ModelConfig, Transformer
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import holdfast as hf
 
@@ -35,6 +36,7 @@ def parse_args() -> argparse.Namespace:
         "--global-batch", type=int, default=32, help="samples per step, whatever the world size"
     )
     parser.add_argument("--micro-batch", type=int, default=4, help="samples per forward and backward pass")
+    parser.add_argument("--average", type=float, help="keep an average of the weights, with this decay")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate")
     parser.add_argument(
         "--parallel",
@@ -65,6 +67,11 @@ def main(run: hf.Run) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     data = hf.data.TokenDataset(corpus, seq_len=args.seq_len)
     run.protect(model=model, optimizer=optimizer)  # the state that must survive
+    also = []  # what else changes with every step
+    if args.average is not None:
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(args.average)).requires_grad_(False)
+        run.protect(average=average)
+        also.append(lambda: average.update_parameters(model))
     steps = run.steps(
         data,
         global_batch=args.global_batch,
@@ -79,7 +86,7 @@ def main(run: hf.Run) -> None:
                 logits = model(tokens)
                 loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
                 step.backward(loss, weight=labels.numel())
-            step.apply(optimizer, max_grad_norm=1.0)  # reduce, agree, update, commit
+            step.apply(optimizer, max_grad_norm=1.0, also=also)  # reduce, agree, update, commit
         run.log(loss=step.loss)
 
 

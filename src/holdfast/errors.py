@@ -2,6 +2,7 @@
 
 HoldfastError
 ├── UsageError            bad input: refused before anything starts; the message says what to do
+│   └── StateChanged      the script changes protected state outside of the commit; no restart would help
 ├── ProtocolError         a frame or message that this version does not understand
 ├── StateError            training state that cannot be captured, sent or loaded
 │   ├── ChecksumError     bytes arrived that are not the bytes that were sent
@@ -23,6 +24,10 @@ class HoldfastError(Exception):
 
 class UsageError(HoldfastError):
     """Bad input. The message names the field, what was wrong with it and an example that works."""
+
+
+class StateChanged(UsageError):
+    """Protected state changed outside of a step's commit. Give what changes it to `step.apply(..., also=...)`."""
 
 
 class ProtocolError(HoldfastError):

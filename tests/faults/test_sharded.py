@@ -3,6 +3,7 @@ nobody disturbed, bit by bit, at one shard degree."""
 
 import itertools
 import random
+import re
 
 import pytest
 from drive import Deed, Driver, Gate, drain, fault, kill_everything, newcomer, resize
@@ -61,6 +62,22 @@ def test_a_lost_worker_costs_its_own_shard_only(tmp_path, undisturbed, phase):
     fetched = [worker for f in formed(ran)[1:] for worker in f["restore"]]
     assert len(fetched) == 1, fetched  # only the new one
     assert ran.report["steps"]["lost"] == 0
+
+
+def averaged(ran):
+    """What the workers that trained to the end hold of the average: one digest for every shard."""
+    return {
+        line for log in ran.job_dir.rglob("*.log") for line in re.findall(r"averaged: .*", log.read_text())
+    }
+
+
+def test_what_else_belongs_to_the_commit_is_done_on_every_shard_once(tmp_path, undisturbed):
+    specs = faults("kill-worker:rank=1,step=8,phase=vote", "kill-worker:rank=0,step=14,phase=update")
+    ran = run(tmp_path, *ELASTIC, *specs, SCRIPT, STEPS)
+    check(ran, undisturbed)
+    assert ran.report["steps"]["lost"] == 0
+    assert len(averaged(undisturbed)) == 2
+    assert averaged(ran) == averaged(undisturbed)
 
 
 def test_two_replicas_that_lost_different_shards_become_one(tmp_path, undisturbed):

@@ -6,6 +6,7 @@ import os
 import signal
 
 import torch
+import xxhash
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy
@@ -74,12 +75,37 @@ def build(run: hf.Run, args: argparse.Namespace) -> torch.nn.Module:
     return model
 
 
+class Average:
+    """Of the model's parameters: every worker holds that of its own shards."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self.kept = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def update(self) -> None:
+        for name, p in self._model.named_parameters():
+            self.kept[name].lerp_(p.detach(), 0.1)
+
+    def state_dict(self) -> dict[str, object]:
+        return self.kept
+
+    def load_state_dict(self, state: dict) -> None:
+        self.kept = state
+
+    def digest(self) -> str:
+        row = xxhash.xxh3_64()
+        for kept in self.kept.values():
+            row.update(kept.to_local().contiguous().view(torch.uint8).numpy().tobytes())
+        return row.hexdigest()
+
+
 def main(run: hf.Run) -> None:
     args = arguments()
     model = build(run, args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + 0.01 * n))
-    run.protect(model=model, optimizer=optimizer, scheduler=scheduler)
+    average = Average(model)
+    run.protect(model=model, optimizer=optimizer, scheduler=scheduler, average=average)
     drawn = torch.Generator().manual_seed(3)
     inputs = torch.randn(256, WIDTH, generator=drawn)
     targets = torch.randint(0, CLASSES, (256,), generator=drawn)
@@ -88,7 +114,7 @@ def main(run: hf.Run) -> None:
         with step:
             for x, y in step:
                 step.backward(cross_entropy(model(x).float(), y, reduction="sum"), weight=len(y))
-            step.apply(optimizer, max_grad_norm=1.0, scheduler=scheduler)
+            step.apply(optimizer, max_grad_norm=1.0, scheduler=scheduler, also=average.update)
         if args.gate and step.committed and step.index == 13:
             with run.aside(), open(args.gate, "rb", buffering=0) as gate:
                 gate.read(1)
@@ -105,6 +131,7 @@ def main(run: hf.Run) -> None:
         if args.compile and step.committed:
             compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
             print(f"compiled: step {step.index}, {compiled} graphs", flush=True)
+    print(f"averaged: {average.digest()}", flush=True)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.coordinator import forming, gang, incidents, nodes, policy, stopping, suspects
 from holdfast.coordinator.state import Blame, Failure, Injection, JobPhase, Worker, WorkerPhase
+from holdfast.errors import StateChanged
 from holdfast.protocol import messages as m
 from holdfast.protocol.phases import Phase
 
@@ -42,6 +43,11 @@ def failed(core: Core, worker: Worker, message: m.Failed) -> None:
     blame = Blame(cause, rank, worker.node, message.step, message.traceback, log=worker.log)
     s.blames[worker.name] = blame
     core.record("failed", worker=worker.name, rank=rank, node=worker.node, step=message.step, cause=cause)
+    if message.error == StateChanged.__name__:
+        # No machine does this, and a worker in its place would run the same script: another attempt proves nothing.
+        forming.break_generation(core, cause)
+        stopping.give_up(core, "the script changes protected state outside of the commit", blame)
+        return
     if message.step is None or current is None or worker.phase is not WorkerPhase.MEMBER:
         return
     if message.generation != current.number:

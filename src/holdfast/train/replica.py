@@ -37,6 +37,7 @@ from holdfast.train.restoring import Restoring
 from holdfast.train.snapshots import Snapshots
 from holdfast.train.transfer import DonorServer
 from holdfast.train.tree import Seat, seat, weighs, words
+from holdfast.train.unchanged import Unchanged
 
 if TYPE_CHECKING:
     from holdfast.train.sharding import Sharding
@@ -94,6 +95,7 @@ class Replica:
         committed: steps that count here; None while this worker holds no usable state.
         checks_local: look at this rank's own gradients before they are summed (after one was not finite).
         stopped: the job was asked to stop; no further step is to be begun.
+        unchanged: whether the state is what the newest commit left.
     """
 
     group: Group
@@ -127,6 +129,7 @@ class Replica:
         endpoint = endpoint or Endpoint(host, link.token, link.start.worker)
         self._listener, self._donor = endpoint.listener, endpoint.donor
         self._buffers = Buffers(state.buffers_of(protected))
+        self.unchanged = Unchanged({name: thing for name, thing in protected.items() if name != NAME})
         self._snapshots = Snapshots(link, faults, device)
         self._restoring = Restoring(link, protected, sharding)
         self._durations: deque[float] = deque(maxlen=MEDIAN_OVER)
@@ -280,6 +283,7 @@ class Replica:
         self._first_in_generation = True
         join_s = time.monotonic() - began - (restore_s or 0.0)
         self.link.send(m.Joined(generation.number, join_s, restore_s, restored))
+        self.unchanged.note(self.committed or 0, from_peer=form.restore and bool(form.donors))
 
     def _image(self) -> state.Image:
         return state.capture(self._protected, self.committed or 0, self._buffers.copy_of)
@@ -425,6 +429,7 @@ class Replica:
     def before_update(self) -> None:
         """The state is about to change."""
         self._snapshots.before_update()
+        self.unchanged.release()
 
     def commit(self, step: Step) -> None:
         """The step counts: notes it, and tells the agent now and then."""
@@ -444,6 +449,7 @@ class Replica:
             self._first_in_generation = False
             self._sent_at = now
             self._flush_losses()
+        self.unchanged.note(step.index + 1)
 
     def _flush_losses(self) -> None:
         if not self._unsent and not self.metrics:

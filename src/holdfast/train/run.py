@@ -136,6 +136,10 @@ class Run:
         """Names the state that must survive: modules, optimizers, schedulers, or anything with
         `state_dict` and `load_state_dict`. Call it before `steps`, with the same names on every worker.
 
+        From then on a step's commit alone changes them: the optimizer, the scheduler and `also` of `step.apply`. A change
+        made elsewhere would be lost or made twice by a fault; it is found at the next step's edge and refused. Buffers
+        that forward passes change are each worker's own.
+
         Raises:
             UsageError: an object without these methods, or a call after `steps`.
         """
@@ -185,6 +189,7 @@ class Run:
         Raises:
             UsageError: no module is protected, or sizes that do not fit; before anything is computed. A saved state
                 of another global batch, seed or data set.
+            StateChanged: protected state changed outside of a commit.
         """
         modules = [t for t in self._protected.values() if isinstance(t, torch.nn.Module)]
         if not modules:
@@ -213,6 +218,7 @@ class Run:
                 except GeneratorExit:  # the script left the loop early: on purpose, or by an error
                     replica.done(stopped=False)
                     raise
+                replica.unchanged.after_step()
                 replica.after_commit()
             replica.done(stopped=replica.stopped)
         finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -148,18 +148,37 @@ class Step:
         replica.check()
 
     def apply(
-        self, optimizer: torch.optim.Optimizer, max_grad_norm: float | None = None, scheduler: Any = None
+        self,
+        optimizer: torch.optim.Optimizer,
+        max_grad_norm: float | None = None,
+        scheduler: Any = None,
+        also: Callable[[], object] | Sequence[Callable[[], object]] = (),
     ) -> None:
         """Reduces over all replicas, agrees with them, updates and commits.
 
         Args:
             max_grad_norm: clip the global gradient's norm, as torch.nn.utils.clip_grad_norm_ does.
             scheduler: stepped after the optimizer, as part of the commit.
+            also: whatever else changes the protected state in a step, called in this order after the scheduler: an
+                average of the weights, a counter, a second optimizer's `step`. It is part of the commit: every replica
+                calls it exactly once for every committed step, before anybody can fetch the state. That may be after a
+                fault, while this worker waits for the others, who may be gone. So it must use what is here only: a
+                collective in it would hang, and of a sharded model it sees this worker's shards. What it draws from
+                torch's default generators is the same on every replica. If it raises, the state counts as lost
+                here, as when the optimizer raises.
 
         Raises:
-            UsageError: some of this worker's micro-batches had no backward.
+            UsageError: some of this worker's micro-batches had no backward, or `also` cannot be called.
+            StateChanged: protected state was changed since the commit before.
             NonFiniteGradient: the reduced gradient holds NaN or Inf; `with step` retries.
         """
+        parts = (also,) if callable(also) else tuple(also)
+        for part in parts:
+            if not callable(part):
+                raise UsageError(
+                    f"step.apply(also=...): a {type(part).__name__} cannot be called; give a function, for example "
+                    "also=lambda: ema.update_parameters(model)"
+                )
         if self._left != 0:
             left = "the" if self._left is None else self._left
             raise UsageError(
@@ -167,6 +186,7 @@ class Step:
                 "call step.backward(loss) once for every micro-batch"
             )
         replica = self._replica
+        replica.unchanged.before_update(self.index)
         replica.enter(Phase.REDUCE, self.index)
         gradients = replica.gradients
         if self._said is None:
@@ -181,7 +201,7 @@ class Step:
             )
         if max_grad_norm is not None:
             gradients.clip(norm, max_grad_norm)
-        self._update = partial(self._updated, optimizer, scheduler)
+        self._update = partial(self._updated, optimizer, scheduler, parts)
         self._generation = replica.generation
         self.prepared = True
         self._prepared_s = time.perf_counter()
@@ -219,13 +239,17 @@ class Step:
         replica.enter(Phase.COMMIT, self.index)
         replica.commit(self)
 
-    def _updated(self, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+    def _updated(
+        self, optimizer: torch.optim.Optimizer, scheduler: Any, also: Sequence[Callable[[], object]]
+    ) -> None:
         # The same on every replica, also for what an update or the script draws before the next micro-batch.
         seed_generators(micro_seed(self._seed, self.index, self._batches.count()), self._replica.device)
         optimizer.step()
         self._position.advance()
         if scheduler is not None:  # which may ask for `run.samples`: those with this step
             scheduler.step()
+        for part in also:
+            part()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -1,0 +1,60 @@
+"""What changes with a step changes in its commit, exactly once on every replica; a change elsewhere is found without a fault."""
+
+import re
+from pathlib import Path
+
+import pytest
+from harness import Ran, run, shared
+
+from holdfast.protocol.faults import parse_fault
+
+STEPS = 45
+AVERAGE = Path(__file__).with_name("train_average.py")
+PHASES = ("vote", "commit", "update")
+
+
+def noise(ran: Ran) -> set[str]:
+    """What the workers that trained to the end printed."""
+    logs = "".join(path.read_text() for path in ran.job_dir.rglob("*.log"))
+    return set(re.findall(r"^noise .*$", logs, re.M))
+
+
+@pytest.fixture(scope="module")
+def average_undisturbed(tmp_path_factory) -> Ran:
+    return shared(tmp_path_factory, "average", lambda home: run(home, "--nnodes", 3, AVERAGE, STEPS, "also"))
+
+
+def test_what_is_given_to_also_is_done_once_wherever_the_commit_is_made(tmp_path, average_undisturbed):
+    faults = [f"kill-worker:rank={i},phase={phase},step={10 + 10 * i}" for i, phase in enumerate(PHASES)]
+    given = [part for fault in faults for part in ("--fault", fault)]
+    ran = run(tmp_path, "--nnodes", 3, "--spares", 1, *given, AVERAGE, STEPS, "also")
+    assert ran.code == 0, ran.output[-3000:]
+    assert {parse_fault(i["fault"]) for i in ran.report["incidents"]} == {parse_fault(f) for f in faults}
+    assert ran.report["final"] == average_undisturbed.report["final"]
+    assert ran.losses() == average_undisturbed.losses()
+    assert noise(ran) == noise(average_undisturbed)
+    assert len(noise(ran)) == 1
+    assert f"noise {STEPS} " in noise(ran).pop()
+
+
+@pytest.mark.parametrize(
+    ("place", "when"),
+    [
+        ("after-apply", "between step 0's commit and step 1"),
+        ("before-apply", "in step 1 before step.apply"),
+    ],
+)
+def test_a_change_outside_of_the_commit_ends_the_job_with_the_line_to_write(place, when, tmp_path):
+    ran = run(tmp_path, "--nnodes", 2, "--spares", 1, AVERAGE, STEPS, place)
+    assert ran.code != 0
+    assert f"average.module.0.weight changed {when}" in ran.output
+    assert "step.apply(optimizer, also=lambda: average.update_parameters(model))" in ran.output
+    assert ran.report["outcome"] == "failed"
+    assert ran.kinds().count("formed") == 1  # nobody was started again for it
+
+
+def test_one_worker_that_changes_it_is_enough(tmp_path):
+    ran = run(tmp_path, "--nnodes", 2, "--spares", 1, AVERAGE, STEPS, "after-step", "only=1")
+    assert ran.code != 0
+    assert "average.module.0.weight changed between step 0's commit and step 1" in ran.output
+    assert ran.kinds().count("formed") == 1
