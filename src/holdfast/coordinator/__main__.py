@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from holdfast.coordinator.pulse import beat
 from holdfast.coordinator.service import Coordinator
 from holdfast.protocol.job import JobSpec, Resume
 
@@ -25,6 +26,9 @@ def main() -> int:
     parser.add_argument("--host", default="127.0.0.1", help="by which others reach it")
     parser.add_argument("--term", type=int, default=0, help="of office; 0: nobody else could hold it")
     parser.add_argument("--lifeline", type=int)
+    parser.add_argument(
+        "--pulse", type=int, help="a pipe that does not block, by which the launcher sees it live"
+    )
     given = parser.parse_args()
     os.umask(0o077)
     spec = msgspec.json.decode((given.job_dir / "spec.json").read_bytes(), type=JobSpec)
@@ -35,6 +39,8 @@ def main() -> int:
 
 async def _serve(given: argparse.Namespace, spec: JobSpec, resume: Resume) -> None:
     coordinator = Coordinator(given.job_dir, spec, resume, given.term)
+    if given.pulse is not None:
+        beat(given.pulse, spec.timing.heartbeat_s / 2)
     await coordinator.serve(socket.socket(fileno=given.listen_fd), given.host, given.lifeline)
 
 

@@ -14,6 +14,7 @@ import msgspec
 
 from holdfast.engines.base import Engine
 from holdfast.engines.client import Announcement, JobClient
+from holdfast.engines.pulse import Silence, heard, look
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.protocol.endpoint import BACKLOG
 from holdfast.protocol.job import JobSpec
@@ -62,6 +63,7 @@ class Launcher(ABC):
         self._coordinator: asyncio.subprocess.Process | None = None
         self._listener: socket.socket | None = None
         self._lifeline, self._held = os.pipe()
+        self._pulse = -1
         self._orders: asyncio.Queue[Announcement] = asyncio.Queue()
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -112,24 +114,30 @@ class Launcher(ABC):
         """The socket stays this process's, and every coordinator gets it: while the job lives nobody else can listen
         there, and who connects while there is no coordinator waits in the kernel for the next."""
         assert self._listener is not None
-        self._coordinator = await asyncio.create_subprocess_exec(
-            *python_module("holdfast.coordinator"),
-            f"--job-dir={self.job_dir}",
-            f"--host={self.host}",
-            f"--listen-fd={self._listener.fileno()}",
-            f"--term={self.term}",
-            f"--lifeline={self._lifeline}",
-            pass_fds=(*self.inherited, self._lifeline, self._listener.fileno()),
-            stdin=asyncio.subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        self._close_pulse()
+        self._pulse, pulse = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            self._coordinator = await asyncio.create_subprocess_exec(
+                *python_module("holdfast.coordinator"),
+                f"--job-dir={self.job_dir}",
+                f"--host={self.host}",
+                f"--listen-fd={self._listener.fileno()}",
+                f"--term={self.term}",
+                f"--lifeline={self._lifeline}",
+                f"--pulse={pulse}",
+                pass_fds=(*self.inherited, self._lifeline, self._listener.fileno(), pulse),
+                stdin=asyncio.subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        finally:
+            os.close(pulse)
 
     async def _keep_coordinator(self) -> None:
         """Waits for the coordinator's end; one that died is started again and takes the job over."""
         failures = 0
         while True:
             assert self._coordinator is not None
-            code = await self._coordinator.wait()
+            code = await self._end_of(self._coordinator)
             if code == 0 or self.interrupts > 1:
                 return
             if code == COORDINATOR_DEPOSED:
@@ -139,6 +147,33 @@ class Launcher(ABC):
                 raise HoldfastError(f"the coordinator ended {failures} times with exit code {code}")
             self.view.note("the coordinator is gone; starting it again")
             await self._start_coordinator()
+
+    async def _end_of(self, coordinator: asyncio.subprocess.Process) -> int:
+        """Waits for its end, which one that is stopped or hangs does not come to by itself."""
+        ended = asyncio.create_task(coordinator.wait())
+        watching = asyncio.create_task(self._end_if_hung(coordinator))
+        try:
+            await asyncio.wait({ended, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if watching.done() and (error := watching.exception()) is not None:
+                self.view.note(f"nobody sees any more whether the coordinator hangs: {error!r}")
+            return await ended
+        finally:
+            watching.cancel()
+            ended.cancel()
+
+    async def _end_if_hung(self, coordinator: asyncio.subprocess.Process) -> None:
+        silence = Silence(self.spec.timing)
+        while (why := silence.verdict()) is None:
+            await asyncio.sleep(silence.every_s)  # silence is no event
+            silence.looked(heard(self._pulse), look(coordinator.pid))
+        self.view.note(f"the coordinator is ended: {why}")
+        if coordinator.returncode is None:
+            coordinator.kill()
+
+    def _close_pulse(self) -> None:
+        if self._pulse >= 0:
+            os.close(self._pulse)
+        self._pulse = -1
 
     async def _watch(self) -> None:
         async with JobClient(self.job_dir) as client:
@@ -214,6 +249,7 @@ class Launcher(ABC):
             self._listener.close()
         if self.engine is not None:
             await self.engine.close()
+        self._close_pulse()
         os.close(self._held)
         os.close(self._lifeline)
 

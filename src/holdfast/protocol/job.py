@@ -42,6 +42,11 @@ class Timing(msgspec.Struct, frozen=True):
         return 0.5 + self.detection_s / 4
 
     @property
+    def hang_s(self) -> float:
+        """How long the coordinator's loop may not turn before another coordinator takes its place."""
+        return 5 * self.detection_s
+
+    @property
     def adopt_s(self) -> float:
         """How long a restarted coordinator waits for the agents it knows."""
         return 2 * self.detection_s
