@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import msgspec
 import pytest
-from bench.coordinator import Job, hello, says
+from bench.coordinator import Job, hello, job, ready, says
 
 from holdfast.coordinator import events as e
+from holdfast.coordinator.service import Coordinator
 from holdfast.protocol import messages as m
+from holdfast.protocol.job import Resume
 from holdfast.protocol.messages import WorkerView
 from holdfast.protocol.phases import Place
 
@@ -73,3 +77,55 @@ def test_a_form_that_was_missed_is_told_again_as_it_was():
 
 def _form(action: e.Send) -> bool:
     return isinstance(action.message, m.Tell) and isinstance(action.message.message, m.Form)
+
+
+async def _lost_and_formed(job_dir: Path, nodes: int, nproc: int) -> tuple[int, int, list[int]]:
+    """A node is lost, and all others answer as fast as they can. How many they are, how many of them are in the next
+    generation, and how many events each batch had."""
+    coordinator = Coordinator(job_dir, job(nodes, nproc), Resume())
+    state, batches = coordinator._core.state, []
+    deciding = asyncio.create_task(coordinator.decide_all())
+    for number in range(nodes - 1):
+        coordinator.handle(e.NodeJoined(hello(number, nproc)))
+    await coordinator.effect(e.NodeJoined(hello(nodes - 1, nproc)))
+    workers = list(state.workers.values())
+    for worker in workers:
+        coordinator.handle(says(worker, m.Attached()))
+        coordinator.handle(says(worker, ready(worker)))
+    await coordinator.effect(e.Tick())
+    assert state.number == 1
+    for worker in workers:
+        coordinator.handle(says(worker, m.Joined(1, 0.01)))
+        coordinator.handle(says(worker, m.Progress(1, 5, 0.5)))
+    await coordinator.effect(e.Tick())
+    handle_all, last = coordinator._core.handle_all, workers[-1].node
+    coordinator._core.handle_all = lambda events, now: (batches.append(len(events)), handle_all(events, now))[
+        1
+    ]
+    await coordinator.effect(e.NodeLost(last, state.nodes[last].session, "its connection closed"))
+    left = [w for w in workers if w.node != last]
+    for worker in left:
+        coordinator.handle(e.NodeSays(worker.node, m.Heartbeat()))
+        coordinator.handle(says(worker, m.Parked(1, 5)))
+        await asyncio.sleep(0)  # each comes by a connection of its own
+    await coordinator.effect(e.Tick())
+    deciding.cancel()
+    assert await coordinator._ledger.close(30.0)
+    assert state.generation is not None
+    names = {x.worker for x in state.generation.members}
+    return len(left), len(names & {w.name for w in left}) * (state.number == 2), batches
+
+
+@pytest.mark.parametrize(
+    ("nodes", "nproc"),
+    [(24, 8), pytest.param(32, 8, marks=pytest.mark.nightly), pytest.param(64, 8, marks=pytest.mark.nightly)],
+)
+def test_every_survivor_is_in_the_next_generation(tmp_path, nodes, nproc):
+    """With the real ledger. Each answer cost a write of the whole state; those that answered while it wrote were ended."""
+    job_dir = tmp_path / "jobs" / "job"
+    job_dir.mkdir(parents=True)
+    (job_dir / "token").write_text("secret")
+    left, formed, batches = asyncio.run(_lost_and_formed(job_dir, nodes, nproc))
+    assert left == (nodes - 1) * nproc
+    assert formed == left
+    assert len(batches) < left / 2, "what waits is decided and written together"

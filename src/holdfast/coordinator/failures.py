@@ -247,7 +247,7 @@ def end_stuck(core: Core) -> None:
     s.break_deadline_s = None
     stuck = [w for w in core.alive_workers() if w.phase is WorkerPhase.MEMBER or w.name in s.stops]
     stuck = [w for w in stuck if w.phase in (WorkerPhase.MEMBER, WorkerPhase.PARKED)]
-    until_s = {w.name: s.broke_at_s + core.timing.start_s for w in stuck if w.aside}
+    until_s = {w.name: s.broke_at_s + s.unheard_s + core.timing.start_s for w in stuck if w.aside}
     for worker in stuck:
         if worker.median_s is None and worker.joined == s.number:
             until_s.setdefault(worker.name, s.formed_at_s + core.timing.start_s)

@@ -49,7 +49,7 @@ def break_generation(core: Core, cause: str) -> None:
     if s.generation is None or s.level != 2 or not (s.phase is JobPhase.RUNNING or draining):
         return
     s.phase, s.yielding, s.change_reason = JobPhase.BREAKING, False, None
-    s.broke_cause, s.broke_at_s = cause, core.now
+    s.broke_cause, s.broke_at_s, s.unheard_s = cause, core.now, 0.0
     s.break_deadline_s = core.now + core.timing.stall_s(core.median_s())
     s.inspect_deadline_s = None
     core.record("broke", generation=s.generation.number, reason=cause, step=s.committed)
@@ -98,7 +98,7 @@ def parked(core: Core, worker: Worker, message: m.Parked) -> None:
         return
     if s.yielding:
         s.phase = JobPhase.BREAKING
-        s.broke_at_s = core.now
+        s.broke_at_s, s.unheard_s = core.now, 0.0
         s.break_deadline_s = core.now + core.timing.stall_s(core.median_s())
     else:
         break_generation(core, f"{worker.name} left it")

@@ -69,7 +69,7 @@ def _left_behind(core: Core, worker: Worker, view: m.WorkerView) -> bool:
     s = core.state
     if s.phase is not JobPhase.BREAKING or worker.phase is not WorkerPhase.MEMBER:
         return False
-    waits = min(view.idle_s, core.now - s.broke_at_s)
+    waits = min(view.idle_s, core.now - s.broke_at_s - s.unheard_s)
     return view.place.phase in WAITING_PHASES and waits >= MARGIN * core.timing.stall_s(core.median_s())
 
 

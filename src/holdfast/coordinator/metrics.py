@@ -18,20 +18,24 @@ from holdfast.coordinator.state import CoreState, JobPhase, Snapshot, WorkerPhas
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def metrics_text(state: CoreState, steps: int, productive_s: float, now: float) -> bytes:
+def metrics_text(
+    state: CoreState, steps: int, productive_s: float, now: float, writable: bool = True
+) -> bytes:
     """The figures in Prometheus' text format.
 
     Args:
         steps: committed steps that the ledger has. productive_s: the seconds that they took.
+        writable: the ledger takes what is written.
     """
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Job(state, steps, productive_s, now))
+    registry.register(_Job(state, steps, productive_s, now, writable))
     return generate_latest(registry)
 
 
 class _Job(Collector):
-    def __init__(self, state: CoreState, steps: int, productive_s: float, now: float) -> None:
+    def __init__(self, state: CoreState, steps: int, productive_s: float, now: float, writable: bool) -> None:
         self._state, self._steps, self._productive_s, self._now = state, steps, productive_s, now
+        self._writable = writable
 
     def collect(self) -> Iterator[Metric]:
         yield from self._training()
@@ -64,6 +68,10 @@ class _Job(Collector):
         ready = sum(w.phase is WorkerPhase.READY for w in s.workers.values())
         yield _gauge("holdfast_ready_workers", "Workers that wait, warm, to be taken in.", ready)
         yield _counter("holdfast_generations", "Generations that were formed.", s.number)
+        writable = float(self._writable)
+        yield _gauge(
+            "holdfast_ledger_writable", "1 while the ledger takes what is written, else 0.", writable
+        )
         wall_s = max(0.0, self._now - s.began_s)
         yield _counter("holdfast_wall_seconds", "Time since the job's start.", wall_s)
         yield _counter(

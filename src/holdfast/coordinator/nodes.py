@@ -143,9 +143,35 @@ def lose(core: Core, node: Node, cause: str, release: bool = True) -> None:
 
 
 def overslept(core: Core, away_s: float) -> None:
-    """Nobody was heard for so long because nobody listened: that is no silence of theirs."""
-    for node in core.alive_nodes():
-        node.last_seen_s = min(core.now, node.last_seen_s + away_s)
+    """Nobody was heard for so long because nobody listened, and what was decided before may have left that late: it is no
+    silence of theirs. Whoever has a time to answer in has as much of it as before."""
+    s = core.state
+    for node in s.nodes.values():
+        if node.alive:
+            node.last_seen_s = min(core.now, node.last_seen_s + away_s)
+        node.boots_until_s = _later(node.boots_until_s, away_s)
+        if node.checking is not None:
+            node.checking.until_s += away_s
+    for worker in core.alive_workers():
+        if worker.phase in (WorkerPhase.STARTING, WorkerPhase.ATTACHED):
+            worker.started_s = min(core.now, worker.started_s + away_s)
+        if worker.vanished_s is not None:
+            worker.vanished_s = min(core.now, worker.vanished_s + away_s)
+    for act in s.health.acts:
+        act.until_s = _later(act.until_s, away_s)
+    for storing in s.storing:
+        storing.moved_s = min(core.now, storing.moved_s + away_s)
+    s.unheard_s += away_s
+    s.asked_at_s += away_s
+    s.break_deadline_s = _later(s.break_deadline_s, away_s)
+    s.stop_deadline_s = _later(s.stop_deadline_s, away_s)
+    s.inspect_deadline_s = _later(s.inspect_deadline_s, away_s)
+    s.wait_deadline_s = _later(s.wait_deadline_s, away_s)
+    s.form_deadline_s = _later(s.form_deadline_s, away_s)
+
+
+def _later(deadline: float | None, by_s: float) -> float | None:
+    return None if deadline is None else deadline + by_s
 
 
 def recovered(core: Core, last_s: float) -> None:

@@ -1,5 +1,9 @@
 """The coordinator as a process: it turns connections and time into events for the core, and the core's
 actions into messages, rows and announcements. It decides nothing.
+
+Everything goes one way. Connections and timers put events into an inbox. One task takes all that wait there, has the core
+decide, has that written, and then does it; meanwhile the next events gather. So however long a write takes, no order
+leaves before it, nobody's word is lost, and nobody is taken for silent because of it.
 """
 
 from __future__ import annotations
@@ -9,6 +13,8 @@ import os
 import secrets
 import signal
 import socket
+import sys
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,11 +29,13 @@ from holdfast.coordinator.clock import Anchor, CoreClock
 from holdfast.coordinator.core import Core
 from holdfast.coordinator.door import authorized, give_proof
 from holdfast.coordinator.history_store import FILE_NAME
+from holdfast.coordinator.inbox import Inbox, Waiting
 from holdfast.coordinator.injector import Injector, Planned, Strike
+from holdfast.coordinator.ledger import Ledger, SideThread, Unreadable
 from holdfast.coordinator.metrics import CONTENT_TYPE, metrics_text
 from holdfast.coordinator.remembering import Memory
 from holdfast.coordinator.report import build_report, build_status
-from holdfast.coordinator.store import LedgerEntry, Store, own_ledger
+from holdfast.coordinator.store import SNAPSHOT, LedgerEntry, Page, Said, StepRow, Store, own_ledger
 from holdfast.errors import ProtocolError, UsageError
 from holdfast.protocol import messages as m
 from holdfast.protocol.availability import Availability, NodeGoing
@@ -42,6 +50,8 @@ _codec: Codec[m.AgentMessage] = Codec(m.AgentMessage)
 STATUS_EVERY_S = 0.2
 FAREWELL_S = 2.0
 EXIT_DEPOSED = 4
+LAST_S = 10.0
+"""How long a job that ends waits for a ledger that cannot be written. What it trained is in its checkpoints."""
 
 
 class Line(asyncio.Queue[bytes | None]):
@@ -63,12 +73,19 @@ class Coordinator:
     """One job's coordinator. `serve` returns when the job is over, or when another took its place."""
 
     def __init__(self, job_dir: Path, spec: JobSpec, resume: Resume, term: int = 0) -> None:
-        """term: of office, where coordinators on several machines could be; 0: there is one machine."""
+        """term: of office, where coordinators on several machines could be; 0: there is one machine.
+
+        Raises:
+            sqlite3.Error: the ledger cannot be opened now.
+        """
         self._job_dir, self._term = job_dir, term
         self._token = (job_dir / "token").read_text().strip()
-        self._store = Store(own_ledger(job_dir, term), shared=bool(term))
-        saved = self._store.load()
-        kept = self._store.kept("clock")
+        path, shared = own_ledger(job_dir, term), bool(term)
+        self._ledger = Ledger(path, shared, lambda: Store(path, shared=shared), self._ledger_trouble)
+        store = self._ledger.store
+        saved = store.load()
+        kept = store.kept("clock")
+        self._seq = store.last_seq()
         self._clock = CoreClock(msgspec.msgpack.decode(kept, type=Anchor) if kept else None)
         self._core = Core(spec, saved)
         self._injector = Injector(spec.faults)
@@ -76,14 +93,22 @@ class Coordinator:
         self._resume = resume
         where = self._core.spec.health.history or str(job_dir.absolute().parents[1] / FILE_NAME)
         self._memory = Memory(where, spec.name, self._no_history)
+        self._inbox = Inbox()
         self._agents: dict[str, Line] = {}
-        self._watchers: set[asyncio.Queue[bytes | None]] = set()
+        self._watchers: set[_Watcher] = set()
+        self._folder = SideThread("folder")
         self._checks = CheckRuns(
             lambda node, order: self._do(ev.Send(node, order)),
             lambda node, found: self.handle(ev.NodeSays(node, found)),
         )
         self._tick: asyncio.TimerHandle | None = None
         self._beat: asyncio.TimerHandle | None = None
+        self._ends: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._ends_at: float | None = None
+        self._unwritten = False
+        self._failed_at = 0.0
+        self._productive = (0, 0.0)
+        self._formed: tuple[m.Generation, msgspec.Raw] | None = None
         self._status_due = False
         self._over = asyncio.Event()
         self._gone = asyncio.Event()
@@ -126,24 +151,27 @@ class Coordinator:
         )
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=FAREWELL_S)
         await runner.setup()
+        deciding = asyncio.create_task(self.decide_all())
         self._take_over()
         write_endpoint(self._job_dir, where)  # who is turned away by its name finds it there
         await web.SockSite(runner, listener, backlog=BACKLOG).start()
         loop = asyncio.get_running_loop()
-        self._look_at_clock()
         loop.add_signal_handler(signal.SIGINT, lambda: None)
         loop.add_signal_handler(signal.SIGTERM, lambda: self.handle(ev.StopRequested("SIGTERM")))
         if lifeline is not None:
             loop.add_reader(lifeline, self._launcher_gone, lifeline)
         holding = asyncio.create_task(self._hold_office()) if self._term else None
-        await self._over.wait()
+        over = asyncio.create_task(self._over.wait())
+        await asyncio.wait([over, deciding], return_when=asyncio.FIRST_COMPLETED)
+        if deciding.done():
+            deciding.result()  # raises: this process ends, and the next one goes on from what is written
         if holding is not None:
             holding.cancel()
         if self.deposed:
             os._exit(EXIT_DEPOSED)  # not a word more to anyone
-        self._write_report()
-        for queue in self._watchers:
-            queue.put_nowait(None)
+        await self._write_report()
+        for watcher in self._watchers:
+            watcher.tell(None)
         try:
             async with asyncio.timeout(FAREWELL_S):
                 while self._agents or self._watchers:  # cleanup would wait for them, and read nothing more
@@ -153,11 +181,17 @@ class Coordinator:
             pass
         await runner.cleanup()
         await self._memory.close()
-        self._store.close()
+        deciding.cancel()
+        if not await self._ledger.close(0.0 if self._unwritten else LAST_S):
+            print(
+                f"holdfast: the ledger's last entries are lost: {self._ledger.why}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     async def _hold_office(self) -> None:
-        """Looks whether another took over: see `protocol.tenure`."""
-        while newest_term(self._job_dir) <= self._term:  # noqa: ASYNC110 - another machine's file
+        """Looks whether another took over: see `protocol.tenure`. The folder may hang without this process doing so."""
+        while await self._folder.do(newest_term, self._job_dir) <= self._term:  # noqa: ASYNC110 - another machine's file
             await asyncio.sleep(LOOK_S)
         self.deposed = True
         self._over.set()
@@ -168,13 +202,13 @@ class Coordinator:
 
     def _take_over(self) -> None:
         if self._resumed:
-            kept = self._store.kept("injector")
+            kept = self._ledger.store.kept("injector")
             if kept:
                 plans = msgspec.msgpack.decode(kept, type=dict[str, Planned])
                 self._injector.plans = plans
                 self._injector.mark_running()
             state = self._core.state
-            self.handle(ev.Recovered(state.began_s + self._store.last_t_s()))
+            self.handle(ev.Recovered(state.began_s + self._ledger.store.last_t_s()))
         else:
             self.handle(ev.Tick())
             newest, *older = *self._resume.checkpoints, None
@@ -182,33 +216,148 @@ class Coordinator:
 
     # ------------------------------------------------------------ the core
 
-    def _look_at_clock(self) -> None:
-        """Once for every two heartbeats. When the processor or the disk kept this process from it, it kept it from
-        listening, too: the agents are not to blame, and the core has to know before it looks at any deadline."""
-        beat, self._beat = self._beat, None
+    def handle(self, event: ev.Event, line: Line | None = None) -> None:
+        """Takes an event in, for the core to hear of soon. line: of the agent that it came by."""
+        self._take_in(event, line)
+
+    def _take_in(self, event: ev.Event, line: Line | None = None) -> Waiting | None:
+        if _ending(event) and self._ends_at is None:
+            self._ends_at = asyncio.get_running_loop().time()
+            self._ends.set_result(None)
+        return self._inbox.put(event, line)
+
+    async def effect(self, event: ev.Event) -> None:
+        """Takes an event in, and waits until what was decided about it is written and done."""
+        if (waiting := self._take_in(event)) is not None:
+            waiting.done = asyncio.get_running_loop().create_future()
+            await waiting.done
+
+    async def decide_all(self) -> None:
+        """The one way from what came to what is done about it, until cancelled."""
+        self._late_s()
+        while True:
+            waiting = await self._inbox.take()
+            now_s = time.monotonic()
+            events = [w.aged(now_s) for w in waiting]
+            if (late_s := self._late_s()) > 0:
+                events.insert(0, ev.Overslept(late_s))
+            for each in waiting:
+                self._meet(each)
+            if events:
+                await self._decide(events)
+            for each in waiting:
+                if each.done is not None and not each.done.done():
+                    each.done.set_result(None)
+
+    def _late_s(self) -> float:
+        """For how long nobody listened here, if that was long. It is looked at twice for every heartbeat: when the processor
+        or the ledger kept this process from deciding, the core has to know before it looks at any deadline. Else it would
+        end those for whom there was no time."""
         loop, every_s = asyncio.get_running_loop(), self._core.timing.heartbeat_s / 2
-        if beat is not None:
-            beat.cancel()
-            late_s = loop.time() - beat.when()
-            if late_s > every_s:
-                self._handle(ev.Overslept(late_s))
-        if not self._over.is_set():
-            self._beat = loop.call_later(every_s, self._look_at_clock)
+        late_s = 0.0
+        if self._beat is not None:
+            late_s = loop.time() - self._beat.when()
+            if late_s < 0:
+                return 0.0
+            self._beat.cancel()
+        self._beat = loop.call_later(every_s, self._inbox.wake)
+        return late_s if late_s > every_s else 0.0
 
-    def handle(self, event: ev.Event) -> None:
-        """One event through the core: its outcome is kept before anyone hears of it."""
-        if self._beat is not None and asyncio.get_running_loop().time() > self._beat.when():
-            self._look_at_clock()
-        self._handle(event)
+    def _meet(self, waiting: Waiting) -> None:
+        """From here on orders to a node go to the agent that the core hears of now. A decision about the agent before it must
+        not reach it: it would start workers that nobody knows of."""
+        if isinstance(waiting.event, ev.NodeJoined) and waiting.line is not None:
+            waiting.line.joined = True
 
-    def _handle(self, event: ev.Event) -> None:
-        now = self._clock()
-        actions = self._core.handle(event, now)
-        state = self._core.state
+    async def _decide(self, events: list[ev.Event]) -> None:
+        """One batch: decided at one moment, written at once, then done."""
+        now, state = self._clock(), self._core.state
+        before = state.generation
+        actions = self._core.handle_all(events, now)
         formed = any(isinstance(a, ev.Record) and a.kind in ("formed", "started") for a in actions)
         strikes = self._injector.formed(state, now) if formed else []
         strikes += self._injector.due(state, now)
-        entries = self._keep(event, actions, now)
+        urgent = bool(actions) or not all(map(_routine, events))
+        page = self._page(events, actions, now, before)
+        if urgent:
+            page.kept[SNAPSHOT] = msgspec.msgpack.encode(state)
+            page.kept["clock"] = msgspec.msgpack.encode(self._clock.mark())
+            page.kept["injector"] = msgspec.msgpack.encode(self._injector.plans)
+            await self._written(page)
+        elif page.steps:
+            self._ledger.write(page)  # agents tell again what a coordinator that died had not written
+        self._carry_out(actions, strikes)
+        for entry in page.entries:
+            self._announce("event", entry)
+        if self._core.moved or self._tick is None:
+            self._plan_tick()
+        self._plan_status()
+
+    def _page(
+        self, events: list[ev.Event], actions: list[ev.Action], now: float, before: m.Generation | None
+    ) -> Page:
+        """What a batch leaves in the ledger. before: the generation in which its steps were made."""
+        state = self._core.state
+        records = [a for a in actions if isinstance(a, ev.Record)]
+        if any(isinstance(a, ev.End) for a in actions):
+            records += [ev.Record("fault-not-fired", {"fault": f}) for f in self._injector.unfired()]
+        page = Page([self._entry(r.kind, r.fields, now) for r in records])
+        for event in events:
+            said = _with_losses(event)
+            made_in = before or state.generation
+            if said is not None and made_in is not None:
+                t_s = round(now - state.began_s - _age_s(event), 4)
+                page.steps.append(Said(t_s, said.losses, said.generation, len(made_in.members)))
+        return page
+
+    def _entry(self, kind: str, fields: dict[str, Any], now: float) -> LedgerEntry:
+        self._seq += 1
+        utc = datetime.now(UTC).isoformat(timespec="milliseconds")
+        return LedgerEntry(self._seq, round(now - self._core.state.began_s, 4), utc, kind, fields)
+
+    async def _written(self, page: Page) -> None:
+        """Waits until a decision is in the ledger: nobody may hear of it before, or the next coordinator could decide
+        otherwise. Only a job that ends does not wait for ever: there is no next one."""
+        writing = self._ledger.write(page)
+        if not self._ends.done():
+            await asyncio.wait([writing, self._ends], return_when=asyncio.FIRST_COMPLETED)
+        if writing.done() or self._ends_at is None:
+            writing.result()
+            return
+        left_s = self._ends_at + LAST_S - asyncio.get_running_loop().time()
+        await asyncio.wait([writing], timeout=max(left_s, 0.0 if self._unwritten else LAST_S / 2))
+        if not writing.done() and not self._unwritten:
+            self._unwritten = True
+            told = (
+                f"the job ends without its ledger, which cannot be written: {self._ledger.why or 'no answer'}"
+            )
+            self._announce("log", {"text": told})
+
+    def _note(self, kind: str, fields: dict[str, Any]) -> None:
+        """An event that the core knows nothing of. It is announced when it is written."""
+        entry = self._entry(kind, fields, self._clock())
+        self._ledger.write(Page([entry])).add_done_callback(lambda _: self._announce("event", entry))
+
+    def _ledger_trouble(self, why: str | None) -> None:
+        now_s = asyncio.get_running_loop().time()
+        if why is not None:
+            self._failed_at = now_s
+            where = f"{self._job_dir} ({why})"
+            self._announce(
+                "log",
+                {
+                    "text": f"the ledger cannot be written in {where}: training goes on, what has to be written "
+                    "first waits; make room there, or make it writable"
+                },
+            )
+            self._note("ledger-failed", {"reason": why})
+        else:
+            failed_s = round(now_s - self._failed_at, 1)
+            text = f"the ledger is written again, after {failed_s:g} s; nothing is missing in it"
+            self._announce("log", {"text": text})
+            self._note("ledger-back", {"failed_s": failed_s})
+
+    def _carry_out(self, actions: list[ev.Action], strikes: list[Strike]) -> None:
         begun = {
             a.message.worker
             for a in actions
@@ -222,39 +371,12 @@ class Coordinator:
         for strike in strikes:
             if strike not in early:
                 self._strike(strike)  # nobody can be told anything before it is started
-        for entry in entries:
-            self._announce("event", entry)
-        self._plan_tick()
-        self._plan_status()
-
-    def _keep(self, event: ev.Event, actions: list[ev.Action], now: float) -> list[LedgerEntry]:
-        state = self._core.state
-        said = _with_losses(event)
-        records = [a for a in actions if isinstance(a, ev.Record)]
-        if any(isinstance(a, ev.End) for a in actions):
-            records += [ev.Record("fault-not-fired", {"fault": f}) for f in self._injector.unfired()]
-        if not actions and said is None and not isinstance(event, ev.NodeSays):
-            return []
-        t_s = round(now - state.began_s, 4)
-        utc = datetime.now(UTC).isoformat(timespec="milliseconds")
-        store = self._store
-        store.begin()
-        entries = [store.add_event(t_s, utc, r.kind, r.fields) for r in records]
-        if said is not None and state.generation:
-            told_s = round(t_s - _age_s(event), 4)
-            store.add_steps(told_s, said.losses, said.generation, len(state.generation.members))
-        if actions or not _routine(event):
-            store.save(state)
-            store.keep("clock", msgspec.msgpack.encode(self._clock.mark()))
-            store.keep("injector", msgspec.msgpack.encode(self._injector.plans))
-        store.commit()
-        return entries
 
     def _do(self, action: ev.Action) -> None:
         match action:
             case ev.Send(node, message):
                 if (line := self._agents.get(node)) and line.joined:
-                    line.put_nowait(encode(message))
+                    line.put_nowait(self._frame(message))
             case ev.ProvideNode(reason):
                 self._announce("provide-node", {"reason": reason})
             case ev.ReleaseNode(node, reason, planned):
@@ -270,6 +392,16 @@ class Coordinator:
             case _:
                 pass
 
+    def _frame(self, message: m.ToAgent) -> bytes:
+        """The same generation is in every Form of a batch: it is encoded once."""
+        if not isinstance(message, m.Tell) or not isinstance(message.message, m.Form):
+            return encode(message)
+        generation = message.message.generation
+        if self._formed is None or self._formed[0] is not generation:
+            self._formed = generation, msgspec.Raw(encode(generation))
+        form = msgspec.structs.replace(message.message, generation=self._formed[1])
+        return encode(m.Tell(message.worker, form))
+
     def _plan_tick(self) -> None:
         times = [t for t in (self._core.next_deadline(), self._injector.next_due()) if t is not None]
         if self._tick is not None:
@@ -277,7 +409,16 @@ class Coordinator:
             self._tick = None
         if times and not self._over.is_set():
             delay = max(0.0, min(times) - self._clock()) + 1e-3
-            self._tick = asyncio.get_running_loop().call_later(delay, self.handle, ev.Tick())
+            self._tick = asyncio.get_running_loop().call_later(delay, self._tick_due, 2)
+
+    def _tick_due(self, turns: int) -> None:
+        """A turn of the loop runs what timers are due before it reads on from what has arrived. Who has spoken in time is
+        not to be judged before that is read."""
+        self._tick = None
+        if turns:
+            asyncio.get_running_loop().call_soon(self._tick_due, turns - 1)
+        else:
+            self.handle(ev.Tick())
 
     # ------------------------------------------------------------ injected faults
 
@@ -292,9 +433,11 @@ class Coordinator:
         if plan is None:
             return
         kind = plan.spec.kind
-        self.handle(ev.Injected(str(plan.spec), kind.value, node, None if kind in NODE_FAULTS else worker))
-        if kind is FaultKind.KILL_COORDINATOR:
-            os.kill(os.getpid(), signal.SIGKILL)
+        struck = None if kind in NODE_FAULTS else worker
+        waiting = self._take_in(ev.Injected(str(plan.spec), kind.value, node, struck))
+        if kind is FaultKind.KILL_COORDINATOR and waiting is not None:
+            waiting.done = asyncio.get_running_loop().create_future()
+            waiting.done.add_done_callback(lambda _: os.kill(os.getpid(), signal.SIGKILL))
 
     # ------------------------------------------------------------ agents
 
@@ -342,8 +485,8 @@ class Coordinator:
         new = known is None or known.session != hello.session
         past = await self._memory.past(hello.identity, hello.devices) if new else ()
         if self._agents.get(line.node) is line:  # and no newer one came meanwhile
-            line.known, line.joined = hello.session, True
-            self.handle(ev.NodeJoined(hello, past))
+            line.known = hello.session
+            self.handle(ev.NodeJoined(hello, past), line)
 
     def _take_place(self, line: Line, hello: m.Hello) -> None:
         """From now on this connection, and no other, speaks for its node. Nothing counts that the one before still says,
@@ -366,9 +509,7 @@ class Coordinator:
 
     def _no_history(self, why: str) -> None:
         """Said once; the job goes on without."""
-        t_s = round(self._clock() - self._core.state.began_s, 4)
-        utc = datetime.now(UTC).isoformat(timespec="milliseconds")
-        self._announce("event", self._store.add_event(t_s, utc, "history", {"reason": why}))
+        self._note("history", {"reason": why})
 
     async def _heard(self, line: Line, data: bytes) -> None:
         node, message = line.node, _codec.decode(data)
@@ -393,18 +534,20 @@ class Coordinator:
         """Every event from `?after=SEQ` on and the status as it changes, one JSON text each."""
         socket = web.WebSocketResponse()
         await socket.prepare(request)
-        queue: asyncio.Queue[bytes | None] = asyncio.Queue()
+        watcher = _Watcher()
         after = int(request.query.get("after", "0"))
-        for entry in self._store.events(after):
-            queue.put_nowait(_announcement("event", entry))
-        queue.put_nowait(_announcement("status", self._status()))
-        self._watchers.add(queue)
-        sender = asyncio.create_task(_drain(queue, socket, text=True))
+        self._watchers.add(watcher)  # what is announced from now on waits until it knows the past
+        sender = asyncio.create_task(_drain(watcher.queue, socket, text=True))
         try:
+            try:
+                watcher.begin(await self._ledger.read(lambda store: _past(store, after)))
+            except Unreadable as error:
+                watcher.begin([(0, _announcement("log", {"text": str(error)}))])
+            watcher.tell(_announcement("status", self._status()))
             async for _ in socket:
                 pass
         finally:
-            self._watchers.discard(queue)
+            self._watchers.discard(watcher)
             self._gone.set()
             sender.cancel()
         return socket
@@ -413,15 +556,34 @@ class Coordinator:
         return _json(self._status())
 
     async def _report_page(self, request: web.Request) -> web.StreamResponse:
-        return _json(build_report(self._core.state, self._store.steps(), self._clock()))
+        try:
+            steps = await self._steps()
+        except Unreadable as error:
+            return web.Response(status=503, text=str(error))
+        return _json(build_report(self._core.state, steps, self._clock()))
 
     async def _metrics_page(self, request: web.Request) -> web.StreamResponse:
-        text = metrics_text(self._core.state, *self._store.productive(), self._clock())
+        try:
+            self._productive = await self._ledger.read(Store.productive)
+        except Unreadable:
+            pass  # what was known last is better than no figures: others do not need the ledger
+        steps, productive_s = self._productive
+        text = metrics_text(self._core.state, steps, productive_s, self._clock(), self._ledger.why is None)
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
     async def _ledger_page(self, request: web.Request) -> web.StreamResponse:
         """The job's SQLite file."""
-        return web.Response(body=self._store.copy(), content_type="application/vnd.sqlite3")
+        try:
+            return web.Response(
+                body=await self._ledger.read(Store.copy), content_type="application/vnd.sqlite3"
+            )
+        except Unreadable as error:
+            return web.Response(status=503, text=str(error))
+
+    async def _steps(self) -> list[StepRow]:
+        """All committed steps: those of the ledger, and those that it could not take yet."""
+        left = Page(steps=self._ledger.unwritten().steps)
+        return await self._ledger.read(lambda store: store.steps(left))
 
     async def _presence(self, request: web.Request) -> web.StreamResponse:
         """Open for as long as this process lives: its end is how those who would take over hear of it."""
@@ -432,7 +594,11 @@ class Coordinator:
         return socket
 
     async def _stop(self, request: web.Request) -> web.StreamResponse:
-        self.handle(ev.StopRequested(request.query.get("reason", "asked for")))
+        try:
+            async with asyncio.timeout(FAREWELL_S):
+                await self.effect(ev.StopRequested(request.query.get("reason", "asked for")))
+        except TimeoutError:
+            pass  # it waits for the ledger, and so long only: LAST_S
         return _json({"stopping": True})
 
     async def _fault(self, request: web.Request) -> web.StreamResponse:
@@ -470,7 +636,7 @@ class Coordinator:
         except UsageError as error:
             return web.Response(status=400, text=str(error))
         before = state.wanted_nodes
-        self.handle(ev.ResizeRequested(nodes, request.query.get("reason", "asked for")))
+        await self.effect(ev.ResizeRequested(nodes, request.query.get("reason", "asked for")))
         return _json({"before": before, "nodes": state.wanted_nodes, "capacity": state.capacity_nodes})
 
     async def _drain(self, request: web.Request) -> web.StreamResponse:
@@ -480,7 +646,7 @@ class Coordinator:
             resizing.check_drain(self._core.state, going.node)
         except (msgspec.MsgspecError, UsageError) as error:
             return web.Response(status=400, text=str(error))
-        self.handle(going)
+        await self.effect(going)
         return _json({"node": going.node})
 
     async def _clear(self, request: web.Request) -> web.StreamResponse:
@@ -488,7 +654,7 @@ class Coordinator:
         machine = request.query.get("machine", "")
         if not machine:
             return web.Response(status=400, text="send ?machine=ID")
-        self.handle(ev.MachineCleared(machine, request.query.get("rule", "")))
+        await self.effect(ev.MachineCleared(machine, request.query.get("rule", "")))
         return _json({})
 
     async def _engine(self, request: web.Request) -> web.StreamResponse:
@@ -497,14 +663,14 @@ class Coordinator:
             event = _engine_says.decode(await request.read())
         except msgspec.MsgspecError as error:
             return web.Response(status=400, text=str(error))
-        self.handle(event)
+        await self.effect(event)
         return _json({})
 
     def _announce(self, kind: str, value: Any) -> None:
         if self._watchers:
             data = _announcement(kind, value)
-            for queue in self._watchers:
-                queue.put_nowait(data)
+            for watcher in self._watchers:
+                watcher.tell(data, value.seq if isinstance(value, LedgerEntry) else 0)
 
     def _plan_status(self) -> None:
         if self._watchers and not self._status_due:
@@ -518,15 +684,72 @@ class Coordinator:
     def _status(self) -> dict[str, Any]:
         return build_status(self._core.state, self._clock())
 
-    def _write_report(self) -> None:
+    async def _write_report(self) -> None:
         state = self._core.state
-        report = build_report(state, self._store.steps(), self._clock())
+        try:
+            steps = await self._steps()
+        except Unreadable as error:
+            self._announce("log", {"text": f"the report knows no steps: {error}"})
+            steps = []
+        report = build_report(state, steps, self._clock())
         report["blame"] = msgspec.to_builtins(state.blame) if state.blame else None
         path = self._job_dir / "report.json"
-        work = path.with_suffix(".tmp")
-        work.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
-        work.replace(path)
+        try:
+            async with asyncio.timeout(LAST_S):
+                await self._folder.do(_put_report, path, report)
+        except (OSError, TimeoutError) as error:
+            why = str(error) or f"no answer for {LAST_S:g} s"
+            self._announce("log", {"text": f"{path} cannot be written ({why}); what it says is shown here"})
         self._announce("ended", report)
+
+
+class _Watcher:
+    """Somebody who watches. What is announced while the past is still being read waits for it."""
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._held: list[tuple[int, bytes | None]] | None = []
+        self._read = 0
+
+    def tell(self, data: bytes | None, seq: int = 0) -> None:
+        """Queues an announcement; None: the last one was before. seq: of an event, which may have been read already."""
+        if 0 < seq <= self._read:
+            return
+        if self._held is not None:
+            self._held.append((seq, data))
+        else:
+            self.queue.put_nowait(data)
+
+    def begin(self, past: list[tuple[int, bytes]]) -> None:
+        """The past comes first, and nothing twice."""
+        held, self._held = self._held or [], None
+        self._read = past[-1][0] if past else 0
+        for _, data in past:
+            self.queue.put_nowait(data)
+        for seq, later in held:
+            self.tell(later, seq)
+
+
+def _past(store: Store, after: int) -> list[tuple[int, bytes]]:
+    return [(entry.seq, _announcement("event", entry)) for entry in store.events(after)]
+
+
+def _put_report(path: Path, report: dict[str, Any]) -> None:
+    work = path.with_suffix(".tmp")
+    work.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
+    work.replace(path)
+
+
+def _ending(event: ev.Event) -> bool:
+    """From here on the job comes to its end, whatever the ledger does: it was asked to, or somebody has all steps."""
+    if isinstance(event, ev.StopRequested):
+        return True
+    if not isinstance(event, ev.NodeSays):
+        return False
+    said = event.message
+    if isinstance(said, m.Exited):
+        return said.code == 0
+    return isinstance(said, m.FromWorker) and isinstance(said.message, m.Done)
 
 
 async def _drain(queue: Any, socket: web.WebSocketResponse, text: bool = False) -> None:

@@ -392,7 +392,7 @@ class CoreState(msgspec.Struct):
     """Everything that the core remembers. Its size is linear in the number of workers.
 
     seats: of the newest generation's members. givers: of each position the ranks that its state is fetched from. broke_cause: why the newest generation broke, until an incident explains it. fruitless: generations in a row
-    that broke without a commit and without anyone to blame. bad_starts: volleys of workers in a row that died
+    that broke without a commit and without anyone to blame. unheard_s: for so long nobody listened since it broke. bad_starts: volleys of workers in a row that died
     before they were ready. joined: nodes that ever came. stops: who was told to leave, and how. waiting: the ledger
     says that the job waits for workers. asked_nodes, capacity_nodes: what a person wants, and what the engine allows.
     unpaid: nodes that may be asked for beside the restart budget. grows: at level 0, all start again when there are
@@ -464,6 +464,7 @@ class CoreState(msgspec.Struct):
     formed_at_s: float = 0.0
     broke_cause: str | None = None
     broke_at_s: float = 0.0
+    unheard_s: float = 0.0
     fruitless: int = 0
     stops: dict[str, Stop] = {}
     break_deadline_s: float | None = None

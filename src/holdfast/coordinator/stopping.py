@@ -104,7 +104,7 @@ def finishing(core: Core) -> bool:
         if worker in can:
             stop = _last_stop(core, worker, last)
             _stop(core, worker, stop)
-            s.broke_at_s = core.now
+            s.broke_at_s, s.unheard_s = core.now, 0.0
             saves = stop.keep or stop.save_to
             within_s = core.timing.start_s if saves else core.timing.stall_s(core.median_s())
             s.break_deadline_s = max(s.break_deadline_s or 0.0, core.now + within_s)

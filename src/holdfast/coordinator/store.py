@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 
@@ -25,6 +26,10 @@ create table if not exists events (
 create table if not exists steps (
     step integer primary key, t_s real not null, loss real, took_s real, generation integer, world integer);
 """
+
+
+SNAPSHOT = "core"
+"""Under which name the core's state is kept."""
 
 
 class LedgerEntry(msgspec.Struct, frozen=True):
@@ -48,20 +53,53 @@ class StepRow(msgspec.Struct, frozen=True):
     world: int
 
 
+class Said(msgspec.Struct, frozen=True):
+    """Committed steps as they were told: (step, loss, seconds it took) each. t_s: when; world: workers of `generation`."""
+
+    t_s: float
+    losses: tuple[tuple[int, float, float], ...]
+    generation: int
+    world: int
+
+
+class Page(msgspec.Struct):
+    """What is written together, all or nothing. kept: small named values, of which the newest counts.
+
+    A page may be written again, also when only its writer does not know that it was: events have their numbers already,
+    and steps and values replace themselves.
+    """
+
+    entries: list[LedgerEntry] = []
+    steps: list[Said] = []
+    kept: dict[str, bytes] = {}
+
+    def add(self, later: Page) -> None:
+        """Takes in what comes after it."""
+        self.entries += later.entries
+        self.steps += later.steps
+        self.kept |= later.kept
+
+
 class Store:
     """The job's file. One writer (the coordinator), any number of readers."""
 
     def __init__(self, path: Path, read_only: bool = False, shared: bool = False) -> None:
         """shared: the file is on a file system of several machines, where SQLite's index of the log in shared memory
         does not work: this process alone opens it, and what is committed survives the machine."""
-        uri = f"file:{path}?mode=ro" if read_only else f"file:{path}"
-        self._db = sqlite3.connect(uri, uri=True, isolation_level=None)
-        if not read_only:
+        uri = f"file:{quote(str(path))}?mode={'ro' if read_only else 'rwc'}"
+        # Several threads may use it, one after the other.
+        self._db = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
+        if read_only:
+            return
+        try:
             if shared:
                 self._db.execute("pragma locking_mode=exclusive")
             self._db.execute("pragma journal_mode=wal")
             self._db.execute(f"pragma synchronous={'full' if shared else 'normal'}")
             self._db.executescript(_SCHEMA)
+        except BaseException:
+            self._db.close()
+            raise
 
     @classmethod
     def of(cls, data: bytes) -> Store:
@@ -79,13 +117,31 @@ class Store:
         """Everything since `begin` is in the file now."""
         self._db.execute("commit")
 
+    def write(self, page: Page) -> None:
+        """All of it, or nothing: then it raises sqlite3.Error, and may be called again."""
+        self.begin()
+        try:
+            self._db.executemany(
+                "insert or ignore into events values (?, ?, ?, ?, ?)",
+                [(e.seq, e.t_s, e.utc, e.kind, _text(e.fields)) for e in page.entries],
+            )
+            for said in page.steps:
+                self.add_steps(said.t_s, said.losses, said.generation, said.world)
+            for name, value in page.kept.items():
+                self.keep(name, value)
+            self.commit()
+        except BaseException:
+            if self._db.in_transaction:
+                self._db.execute("rollback")
+            raise
+
     def save(self, state: CoreState) -> None:
         """Replaces the snapshot."""
-        self.keep("core", msgspec.msgpack.encode(state))
+        self.keep(SNAPSHOT, msgspec.msgpack.encode(state))
 
     def load(self) -> CoreState | None:
         """The newest snapshot."""
-        value = self.kept("core")
+        value = self.kept(SNAPSHOT)
         return None if value is None else msgspec.msgpack.decode(value, type=CoreState)
 
     def keep(self, name: str, value: bytes) -> None:
@@ -99,9 +155,8 @@ class Store:
 
     def add_event(self, t_s: float, utc: str, kind: str, fields: dict[str, Any]) -> LedgerEntry:
         """Appends to the ledger."""
-        text = msgspec.json.encode(fields).decode()
         cursor = self._db.execute(
-            "insert into events (t_s, utc, kind, fields) values (?, ?, ?, ?)", (t_s, utc, kind, text)
+            "insert into events (t_s, utc, kind, fields) values (?, ?, ?, ?)", (t_s, utc, kind, _text(fields))
         )
         return LedgerEntry(cursor.lastrowid or 0, t_s, utc, kind, fields)
 
@@ -110,6 +165,10 @@ class Store:
         query = "select seq, t_s, utc, kind, fields from events where seq > ? order by seq"
         for seq, t_s, utc, kind, fields in self._db.execute(query, (after,)):
             yield LedgerEntry(seq, t_s, utc, kind, msgspec.json.decode(fields))
+
+    def last_seq(self) -> int:
+        """Number of the newest event; 0 when there is none."""
+        return int(self._db.execute("select coalesce(max(seq), 0) from events").fetchone()[0])
 
     def last_t_s(self) -> float:
         """Time of the newest event or step; 0 when there is none."""
@@ -129,8 +188,12 @@ class Store:
             [(step, t_s, loss, took, generation, world) for step, loss, took in losses],
         )
 
-    def steps(self) -> list[StepRow]:
-        """All committed steps in their order."""
+    def steps(self, left: Page | None = None) -> list[StepRow]:
+        """All committed steps in their order. left: what the file does not have yet, as if it had."""
+        if left is not None and left.steps:
+            with closing(Store.of(self.copy())) as copy:
+                copy.write(left)
+                return copy.steps()
         query = "select step, t_s, loss, took_s, generation, world from steps order by step"
         return [StepRow(*row) for row in self._db.execute(query)]
 
@@ -150,6 +213,10 @@ class Store:
     def close(self) -> None:
         """Closes the file."""
         self._db.close()
+
+
+def _text(fields: dict[str, Any]) -> str:
+    return msgspec.json.encode(fields).decode()
 
 
 FIRST = "job.sqlite"

@@ -1,0 +1,154 @@
+"""A ledger that cannot be written costs no step and no node. The real coordinator, a real SQLite file, real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import threading
+from pathlib import Path
+
+import pytest
+from fakeagents import FENCES, Agent, Plane, serving
+
+from holdfast.coordinator import ledger, service
+from holdfast.coordinator.store import Store
+from holdfast.protocol import messages as m
+
+FAULTS = ("full", "read-only", "raises", "hangs")
+
+
+class Faulty(Store):
+    """A store whose file fails in one of the ways in which files do."""
+
+    fault: str | None = None
+    well = threading.Event()
+
+    def begin(self) -> None:
+        fault = type(self).fault
+        pages = self._db.execute("pragma page_count").fetchone()[0] if fault == "full" else 1 << 30
+        self._db.execute(f"pragma max_page_count={pages}")
+        self._db.execute(f"pragma query_only={int(fault == 'read-only')}")
+        if fault == "raises":
+            raise sqlite3.OperationalError("disk I/O error")
+        if fault == "hangs":
+            type(self).well.wait()
+        super().begin()
+
+
+@pytest.fixture
+def faulty(monkeypatch):
+    monkeypatch.setattr(service, "Store", Faulty)
+    monkeypatch.setattr(ledger, "SLOW_S", 0.2)
+    monkeypatch.setattr(ledger, "RETRY_S", 0.05)
+    yield Faulty
+    mend()
+
+
+def mend() -> None:
+    Faulty.fault = None
+    Faulty.well.set()
+
+
+def spoil(fault: str) -> None:
+    Faulty.well.clear()
+    Faulty.fault = fault
+
+
+async def fill(agent: Agent, other: Agent, plane: Plane) -> None:
+    """Steps are committed until the ledger takes no more of them."""
+    while not any("cannot be written" in line for line in plane.lines()):
+        for _ in range(20):
+            await agent.step()
+            await other.step()
+        await plane.committed(agent.committed)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_training_goes_on_while_the_ledger_fails_and_nothing_is_missing_afterwards(tmp_path, faulty, fault):
+    async def story() -> None:
+        async with serving(tmp_path) as plane:
+            first, second = await plane.pair()
+            spoil(fault)
+            await fill(first, second, plane)
+            assert await plane.figure("holdfast_ledger_writable") == 0.0
+            assert [n.name for n in plane.state.nodes.values() if n.alive] == ["n0", "n1"]
+            await second.leave()  # a real fault meanwhile
+            await first.beaten(3 * plane.timing.detection_s)
+            assert not any(isinstance(x, m.Break) for x in first.heard.all), "it is not written yet"
+            await first.step()
+            mend()
+            form = await first.told(m.Form, 2)
+            assert [x.node for x in form.generation.members] == ["n0"]
+            assert form.generation.start == first.committed
+            await first.step()
+            assert (await plane.event("ledger-failed"))["reason"]
+            assert (await plane.event("ledger-back"))["failed_s"] > 0
+            assert await plane.figure("holdfast_ledger_writable") == 1.0
+            await plane.committed(first.committed)
+            assert await plane.figure("holdfast_steps_committed_total") == first.committed
+            assert not first.closed
+            assert not any(isinstance(x, FENCES) for x in first.heard.all)
+            assert sum("ledger" in line for line in plane.lines()) == 2, plane.lines()
+
+    asyncio.run(story())
+    store = Store(tmp_path / "jobs" / "job" / "job.sqlite", read_only=True)
+    events, steps = list(store.events()), store.steps()
+    store.close()
+    assert [e.seq for e in events] == list(range(1, len(events) + 1))
+    assert [e.t_s for e in events if e.kind.startswith("ledger")] == sorted(
+        e.t_s for e in events if e.kind.startswith("ledger")
+    )
+    kinds = [e.kind for e in events]
+    assert kinds.count("node-lost") == 2  # the one that left, and this test's end
+    assert kinds.index("node-lost") < kinds.index("broke") < len(kinds) - 1 - kinds[::-1].index("formed")
+    assert [s.step for s in steps] == list(range(len(steps)))
+    assert len(steps) > 20
+
+
+def test_a_job_that_ends_does_not_wait_for_its_ledger_for_ever(tmp_path, faulty, monkeypatch):
+    monkeypatch.setattr(service, "LAST_S", 0.3)
+
+    async def story() -> None:
+        async with serving(tmp_path) as plane:
+            first, second = await plane.pair()
+            spoil("raises")
+            await first.step()
+            await second.step()
+            await plane.line("cannot be written")
+            await (await plane.session.post(f"{plane.url}/stop")).read()
+            for agent in (first, second):
+                await agent.told(m.Stop)
+                await agent.told(m.Shutdown)
+            assert await plane.line("ends without its ledger")
+            ended = await plane.heard.until(lambda said: said[0] == "ended")
+            assert ended[1]["outcome"] == "stopped"
+            assert ended[1]["steps"]["committed"] == 4
+            assert ended[1]["final"]["loss"] == 1.0, plane.lines()
+            await plane.serving
+
+    asyncio.run(story())
+
+
+def test_a_report_that_cannot_be_written_is_told_instead(tmp_path):
+    async def story() -> None:
+        async with serving(tmp_path) as plane:
+            (tmp_path / "jobs" / "job" / "report.tmp").mkdir()
+            await (await plane.session.post(f"{plane.url}/stop")).read()
+            assert "report.json cannot be written" in await plane.line("cannot be written")
+            ended = await plane.heard.until(lambda said: said[0] == "ended")
+            assert ended[1]["outcome"] == "stopped"
+
+    asyncio.run(story())
+
+
+def test_what_a_page_holds_is_there_once_however_often_it_is_written(tmp_path: Path):
+    """After an error nobody knows whether the last commit is in the file."""
+    store = Store(tmp_path / "job.sqlite")
+    entries = [service.LedgerEntry(i, float(i), "now", "kind", {"i": i}) for i in (1, 2)]
+    page = service.Page(entries, [service.Said(1.0, ((0, 0.5, 0.1),), 1, 2)], {"name": b"value"})
+    store.write(page)
+    store.write(page)
+    assert list(store.events()) == entries
+    assert len(store.steps()) == 1
+    assert store.kept("name") == b"value"
+    store.close()
