@@ -84,7 +84,7 @@ def _worth(letter: Letter) -> int:
         return 1
     if isinstance(message, m.FromWorker) and isinstance(message.message, m.Progress | m.Restoring):
         said = message.message
-        return 2 if isinstance(said, m.Progress) and (said.losses or said.metrics) else 1
+        return 2 if isinstance(said, m.Progress) and (said.losses or said.figures) else 1
     return 3
 
 
@@ -92,6 +92,6 @@ def _losses(message: m.AgentMessage) -> m.AgentMessage | None:
     """What of a message may be told again, without anything that is counted."""
     if not isinstance(message, m.FromWorker) or not isinstance(message.message, m.Progress):
         return None
-    if not message.message.losses:
+    if not message.message.losses and not message.message.figures:
         return None
-    return m.FromWorker(message.worker, msgspec.structs.replace(message.message, metrics={}, spent=()))
+    return m.FromWorker(message.worker, msgspec.structs.replace(message.message, spent=()))

@@ -17,6 +17,7 @@ from holdfast.coordinator import (
     admission,
     comparing,
     failures,
+    figures,
     forming,
     gang,
     hangs,
@@ -381,6 +382,7 @@ class Core:
         worker.median_s = message.median_s if message.median_s is not None else worker.median_s
         if message.losses and message.losses[-1][0] + 1 >= s.committed:
             worker.loss = message.losses[-1][1]
+        figures.heard(s, message)
         current = s.generation
         if current is None or message.generation != current.number:
             return

@@ -101,7 +101,7 @@ class Inbox:
         assert isinstance(older, m.Progress)
         if older.generation != newer.generation:
             return False
-        tell = (older.losses or older.metrics) and (newer.losses or newer.metrics)
+        tell = (older.losses or older.figures) and (newer.losses or newer.figures)
         if tell and len(self._waiting) < MANY:
             return False
         both = msgspec.structs.replace(
@@ -109,7 +109,7 @@ class Inbox:
             committed=max(older.committed, newer.committed),
             median_s=newer.median_s if newer.median_s is not None else older.median_s,
             losses=older.losses + newer.losses,
-            metrics=older.metrics | newer.metrics,
+            figures=older.figures + newer.figures,
             spent=older.spent + newer.spent,
         )
         age_s = before.event.message.age_s

@@ -39,6 +39,7 @@ class _Job(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield from self._training()
+        yield from self._figures()
         yield from self._incidents()
         yield from self._changes()
         yield from self._health()
@@ -79,6 +80,14 @@ class _Job(Collector):
             "Time spent on committed steps; over holdfast_wall_seconds_total it is the goodput.",
             self._productive_s,
         )
+
+    def _figures(self) -> Iterator[Metric]:
+        value = GaugeMetricFamily(
+            "holdfast_run_value", "The newest value that the script logged, by its name.", labels=["name"]
+        )
+        for name, (_, newest) in sorted(self._state.figures.items()):
+            value.add_metric([name], newest)
+        yield value
 
     def _incidents(self) -> Iterator[Metric]:
         s = self._state

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.coordinator import comparing, incidents, resizing
+from holdfast.coordinator import comparing, figures, incidents, resizing
 from holdfast.coordinator.state import CoreState, Worker, WorkerPhase
 from holdfast.coordinator.store import StepRow
 from holdfast.coordinator.storing import how_far
@@ -45,6 +45,7 @@ def build_report(state: CoreState, steps: list[StepRow], now: float) -> dict[str
         "incidents": [incidents.describe(state, i) for i in state.incidents],
         "changes": [resizing.describe(state, c) for c in state.changes],
         "slow": [comparing.shown(x) for x in state.slow],
+        "figures": figures.shown(state),
         "goodput": {
             "wall_s": round(wall_s, 3),
             "productive_s": None if productive_s is None else round(productive_s, 3),
@@ -120,6 +121,7 @@ def build_status(state: CoreState, now: float) -> dict[str, Any]:
         ],
         "incidents": [incidents.describe(state, i) for i in state.incidents[-INCIDENTS_SHOWN:]],
         "slow": [comparing.shown(x) for x in state.slow if x.until_step is None],
+        "figures": figures.shown(state),
         "blame": msgspec.to_builtins(state.blame) if state.blame else None,
         "saving": _saving(state, now),
     }

@@ -23,7 +23,7 @@ import msgspec
 from aiohttp import WSCloseCode, WSMsgType, web
 
 from holdfast.coordinator import events as ev
-from holdfast.coordinator import resizing
+from holdfast.coordinator import figures, resizing
 from holdfast.coordinator.checking import CheckRuns, check_routes
 from holdfast.coordinator.clock import Anchor, CoreClock
 from holdfast.coordinator.core import Core
@@ -307,7 +307,8 @@ class Coordinator:
             made_in = before or state.generation
             if said is not None and made_in is not None:
                 t_s = round(now - state.began_s - _age_s(event), 4)
-                page.steps.append(Said(t_s, said.losses, said.generation, len(made_in.members)))
+                logged = figures.rows(state, said) if isinstance(said, m.Progress) else ()
+                page.steps.append(Said(t_s, said.losses, said.generation, len(made_in.members), logged))
         return page
 
     def _entry(self, kind: str, fields: dict[str, Any], now: float) -> LedgerEntry:
@@ -774,10 +775,12 @@ def _json(value: Any) -> web.Response:
 
 
 def _with_losses(event: ev.Event) -> m.Progress | m.Parked | None:
-    """The message that tells losses, if it is one."""
+    """The message that tells losses or figures, if it is one."""
     if isinstance(event, ev.NodeSays) and isinstance(event.message, m.FromWorker):
         said = event.message.message
-        if isinstance(said, m.Progress | m.Parked) and said.losses:
+        if isinstance(said, m.Parked) and said.losses:
+            return said
+        if isinstance(said, m.Progress) and (said.losses or said.figures):
             return said
     return None
 

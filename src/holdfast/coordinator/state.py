@@ -406,7 +406,7 @@ class CoreState(msgspec.Struct):
     last_step: where the job stops, once that is decided; 0: its state is not whole there.
     doubtful: tier to the manifest that could not be written, as far as is known.
     closed: so many of the oldest incidents are closed.
-    brought: node to the steps of which its own part was not finite.
+    brought: node to the steps of which its own part was not finite. figures: what the script logs: name to step and value.
     skipped: shards that no node could keep since the last whole snapshot. rewinds: oldest first, their starts rising.
     """
 
@@ -491,6 +491,7 @@ class CoreState(msgspec.Struct):
     stall_rounds: int = 0
     slow: list[Slow] = []
     brought: dict[str, list[int]] = {}
+    figures: dict[str, tuple[int, float]] = {}
     health: Health = msgspec.field(default_factory=Health)
 
     @property

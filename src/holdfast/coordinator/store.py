@@ -1,6 +1,7 @@
 """What outlives the coordinator's process: SQLite in the job's folder.
 
-Three tables: the newest snapshot of the core, the ledger of events, and one row for every committed step.
+Four tables: the newest snapshot of the core, the ledger of events, one row for every committed step, and one for every
+value that the script logged.
 Write-ahead logging keeps every committed row through the death of the process.
 """
 
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ create table if not exists events (
     fields text not null);
 create table if not exists steps (
     step integer primary key, t_s real not null, loss real, took_s real, generation integer, world integer);
+create table if not exists figures (
+    name text not null, step integer not null, value real, generation integer not null,
+    primary key (name, step)) without rowid;
 """
 
 
@@ -54,12 +58,14 @@ class StepRow(msgspec.Struct, frozen=True):
 
 
 class Said(msgspec.Struct, frozen=True):
-    """Committed steps as they were told: (step, loss, seconds it took) each. t_s: when; world: workers of `generation`."""
+    """Committed steps as they were told: (step, loss, seconds it took) each. t_s: when; world: workers of `generation`;
+    figures: what the script logged: (name, step, value) each."""
 
     t_s: float
     losses: tuple[tuple[int, float, float], ...]
     generation: int
     world: int
+    figures: Sequence[tuple[str, int, float]] = ()
 
 
 class Page(msgspec.Struct):
@@ -127,6 +133,7 @@ class Store:
             )
             for said in page.steps:
                 self.add_steps(said.t_s, said.losses, said.generation, said.world)
+                self.add_figures(said.figures, said.generation)
             for name, value in page.kept.items():
                 self.keep(name, value)
             self.commit()
@@ -187,6 +194,23 @@ class Store:
             "world = excluded.world where excluded.generation > generation and excluded.loss is not loss",
             [(step, t_s, loss, took, generation, world) for step, loss, took in losses],
         )
+
+    def add_figures(self, figures: Iterable[tuple[str, int, float]], generation: int) -> None:
+        """What the script logged: (name, step, value). A value that is told again, or anew for a step that was computed again,
+        replaces the one before; a late word of an older generation does not. One that is NaN is null."""
+        self._db.executemany(
+            "insert into figures values (?, ?, ?, ?) on conflict(name, step) do update set "
+            "value = excluded.value, generation = excluded.generation where excluded.generation >= generation",
+            [(name, step, value, generation) for name, step, value in figures],
+        )
+
+    def figures(self, name: str) -> list[tuple[int, float | None]]:
+        """(step, value) of each step in which the script logged this, in their order."""
+        known = self._db.execute("select 1 from sqlite_master where type = 'table' and name = 'figures'")
+        if known.fetchone() is None:  # a ledger from before there were any, which a reader may not change
+            return []
+        query = "select step, value from figures where name = ? order by step"
+        return list(self._db.execute(query, (name,)))
 
     def steps(self, left: Page | None = None) -> list[StepRow]:
         """All committed steps in their order. left: what the file does not have yet, as if it had."""

@@ -52,6 +52,8 @@ def board(status: Status, rate: float | None = None, rows: int = 40) -> Renderab
     saved = saved_line(status)
     if saved is not None:
         parts.append(saved)
+    if logged := units.figures(status.get("figures") or {}):
+        parts.append(Text(f"logged  {logged}", style="dim", overflow="ellipsis", no_wrap=True))
     for slow in (status.get("slow") or [])[-SLOW_SHOWN:]:
         parts.append(slow_line(slow))
     parts += [Text(line, style="yellow") for line in asks(status)]

@@ -101,6 +101,8 @@ def _header(report: Report, job_dir: Path) -> Table:
         table.add_row("idle", idle)
     final = report.get("final") or {}
     table.add_row("loss", units.loss(final.get("loss")))
+    if logged := units.figures(report.get("figures") or {}):
+        table.add_row("logged", Text(logged))
     table.add_row("parameters", _parameters(final))
     if saved := report.get("saved"):
         table.add_row("saved", Text(f"step {units.count(saved['step'])} in {saved['url']}"))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 UNKNOWN = "–"
 
@@ -78,6 +79,19 @@ def share(value: float | None) -> str:
 def loss(value: float | None) -> str:
     """`2.6190`."""
     return UNKNOWN if value is None else f"{value:.4f}"
+
+
+def figures(logged: Mapping[str, Mapping[str, Any]]) -> str:
+    """`accuracy 0.913, lr 0.0003 of step 80`; where the steps differ each has its own."""
+    steps = {entry["step"] for entry in logged.values()}
+    own = len(steps) > 1
+    parts = [
+        f"{name} {UNKNOWN if entry['value'] is None else format(entry['value'], '.4g')}"
+        + (f" of step {count(entry['step'])}" if own else "")
+        for name, entry in sorted(logged.items())
+    ]
+    last = f" of step {count(steps.pop())}" if len(steps) == 1 else ""
+    return ", ".join(parts) + last
 
 
 def text(value: object) -> str:

@@ -120,18 +120,25 @@ class Restoring(msgspec.Struct, frozen=True, tag="restoring"):
     total_bytes: int
 
 
+MOST_FIGURES = 64
+"""So many names may be given to `run.log`: each is a time series for whoever scrapes `/metrics`."""
+
+FIGURE_NAME = 64
+"""Characters of the longest of them."""
+
+
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
     """Steps were committed. Sent at most 20 times a second, and always for a generation's first commit.
 
-    losses: (step, loss, seconds it took) of the commits since the last message (rank 0 only). spent: blocks of steps
-    that were completed since then.
+    losses: (step, loss, seconds it took) of the commits since the last message (rank 0 only). figures: what the script
+    logged since then: (step, name to value), likewise. spent: blocks of steps that were completed since then.
     """
 
     generation: int
     committed: int
     median_s: float | None = None
     losses: tuple[tuple[int, float, float], ...] = ()
-    metrics: dict[str, float] = {}
+    figures: tuple[tuple[int, dict[str, float]], ...] = ()
     spent: tuple[Spent, ...] = ()
 
 

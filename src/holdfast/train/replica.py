@@ -46,6 +46,9 @@ if TYPE_CHECKING:
 PROGRESS_EVERY_S = 0.05
 MEDIAN_OVER = 31
 KEPT_LOSSES = 64
+FIGURE_SHOWN = 20
+"""Characters of a name that is too long, in the message that refuses it."""
+
 CHECKED_STEPS = 20
 """After a gradient that was not finite so many steps are looked at before they are summed, to see whose it is if there is
 another one."""
@@ -146,7 +149,8 @@ class Replica:
         self.stopped = False
         self._last: Step | None = None
         self.last_loss: float | None = None
-        self.metrics: dict[str, float] = {}
+        self._figures: dict[int, dict[str, float]] = {}
+        self._figure_names: set[str] = set()
         faults.poison = self._poison
 
     # ------------------------------------------------------------ membership
@@ -452,14 +456,32 @@ class Replica:
         self.unchanged.note(step.index + 1)
 
     def _flush_losses(self) -> None:
-        if not self._unsent and not self.metrics:
+        if not self._unsent and not self._figures:
             return
-        losses = tuple(self._unsent) if self.rank == 0 else ()
+        first = self.rank == 0
+        losses = tuple(self._unsent) if first else ()
+        figures = tuple(self._figures.items()) if first else ()
         self._unsent.clear()
+        self._figures = {}
         median = statistics.median(self._durations) if self._durations else None
-        metrics, self.metrics = self.metrics, {}
         spent, self._spent = tuple(self._spent), []
-        self.link.send(m.Progress(self.generation, self.committed or 0, median, losses, metrics, spent))
+        self.link.send(m.Progress(self.generation, self.committed or 0, median, losses, figures, spent))
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Figures of a committed step, sent with the next word of progress.
+
+        Raises:
+            UsageError: too many names, or one that is too long.
+        """
+        self._figure_names |= values.keys()
+        long = next((name for name in values if len(name) > m.FIGURE_NAME), None)
+        if long is not None or len(self._figure_names) > m.MOST_FIGURES:
+            what = f"{long[:FIGURE_SHOWN]}…" if long else f"{len(self._figure_names)} names"
+            raise UsageError(
+                f"run.log({what}): at most {m.MOST_FIGURES} names of {m.FIGURE_NAME} characters can be logged in a run; "
+                'keep numbers that change out of the names: run.log(norm=x), not run.log(**{f"norm_{step}": x})'
+            )
+        self._figures.setdefault(step, {}).update(values)
 
     def aside(self, on: bool) -> None:
         """The script begins or ends work of its own between two steps."""

@@ -234,9 +234,21 @@ class Run:
                 callback(replica.world)
 
     def log(self, **values: float) -> None:
-        """Reports figures of the step that was just left; ignored when it did not count."""
-        if self._step is not None and self._step.committed and self._replica is not None:
-            self._replica.metrics.update({k: float(v) for k, v in values.items()})
+        """Reports figures of the step that was just left; ignored when it did not count.
+
+        Rank 0's values count: they go into the job's ledger, its status, its report and `/metrics`
+        (`holdfast_run_value`). Without `holdfast run` they go nowhere.
+
+        Raises:
+            UsageError: a value that is no number, more than 64 names in a run, or a name of more than 64 characters.
+        """
+        if self._step is None or not self._step.committed or self._replica is None:
+            return
+        try:
+            figures = {name: float(value) for name, value in values.items()}
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UsageError(f"run.log(): {error}; give numbers, or tensors of one element") from error
+        self._replica.log(self._step.index, figures)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
