@@ -156,7 +156,7 @@ def test_a_newcomer_that_is_told_to_stop_leaves(donors):  # noqa: F811
 def _serve(pipe) -> None:
     """A donor in a process of its own."""
     direct.CHUNK_BYTES = 1 << 20
-    server = DonorServer("127.0.0.1", TOKEN)
+    server = DonorServer("127.0.0.1", TOKEN, "n0")
     server.publish(4, state.capture({"big": Big(0)}, 7))
     pipe.send(server.port)
     pipe.recv()

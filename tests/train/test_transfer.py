@@ -1,5 +1,13 @@
+import contextlib
 import http.client
+import http.server
+import multiprocessing
+import os
+import resource
+import select
+import socket
 import threading
+import time
 
 import pytest
 import torch
@@ -28,7 +36,7 @@ class Big:
 
 @pytest.fixture
 def donors():
-    servers = [DonorServer("127.0.0.1", TOKEN) for _ in range(3)]
+    servers = [DonorServer("127.0.0.1", TOKEN, f"n{rank}") for rank in range(3)]
     yield servers
     for server in servers:
         server.close()
@@ -170,3 +178,134 @@ def test_a_range_beyond_the_state_is_refused(donors):
     )
     assert connection.getresponse().status == 416
     connection.close()
+
+
+@pytest.fixture
+def impostor():
+    """Answers every request as a donor would, of whom it only has the port. Yields it, and what it was shown."""
+    shown = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            shown.append(str(self.headers))
+            self.send_response(200)
+            self.send_header("Holdfast-Proof", "0" * 64)
+            self.send_header("Content-Length", "2")
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                self.wfile.write(b"{}")
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+    server.port = server.server_address[1]
+    serving = threading.Thread(target=server.serve_forever)
+    serving.start()
+    yield server, shown
+    server.shutdown()
+    serving.join()
+    server.server_close()
+
+
+def test_who_listens_in_a_donors_place_is_shown_nothing_of_use_and_not_believed(donors, impostor):
+    server, shown = impostor
+    with pytest.raises(
+        StateError, match="where n0 listened, answered 200 and does not show that it is this worker"
+    ):
+        fetch(generation_of([server]), (0,), {"big": Big(1)})
+    assert len(shown) == 1
+    assert TOKEN not in shown[0]
+    donors[1].publish(4, state.capture({"big": Big(0)}, 7))
+    connection = http.client.HTTPConnection("127.0.0.1", donors[1].port, timeout=5)
+    credential = next(line for line in shown[0].splitlines() if "Authorization" in line).partition(": ")[2]
+    connection.request("GET", "/state/index?generation=4", headers={"Authorization": credential})
+    assert connection.getresponse().status == 401  # to another donor it is of no use either
+    connection.close()
+
+
+def test_a_person_with_curl_shows_the_token_itself(donors):
+    donors[0].publish(4, state.capture({"big": Big(0)}, 7))
+    connection = http.client.HTTPConnection("127.0.0.1", donors[0].port, timeout=5)
+    connection.request("GET", "/state/index?generation=4", headers={"Authorization": f"Bearer {TOKEN}"})
+    assert connection.getresponse().status == 200
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        b"\0" * 9000,
+        b"GET /" + b"a" * 9000,
+        b"\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"GET /state/index HTTP/9.9\r\n\r\n",
+        b"POST /state/index HTTP/1.1\r\n\r\n",
+        b"GET /state/index?generation=4 HTTP/1.1\r\nAuthorization: Bearer \xc3\xa9\r\n\r\n",
+        b"GET /state/index?generation=4 HTTP/1.1\r\nAuthorization: Holdfast \xff \xc3\xa9\r\n\r\n",
+        b"GET /state/index?generation=4 HTTP/1.1\r\n" + b"a: b\r\n" * 200 + b"\r\n",
+    ],
+    ids=str,
+)
+def test_whatever_is_said_to_a_donor_it_hangs_up_and_serves_the_next(donors, says, capfd):
+    donors[0].publish(4, state.capture({"big": Big(0)}, 7))
+    with socket.create_connection(("127.0.0.1", donors[0].port), timeout=10) as sock:
+        sock.sendall(says)
+        with contextlib.suppress(ConnectionResetError):
+            while sock.recv(65536):
+                pass
+    state.load({"big": Big(1)}, fetch(generation_of(donors), (0,), {"big": Big(1)}))
+    assert capfd.readouterr().err == ""
+
+
+def test_who_trickles_to_a_donor_has_two_seconds_for_all_of_it(donors):
+    with socket.create_connection(("127.0.0.1", donors[0].port), timeout=10) as sock:
+        began = time.monotonic()
+        while not select.select([sock], [], [], 0.05)[0]:
+            assert time.monotonic() - began < 4.0, "still heard"
+            with contextlib.suppress(OSError):
+                sock.send(b"x")
+
+
+LIMIT = 1024
+
+
+def _serve_with_few_descriptors(pipe) -> None:
+    """A donor in a process of its own; tells whether the process can open what it needs."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (LIMIT, hard))
+    server = DonorServer("127.0.0.1", TOKEN, "n0")
+    server.publish(4, state.capture({"big": Big(0)}, 7))
+    pipe.send(server.port)
+    while pipe.recv():
+        try:
+            held = [os.open("/dev/null", os.O_RDONLY) for _ in range(LIMIT // 2)]
+        except OSError as error:
+            pipe.send(str(error))
+        else:
+            pipe.send("room")
+            for fd in held:
+                os.close(fd)
+
+
+def test_a_flood_of_silent_connections_leaves_a_process_room_and_readers_a_way_in():
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve_with_few_descriptors, args=(theirs,), daemon=True)
+    process.start()
+    flood = []
+    try:
+        port = ours.recv()
+        for _ in range(LIMIT + 200):
+            flood.append(socket.create_connection(("127.0.0.1", port), timeout=10))
+        ours.send(True)
+        assert ours.recv() == "room"
+        members = (Member(0, "n0", "node0", 0, "127.0.0.1", 0, port),)
+        image = Fetch(Generation(4, members, start=7), (0,), TOKEN, lambda *_: None).run({"big": Big(1)})
+        assert image.index.step == 7
+    finally:
+        process.kill()
+        process.join()
+        process.close()
+        for sock in (*flood, ours, theirs):
+            sock.close()

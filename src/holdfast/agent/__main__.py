@@ -12,6 +12,7 @@ from pathlib import Path
 from holdfast.agent.agent import Agent, AgentConfig
 from holdfast.agent.zygote import Zygote
 from holdfast.protocol.job import Timing
+from holdfast.protocol.sockets import raise_descriptor_limit
 
 SWITCH_S = 0.0005
 """Threads that sum and send snapshots hold the interpreter for a moment at a time; the loop that workers and the
@@ -49,6 +50,7 @@ def main(arguments: Sequence[str] | None = None, zygote: Zygote | None = None) -
         given.shared_machine,
     )
     os.umask(0o077)
+    raise_descriptor_limit()
     sys.setswitchinterval(SWITCH_S)
     return asyncio.run(_run(config, zygote, given.lifeline))
 

@@ -14,6 +14,7 @@ import msgspec
 from holdfast.coordinator.pulse import beat
 from holdfast.coordinator.service import Coordinator
 from holdfast.protocol.job import JobSpec, Resume
+from holdfast.protocol.sockets import raise_descriptor_limit
 
 
 def main() -> int:
@@ -31,6 +32,7 @@ def main() -> int:
     )
     given = parser.parse_args()
     os.umask(0o077)
+    raise_descriptor_limit()
     spec = msgspec.json.decode((given.job_dir / "spec.json").read_bytes(), type=JobSpec)
     resume = msgspec.json.decode((given.job_dir / "resume.json").read_bytes(), type=Resume)
     asyncio.run(_serve(given, spec, resume))

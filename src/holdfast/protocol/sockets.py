@@ -1,11 +1,30 @@
-"""TCP between two ends of one machine."""
+"""What every process of a job does about its sockets: how many it may have, and TCP between two ends of one machine."""
 
 from __future__ import annotations
 
+import resource
 import socket
 from contextlib import suppress
 
 CONGESTION = getattr(socket, "TCP_CONGESTION", None)
+
+MOST_DESCRIPTORS = 1 << 20
+"""Some systems allow a thousand times more, and there are programs that walk over all that they may have."""
+
+
+def raise_descriptor_limit() -> None:
+    """This process may open as much as an administrator allows it. Called when a coordinator, an agent or a worker begins.
+
+    A worker has a connection to every other one, the coordinator to every node, and 1,024 descriptors, which is what many
+    systems begin with, are fewer than that. The low limit protects programs that use select(), which cannot take a
+    descriptor above 1,023. None of ours does. A program that the script starts inherits the limit but no descriptor, so it
+    meets one of those only if it opens as many itself.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):  # a kernel that says otherwise: then as it is
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def unpace(sock: socket.socket) -> None:

@@ -67,7 +67,7 @@ class Endpoint:
 
     def __init__(self, host: str, token: str, worker: str) -> None:
         self.listener = MeshListener(host, token, worker)
-        self.donor = DonorServer(host, token)
+        self.donor = DonorServer(host, token, worker)
 
 
 class World(NamedTuple):

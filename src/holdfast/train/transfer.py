@@ -1,6 +1,7 @@
 """State from peers: a newcomer reads stripes of it from several donors at once, each chunk with a checksum.
 
-Donors serve plain HTTP with the job's token, straight from their live tensors; `curl` can read it too:
+Donors serve plain HTTP, straight from their live tensors, to those who prove that they know the job's token; the donor
+proves it too, see `protocol.proof`. `curl` can read it with the token itself:
 
     GET /state/index?generation=7            the index, JSON
     GET /state/bytes?generation=7  Range: ...   chunks of at most CHUNK_BYTES, each followed by its xxh3_64
@@ -12,7 +13,6 @@ before that vote.
 
 from __future__ import annotations
 
-import hmac
 import http.client
 import re
 import socket
@@ -21,7 +21,6 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
 import msgspec
@@ -30,7 +29,9 @@ import xxhash
 from holdfast.checkpoint.layout import Index, decode_index_of_peer
 from holdfast.errors import ChecksumError, CollectiveFailed, StateError
 from holdfast.observe.bytecount import Seen
+from holdfast.protocol import httpdoor
 from holdfast.protocol.messages import Generation, Member
+from holdfast.protocol.proof import ANSWER_HEADER, Question, answer_to_header, bears
 from holdfast.protocol.sockets import unpace
 from holdfast.train import direct
 from holdfast.train.state import Image, Protected, targets
@@ -44,25 +45,29 @@ it lives. A donor may be reading it from a durable tier."""
 CONNECT_S = 5.0
 
 
+def _server_name(worker: str) -> str:
+    """For the proof: a worker's name is that of one process."""
+    return f"state {worker}"
+
+
 class DonorServer:
     """Serves this worker's state to newcomers of the generation for which it was published."""
 
-    def __init__(self, host: str, token: str) -> None:
+    def __init__(self, host: str, token: str, worker: str) -> None:
+        """worker: this one's name, by which the others know it."""
         self._token = token
+        self._name = _server_name(worker)
         self._news = threading.Condition()
         self._generation = 0
         self._image: Image | None = None
         self._lines: set[direct.Line] = set()
-        self._server = ThreadingHTTPServer((host, 0), self._handler())
-        self._server.daemon_threads = True
-        self.port: int = self._server.server_address[1]
-        threading.Thread(target=self._server.serve_forever, name="holdfast-donor", daemon=True).start()
+        self._door = httpdoor.HttpDoor(host, "holdfast-donor", self._handler())
+        self.port = self._door.port
 
     def close(self) -> None:
         """Stops serving; requests that wait are answered with 'gone'."""
         self.publish(1 << 62, None)
-        self._server.shutdown()
-        self._server.server_close()
+        self._door.close()
 
     def publish(self, generation: int, image: Image | None) -> None:
         """From now on requests for this generation are answered (None: with 'gone'); older ones fail."""
@@ -101,23 +106,25 @@ class DonorServer:
             with self._news:
                 self._lines.difference_update(own)
 
-    def _handler(self) -> type[BaseHTTPRequestHandler]:
+    def _handler(self) -> type[httpdoor.Handler]:
         donor = self
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
+        class Handler(httpdoor.Handler):
+            _proof: str | None = None
 
             def do_GET(self) -> None:
+                self.close_connection = True
                 self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 unpace(self.connection)
                 given = self.headers.get("Authorization", "")
-                if not hmac.compare_digest(given, f"Bearer {donor._token}"):
+                self._proof = answer_to_header(given, donor._token, donor._name, "GET", self.path)
+                if self._proof is None and not bears(given, donor._token):
                     self.send_error(401, "send the job's token: Authorization: Bearer TOKEN")
                     return
                 url = urlsplit(self.path)
                 number = parse_qs(url.query).get("generation", [""])[0]
-                image = donor._wait(int(number)) if number.isdigit() else None
-                if image is None and number.isdigit() and donor._is_to_come(int(number)):
+                image = donor._wait(int(number)) if number.isdecimal() else None
+                if image is None and number.isdecimal() and donor._is_to_come(int(number)):
                     self.send_error(503, "this generation is not served yet: ask again")
                 elif image is None:
                     self.send_error(410, "this generation is not served here")
@@ -145,7 +152,6 @@ class DonorServer:
                 return None
 
             def _send_directly(self, image: Image, generation: int) -> None:
-                self.close_connection = True
                 if (span := self._range(image)) is None:
                     return
                 self.send_response(101)
@@ -168,7 +174,6 @@ class DonorServer:
                 self.wfile.flush()
                 for low in range(start, stop, CHUNK_BYTES):
                     if not donor._current(generation):
-                        self.close_connection = True
                         return
                     row = xxhash.xxh3_64()
                     for piece in image.pieces(low, min(low + CHUNK_BYTES, stop)):
@@ -176,8 +181,10 @@ class DonorServer:
                         self.connection.sendall(piece)
                     self.connection.sendall(row.digest())
 
-            def log_message(self, format: str, *args: object) -> None:
-                return
+            def end_headers(self) -> None:
+                if self._proof is not None:
+                    self.send_header(ANSWER_HEADER, self._proof)
+                super().end_headers()
 
         return Handler
 
@@ -307,7 +314,9 @@ class Fetch:
         self, member: Member, path: str, span: tuple[int, int] | None
     ) -> Iterator[tuple[http.client.HTTPConnection, http.client.HTTPResponse]]:
         connection = http.client.HTTPConnection(member.host, member.data_port, timeout=CONNECT_S)
-        headers = {"Authorization": f"Bearer {self._token}", "Connection": "close"}
+        path = f"{path}?generation={self._generation}"
+        question = Question(self._token, _server_name(member.worker), "GET", path)
+        headers = {"Authorization": question.authorization, "Connection": "close"}
         if span:
             headers["Range"] = f"bytes={span[0]}-{span[1] - 1}"
         with self._lock:
@@ -315,8 +324,13 @@ class Fetch:
                 raise StateError("the generation broke")
             self._open.add(connection)
         try:
-            connection.request("GET", f"{path}?generation={self._generation}", headers=headers)
+            connection.request("GET", path, headers=headers)
             with connection.getresponse() as response:
+                if not question.proves(response.getheader(ANSWER_HEADER, "")):
+                    who = f"{member.host} port {member.data_port}, where {member.worker} listened,"
+                    raise StateError(
+                        f"{who} answered {response.status} and does not show that it is this worker"
+                    )
                 yield connection, response
         finally:
             with self._lock:

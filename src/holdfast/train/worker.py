@@ -22,6 +22,7 @@ from holdfast.protocol import messages as m
 from holdfast.protocol.frames import Codec, pack
 from holdfast.protocol.page import STACKS_SIGNAL, ProgressPage
 from holdfast.protocol.phases import Phase
+from holdfast.protocol.sockets import raise_descriptor_limit
 from holdfast.train.faults import FaultPlan
 from holdfast.train.link import Link
 
@@ -103,6 +104,7 @@ def become(sock: socket.socket) -> int:
     if start is None:
         return 0
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    raise_descriptor_limit()
     os.environ.update(start.env)
     os.chdir(start.cwd)
     _write_to(start.log)
