@@ -480,6 +480,70 @@ def test_who_holds_the_others_up_is_taken_out():
     assert desk.state.phase is JobPhase.BREAKING
 
 
+def joining(desk: Desk, phase: Phase = Phase.JOIN, **waits_for: int) -> dict[str, m.WorkerView]:
+    """All members connect to each other, each waiting for a rank; the last one has just come and committed nothing."""
+    views, number = {}, desk.state.number
+    for worker in desk.members():
+        node, last = worker.partition(".")[0], worker == desk.members()[-1]
+        place = Place(number, 0 if last else 5, int(phase if last else Phase.JOIN), 0 if last else 3)
+        place = msgspec.structs.replace(place, waits_for=waits_for.get(node, -1))
+        views[node] = m.WorkerView(worker, 0, 1, number, place, "S", 5.0, median_s=None if last else 0.1)
+    return views
+
+
+def once_more(desk: Desk, committed: int = 5) -> None:
+    """The generation breaks, all leave it, and the next one forms."""
+    assert desk.state.phase is JobPhase.BREAKING
+    for worker in desk.members():
+        desk.parks(worker, committed)
+    assert desk.state.phase is JobPhase.RUNNING
+
+
+@pytest.mark.parametrize("phase", [Phase.JOIN, Phase.TRANSFER])
+def test_a_newcomer_whose_calls_are_not_taken_is_not_the_one_that_does_not_come(phase):
+    """Rank 1 waits for rank 3 to connect. Rank 3 says that it calls rank 1, whose port does not answer."""
+    desk = running(4)
+    stall(desk, "n1.0#2", **joining(desk, phase, n1=3, n3=1))
+    assert not desk.killed()
+    assert desk.records("stall-judged")[-1]["workers"] == []
+    assert (
+        desk.incidents()[-1].cause == "hang: they do not reach each other: rank 1 misses 3, rank 3 misses 1"
+    )
+    assert desk.incidents()[-1].rung == "retry in process"
+    once_more(desk)
+    desk.commit(7)
+    assert not desk.killed()
+    assert not desk.incidents()[-1].open
+
+
+def test_two_that_never_reach_each_other_lose_one_of_them_in_the_end():
+    desk = running(4)
+    for _ in range(2):
+        stall(desk, "n1.0#2", **joining(desk, n1=3, n3=1))
+        assert not desk.killed()
+        once_more(desk)
+    stall(desk, "n1.0#2", **joining(desk, n1=3, n3=1))
+    assert desk.killed() == {"n1.0#2"}
+
+
+def test_a_port_that_takes_nobodys_calls_is_found_by_all_who_call_it():
+    """Nobody blames those whom rank 0 waits for: they call it."""
+    desk = running(4)
+    for _ in range(2):
+        stall(desk, "n1.0#2", **joining(desk, n0=1, n1=0, n2=0, n3=0))
+        assert not desk.killed()
+        once_more(desk)
+    stall(desk, "n1.0#2", **joining(desk, n0=1, n1=0, n2=0, n3=0))
+    assert desk.killed() == {"n0.0#1"}
+
+
+def test_who_calls_nobody_while_others_wait_for_it_is_taken_out_at_once():
+    desk = running(4)
+    stall(desk, "n1.0#2", **joining(desk, n0=3, n1=3, n2=3))
+    assert desk.killed() == {"n3.0#4"}
+    assert desk.incidents()[-1].cause == "hang: calls nobody while others wait for it to connect"
+
+
 def test_a_first_step_may_compile_while_others_wait():
     desk = running(3, committed=0)
     views = {

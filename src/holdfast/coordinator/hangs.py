@@ -97,10 +97,13 @@ def judge(core: Core) -> None:
     verdict = policy.find_culprits(
         inspection.views, allowed, inspection.stacks, complete=not inspection.unheard, ranks=ranks
     )
+    named = verdict.workers
+    if verdict.again and s.stall_rounds < RETRIES:
+        named = ()
     groups = stacks.cluster({v.worker: inspection.stacks.get(v.worker, "") for v in inspection.views})
     where = stacks.describe(groups, ranks)
-    core.record("stall-judged", workers=list(verdict.workers), reason=verdict.reason, where=where)
-    culprits = [s.workers[w] for w in verdict.workers if s.workers[w].phase is WorkerPhase.MEMBER]
+    core.record("stall-judged", workers=list(named), reason=verdict.reason, where=where)
+    culprits = [s.workers[w] for w in named if s.workers[w].phase is WorkerPhase.MEMBER]
     if verdict.one_of:  # the longest here, so that it is the other one's turn if the hang comes again
         culprits = sorted(culprits, key=lambda w: w.started_s)[:1]
     before = len(s.incidents)
@@ -119,7 +122,7 @@ def _act(core: Core, culprits: list[Worker], reason: str, allowed: dict[str, flo
     elif culprits:
         failures.condemn(core, culprits, f"hang: {reason}")
     elif not inspection.unheard and all(v.idle_s >= allowed[v.worker] for v in inspection.views):
-        _nobody_differs(core)
+        _nobody_differs(core, reason)
 
 
 def _at_work(core: Core, suspects: set[str]) -> bool:
@@ -139,7 +142,7 @@ def _allowed_s(core: Core, view: m.WorkerView) -> float:
     return MARGIN * core.timing.stall_s(view.median_s)
 
 
-def _nobody_differs(core: Core) -> None:
+def _nobody_differs(core: Core, reason: str) -> None:
     """Tries the step again, twice. After that half of the workers are replaced, and then the other half: one of
     them is at fault, and the state lives on in the rest."""
     s = core.state
@@ -148,7 +151,7 @@ def _nobody_differs(core: Core) -> None:
     if not waiting and s.stall_rounds < PATIENT_ROUNDS:
         return
     if not waiting or s.stall_rounds <= RETRIES:
-        cause = "hang: nobody differs"
+        cause = f"hang: {reason}"
         core.open_incident(cause, node=None, rung="retry in process", needs_newcomer=False)
         forming.break_generation(core, cause)
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -75,11 +76,12 @@ def assign_ranks(
 
 class Verdict(msgspec.Struct, frozen=True):
     """Who holds the others up, and how that was told. No workers: nobody differs. one_of: one of them does, and which
-    cannot be told."""
+    cannot be told. again: nor whether it is any of them, before another generation has failed in the same way."""
 
     workers: tuple[str, ...]
     reason: str
     one_of: bool = False
+    again: bool = False
 
 
 def find_culprits(
@@ -92,8 +94,8 @@ def find_culprits(
     """Who of the members of a generation that stands still is the odd one out.
 
     In this order: stopped processes; workers that have not even begun to join; workers that stand still while they
-    compute, when others wait; two that wait for each other; the worker that is furthest behind among those that wait;
-    the ones whose stacks differ from those of most.
+    compute, when others wait; while they connect, who calls nobody; two that wait for each other; the worker that is
+    furthest behind among those that wait; the ones whose stacks differ from those of most.
 
     allowed_s: per worker, how long it may stand still where it is. complete: every member was seen; without that
     nobody is called behind, for the one that all wait for may be the one that was not seen. ranks: of the workers.
@@ -105,8 +107,8 @@ def find_culprits(
     absent = tuple(v.worker for v in still if v.place.generation < v.formed)
     if absent:
         return Verdict(absent, "does not join the generation that it was told of")
-    waiting = [v for v in views if v.place.phase in WAITING_PHASES]
-    busy = [v for v in still if v.place.phase not in WAITING_PHASES]
+    waiting = [v for v in views if _waits(v)]
+    busy = [v for v in still if not _waits(v)]
     if busy and waiting:
         names = ", ".join(sorted({Phase(v.place.phase).name.lower() for v in busy}))
         return Verdict(tuple(v.worker for v in busy), f"stands still in {names} while others wait for it")
@@ -114,9 +116,12 @@ def find_culprits(
         return Verdict((), "not every worker was seen")
     if len(busy) == len(views) == 1:
         return Verdict((busy[0].worker,), f"stands still in {Phase(busy[0].place.phase).name.lower()}")
-    at_work = {v.place.phase for v in views if v not in still and v.place.phase not in WAITING_PHASES}
+    at_work = {v.place.phase for v in views if v not in still and not _waits(v)}
     if at_work:
         return Verdict((), f"some are at work: {', '.join(sorted(Phase(p).name.lower() for p in at_work))}")
+    connecting = [v for v in still if v.place.phase in _CONNECTING and _waits(v)]
+    if len(connecting) == len(views) and (verdict := _unreached(connecting, ranks or {})):
+        return verdict
     if waiting and len(still) == len(views):
         least = min(_advance(v) for v in waiting)
         behind = tuple(v.worker for v in waiting if _advance(v) == least)
@@ -129,6 +134,35 @@ def find_culprits(
     if len(still) < len(views):  # they may have gone on while they were looked at, each with another stack
         return Verdict((), "not every worker stands still")
     return _odd_stack(views, stacks)
+
+
+_CONNECTING = frozenset({Phase.JOIN, Phase.TRANSFER})
+"""Phases in which a worker that waits for a rank has called it, or waits for its call."""
+
+
+def _waits(view: WorkerView) -> bool:
+    """For others. A newcomer that fetches its state does so until the donor answers."""
+    place = view.place
+    return place.phase in WAITING_PHASES or (place.phase == Phase.TRANSFER and place.waits_for >= 0)
+
+
+def _unreached(connecting: Sequence[WorkerView], ranks: Mapping[str, int]) -> Verdict | None:
+    """The members do not get connected. Whoever is missed is asked, too: it may be calling those who miss it, and their
+    ports do not take its call. So only who calls nobody is at fault for certain. Where each one misses another, it may be
+    either's port or the network, and whatever blocks it may have gone by the next generation; if it has not, the one
+    that most of them miss is taken, and of a pair one. None: nobody says whom it waits for."""
+    worker_of = {rank: worker for worker, rank in ranks.items()}
+    misses = {v.worker: worker_of.get(v.place.waits_for, "") for v in connecting}
+    missed = Counter(w for w in misses.values() if w)
+    if not missed:
+        return None
+    if deaf := tuple(sorted(w for w in missed if not misses.get(w))):
+        return Verdict(deaf, "calls nobody while others wait for it to connect")
+    most = tuple(sorted(w for w in missed if missed[w] == max(missed.values())))
+    said = ", ".join(
+        f"rank {ranks[a]} misses {ranks[b]}" for a, b in sorted(misses.items()) if b and a in ranks
+    )
+    return Verdict(most, f"they do not reach each other: {said}", one_of=len(most) > 1, again=True)
 
 
 def _advance(view: WorkerView) -> tuple[int, int, int, int]:

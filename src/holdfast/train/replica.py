@@ -271,6 +271,7 @@ class Replica:
         elif self.committed is None:
             self.committed = generation.start
         self._page.wait_for(-1)
+        self._page.committed, self._page.collectives = self.committed or 0, 0
         self._page.enter(Phase.JOIN)
         row = self.sharding.row if self.sharding and replica >= 0 and generation.positions > 1 else None
         group = self.group = Group(
@@ -282,7 +283,6 @@ class Replica:
         self.group.mesh.waits, self.group.mesh.reached = self._wait_for, self._page.beat
         self.group.join(self.link.token)
         self.link.check(generation.number)
-        self._page.committed = self.committed or 0
         self._page.beat()
         self._first_in_generation = True
         join_s = time.monotonic() - began - (restore_s or 0.0)
@@ -297,6 +297,7 @@ class Replica:
         began = time.monotonic()
         self.committed = None
         self._snapshots.before_update()
+        self._page.wait_for(-1)
         self._page.enter(Phase.TRANSFER)
         self._faults.reach(Phase.TRANSFER, form.generation.start)
         restored = self._restoring.bring(form)

@@ -44,7 +44,7 @@ class Restoring:
         return self._from_shards(form) if form.shards else self._from_tier(form)
 
     def _fetch(self, form: m.Form) -> state.Image:
-        fetch = Fetch(form.generation, form.donors, self.link.token, self._seen(form))
+        fetch = Fetch(form.generation, form.donors, self.link.token, self._seen(form), self._page.wait_for)
         self.link.guard(form.generation.number, fetch.abort)
         try:
             return fetch.run(self._objects)

@@ -196,13 +196,22 @@ class _NotYetError(StateError):
 class Fetch:
     """One transfer: the state at a generation's start, from its donors in parallel stripes."""
 
-    def __init__(self, generation: Generation, donors: tuple[int, ...], token: str, seen: Seen) -> None:
+    def __init__(
+        self,
+        generation: Generation,
+        donors: tuple[int, ...],
+        token: str,
+        seen: Seen,
+        waits: Callable[[int], None] = lambda rank: None,
+    ) -> None:
         """`seen` is told after every chunk, and of 0 bytes now and then while there are none yet; it may raise to end the
-        transfer."""
+        transfer. `waits` is told the rank of a donor that was called and has not answered; -1: all have."""
         self._generation = generation.number
         self._members = [generation.members[rank] for rank in donors]
         self._token = token
         self._seen = seen
+        self._waits = waits
+        self._called: list[int] = []
         self._open: set[http.client.HTTPConnection] = set()
         self._lock = threading.Lock()
         self._aborted = False
@@ -310,6 +319,19 @@ class Fetch:
             yield response
 
     @contextmanager
+    def _waiting_for(self, rank: int) -> Iterator[None]:
+        """Several threads call at a time."""
+        with self._lock:
+            self._called.append(rank)
+            self._waits(rank)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._called.remove(rank)
+                self._waits(self._called[-1] if self._called else -1)
+
+    @contextmanager
     def _connected(
         self, member: Member, path: str, span: tuple[int, int] | None
     ) -> Iterator[tuple[http.client.HTTPConnection, http.client.HTTPResponse]]:
@@ -324,8 +346,10 @@ class Fetch:
                 raise StateError("the generation broke")
             self._open.add(connection)
         try:
-            connection.request("GET", path, headers=headers)
-            with connection.getresponse() as response:
+            with self._waiting_for(member.rank):
+                connection.request("GET", path, headers=headers)
+                response = connection.getresponse()
+            with response:
                 if not question.proves(response.getheader(ANSWER_HEADER, "")):
                     who = f"{member.host} port {member.data_port}, where {member.worker} listened,"
                     raise StateError(
