@@ -50,8 +50,19 @@ def test_what_comes_many_times_a_second_costs_the_same_at_any_size(said):
             "the same step": says(worker, m.Progress(number, 1, 0.5)),
             "a new step": says(worker, m.Progress(number, 3, 0.5, losses)),
         }[said]
+        job.do(e.NodeSays(worker.node, m.Heartbeat()))  # one more look at what the last change brought about
         counts.append(lines(job, event))
     assert counts[0] == counts[1] > 0
+
+
+def test_the_next_sign_of_life_is_followed_by_one_more_look():
+    """What comes next may need a second look after a change; without one it would wait for the next deadline."""
+    looks = []
+    for nodes in (2, 32):
+        job = Job(nodes, 4)
+        beat = e.NodeSays(next(iter(job.core.state.nodes)), m.Heartbeat())
+        looks.append([lines(job, beat) for _ in range(3)])
+    assert all(first > second == third for first, second, third in looks)
 
 
 def test_the_state_is_linear_in_the_workers():

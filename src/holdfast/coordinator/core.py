@@ -77,6 +77,9 @@ class Core:
         self.curves = suspects.Curves()
         self.moved = True
         """Whether the newest events may have changed when a Tick is due."""
+        self._unsettled = True
+        """Whether the last look at what comes next may have changed something that it had looked at already. Then the next
+        event, also a sign of life, is followed by another look; without that it would wait for the next deadline."""
         self._out: list[Action] = []
 
     # ------------------------------------------------------------ in and out
@@ -94,10 +97,13 @@ class Core:
             self.moved = False
             for event in events:
                 self.moved = self._takes(event) or self.moved
-            if self.moved:
+            if self.moved or self._unsettled:
+                queued = len(self._out)
                 self._check_deadlines()
                 self._advance()
                 nodes.forget(self)
+                self._unsettled = self.moved or len(self._out) > queued
+                self.moved = True
         else:
             for event in events:
                 self._after_the_end(event)
