@@ -1,5 +1,6 @@
 """A job's life seen from outside: Ctrl-C and going on, a killed launcher, errors of the script's own."""
 
+import json
 import os
 import signal
 
@@ -97,6 +98,8 @@ def test_level_0_restarts_from_warm_processes(tmp_path):
     assert ran.kinds().count("started") == 2
     assert ran.report["incidents"][0]["full_strength_s"] is not None
     assert "finished at 60" in ran.output
+    assert "what now" not in ran.output, "a job that ended well needs no advice"
+    assert json.loads((ran.job_dir / "report.json").read_text())["blame"] is None
 
 
 @pytest.mark.parametrize("end", ["", "raise SystemExit(0)"])

@@ -693,7 +693,9 @@ class Coordinator:
             self._announce("log", {"text": f"the report knows no steps: {error}"})
             steps = []
         report = build_report(state, steps, self._clock())
-        report["blame"] = msgspec.to_builtins(state.blame) if state.blame else None
+        # Of faults that the job has survived the incidents tell; what is printed last is why it failed.
+        failed = state.outcome == "failed" and state.blame is not None
+        report["blame"] = msgspec.to_builtins(state.blame) if failed else None
         path = self._job_dir / "report.json"
         try:
             async with asyncio.timeout(LAST_S):

@@ -72,7 +72,7 @@ def report_view(report: Report, job_dir: Path) -> RenderableType:
     slow = report.get("slow") or []
     if slow:
         parts += [Text(), _slow(slow)]
-    if report.get("outcome") == "failed" or report.get("blame"):
+    if report.get("outcome") == "failed":
         parts += [Text(), closing(report, saved=bool(report.get("saved")))]
     return Group(*parts)
 
