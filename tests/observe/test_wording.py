@@ -49,6 +49,8 @@ SAMPLES = {
     "stalled": {"worker": "node1.0#1", "node": "node1", "step": 120},
     "stall-judged": {"workers": ["node1.0#1"], "reason": "its process is stopped"},
     "saved": {"step": 120, "url": LONG, "worker": "node1.0#1"},
+    "saving-last": {"step": 120, "url": LONG, "there": 80},
+    "only-in-memory": {"step": 120, "kept": True, "saved": None},
     "snapshot-skipped": {"step": 120, "node": "node1", "rank": 0, "reason": "no memory for a snapshot of 90 MiB"},
     "few-copies": {"nodes": 1, "wanted": 2},
     "checkpoint-unread": {"step": 120, "url": LONG, "reason": f"{LONG}: bytes 0 to 32768 were changed",

@@ -101,6 +101,8 @@ class Agent:
         self._found_before: tuple[CheckResult, ...] = ()
         self._reason = "the agent was ended"
         self._code = 0
+        self._gives_back = False
+        self._launcher_lost = False
         self._draining: asyncio.Task[HookRun | None] | None = None
         self._link = CoordinatorLink(
             config.job_dir,
@@ -144,7 +146,8 @@ class Agent:
         await self._hook("after-job", self._reason)
         conversation.cancel()
         if self._keeper is not None:
-            await self._keeper.close()
+            # Only the coordinator knows that no state is lost with the memory: without its word it is left.
+            await self._keeper.close(self._gives_back)
         await self._pool.close()
         self._follower.close()
         self._watcher.close()
@@ -215,6 +218,7 @@ class Agent:
             devices=self._devices,
             checks=self._found_before,
             snapshot_server=self._keeper.server if self._keeper else "",
+            summing=self._keeper.summing() if self._keeper else (),
         )
 
     def _take(self, order: m.ToAgent) -> None:
@@ -223,7 +227,9 @@ class Agent:
                 self._starting[order.worker] = []
                 self._spawn(self._start(order), order)
             case m.KillWorker(name, grace_s):
-                if worker := self._workers.get(name):
+                if (worker := self._workers.get(name)) and grace_s > 0 and self._keeper is not None:
+                    self._spawn(self._kill_after_copy(worker, self._keeper, grace_s), order)
+                elif worker:
                     self._save_stacks_then_kill(worker, grace_s)
                 else:
                     self._unwanted.add(name)
@@ -255,8 +261,8 @@ class Agent:
                 self._spawn(self._repairs.answer(order), order)
             case m.Drain(reason):
                 self._drained(reason)
-            case m.Shutdown(reason):
-                self._reason = reason
+            case m.Shutdown(reason, keeps):
+                self._reason, self._gives_back = reason, not keeps
                 self._over.set()
 
     def _tell(self, worker: WorkerProcess, message: m.ToWorker) -> None:
@@ -372,6 +378,7 @@ class Agent:
         try:
             if self._keeper is not None:
                 self._keeper.gone(worker.name)
+                message = msgspec.structs.replace(message, summing=self._keeper.summing(worker.name))
             self._watcher.gone(worker.name)
         except Exception as error:  # noqa: BLE001 - whatever it is, the core must hear of the end
             self._link.complain(f"the end of {worker.name}", error)
@@ -395,6 +402,15 @@ class Agent:
         # A signal handler's output has no event; a stopped process has none.
         await asyncio.sleep(STACKS_WAIT_S)
         return {w.name: innermost(w.stacks, sizes[w.name]) for w in workers}
+
+    async def _kill_after_copy(self, worker: WorkerProcess, keeper: SnapshotKeeper, grace_s: float) -> None:
+        """A state that the script gave to be copied beside its next step counts, whatever ends the step."""
+        try:
+            async with asyncio.timeout(grace_s):
+                await keeper.copied(worker.name)
+        except TimeoutError:
+            pass
+        self._save_stacks_then_kill(worker, grace_s)
 
     def _save_stacks_then_kill(self, worker: WorkerProcess, grace_s: float) -> None:
         """A stopped process shows its stack when it is woken: it was fenced before, so it can do no harm."""
@@ -483,8 +499,8 @@ class Agent:
             self._draining = asyncio.create_task(self._hook("on-drain", reason))
 
     def _unlinked(self) -> None:
-        """The coordinator is gone. Who is leaving does not wait for the next one."""
-        if self._leaving is not None:
+        """The coordinator is gone. Who is leaving does not wait for the next one, nor is there one without a launcher."""
+        if self._leaving is not None or self._launcher_lost:
             self._over.set()
 
     def _orphaned(self) -> None:
@@ -492,10 +508,16 @@ class Agent:
         self._over.set()
 
     def _launcher_gone(self, lifeline: int) -> None:
-        """The coordinator has the same news and stops the job in order; this is for when it is gone too."""
+        """The coordinator has the same news and stops the job in order, for which it has as long as the last state needs
+        to a durable tier; this is for when it is gone too."""
         loop = asyncio.get_running_loop()
         loop.remove_reader(lifeline)
-        loop.call_later(2 * self._config.timing.stop_s, self._over.set)
+        loop.call_later(2 * self._config.timing.stop_s, self._left_alone)
+
+    def _left_alone(self) -> None:
+        self._launcher_lost = True
+        if not self._link.connected:
+            self._over.set()
 
     async def _end_workers(self) -> None:
         left = list(self._workers.values())

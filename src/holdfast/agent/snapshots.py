@@ -81,6 +81,8 @@ class SnapshotKeeper:
         )
         self._closing = threading.Event()
         self._filling: dict[str, tuple[Key, Slot, float]] = {}
+        self._begun: dict[str, asyncio.Event] = {}
+        self._summing: dict[Key, str] = {}
         self._asked: dict[str, Key] = {}
         self._pulls: set[Pull] = set()
         self._prepared: set[tuple[int, int]] = set()
@@ -102,8 +104,9 @@ class SnapshotKeeper:
         """What is held here."""
         return tuple(_copy_of(s) for s in self.pool.held())
 
-    async def close(self) -> None:
-        """Ends what is under way and gives the memory back: the job is over. (A killed agent leaves it.)"""
+    async def close(self, gives_back: bool = True) -> None:
+        """Ends what is under way: the job is over. gives_back: the memory too; else it is left as a killed agent leaves it,
+        for the next start."""
         self._closing.set()
         for pull in list(self._pulls):
             pull.abort()
@@ -112,7 +115,10 @@ class SnapshotKeeper:
             await asyncio.to_thread(threads.shutdown, cancel_futures=True)
         self._storing.shutdown(wait=False, cancel_futures=True)
         await self._leave_tiers()
-        self.pool.close()
+        if gives_back:
+            self.pool.close()
+        else:
+            self.pool.leave()
 
     async def _leave_tiers(self) -> None:
         """Waits for what is being written, but not for a tier that does not answer: the process ends without its thread."""
@@ -139,9 +145,11 @@ class SnapshotKeeper:
         """A slot for a worker's copy, its pages present."""
         self.gone(worker)  # it gave up what it had begun
         self._asked[worker] = message.key
+        self._begun[worker] = asyncio.Event()
         try:
             slot = await self._begin(message)
         except TierError as error:
+            self._copied(worker, message.key)
             self._send(m.NotHeld(message.key, str(error)))
             return m.SlotGiven(message.key, None, str(error))
         if self._asked.get(worker) != message.key:
@@ -169,6 +177,8 @@ class SnapshotKeeper:
         if slot is None or key != message.key:
             return
         del self._filling[worker]
+        self._copied(worker, key)
+        self._summing[key] = worker
         try:
             if message.index is None:
                 raise TierError("the worker gave it up")
@@ -178,10 +188,28 @@ class SnapshotKeeper:
             self.pool.drop(slot)
             self._send(m.NotHeld(message.key, str(error)))
             return
+        finally:
+            self._summing.pop(key, None)
         self._send(m.Held(_copy_of(slot), message.stall_s, time.monotonic() - began_s))
+
+    def summing(self, worker: str | None = None) -> tuple[Key, ...]:
+        """Shards that a worker (None: any) has left complete here; Held or NotHeld follows."""
+        return tuple(key for key, whose in self._summing.items() if worker in (None, whose))
+
+    async def copied(self, worker: str) -> None:
+        """Waits until the copy that a worker is at is complete, or given up."""
+        if (begun := self._begun.get(worker)) is not None:
+            await begun.wait()
+
+    def _copied(self, worker: str, key: Key) -> None:
+        """Nothing more comes of this copy from the worker."""
+        if self._asked.get(worker) == key and (begun := self._begun.pop(worker, None)) is not None:
+            begun.set()
 
     def gone(self, worker: str) -> None:
         """A worker ended: what it had not finished does not count."""
+        if (key := self._asked.get(worker)) is not None:
+            self._copied(worker, key)
         self._asked.pop(worker, None)
         key, slot, _ = self._filling.pop(worker, (None, None, 0.0))
         if slot is not None and key is not None:

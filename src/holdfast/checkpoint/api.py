@@ -58,14 +58,16 @@ def save(state: Mapping[str, Any], step: int, *, to: str | None = None, overlap:
     if not overlap:
         return place.put(flat.index, lambda row: copy_tensors(row, flat.tensors, ready))
     _hook_optimizers()
+    fill = place.begin(flat.index)
 
     def copy_beside() -> None:
         try:
-            place.put(flat.index, lambda row: copy_tensors(row, flat.tensors, ready))
+            fill(lambda row: copy_tensors(row, flat.tensors, ready))
         except Exception as error:  # noqa: BLE001 - nobody waits for this thread's errors; training goes on
             say(f"rank {place.rank}: no snapshot of step {step}: {error!r}")
 
-    thread = threading.Thread(target=copy_beside, name="holdfast-copy", daemon=True)
+    # No daemon: the interpreter's end waits for it. The script was told that this state is saved.
+    thread = threading.Thread(target=copy_beside, name="holdfast-copy", daemon=False)
     _copying.append(thread)
     thread.start()
     return True

@@ -282,6 +282,15 @@ class SlotPool:
         with self._lock:
             return sum(s.capacity for s in self._slots)
 
+    def leave(self) -> None:
+        """Leaves what is held to the next agent here, and gives the rest back."""
+        with self._lock:
+            for slot in [s for s in self._slots if s.state is not SlotState.SEALED]:
+                self._give_back(slot)
+            if not self._slots:
+                remove_memory(self.folder)
+            self._slots.clear()
+
     def close(self) -> None:
         """Gives all memory back."""
         with self._lock:

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, Protocol
@@ -55,6 +56,9 @@ class Place(Protocol):
     rank: int
     world: int
     ranks: Ranks
+
+    def begin(self, index: Index) -> Callable[[Copy], bool]:
+        """Asks for room, so that the state counts from now on; returns `put` without its first argument."""
 
     def put(self, index: Index, copy: Copy) -> bool:
         """Calls `copy` with the row to fill, and keeps what it is filled with. False: skipped, and said why."""
@@ -129,10 +133,17 @@ class AgentPlace:
         self._maps = SlotMaps()
         self._skipping = False
 
-    def put(self, index: Index, copy: Copy) -> bool:
-        """Copies into a slot of the agent's."""
+    def begin(self, index: Index) -> Callable[[Copy], bool]:
+        """The agent ends this process only when the copy is complete: it knows of it before the script goes on."""
         key = Key(index.step, self._generation, self.rank, self.world)
         self._link.send(m.SlotWanted(key, index.nbytes))
+        return partial(self._fill, key, index)
+
+    def put(self, index: Index, copy: Copy) -> bool:
+        """Copies into a slot of the agent's."""
+        return self.begin(index)(copy)
+
+    def _fill(self, key: Key, index: Index, copy: Copy) -> bool:
         began_s = time.perf_counter()
         given = self._link.wait_slot(key, SLOT_WAIT_S)
         if given is None or given.path is None:
@@ -239,6 +250,10 @@ class LonePlace:
         self._thread.start()
         atexit.register(self.close)
         Finalize(None, self.close, exitpriority=10)  # processes of multiprocessing end without atexit
+
+    def begin(self, index: Index) -> Callable[[Copy], bool]:
+        """Room is made as the copy begins."""
+        return partial(self.put, index)
 
     def put(self, index: Index, copy: Copy) -> bool:
         """Copies into a slot of this process's; durable tiers whose time has come follow behind."""

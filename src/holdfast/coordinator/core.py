@@ -135,7 +135,8 @@ class Core:
 
     def _after_the_end(self, event: Event) -> None:
         if isinstance(event, NodeJoined):
-            self.send(event.hello.node, m.Shutdown(self.state.outcome or "ended"))
+            over = m.Shutdown(self.state.outcome or "ended", self.state.keeps_memory)
+            self.send(event.hello.node, over)
         elif isinstance(event, Recovered):
             self._out.append(End(self.state.outcome or "ended"))  # its first telling may have been lost
 

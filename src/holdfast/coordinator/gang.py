@@ -55,13 +55,11 @@ def advance(core: Core) -> None:
     """Starts all workers when there are nodes enough, and ends the job when all are done."""
     s = core.state
     if s.phase is JobPhase.STOPPING:
-        if not core.alive_workers():
-            stopping.end(core)
+        stopping.end_when_saved(core)
     elif s.stop_reason is not None:
         s.phase = JobPhase.STOPPING
         end_all(core, grace_s=core.timing.stop_s / 2)
-        if not core.alive_workers():
-            stopping.end(core)
+        stopping.end_when_saved(core)
     elif s.phase is JobPhase.BREAKING:
         if not core.alive_workers():
             s.phase = JobPhase.GATHERING
@@ -69,8 +67,8 @@ def advance(core: Core) -> None:
     elif s.phase is JobPhase.GATHERING:
         _launch(core)
     elif s.phase is JobPhase.RUNNING and not core.alive_workers():
-        s.outcome = "finished"
-        stopping.end(core)
+        s.phase, s.outcome = JobPhase.STOPPING, "finished"
+        stopping.end_when_saved(core)
 
 
 def _launch(core: Core) -> None:
@@ -238,7 +236,7 @@ def restart(core: Core, cause: str, counts: bool = True) -> None:
 
 
 def end_all(core: Core, grace_s: float) -> None:
-    """Asks every worker's process to end."""
+    """Asks every worker's process to end, when it has completed the copy of its state that it is at."""
     for worker in core.alive_workers():
         worker.told_to_end = True
         core.send(worker.node, m.KillWorker(worker.name, grace_s))

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from holdfast.coordinator import comparing, figures, incidents, resizing
+from holdfast.coordinator.saving import has_all
 from holdfast.coordinator.state import CoreState, Worker, WorkerPhase
 from holdfast.coordinator.store import StepRow
 from holdfast.coordinator.storing import how_far
@@ -57,7 +58,18 @@ def build_report(state: CoreState, steps: list[StepRow], now: float) -> dict[str
             "replicas_equal": all(len(d) <= 1 for d in digests) if ended else None,
         },
         "saved": msgspec.to_builtins(state.durable) if state.durable else None,
+        "in_memory": _in_memory(state),
     }
+
+
+def _in_memory(state: CoreState) -> dict[str, int | None] | None:
+    """What no durable tier has and stays in the nodes' memory for the next start. step None: of a run before, and not all
+    nodes have said what they hold."""
+    if not state.keeps_memory:
+        return None
+    newest = max((x.step for x in state.snapshots if has_all(x)), default=None)
+    saved = state.durable.step if state.durable else 0
+    return {"step": newest if newest is not None and newest > saved else None}
 
 
 def _idle(state: CoreState) -> list[tuple[int, float]]:

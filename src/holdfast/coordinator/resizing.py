@@ -375,8 +375,8 @@ def _holds_on(core: Core, node: Node) -> bool:
     its first commit, and when the job is about to end."""
     s = core.state
     writes = storing.writes(core, node)
-    saves = writes or any(name == node.name for name, _ in s.last_from)
-    if saves and s.level == 2 and not core.alive_workers():
+    saves = writes or storing.has_last(core, node)
+    if saves and (s.level != 2 or not core.alive_workers()):
         return True  # no step has to end before it goes: all of its time is for what it saves
     if core.now >= _deadline_s(core, node):
         return False

@@ -37,6 +37,7 @@ MAX_UNREAD = 3
 def held(core: Core, node: Node, message: m.Held) -> None:
     """A node has a shard in its memory."""
     copy = message.copy
+    storing.summed(core, node, copy.key)
     snapshot = _take(core, node, copy)
     if snapshot is not None:
         snapshot.stall_s = max(snapshot.stall_s, message.stall_s)
@@ -70,6 +71,7 @@ def _take(core: Core, node: Node, copy: Copy) -> Snapshot | None:
 
 def not_held(core: Core, node: Node, key: Key, reason: str) -> None:
     """A node could not keep a shard. Said once, until a snapshot is whole again."""
+    storing.summed(core, node, key)
     if not core.state.skipped:
         core.record("snapshot-skipped", node=node.name, step=key.step, rank=key.rank, reason=reason)
     core.state.skipped += 1
@@ -150,7 +152,7 @@ def joined(core: Core, node: Node, hello: m.Hello) -> None:
     missed = [r for r in core.state.rewinds if not any(c.key.generation >= r.number for c in hello.copies)]
     if missed and node.snapshot_port:
         core.send(node.name, m.ForgetSnapshots(missed[0].start))
-    storing.joined(core, node)
+    storing.joined(core, node, hello)
     for copy in hello.copies:
         _take(core, node, copy)
     before = _newest_step(core)

@@ -13,7 +13,7 @@ from holdfast.coordinator.casebook import Checking, Evidence, Health
 from holdfast.protocol.health import Remedy, Severity
 from holdfast.protocol.job import Durable, JobSpec
 from holdfast.protocol.messages import Generation, Ready, Stop
-from holdfast.protocol.snapshots import Copy, Holder, Shard
+from holdfast.protocol.snapshots import Copy, Holder, Key, Shard
 
 
 class JobPhase(StrEnum):
@@ -402,8 +402,10 @@ class CoreState(msgspec.Struct):
     replica to how far its workers said that they are. stored: tier to the last checkpoint that came there (or was tried).
     older: what to go on from if `durable` proves to be damaged, newest first. durable_tries: generations in a row that
     could not be restored from it. unread: why checkpoints that are there will not do. last_from: nodes
-    that were given the state after the last step, and the shards of it. last_failed: tiers that did not take it.
-    last_step: where the job stops, once that is decided; 0: its state is not whole there.
+    that were given the state after the last step, and the shards of it. summing: node, shard and since when: it is complete
+    there and its worker has ended; Held or NotHeld follows. last_failed: tiers that did not take the last state.
+    last_step: where the job stops, once that is decided; 0: its state is not whole there. keeps_memory: the job ended, and
+    the nodes' memory has a state that no durable tier has.
     doubtful: tier to the manifest that could not be written, as far as is known.
     closed: so many of the oldest incidents are closed.
     brought: node to the steps of which its own part was not finite. figures: what the script logs: name to step and value.
@@ -429,8 +431,10 @@ class CoreState(msgspec.Struct):
     durable_tries: int = 0
     unread: list[str] = []
     last_from: list[tuple[str, int]] = []
+    summing: list[tuple[str, Key, float]] = []
     last_step: int | None = None
     last_failed: list[str] = []
+    keeps_memory: bool = False
     snapshots: list[Snapshot] = []
     rewinds: list[Rewind] = []
     buddy_groups: list[list[str]] = []

@@ -27,7 +27,7 @@ def request(core: Core, reason: str, outcome: str) -> None:
     s = core.state
     if s.stop_reason is not None:
         return
-    s.stop_reason, s.outcome = reason, outcome
+    s.stop_reason, s.outcome = reason, s.outcome or outcome  # all steps may be done already
     s.stop_deadline_s = core.now + max(core.timing.stop_s, 3 * (core.median_s() or 0.0))
     core.record("stop-requested", reason=reason, outcome=outcome)
 
@@ -44,9 +44,11 @@ def out_of_time(core: Core) -> None:
         failures.condemn(core, stuck, "did not save the state in time")
         s.last_from = []  # whoever has not said what became of it is not waited for
         s.stop_deadline_s = core.now + core.timing.start_s
-    elif (
-        s.level == 2 and s.phase is JobPhase.STOPPING and (until_s := storing.moves_until_s(core)) > core.now
-    ):
+    elif s.level != 2 and core.alive_workers():
+        for worker in core.alive_workers():
+            failures.end_worker(core, worker, counts=False)
+        s.stop_deadline_s = core.now + core.timing.start_s  # what they gave before is still saved
+    elif s.phase is JobPhase.STOPPING and (until_s := storing.moves_until_s(core)) > core.now:
         s.stop_deadline_s = until_s
     elif s.level != 2 or s.phase is JobPhase.STOPPING:
         gang.end_all(core, grace_s=0.0)
@@ -247,13 +249,26 @@ def _stop(core: Core, worker: Worker, stop: m.Stop) -> None:
     core.tell(worker, stop)
 
 
+def end_when_saved(core: Core) -> None:
+    """At level 0 and 1: when no worker is left, the newest state that they gave goes from their agents' memory into every
+    durable tier; then the job is over."""
+    if not core.alive_workers() and not storing.last_on_its_way(core):
+        end(core)
+
+
 def end(core: Core) -> None:
-    """Nothing is left to do."""
+    """Nothing is left to do. A state that no durable tier has stays in the nodes' memory, as if all had been killed: where
+    nodes are somebody else's after the job it cannot, and that is said."""
     s = core.state
     s.phase = JobPhase.ENDED
     s.outcome = s.outcome or "finished"
     storing.say_unsaved(core)
+    step = storing.only_in_memory(core)
+    ours = core.spec.engine == "local"
+    s.keeps_memory = ours and (step is not None or storing.may_be_in_memory(core))
+    if step is not None:
+        core.record("only-in-memory", step=step, kept=ours, saved=s.durable.step if s.durable else None)
     core.record("ended", outcome=s.outcome, reason=s.stop_reason, step=s.committed)
     for node in core.alive_nodes():
-        core.send(node.name, m.Shutdown(s.outcome))
+        core.send(node.name, m.Shutdown(s.outcome, s.keeps_memory))
     core.act(End(s.outcome))

@@ -5,6 +5,7 @@ Whatever a tier refuses is said and tried again with a later snapshot; training 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from holdfast.checkpoint.policy import Retention, parse_cadence
@@ -228,6 +229,16 @@ def writes(core: Core, node: Node) -> bool:
     return any(node.name in x.waiting.values() for x in core.state.storing)
 
 
+def has_last(core: Core, node: Node) -> bool:
+    """Whether a node that is to leave may have a part of the state that the job ends with."""
+    s = core.state
+    if s.level == 2 or s.stop_reason is None:
+        return any(name == node.name for name, _ in s.last_from)
+    snapshot = saving.newest_whole(core)
+    held = snapshot is not None and any(node.name in h.nodes for h in snapshot.shards)
+    return held or any(name == node.name for name, *_ in s.summing)
+
+
 def ending(core: Core) -> bool:
     """No worker has steps to do any more."""
     s = core.state
@@ -235,8 +246,11 @@ def ending(core: Core) -> bool:
 
 
 def last_step(core: Core) -> int:
-    """Of the state that the job ends with."""
+    """Of the state that the job ends with: where scripts save, the newest that is whole."""
     s = core.state
+    if s.level != 2:
+        snapshot = saving.newest_whole(core)
+        return snapshot.step if snapshot is not None else 0
     return s.committed if s.last_step is None else s.last_step
 
 
@@ -260,13 +274,24 @@ def awaited_positions(core: Core) -> set[int]:
     return {p for n, p in asked if n.alive and n.refused_steps.get(p, -1) < last}
 
 
+def summing(core: Core, node: str, keys: Iterable[Key]) -> None:
+    """A node computes the checksums of shards whose workers have ended."""
+    core.state.summing += [(node, key, core.now) for key in keys]
+
+
+def summed(core: Core, node: Node, key: Key) -> None:
+    """What became of a shard is known."""
+    s = core.state
+    s.summing = [x for x in s.summing if x[:2] != (node.name, key)]
+
+
 def last_on_its_way(core: Core) -> bool:
     """The job ends: begins to store its last state in every durable tier; where that is not whole, the newest snapshot
     that is. False when nothing more comes of it."""
     s = core.state
     if s.stop_reason is not None and s.stop_deadline_s is None:
         return False  # asked to stop, and the time for that is over
-    if awaited_positions(core):
+    if awaited_positions(core) or s.summing:
         return True
     snapshot = saving.newest_whole(core)
     newest = s.durable.step if s.durable is not None else 0
@@ -281,6 +306,8 @@ def last_on_its_way(core: Core) -> bool:
     for tier in todo:
         current = under_way(core, tier.url)
         if current is None:
+            before = max((d.step for d in kept if d is not None and d.url == tier.url), default=None)
+            core.record("saving-last", step=snapshot.step, url=tier.url, there=before)
             _store(core, tier, snapshot)
         elif core.now >= current.moved_s + core.timing.start_s:
             s.last_failed.append(tier.url)
@@ -289,18 +316,35 @@ def last_on_its_way(core: Core) -> bool:
 
 
 def moves_until_s(core: Core) -> float:
-    """While something comes to a tier its checkpoint is waited for, at least until this time."""
-    return max((x.moved_s + core.timing.start_s for x in core.state.storing), default=0.0)
+    """While something comes to a tier its checkpoint is waited for, at least until this time; so is what is summed up."""
+    since_s = [x.moved_s for x in core.state.storing] + [x[2] for x in core.state.summing]
+    return max(since_s) + core.timing.start_s if since_s else 0.0
 
 
 def say_unsaved(core: Core) -> None:
     """The job ends without its last state in a tier, for a reason that was not said."""
     s, last = core.state, last_step(core)
-    if s.positions == 1 or not last or s.last_failed or (s.durable is not None and s.durable.step >= last):
+    known = s.last_failed or (s.durable is not None and s.durable.step >= last)
+    if s.level != 2 or s.positions == 1 or not last or known:
         return
     for tier in core.spec.saving.tiers:
         reason = "not every shard of the last state could be kept in the memory of a node"
         core.record("tier-failed", url=tier.url, step=last, reason=reason)
+
+
+def only_in_memory(core: Core) -> int | None:
+    """The step of the newest snapshot, if no durable tier has it or a later one."""
+    snapshot = saving.newest_whole(core)
+    newest = core.state.durable.step if core.state.durable is not None else 0
+    return snapshot.step if snapshot is not None and snapshot.step > newest else None
+
+
+def may_be_in_memory(core: Core) -> bool:
+    """The job ended before all nodes had said what a killed run left in their memory: it may be newer than any tier's."""
+    s = core.state
+    newest = s.durable.step if s.durable is not None else 0
+    missed = not s.number and s.joined < core.spec.max_nodes + core.spec.spares
+    return missed or any(x.generation < 1 and x.step > newest for x in s.snapshots)
 
 
 # ---------------------------------------------------------------- what is there
@@ -380,6 +424,7 @@ def _failed(core: Core, current: Storing, reason: str) -> None:
 
 def node_lost(core: Core, node: Node) -> None:
     """What it was writing does not come: the next whole snapshot is stored instead."""
+    core.state.summing = [x for x in core.state.summing if x[0] != node.name]
     core.state.last_from = [(n, p) for n, p in core.state.last_from if n != node.name]
     for current in list(core.state.storing):
         if node.name not in current.waiting.values():
@@ -390,8 +435,10 @@ def node_lost(core: Core, node: Node) -> None:
             core.state.storing.remove(current)
 
 
-def joined(core: Core, node: Node) -> None:
+def joined(core: Core, node: Node, hello: m.Hello) -> None:
     """A node may have missed what it was asked for, or its answer was."""
+    core.state.summing = [x for x in core.state.summing if x[0] != node.name]
+    summing(core, node.name, hello.summing)
     for current in list(core.state.storing):
         if current.void:
             _answered(core, current, node)

@@ -24,6 +24,7 @@ class Engine(Protocol):
         """Boots a node that was released; it comes back as a new one."""
         ...
 
-    async def close(self) -> None:
-        """Ends every node; returns when all are gone."""
+    async def close(self, gives_back: bool = True) -> None:
+        """Ends every node; returns when all are gone. gives_back: their snapshot memory too; else it is left to the job's
+        next start, where the nodes are still this user's then."""
         ...

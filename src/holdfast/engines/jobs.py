@@ -216,7 +216,9 @@ class JobFolder:
 
         `note` is told of those that are not whole, and how far it is when that takes long.
         """
-        if self._outcome() == "finished":  # what it held in memory is in its durable tiers
+        report = self._report()
+        if report.get("outcome") == "finished" and report.get("in_memory") is None:
+            # What it held in memory is in its durable tiers.
             (self.path / "identity").unlink(missing_ok=True)
         sweep_memory()
         self.put_away()
@@ -230,13 +232,12 @@ class JobFolder:
         (self.path / "resume.json").write_bytes(msgspec.json.encode(resume))
         return resume
 
-    def _outcome(self) -> str | None:
+    def _report(self) -> dict[str, object]:
+        """Of the run before; empty where there was none, or it was killed."""
         try:
-            report = msgspec.json.decode((self.path / "report.json").read_bytes())
+            return msgspec.json.decode((self.path / "report.json").read_bytes(), type=dict[str, object])
         except (OSError, msgspec.MsgspecError):
-            return None
-        outcome = report.get("outcome")
-        return outcome if isinstance(outcome, str) else None
+            return {}
 
     def put_away(self) -> None:
         """The ledger, report and logs of the run before go into `runs/N`."""

@@ -22,6 +22,8 @@ from holdfast.protocol.python import python_module
 
 COORDINATOR_DEPOSED = 4
 ATTEMPTS = 3
+KILLED = "killed"
+"""The outcome of a job whose coordinator wrote no report."""
 
 
 class View(Protocol):
@@ -60,6 +62,7 @@ class Launcher(ABC):
         self.spec, self.job_dir, self.view, self.port = spec, job_dir, view, port
         self.engine: Engine | None = None
         self.interrupts = 0
+        self._gives_back = False
         self._coordinator: asyncio.subprocess.Process | None = None
         self._listener: socket.socket | None = None
         self._lifeline, self._held = os.pipe()
@@ -104,9 +107,12 @@ class Launcher(ABC):
             except TimeoutError:
                 watching.cancel()
             obeying.cancel()
+            report = self._report()
+            # Without a word of the coordinator's the nodes' memory may have what no durable tier has.
+            self._gives_back = report["outcome"] != KILLED and report.get("in_memory") is None
         finally:
             await self.close()
-        return self._report()
+        return report
 
     # ------------------------------------------------------------ the coordinator
 
@@ -248,7 +254,7 @@ class Launcher(ABC):
         if self._listener is not None:
             self._listener.close()
         if self.engine is not None:
-            await self.engine.close()
+            await self.engine.close(self._gives_back)
         self._close_pulse()
         os.close(self._held)
         os.close(self._lifeline)
@@ -257,7 +263,7 @@ class Launcher(ABC):
         try:
             report: dict[str, Any] = msgspec.json.decode((self.job_dir / "report.json").read_bytes())
         except (OSError, msgspec.MsgspecError):
-            return {"outcome": "killed", "reason": "stopped at once", "incidents": []}
+            return {"outcome": KILLED, "reason": "stopped at once", "incidents": []}
         return report
 
 

@@ -20,7 +20,7 @@ def progress_line(spec: JobSpec, status: Mapping[str, Any] | None, rate: float |
     fetching = [w for w in status["workers"] if w["state"] == "restoring"]
     if fetching:
         return _restoring(fetching, status)
-    if status["phase"] == "running" and not status["workers"]:
+    if status["phase"] in ("running", "stopping") and not status["workers"]:
         return _last(status)
     words = {"running": "training", "breaking": "recovering"}
     return (
@@ -41,10 +41,10 @@ def _restoring(fetching: Sequence[Mapping[str, Any]], status: Mapping[str, Any])
 
 
 def _last(status: Mapping[str, Any]) -> str:
-    """All steps are done and all workers gone: what is left to do."""
+    """All workers are gone: what is left to do."""
     tiers = [t for t in (status.get("saving") or {}).get("tiers", []) if t["under_way"] is not None]
     line = "; ".join(f"saving step {count(t['under_way'])} in {t['url']}{written(t)}" for t in tiers)
-    return line or "all steps are done"
+    return line or ("all steps are done" if status["phase"] == "running" else "all workers have ended")
 
 
 def _starting(spec: JobSpec, status: Mapping[str, Any] | None) -> str:

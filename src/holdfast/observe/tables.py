@@ -106,9 +106,16 @@ def _header(report: Report, job_dir: Path) -> Table:
     table.add_row("parameters", _parameters(final))
     if saved := report.get("saved"):
         table.add_row("saved", Text(f"step {units.count(saved['step'])} in {saved['url']}"))
+    if memory := report.get("in_memory"):
+        table.add_row("memory", Text(_kept(memory, report.get("job", job_dir.name))))
     table.add_row("incidents", _summary(report.get("incidents") or []))
     table.add_row("logs", Text(str(job_dir / "logs")))
     return table
+
+
+def _kept(memory: Report, job: str) -> str:
+    what = "what a run before left" if memory["step"] is None else f"step {units.count(memory['step'])}"
+    return f"{what} stays for the next start; `holdfast checkpoint free --job {job}` gives it back"
 
 
 def _world(world: Report) -> str:

@@ -324,6 +324,19 @@ def _saved(f: Fields) -> str:
     return line + clip_path(f["url"], LINE_WIDTH - len(line) - len(more)) + more
 
 
+def _saving_last(f: Fields) -> str:
+    line = f"the last state, step {f['step']}, goes to "
+    there = "" if f.get("there") is None else f" (step {f['there']} is there)"
+    return line + clip_path(f["url"], max(20, LINE_WIDTH - len(line) - len(there))) + there
+
+
+def _only_in_memory(f: Fields) -> str:
+    if f["kept"]:
+        return f"step {f['step']} is only in memory; it stays there for the next start of this job"
+    saved = "nothing is saved" if f.get("saved") is None else f"step {f['saved']} is the newest that is saved"
+    return f"step {f['step']} was only in the memory of the nodes, which goes with them: {saved}"
+
+
 def _snapshot(f: Fields) -> str:
     took = f"{size(f['nbytes'])} after {seconds(f['took_s'])}"
     return f"snapshot of step {f['step']}: in the memory of {plural(f['nodes'], 'node')}, {took}"
@@ -434,6 +447,8 @@ _SENTENCES: dict[str, Callable[[Fields], str]] = {
     "stalled": _stalled,
     "stall-judged": _stall_judged,
     "saved": _saved,
+    "saving-last": _saving_last,
+    "only-in-memory": _only_in_memory,
     "snapshot": _snapshot,
     "snapshot-skipped": _snapshot_skipped,
     "snapshot-unreadable": _snapshot_unreadable,

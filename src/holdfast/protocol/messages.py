@@ -452,7 +452,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
     identity: of the machine, the same whenever it comes back (its serial number, else its machine-id). devices: lasting
     identities of its devices. checks: what the basic checks found before it joined. snapshot_server: the name by which
-    `protocol.proof` knows whoever listens at snapshot_port.
+    `protocol.proof` knows whoever listens at snapshot_port. summing: as in Exited, of all its workers.
     """
 
     version: int
@@ -471,6 +471,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     devices: tuple[str, ...] = ()
     checks: tuple[CheckResult, ...] = ()
     snapshot_server: str = ""
+    summing: tuple[Key, ...] = ()
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
@@ -494,13 +495,17 @@ class Started(msgspec.Struct, frozen=True, tag="started"):
 
 
 class Exited(msgspec.Struct, frozen=True, tag="exited"):
-    """A worker's process ended. code: exit status, negative for a signal (as subprocess does). killed: by its agent."""
+    """A worker's process ended. code: exit status, negative for a signal (as subprocess does). killed: by its agent.
+
+    summing: shards that it left complete in memory, whose checksums the agent still computes: Held or NotHeld follows.
+    """
 
     worker: str
     code: int
     tail: tuple[str, ...] = ()
     log: str = ""
     killed: bool = False
+    summing: tuple[Key, ...] = ()
 
 
 class Stalled(msgspec.Struct, frozen=True, tag="stalled"):
@@ -629,7 +634,8 @@ class StartWorker(msgspec.Struct, frozen=True, tag="start-worker"):
 
 
 class KillWorker(msgspec.Struct, frozen=True, tag="kill-worker"):
-    """End a worker now. grace_s > 0: SIGTERM first."""
+    """End a worker now. grace_s > 0: SIGTERM first; before that, for as long at most, it completes the copy into snapshot
+    memory that it is at."""
 
     worker: str
     grace_s: float = 0.0
@@ -668,9 +674,10 @@ class Drain(msgspec.Struct, frozen=True, tag="drain"):
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
-    """The job is over: end the workers and leave."""
+    """The job is over: end the workers and leave. keeps: the snapshot memory stays, for the next start of the job."""
 
     reason: str
+    keeps: bool = False
 
 
 class Replicate(msgspec.Struct, frozen=True, tag="replicate"):

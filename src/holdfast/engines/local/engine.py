@@ -107,7 +107,7 @@ class LocalEngine:
         """A new agent of the same name is the machine after its boot."""
         await self._start(node)
 
-    async def close(self) -> None:
+    async def close(self, gives_back: bool = True) -> None:
         """Ends what is left: first by asking, then by SIGKILL."""
         for process in self._agents.values():
             process.signal(signal.SIGTERM)
@@ -120,6 +120,7 @@ class LocalEngine:
         await asyncio.gather(*self._leaving)
         await asyncio.gather(*self._reading)
         await self._nursery.close()
-        await asyncio.to_thread(remove_memory, self._memory)
+        if gives_back:
+            await asyncio.to_thread(remove_memory, self._memory)
         os.close(self._held)
         os.close(self._lifeline)

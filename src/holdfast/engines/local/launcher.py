@@ -43,4 +43,5 @@ class LocalLauncher(Launcher):
             self.view.note("stopping after this step; once more to stop at once")
             self.stop("interrupted")
         else:
+            self.view.note("what only the nodes' memory has stays there for the next start of this job")
             self.end_now()

@@ -456,8 +456,9 @@ class SlurmEngine:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
 
-    async def close(self) -> None:
-        """Gives back what was asked for beyond the allocation, and waits for the agents, which end with the job."""
+    async def close(self, gives_back: bool = True) -> None:
+        """Gives back what was asked for beyond the allocation, and waits for the agents, which end with the job. Memory is
+        given back in any case: the nodes are others' next."""
         if self._polling is not None:
             self._polling.cancel()
         if self._known.follow_ups:

@@ -1,0 +1,156 @@
+"""However a job at level 1 ends, the newest state that its script gave is there for the next start of the same job."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from harness import HERE, finish, run, start, wait_for
+from test_snapshots import begins, kill_all, memory_of
+
+from holdfast.checkpoint.archive import Archive
+
+ENDS = HERE / "train_ends.py"
+LAST = 7
+NIGHTLY = pytest.mark.nightly
+
+
+@pytest.fixture
+def tiers(tmp_path):
+    """Two durable tiers that nothing comes to before the end."""
+    return [tmp_path / "near", tmp_path / "far"]
+
+
+@pytest.fixture
+def gates(tmp_path):
+    """What holds up the last copy of either rank."""
+    made = [tmp_path / f"gate-{rank}" for rank in (0, 1)]
+    for gate in made:
+        os.mkfifo(gate)
+    return made
+
+
+def options(tiers):
+    return ["--nnodes", 2, *(o for t in tiers for o in ("--checkpoint", f"{t},every=0"))]
+
+
+def stop(process, home, how):
+    """Ends the job in one of the ways in which people and schedulers do."""
+    if how == "holdfast stop":
+        env = dict(os.environ, HOLDFAST_HOME=str(home))
+        subprocess.run([sys.executable, "-m", "holdfast.cli", "stop", "--job", "job"], env=env, check=True)
+    else:
+        process.send_signal(how)
+
+
+def goes_on_at(home, tiers, *args):
+    """Where the ranks of the next start begin."""
+    ran = run(home, *options(tiers), ENDS, *args)
+    assert ran.code == 0, ran.output[-3000:]
+    return begins(ran)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("writer", ["save", *(pytest.param(w, marks=NIGHTLY) for w in ("overlap", "dcp"))])
+def test_start_after_start_goes_on_with_the_newest_state(tmp_path, tiers, writer):
+    """Stopped in every way, failed for good, and ended by itself; with overlap the copy of the last state is only
+    beginning as the script ends."""
+    last = 0
+    for how, outcome in [
+        (signal.SIGINT, "stopped"),
+        (signal.SIGTERM, "stopped"),
+        ("holdfast stop", "stopped"),
+        ("raise", "failed"),
+        ("end", "finished"),
+        ("end", "finished"),
+    ]:
+        before, last = last, last + 3
+        does = how if how in ("raise", "end") else "stand"
+        process = start(tmp_path, *options(tiers), "--max-restarts", 0, ENDS, last, does, writer)
+        if does == "stand":
+            wait_for(process, "rank 0 stands")
+            stop(process, tmp_path, how)
+        ran = finish(process, tmp_path)
+        assert (ran.report["outcome"], begins(ran)) == (outcome, [before]), ran.output[-3000:]
+        assert [Archive(str(t)).verify(last).step for t in tiers] == [last, last]
+        assert ran.output.count(f"the last state, step {last}, goes to") == 2
+        assert ran.report["in_memory"] is None
+        assert not memory_of(tmp_path)
+
+
+@NIGHTLY
+def test_of_ranks_that_saved_different_steps_the_newest_whole_state_counts(tmp_path, tiers):
+    process = start(tmp_path, *options(tiers), ENDS, LAST, "ahead")
+    wait_for(process, "rank 0 stands")
+    process.send_signal(signal.SIGINT)
+    finish(process, tmp_path)
+    assert goes_on_at(tmp_path, tiers, LAST + 2, "end") == [LAST]
+
+
+@NIGHTLY
+def test_what_the_script_saves_as_it_is_ended_counts(tmp_path, tiers):
+    process = start(tmp_path, *options(tiers), ENDS, LAST, "in the handler")
+    wait_for(process, "rank 0 stands")
+    process.send_signal(signal.SIGINT)
+    finish(process, tmp_path)
+    assert goes_on_at(tmp_path, tiers, LAST + 1, "end") == [LAST]
+
+
+def test_a_copy_that_is_under_way_is_completed_before_its_worker_ends(tmp_path, tiers, gates):
+    """save(overlap=True) has returned: the script was told that this state is saved."""
+    process = start(tmp_path, *options(tiers), ENDS, LAST, "stand", "overlap", tmp_path / "gate")
+    wait_for(process, "rank 0 stands", "rank 0 copies")
+    process.send_signal(signal.SIGINT)
+    wait_for(process, "stopping: interrupted")
+    for gate in gates:
+        # A worker that has ended reads nothing any more: then this raises.
+        os.close(os.open(gate, os.O_WRONLY | os.O_NONBLOCK))
+    first = finish(process, tmp_path)
+    assert [Archive(str(t)).verify(LAST).step for t in tiers] == [LAST, LAST], first.output
+
+
+def test_a_state_that_no_tier_takes_stays_in_memory_for_the_next_start(tmp_path, tiers):
+    process = start(tmp_path, *options(tiers), ENDS, LAST, "stand")
+    wait_for(process, "rank 0 stands")
+    for tier in tiers:
+        tier.rmdir()
+        tier.write_text("no folder any more")
+    process.send_signal(signal.SIGINT)
+    first = finish(process, tmp_path)
+    assert first.report["in_memory"] == {"step": LAST}, first.output
+    assert {f["url"] for f in first.fields("tier-failed")} == {str(t) for t in tiers}
+    assert f"step {LAST} is only in memory" in first.output
+    assert memory_of(tmp_path)
+    for tier in tiers:
+        tier.unlink()
+    assert goes_on_at(tmp_path, tiers, LAST + 1, "end") == [LAST]
+    assert not memory_of(tmp_path)
+
+
+def only_in_memory(home, gates):
+    """A job whose newest state is whole in memory, and which its tier has just refused."""
+    tier = f"{home / 'near'},every=1"
+    process = start(home, "--nnodes", 2, "--checkpoint", tier, ENDS, LAST, "deaf", "save", home / "gate")
+    wait_for(process, "rank 0 copies")
+    (home / "near").rename(home / "away")
+    (home / "near").write_text("no folder any more")
+    for gate in gates:
+        gate.open("wb").close()  # waits for the reader
+    wait_for(process, "was not saved")
+    return process
+
+
+@pytest.mark.parametrize("how", ["Ctrl-C twice", pytest.param("kill -9", marks=NIGHTLY)])
+def test_stopped_at_once_the_memory_stays_as_after_a_kill(tmp_path, tiers, gates, how):
+    process = only_in_memory(tmp_path, gates)
+    if how == "kill -9":
+        kill_all(tmp_path, process)
+    else:
+        process.send_signal(signal.SIGINT)
+        wait_for(process, "once more to stop at once")
+        process.send_signal(signal.SIGINT)
+        assert finish(process, tmp_path).report["outcome"] == "killed"
+    (tmp_path / "near").unlink()
+    assert goes_on_at(tmp_path, tiers, LAST + 1, "end") == [LAST]
+    assert not memory_of(tmp_path)
