@@ -48,6 +48,7 @@ def test_a_change_outside_of_the_commit_ends_the_job_with_the_line_to_write(plac
     ran = run(tmp_path, "--nnodes", 2, "--spares", 1, AVERAGE, STEPS, place)
     assert ran.code != 0
     assert f"average.module.0.weight changed {when}" in ran.output
+    assert "before the first step" not in ran.output
     assert "step.apply(optimizer, also=lambda: average.update_parameters(model))" in ran.output
     assert ran.report["outcome"] == "failed"
     assert ran.kinds().count("formed") == 1  # nobody was started again for it
@@ -58,3 +59,10 @@ def test_one_worker_that_changes_it_is_enough(tmp_path):
     assert ran.code != 0
     assert "average.module.0.weight changed between step 0's commit and step 1" in ran.output
     assert ran.kinds().count("formed") == 1
+
+
+def test_an_error_in_also_is_the_scripts(tmp_path):
+    ran = run(tmp_path, "--nnodes", 2, "--spares", 1, AVERAGE, STEPS, "raise")
+    assert ran.code != 0
+    assert "RuntimeError: what the script gave to also" in ran.output
+    assert "the same error at step 5" in ran.report["reason"]

@@ -39,6 +39,8 @@ def main(run: hf.Run) -> None:
     run.protect(model=model, optimizer=optimizer, average=average, noise=noise)
 
     def update(where: str) -> None:
+        if place == "raise" and where == "also" and noise.calls == 5:
+            raise RuntimeError("what the script gave to also")
         if where == place and (only is None or only == run.rank):
             average.update_parameters(model)
 

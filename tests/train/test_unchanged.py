@@ -10,7 +10,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import holdfast as hf
 from holdfast.errors import StateChanged, UsageError
-from holdfast.train import unchanged
+from holdfast.train import staging, unchanged
 
 
 class Points:
@@ -304,6 +304,15 @@ def test_also_is_called_once_for_every_step_in_its_order_after_the_scheduler():
         "second",
     ]
     assert run() == run() == [c[2] for c in called if c != "second"]
+
+
+@pytest.mark.parametrize("change", [average_by_data, one_row, replace], ids=lambda x: x.__name__)
+def test_what_lies_on_an_accelerator_is_added_up_there(change, monkeypatch):
+    monkeypatch.setattr(staging, "FAR", {"cpu"})  # as if it were a GPU's
+    with pytest.raises(StateChanged, match="between step 0's commit and step 1"):
+        train(Things(), bottom=change, until=3)
+    things = Things()
+    train(things, bottom=swap, also=lambda: things.average.update_parameters(things.model), until=8)
 
 
 def test_what_cannot_be_called_is_refused_with_an_example():

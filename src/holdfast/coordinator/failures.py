@@ -42,7 +42,8 @@ def failed(core: Core, worker: Worker, message: m.Failed) -> None:
     cause = f"{message.error}: {message.message}" + (f" in {phase}" if message.step is not None else "")
     blame = Blame(cause, rank, worker.node, message.step, message.traceback, log=worker.log)
     s.blames[worker.name] = blame
-    core.record("failed", worker=worker.name, rank=rank, node=worker.node, step=message.step, cause=cause)
+    at = message.step if message.step is not None else worker.committed  # between two steps: after that many
+    core.record("failed", worker=worker.name, rank=rank, node=worker.node, step=at, cause=cause)
     if message.error == StateChanged.__name__:
         # No machine does this, and a worker in its place would run the same script: another attempt proves nothing.
         forming.break_generation(core, cause)

@@ -355,7 +355,11 @@ def _versions(tensors: list[torch.Tensor]) -> list[int]:
 
 
 def _readable(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.numel() > 0
+    return _near(tensor) and tensor.is_contiguous() and tensor.numel() > 0
+
+
+def _near(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and not staging.is_far(tensor)
 
 
 def _bytes(tensor: torch.Tensor, start: int, size: int) -> bytes:
@@ -377,6 +381,6 @@ def _window(tensors: list[torch.Tensor], turn: int) -> tuple[int, int, bytes] | 
 
 def _digest(tensor: torch.Tensor, limit: int | None) -> int:
     row = staging.flat(tensor.detach().contiguous())[:limit]
-    if staging.is_far(row):
+    if not _near(row):
         return int(row.sum(dtype=torch.int64))  # computed where it is; the host waits for one number
     return xxhash.xxh3_64_intdigest(buffer_of(row))
