@@ -64,6 +64,22 @@ def test_who_was_not_listened_to_is_not_silent():
     assert [n.name for n in desk.core.alive_nodes()] == ["n0"]
 
 
+def test_who_was_told_late_is_not_late():
+    """A node is lost; the orders that follow leave a minute later, for until then the ledger could not be written."""
+    desk = running(3)
+    desk.lose("n2")
+    desk.do(e.Overslept(60.0), after_s=60.0)
+    left = desk.workers(WorkerPhase.MEMBER)
+    assert len(left) == 2
+    for worker in left:
+        waits = desk.view(worker, place=Place(1, 5, Phase.REDUCE), idle_s=60.0)
+        desk.do(e.NodeSays(desk.known(worker).node, m.Stalled(worker, waits)))
+    for worker in left:
+        desk.parks(worker, 5)
+    assert desk.members() == left
+    assert not desk.killed()
+
+
 @pytest.mark.parametrize(
     ("nodes", "nproc", "readers"), [(1, 1, [0]), (2, 1, [0]), (8, 1, [0]), (9, 1, [0, 1]), (3, 3, [0, 3])]
 )

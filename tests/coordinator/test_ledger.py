@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import sqlite3
+import subprocess
+import sys
 import threading
+import urllib.request
+from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import pytest
 from fakeagents import FENCES, Agent, Plane, serving
 
 from holdfast.coordinator import ledger, service
 from holdfast.coordinator.store import Store
 from holdfast.protocol import messages as m
+from holdfast.protocol.job import JobSpec, Resume
 
 FAULTS = ("full", "read-only", "raises", "hangs")
 
@@ -152,3 +159,33 @@ def test_what_a_page_holds_is_there_once_however_often_it_is_written(tmp_path: P
     assert len(store.steps()) == 1
     assert store.kept("name") == b"value"
     store.close()
+
+
+def test_a_coordinator_whose_ledger_cannot_be_opened_waits(tmp_path):
+    """Its successors would fail as it does; and after the third the job would be over."""
+    job_dir = tmp_path / "jobs" / "job"
+    job_dir.mkdir(parents=True)
+    (job_dir / "token").write_text("secret")
+    (job_dir / "spec.json").write_bytes(msgspec.json.encode(JobSpec("job", "x.py", max_nodes=1)))
+    (job_dir / "resume.json").write_bytes(msgspec.json.encode(Resume()))
+    locking = sqlite3.connect(job_dir / "job.sqlite", isolation_level=None)
+    locking.execute("begin exclusive")
+    with closing(locking), socket.create_server(("127.0.0.1", 0)) as listening:
+        command = [sys.executable, "-m", "holdfast.coordinator", f"--job-dir={job_dir}"]
+        command.append(f"--listen-fd={listening.fileno()}")
+        port = listening.getsockname()[1]
+        with subprocess.Popen(
+            command, pass_fds=[listening.fileno()], stderr=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stderr is not None
+            assert "cannot be opened (database is locked)" in process.stderr.readline()
+            locking.execute("rollback")
+            for path in ("status", "stop"):
+                request = urllib.request.Request(
+                    f"http://127.0.0.1:{port}/{path}", headers={"Authorization": "Bearer secret"}
+                )
+                request.method = "POST" if path == "stop" else "GET"
+                with urllib.request.urlopen(request, timeout=60) as answer:
+                    assert answer.status == 200
+            assert process.wait(60) == 0
+            assert process.stderr.read() == ""

@@ -81,6 +81,8 @@ SAMPLES = {
     "rebooted": {"node": "node2", "took_s": 412.5},
     "rebuild": {"worker": "node4.0#5", "position": 1, "before": 0},
     "checks-unknown": {"node": "node2", "checks": ["nvml"]},
+    "ledger-failed": {"reason": "database or disk is full"},
+    "ledger-back": {"failed_s": 61.5},
     "history": {"reason": "postgresql://h/db: connection refused"},
     "incident-joined": {"id": 3, "node": "node2", "cause": "killed by signal 9 (SIGKILL)"},
     "incident-explained": {"id": 3, "node": "node2", "cause": "xid-79: Xid 79", "was": "killed by signal 9"},

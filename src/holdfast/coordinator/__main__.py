@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import select
 import socket
+import sqlite3
 import sys
 from pathlib import Path
 
 import msgspec
 
+from holdfast.coordinator.ledger import RETRY_S
 from holdfast.coordinator.pulse import beat
 from holdfast.coordinator.service import Coordinator
 from holdfast.protocol.job import JobSpec, Resume
@@ -40,10 +43,33 @@ def main() -> int:
 
 
 async def _serve(given: argparse.Namespace, spec: JobSpec, resume: Resume) -> None:
-    coordinator = Coordinator(given.job_dir, spec, resume, given.term)
+    coordinator = _take_up(given, spec, resume)
+    if coordinator is None:
+        return
     if given.pulse is not None:
         beat(given.pulse, spec.timing.heartbeat_s / 2)
     await coordinator.serve(socket.socket(fileno=given.listen_fd), given.host, given.lifeline)
+
+
+def _take_up(given: argparse.Namespace, spec: JobSpec, resume: Resume) -> Coordinator | None:
+    """The job as its ledger has it. While that cannot be opened (the disk is full, somebody holds it) this waits: training
+    goes on without a coordinator, and would not without its state. None: the launcher is gone."""
+    said = False
+    while True:
+        try:
+            return Coordinator(given.job_dir, spec, resume, given.term)
+        except sqlite3.OperationalError as error:
+            if not said:
+                print(
+                    f"holdfast: the ledger in {given.job_dir} cannot be opened ({error}); make room there, or make it "
+                    "writable: it is tried again until it can",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            said = True
+        lifelines = [] if given.lifeline is None else [given.lifeline]
+        if select.select(lifelines, [], [], RETRY_S)[0]:
+            return None
 
 
 if __name__ == "__main__":

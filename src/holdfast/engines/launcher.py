@@ -67,6 +67,7 @@ class Launcher(ABC):
         self._listener: socket.socket | None = None
         self._lifeline, self._held = os.pipe()
         self._pulse = -1
+        self._told: dict[str, Any] | None = None
         self._orders: asyncio.Queue[Announcement] = asyncio.Queue()
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -194,7 +195,9 @@ class Launcher(ABC):
             self.view.status(said.value)
         elif said.kind == "log":
             self.view.note(said.value["text"])
-        elif said.kind != "ended":
+        elif said.kind == "ended":
+            self._told = said.value
+        else:
             self._orders.put_nowait(said)
 
     async def _obey(self, engine: Engine) -> None:
@@ -263,6 +266,8 @@ class Launcher(ABC):
         try:
             report: dict[str, Any] = msgspec.json.decode((self.job_dir / "report.json").read_bytes())
         except (OSError, msgspec.MsgspecError):
+            if self._told is not None:  # it could not be written
+                return self._told
             return {"outcome": KILLED, "reason": "stopped at once", "incidents": []}
         return report
 

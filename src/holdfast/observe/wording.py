@@ -165,6 +165,14 @@ def _history(f: Fields) -> str:
     return f"the nodes' history is not used: {f['reason']}"
 
 
+def _ledger_failed(f: Fields) -> str:
+    return f"the ledger cannot be written, training goes on: {f['reason']}"
+
+
+def _ledger_back(f: Fields) -> str:
+    return f"the ledger is written again, after {f['failed_s']:.0f} s"
+
+
 def _incident_joined(f: Fields) -> str:
     where = f"{f['node']}: " if f.get("node") else ""
     return f"incident {f['id']}: and then {where}{f['cause']}"
@@ -421,6 +429,8 @@ _SENTENCES: dict[str, Callable[[Fields], str]] = {
     "rebuild": _rebuild,
     "checks-unknown": _checks_unknown,
     "history": _history,
+    "ledger-failed": _ledger_failed,
+    "ledger-back": _ledger_back,
     "incident-joined": _incident_joined,
     "incident-explained": _incident_explained,
     "incident-settled": _incident_settled,
