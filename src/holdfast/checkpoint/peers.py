@@ -19,9 +19,7 @@ import re
 import secrets
 import select
 import socket
-import sys
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import msgspec
 
@@ -29,6 +27,7 @@ from holdfast.checkpoint.layout import Head, decode_head, digest
 from holdfast.checkpoint.memory import Slot, SlotPool
 from holdfast.checkpoint.pages import PAGE
 from holdfast.errors import StateError, TierError
+from holdfast.protocol import httpdoor
 from holdfast.protocol.proof import ANSWER_HEADER, Question, answer_to_header, bears
 from holdfast.protocol.snapshots import Holder, Key, Part
 from holdfast.protocol.sockets import unpace
@@ -60,10 +59,8 @@ class SnapshotServer:
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._closed = False
-        self._server = _Server((host, 0), self._handler())
-        self.port: int = self._server.server_address[1]
-        self._thread = threading.Thread(target=self._serve, name="holdfast-snapshots", daemon=True)
-        self._thread.start()
+        self._door = httpdoor.HttpDoor(host, "holdfast-snapshots", self._handler())
+        self.port = self._door.port
 
     def close(self) -> None:
         """Ends every transfer, and takes no more."""
@@ -71,19 +68,12 @@ class SnapshotServer:
             self._closed = True
             for connection in self._open:
                 _shut(connection)
-        _shut(self._server.socket)  # which wakes the thread that waits for connections
-        self._thread.join()
-        self._server.server_close()
+        self._door.close()
 
-    def _serve(self) -> None:
-        while not self._closed:
-            self._server.handle_request()
-
-    def _handler(self) -> type[BaseHTTPRequestHandler]:
+    def _handler(self) -> type[httpdoor.Handler]:
         server = self
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
+        class Handler(httpdoor.Handler):
             timeout = STALL_S
             _proof: str | None = None
 
@@ -158,22 +148,7 @@ class SnapshotServer:
                     self.send_header(ANSWER_HEADER, self._proof)
                 super().end_headers()
 
-            def log_message(self, format: str, *args: object) -> None:
-                return
-
         return Handler
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = (
-        1024  # whole jobs begin to read at once; one that is turned away tries again a second later
-    )
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """A reader that went away, or memory that was given back meanwhile: the reader knows."""
-        if not isinstance(sys.exception(), OSError):
-            super().handle_error(request, client_address)  # type: ignore[arg-type]
 
 
 def _shut(connection: socket.socket) -> None:

@@ -27,7 +27,7 @@ from holdfast.coordinator import figures, resizing
 from holdfast.coordinator.checking import CheckRuns, check_routes
 from holdfast.coordinator.clock import Anchor, CoreClock
 from holdfast.coordinator.core import Core
-from holdfast.coordinator.door import authorized, give_proof
+from holdfast.coordinator.door import Entrance, authorized, give_proof
 from holdfast.coordinator.history_store import FILE_NAME
 from holdfast.coordinator.inbox import Inbox, Waiting
 from holdfast.coordinator.injector import Injector, Planned, Strike
@@ -39,7 +39,7 @@ from holdfast.coordinator.store import SNAPSHOT, LedgerEntry, Page, Said, StepRo
 from holdfast.errors import ProtocolError, UsageError
 from holdfast.protocol import messages as m
 from holdfast.protocol.availability import Availability, NodeGoing
-from holdfast.protocol.endpoint import BACKLOG, Endpoint, write_endpoint
+from holdfast.protocol.endpoint import Endpoint, write_endpoint
 from holdfast.protocol.faults import NODE_FAULTS, FaultKind, check_watched, node_name, parse_fault
 from holdfast.protocol.frames import Codec, encode
 from holdfast.protocol.job import JobSpec, Resume
@@ -154,7 +154,8 @@ class Coordinator:
         deciding = asyncio.create_task(self.decide_all())
         self._take_over()
         write_endpoint(self._job_dir, where)  # who is turned away by its name finds it there
-        await web.SockSite(runner, listener, backlog=BACKLOG).start()
+        assert runner.server is not None
+        entrance = Entrance(listener, self._token, where, runner.server)
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, lambda: None)
         loop.add_signal_handler(signal.SIGTERM, lambda: self.handle(ev.StopRequested("SIGTERM")))
@@ -179,6 +180,7 @@ class Coordinator:
                     await self._gone.wait()
         except TimeoutError:
             pass
+        entrance.close()
         await runner.cleanup()
         await self._memory.close()
         deciding.cancel()

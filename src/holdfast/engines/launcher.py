@@ -16,7 +16,7 @@ from holdfast.engines.base import Engine
 from holdfast.engines.client import Announcement, JobClient
 from holdfast.engines.pulse import Silence, heard, look
 from holdfast.errors import HoldfastError, UsageError
-from holdfast.protocol.endpoint import BACKLOG
+from holdfast.protocol.door import BACKLOG
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.python import python_module
 

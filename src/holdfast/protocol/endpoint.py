@@ -8,8 +8,6 @@ from pathlib import Path
 import msgspec
 
 FILE_NAME = "coordinator.json"
-BACKLOG = 1024
-"""Connections that the kernel keeps until they are accepted: after the coordinator's death those of a whole job."""
 
 
 class Endpoint(msgspec.Struct, frozen=True):

@@ -26,7 +26,7 @@ class HttpDoor:
         server = socket.create_server((host, 0), backlog=BACKLOG)
         self.port: int = server.getsockname()[1]
         self._name, self._handler = name, handler
-        self._door = Door(server, name, _missing, self._enter)
+        self._door = Door(server, name, head_missing, self._enter)
 
     def close(self) -> None:
         """Lets nobody in any more. Requests that are being answered go on."""
@@ -83,7 +83,8 @@ class _HeardFirst(io.RawIOBase):
         return count
 
 
-def _missing(said: bytearray) -> int:
+def head_missing(said: bytearray) -> int:
+    """See `door.Missing`: of the head of an HTTP request, with whatever came with it."""
     if b"\r\n\r\n" in said:
         return 0
     if len(said) >= HEAD_BYTES:
