@@ -133,12 +133,11 @@ def leave(code: int) -> NoReturn:
 def _flush_files() -> None:
     """What Python's teardown would do for files that the script left open."""
     for thing in gc.get_objects():
-        if isinstance(thing, io.IOBase):
-            try:
-                if not thing.closed and thing.writable():
-                    thing.flush()
-            except Exception:  # noqa: BLE001, S112 - a broken file of the script's: nobody is left to be told
-                continue
+        try:
+            if isinstance(thing, io.IOBase) and not thing.closed and thing.writable():
+                thing.flush()
+        except Exception:  # noqa: BLE001, S112 - a broken file of the script's, or a proxy of what is gone
+            continue
     sys.stdout.flush()
     sys.stderr.flush()
 
