@@ -31,10 +31,10 @@ def holdfast(home: Path, *words: str) -> str:
 
 def test_what_a_script_logs_arrives_once_though_workers_and_the_coordinator_die(tmp_path):
     faults = ["--fault", "kill-worker:rank=0,step=20,phase=vote", "--fault", "kill-coordinator:step=35"]
-    ran = run(tmp_path, "--nnodes", 2, "--spares", 1, *faults, LOGGING, STEPS)
+    ran = run(tmp_path, "--nnodes", 2, "--spares", 1, *faults, LOGGING, STEPS, 0)
     assert ran.code == 0, ran.output[-3000:]
     twice = dict(figures(ran, "twice"))
-    # The rank 0 that was killed had not told of its last steps, and the others do not log.
+    # The rank 0 that was killed had not told of its last milliseconds, and the others do not log.
     assert set(twice) >= set(range(21, STEPS))
     assert all(value == 2 * step for step, value in twice.items())
     assert {value for _, value in figures(ran, "rank")} == {0.0}
@@ -50,3 +50,10 @@ def test_what_a_script_logs_arrives_once_though_workers_and_the_coordinator_die(
     assert json.loads(holdfast(tmp_path, "status", "--json"))["figures"] == newest
     assert re.search(rf"logged +not/finite \S+ of step {STEPS - 1}, rank 0 of step", ran.output)
     assert f'holdfast_run_value{{name="twice"}} {2.0 * (STEPS - 1)}' in holdfast(tmp_path, "metrics")
+
+
+def test_a_rank_0_that_is_killed_has_told_of_the_step_before(tmp_path):
+    steps, kill = 12, "kill-worker:rank=0,step=7,phase=backward"
+    ran = run(tmp_path, "--nnodes", 2, "--spares", 1, "--fault", kill, LOGGING, steps, 0.03)
+    assert ran.code == 0, ran.output[-3000:]
+    assert figures(ran, "twice") == [(step, 2.0 * step) for step in range(steps)]

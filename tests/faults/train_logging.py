@@ -1,6 +1,7 @@
 """A tiny level-2 job that logs: a function of the step, a value of each rank, and one that is not finite."""
 
 import sys
+import time
 
 import torch
 from train_data import Blobs
@@ -19,6 +20,7 @@ def main(run: hf.Run) -> None:
         with step:
             for inputs, labels in step:
                 loss = torch.nn.functional.cross_entropy(model(inputs), labels, reduction="sum")
+                time.sleep(float(sys.argv[2]))  # stands for an accelerator
                 step.backward(loss, weight=len(inputs))
             step.apply(optimizer)
         run.log(twice=2 * step.index, rank=run.rank, **{"not/finite": float("nan")})

@@ -483,6 +483,8 @@ class Replica:
                 'keep numbers that change out of the names: run.log(norm=x), not run.log(**{f"norm_{step}": x})'
             )
         self._figures.setdefault(step, {}).update(values)
+        if self._durations[-1] >= PROGRESS_EVERY_S:
+            self._flush_losses()  # the next commit's word is a whole step away, and this worker may not live to say it
 
     def aside(self, on: bool) -> None:
         """The script begins or ends work of its own between two steps."""
