@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import select
+import signal
+import sqlite3
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -97,3 +106,91 @@ def test_a_successor_has_a_ledger_of_its_own(tmp_path: Path) -> None:
         assert [e.fields["generation"] for e in store.events()] == [1, 3]
     for store in (old, new, copy):
         store.close()
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from holdfast.coordinator.store import Store
+from holdfast.protocol.tenure import newest_term
+
+job_dir, until = Path(sys.argv[1]), int(sys.argv[2])
+store = Store(job_dir / "job.sqlite", shared=True)
+store._db.execute("pragma synchronous=off")
+store._db.execute("pragma wal_autocheckpoint=10")
+number = 0
+while newest_term(job_dir) < until:
+    number += 1
+    store.begin()
+    for half in (1, 2):
+        store.add_event(float(number), "2026-11-21T23:00:00", "written", {"number": number, "half": half})
+    store.commit()
+    print(number, flush=True)
+"""
+
+
+def check_copy(path: Path) -> list[int]:
+    """The numbers of a copy that is whole, and has either both halves of a commit or neither."""
+    with closing(sqlite3.connect(path)) as db:
+        assert db.execute("pragma integrity_check").fetchone() == ("ok",)
+    with closing(Store(path, shared=True)) as store:
+        written = [(e.fields["number"], e.fields["half"]) for e in store.events()]
+    numbers = [number for number, half in written if half == 2]
+    assert written == [(number, half) for number in range(1, len(numbers) + 1) for half in (1, 2)]
+    return numbers
+
+
+@contextmanager
+def writing(job_dir: Path, until: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A coordinator's ledger, written as fast as it goes by a process that looks after every commit whether it is deposed."""
+    command = [sys.executable, "-c", WRITER, str(job_dir), str(until)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, bufsize=0) as writer:
+        try:
+            assert writer.stdout is not None
+            while int(writer.stdout.readline()) < 50:
+                pass
+            yield writer
+        finally:
+            writer.kill()
+
+
+def test_a_ledger_is_taken_over_from_a_coordinator_that_still_writes(tmp_path: Path) -> None:
+    """One that has not heard yet that it is deposed: what it commits until it ends is in the copy."""
+    assert claim_term(tmp_path, 1, "n1")
+    with writing(tmp_path, 2) as writer, ThreadPoolExecutor(1) as beside:
+        copying = beside.submit(succeed, tmp_path, 2)
+        assert writer.stdout is not None
+        said = [int(writer.stdout.readline()) for _ in range(200)]
+        assert claim_term(tmp_path, 2, "n2")
+        said += [int(line) for line in writer.stdout]
+        assert writer.wait() == 0
+        numbers = check_copy(copying.result(60))
+    assert numbers[-1] == said[-1]
+
+
+def said_already(pipe: int) -> bytes:
+    return os.read(pipe, 1 << 20) if select.select([pipe], [], [], 0)[0] else b""
+
+
+def test_a_ledger_is_taken_over_from_a_coordinator_that_is_stopped(tmp_path: Path) -> None:
+    """It never gives its lock back. All that it said to be written is in the copy; it changes nothing there afterwards."""
+    with writing(tmp_path, 2) as writer:
+        assert writer.stdout is not None
+        writer.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, writer.pid, os.WSTOPPED | os.WNOWAIT)
+        said = [50, *map(int, said_already(writer.stdout.fileno()).split())]
+        path = succeed(tmp_path, 2)
+        numbers = check_copy(path)
+        writer.send_signal(signal.SIGCONT)
+        writer.stdout.readline()
+    assert numbers[-1] >= said[-1]
+    assert check_copy(path) == numbers
+
+
+def test_a_ledger_is_taken_over_from_a_coordinator_that_was_killed(tmp_path: Path) -> None:
+    with writing(tmp_path, 2) as writer:
+        writer.kill()
+        assert writer.stdout is not None
+        said = [int(line) for line in writer.stdout]
+        writer.wait()
+    assert check_copy(succeed(tmp_path, 2))[-1] >= max(said, default=0)

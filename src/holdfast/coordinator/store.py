@@ -7,8 +7,9 @@ Write-ahead logging keeps every committed row through the death of the process.
 
 from __future__ import annotations
 
-import shutil
+import os
 import sqlite3
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -244,6 +245,10 @@ def _text(fields: dict[str, Any]) -> str:
 
 
 FIRST = "job.sqlite"
+LOCK_S = 1.0
+"""A lock that is not given back for so long is held by who writes, is stopped, or is gone."""
+QUIET_S = 0.5
+"""Two looks of a coordinator that is deposed, see `protocol.tenure`: one that lives and is about to write has ended."""
 
 
 def newest_ledger(job_dir: Path) -> Path:
@@ -259,12 +264,71 @@ def own_ledger(job_dir: Path, term: int) -> Path:
 
 
 def succeed(job_dir: Path, term: int) -> Path:
-    """A copy of the newest ledger for a new term: whoever still writes into the old one changes nothing."""
+    """A copy of the newest ledger for a new term, complete to the last commit: whoever still writes into the old one changes
+    nothing. Blocks for as long as somebody does.
+
+    Raises:
+        sqlite3.Error: the old ledger cannot be read.
+    """
     old, new = newest_ledger(job_dir), job_dir / f"job-{term}.sqlite"
     work = job_dir / f".job-{term}.sqlite"
-    shutil.copyfile(old, work)
-    if (log := old.with_name(old.name + "-wal")).exists():
-        shutil.copyfile(log, work.with_name(work.name + "-wal"))
-    Store(work, shared=True).close()  # takes the log in
+    while not (_copy_locked(old, work) or _copy_quiet(old, work)):
+        pass  # its coordinator lives, and writes: it ends when it sees that it is deposed
     work.replace(new)
     return new
+
+
+def _copy_locked(old: Path, work: Path) -> bool:
+    """The usual way: a coordinator that has ended holds no lock any more. False: somebody holds it."""
+    try:
+        _copy(f"file:{old}", work)
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorcode != sqlite3.SQLITE_BUSY:
+            raise
+        return False
+    return True
+
+
+def _copy_quiet(old: Path, work: Path) -> bool:
+    """Where the lock is never given back: its process is stopped, or a machine holds it that is gone.
+
+    Read is without locks then, which is right as long as nobody writes: so the files must not have changed for a while
+    before, nor until the copy is complete. SQLite reads the log itself, into its own memory, and changes nothing.
+    """
+    before = _stamps(old)
+    time.sleep(QUIET_S)  # there is no event for another machine's file
+    if _stamps(old) != before:
+        return False
+    try:
+        _copy(f"file:{old}?mode=ro&vfs=unix-none", work)
+    except sqlite3.DatabaseError:
+        if _stamps(old) == before:
+            raise
+        return False
+    return _stamps(old) == before
+
+
+def _copy(uri: str, work: Path) -> None:
+    work.unlink(missing_ok=True)
+    with (
+        closing(sqlite3.connect(uri, uri=True, isolation_level=None, timeout=LOCK_S)) as source,
+        closing(sqlite3.connect(work)) as copy,
+    ):
+        source.execute("pragma locking_mode=exclusive")  # or else SQLite wants its index in shared memory
+        source.execute(
+            "select count(*) from sqlite_master"
+        ).fetchone()  # the lock; `backup` would wait for ever
+        source.backup(copy)
+
+
+def _stamps(ledger: Path) -> list[tuple[int, int] | None]:
+    """What changes with every write. Opened for it: so a network file system asks its server."""
+    stamps: list[tuple[int, int] | None] = []
+    for path in (ledger, ledger.with_name(ledger.name + "-wal")):
+        try:
+            with path.open("rb") as file:
+                status = os.fstat(file.fileno())
+            stamps.append((status.st_mtime_ns, status.st_size))
+        except FileNotFoundError:
+            stamps.append(None)
+    return stamps
