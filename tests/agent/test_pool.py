@@ -8,6 +8,9 @@ import pytest
 
 from holdfast.agent.pool import WarmPool, WarmProcess
 
+WAIT_S = 90
+"""A new zygote imports torch first; beside other tests that takes many times as long."""
+
 
 async def end(pool: WarmPool, *taken: WarmProcess) -> None:
     for process in taken:
@@ -19,7 +22,7 @@ async def end(pool: WarmPool, *taken: WarmProcess) -> None:
 async def take_all(pool: WarmPool, taken: list[WarmProcess]) -> None:
     """One or two may be warm still."""
     while True:
-        taken.append(await asyncio.wait_for(pool.take(), 30))
+        taken.append(await asyncio.wait_for(pool.take(), WAIT_S))
 
 
 def test_a_zygote_that_was_ended_is_started_again() -> None:
@@ -27,9 +30,9 @@ def test_a_zygote_that_was_ended_is_started_again() -> None:
         pool = WarmPool(1, ("holdfast.train.worker",))
         await pool.start()
         assert pool._zygote is not None
-        first = await asyncio.wait_for(pool.take(), 30)
+        first = await asyncio.wait_for(pool.take(), WAIT_S)
         os.kill(pool._zygote.pid, signal.SIGKILL)
-        others = [await asyncio.wait_for(pool.take(), 30) for _ in range(3)]
+        others = [await asyncio.wait_for(pool.take(), WAIT_S) for _ in range(3)]
         await end(pool, first, *others)
 
     asyncio.run(take())
@@ -40,8 +43,8 @@ def test_whoever_waits_hears_that_no_zygote_can_be_started(monkeypatch: pytest.M
         pool = WarmPool(1, ("holdfast.train.worker",))
         await pool.start()
         assert pool._zygote is not None
-        first = await asyncio.wait_for(pool.take(), 30)
-        second = await asyncio.wait_for(pool.take(), 30)
+        first = await asyncio.wait_for(pool.take(), WAIT_S)
+        second = await asyncio.wait_for(pool.take(), WAIT_S)
         monkeypatch.setattr("sys.executable", "/nowhere/python")
         os.kill(pool._zygote.pid, signal.SIGKILL)
         taken = [first, second]
