@@ -9,6 +9,8 @@ HoldfastError
 │   └── UnreadError       a checkpoint of which bytes cannot be had; an older one may do
 ├── DataError             a data set that cannot be built, fetched or read
 ├── TierError             a checkpoint tier cannot be read or written; training goes on without it
+│   ├── SlotsTaken        snapshots before this one are still on their way; later there is room again
+│   └── MemoryShort       one more snapshot does not fit into this node's memory
 ├── NonFiniteGradient     the reduced gradient holds NaN or Inf; the step is retried
 ├── StepFault             a step cannot be finished in this generation; swallowed by `with step`
 │   ├── GenerationBroken  the coordinator ended the generation
@@ -52,6 +54,14 @@ class DataError(HoldfastError):
 
 class TierError(HoldfastError):
     """A tier of checkpoints is full, not there, not permitted, or does not answer. The message says what to do."""
+
+
+class SlotsTaken(TierError):
+    """The memory for a shard holds snapshots that are still needed. The next one may find room."""
+
+
+class MemoryShort(TierError):
+    """There is no memory for one more snapshot. Give the job more of it (`--snapshot-memory`), or save less often."""
 
 
 class NonFiniteGradient(HoldfastError):

@@ -248,8 +248,8 @@ class Agent:
                 self._spawn(self._keeper.store(order), order)
             case m.Publish() if self._keeper:
                 self._spawn(self._keeper.publish(order), order)
-            case m.SnapshotWhole(step) if self._keeper:
-                self._keeper.pool.whole(step)
+            case m.SnapshotWhole(step, kept) if self._keeper:
+                self._keeper.pool.whole(step, kept)
             case m.ForgetSnapshots(step, until) if self._keeper:
                 self._keeper.pool.forget(step, until)
             case m.Fence(reason):

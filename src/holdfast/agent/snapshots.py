@@ -26,10 +26,10 @@ from holdfast.checkpoint.peers import SnapshotServer
 from holdfast.checkpoint.policy import Retention
 from holdfast.checkpoint.pull import Pull, replicate
 from holdfast.checkpoint.sums import damaged
-from holdfast.errors import HoldfastError, StateError, TierError
+from holdfast.errors import HoldfastError, MemoryShort, SlotsTaken, StateError, TierError
 from holdfast.observe.bytecount import HowFar
 from holdfast.protocol import messages as m
-from holdfast.protocol.snapshots import Copy, DurableTier, Key, Shard
+from holdfast.protocol.snapshots import Copy, DurableTier, Key, Lack, Shard
 
 THREADS = 3
 MODEST_NICE = 10
@@ -150,7 +150,7 @@ class SnapshotKeeper:
             slot = await self._begin(message)
         except TierError as error:
             self._copied(worker, message.key)
-            self._send(m.NotHeld(message.key, str(error)))
+            self._send(m.NotHeld(message.key, str(error), _lack(error)))
             return m.SlotGiven(message.key, None, str(error))
         if self._asked.get(worker) != message.key:
             self.pool.drop(slot)  # the worker ended meanwhile
@@ -233,7 +233,7 @@ class SnapshotKeeper:
         try:
             slot = await self._run(self._copying, replicate, self.pool, pull, part)
         except Exception as error:  # noqa: BLE001 - whatever it is, the coordinator waits for an answer
-            self._send(m.NotHeld(key, str(error)))
+            self._send(m.NotHeld(key, str(error), _lack(error)))
         else:
             self._send(m.Held(_copy_of(slot), 0.0, time.monotonic() - began_s))
             self._prepare(key.rank, slot.row_bytes)
@@ -363,6 +363,13 @@ class SnapshotKeeper:
 
     async def _run(self, threads: ThreadPoolExecutor, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(threads, function, *args)
+
+
+def _lack(error: Exception) -> Lack | None:
+    """Whether a shard may find room here later, or none at all."""
+    if isinstance(error, SlotsTaken):
+        return Lack.SLOT
+    return Lack.MEMORY if isinstance(error, MemoryShort) else None
 
 
 def _copy_of(slot: Slot) -> Copy:

@@ -9,7 +9,7 @@ times as long as the copy.
 
 The header says what the slot holds. `WRITING` while a worker copies; `SEALED` when the copy is complete and its
 checksums are known: only then does the slot count. Slots are used in turn, and never one that the newest whole
-snapshot lives in.
+snapshot lives in, or an older one that more nodes hold.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from holdfast.checkpoint import pages
 from holdfast.checkpoint.layout import CHUNK_BYTES, Head, Index, decode_head, encode_head
 from holdfast.checkpoint.pages import PAGE
 from holdfast.checkpoint.sums import damaged, sums_of
-from holdfast.errors import ChecksumError, StateError, TierError
+from holdfast.errors import ChecksumError, MemoryShort, SlotsTaken, StateError, TierError
 from holdfast.protocol.snapshots import Key, Part
 
 _HEADER = struct.Struct(
@@ -133,6 +133,7 @@ class SlotPool:
         self._lock = threading.RLock()
         self._slots: list[Slot] = []
         self._whole_step = -1
+        self._kept_step: int | None = None
         own_folder(folder)
         self._adopt()
 
@@ -142,7 +143,9 @@ class SlotPool:
         """A slot to copy a shard into. It is WRITING until `seal` or `drop`.
 
         Raises:
-            TierError: memory is short, or the snapshots before are still on their way; this one is to be skipped.
+            SlotsTaken: the snapshots before are still on their way; this one is to be skipped.
+            MemoryShort: it does not fit.
+            TierError: the memory is gone.
         """
         with self._lock:
             try:
@@ -260,10 +263,11 @@ class SlotPool:
             with self._lock:
                 slot.users -= 1
 
-    def whole(self, step: int) -> None:
-        """The snapshot of this step is whole: older ones are not needed any more."""
+    def whole(self, step: int, kept: int | None = None) -> None:
+        """The snapshot of this step is whole: older ones are not needed any more, but for that of step `kept`."""
         with self._lock:
-            self._whole_step = max(self._whole_step, step)
+            if step >= self._whole_step:
+                self._whole_step, self._kept_step = step, kept
 
     def forget(self, above_step: int, until: int | None = None) -> None:
         """Training goes on from `above_step`: what was saved of later steps never happened. until: what was saved of later
@@ -312,11 +316,13 @@ class SlotPool:
         may have said yet that it is whole: it goes only when memory is short."""
         if slot.state is not SlotState.SEALED:
             return False
+        if slot.key.step in (self._whole_step, self._kept_step):
+            return False
         older = slot.key.step < self._whole_step
         told = short or not slot.adopted
         stale = slot.key.step > self._whole_step and told and slot.key.generation < key.generation
         again = slot.key.step >= key.step and slot.key.rank == key.rank
-        return older or stale or (again and slot.key.step != self._whole_step)
+        return older or stale or again
 
     def _planned(self, key: Key, row_bytes: int) -> Slot:
         """A new slot, counted from now on; its memory is still to be brought in."""
@@ -326,9 +332,13 @@ class SlotPool:
         ]:  # too small: the state has grown
             self._give_back(slot)
         mine = [s for s in shard if s.state is not SlotState.FREE and not self._dispensable(s, key, True)]
-        if len(mine) >= SLOTS_PER_SHARD:
+        # What is kept beside the newest whole one has a slot of its own, if memory allows: else no other could be begun.
+        if (
+            sum(s.key.step != self._kept_step or s.state is SlotState.WRITING for s in mine)
+            >= SLOTS_PER_SHARD
+        ):
             self.skipped += 1
-            raise TierError(
+            raise SlotsTaken(
                 f"the snapshots of steps {sorted(s.key.step for s in mine)} are still being copied to other tiers"
             )
         self._make_room(_head_at(row_bytes), key)
@@ -345,7 +355,9 @@ class SlotPool:
                 slot.memory = pages.bring_in(file.fileno(), need, slot.capacity, ended)
         except OSError as error:
             slot.path.unlink(missing_ok=True)
-            raise TierError(f"no memory for a snapshot of {-(-need >> 20)} MiB: {error.strerror}") from error
+            raise MemoryShort(
+                f"no memory for a snapshot of {-(-need >> 20)} MiB: {error.strerror}"
+            ) from error
 
     def _make_room(self, need: int, key: Key) -> None:
         """Within the budget and what the memory file system has left."""
@@ -356,7 +368,7 @@ class SlotPool:
                 self._give_back(slot)
         if self._room() < need:
             self.skipped += 1
-            raise TierError(
+            raise MemoryShort(
                 f"a snapshot of {-(-need >> 20)} MiB does not fit: the slots take {self.nbytes >> 20} of "
                 f"{self.budget_bytes >> 20} MiB, and {free_bytes(self.folder) >> 20} MiB of memory are free"
             )

@@ -312,8 +312,8 @@ class Core:
                 admission.checked(self, node, message)
             case m.Held():
                 saving.held(self, node, message)
-            case m.NotHeld(key, reason):
-                saving.not_held(self, node, key, reason)
+            case m.NotHeld(key, reason, lack):
+                saving.not_held(self, node, key, reason, lack)
             case m.Spoiled(key, reason):
                 saving.spoiled(self, node, key, reason)
             case m.Stored():

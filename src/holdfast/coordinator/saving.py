@@ -1,7 +1,8 @@
 """Snapshots in memory: who keeps a copy of what, when one is whole, and which to go on from.
 
-A snapshot is whole when every shard of it is held by as many nodes as the job asks for (or as there are). Only then
-is the one before it given up. `storing` brings whole ones to durable tiers.
+A snapshot is whole when every shard of it is held by as many nodes as the job asks for, or as can be had. Only then is the
+one before it given up, and not if more nodes hold that one: then it is kept beside the newest until one is held by as many.
+`storing` brings whole ones to durable tiers.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from holdfast.checkpoint.policy import mtbf_s
 from holdfast.coordinator import storing
 from holdfast.coordinator.state import HeldShard, JobPhase, Node, Rewind, Snapshot, Worker
 from holdfast.protocol import messages as m
-from holdfast.protocol.snapshots import Copy, Holder, Key
+from holdfast.protocol.snapshots import Copy, Holder, Key, Lack
 
 if TYPE_CHECKING:
     from holdfast.coordinator.core import Core
@@ -43,7 +44,7 @@ def held(core: Core, node: Node, message: m.Held) -> None:
         snapshot.stall_s = max(snapshot.stall_s, message.stall_s)
         spread(core)  # of older ones nothing more comes from this node
     elif happened(core, copy.key) and _newest_step(core) >= copy.key.step:  # a newer one has replaced it
-        core.send(node.name, m.SnapshotWhole(_newest_step(core)))
+        core.send(node.name, _whole_now(core))
 
 
 def _take(core: Core, node: Node, copy: Copy) -> Snapshot | None:
@@ -69,7 +70,7 @@ def _take(core: Core, node: Node, copy: Copy) -> Snapshot | None:
     return snapshot
 
 
-def not_held(core: Core, node: Node, key: Key, reason: str) -> None:
+def not_held(core: Core, node: Node, key: Key, reason: str, lack: Lack | None = None) -> None:
     """A node could not keep a shard. Said once, until a snapshot is whole again."""
     storing.summed(core, node, key)
     if not core.state.skipped:
@@ -77,19 +78,47 @@ def not_held(core: Core, node: Node, key: Key, reason: str) -> None:
     core.state.skipped += 1
     core.state.totals.skipped += 1
     node.refused_steps[key.rank] = max(node.refused_steps.get(key.rank, -1), key.step)
+    if lack is not Lack.SLOT:
+        _slots_freed(core, node)  # what was begun there has ended
+    newest = _newest(core)
+    makes_room = (
+        lack is Lack.MEMORY and newest is not None and key.step > newest.step and _kept(core) is not None
+    )
+    if newest is not None and makes_room:  # what is kept beside it takes the memory of the next
+        newest.no_room = True
+        _retire(core)
     snapshot = _snapshot(core, key)
     if snapshot is None:
+        spread(core)
         return
-    if (node.name, key.rank) not in snapshot.refused:
-        snapshot.refused.append((node.name, key.rank))
+    place, asked = (node.name, key.rank), False
     for entry in snapshot.shards:
         if node.name in entry.asked and entry.copy.key == key:
             entry.asked.remove(node.name)
+            asked = True
+    if lack is Lack.SLOT:
+        _note(snapshot.busy, place)
+    elif not makes_room:
+        _note(snapshot.refused, place)
+        snapshot.no_room = snapshot.no_room or lack is Lack.MEMORY
+    if not asked:
+        _note(snapshot.passed, place)
     held_by_any = any(h.copy.key.rank == key.rank for h in snapshot.shards)
     if core.state.level != 2 and not held_by_any and not snapshot.whole:
         _give_up(core, snapshot)
     else:
         spread(core)
+
+
+def _note(places: list[tuple[str, int]], place: tuple[str, int]) -> None:
+    if place not in places:
+        places.append(place)
+
+
+def _slots_freed(core: Core, node: Node | None = None) -> None:
+    """There may be room again, on a node or on all: whoever had none is asked again."""
+    for snapshot in core.state.snapshots:
+        snapshot.busy = [] if node is None else [(n, r) for n, r in snapshot.busy if n != node.name]
 
 
 def spoiled(core: Core, node: Node, key: Key, reason: str) -> None:
@@ -107,6 +136,7 @@ def spoiled(core: Core, node: Node, key: Key, reason: str) -> None:
 def _give_up(core: Core, snapshot: Snapshot) -> None:
     """Nobody brings a shard that is missing: the memory of the others is freed for the next snapshot."""
     snapshot.given_up = True
+    _slots_freed(core)
     for name in dict.fromkeys(n for h in snapshot.shards for n in h.nodes):
         core.send(name, _forgets(core, snapshot))
     if core.state.level == 2:
@@ -140,6 +170,7 @@ def joined(core: Core, node: Node, hello: m.Hello) -> None:
     been told is told again.
     """
     node.snapshot_port, node.snapshot_server = hello.snapshot_port, hello.snapshot_server
+    _slots_freed(core, node)
     there = {(c.key, c.shard.row.xxh3) for c in hello.copies}
     for snapshot in core.state.snapshots:
         for entry in snapshot.shards:
@@ -158,7 +189,7 @@ def joined(core: Core, node: Node, hello: m.Hello) -> None:
     before = _newest_step(core)
     spread(core)
     if node.snapshot_port and before >= 0 and before == _newest_step(core):
-        core.send(node.name, m.SnapshotWhole(before))
+        core.send(node.name, _whole_now(core))
 
 
 # ---------------------------------------------------------------- copies in memory
@@ -175,8 +206,44 @@ def happened(core: Core, key: Key) -> bool:
     return all(key.generation >= r.number or key.step <= r.start for r in s.rewinds)
 
 
+def _newest(core: Core) -> Snapshot | None:
+    whole = [x for x in core.state.snapshots if x.whole]
+    return max(whole, key=lambda x: (x.step, x.generation), default=None)
+
+
 def _newest_step(core: Core) -> int:
     return max((x.step for x in core.state.snapshots if x.whole), default=-1)
+
+
+def _copies(core: Core, snapshot: Snapshot) -> int:
+    """So many nodes hold the shard that the fewest hold; no more than are asked for."""
+    holders: dict[int, set[str]] = {}
+    for entry in snapshot.shards:
+        holders.setdefault(entry.copy.key.rank, set()).update(entry.nodes)
+    fewest = min(map(len, holders.values()), default=0) if len(holders) == snapshot.world else 0
+    return min(fewest, core.spec.saving.copies + 1)
+
+
+def _kept(core: Core) -> Snapshot | None:
+    """An older snapshot that stays beside the newest whole one, because more nodes hold it: with the newest alone the loss
+    of one node could lose all. Not where the newest has fewer copies for want of memory: what is kept would take the
+    memory of its successors' copies for ever."""
+    newest = _newest(core)
+    if newest is None or newest.no_room:
+        return None
+    copies = _copies(core, newest)
+    if copies > core.spec.saving.copies:
+        return None
+    at = (newest.step, newest.generation)
+    older = [x for x in core.state.snapshots if (x.step, x.generation) < at and not x.given_up]
+    ranked = [(n, x.step, x.generation, x) for x in older if (n := _copies(core, x)) > copies]
+    return max(ranked, key=lambda r: r[:3])[3] if ranked else None
+
+
+def _whole_now(core: Core) -> m.SnapshotWhole:
+    """What agents are told of whole snapshots."""
+    kept = _kept(core)
+    return m.SnapshotWhole(_newest_step(core), kept.step if kept is not None else None)
 
 
 def _snapshot(core: Core, key: Key) -> Snapshot | None:
@@ -257,9 +324,15 @@ def _shares_rack(core: Core, name: str, others: list[str]) -> bool:
 
 
 def spread(core: Core) -> None:
-    """Asks for every copy that is missing, of the newest snapshot first: it makes the older ones superfluous."""
-    for snapshot in sorted(core.state.snapshots, key=lambda x: (-x.step, -x.generation)):
-        _spread(core, snapshot)
+    """Asks for every copy that is missing, of the newest snapshot first: it makes the older ones superfluous. When one is
+    whole there is room for others, which are then asked for."""
+    while True:
+        told = core.state.told_whole
+        for snapshot in sorted(core.state.snapshots, key=lambda x: (-x.step, -x.generation)):
+            _spread(core, snapshot)
+        _retire(core)
+        if core.state.told_whole == told:
+            return
 
 
 def _spread(core: Core, snapshot: Snapshot) -> None:
@@ -288,15 +361,26 @@ def _spread(core: Core, snapshot: Snapshot) -> None:
             complete = False
             continue
         best = max(entries, key=lambda h: len(h.nodes))
-        taken = [*there, *asked, *_refused(snapshot, rank)]
+        busy = [n for n, r in snapshot.busy if r == rank]
+        taken = [*there, *asked, *_refused(snapshot, rank), *busy]
         for name in _buddies(core, best, taken)[: max(0, missing - len(asked))]:
             best.asked.append(name)
             asked.append(name)
             core.send(name, m.Replicate(best.copy, _holders(core, best)))
-        if asked:
+        if asked or (busy and _makes_way(core, snapshot)):
             complete = False
     if complete and not snapshot.whole:
         _whole(core, snapshot)
+
+
+def _makes_way(core: Core, snapshot: Snapshot) -> bool:
+    """Whether copies of another snapshot are on their way, or all of them have come: then, or when they fail, there is room
+    for this one's. So each becomes whole with all its copies before the next one takes its memory."""
+    wanted, newest = core.spec.saving.copies + 1, _newest_step(core)
+    others = [x for x in core.state.snapshots if x is not snapshot]
+    return any(
+        any(h.asked for h in x.shards) or (x.step > newest and _copies(core, x) == wanted) for x in others
+    )
 
 
 def _expected(core: Core, snapshot: Snapshot, rank: int, there: list[str]) -> bool:
@@ -309,13 +393,18 @@ def _expected(core: Core, snapshot: Snapshot, rank: int, there: list[str]) -> bo
     if s.level != 2 or g is None or snapshot.generation != g.number or not running:
         return False
     newer = [x for x in s.snapshots if x.generation == snapshot.generation and x.step > snapshot.step]
-    further = {n for x in newer for n in (*_refused(x, rank), *_holding(x, rank))}
+    further = {n for x in newer for n in (*_declined(x, rank), *_holding(x, rank))}
     nodes = {g.members[saver].node for saver in savers_of(core, g, rank)}
-    return any(s.nodes[n].alive and n not in (*there, *_refused(snapshot, rank), *further) for n in nodes)
+    return any(s.nodes[n].alive and n not in (*there, *_declined(snapshot, rank), *further) for n in nodes)
 
 
 def _refused(snapshot: Snapshot, rank: int) -> list[str]:
     return [n for n, r in snapshot.refused if r == rank]
+
+
+def _declined(snapshot: Snapshot, rank: int) -> list[str]:
+    """Nodes whose own workers will not bring a shard any more."""
+    return [n for n, r in (*snapshot.refused, *snapshot.passed) if r == rank]
 
 
 def _holding(snapshot: Snapshot, rank: int) -> list[str]:
@@ -331,7 +420,7 @@ def _may_come(core: Core, snapshot: Snapshot, rank: int) -> bool:
     if g is None or snapshot.generation != g.number:
         return True
     newer = [x for x in s.snapshots if x.generation == snapshot.generation and x.step > snapshot.step]
-    past = {n for x in newer for n in _holding(x, rank)} | set(_refused(snapshot, rank))
+    past = {n for x in newer for n in _holding(x, rank)} | set(_declined(snapshot, rank))
     return any(g.members[saver].node not in past for saver in savers_of(core, g, rank))
 
 
@@ -364,17 +453,19 @@ def hands_over(core: Core, node: Node) -> bool:
         if mine is None or staying:
             continue
         asked = [n for h in entries for n in h.asked]
+        busy = [n for n, r in snapshot.busy if r == rank]
         if not asked:
             taken = [
                 *mine.nodes,
                 *_refused(snapshot, rank),
+                *busy,
                 *(n.name for n in s.nodes.values() if n.leaving is not None),
             ]
             for name in _buddies(core, mine, taken)[:1]:
                 mine.asked.append(name)
                 asked.append(name)
                 core.send(name, m.Replicate(mine.copy, _holders(core, mine)))
-        waits = waits or bool(asked) or not s.number
+        waits = waits or bool(asked) or (bool(busy) and _makes_way(core, snapshot)) or not s.number
     return waits
 
 
@@ -390,13 +481,29 @@ def _whole(core: Core, snapshot: Snapshot) -> None:
         _tell_whole(core, snapshot)
     else:
         core.record("snapshot-back", step=snapshot.step, generation=snapshot.generation)
-    newest = max((x for x in s.snapshots if x.whole), key=lambda x: (x.step, x.generation))
+    s.told_whole = None
+    _retire(core)
+    storing.begin_due(core)
+
+
+def _retire(core: Core) -> None:
+    """Gives up what is older than the newest whole snapshot, but for what is kept beside it, and tells agents if that is
+    news to them."""
+    s, newest = core.state, _newest(core)
+    if newest is None or (s.told_whole is not None and newest.step < s.told_whole[0]):
+        return  # a newer one was whole, and lost a shard since: it may come back
+    said = _whole_now(core)
+    if s.told_whole == (said.step, said.kept):
+        return
     older = [x for x in s.snapshots if has_all(x) and x.step <= newest.step]
     keep = sorted(older, key=lambda x: (x.step, x.generation))[-KEPT_WHOLE:]
-    s.snapshots = [x for x in s.snapshots if x in keep or x.step > newest.step]
+    if (kept := _kept(core)) is not None:
+        keep.append(kept)
+    s.snapshots = [x for x in s.snapshots if x.step > newest.step or any(x is k for k in keep)]
+    s.told_whole = (said.step, said.kept)
+    _slots_freed(core)
     for node in core.alive_nodes():
-        core.send(node.name, m.SnapshotWhole(newest.step))
-    storing.begin_due(core)
+        core.send(node.name, said)
 
 
 def _tell_whole(core: Core, snapshot: Snapshot) -> None:
@@ -466,6 +573,7 @@ def went_back(core: Core, start: int) -> None:
         s.rewinds[:2] = [Rewind(s.rewinds[1].number, s.rewinds[0].start)]
     storing.went_back(core, start)
     s.snapshots = [x for x in s.snapshots if x.step <= start]
+    _slots_freed(core)
     for node in core.alive_nodes():  # also those that hold nothing: they know which snapshot was whole
         core.send(node.name, m.ForgetSnapshots(start))
 

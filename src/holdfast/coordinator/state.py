@@ -302,7 +302,9 @@ class HeldShard(msgspec.Struct):
 class Snapshot(msgspec.Struct):
     """What workers copied at one step. Replicas whose bytes differ (in buffers) give several of one rank.
 
-    refused: nodes that could not keep a shard of it, and which. lost: shards that went with the nodes that held them, which
+    refused: nodes that could not keep a shard of it, and which. busy: those that had no slot for one at that moment; passed:
+    of which that was their own worker's, so nobody saves it there any more. no_room: a copy is missing because memory is
+    short. lost: shards that went with the nodes that held them, which
     may come back. given_up: a shard is missing and nobody will bring it.
     unread: generations in a row that could not be restored from it. whole_s: when it was whole for the first time.
     stall_s: of the worker that it held up longest.
@@ -314,6 +316,9 @@ class Snapshot(msgspec.Struct):
     began_s: float
     shards: list[HeldShard] = []
     refused: list[tuple[str, int]] = []
+    busy: list[tuple[str, int]] = []
+    passed: list[tuple[str, int]] = []
+    no_room: bool = False
     lost: list[int] = []
     whole: bool = False
     given_up: bool = False
@@ -409,7 +414,8 @@ class CoreState(msgspec.Struct):
     doubtful: tier to the manifest that could not be written, as far as is known.
     closed: so many of the oldest incidents are closed.
     brought: node to the steps of which its own part was not finite. figures: what the script logs: name to step and value.
-    skipped: shards that no node could keep since the last whole snapshot. rewinds: oldest first, their starts rising.
+    skipped: shards that no node could keep since the last whole snapshot. told_whole: what agents were told last of whole
+    snapshots: the newest, and an older one that is kept beside it. rewinds: oldest first, their starts rising.
     """
 
     spec: JobSpec
@@ -436,6 +442,7 @@ class CoreState(msgspec.Struct):
     last_failed: list[str] = []
     keeps_memory: bool = False
     snapshots: list[Snapshot] = []
+    told_whole: tuple[int, int | None] | None = None
     rewinds: list[Rewind] = []
     buddy_groups: list[list[str]] = []
     short_of_copies: bool = False

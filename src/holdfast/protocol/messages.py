@@ -13,7 +13,7 @@ from holdfast.protocol.faults import ArmedFault
 from holdfast.protocol.health import CheckResult, Finding, Remedy
 from holdfast.protocol.job import Durable
 from holdfast.protocol.phases import Place, Spent
-from holdfast.protocol.snapshots import Copy, DurableTier, Holder, Key, Shard
+from holdfast.protocol.snapshots import Copy, DurableTier, Holder, Key, Lack, Shard
 
 PROTOCOL_VERSION = 5
 
@@ -536,10 +536,11 @@ class Held(msgspec.Struct, frozen=True, tag="held"):
 
 
 class NotHeld(msgspec.Struct, frozen=True, tag="not-held"):
-    """A shard could not be kept here: no memory, or no holder gave it whole."""
+    """A shard could not be kept here: no memory, or no holder gave it whole. lack: of what, where it is that."""
 
     key: Key
     reason: str
+    lack: Lack | None = None
 
 
 class Spoiled(msgspec.Struct, frozen=True, tag="spoiled"):
@@ -688,9 +689,10 @@ class Replicate(msgspec.Struct, frozen=True, tag="replicate"):
 
 
 class SnapshotWhole(msgspec.Struct, frozen=True, tag="snapshot-whole"):
-    """The snapshot of this step is whole: older ones are not needed."""
+    """The snapshot of this step is whole: older ones are not needed, but for `kept`, of which more nodes hold each shard."""
 
     step: int
+    kept: int | None = None
 
 
 class ForgetSnapshots(msgspec.Struct, frozen=True, tag="forget-snapshots"):

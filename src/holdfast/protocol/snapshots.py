@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import StrEnum
 
 import msgspec
 
 TIERS_VARIABLE = "HOLDFAST_TIERS"
 """The environment variable that tells a worker the job's durable tiers."""
+
+
+class Lack(StrEnum):
+    """Of what a node has too little for a shard. slot: the memory for it holds snapshots that are still needed, so there is
+    room again when one of them is whole; memory: one more does not fit."""
+
+    SLOT = "slot"
+    MEMORY = "memory"
 
 
 class Key(msgspec.Struct, frozen=True, order=True):

@@ -275,8 +275,8 @@ class SimAgent:
                 self.memory.store(message)
             case m.Publish():
                 self.memory.publish(message)
-            case m.SnapshotWhole(step):
-                self.memory.whole(step)
+            case m.SnapshotWhole(step, kept):
+                self.memory.whole(step, kept)
             case m.ForgetSnapshots(step, until):
                 self.memory.forget(step, until)
             case m.Fence():

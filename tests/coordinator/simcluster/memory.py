@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ import msgspec
 
 from holdfast.checkpoint.policy import Retention
 from holdfast.protocol import messages as m
-from holdfast.protocol.snapshots import Copy, Key, Part, Shard
+from holdfast.protocol.snapshots import Copy, Key, Lack, Part, Shard
 
 if TYPE_CHECKING:
     from simcluster.agent import SimAgent
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 PORT = 7000
 SLOTS_PER_SHARD = 2
 LOOK_S = 0.2
+TIGHT = 0.2
+"""This share of the nodes has no memory for more than two snapshots of a shard."""
 
 
 def copy_of(key: Key, bits: int) -> Copy:
@@ -48,6 +51,8 @@ class SimMemory:
         self._slots: list[Slot] = []
         self._free = 0
         self._whole_step = -1
+        self._kept_step: int | None = None
+        self._tight = random.Random(f"tight {agent.cluster.plan.seed} {agent.name}").random() < TIGHT
 
     @property
     def port(self) -> int:
@@ -69,7 +74,7 @@ class SimMemory:
         fate = self.rng.random()
         if fate < 0.5:
             return
-        self._whole_step = -1
+        self._whole_step, self._kept_step = -1, None
         found = [s for s in self._slots if s.bits is not None] if fate < 0.8 else []
         if fate < 0.65:
             self._slots = found
@@ -79,9 +84,10 @@ class SimMemory:
             for s in found
         ]
 
-    def whole(self, step: int) -> None:
-        """Older snapshots are not needed."""
-        self._whole_step = max(self._whole_step, step)
+    def whole(self, step: int, kept: int | None) -> None:
+        """Older snapshots are not needed, but for one."""
+        if step >= self._whole_step:
+            self._whole_step, self._kept_step = step, kept
 
     def forget(self, above_step: int, until: int | None = None) -> None:
         """Later ones never happened, or will not be whole."""
@@ -97,7 +103,7 @@ class SimMemory:
         """A worker copies its state here, beside its next step."""
         slot = self._begin(key)
         if slot is None:
-            self.agent.send(m.NotHeld(key, "the snapshots before are still being copied"))
+            self.agent.send(m.NotHeld(key, "the snapshots before are still being copied", self._lack))
             return
         copy_s = self.rng.uniform(0.0, 1.0) * self.cluster.plan.copy_s
         self.cluster.clock.after(copy_s, self._copied, worker, slot, bits)
@@ -106,7 +112,7 @@ class SimMemory:
         """A worker copies its last state here, before it says that it is done."""
         slot = self._begin(key)
         if slot is None:
-            self.agent.send(m.NotHeld(key, "the snapshots before are still being copied"))
+            self.agent.send(m.NotHeld(key, "the snapshots before are still being copied", self._lack))
             return False
         fails = self.rng.random() < self.cluster.plan.hold_fails
         ends = (self._refuse, slot, "its row went bad") if fails else (self._seal, slot, bits)
@@ -138,7 +144,7 @@ class SimMemory:
         """Keeps a copy of another node's shard."""
         slot = self._begin(order.copy.key)
         if slot is None:
-            self.agent.send(m.NotHeld(order.copy.key, "no slot"))
+            self.agent.send(m.NotHeld(order.copy.key, "no slot", self._lack))
         else:
             pull_s = self.rng.uniform(0.2, 1.0) * self.cluster.plan.pull_s
             self.cluster.clock.after(pull_s, self._pulled, order, slot)
@@ -208,6 +214,7 @@ class SimMemory:
         self._free += 1
 
     def _begin(self, key: Key) -> Slot | None:
+        self._lack: Lack | None = None
         if not self.there:
             return None
         old = next((s for s in self._slots if self._dispensable(s, key)), None)
@@ -215,15 +222,22 @@ class SimMemory:
             self._free -= 1
         elif old is not None:
             self._slots.remove(old)
-        elif sum(s.key.rank == key.rank for s in self._slots) >= SLOTS_PER_SHARD:
-            return None
+        else:
+            mine = [s for s in self._slots if s.key.rank == key.rank]
+            own = [s for s in mine if s.bits is None or s.key.step != self._kept_step]
+            if len(own) >= SLOTS_PER_SHARD:
+                self._lack = Lack.SLOT
+            elif self._tight and len(mine) >= SLOTS_PER_SHARD:
+                self._lack = Lack.MEMORY
+            if self._lack is not None:
+                return None
         self._slots.append(Slot(key))
         return self._slots[-1]
 
     def _dispensable(self, slot: Slot, key: Key) -> bool:
-        if slot.bits is None or slot.users:
+        if slot.bits is None or slot.users or slot.key.step in (self._whole_step, self._kept_step):
             return False
         older = slot.key.step < self._whole_step
         stale = slot.key.step > self._whole_step and slot.key.generation < key.generation
         again = slot.key.step >= key.step and slot.key.rank == key.rank
-        return older or stale or (again and slot.key.step != self._whole_step)
+        return older or stale or again

@@ -8,7 +8,7 @@ from holdfast.coordinator import events as e
 from holdfast.coordinator import saving
 from holdfast.coordinator.state import CoreState, JobPhase
 from holdfast.protocol import messages as m
-from holdfast.protocol.snapshots import Copy, Key
+from holdfast.protocol.snapshots import Copy, Key, Lack
 from simcluster.plan import FOREVER
 
 if TYPE_CHECKING:
@@ -28,6 +28,9 @@ class SavedChecks:
         self._holds: dict[str, set[Key]] = {}
         self._asked: set[tuple[str, Key]] = set()
         self._whole: list[Taken] = []
+        self._safe: dict[Taken, bool] = {}
+        self._short: set[Taken] = set()
+        self._said_last: m.SnapshotWhole | None = None
         self._orders: dict[tuple[str, int], str] = {}
         self._refused: set[Key] = set()
         self._known: set[Taken] = set()
@@ -44,6 +47,14 @@ class SavedChecks:
         for action in actions:  # before what is forgotten for its sake
             if isinstance(action, e.Record) and action.kind == "formed" and action.fields["source"] != "live":
                 self._check_start(_number(action.fields, "start"), str(action.fields["source"]))
+        wholes = [
+            a.message for a in actions if isinstance(a, e.Send) and isinstance(a.message, m.SnapshotWhole)
+        ]
+        self._said_last = wholes[-1] if wholes else None
+        # It may come with a node that is not needed, and go with it at once.
+        shuts = any(isinstance(a, e.Send) and isinstance(a.message, m.Shutdown) for a in actions)
+        if self._said_last is not None and shuts and not any(x.whole for x in state.snapshots):
+            self._said_last = None
         for action in actions:
             self._check(action, state)
         if self.checks.cluster.plan.positions > 1:
@@ -64,9 +75,12 @@ class SavedChecks:
             case e.NodeSays(name, m.Held(copy)) if name in self._holds:
                 self._holds[name].add(copy.key)
                 self._asked.discard((name, copy.key))
-            case e.NodeSays(name, m.NotHeld(key)) if name in self._holds:
+            case e.NodeSays(name, m.NotHeld(key, _, lack)) if name in self._holds:
                 self._asked.discard((name, key))
                 self._refused.add(key)
+                if lack is Lack.MEMORY:  # what is kept beside the newest is given up for the next one's sake
+                    self._safe = {taken: taken == max(self._safe) for taken in self._safe}
+                    self._short.add((key.step, key.generation))
             case e.NodeSays(name, m.Published(tier, step, None)) if self._orders.get((tier, step)) == name:
                 self.durable_step = max(self.durable_step, step)
             case e.DurableFound(durable):
@@ -86,6 +100,40 @@ class SavedChecks:
         """Every shard, by somebody."""
         ranks = {k.rank for held in self._holds.values() for k in held if (k.step, k.generation) == taken}
         return len(ranks) == self.checks.cluster.plan.positions or self.checks.cluster.plan.level != 2
+
+    def _copies(self, taken: Taken) -> int:
+        """So many nodes hold the shard that the fewest hold; no more than are asked for."""
+        plan = self.checks.cluster.plan
+        holders = [
+            sum(
+                any((k.step, k.generation, k.rank) == (*taken, rank) for k in held)
+                for held in self._holds.values()
+            )
+            for rank in range(plan.positions)
+        ]
+        return min(*holders, plan.spec.saving.copies + 1)
+
+    def _check_retired(self, said: m.SnapshotWhole, state: CoreState) -> None:
+        """Of the snapshots that agents may write over now, none has more copies than what they are to keep. firm (the
+        values of `_safe`): agents were told to keep it, and memory was not short since."""
+        if state.level != 2:
+            return
+        told = {said.step, said.kept}
+        short = any(step == said.step for step, _ in self._short)
+        self._short = {t for t in self._short if t[0] >= said.step}
+        steps = {(x.step, x.generation) for x in state.snapshots if x.step in told and saving.has_all(x)}
+        stays = max((self._copies(t) for t in steps), default=0)
+        for taken, firm in self._safe.items():
+            gone = taken[0] < said.step and taken[0] != said.kept
+            self.checks.require(
+                short or not (gone and firm) or self._copies(taken) <= stays,
+                "step %d has more copies than %s, and is given up for it",
+                taken[0],
+                said,
+            )
+        self._safe = {t: f for t, f in self._safe.items() if t[0] > said.step} | dict.fromkeys(
+            steps, not short
+        )
 
     def _check_left(self, name: str, state: CoreState) -> None:
         """A node that leaves as planned takes no part along of what the job would go on from, if another could keep it."""
@@ -127,7 +175,8 @@ class SavedChecks:
                 self._check_asked(node, copy)
                 require(bool(holders), "%s is to copy step %d from nobody", node, copy.key.step)
                 require(node not in {h.node for h in holders}, "%s is to copy from itself", node)
-            case e.Send(_, m.SnapshotWhole(step)):
+            case e.Send(_, m.SnapshotWhole(step) as said) if said == self._said_last:  # others are overtaken
+                self._check_retired(said, state)
                 known = [x for x in state.snapshots if x.step == step and x.whole]
                 require(bool(known), "step %d is called whole and is not known", step)
                 there = {h.copy.key.rank for x in known for h in x.shards if h.nodes}
@@ -145,6 +194,7 @@ class SavedChecks:
                 self._whole = sorted(self._whole)[-saving.KEPT_WHOLE :]
             case e.Record("snapshot-unreadable", fields):
                 gone = (_number(fields, "step"), _number(fields, "generation"))
+                self._safe.pop(gone, None)
                 self._whole = [x for x in self._whole if x != gone]
             case e.Record("saved", fields):
                 step = _number(fields, "step")
@@ -181,7 +231,10 @@ class SavedChecks:
         self.checks.require(
             start >= self.durable_step, "starts at %d, and a checkpoint has %d", start, self.durable_step
         )
+        safe = max((t[0] for t, firm in self._safe.items() if firm and self._is_held(t)), default=0)
+        self.checks.require(start >= safe, "starts at %d, and agents keep step %d", start, safe)
         self._whole = [x for x in self._whole if x[0] <= start]
+        self._safe = {t: f for t, f in self._safe.items() if t[0] <= start}
         self._orders = {at: n for at, n in self._orders.items() if at[1] <= start}
 
     def _check_size(self, state: CoreState) -> None:
