@@ -35,6 +35,7 @@ from holdfast.protocol import messages as m
 from holdfast.protocol.faults import MACHINE_FAULTS, NODE_FAULTS, ArmedFault, FaultKind
 from holdfast.protocol.health import CheckResult, Condition, Finding, HealthSpec, Remedy, Severity
 from holdfast.protocol.job import JobSpec, Timing
+from holdfast.protocol.kernel import kernel_id
 from holdfast.protocol.page import STACKS_SIGNAL
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -219,6 +220,7 @@ class Agent:
             checks=self._found_before,
             snapshot_server=self._keeper.server if self._keeper else "",
             summing=self._keeper.summing() if self._keeper else (),
+            kernel=kernel_id(),
         )
 
     def _take(self, order: m.ToAgent) -> None:

@@ -55,6 +55,7 @@ from holdfast.coordinator.events import (
     Remember,
     ResizeRequested,
     Send,
+    Starved,
     StopRequested,
     Tick,
 )
@@ -119,6 +120,8 @@ class Core:
         """
         settled, queued = self._settled(), len(self._out)
         self._dispatch(event)
+        if isinstance(event, Starved):
+            return False
         if len(self._out) > queued or not isinstance(event, NodeSays):
             return True
         said = event.message.message if isinstance(event.message, m.FromWorker) else event.message
@@ -278,6 +281,8 @@ class Core:
                 nodes.recovered(self, last_s)
             case Overslept(away_s):
                 nodes.overslept(self, away_s)
+            case Starved(name, waited_s):
+                nodes.starved(self, name, waited_s)
             case Tick():
                 pass
 

@@ -75,6 +75,13 @@ class Overslept(msgspec.Struct, frozen=True):
     away_s: float
 
 
+class Starved(msgspec.Struct, frozen=True):
+    """An agent of this machine waited so long for a processor: that much of its silence says nothing about it."""
+
+    node: str
+    waited_s: float
+
+
 class MachineCleared(msgspec.Struct, frozen=True):
     """A person says that a machine is well; rule: that was wrong about it."""
 
@@ -101,6 +108,7 @@ Event = (
     | Recovered
     | DurableFound
     | Overslept
+    | Starved
     | MachineCleared
     | Tick
 )

@@ -170,6 +170,13 @@ def overslept(core: Core, away_s: float) -> None:
     s.form_deadline_s = _later(s.form_deadline_s, away_s)
 
 
+def starved(core: Core, name: str, waited_s: float) -> None:
+    """A node was silent because its agent did not get a processor."""
+    node = core.state.nodes.get(name)
+    if node is not None and node.alive:
+        node.last_seen_s = min(core.now, node.last_seen_s + waited_s)
+
+
 def _later(deadline: float | None, by_s: float) -> float | None:
     return None if deadline is None else deadline + by_s
 

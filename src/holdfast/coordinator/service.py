@@ -35,6 +35,7 @@ from holdfast.coordinator.ledger import Ledger, SideThread, Unreadable
 from holdfast.coordinator.metrics import CONTENT_TYPE, metrics_text
 from holdfast.coordinator.remembering import Memory
 from holdfast.coordinator.report import build_report, build_status
+from holdfast.coordinator.starving import Starving
 from holdfast.coordinator.store import SNAPSHOT, LedgerEntry, Page, Said, StepRow, Store, own_ledger
 from holdfast.errors import ProtocolError, UsageError
 from holdfast.protocol import messages as m
@@ -94,6 +95,7 @@ class Coordinator:
         where = self._core.spec.health.history or str(job_dir.absolute().parents[1] / FILE_NAME)
         self._memory = Memory(where, spec.name, self._no_history)
         self._inbox = Inbox()
+        self._starving = Starving(self._core.timing.heartbeat_s)
         self._agents: dict[str, Line] = {}
         self._watchers: set[_Watcher] = set()
         self._folder = SideThread("folder")
@@ -241,8 +243,8 @@ class Coordinator:
             waiting = await self._inbox.take()
             now_s = time.monotonic()
             events = [w.aged(now_s) for w in waiting]
-            if (late_s := self._late_s()) > 0:
-                events.insert(0, ev.Overslept(late_s))
+            if (late_s := self._late_s()) is not None:
+                events = [*self._excuses(late_s), *events]
             for each in waiting:
                 self._meet(each)
             if events:
@@ -251,25 +253,35 @@ class Coordinator:
                 if each.done is not None and not each.done.done():
                     each.done.set_result(None)
 
-    def _late_s(self) -> float:
-        """For how long nobody listened here, if that was long. It is looked at twice for every heartbeat: when the processor
-        or the ledger kept this process from deciding, the core has to know before it looks at any deadline. Else it would
-        end those for whom there was no time."""
+    def _late_s(self) -> float | None:
+        """How late this look is, of which there are two for every heartbeat; None: it is not time for one."""
         loop, every_s = asyncio.get_running_loop(), self._core.timing.heartbeat_s / 2
         late_s = 0.0
         if self._beat is not None:
             late_s = loop.time() - self._beat.when()
             if late_s < 0:
-                return 0.0
+                return None
             self._beat.cancel()
         self._beat = loop.call_later(every_s, self._inbox.wake)
-        return late_s if late_s > every_s else 0.0
+        return late_s
+
+    def _excuses(self, late_s: float) -> list[ev.Event]:
+        """What the core has to know before it looks at any deadline, or it would end those for whom there was no time: that
+        the processor or the ledger kept this process from listening, and agents from speaking."""
+        excuses: list[ev.Event] = []
+        if late_s > self._core.timing.heartbeat_s / 2:
+            excuses.append(ev.Overslept(late_s))
+        heard = [(n.name, n.last_seen_s) for n in self._core.state.nodes.values() if n.alive]
+        starved = self._starving.look(heard, self._clock())
+        return [*excuses, *(ev.Starved(node, waited_s) for node, waited_s in starved.items())]
 
     def _meet(self, waiting: Waiting) -> None:
         """From here on orders to a node go to the agent that the core hears of now. A decision about the agent before it must
         not reach it: it would start workers that nobody knows of."""
         if isinstance(waiting.event, ev.NodeJoined) and waiting.line is not None:
             waiting.line.joined = True
+            hello = waiting.event.hello
+            self._starving.joined(hello.node, hello.kernel, hello.pid)
 
     async def _decide(self, events: list[ev.Event]) -> None:
         """One batch: decided at one moment, written at once, then done."""
@@ -421,6 +433,8 @@ class Coordinator:
         if turns:
             asyncio.get_running_loop().call_soon(self._tick_due, turns - 1)
         else:
+            for excuse in self._excuses(0.0):
+                self.handle(excuse)
             self.handle(ev.Tick())
 
     # ------------------------------------------------------------ injected faults
@@ -797,7 +811,7 @@ def _age_s(event: ev.Event) -> float:
 
 def _routine(event: ev.Event) -> bool:
     """Events that come many times a second and change nothing that a successor could not learn anew."""
-    if isinstance(event, ev.Tick):
+    if isinstance(event, ev.Tick | ev.Starved):
         return True
     if not isinstance(event, ev.NodeSays):
         return False
