@@ -20,7 +20,7 @@ CODEC: Codec = Codec(m.AgentMessage)
 
 def progress(step):
     spent = (Spent(step, 1, 0.0, 0.1, 0.1, 0.0, 0.0, 0.0),)
-    return m.FromWorker("w", m.Progress(1, step + 1, 0.1, ((step, 2.5, 0.1),), {"x": 1.0}, spent))
+    return m.FromWorker("w", m.Progress(1, step + 1, 0.1, ((step, 2.5, 0.1),), ((step, {"x": 1.0}),), spent))
 
 
 class Coordinator:
@@ -103,6 +103,7 @@ async def talk(job_dir):
 def test_losses_that_a_dead_coordinator_may_not_have_written_are_said_again(tmp_path):
     _, *again = asyncio.run(talk(tmp_path))
     assert [x.message.losses for x in again] == [((step, 2.5, 0.1),) for step in (7, 8, 9)]
+    assert [x.message.figures for x in again] == [((step, {"x": 1.0}),) for step in (7, 8, 9)]
     assert [x.message.spent for x in again[:2]] == [(), ()]  # what is counted is not counted twice
     assert again[2].message.spent
     assert all(x.age_s > 0 for x in again)
