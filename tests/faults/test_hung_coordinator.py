@@ -1,13 +1,14 @@
 """A coordinator that is stopped or hangs is replaced, and what happened meanwhile is made good."""
 
 import os
+import select
 import signal
 from pathlib import Path
 
 import pytest
 from conftest import STEPS
 from drive import Deed, Driver
-from harness import TINY, finish, start, wait_for
+from harness import TINY, finish, leftovers, start, wait_for
 
 from holdfast.coordinator.store import Store
 from holdfast.engines.pulse import Look, Silence
@@ -58,6 +59,37 @@ def test_a_coordinator_that_hangs_is_replaced_and_a_worker_killed_meanwhile_too(
     assert f"the coordinator is ended: {why}" in ran.output
     assert {"the coordinator was lost"} <= {x["cause"] for x in ran.fields("incident-opened")}
     assert ran.report["steps"]["lost"] == 0
+    assert ran.report["final"] == undisturbed.report["final"]
+    assert ran.losses() == undisturbed.losses()
+
+
+def suspend(home, launcher, seconds):
+    """Everything of the job is stopped for a while, and goes on: the launcher first, which finds the others silent."""
+
+    async def deed(client, status):
+        handles = {pid: os.pidfd_open(pid) for pid in leftovers(home)}
+        for handle in handles.values():
+            signal.pidfd_send_signal(handle, signal.SIGSTOP)
+        select.select([], [], [], seconds)  # nothing of it can tell that time passes
+        for pid in sorted(handles, key=lambda pid: pid != launcher):
+            signal.pidfd_send_signal(handles[pid], signal.SIGCONT)
+            os.close(handles[pid])
+
+    return deed
+
+
+@pytest.mark.nightly
+def test_a_job_that_was_suspended_goes_on(tmp_path, undisturbed):
+    """For longer than a stopped, or hanging, coordinator is given."""
+    timing = Timing(0.5)
+    process = start(tmp_path, "--nnodes", 3, "--detection", timing.detection_s, TINY, STEPS)
+    job_dir = tmp_path / "jobs" / "job"
+    wait_for(process, "generation 1")
+    with Driver(job_dir, [Deed(suspend(tmp_path, process.pid, 2 * timing.hang_s), after=30)]):
+        ran = finish(process, tmp_path)
+    assert ran.code == 0, ran.output[-3000:]
+    assert "the coordinator is" not in ran.output
+    assert "node-lost" not in ran.kinds()
     assert ran.report["final"] == undisturbed.report["final"]
     assert ran.losses() == undisturbed.losses()
 
