@@ -12,7 +12,7 @@ from holdfast.errors import CollectiveFailed
 from holdfast.protocol.sockets import CONGESTION, unpace
 from holdfast.train import wires as wires_module
 from holdfast.train.scratch import Scratch
-from holdfast.train.wires import Wires, _addresses, _gloo, _key, socket_inodes, with_socket
+from holdfast.train.wires import Wires, _addresses, _gloo, _key, sockets_here, with_socket
 
 
 def each(count, call):
@@ -160,7 +160,7 @@ def connected(ours):
         except OSError:
             return False
 
-    return {inode for inode, fd in socket_inodes().items() if with_socket(fd, is_connected)} - ours
+    return {inode for inode, fd in sockets_here().items() if with_socket(fd, is_connected)} - ours
 
 
 @pytest.mark.parametrize("size", [2, 3, 6])
@@ -168,7 +168,7 @@ def test_all_that_gloo_connects_is_known_by_its_addresses(size):
     before, store = connected(set()), HashStore()
     made = [Wires(rank, size, "127.0.0.1") for rank in range(size)]
     each(size, lambda rank: made[rank].connect(store))
-    assert set.union(*(one._sockets for one in made)) == connected(before)
+    assert set().union(*(one._sockets for one in made)) == connected(before)
     assert len(connected(before)) == size * (size - 1)
     for one in made:
         one.abort()

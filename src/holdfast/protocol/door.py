@@ -124,8 +124,9 @@ class Door:
                 return
             sock.setblocking(False)
             self._hall[sock] = bytearray(), time.monotonic() + HEARD_S
-            self._selector.register(sock, selectors.EVENT_READ)
             self._hear(sock)  # a member of the job speaks at once, so that no crowd pushes it out
+            if sock in self._hall:
+                self._selector.register(sock, selectors.EVENT_READ)
             if len(self._hall) > self._most:
                 self._send_away(next(iter(self._hall)))
 
@@ -153,7 +154,8 @@ class Door:
         sock.close()
 
     def _leave_hall(self, sock: socket.socket) -> None:
-        if self._hall.pop(sock, None) is not None:
+        self._hall.pop(sock, None)
+        with suppress(KeyError):  # it had spoken before anybody waited for that
             self._selector.unregister(sock)
 
     def _blame(self, error: Exception) -> None:

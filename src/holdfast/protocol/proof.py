@@ -77,7 +77,7 @@ def _code(token: str, side: str, server: str, asked: tuple[str, ...], nonce: str
     # Each part with its length before it: no two lists of parts give the same bytes.
     parts = [_bytes(x) for x in ("holdfast proof 1", side, server, nonce, *asked)]
     message = b"".join(len(x).to_bytes(4, "big") + x for x in parts)
-    return hmac.new(_bytes(token), message, hashlib.sha256).hexdigest()
+    return hmac.digest(_bytes(token), message, "sha256").hex()
 
 
 def _same(given: str, expected: str) -> bool:

@@ -16,7 +16,7 @@ from holdfast.protocol.faults import ArmedFault, FaultKind
 from holdfast.protocol.messages import FaultFired
 from holdfast.protocol.phases import Phase
 from holdfast.train.link import Link
-from holdfast.train.wires import socket_inodes
+from holdfast.train.wires import sockets_here
 
 DEFAULT_PHASE = Phase.BACKWARD
 _COMPUTES = frozenset({Phase.FORWARD, Phase.BACKWARD})
@@ -111,7 +111,7 @@ def drop_traffic() -> None:
     A classic BPF program that keeps 0 bytes of every packet is attached to each socket, also to those that
     Python connects from now on; nothing is closed, so the other side sees what a cut cable shows it.
     """
-    for fd in socket_inodes().values():
+    for fd in sockets_here().values():
         try:
             sock = socket.socket(fileno=os.dup(fd))
         except OSError:

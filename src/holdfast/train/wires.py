@@ -18,13 +18,13 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
+import stat
 import struct
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -72,7 +72,8 @@ class Wires:
         self._wanted = device
         self._device: torch.device | None = None  # the GPU, once the members have agreed on NCCL
         self._told: Told | None = None
-        self._sockets: set[str] | None = None  # inodes, once all are there: an address may be another's later
+        self._before: set[int] = set()
+        self._sockets: dict[int, int] | None = None  # once all are there: an address may be another's later
         self._group: Any = None
         self._stuck = False
         self._aborted = self._freed = False
@@ -91,9 +92,10 @@ class Wires:
 
     def connect(self, store: Any) -> None:
         """Connects to every member. Raises CollectiveFailed when one is gone or `abort` is called."""
-        self._told = told = Told(store)
-        self._group = self._built(told)
-        self._sockets = {inode for inode, fd in socket_inodes().items() if with_socket(fd, told.has)}
+        self._before = set(sockets_here())
+        self._told = Told(store)
+        self._group = self._built(self._told)
+        self._sockets = self._found()
         for fd in self._connections():
             with_socket(fd, unpace)
         if self._aborted:
@@ -292,12 +294,14 @@ class Wires:
 
     def _connections(self) -> list[int]:
         """Descriptors of the group's connections, as far as they are there."""
-        if self._told is None:
-            return []
-        now, told = socket_inodes(), self._told
-        if self._sockets is not None:
-            return [fd for inode, fd in now.items() if inode in self._sockets]
-        return [fd for fd in now.values() if with_socket(fd, told.has)]
+        found = self._found() if self._sockets is None else self._sockets
+        return [fd for inode, fd in list(found.items()) if is_socket(fd, inode)]
+
+    def _found(self) -> dict[int, int]:
+        told, now = self._told, sockets_here()
+        if told is None:
+            return {}
+        return {i: fd for i, fd in now.items() if i not in self._before and with_socket(fd, told.has)}
 
     def close(self) -> None:
         """Gives everything back, after `abort` or when no member needs the group any more."""
@@ -399,17 +403,26 @@ def _gloo(store: Any, rank: int, size: int, host: str) -> Any:
     return group
 
 
-def socket_inodes() -> dict[str, int]:
-    """This process's sockets: inode name to descriptor."""
+def sockets_here() -> dict[int, int]:
+    """This process's sockets: inode to descriptor."""
     found = {}
-    for entry in Path("/proc/self/fd").iterdir():
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - there may be thousands, and a generation waits for this
         try:
-            link = str(entry.readlink())
+            status = os.fstat(int(name))
         except OSError:
-            continue
-        if link.startswith("socket:"):
-            found[link] = int(entry.name)
+            continue  # closed meanwhile, as the listing's own is
+        if stat.S_ISSOCK(status.st_mode):
+            found[status.st_ino] = int(name)
     return found
+
+
+def is_socket(fd: int, inode: int) -> bool:
+    """Whether a descriptor still is that socket, which somebody else owns and may have closed."""
+    try:
+        status = os.fstat(fd)
+    except OSError:
+        return False
+    return stat.S_ISSOCK(status.st_mode) and status.st_ino == inode
 
 
 def with_socket(fd: int, act: Callable[[socket.socket], T]) -> T | None:
