@@ -102,6 +102,24 @@ def test_level_0_restarts_from_warm_processes(tmp_path):
     assert json.loads((ran.job_dir / "report.json").read_text())["blame"] is None
 
 
+def test_where_only_the_script_knows_where_it_went_on_lost_steps_are_not_known(tmp_path):
+    """Its checkpoints are its own. What is known is how many steps all starts made."""
+    script = HERE / "train_ddp.py"
+    faults = ["--fault", "kill-worker:rank=1,step=20", "--fault", "kill-worker:rank=0,step=11"]
+    ran = run(tmp_path, "--nnodes", 2, *faults, script, 60, tmp_path / "ck")
+    assert ran.code == 0, ran.output[-3000:]
+    starts = ran.kinds().count("started")
+    assert starts >= 2
+    steps = ran.report["steps"]
+    assert (steps["committed"], steps["lost"]) == (None, None)
+    # Each start goes back to a multiple of five steps, by up to five.
+    assert 60 <= steps["computed"] <= 60 + 6 * (starts - 1)
+    assert {i["lost_steps"] for i in ran.report["incidents"]} == {None}
+    assert ran.report["goodput"]["share"] is None
+    assert "– committed, – lost of" in ran.output
+    assert "what now" not in ran.output
+
+
 @pytest.mark.parametrize("end", ["", "raise SystemExit(0)"])
 def test_files_left_open_by_the_script_are_complete(tmp_path, end):
     """A worker ends without Python's teardown, which would have closed them."""

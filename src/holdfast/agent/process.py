@@ -149,7 +149,10 @@ class WorkerProcess:
     async def _leave(self, code: int) -> None:
         await self._reading
         self._warm.writer.close()
-        self._exited(self, m.Exited(self.name, code, tuple(self.tail()), str(self.log), self._killed))
+        place = self.page.read()
+        steps = 0 if place.generation else place.committed
+        tail, log = tuple(self.tail()), str(self.log)
+        self._exited(self, m.Exited(self.name, code, tail, log, self._killed, steps=steps))
         self.page.close()
         if self.stacks.exists() and self.stacks.stat().st_size == 0:
             self.stacks.unlink()

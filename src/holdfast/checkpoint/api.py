@@ -128,12 +128,15 @@ def load(
                 raise StateError(f"rank {rank}: {why}")
         if not any(why for why, _ in troubles):
             give(state, found, place.rank, tensors)
+            place.loaded(found.step)
             return found.step
         if trouble is not None:  # the others may stay with it: this rank may have it from elsewhere
             passed_over(f"{found.where}: {trouble}")
             found = next(candidates, None)
     if reasons:
         raise StateError(f"no checkpoint could be loaded: {'; '.join(reasons)}")
+    if step is None:
+        place.loaded(None)
     return None
 
 

@@ -176,6 +176,8 @@ class TieredReader(StorageReader):
         for why in reasons:
             say(f"rank {place.rank}: passed over: {why}")
         if self.found is None:
+            if self._step is None and not reasons:
+                place.loaded(None)
             wanted = "" if self._step is None else f" of step {self._step}"
             raise StateError(
                 f"no whole checkpoint{wanted} was found{': ' if reasons else ''}{'; '.join(reasons)}"
@@ -251,6 +253,7 @@ class TieredReader(StorageReader):
                 planner.commit_tensor(item, target)
         for item, data in streams:
             planner.load_bytes(item, _harmless(data, item.storage_index.fqn))
+        place.loaded(found.step)
         done: Future[None] = Future()
         done.set_result(None)
         return done

@@ -39,6 +39,7 @@ from holdfast.checkpoint.sums import sums_of
 from holdfast.errors import HoldfastError, StateError, TierError
 from holdfast.observe.bytecount import ByteCount, HowFar
 from holdfast.protocol import messages as m
+from holdfast.protocol.page import ProgressPage
 from holdfast.protocol.snapshots import DurableTier, Key, Shard, tiers_of
 
 SLOT_WAIT_S = 60.0
@@ -68,6 +69,9 @@ class Place(Protocol):
 
     def loading(self, where: str, total_bytes: int) -> AbstractContextManager[Count]:
         """Counts what is read from `where`; if it takes longer than two seconds, people see how far it is."""
+
+    def loaded(self, step: int | None) -> None:
+        """The script goes on from this state; None: it looked for the newest, and there is none."""
 
     def flush(self) -> None:
         """Waits until what was put is where it is to be."""
@@ -106,6 +110,7 @@ class _Link(Protocol):
     """What is needed of `holdfast.train.link.Link`."""
 
     start: m.Start
+    page: ProgressPage
     token: str
 
     def send(self, message: m.WorkerMessage) -> None: ...
@@ -137,6 +142,8 @@ class AgentPlace:
         """The agent ends this process only when the copy is complete: it knows of it before the script goes on."""
         key = Key(index.step, self._generation, self.rank, self.world)
         self._link.send(m.SlotWanted(key, index.nbytes))
+        if self.rank == 0:
+            self._link.send(m.Gave(self._generation, index.step, self._link.page.committed))
         return partial(self._fill, key, index)
 
     def put(self, index: Index, copy: Copy) -> bool:
@@ -194,6 +201,11 @@ class AgentPlace:
                 yield seen
             finally:
                 far.over(total_bytes)
+
+    def loaded(self, step: int | None) -> None:
+        """The coordinator counts what is done again."""
+        if self.rank == 0:
+            self._link.send(m.Loaded(self._generation, step, self._link.page.committed))
 
     def flush(self) -> None:
         """The agent does the rest, whatever becomes of this process."""
@@ -305,6 +317,9 @@ class LonePlace:
         """In the script's output."""
         with progress(self.rank, where, total_bytes) as count:
             yield count.add
+
+    def loaded(self, step: int | None) -> None:
+        """Nobody counts."""
 
     def flush(self) -> None:
         """Waits until what was put is in the durable tiers."""

@@ -16,6 +16,7 @@ from typing import Any
 from holdfast.coordinator import (
     admission,
     comparing,
+    counting,
     failures,
     figures,
     forming,
@@ -358,6 +359,10 @@ class Core:
                 forming.collective_error(self, worker, message)
             case m.Saved():
                 stopping.saved(self, worker, message)
+            case m.Gave(generation, step, steps):
+                counting.gave(self.state, generation, step, steps)
+            case m.Loaded(generation, step, steps):
+                counting.loaded(self, generation, step, steps)
             case m.SnapshotSought(request):
                 saving.sought(self, worker, request)
             case m.Done():

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from holdfast.coordinator import forming, gang, incidents, nodes, policy, stopping, storing, suspects
+from holdfast.coordinator import (
+    counting,
+    forming,
+    gang,
+    incidents,
+    nodes,
+    policy,
+    stopping,
+    storing,
+    suspects,
+)
 from holdfast.coordinator.state import Blame, Failure, Injection, JobPhase, Worker, WorkerPhase
 from holdfast.errors import StateChanged
 from holdfast.protocol import messages as m
@@ -124,6 +134,7 @@ def exited(core: Core, message: m.Exited) -> None:
     blame.tail, blame.log = list(message.tail), message.log
     core.record("worker-exited", worker=worker.name, node=worker.node, code=message.code, log=message.log)
     storing.summing(core, worker.node, message.summing)
+    counting.exited(s, worker.name, message.steps)
     if worker.phase is WorkerPhase.GONE:
         return
     if s.level != 2:

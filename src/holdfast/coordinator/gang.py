@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from holdfast.coordinator import failures, incidents, nodes, policy, stopping
+from holdfast.coordinator import counting, failures, incidents, nodes, policy, stopping
 from holdfast.coordinator.state import Blame, Incident, JobPhase, Node, Worker, WorkerPhase
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import CACHE_VARIABLE
@@ -116,6 +116,7 @@ def _start_all(core: Core, chosen: list[Node]) -> None:
     s, spec = core.state, core.spec
     world = len(chosen) * spec.nproc
     s.number += 1
+    counting.starts(s)
     s.master_uses += 1
     members = []
     for index, node in enumerate(chosen):
@@ -182,7 +183,7 @@ def node_lost(core: Core, workers: list[Worker], cause: str) -> None:
     """A node with members is gone (its incident is open)."""
     s = core.state
     if workers and s.phase is JobPhase.RUNNING:
-        s.blame = Blame(cause, None, workers[0].node, s.committed)
+        s.blame = Blame(cause, None, workers[0].node, s.step)
         restart(core, cause)
 
 
@@ -201,7 +202,7 @@ def came_first(core: Core, workers: list[Worker], node: str, cause: str) -> Inci
     was, names = incident.cause, [w.name for w in workers]
     incidents.caused(s, core.now, incident, cause, node, names)
     rank = incident.ranks[0] if len(incident.ranks) == 1 else None
-    s.blame = Blame(cause, rank, node, s.committed, log=workers[0].log)
+    s.blame = Blame(cause, rank, node, s.step, log=workers[0].log)
     core.record("incident-explained", id=incident.id, node=node, ranks=incident.ranks, cause=cause, was=was)
     return incident
 

@@ -58,7 +58,7 @@ def stalled(core: Core, name: str, view: m.WorkerView) -> None:
     s.inspect_request += 1
     s.inspect_deadline_s = core.now + core.timing.inspect_s
     core.inspection = Inspection(unheard={w.node for w in core.inside()})
-    core.record("stalled", worker=name, node=worker.node, step=s.committed)
+    core.record("stalled", worker=name, node=worker.node, step=s.step)
     for node in sorted(core.inspection.unheard):
         core.send(node, m.Inspect(s.inspect_request))
 

@@ -69,7 +69,7 @@ def open_incident(
         cause=cause,
         node=node,
         ranks=ranks,
-        at_step=state.committed,
+        at_step=state.step,
         fault_at_s=injection.at_s if injection else fault_at_s,
         detected_at_s=now,
         generation=state.number,
@@ -115,14 +115,14 @@ def _disturb(
     again = incident.first_commit_at_s is not None
     if not incident.quiet and not again:
         return False
-    at_once = not again and now - incident.began_s <= NEAR_S and state.committed == incident.at_step
+    at_once = not again and now - incident.began_s <= NEAR_S and state.step == incident.at_step
     if again:
         incident.earlier_stalls += 1
         incident.earlier_stall_s += stall_s(incident) or 0.0
     if not at_once:
         incident.fault_at_s, incident.detected_at_s = None, now
     incident.quiet = False
-    incident.at_step, incident.generation = state.committed, state.number
+    incident.at_step, incident.generation = state.step, state.number
     incident.world = len(state.generation.members) if state.generation else 1
     incident.decided_at_s = incident.first_commit_at_s = incident.replaced_at_s = incident.rung = None
     incident.joined_at_s = incident.join_s = incident.restore_s = None
@@ -282,7 +282,8 @@ def committed(state: CoreState, now: float) -> list[Record]:
             continue
         if incident.first_commit_at_s is None:
             incident.first_commit_at_s = now
-            incident.lost_steps = incident.lost_steps or 0
+            if state.level == 2 or incident.rung == COORDINATOR:
+                incident.lost_steps = incident.lost_steps or 0
             records.append(Record("incident-resumed", describe(state, incident)))
         if _full(state, incident):
             incident.full_at_s = now

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
+from holdfast.coordinator import counting
 from holdfast.coordinator.incidents import kind_of, stall_s
 from holdfast.coordinator.state import CoreState, JobPhase, Snapshot, WorkerPhase
 
@@ -58,9 +59,20 @@ class _Job(Collector):
         for name in JobPhase:
             phase.add_metric([name.value], float(s.phase is name))
         yield phase
-        yield _gauge("holdfast_step", "Committed steps of the state that training is at.", s.committed)
-        yield _counter("holdfast_steps_committed", "Steps committed since the job's start.", self._steps)
-        yield _counter("holdfast_steps_lost", "Committed steps that had to be computed again.", s.lost_steps)
+        if s.step is not None:
+            yield _gauge("holdfast_step", "Committed steps of the state that training is at.", s.step)
+        steps = counting.shown(s, self._steps)
+        if s.level == 2 or self._steps:
+            steps["committed"] = self._steps
+        if steps["committed"] is not None:
+            text = "Steps committed since the job's start."
+            yield _counter("holdfast_steps_committed", text, steps["committed"])
+        if steps["lost"] is not None:
+            text = "Committed steps that had to be computed again."
+            yield _counter("holdfast_steps_lost", text, steps["lost"])
+        if steps["computed"] is not None:
+            text = "Steps computed since the job's start, also those that were done again."
+            yield _counter("holdfast_steps_computed", text, steps["computed"])
         world = s.generation.strength if s.generation else 0
         yield _gauge("holdfast_world_size", "Workers that compute in the newest generation.", world)
         yield _gauge("holdfast_target_world_size", "Workers at full strength.", s.target)
@@ -75,11 +87,12 @@ class _Job(Collector):
         )
         wall_s = max(0.0, self._now - s.began_s)
         yield _counter("holdfast_wall_seconds", "Time since the job's start.", wall_s)
-        yield _counter(
-            "holdfast_productive_seconds",
-            "Time spent on committed steps; over holdfast_wall_seconds_total it is the goodput.",
-            self._productive_s,
-        )
+        if s.level == 2 or self._steps:
+            yield _counter(
+                "holdfast_productive_seconds",
+                "Time spent on committed steps; over holdfast_wall_seconds_total it is the goodput.",
+                self._productive_s,
+            )
 
     def _figures(self) -> Iterator[Metric]:
         value = GaugeMetricFamily(

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.coordinator import comparing, figures, incidents, resizing
+from holdfast.coordinator import comparing, counting, figures, incidents, resizing
 from holdfast.coordinator.saving import has_all
 from holdfast.coordinator.state import CoreState, Worker, WorkerPhase
 from holdfast.coordinator.store import StepRow
@@ -38,11 +38,7 @@ def build_report(state: CoreState, steps: list[StepRow], now: float) -> dict[str
             "micro_batches": state.micro_batches,
             "idle": _idle(state),
         },
-        "steps": {
-            "committed": state.committed,
-            "lost": state.lost_steps,
-            "median_s": _median_s(state, took),
-        },
+        "steps": counting.shown(state, len(steps)) | {"median_s": _median_s(state, took)},
         "incidents": [incidents.describe(state, i) for i in state.incidents],
         "changes": [resizing.describe(state, c) for c in state.changes],
         "slow": [comparing.shown(x) for x in state.slow],
@@ -103,7 +99,8 @@ def build_status(state: CoreState, now: float) -> dict[str, Any]:
         "generation": state.number,
         "world": state.generation.strength if state.generation else 0,
         "target": state.target,
-        "step": state.committed,
+        "step": state.step,
+        "steps": counting.shown(state),
         "loss": losses[-1] if losses else None,
         "median_s": max(medians, default=None),
         "t_s": round(now - state.began_s, 3),

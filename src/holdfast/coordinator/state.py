@@ -160,7 +160,7 @@ class Incident(msgspec.Struct, omit_defaults=True):
     cause: str
     node: str | None
     ranks: list[int]
-    at_step: int
+    at_step: int | None
     fault_at_s: float | None
     detected_at_s: float
     generation: int
@@ -393,6 +393,23 @@ class SavingTotals(msgspec.Struct):
     tiers: dict[str, TierTotals] = {}
 
 
+class Counted(msgspec.Struct, omit_defaults=True):
+    """Optimizer steps at level 0 and 1; positions are committed steps since the job's start.
+
+    earlier: steps of the starts before this one. base: the position that this start's count begins at; None: not known (yet).
+    left_at: where the start before ended. given: the script's own number of a state that it gave to its position. gives:
+    it has given one. lost: steps that were done again, as far as is known; known: there are no others.
+    """
+
+    earlier: int = 0
+    base: int | None = 0
+    left_at: int | None = 0
+    given: dict[int, int] = {}
+    gives: bool = False
+    lost: int = 0
+    known: bool = True
+
+
 class CoreState(msgspec.Struct):
     """Everything that the core remembers. Its size is linear in the number of workers.
 
@@ -431,6 +448,7 @@ class CoreState(msgspec.Struct):
     yielding: bool = False
     committed: int = 0
     generation_committed: int = 0
+    counted: Counted = msgspec.field(default_factory=Counted)
     lost_steps: int = 0
     durable: Durable | None = None
     older: list[Durable] = []
@@ -504,6 +522,13 @@ class CoreState(msgspec.Struct):
     brought: dict[str, list[int]] = {}
     figures: dict[str, tuple[int, float]] = {}
     health: Health = msgspec.field(default_factory=Health)
+
+    @property
+    def step(self) -> int | None:
+        """Committed steps of the state that training is at. At level 0 and 1 since the job's start; None: not known."""
+        if self.level == 2:
+            return self.committed
+        return None if self.counted.base is None else self.counted.base + self.committed
 
     @property
     def wanted_nodes(self) -> int:

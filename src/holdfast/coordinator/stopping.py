@@ -268,7 +268,7 @@ def end(core: Core) -> None:
     s.keeps_memory = ours and (step is not None or storing.may_be_in_memory(core))
     if step is not None:
         core.record("only-in-memory", step=step, kept=ours, saved=s.durable.step if s.durable else None)
-    core.record("ended", outcome=s.outcome, reason=s.stop_reason, step=s.committed)
+    core.record("ended", outcome=s.outcome, reason=s.stop_reason, step=s.step)
     for node in core.alive_nodes():
         core.send(node.name, m.Shutdown(s.outcome, s.keeps_memory))
     core.act(End(s.outcome))

@@ -71,12 +71,26 @@ def headline(status: Status, rate: float | None = None) -> Text:
     text = Text()
     text.append(f"{status['job']} ", style="bold")
     text.append(f" {word}", style=_STYLES.get(word, "yellow"))
-    text.append(f"  step {units.count(status['step'])}  loss {units.loss(status['loss'])}")
+    text.append(f"  {step_words(status)}  loss {units.loss(status['loss'])}")
     text.append(f"  {units.rate(rate)}")
     text.append(f"  generation {status['generation']}")
     text.append(f"  {status['world']} of {status['target']} workers")
     text.append(f"  {units.clock(status['t_s'])}", style="dim")
     return text
+
+
+def step_words(status: Status) -> str:
+    """`step 80`; where only the script knows where it went on after a restart, `95 steps computed`."""
+    computed = (status.get("steps") or {}).get("computed")
+    if status["step"] is None and computed is not None:
+        return f"{units.plural(computed, 'step')} computed"
+    return f"step {units.count(status['step'])}"
+
+
+def steps_done(status: Status) -> int:
+    """A count that grows with every step, for the rate."""
+    computed = (status.get("steps") or {}).get("computed")
+    return int(status["step"] if computed is None else computed)
 
 
 def saved_line(status: Status) -> Text | None:

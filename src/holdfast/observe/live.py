@@ -11,7 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from holdfast.observe.board import board
+from holdfast.observe.board import board, steps_done
 from holdfast.observe.progress import progress_line
 from holdfast.observe.rate import Rate
 from holdfast.observe.units import clock
@@ -80,7 +80,7 @@ class LiveView:
     def status(self, status: dict[str, Any]) -> None:
         """The job as it is now."""
         self._status = status
-        self._rate.add(status["t_s"], status["step"])
+        self._rate.add(status["t_s"], steps_done(status))
         self._live.refresh()
 
     def tick(self) -> None:

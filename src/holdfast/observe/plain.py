@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from holdfast.observe.board import steps_done
 from holdfast.observe.progress import progress_line
 from holdfast.observe.rate import Rate
 from holdfast.observe.units import clip
@@ -52,7 +53,7 @@ class PlainView:
     def status(self, status: dict[str, Any]) -> None:
         """The job as it is now."""
         self._status, self._heard_s = status, self._clock()
-        self._rate.add(status["t_s"], status["step"])
+        self._rate.add(status["t_s"], steps_done(status))
         self.tick()
 
     def tick(self) -> None:

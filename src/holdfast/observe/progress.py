@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from holdfast.observe.board import written
+from holdfast.observe.board import step_words, written
 from holdfast.observe.units import count, loss, plural, size
 from holdfast.observe.units import rate as speed
 from holdfast.protocol.job import JobSpec
@@ -24,7 +24,7 @@ def progress_line(spec: JobSpec, status: Mapping[str, Any] | None, rate: float |
         return _last(status)
     words = {"running": "training", "breaking": "recovering"}
     return (
-        f"{words.get(status['phase'], status['phase'])}: step {count(status['step'])}, "
+        f"{words.get(status['phase'], status['phase'])}: {step_words(status)}, "
         f"loss {loss(status['loss'])}, {speed(rate)}, {status['world']} of {status['target']} workers"
     )
 

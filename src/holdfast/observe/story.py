@@ -93,7 +93,8 @@ def _headline(number: int, told: Entry) -> str:
     where += [f"rank {units.ranks(told['ranks'])}"] if told.get("ranks") else []
     place = f" on {', '.join(where)}" if where else ""
     injected = f" (injected: {told['fault']})" if told.get("injected") else ""
-    return f"Incident {number}{place}, at step {told['at_step']}: {told['cause']}{injected}"
+    step = "" if told.get("at_step") is None else f", at step {told['at_step']}"
+    return f"Incident {number}{place}{step}: {told['cause']}{injected}"
 
 
 def _seen(mine: Sequence[Entry]) -> list[str]:
@@ -152,10 +153,11 @@ def _cost(told: Entry) -> list[str]:
         lines.append(f"  training stood for {stood} before, in {units.plural(before, 'stall')}")
     if told.get("stall_s") is None:
         return [*lines, "  Not known: no step was committed after it."]
-    lost = told.get("lost_steps") or 0
-    lines.append(
-        f"  training stood for {units.seconds(told['stall_s'])}; {units.plural(lost, 'step')} to be done again"
-    )
+    lost = told.get("lost_steps")
+    again = "how many steps are done again is not known"
+    if lost is not None:
+        again = f"{units.plural(lost, 'step')} to be done again"
+    lines.append(f"  training stood for {units.seconds(told['stall_s'])}; {again}")
     if told.get("full_strength_s") is not None:
         lines.append(
             f"  full strength after {units.seconds(told['full_strength_s'])} ({told.get('rung') or 'by itself'})"

@@ -88,7 +88,7 @@ def _header(report: Report, job_dir: Path) -> Table:
     steps = report.get("steps") or {}
     table.add_row(
         "steps",
-        f"{units.count(steps.get('committed'))} committed, {units.count(steps.get('lost'))} lost, "
+        f"{units.count(steps.get('committed'))} committed, {units.count(steps.get('lost'))} lost{_of(steps)}, "
         f"median {units.seconds(steps.get('median_s'))}",
     )
     goodput = report.get("goodput") or {}
@@ -111,6 +111,13 @@ def _header(report: Report, job_dir: Path) -> Table:
     table.add_row("incidents", _summary(report.get("incidents") or []))
     table.add_row("logs", Text(str(job_dir / "logs")))
     return table
+
+
+def _of(steps: Report) -> str:
+    """Where a script went on after a restart only it knows: what is known then is how much it did."""
+    if steps.get("committed") is not None or steps.get("computed") is None:
+        return ""
+    return f" of {units.count(steps['computed'])} computed"
 
 
 def _kept(memory: Report, job: str) -> str:

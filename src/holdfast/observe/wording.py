@@ -273,7 +273,9 @@ def _incident_opened(f: Fields) -> str:
     where = [f["node"]] if f.get("node") else []
     where += [f"rank {ranks(f['ranks'])}"] if f.get("ranks") else []
     where += [] if f.get("detect_s") is None else [f"found after {seconds(f['detect_s'])}"]
-    return f"incident {f['id']}: {', '.join(where or ['step ' + str(f['at_step'])])}: {f['cause']}"
+    if not where and f["at_step"] is not None:
+        where = [f"step {f['at_step']}"]
+    return f"incident {f['id']}: {''.join(f'{x}: ' for x in [', '.join(where)] if x)}{f['cause']}"
 
 
 def _incident_resumed(f: Fields) -> str:
@@ -315,7 +317,8 @@ def _worker_ended(f: Fields) -> str:
 
 
 def _stalled(f: Fields) -> str:
-    return f"{f['worker']} stands still at step {f['step']}: looking at the stacks of every rank"
+    step = "" if f["step"] is None else f" at step {f['step']}"
+    return f"{f['worker']} stands still{step}: looking at the stacks of every rank"
 
 
 def _stall_judged(f: Fields) -> str:
@@ -404,7 +407,8 @@ def _stop_requested(f: Fields) -> str:
 
 def _ended(f: Fields) -> str:
     reason = f": {f['reason']}" if f.get("reason") else ""
-    return f"{f['outcome']} at step {f['step']}{reason}"
+    step = "" if f["step"] is None else f" at step {f['step']}"
+    return f"{f['outcome']}{step}{reason}"
 
 
 _SENTENCES: dict[str, Callable[[Fields], str]] = {

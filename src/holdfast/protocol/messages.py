@@ -252,6 +252,23 @@ class SlotFilled(msgspec.Struct, frozen=True, tag="slot-filled"):
     stall_s: float = 0.0
 
 
+class Gave(msgspec.Struct, frozen=True, tag="gave"):
+    """Rank 0's script gave the state that it calls `step` to be saved, after `steps` optimizer steps of this start."""
+
+    generation: int
+    step: int
+    steps: int
+
+
+class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
+    """Rank 0's script goes on from the state that it calls `step`, `steps` optimizer steps after this start. None: it looked
+    for the newest, and there was none."""
+
+    generation: int
+    step: int | None
+    steps: int
+
+
 class SnapshotSought(msgspec.Struct, frozen=True, tag="snapshot-sought"):
     """A script wants to load: which is the newest whole checkpoint, and who has it?"""
 
@@ -261,6 +278,8 @@ class SnapshotSought(msgspec.Struct, frozen=True, tag="snapshot-sought"):
 WorkerMessage = (
     SlotWanted
     | SlotFilled
+    | Gave
+    | Loaded
     | SnapshotSought
     | Warm
     | Attached
@@ -500,6 +519,7 @@ class Exited(msgspec.Struct, frozen=True, tag="exited"):
     """A worker's process ended. code: exit status, negative for a signal (as subprocess does). killed: by its agent.
 
     summing: shards that it left complete in memory, whose checksums the agent still computes: Held or NotHeld follows.
+    steps: optimizer steps that it made (at level 0 and 1).
     """
 
     worker: str
@@ -508,6 +528,7 @@ class Exited(msgspec.Struct, frozen=True, tag="exited"):
     log: str = ""
     killed: bool = False
     summing: tuple[Key, ...] = ()
+    steps: int = 0
 
 
 class Stalled(msgspec.Struct, frozen=True, tag="stalled"):
