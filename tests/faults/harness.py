@@ -93,8 +93,8 @@ def finish(process: subprocess.Popen[str], home: Path, job: str = "job", timeout
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, 9)
+        end_leftovers(home)  # one that is stopped would hold the pipe for ever
         output, _ = process.communicate()
-        end_leftovers(home)
         raise AssertionError(f"the job did not end within {timeout} s:\n{output[-6000:]}") from None
     return ended(process, home, job, output)
 
