@@ -652,6 +652,8 @@ class Coordinator:
             resizing.check_resize(state, nodes)
         except UsageError as error:
             return web.Response(status=400, text=str(error))
+        if refusal := self._refusal():
+            return refusal
         before = state.wanted_nodes
         await self.effect(ev.ResizeRequested(nodes, request.query.get("reason", "asked for")))
         return _json({"before": before, "nodes": state.wanted_nodes, "capacity": state.capacity_nodes})
@@ -663,6 +665,8 @@ class Coordinator:
             resizing.check_drain(self._core.state, going.node)
         except (msgspec.MsgspecError, UsageError) as error:
             return web.Response(status=400, text=str(error))
+        if refusal := self._refusal():
+            return refusal
         await self.effect(going)
         return _json({"node": going.node})
 
@@ -671,6 +675,8 @@ class Coordinator:
         machine = request.query.get("machine", "")
         if not machine:
             return web.Response(status=400, text="send ?machine=ID")
+        if refusal := self._refusal():
+            return refusal
         await self.effect(ev.MachineCleared(machine, request.query.get("rule", "")))
         return _json({})
 
@@ -680,8 +686,18 @@ class Coordinator:
             event = _engine_says.decode(await request.read())
         except msgspec.MsgspecError as error:
             return web.Response(status=400, text=str(error))
-        await self.effect(event)
+        if self._ledger.why is None:
+            await self.effect(event)
+        else:
+            self.handle(event)  # it is heard of when that can be written
         return _json({})
+
+    def _refusal(self) -> web.Response | None:
+        """What a person hears who wants something changed that cannot be written: else it would happen much later."""
+        if self._ledger.why is None:
+            return None
+        told = f"the ledger cannot be written ({self._ledger.why}): nothing is changed; try again when it can"
+        return web.Response(status=503, text=told)
 
     def _announce(self, kind: str, value: Any) -> None:
         if self._watchers:
