@@ -30,7 +30,7 @@ from holdfast.train.pieces import local_of
 from holdfast.train.state import Protected, buffer_of, pack
 
 SHARE = 0.0005
-"""Of a worker's time goes into this at most: where a look takes longer than that, not every step is looked at."""
+"""Of the training thread's processor time goes into this at most: where a look takes longer than that, not every step is looked at."""
 
 FIRST_LOOKS = 3
 """So many times at a job's start the content is read, whatever that costs: before step 0, and after steps 0 and 1."""
@@ -67,14 +67,13 @@ class Unchanged:
         had their first looks at the script, and wait for this worker."""
         if from_peer:
             self._first_looks = 0
-        now = time.monotonic()
+        # The processor's time of this thread: waiting for others is no work of which this could be a share.
+        began_s = time.thread_time()
         self._committed = committed
-        self._on = self._first_looks > 0 or now >= self._due_s
+        self._on = self._first_looks > 0 or began_s >= self._due_s
         if not self._on:
             return
-        # Not wall time: a thread that another process kept from running has spent nothing.
-        began_s = time.thread_time()
-        self._began_s = now
+        self._began_s = began_s
         self._turn += 1
         for watched in self._watched:
             watched.note(self._turn, bool(self._first_looks))
@@ -258,34 +257,37 @@ class _Buffers(_Watched):
 
 
 class _Optimizer(_Watched):
-    """Its moments, and what it is set to. In a step nobody looks: a script may set the learning rate before each update."""
+    """Its moments, and what it is set to. In a step nobody looks: a script may set the learning rate before each update.
+
+    What changes its moments changes all of them, or parameters too: those of one parameter, another one in every step, are
+    enough for a sign.
+    """
 
     in_steps = False
 
+    def note(self, turn: int, first: bool) -> None:
+        states = max(1, len(self._thing.state))
+        self._only = None if first or self._sign else turn % states
+        super().note(turn + turn // states, first)
+
     def read(self) -> tuple[list[torch.Tensor], Any]:
-        tensors: list[torch.Tensor] = []
         plain = [
             {k: v._version if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
             for group in self._thing.param_groups
         ]
-        for state in self._thing.state.values():
-            if isinstance(state, dict):
-                tensors += [
-                    v if type(v) is torch.Tensor else local_of(v)
-                    for v in state.values()
-                    if isinstance(v, torch.Tensor)
-                ]
-        return tensors, {"param_groups": plain}
+        return [t for _, t in self._moments()], {"param_groups": plain}
 
     def path(self, index: int) -> str:
-        return next(itertools.islice(self._paths(), index, None), self.name)
+        return next(itertools.islice((path for path, _ in self._moments()), index, None), self.name)
 
-    def _paths(self) -> Iterator[str]:
-        for number, state in enumerate(self._thing.state.values()):
+    def _moments(self) -> Iterator[tuple[str, torch.Tensor]]:
+        only = (0, None) if self._only is None else (self._only, self._only + 1)
+        states = self._thing.state.values()
+        for number, state in enumerate(itertools.islice(states, *only), only[0]):
             if isinstance(state, dict):
                 for key, value in state.items():
                     if isinstance(value, torch.Tensor):
-                        yield f"{self.name}.state.{number}.{key}"
+                        yield f"{self.name}.state.{number}.{key}", local_of(value)
 
     @property
     def remedy(self) -> str:
