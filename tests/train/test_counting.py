@@ -25,10 +25,13 @@ def agent():
         theirs, m.Start("w", "train.py", (), False, {}, ".", "", "", "", "", "127.0.0.1"), page, "token"
     )
     faults = FaultPlan(link)
+    before = set(
+        threading.enumerate()
+    )  # a job of one, of a test in the same process, has a thread of the same name
     link.listen()
     yield ours, StepCounter(link, faults), faults, page
     ours.shutdown(socket.SHUT_WR)  # ends the thread that reads
-    for thread in threading.enumerate():
+    for thread in set(threading.enumerate()) - before:
         if thread.name == "holdfast-link":
             thread.join()
     ours.close()

@@ -22,7 +22,9 @@ def stop(job: JobName = None) -> None:
     saved = max((step for archive in job_archives(folder) for step in archive.steps()), default=None)
     name = folder.name
     go_on = f"; `holdfast run --job {name} ...` goes on from step {saved}" if saved is not None else ""
-    sys.stdout.write(f"the job {name} {ended['outcome']} at step {ended['steps']['committed']}{go_on}\n")
+    step = ended["steps"]["committed"]
+    where = "" if step is None else f" at step {step}"  # at level 0 only the script may know
+    sys.stdout.write(f"the job {name} {ended['outcome']}{where}{go_on}\n")
 
 
 async def _stop(folder: Path) -> None:

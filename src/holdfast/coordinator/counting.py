@@ -91,6 +91,8 @@ def shown(state: CoreState, committed: int | None = None) -> dict[str, Any]:
     counted = state.counted
     known = counted.known and counted.base is not None
     computed = counted.earlier + state.committed or None  # a script without torch's optimizers has no count
+    if not state.number:
+        computed = 0  # nothing was ever started
     lost = counted.lost if known else None
     return {
         "committed": None if computed is None or lost is None else computed - lost,

@@ -87,10 +87,10 @@ def step_words(status: Status) -> str:
     return f"step {units.count(status['step'])}"
 
 
-def steps_done(status: Status) -> int:
-    """A count that grows with every step, for the rate."""
-    computed = (status.get("steps") or {}).get("computed")
-    return int(status["step"] if computed is None else computed)
+def steps_done(status: Status) -> int | None:
+    """A count that grows with every step, for the rate; None while it is not known."""
+    computed: int | None = (status.get("steps") or {}).get("computed")
+    return status["step"] if computed is None else computed
 
 
 def saved_line(status: Status) -> Text | None:

@@ -13,8 +13,11 @@ class Rate:
     def __init__(self) -> None:
         self._seen: deque[tuple[float, int]] = deque()
 
-    def add(self, t_s: float, step: int) -> None:
-        """`step` steps are committed at time t_s. A step that goes back (lost work) starts a new window."""
+    def add(self, t_s: float, step: int | None) -> None:
+        """`step` steps are committed at time t_s; None: it is not known how many. A step that goes back (lost work) starts a
+        new window."""
+        if step is None:
+            return
         if self._seen and (step < self._seen[-1][1] or t_s < self._seen[-1][0]):
             self._seen.clear()
         self._seen.append((t_s, step))

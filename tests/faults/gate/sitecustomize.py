@@ -54,7 +54,7 @@ if point == "send":
     send = socket.socket.send
 
     def halting_send(self, data, *flags):
-        if strikes(data, "process_request_thread"):
+        if strikes(data, "holdfast-snapshots-request"):
             return half(lambda piece, *more: send(self, piece, *more), data, *flags)
         return send(self, data, *flags)
 
