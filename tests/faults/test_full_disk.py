@@ -74,6 +74,7 @@ def pid_of_rank(job_dir: Path, rank: int) -> int:
     return next(x.fields["pid"] for x in events if x.fields.get("worker") == worker and "pid" in x.fields)
 
 
+@pytest.mark.nightly
 def test_a_full_disk_costs_no_step_and_no_node(tmp_path, disk, undisturbed):
     job_dir = disk.path / "job"
     process = start(tmp_path, "--nnodes", 3, "--spares", 1, TINY, STEPS, "--device-s", 0.02)

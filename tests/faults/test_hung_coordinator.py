@@ -41,7 +41,7 @@ def hang(job_dir, number):
     ("number", "why"),
     [
         (signal.SIGSTOP, "it has been stopped"),
-        (signal.SIGUSR2, "its loop has not turned"),
+        pytest.param(signal.SIGUSR2, "its loop has not turned", marks=pytest.mark.nightly),
         pytest.param(signal.SIGUSR1, "its loop has not turned", marks=pytest.mark.nightly),
     ],
     ids=["stopped", "waiting", "busy"],
