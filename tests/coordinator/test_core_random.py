@@ -26,6 +26,7 @@ KNOWN = {
     10_004_950: "snapshots whose copies had no slot at that moment do not retire one that has all",
     2384: "an incident that strikes again after the last step was set has its times from then on",
     8260: "the same, with a stall of 14.3 s for 0.33 s",
+    10_020_055: "a node that no longer holds a shard of the last state was asked for it for ever",
 }
 """Schedules that failed once, and what they showed."""
 

@@ -342,6 +342,7 @@ class Storing(msgspec.Struct):
     void: training went back behind it; it is only waited for, so that nothing of it is taken for a later one's.
     written: rank to the bytes that are there, and of how many, where that is known.
     moved_s: when something of it last came there. slow: people were told that nothing does.
+    last: nobody has steps to do any more, so a tier that does not take it is not tried again.
     skipped: checkpoints that were due meanwhile; seen_step, seen_s: the newest of them, or this one.
     """
 
@@ -361,6 +362,7 @@ class Storing(msgspec.Struct):
     skipped: int = 0
     seen_step: int = 0
     seen_s: float = 0.0
+    last: bool = False
 
 
 class TierTotals(msgspec.Struct):

@@ -115,8 +115,8 @@ def _auto_s(core: Core, last: Storing | None) -> float:
     return max(best_s, 2 * took_s)
 
 
-def _store(core: Core, tier: DurableTier, snapshot: Snapshot) -> None:
-    current = Storing(tier.url, snapshot.step, core.now, snapshot.generation, snapshot.world)
+def _store(core: Core, tier: DurableTier, snapshot: Snapshot, last: bool = False) -> None:
+    current = Storing(tier.url, snapshot.step, core.now, snapshot.generation, snapshot.world, last=last)
     current.moved_s = current.seen_s = core.now
     current.seen_step = snapshot.step
     rows: dict[str, Shard] = {}
@@ -163,6 +163,9 @@ def stored(core: Core, node: Node, message: m.Stored) -> None:
         _moved(core, current)
         if current.void:
             _answered(core, current, node, key.rank)
+        elif not message.held:
+            core.state.storing.remove(current)
+            saving.not_there(core, node, key)
         elif message.shard is None:
             _failed(core, current, message.reason)
         else:
@@ -308,9 +311,9 @@ def last_on_its_way(core: Core) -> bool:
         if current is None:
             before = max((d.step for d in kept if d is not None and d.url == tier.url), default=None)
             core.record("saving-last", step=snapshot.step, url=tier.url, there=before)
-            _store(core, tier, snapshot)
+            _store(core, tier, snapshot, last=True)
         elif core.now >= current.moved_s + core.timing.start_s:
-            s.last_failed.append(tier.url)
+            current.last = True
             _failed(core, current, f"nothing of it came to {tier.url} for {core.timing.start_s:g} s")
     return bool(todo)
 
@@ -411,7 +414,7 @@ def _failed(core: Core, current: Storing, reason: str) -> None:
     s.storing.remove(current)
     last = s.stored.get(current.tier)
     totals(core, current.tier).failures += 1
-    if ending(core):
+    if ending(core) or current.last:
         s.last_failed.append(current.tier)
     s.stored[current.tier] = Storing(current.tier, last.step if last else 0, core.now)
     if current.tier not in s.failing_tiers:
@@ -453,6 +456,7 @@ def went_back(core: Core, start: int) -> None:
         current.void = current.void or current.step > start
         current.seen_step = min(current.seen_step, start)
     s.doubtful = {tier: x for tier, x in s.doubtful.items() if x.step <= start}
+    s.last_failed = []  # there are steps to do again, so that was not the last state
     for tier, last in list(s.stored.items()):
         if last.step > start:
             s.stored[tier] = Storing(tier, start, last.began_s)
