@@ -6,6 +6,8 @@ import asyncio
 import errno
 import os
 import socket
+import sys
+import traceback
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, Protocol
@@ -68,6 +70,7 @@ class Launcher(ABC):
         self._lifeline, self._held = os.pipe()
         self._pulse = -1
         self._told: dict[str, Any] | None = None
+        self._blind = False
         self._orders: asyncio.Queue[Announcement] = asyncio.Queue()
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -189,16 +192,27 @@ class Launcher(ABC):
 
     def heard(self, said: Announcement) -> None:
         """Shows what is for people; what is for the engine waits its turn."""
-        if said.kind == "event":
-            self.view.event(said.value)
-        elif said.kind == "status":
-            self.view.status(said.value)
-        elif said.kind == "log":
-            self.view.note(said.value["text"])
+        if said.kind in ("event", "status", "log"):
+            try:
+                self._show(said)
+            except Exception:  # noqa: BLE001 - the job needs what comes after it; it does not need to be looked at
+                if not self._blind:
+                    self._blind = True
+                    sys.stderr.write("holdfast: something cannot be shown; the job goes on\n")
+                    traceback.print_exc()
         elif said.kind == "ended":
             self._told = said.value
         else:
             self._orders.put_nowait(said)
+
+    def _show(self, said: Announcement) -> None:
+        match said.kind:
+            case "event":
+                self.view.event(said.value)
+            case "status":
+                self.view.status(said.value)
+            case "log":
+                self.view.note(said.value["text"])
 
     async def _obey(self, engine: Engine) -> None:
         """One thing after the other: a node is marked before it is released."""
@@ -206,7 +220,7 @@ class Launcher(ABC):
             said = await self._orders.get()
             try:
                 await self._order(engine, said)
-            except HoldfastError as error:
+            except (HoldfastError, OSError) as error:
                 self.view.note(f"{said.kind}: {error}")
 
     async def _order(self, engine: Engine, said: Announcement) -> None:
