@@ -62,6 +62,7 @@ def test_a_job_loads_nothing_of_theirs_and_the_script_finds_its_neighbours(came,
     assert f"the neighbour {ours}" in ran.stdout
 
 
+@pytest.mark.nightly
 def test_a_module_finds_those_of_the_folder_it_was_started_in(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "beside.py").write_text("NAME = 'found beside it'")

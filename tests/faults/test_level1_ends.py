@@ -141,7 +141,8 @@ def only_in_memory(home, gates):
     return process
 
 
-@pytest.mark.parametrize("how", ["Ctrl-C twice", pytest.param("kill -9", marks=NIGHTLY)])
+@NIGHTLY
+@pytest.mark.parametrize("how", ["Ctrl-C twice", "kill -9"])
 def test_stopped_at_once_the_memory_stays_as_after_a_kill(tmp_path, tiers, gates, how):
     process = only_in_memory(tmp_path, gates)
     if how == "kill -9":

@@ -7,6 +7,7 @@ import copy
 import functools
 import math
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,6 +38,7 @@ class Worker:
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         self.gradients = kind(dict.fromkeys(model.parameters()), lambda: None)
         self.norms = []
+        self.unchanged = SimpleNamespace(before_update=self.nothing)  # tests/train/test_unchanged.py
 
     def join(self, group):
         self.group, self.rank, self.world_size, self.generation = (
