@@ -65,6 +65,15 @@ def test_a_fault_in_every_phase_changes_no_bit(row, tmp_path, undisturbed):
         assert incident["full_strength_s"] is not None, incident
 
 
+def test_a_step_that_is_committed_without_rank_0_is_in_the_curve(tmp_path, undisturbed):
+    """The newcomer that becomes rank 0 never computed it; those tell of it who did."""
+    fault = "kill-worker:rank=0,phase=vote,step=7"
+    ran = run(tmp_path, "--nnodes", 3, "--spares", 1, "--wait-for-spare", "--fault", fault, TINY, STEPS)
+    assert ran.code == 0, ran.output[-3000:]
+    assert ran.losses() == undisturbed.losses()
+    assert ran.report["steps"]["lost"] == 0
+
+
 @pytest.mark.parametrize("phase", [nightly("forward"), "reduce", nightly("vote"), nightly("update")])
 def test_the_very_first_step(phase, tmp_path, undisturbed):
     ran = run(

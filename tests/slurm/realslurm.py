@@ -212,7 +212,10 @@ class Job:
             if said.kind != "status" or said.value["phase"] != "running":
                 return False
             ready = sum(w["state"] == "ready" for w in said.value["workers"])
-            return said.value["world"] == world and said.value["step"] > beyond and ready >= spares
+            step = said.value["step"]
+            if step is None:  # at level 0 only the script knows where it went on after a restart
+                step = said.value["steps"]["computed"] or 0
+            return said.value["world"] == world and step > beyond and ready >= spares
 
         value: dict[str, Any] = self.see(wanted).value
         return value

@@ -138,6 +138,7 @@ class Replica:
         self._durations: deque[float] = deque(maxlen=MEDIAN_OVER)
         self._losses: deque[tuple[int, float, float]] = deque(maxlen=KEPT_LOSSES)
         self._unsent: list[tuple[int, float, float]] = []
+        self._tells = False
         self._laps = Laps()
         self._spent: list[Spent] = []
         self._sent_at = 0.0
@@ -245,7 +246,11 @@ class Replica:
         if step is None or step.committed:
             return
         if apply and step.prepared:
+            # Rank 0 may be a newcomer now, which never computed this step: then the others tell its loss, or nobody does.
+            self._tells = True
             step.finish()
+            self._flush_losses()
+            self._tells = False
         else:
             self._roll_back()
 
@@ -459,7 +464,7 @@ class Replica:
     def _flush_losses(self) -> None:
         if not self._unsent and not self._figures:
             return
-        first = self.rank == 0
+        first = self.rank == 0 or self._tells
         losses = tuple(self._unsent) if first else ()
         figures = tuple(self._figures.items()) if first else ()
         self._unsent.clear()
