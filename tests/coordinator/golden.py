@@ -1,0 +1,170 @@
+"""What the core decides, for thousands of random schedules, as one digest each: a restructuring must change none.
+
+    python tests/coordinator/golden.py record FILE [COUNT]     at one commit (20 minutes of a processor for all)
+    python tests/coordinator/golden.py compare FILE [COUNT]    at another; COUNT: only so many of each kind
+    python tests/coordinator/golden.py show SEED               every event and action of one schedule, for a diff
+
+A digest is over every event and every action with its time, in a form that survives renaming: RENAMED maps the names of
+today to those that were recorded, and words for people (PROSE) do not count. Nor do fields that hold nothing, so a
+message may gain one.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+PLAIN, SHARDED = 4_000, 1_000
+"""Schedules of each kind that are recorded. About one plain one in eight is at level 0."""
+SHARDED_FROM = 10_000_000
+HASH_SEED = "0"
+"""Sets of strings are walked in an order that depends on it, in the simulated cluster."""
+
+RENAMED: dict[str, str] = {}
+"""Name of a class, field, kind or value today to the one that was recorded. One name has one meaning, so one table will
+do."""
+
+PROSE = frozenset(
+    [
+        "advice",
+        "blames",
+        "cause",
+        "causes",
+        "checks",
+        "detail",
+        "error",
+        "evidence",
+        "log",
+        "path",
+        "reason",
+        "reasons",
+        "said",
+        "stacks",
+        "tail",
+        "text",
+        "traceback",
+        "url",
+        "verdict",
+        "was",
+        "what",
+        "where",
+        "why",
+        "words",
+    ]
+)
+"""Fields that hold words for people. What they say may change; what is decided may not."""
+
+
+def run(seed: int, lines: list[str] | None = None) -> str:
+    """The digest of a schedule. lines: gets every event and action."""
+    from simcluster.checks import Checks, Violation
+    from simcluster.run import run_seed
+
+    digest = hashlib.blake2b(digest_size=8)
+    heard = Checks.handled
+
+    def handled(self: Any, event: Any, actions: list[Any], core: Any) -> None:
+        for way, what in (("<", event), *((">", a) for a in actions)):
+            line = f"{core.now:.6f} {way} {canonical(what)!r}"
+            digest.update(line.encode())
+            if lines is not None:
+                lines.append(line)
+        heard(self, event, actions, core)
+
+    Checks.handled = handled  # type: ignore[method-assign]
+    try:
+        run_seed(seed)
+        end = "ok"
+    except Violation:
+        end = "violation"
+    finally:
+        Checks.handled = heard  # type: ignore[method-assign]
+    return f"{seed} {digest.hexdigest()} {end}"
+
+
+def canonical(value: Any) -> Any:
+    """A value as plain lists and words, under the recorded names, without what does not count."""
+    if isinstance(value, msgspec.Struct):
+        fields = {name: getattr(value, name) for name in value.__struct_fields__}
+        return [_recorded(type(value).__name__), *canonical(fields)]
+    if isinstance(value, dict):
+        known = {_recorded(str(k)): v for k, v in value.items()}
+        prose = {k for k, v in known.items() if k in PROSE or (k == "message" and isinstance(v, str))}
+        kept = [(k, canonical(v)) for k, v in sorted(known.items()) if k not in prose]
+        return [(k, v) for k, v in kept if v not in (None, "", 0, [])]
+    if isinstance(value, set | frozenset):
+        return sorted(map(canonical, value), key=repr)
+    if isinstance(value, list | tuple):
+        return [canonical(x) for x in value]
+    if isinstance(value, enum.Enum):
+        return _recorded(str(value.value))
+    if isinstance(value, float):
+        return round(value, 6)
+    if isinstance(value, str):
+        return _recorded(value)
+    return value
+
+
+def _recorded(name: str) -> str:
+    return RENAMED.get(name, name)
+
+
+def seeds(share: int | None = None) -> list[int]:
+    """Those that are recorded; share: only so many of each kind."""
+    plain, sharded = range(min(PLAIN, share or PLAIN)), range(min(SHARDED, share or SHARDED))
+    return [*plain, *(SHARDED_FROM + s for s in sharded)]
+
+
+def ran(wanted: list[int]) -> Iterator[str]:
+    """The digests of these schedules, in their order; says how far it is."""
+    told = began = time.monotonic()
+    with multiprocessing.get_context("spawn").Pool() as pool:
+        for count, line in enumerate(pool.imap(run, wanted, chunksize=8), 1):
+            yield line
+            if (now := time.monotonic()) - told > 2:
+                told, left = now, (now - began) / count * (len(wanted) - count)
+                print(f"\r{count} of {len(wanted)} schedules, {left:.0f} s left ", end="", file=sys.stderr)
+    print(file=sys.stderr)
+
+
+def compare(file: Path, wanted: list[int]) -> list[str]:
+    """Schedules whose decisions are not those that were recorded."""
+    known = {int(line.split()[0]): line for line in file.read_text().splitlines() if line}
+    return [line for line in ran(wanted) if known.get(int(line.split()[0])) != line]
+
+
+def main(arguments: list[str]) -> int:
+    """The command."""
+    match arguments:
+        case ["show", seed]:
+            lines: list[str] = []
+            end = run(int(seed), lines)
+            print(*lines, end, sep="\n")
+        case ["record", file, *count]:
+            Path(file).write_text("".join(f"{line}\n" for line in ran(seeds(*map(int, count)))))
+        case ["compare", file, *count]:
+            wanted = seeds(*map(int, count))
+            wrong = compare(Path(file), wanted)
+            for line in wrong[:20]:
+                print(f"decided otherwise: seed {line.split()[0]}")
+            print(f"{len(wrong)} of {len(wanted)} schedules are decided otherwise")
+            return bool(wrong)
+        case _:
+            print(__doc__)
+            return 2
+    return 0
+
+
+if __name__ == "__main__":
+    if os.environ.get("PYTHONHASHSEED") != HASH_SEED:
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"PYTHONHASHSEED": HASH_SEED})
+    sys.exit(main(sys.argv[1:]))
