@@ -246,7 +246,7 @@ class SnapshotKeeper:
         try:
             slot = held.enter_context(self.pool.reading(order.key))
         except HoldfastError as error:
-            return self._answer(m.Stored(order.tier, order.key, None, str(error), held=False))
+            return self._answer(m.Stored(order.tier, order.key, None, str(error)))
         return self._store_held(order, slot, held)
 
     async def _answer(self, message: m.AgentMessage) -> None:

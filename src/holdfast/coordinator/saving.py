@@ -125,11 +125,6 @@ def spoiled(core: Core, node: Node, key: Key, reason: str) -> None:
     """What a node held went bad in its memory: it is copied anew, where another has it."""
     core.state.totals.unread += 1
     core.record("snapshot-spoiled", node=node.name, step=key.step, rank=key.rank, reason=reason)
-    not_there(core, node, key)
-
-
-def not_there(core: Core, node: Node, key: Key) -> None:
-    """A node does not have what it was thought to hold. Whoever relied on it would ask it again and again."""
     for snapshot in core.state.snapshots:
         for entry in snapshot.shards:
             if entry.copy.key == key:

@@ -163,9 +163,6 @@ def stored(core: Core, node: Node, message: m.Stored) -> None:
         _moved(core, current)
         if current.void:
             _answered(core, current, node, key.rank)
-        elif not message.held:
-            core.state.storing.remove(current)
-            saving.not_there(core, node, key)
         elif message.shard is None:
             _failed(core, current, message.reason)
         else:

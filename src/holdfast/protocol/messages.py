@@ -574,15 +574,13 @@ class Spoiled(msgspec.Struct, frozen=True, tag="spoiled"):
 
 
 class Stored(msgspec.Struct, frozen=True, tag="stored"):
-    """A shard is in a durable tier; `shard` None: it could not be written, and why. held: it is in this node's memory; if not,
-    the tier is not at fault."""
+    """A shard is in a durable tier; `shard` None: it could not be written, and why."""
 
     tier: str
     key: Key
     shard: Shard | None
     reason: str = ""
     took_s: float = 0.0
-    held: bool = True
 
 
 class StoreProgress(msgspec.Struct, frozen=True, tag="store-progress"):

@@ -160,7 +160,7 @@ class SimMemory:
         """Writes a shard to a durable tier."""
         slot = self._find(order.key)
         if slot is None:
-            self.agent.send(m.Stored(order.tier, order.key, None, "it is not held here", held=False))
+            self.agent.send(m.Stored(order.tier, order.key, None, "it is not held here"))
             return
         slot.users += 1
         self._later(self._stored, order, slot)
