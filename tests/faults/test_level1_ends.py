@@ -31,6 +31,11 @@ def gates(tmp_path):
     return made
 
 
+def held_up(gates):
+    """Every gate as its copy waits at it; the copy goes on as this is closed."""
+    return [gate.open("wb", buffering=0) for gate in gates]
+
+
 def options(tiers):
     return ["--nnodes", 2, *(o for t in tiers for o in ("--checkpoint", f"{t},every=0"))]
 
@@ -100,12 +105,13 @@ def test_what_the_script_saves_as_it_is_ended_counts(tmp_path, tiers):
 def test_a_copy_that_is_under_way_is_completed_before_its_worker_ends(tmp_path, tiers, gates):
     """save(overlap=True) has returned: the script was told that this state is saved."""
     process = start(tmp_path, *options(tiers), ENDS, LAST, "stand", "overlap", tmp_path / "gate")
-    wait_for(process, "rank 0 stands", "rank 0 copies")
+    pipes = held_up(gates)
+    wait_for(process, "rank 0 stands")
     process.send_signal(signal.SIGINT)
     wait_for(process, "stopping: interrupted")
-    for gate in gates:
-        # A worker that has ended reads nothing any more: then this raises.
-        os.close(os.open(gate, os.O_WRONLY | os.O_NONBLOCK))
+    for pipe in pipes:
+        pipe.write(b"1")  # raises where nobody reads any more: its worker has ended
+        pipe.close()
     first = finish(process, tmp_path)
     assert [Archive(str(t)).verify(LAST).step for t in tiers] == [LAST, LAST], first.output
 
@@ -132,11 +138,11 @@ def only_in_memory(home, gates):
     """A job whose newest state is whole in memory, and which its tier has just refused."""
     tier = f"{home / 'near'},every=1"
     process = start(home, "--nnodes", 2, "--checkpoint", tier, ENDS, LAST, "deaf", "save", home / "gate")
-    wait_for(process, "rank 0 copies")
+    pipes = held_up(gates)
     (home / "near").rename(home / "away")
     (home / "near").write_text("no folder any more")
-    for gate in gates:
-        gate.open("wb").close()  # waits for the reader
+    for pipe in pipes:
+        pipe.close()
     wait_for(process, "was not saved")
     return process
 

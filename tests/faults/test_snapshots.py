@@ -177,7 +177,8 @@ def test_two_lines_at_level_0_go_on_from_memory(tmp_path, tiers_undisturbed, fau
     steps = ran.report["steps"]
     assert steps["committed"] == LENGTH
     assert steps["lost"] == steps["computed"] - LENGTH == ran.report["incidents"][0]["lost_steps"]
-    assert 620 - again <= steps["lost"] <= 622 - again
+    # Nobody asks the lost node how far it was, and the survivor may be one step behind it.
+    assert 619 - again <= steps["lost"] <= 622 - again
 
 
 def test_a_rack_that_is_lost_takes_no_shard_with_it(tmp_path):

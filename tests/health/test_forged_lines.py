@@ -10,7 +10,7 @@ import ctypes
 import json
 import os
 import re
-import select
+import selectors
 import signal
 import time
 from pathlib import Path
@@ -236,15 +236,17 @@ def crashes(name: str) -> None:
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_a_process_that_crashes_under_a_terrible_name(name):
-    log = Kmsg()
+    log, news = Kmsg(), selectors.DefaultSelector()
     try:
         crashes(name)
         lines, until_s = [], time.monotonic() + 20
+        news.register(log, selectors.EVENT_READ)
         while not any("segfault" in x.text and x.text.startswith(name) for x in lines):
-            assert select.select([log], [], [], until_s - time.monotonic())[0], lines
+            assert news.select(until_s - time.monotonic()), lines
             lines += log.lines()
         book = RuleBook(RULES)
         found = [f for line in lines for f in book.line(line, 0.0) if acts_on_node(f.remedy)]
         assert found == []
     finally:
+        news.close()
         log.close()

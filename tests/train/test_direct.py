@@ -139,6 +139,9 @@ def test_the_end_of_a_generation_ends_it_at_both_ends(donors, monkeypatch):  # n
     monkeypatch.setattr(direct, "_move", move)
     with pytest.raises(StateError, match="410"):
         fetch(generation_of(donors), (0,), {"big": Big(1)})
+    for thread in threading.enumerate():  # the donor's side ends after the newcomer's
+        if thread.name == "holdfast-donor-request":
+            thread.join(60)
     assert not donors[0]._lines
 
 

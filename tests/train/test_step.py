@@ -1,4 +1,7 @@
+import gc
 import math
+import os
+import threading
 
 import pytest
 import torch
@@ -50,6 +53,18 @@ def test_a_job_of_one_trains_the_same_twice():
     assert all(math.isfinite(loss) for loss in a["losses"])
 
 
+def test_a_job_of_one_leaves_no_thread_and_no_descriptor_behind():
+    train(until=1)  # what the process opens once and keeps
+    gc.collect()
+    threads, descriptors = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
+    with pytest.raises(RuntimeError, match="mine"):
+        train(before=fail)
+    train()
+    gc.collect()
+    assert set(threading.enumerate()) <= threads
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+
+
 def test_a_loss_that_is_fetched_beside_the_backward_pass_is_the_same(monkeypatch):
     a = train(max_grad_norm=1.0)
     monkeypatch.setattr(staging, "FAR", {"cpu"})  # as if it were a GPU's
@@ -64,10 +79,11 @@ def test_clipping_is_that_of_torch():
     assert any(not torch.equal(x, y) for x, y in zip(a["parameters"], b["parameters"], strict=True))
 
 
-def test_an_error_in_a_job_of_one_is_the_scripts():
-    def fail(step):
-        raise RuntimeError("mine")
+def fail(step):
+    raise RuntimeError("mine")
 
+
+def test_an_error_in_a_job_of_one_is_the_scripts():
     with pytest.raises(RuntimeError, match="mine"):
         train(before=fail)
 

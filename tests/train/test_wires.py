@@ -112,11 +112,13 @@ def elsewhere():
     """Where something other than a member listens; connections stay open until the end."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         kept = []
+        one_at_a_time = threading.Lock()  # else one thread may accept what another connected
 
         def connect():
-            ours = socket.create_connection(server.getsockname(), timeout=10)
-            theirs, _ = server.accept()
-            kept.extend([ours, theirs])
+            with one_at_a_time:
+                ours = socket.create_connection(server.getsockname(), timeout=10)
+                theirs, _ = server.accept()
+                kept.extend([ours, theirs])
             return ours, theirs
 
         yield connect

@@ -11,6 +11,7 @@ import os
 import signal
 import struct
 import time
+import weakref
 
 from holdfast.protocol.phases import Phase, Place
 
@@ -35,12 +36,14 @@ class ProgressPage:
     def __init__(self, path: str = "") -> None:
         """path: of the page that another process made; without one it is a new page."""
         if path:
-            self._fd = os.open(path, os.O_RDWR)
+            fd = os.open(path, os.O_RDWR)
         else:
-            self._fd = os.memfd_create("holdfast-page")
-            os.ftruncate(self._fd, _LAYOUT.size)
-        self._map = mmap.mmap(self._fd, _LAYOUT.size)
-        self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
+            fd = os.memfd_create("holdfast-page")
+            os.ftruncate(fd, _LAYOUT.size)
+        self._map = mmap.mmap(fd, _LAYOUT.size)
+        self._close_file = weakref.finalize(self, os.close, fd)
+        self._close_file.atexit = False  # others may read it for as long as this process lives
+        self.path = f"/proc/{os.getpid()}/fd/{fd}"
         self.generation = 0
         self.committed = 0
         self.phase = Phase.STARTUP
@@ -84,4 +87,4 @@ class ProgressPage:
     def close(self) -> None:
         """Gives the memory back, when the other process has closed it too."""
         self._map.close()
-        os.close(self._fd)
+        self._close_file()

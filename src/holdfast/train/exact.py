@@ -23,7 +23,7 @@ import torch
 from holdfast.errors import UsageError
 from holdfast.train.group import Group
 from holdfast.train.pieces import like, local_of
-from holdfast.train.reduction import Gradients, clip, grouped, is_large, scale_and_square
+from holdfast.train.reduction import Gradients, clip, grouped, is_large, scale_and_square, watch
 from holdfast.train.tree import folds, shares, subtrees
 
 Reduction = Literal["fast", "exact"]
@@ -213,8 +213,10 @@ class ExactSum(Gradients):
         self._group: Group | None = None
         self._changed = changed
         self.poison = False
-        for p in chosen:
-            p.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
+        self._hooks = watch(chosen, self._arrived)
+
+    def close(self) -> None:
+        self._hooks.close()
 
     # ------------------------------------------------------------ this worker's micro-batches
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 from holdfast.errors import GenerationBroken
@@ -36,6 +37,7 @@ class Link:
         self.token = token
         self.failed = False
         self._sock = sock
+        self._reader = threading.Thread(target=self._read, name="holdfast-link", daemon=True)
         self._sending = threading.Lock()
         self._news = threading.Condition()
         self._order: m.Form | m.Stop | m.Rebuild | None = None
@@ -54,7 +56,14 @@ class Link:
 
     def listen(self) -> None:
         """Starts the reading thread (a daemon: it ends with the process)."""
-        threading.Thread(target=self._read, name="holdfast-link", daemon=True).start()
+        self._reader.start()
+
+    def close(self) -> None:
+        """Ends the link and its thread. For a job of one; a worker's link lasts as long as its process."""
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._reader.join()
+        self._sock.close()
 
     def send(self, message: m.WorkerMessage) -> None:
         """To the agent. An agent that is gone takes this process with it, so errors need no answer."""

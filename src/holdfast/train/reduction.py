@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 import torch
@@ -129,6 +130,23 @@ class Gradients(Protocol):
         """After an abort: waits until gloo has let go of the buckets; takes new ones for those it keeps."""
         ...
 
+    def close(self) -> None:
+        """Nobody sums these gradients any more: the parameters' hooks are taken off."""
+        ...
+
+
+def watch(parameters: list[torch.nn.Parameter], arrived: Callable[[torch.Tensor], None]) -> ExitStack:
+    """`arrived` is called with every parameter whose gradient an autograd pass has added up, until this is closed.
+
+    Autograd's memory holds a hook, and no garbage collector looks into it: a hook that is left keeps the parameters and the
+    run alive for as long as the process.
+    """
+    hooks = ExitStack()
+    for p in parameters:
+        handle = p.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+        hooks.callback(handle.remove)
+    return hooks
+
 
 class GradientSum(Gradients):
     """The fast one: autograd adds up the micro-batches, and an all-reduce the replicas.
@@ -158,8 +176,10 @@ class GradientSum(Gradients):
         self._filled: set[torch.nn.Parameter] = set()
         self._changed = changed
         self.poison = False
-        for p in chosen:
-            p.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
+        self._hooks = watch(chosen, self._arrived)
+
+    def close(self) -> None:
+        self._hooks.close()
 
     def begin(self) -> None:
         self._group, self._next = None, 0

@@ -6,7 +6,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
@@ -277,7 +277,9 @@ class Run:
         self._replica.aside(False)
 
     def close(self) -> None:
-        """`main` is about to be run again: gives back what only one run may have."""
+        """`main` is about to be run again, or a job of one has ended: gives back what only one run may have."""
+        if self._replica is not None:
+            self._replica.gradients.close()
         if self._sharding is not None:
             self._sharding.close()
 
@@ -328,21 +330,27 @@ def start(main: Callable[[Run], object]) -> None:
     if is_decoder():
         return
     attachment = worker.attach()
-    if attachment is None:
-        attachment = worker.alone()
-    else:
+    if attachment is not None:
         worker.leave_sigterm_to_the_agent()
+        _run(main, attachment)
+    else:
+        with closing(worker.alone()) as attachment, closing(Run(attachment)) as run:
+            main(run)
+    sys.stdout.flush()
+
+
+def _run(main: Callable[[Run], object], attachment: worker.Attachment) -> None:
+    """As a worker of a job: again for every shard that this worker takes the place of."""
     while True:
         run = Run(attachment)
         try:
             main(run)
-            break
+            return
         except Rebuilt as order:
             attachment.position = order.position
         run.close()
         del run
         gc.collect()
-    sys.stdout.flush()
 
 
 __all__ = ["FaultPlan", "Run", "start"]

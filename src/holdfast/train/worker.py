@@ -45,6 +45,7 @@ class Attachment:
     alone: bool = False
     position: int | None = None
     _endpoint: Endpoint | None = None
+    _player: threading.Thread | None = None
 
     def endpoint(self) -> Endpoint:
         """Where other workers reach this process, for as long as it lives."""
@@ -54,6 +55,15 @@ class Attachment:
             start = self.link.start
             self._endpoint = Endpoint(start.host, self.link.token, start.worker)
         return self._endpoint
+
+    def close(self) -> None:
+        """A job of one has ended, and its process goes on: gives back its threads and connections. What the script keeps
+        of the run (a model with its hooks) can still be used."""
+        if self._endpoint is not None:
+            self._endpoint.close()
+        self.link.close()
+        if self._player is not None:
+            self._player.join()
 
 
 _attachment: list[Attachment] = []
@@ -84,18 +94,20 @@ def alone() -> Attachment:
     page = ProgressPage()
     start = m.Start("alone", "", (), False, {}, ".", "", page.path, "", "", "127.0.0.1")
     link = Link(ours, start, page, "alone")
-    threading.Thread(target=_play_coordinator, args=(theirs,), name="holdfast-alone", daemon=True).start()
+    player = threading.Thread(target=_play_coordinator, args=(theirs,), name="holdfast-alone", daemon=True)
+    player.start()
     link.listen()
-    return Attachment(link, FaultPlan(link), 1, alone=True)
+    return Attachment(link, FaultPlan(link), 1, alone=True, _player=player)
 
 
 def _play_coordinator(sock: socket.socket) -> None:
     """Forms one generation of one worker."""
     codec: Codec[m.WorkerMessage] = Codec(m.WorkerMessage)
-    while (message := codec.read(sock)) is not None:
-        if isinstance(message, m.Ready):
-            member = m.Member(0, "alone", "localhost", 0, message.host, message.vote_port, message.data_port)
-            sock.sendall(pack(m.Form(m.Generation(1, (member,)), 0)))
+    with sock:
+        while (message := codec.read(sock)) is not None:
+            if isinstance(message, m.Ready):
+                member = m.Member(0, "alone", "localhost", 0, message.host, message.vote_port, message.data_port)
+                sock.sendall(pack(m.Form(m.Generation(1, (member,)), 0)))
 
 
 def become(sock: socket.socket) -> int:
