@@ -20,9 +20,11 @@ $(STAMP): pyproject.toml
 demo: setup
 	$(BIN)/python examples/text/demo.py
 
-# Several tests at once: most of a fault test's time is waiting. Each may start five workers, so four are enough.
+# Several tests at once, one more than there are cores: half of a fault test's time is waiting. Each may start five
+# workers, so four are enough.
+TESTERS ?= $(shell $(PYTHON) -c 'import os; print(min(4, len(os.sched_getaffinity(0)) + 1))')
 test: setup
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+	$(BIN)/python -m pytest -n $(TESTERS) --dist worksteal
 
 # Against a real S3 server, which it starts, with its packages where they are missing (Debian 12 or newer, as root).
 s3-test: setup

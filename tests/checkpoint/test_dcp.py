@@ -452,7 +452,7 @@ def fsdp_load(to):
     return {"dcp": by_dcp, "own": full_of(model, optimizer), "step": got}
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.nightly), 3])
+@pytest.mark.parametrize("world", [1, pytest.param(3, marks=pytest.mark.nightly)])
 def test_fsdp_models_and_their_optimizers_on_another_number_of_ranks(tmp_path_factory, world):
     to = str(tmp_path_factory.getbasetemp() / "fsdp")
     if not Path(to).exists():

@@ -71,7 +71,7 @@ def test_a_seed_is_one_schedule():
 
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(bool(REPLAY), reason="one schedule was asked for")
-@pytest.mark.parametrize("first", [0, 120, 240])
+@pytest.mark.parametrize("first", [0, 120, pytest.param(240, marks=pytest.mark.nightly)])
 def test_random_schedules_hold_and_are_eventful(first):
     told = ran(range(first, first + 120))
     outcomes = Counter((s.level, s.outcome) for s in told)
@@ -93,7 +93,7 @@ def test_random_schedules_hold_and_are_eventful(first):
 
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(bool(REPLAY), reason="one schedule was asked for")
-@pytest.mark.parametrize("first", [SHARDED, SHARDED + 30])
+@pytest.mark.parametrize("first", [SHARDED, pytest.param(SHARDED + 30, marks=pytest.mark.nightly)])
 def test_schedules_of_sharded_replicas_hold_and_are_eventful(first):
     told = ran(range(first, first + 30))
     assert {"finished", "stopped"} <= {s.outcome for s in told}

@@ -14,6 +14,14 @@ from holdfast.checkpoint.archive import Archive
 ENDS = HERE / "train_ends.py"
 LAST = 7
 NIGHTLY = pytest.mark.nightly
+WAYS = [
+    (signal.SIGINT, "stopped"),
+    (signal.SIGTERM, "stopped"),
+    ("holdfast stop", "stopped"),
+    ("end", "finished"),
+    ("raise", "failed"),
+    ("end", "finished"),
+]
 
 
 @pytest.fixture
@@ -57,19 +65,19 @@ def goes_on_at(home, tiers, *args):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("writer", ["save", *(pytest.param(w, marks=NIGHTLY) for w in ("overlap", "dcp"))])
-def test_start_after_start_goes_on_with_the_newest_state(tmp_path, tiers, writer):
+@pytest.mark.parametrize(
+    ("writer", "ends"),
+    [
+        ("save", WAYS[:1] + WAYS[-2:]),
+        *(pytest.param(w, WAYS, marks=NIGHTLY) for w in ("save", "overlap", "dcp")),
+    ],
+    ids=["save, the usual ends", "save", "overlap", "dcp"],
+)
+def test_start_after_start_goes_on_with_the_newest_state(tmp_path, tiers, writer, ends):
     """Stopped in every way, failed for good, and ended by itself; with overlap the copy of the last state is only
     beginning as the script ends."""
     last = 0
-    for how, outcome in [
-        (signal.SIGINT, "stopped"),
-        (signal.SIGTERM, "stopped"),
-        ("holdfast stop", "stopped"),
-        ("raise", "failed"),
-        ("end", "finished"),
-        ("end", "finished"),
-    ]:
+    for how, outcome in ends:
         before, last = last, last + 3
         does = how if how in ("raise", "end") else "stand"
         process = start(tmp_path, *options(tiers), "--max-restarts", 0, ENDS, last, does, writer)

@@ -46,7 +46,9 @@ def signal_when_gone(fd, timeout=40):
     ("source", "error"),
     [
         ("def broken(:\n", "SyntaxError"),
-        ("import no_such_module_at_all\n", "ModuleNotFoundError"),
+        pytest.param(
+            "import no_such_module_at_all\n", "ModuleNotFoundError", marks=pytest.mark.nightly
+        ),
         ("raise ValueError('always')\n", "ValueError: always"),
     ],
 )
@@ -120,7 +122,7 @@ def test_where_only_the_script_knows_where_it_went_on_lost_steps_are_not_known(t
     assert "what now" not in ran.output
 
 
-@pytest.mark.parametrize("end", ["", "raise SystemExit(0)"])
+@pytest.mark.parametrize("end", ["", pytest.param("raise SystemExit(0)", marks=pytest.mark.nightly)])
 def test_files_left_open_by_the_script_are_complete(tmp_path, end):
     """A worker ends without Python's teardown, which would have closed them."""
     script, out = tmp_path / "script.py", tmp_path / "out.txt"
