@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.holdfast-ready
 
-.PHONY: setup demo test s3-test slurm-test lint clean
+.PHONY: setup demo test s3-test slurm-test lint figures clean
 
 setup: $(STAMP)
 
@@ -41,6 +41,10 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+
+# Figures of the sources: length of functions, comments, circles of imports, words of the README.
+figures: setup
+	$(BIN)/python tests/structure/figures.py
 
 clean:
 	rm -rf $(VENV) out .mypy_cache .ruff_cache .pytest_cache

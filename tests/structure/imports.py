@@ -1,0 +1,125 @@
+"""Who imports whom in a tree of sources, read from the syntax: an import that runs when its module is loaded, one that runs
+when a function is called, and one that only a type checker reads.
+
+A parent package counts only where it is named: `from holdfast.checkpoint import placement` leads to the module
+`placement` and not to the package, whose `__init__` gathers names for users.
+"""
+
+import ast
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+LOADED, CALLED, TYPES = "loaded", "called", "types"  # when an import runs: on load, in a function, never
+EVERY = frozenset({LOADED, CALLED, TYPES})
+AT_RUN_TIME = frozenset({LOADED, CALLED})
+
+
+@dataclass(frozen=True)
+class Import:
+    importer: str
+    imported: str
+    kind: str
+    line: int
+
+
+@dataclass(frozen=True)
+class Module:
+    name: str
+    path: Path
+    tree: ast.Module
+
+
+def modules_of(package: Path) -> list[Module]:
+    """Every module below the folder of one top package."""
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package.parent).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        found.append(Module(name, path, ast.parse(path.read_text(), str(path))))
+    return found
+
+
+def imports_of(modules: list[Module]) -> list[Import]:
+    """The imports between `modules`; those of other projects are left out."""
+    names = {module.name for module in modules}
+    return [one for module in modules for one in _within(module, names) if one.imported != module.name]
+
+
+def _within(module: Module, names: Collection[str]) -> Iterator[Import]:
+    stack: list[tuple[ast.AST, str]] = [(module.tree, LOADED)]
+    while stack:
+        node, kind = stack.pop()
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module.path}:{node.lineno}: the project imports by full names"
+            inside = [f"{node.module}.{alias.name}" for alias in node.names]
+            targets = [one if one in names else node.module or "" for one in inside]
+        else:
+            targets = []
+        for target in sorted(set(targets) & set(names)):
+            yield Import(module.name, target, kind, node.lineno)
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            stack += [(child, TYPES) for child in node.body]
+            stack += [(child, kind) for child in node.orelse]
+            continue
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and kind == LOADED:
+            kind = CALLED
+        stack += [(child, kind) for child in ast.iter_child_nodes(node)]
+
+
+def package_of(module: str, depth: int = 2) -> str:
+    return ".".join(module.split(".")[:depth])
+
+
+def circles(arrows: Collection[tuple[str, str]]) -> list[list[str]]:
+    """The groups of names that reach each other along the arrows, the largest first (Tarjan's components of two or more,
+    without recursion)."""
+    onward: dict[str, list[str]] = defaultdict(list)
+    for one, other in sorted(set(arrows)):
+        if one != other:
+            onward[one].append(other)
+    number: dict[str, int] = {}
+    low: dict[str, int] = {}
+    path: list[str] = []
+    open_: set[str] = set()
+    groups: list[list[str]] = []
+    for root in sorted(onward):
+        if root in number:
+            continue
+        number[root] = low[root] = len(number)
+        path.append(root)
+        open_.add(root)
+        calls = [(root, iter(onward[root]))]
+        while calls:
+            name, rest = calls[-1]
+            for following in rest:
+                if following not in number:
+                    number[following] = low[following] = len(number)
+                    path.append(following)
+                    open_.add(following)
+                    calls.append((following, iter(onward.get(following, ()))))
+                    break
+                if following in open_:
+                    low[name] = min(low[name], number[following])
+            else:
+                calls.pop()
+                if calls:
+                    low[calls[-1][0]] = min(low[calls[-1][0]], low[name])
+                if low[name] == number[name]:
+                    cut = path.index(name)
+                    group, path = path[cut:], path[:cut]
+                    open_ -= set(group)
+                    if len(group) > 1:
+                        groups.append(sorted(group))
+    return sorted(groups, key=lambda group: (-len(group), group))
+
+
+def arrows(imports: list[Import], kinds: Collection[str], depth: int | None = None) -> set[tuple[str, str]]:
+    """The imports of these kinds as pairs: of modules, or with `depth` of the packages at that depth of the name."""
+    pairs = {(one.importer, one.imported) for one in imports if one.kind in kinds}
+    if depth is not None:
+        pairs = {(package_of(one, depth), package_of(other, depth)) for one, other in pairs}
+    return {(one, other) for one, other in pairs if one != other}

@@ -1,0 +1,73 @@
+"""The figures of the sources: circles are found where they are, and counted by what runs the import."""
+
+import re
+from pathlib import Path
+
+import figures
+from imports import AT_RUN_TIME, EVERY, LOADED, Import, arrows, circles, imports_of, modules_of
+
+
+def tree(folder: Path, **sources: str) -> list[Import]:
+    package = folder / "house"
+    for name, text in sources.items():
+        path = package.joinpath(*name.split("__")).with_suffix(".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        (path.parent / "__init__.py").touch()
+    (package / "__init__.py").touch()
+    return imports_of(modules_of(package))
+
+
+def test_an_import_counts_by_what_runs_it(tmp_path: Path) -> None:
+    found = tree(
+        tmp_path,
+        a="import house.b\n",
+        b="def late():\n    from house import c\n",
+        c="from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from house.a import thing\n",
+    )
+    kinds = {(one.importer, one.imported): one.kind for one in found}
+    assert kinds == {
+        ("house.a", "house.b"): "loaded",
+        ("house.b", "house.c"): "called",
+        ("house.c", "house.a"): "types",
+    }
+    assert circles(arrows(found, {LOADED})) == circles(arrows(found, AT_RUN_TIME)) == []
+    assert circles(arrows(found, EVERY)) == [["house.a", "house.b", "house.c"]]
+
+
+def test_packages_can_be_in_a_circle_whose_modules_are_not(tmp_path: Path) -> None:
+    found = tree(
+        tmp_path, one__a="from house.two import b\n", two__b="", two__c="import house.one.d\n", one__d=""
+    )
+    assert circles(arrows(found, {LOADED})) == []
+    assert circles(arrows(found, {LOADED}, depth=2)) == [["house.one", "house.two"]]
+
+
+def test_every_circle_is_found_once() -> None:
+    pairs = {
+        ("a", "b"),
+        ("b", "c"),
+        ("c", "a"),
+        ("c", "d"),
+        ("d", "e"),
+        ("e", "d"),
+        ("e", "f"),
+        ("x", "a"),
+        ("f", "f"),
+    }
+    assert circles(pairs) == [["a", "b", "c"], ["d", "e"]]
+
+
+def test_the_report_counts_a_small_tree(tmp_path: Path) -> None:
+    tree(tmp_path, a="# why\nThing(1, 2, 3, 4, 5, 6)  # noqa: X\nThing(a=1)\n\n\ndef f():\n    pass\n")
+    readme = tmp_path / "README.md"
+    readme.write_text("# Title\n\nOne two three. Four five six\nseven!\n\n```\nno words\n```\n")
+    shown = dict(
+        re.split(r"\s{2,}", line, maxsplit=1)
+        for line in figures.report(tmp_path / "house", readme)
+        if line[0] != " "
+    )
+    assert shown["positional calls of 6 or more"] == "500.0 per 1,000 of 2 calls of a class"
+    assert shown["comments per 100 lines"] == "14.3"
+    assert shown["function length p90 / p99"] == "2 / 2"
+    assert shown["README words / mean sentence"] == "13 / 4"
