@@ -106,7 +106,9 @@ def _play_coordinator(sock: socket.socket) -> None:
     with sock:
         while (message := codec.read(sock)) is not None:
             if isinstance(message, m.Ready):
-                member = m.Member(0, "alone", "localhost", 0, message.host, message.vote_port, message.data_port)
+                member = m.Member(
+                    0, "alone", "localhost", 0, message.host, message.vote_port, message.data_port
+                )
                 sock.sendall(pack(m.Form(m.Generation(1, (member,)), 0)))
 
 
