@@ -26,6 +26,7 @@ from urllib.parse import unquote, urlsplit
 import msgspec
 import xxhash
 
+from holdfast.data.version import Changed, Version
 from holdfast.errors import DataError, UsageError
 from holdfast.observe.bytecount import ByteCount
 from holdfast.protocol.job import CACHE_VARIABLE
@@ -40,18 +41,6 @@ READ_BYTES = 8 << 20
 
 _held: dict[Path, int] = {}
 """Files that this process uses, and the descriptors that hold their locks, until the process ends."""
-
-
-class Version(msgspec.Struct, frozen=True):
-    """What a remote file is now: it changes when the file does."""
-
-    size: int
-    e_tag: str | None
-    modified: str
-
-
-class Changed(Exception):
-    """The remote file is another one than when the fetch began."""
 
 
 class Entry(msgspec.Struct, frozen=True):

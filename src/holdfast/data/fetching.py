@@ -18,7 +18,7 @@ import xxhash
 from obstore.exceptions import BaseError, PermissionDeniedError, PreconditionError, UnauthenticatedError
 
 from holdfast.checkpoint.objects import CREDENTIALS, FAMILIES, advice_for, open_store, short
-from holdfast.data.cache import Changed, Version
+from holdfast.data.version import Changed, Version
 from holdfast.errors import DataError, UsageError
 from holdfast.observe.bytecount import ByteCount
 

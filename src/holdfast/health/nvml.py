@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.health.files import names, unknown
+from holdfast.health.gpu import Gpu
 from holdfast.health.guard import Guard, NoAnswerError
 from holdfast.health.pcie import has_nvidia_gpu
 from holdfast.health.readings import Line, Reading
@@ -59,15 +60,6 @@ _ALL_LINKS = 0xFFFFFFFF
 _FIELD_TYPES = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
 _SLOWDOWN = 1
 _FABRIC_COMPLETED = 3
-
-
-class Gpu:
-    """One GPU that was there at the start. handle: None if it was lost already."""
-
-    def __init__(self, index: int, handle: Any, uuid: str = "", pci: str = "") -> None:
-        self.handle, self.uuid, self.pci = handle, uuid, pci
-        self.subject = f"gpu {pci or index}"
-        self.links: set[int] = set()
 
 
 class Nvml:

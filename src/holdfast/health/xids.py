@@ -7,12 +7,10 @@ import os
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from holdfast.health.gpu import Gpu
 from holdfast.health.readings import Line
-
-if TYPE_CHECKING:
-    from holdfast.health.nvml import Gpu
 
 WAIT_MS = 2000
 """How long a closed one may still wait."""

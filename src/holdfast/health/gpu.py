@@ -1,0 +1,14 @@
+"""One GPU of NVIDIA, as those who read it through the driver's library know it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Gpu:
+    """One GPU that was there at the start. handle: None if it was lost already."""
+
+    def __init__(self, index: int, handle: Any, uuid: str = "", pci: str = "") -> None:
+        self.handle, self.uuid, self.pci = handle, uuid, pci
+        self.subject = f"gpu {pci or index}"
+        self.links: set[int] = set()
