@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from holdfast.simulate.machine import REST, FewNames, Machine
 from holdfast.simulate.scenario import FailureClass
-
-if TYPE_CHECKING:
-    from holdfast.simulate.cluster import Cluster
+from holdfast.simulate.trial_view import TrialView
 
 
-def soon(cluster: Cluster, until_s: float) -> list[Machine]:
+def soon(cluster: TrialView, until_s: float) -> list[Machine]:
     """Machines without a name to which something may happen until then."""
     places = {
         place
@@ -25,7 +21,7 @@ def soon(cluster: Cluster, until_s: float) -> list[Machine]:
     return [x for x in cluster.rest if x.fails_s < until_s or x.place in places]
 
 
-def bind(cluster: Cluster, known_s: float) -> None:
+def bind(cluster: TrialView, known_s: float) -> None:
     """Machines to which something happens soon take the names of members to which nothing does.
 
     known_s: until when those that need a name have one.
@@ -54,7 +50,7 @@ def bind(cluster: Cluster, known_s: float) -> None:
     cluster.at(cluster.now + cluster.window_s, bind, cluster, until_s)
 
 
-def plain(cluster: Cluster, machine: Machine, until_s: float) -> bool:
+def plain(cluster: TrialView, machine: Machine, until_s: float) -> bool:
     """Nothing is the matter with it, nor will be."""
     if not machine.up or machine.worker is None or machine.hung_s is not None or machine.slow > 1.0:
         return False
@@ -66,6 +62,6 @@ def plain(cluster: Cluster, machine: Machine, until_s: float) -> bool:
     )
 
 
-def rack(cluster: Cluster, place: int, kind: FailureClass) -> range:
+def rack(cluster: TrialView, place: int, kind: FailureClass) -> range:
     first = place - place % kind.size
     return range(first, min(first + kind.size, cluster.scenario.nodes + cluster.scenario.spares))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from typing import TYPE_CHECKING
 
 from holdfast.coordinator import events as e
 from holdfast.protocol import messages as m
@@ -13,18 +12,16 @@ from holdfast.protocol.phases import Phase, Place
 from holdfast.simulate import names
 from holdfast.simulate.machine import HOP_S, SIGKILL, FewNames, Machine
 from holdfast.simulate.scenario import FailureClass
-
-if TYPE_CHECKING:
-    from holdfast.simulate.cluster import Cluster
+from holdfast.simulate.trial_view import TrialView
 
 
-def expect(cluster: Cluster, machine: Machine, at_s: float, kind: FailureClass | None) -> None:
+def expect(cluster: TrialView, machine: Machine, at_s: float, kind: FailureClass | None) -> None:
     """Its next failure is known."""
     machine.fails_s, machine.failure = at_s, kind
     cluster.at(at_s, strike, cluster, machine, at_s)
 
 
-def strike(cluster: Cluster, machine: Machine, planned_s: float) -> None:
+def strike(cluster: TrialView, machine: Machine, planned_s: float) -> None:
     """A machine fails, and perhaps takes others of its rack along."""
     kind = machine.failure
     if machine.fails_s != planned_s or kind is None or machine.source is None:
@@ -43,7 +40,7 @@ def strike(cluster: Cluster, machine: Machine, planned_s: float) -> None:
     fail(cluster, machine, kind)
 
 
-def follow(cluster: Cluster, place: int, kind: FailureClass) -> None:
+def follow(cluster: TrialView, place: int, kind: FailureClass) -> None:
     """Another machine of the rack fails."""
     for machine in cluster.machines.values():
         if machine.place == place and machine.up:
@@ -54,7 +51,7 @@ def follow(cluster: Cluster, place: int, kind: FailureClass) -> None:
         raise FewNames
 
 
-def fail(cluster: Cluster, machine: Machine, kind: FailureClass) -> None:
+def fail(cluster: TrialView, machine: Machine, kind: FailureClass) -> None:
     """What a failure does to one machine."""
     member = machine in cluster.members
     if kind.scope == "node":
@@ -83,7 +80,7 @@ def fail(cluster: Cluster, machine: Machine, kind: FailureClass) -> None:
         cluster.at(cluster.now + stall_s, stalled, cluster, machine, machine.worker)
 
 
-def lose(cluster: Cluster, machines: list[Machine], repair_s: float | None) -> None:
+def lose(cluster: TrialView, machines: list[Machine], repair_s: float | None) -> None:
     """Machines are gone at once."""
     if any(x in cluster.members for x in machines):
         cluster.halt("stalled")
@@ -94,14 +91,14 @@ def lose(cluster: Cluster, machines: list[Machine], repair_s: float | None) -> N
     cluster.wind()
 
 
-def expect_group(cluster: Cluster, index: int) -> None:
+def expect_group(cluster: TrialView, index: int) -> None:
     """The next failure of many at once is known."""
     at_s, _ = cluster.groups[index][2].next(cluster.now)
     cluster.group_s[index] = at_s
     cluster.at(at_s, strike_group, cluster, index)
 
 
-def strike_group(cluster: Cluster, index: int) -> None:
+def strike_group(cluster: TrialView, index: int) -> None:
     """A rack, a switch, or all processes."""
     kind, places, _ = cluster.groups[index]
     expect_group(cluster, index)
@@ -116,7 +113,7 @@ def strike_group(cluster: Cluster, index: int) -> None:
         lose(cluster, struck, kind.lasts_s)
 
 
-def end_all_workers(cluster: Cluster) -> None:
+def end_all_workers(cluster: TrialView) -> None:
     """All processes end at once: what is left is in memory and in durable tiers."""
     cluster.halt("stalled")
     cluster.tell_saved()
@@ -125,7 +122,7 @@ def end_all_workers(cluster: Cluster) -> None:
     )
 
 
-def exit_all(cluster: Cluster, pairs: list[tuple[Machine, str]]) -> None:
+def exit_all(cluster: TrialView, pairs: list[tuple[Machine, str]]) -> None:
     """The agents see it."""
     events: list[e.Event] = []
     for machine, name in pairs:
@@ -135,14 +132,14 @@ def exit_all(cluster: Cluster, pairs: list[tuple[Machine, str]]) -> None:
     cluster.tell(events)
 
 
-def end_worker(cluster: Cluster, machine: Machine, name: str, code: int = SIGKILL) -> None:
+def end_worker(cluster: TrialView, machine: Machine, name: str, code: int = SIGKILL) -> None:
     """The agent sees a process end."""
     if machine.up and machine.worker == name:
         machine.worker = None
         cluster.tell([e.NodeSays(machine.name, m.Exited(name, code))])
 
 
-def stalled(cluster: Cluster, machine: Machine, name: str) -> None:
+def stalled(cluster: TrialView, machine: Machine, name: str) -> None:
     """The agent sees that a worker stands still, and says so until somebody acts."""
     if machine.up and machine.worker == name and machine.hung_s is not None:
         cluster.tell([e.NodeSays(machine.name, m.Stalled(name, view(cluster, machine)))])
@@ -150,7 +147,7 @@ def stalled(cluster: Cluster, machine: Machine, name: str) -> None:
         cluster.at(again_s, stalled, cluster, machine, name)
 
 
-def inspected(cluster: Cluster, machine: Machine, request: int) -> None:
+def inspected(cluster: TrialView, machine: Machine, request: int) -> None:
     """All agents answer at once."""
     events: list[e.Event] = []
     heap = cluster.heap
@@ -164,7 +161,7 @@ def inspected(cluster: Cluster, machine: Machine, request: int) -> None:
         cluster.tell(events)
 
 
-def view(cluster: Cluster, machine: Machine) -> m.WorkerView:
+def view(cluster: TrialView, machine: Machine) -> m.WorkerView:
     """What the agent of a machine knows of its worker."""
     hung = machine.hung_s is not None
     phase = Phase.FORWARD if hung else Phase.REDUCE if machine in cluster.members else Phase.IDLE
@@ -175,7 +172,7 @@ def view(cluster: Cluster, machine: Machine) -> m.WorkerView:
     )
 
 
-def found_slow(cluster: Cluster, machine: Machine, severity: Severity, remedy: Remedy) -> None:
+def found_slow(cluster: TrialView, machine: Machine, severity: Severity, remedy: Remedy) -> None:
     """Its peers show that it is slow: first a warning, then, when that has cost enough, it is to be replaced."""
     if machine.up and machine.worker and machine.slow > 1.0 and machine in cluster.members:
         done = cluster.steps.base
@@ -186,7 +183,7 @@ def found_slow(cluster: Cluster, machine: Machine, severity: Severity, remedy: R
         cluster.tell([cluster.word(machine, said), e.NodeSays(machine.name, m.Found((finding,)))])
 
 
-def fast_again(cluster: Cluster, machine: Machine) -> None:
+def fast_again(cluster: TrialView, machine: Machine) -> None:
     """A slow machine is as fast as the others."""
     if machine.slow > 1.0:
         machine.slow = 1.0
