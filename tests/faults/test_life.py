@@ -46,9 +46,7 @@ def signal_when_gone(fd, timeout=40):
     ("source", "error"),
     [
         ("def broken(:\n", "SyntaxError"),
-        pytest.param(
-            "import no_such_module_at_all\n", "ModuleNotFoundError", marks=pytest.mark.nightly
-        ),
+        pytest.param("import no_such_module_at_all\n", "ModuleNotFoundError", marks=pytest.mark.nightly),
         ("raise ValueError('always')\n", "ValueError: always"),
     ],
 )
