@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.holdfast-ready
 
-.PHONY: setup demo test s3-test slurm-test lint figures clean
+.PHONY: setup demo test s3-test slurm-test lint figures docs clean
 
 setup: $(STAMP)
 
@@ -14,7 +14,7 @@ $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 	  echo "Python's venv is not whole here; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train,plot,object,export,data,gpu,postgres,mathstral,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train,plot,object,export,data,gpu,postgres,mathstral,docs,dev]'
 	touch $(STAMP)
 
 demo: setup
@@ -46,5 +46,10 @@ lint: setup
 figures: setup
 	$(BIN)/python tests/structure/figures.py
 
+# The documentation site, in out/docs/html. A broken link, a missing reference and every warning is an error.
+docs: setup
+	$(BIN)/python -m sphinx -W --keep-going -q -b html -d out/docs/doctrees docs out/docs/html
+	@echo "out/docs/html/index.html"
+
 clean:
-	rm -rf $(VENV) out .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) out docs/reference/commands.md .mypy_cache .ruff_cache .pytest_cache

@@ -157,7 +157,7 @@ class Step:
         """Reduces over all replicas, agrees with them, updates and commits.
 
         Args:
-            max_grad_norm: clip the global gradient's norm, as torch.nn.utils.clip_grad_norm_ does.
+            max_grad_norm: clip the global gradient's norm, as `torch.nn.utils.clip_grad_norm_` does.
             scheduler: stepped after the optimizer, as part of the commit.
             also: whatever else changes the protected state in a step, called in this order after the scheduler: an
                 average of the weights, a counter, a second optimizer's `step`. It is part of the commit: every replica
