@@ -15,9 +15,9 @@ from collections.abc import Callable
 import msgspec
 
 from bench.machine import describe
-from holdfast.coordinator import events as e
-from holdfast.coordinator.core import Core
-from holdfast.coordinator.state import JobPhase, Worker, WorkerPhase
+from holdfast.coordinator.kernel import events as e
+from holdfast.coordinator.kernel.machine import Core
+from holdfast.coordinator.kernel.state import JobPhase, Worker, WorkerPhase
 from holdfast.protocol import messages as m
 from holdfast.protocol.frames import encode
 from holdfast.protocol.job import JobSpec

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from aiohttp import WSMsgType, web
 
 from holdfast.agent.link import CoordinatorLink
-from holdfast.coordinator.door import authorized, give_proof
+from holdfast.coordinator.service.door import authorized, give_proof
 from holdfast.protocol import messages as m
 from holdfast.protocol.endpoint import Endpoint, write_endpoint
 from holdfast.protocol.frames import Codec, encode

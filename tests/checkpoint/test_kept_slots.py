@@ -12,7 +12,7 @@ from test_keeper import Node, nodes, run
 
 from holdfast.checkpoint import memory
 from holdfast.checkpoint.memory import SlotPool
-from holdfast.coordinator import events as e
+from holdfast.coordinator.kernel import events as e
 from holdfast.errors import MemoryShort, SlotsTaken
 from holdfast.protocol import messages as m
 from holdfast.protocol.snapshots import Lack, Saving

@@ -5,9 +5,9 @@ import json
 import msgspec
 import pytest
 
-from holdfast.coordinator.report import build_report
-from holdfast.coordinator.state import CoreState, JobPhase
-from holdfast.coordinator.store import Store
+from holdfast.coordinator.kernel.state import CoreState, JobPhase
+from holdfast.coordinator.service.report import build_report
+from holdfast.coordinator.service.store import Store
 from holdfast.engines.jobs import JobFolder
 from holdfast.protocol.job import JobSpec
 

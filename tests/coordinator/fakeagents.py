@@ -13,8 +13,8 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from holdfast.coordinator.service import Coordinator
-from holdfast.coordinator.state import CoreState
+from holdfast.coordinator.kernel.state import CoreState
+from holdfast.coordinator.service.server import Coordinator
 from holdfast.protocol import messages as m
 from holdfast.protocol.endpoint import read_endpoint
 from holdfast.protocol.frames import Codec, encode

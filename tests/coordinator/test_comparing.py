@@ -3,7 +3,7 @@
 import pytest
 from desk import Desk
 
-from holdfast.coordinator.report import build_report, build_status
+from holdfast.coordinator.service.report import build_report, build_status
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import HealthSpec
 from holdfast.protocol.phases import BLOCK_STEPS, Spent

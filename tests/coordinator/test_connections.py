@@ -13,9 +13,8 @@ import aiohttp
 import msgspec
 import pytest
 
-from holdfast.coordinator import service
-from holdfast.coordinator.history import Remembered
-from holdfast.coordinator.service import Coordinator
+from holdfast.coordinator.health.history import Remembered
+from holdfast.coordinator.service.server import Coordinator, server
 from holdfast.protocol import messages as m
 from holdfast.protocol.endpoint import Endpoint
 from holdfast.protocol.frames import Codec, encode
@@ -64,7 +63,7 @@ class Service:
 @asynccontextmanager
 async def serving(job_dir: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Service]:
     listens: asyncio.Future[Endpoint] = asyncio.get_running_loop().create_future()
-    monkeypatch.setattr(service, "write_endpoint", lambda _, endpoint: listens.set_result(endpoint))
+    monkeypatch.setattr(server, "write_endpoint", lambda _, endpoint: listens.set_result(endpoint))
     coordinator = Coordinator(job_dir, SPEC, Resume())
     running = asyncio.create_task(coordinator.serve(socket.create_server(("127.0.0.1", 0)), "127.0.0.1"))
     url = (await listens).url

@@ -4,8 +4,8 @@ import msgspec
 import pytest
 from desk import TIER, Desk, running
 
-from holdfast.coordinator import events as e
-from holdfast.coordinator.state import JobPhase, WorkerPhase
+from holdfast.coordinator.kernel import events as e
+from holdfast.coordinator.kernel.state import JobPhase, WorkerPhase
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import Durable
 from holdfast.protocol.page import Phase, Place

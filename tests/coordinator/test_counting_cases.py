@@ -4,8 +4,8 @@ import pytest
 from desk import Desk, copy_of
 from test_gang_cases import end, launched
 
-from holdfast.coordinator.metrics import metrics_text
-from holdfast.coordinator.report import build_report, build_status
+from holdfast.coordinator.service.metrics import metrics_text
+from holdfast.coordinator.service.report import build_report, build_status
 from holdfast.protocol import messages as m
 
 
@@ -46,7 +46,7 @@ def fails(desk: Desk, last: int = 0) -> None:
 
 
 def e_exited(worker: str, code: int, count: int):
-    from holdfast.coordinator import events as e
+    from holdfast.coordinator.kernel import events as e
 
     return e.NodeSays(worker.partition(".")[0], m.Exited(worker, code, steps=count))
 

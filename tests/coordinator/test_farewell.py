@@ -8,8 +8,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from holdfast.coordinator import service
-from holdfast.coordinator.service import Coordinator
+from holdfast.coordinator.service.server import Coordinator, server
 from holdfast.protocol.endpoint import Endpoint
 from holdfast.protocol.job import JobSpec, Resume
 
@@ -17,7 +16,7 @@ from holdfast.protocol.job import JobSpec, Resume
 async def watched_to_the_end(job_dir: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What somebody hears who only listens; the coordinator ends meanwhile."""
     listens: asyncio.Future[Endpoint] = asyncio.get_running_loop().create_future()
-    monkeypatch.setattr(service, "write_endpoint", lambda _, endpoint: listens.set_result(endpoint))
+    monkeypatch.setattr(server, "write_endpoint", lambda _, endpoint: listens.set_result(endpoint))
     spec = JobSpec(name="job", script="train.py", min_nodes=1, max_nodes=1)
     coordinator = Coordinator(job_dir, spec, Resume())
     listening = socket.create_server(("127.0.0.1", 0))
@@ -37,7 +36,7 @@ async def watched_to_the_end(job_dir: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_whoever_watches_hears_the_end_and_holds_nobody_up(tmp_path, monkeypatch):
     """The time for farewells is for agents that are silent, not for those who listen."""
-    monkeypatch.setattr(service, "FAREWELL_S", 10_000.0)
+    monkeypatch.setattr(server, "FAREWELL_S", 10_000.0)
     job_dir = tmp_path / "jobs" / "job"
     job_dir.mkdir(parents=True)
     (job_dir / "token").write_text("secret")

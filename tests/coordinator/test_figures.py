@@ -10,9 +10,9 @@ from desk import running
 
 import holdfast as hf
 from holdfast.agent.outbox import Outbox
-from holdfast.coordinator.metrics import metrics_text
-from holdfast.coordinator.report import build_report, build_status
-from holdfast.coordinator.store import Page, Said, Store
+from holdfast.coordinator.service.metrics import metrics_text
+from holdfast.coordinator.service.report import build_report, build_status
+from holdfast.coordinator.service.store import Page, Said, Store
 from holdfast.errors import UsageError
 from holdfast.protocol import messages as m
 

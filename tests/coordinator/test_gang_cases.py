@@ -2,9 +2,9 @@
 
 from desk import Desk
 
-from holdfast.coordinator import events as e
-from holdfast.coordinator.report import build_status
-from holdfast.coordinator.state import JobPhase
+from holdfast.coordinator.kernel import events as e
+from holdfast.coordinator.kernel.state import JobPhase
+from holdfast.coordinator.service.report import build_status
 from holdfast.protocol import messages as m
 
 

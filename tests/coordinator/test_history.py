@@ -15,10 +15,17 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.coordinator.events import Remember
-from holdfast.coordinator.history import Kind, Remembered, standing
-from holdfast.coordinator.history_store import Entry, History, HistoryError, find_machine, now_s, shown
-from holdfast.coordinator.remembering import Memory
+from holdfast.coordinator.health.history import Kind, Remembered, standing
+from holdfast.coordinator.kernel.events import Remember
+from holdfast.coordinator.service.history_store import (
+    Entry,
+    History,
+    HistoryError,
+    find_machine,
+    now_s,
+    shown,
+)
+from holdfast.coordinator.service.history_writer import Memory
 from holdfast.errors import UsageError
 
 DAY_S = 86_400.0

@@ -7,8 +7,8 @@ from desk import Desk, running
 from findings import ERROR, finds, train_on
 from prometheus_client.parser import text_string_to_metric_families
 
-from holdfast.coordinator import incidents
-from holdfast.coordinator.metrics import metrics_text
+from holdfast.coordinator.kernel import incidents
+from holdfast.coordinator.service.metrics import metrics_text
 from holdfast.observe.tables import stood_s
 from holdfast.protocol.health import Remedy
 

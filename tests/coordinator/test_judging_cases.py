@@ -18,10 +18,10 @@ from findings import (
     verdicts,
 )
 
-from holdfast.coordinator import events as e
-from holdfast.coordinator import incidents
-from holdfast.coordinator.history import Kind, Remembered
-from holdfast.coordinator.state import Incident
+from holdfast.coordinator.health.history import Kind, Remembered
+from holdfast.coordinator.kernel import events as e
+from holdfast.coordinator.kernel import incidents
+from holdfast.coordinator.kernel.state import Incident
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import CheckResult, Condition, HealthSpec, Remedy
 

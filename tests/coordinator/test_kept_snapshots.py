@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from desk import TIER, Desk, running
 
-from holdfast.coordinator import events as e
+from holdfast.coordinator.kernel import events as e
 from holdfast.protocol import messages as m
 from holdfast.protocol.snapshots import Copy, Lack, Saving
 

@@ -16,8 +16,8 @@ import msgspec
 import pytest
 from fakeagents import FENCES, Agent, Plane, serving
 
-from holdfast.coordinator import ledger, service
-from holdfast.coordinator.store import Store
+from holdfast.coordinator.service.server import ledger, server
+from holdfast.coordinator.service.store import Store
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import JobSpec, Resume
 
@@ -44,7 +44,7 @@ class Faulty(Store):
 
 @pytest.fixture
 def faulty(monkeypatch):
-    monkeypatch.setattr(service, "Store", Faulty)
+    monkeypatch.setattr(server, "Store", Faulty)
     monkeypatch.setattr(ledger, "SLOW_S", 0.2)
     monkeypatch.setattr(ledger, "RETRY_S", 0.05)
     yield Faulty
@@ -115,7 +115,7 @@ def test_training_goes_on_while_the_ledger_fails_and_nothing_is_missing_afterwar
 
 
 def test_a_job_that_ends_does_not_wait_for_its_ledger_for_ever(tmp_path, faulty, monkeypatch):
-    monkeypatch.setattr(service, "LAST_S", 0.3)
+    monkeypatch.setattr(server, "LAST_S", 0.3)
 
     async def story() -> None:
         async with serving(tmp_path) as plane:
@@ -153,8 +153,8 @@ def test_a_report_that_cannot_be_written_is_told_instead(tmp_path):
 def test_what_a_page_holds_is_there_once_however_often_it_is_written(tmp_path: Path):
     """After an error nobody knows whether the last commit is in the file."""
     store = Store(tmp_path / "job.sqlite")
-    entries = [service.LedgerEntry(i, float(i), "now", "kind", {"i": i}) for i in (1, 2)]
-    page = service.Page(entries, [service.Said(1.0, ((0, 0.5, 0.1),), 1, 2)], {"name": b"value"})
+    entries = [server.LedgerEntry(i, float(i), "now", "kind", {"i": i}) for i in (1, 2)]
+    page = server.Page(entries, [server.Said(1.0, ((0, 0.5, 0.1),), 1, 2)], {"name": b"value"})
     store.write(page)
     store.write(page)
     assert list(store.events()) == entries

@@ -4,9 +4,9 @@ import pytest
 from desk import TIER, Desk, copy_of
 from test_saving_cases import at_level_0
 
-from holdfast.coordinator import events as e
-from holdfast.coordinator.report import build_report
-from holdfast.coordinator.state import JobPhase
+from holdfast.coordinator.kernel import events as e
+from holdfast.coordinator.kernel.state import JobPhase
+from holdfast.coordinator.service.report import build_report
 from holdfast.protocol import messages as m
 from holdfast.protocol.availability import Capacity
 from holdfast.protocol.job import Durable

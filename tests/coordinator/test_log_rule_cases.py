@@ -6,7 +6,7 @@ import pytest
 from desk import running
 from findings import ERROR, WIDE, finds, log_says, marked, train_on, verdicts
 
-from holdfast.coordinator import events as e
+from holdfast.coordinator.kernel import events as e
 from holdfast.protocol.health import HealthSpec, Remedy
 
 

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 from bench.coordinator import Job, hello, job, ready, says
 
-from holdfast.coordinator import events as e
-from holdfast.coordinator.service import Coordinator
+from holdfast.coordinator.kernel import events as e
+from holdfast.coordinator.service.server import Coordinator
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import Resume
 from holdfast.protocol.messages import WorkerView

@@ -8,9 +8,9 @@ import pytest
 from desk import TIER, Desk, copy_of, running
 from prometheus_client.parser import text_string_to_metric_families
 
-from holdfast.coordinator import events as e
-from holdfast.coordinator.metrics import metrics_text
-from holdfast.coordinator.report import build_status
+from holdfast.coordinator.kernel import events as e
+from holdfast.coordinator.service.metrics import metrics_text
+from holdfast.coordinator.service.report import build_status
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import Condition, Finding, Remedy, Severity
 from holdfast.protocol.snapshots import DurableTier, Saving

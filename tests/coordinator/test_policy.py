@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.coordinator.policy import (
+from holdfast.coordinator.kernel.state import Blame, Failure
+from holdfast.coordinator.membership.policy import (
     NodeFault,
     Report,
     ScriptFault,
@@ -18,7 +19,6 @@ from holdfast.coordinator.policy import (
     script_fault,
     settle,
 )
-from holdfast.coordinator.state import Blame, Failure
 from holdfast.protocol.messages import Exited, Generation, Member, WorkerView
 from holdfast.protocol.page import Phase, Place
 

@@ -3,9 +3,9 @@
 import pytest
 from desk import Desk, copy_of, running
 
-from holdfast.coordinator import events as e
-from holdfast.coordinator.resizing import GAIN_SHARE, check_drain, check_resize, describe
-from holdfast.coordinator.state import JobPhase, WorkerPhase
+from holdfast.coordinator.kernel import events as e
+from holdfast.coordinator.kernel.state import JobPhase, WorkerPhase
+from holdfast.coordinator.membership.resize import GAIN_SHARE, check_drain, check_resize, describe
 from holdfast.errors import UsageError
 from holdfast.protocol import messages as m
 

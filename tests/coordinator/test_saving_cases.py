@@ -4,9 +4,9 @@ import msgspec
 import pytest
 from desk import TIER, Desk, copy_of, running
 
-from holdfast.coordinator import events as e
-from holdfast.coordinator import saving
-from holdfast.coordinator.state import CoreState, JobPhase, WorkerPhase
+from holdfast.coordinator.kernel import events as e
+from holdfast.coordinator.kernel.state import CoreState, JobPhase, WorkerPhase
+from holdfast.coordinator.storage import memory_snapshots
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import Durable
 from holdfast.protocol.snapshots import DurableTier, Saving
@@ -213,11 +213,11 @@ def test_snapshots_that_never_become_whole_do_not_pile_up():
     desk.snapshot(6, "n0")
     for step in range(7, 60):
         desk.refuses("n0", copy_of(step))
-    assert len(desk.state.snapshots) <= 2 * saving.KEPT_PARTIAL + 1
+    assert len(desk.state.snapshots) <= 2 * memory_snapshots.KEPT_PARTIAL + 1
     assert desk.state.snapshots[0].step == 6
     for step in range(60, 99):
         desk.holds("n0", copy_of(step))
-    assert len(desk.state.snapshots) <= 2 * saving.KEPT_PARTIAL + 1
+    assert len(desk.state.snapshots) <= 2 * memory_snapshots.KEPT_PARTIAL + 1
 
 
 # ---------------------------------------------------------------- level 0: every rank has a shard of its own
@@ -266,7 +266,7 @@ def test_a_whole_snapshot_that_lost_a_rank_is_none():
     assert desk.whole() == [9]
     desk.lose("n2")
     assert desk.state.snapshots == []
-    assert saving.newest_whole(desk.core) is None
+    assert memory_snapshots.newest_whole(desk.core) is None
 
 
 def test_ranks_with_equal_bytes_write_their_row_once():
@@ -400,7 +400,7 @@ def test_a_snapshot_that_nobody_can_read_is_given_up_for_an_older_one():
     desk.snapshot(6, "n0", "n1")
     lose_all_workers(desk)
     start_again(desk)
-    for attempt in range(1, saving.MAX_UNREAD + 1):
+    for attempt in range(1, memory_snapshots.MAX_UNREAD + 1):
         assert desk.state.generation.start == 6, attempt
         for worker in desk.members():
             desk.says(worker, m.CollectiveError(desk.state.number, -1, "nobody has it whole"))
@@ -415,7 +415,7 @@ def test_a_broken_connection_says_nothing_against_the_snapshot():
     desk.snapshot(6, "n0", "n1")
     lose_all_workers(desk)
     start_again(desk)
-    for _ in range(saving.MAX_UNREAD + 1):
+    for _ in range(memory_snapshots.MAX_UNREAD + 1):
         for worker in desk.members():
             desk.says(worker, m.CollectiveError(desk.state.number, 6, "connection reset"))
         for worker in desk.members():
@@ -504,13 +504,13 @@ def test_a_job_goes_on_from_what_its_agents_adopted():
 
 def test_many_rewinds_are_few_to_remember():
     desk = running(1)
-    for number in range(1, 3 * saving.KEPT_REWINDS):
+    for number in range(1, 3 * memory_snapshots.KEPT_REWINDS):
         desk.state.number = number
-        saving.went_back(desk.core, number * 10)
-    assert len(desk.state.rewinds) == saving.KEPT_REWINDS
-    assert not saving.happened(desk.core, copy_of(15, generation=1).key)
-    assert saving.happened(desk.core, copy_of(15, generation=desk.state.number).key)
-    saving.went_back(desk.core, 5)
+        memory_snapshots.went_back(desk.core, number * 10)
+    assert len(desk.state.rewinds) == memory_snapshots.KEPT_REWINDS
+    assert not memory_snapshots.happened(desk.core, copy_of(15, generation=1).key)
+    assert memory_snapshots.happened(desk.core, copy_of(15, generation=desk.state.number).key)
+    memory_snapshots.went_back(desk.core, 5)
     assert [r.start for r in desk.state.rewinds] == [5]
 
 
@@ -701,7 +701,7 @@ def test_the_state_survives_as_it_is():
     desk.stores(publishes=False, tier="archive")
     desk.holds("n0", copy_of(7))
     desk.refuses("n1", copy_of(7))
-    saving.went_back(desk.core, 50)
+    memory_snapshots.went_back(desk.core, 50)
     state = msgspec.msgpack.decode(msgspec.msgpack.encode(desk.state), type=CoreState)
     assert state == desk.state
     assert any(-1 in x.waiting for x in state.storing)

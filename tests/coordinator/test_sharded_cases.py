@@ -3,11 +3,11 @@
 import pytest
 from desk import TIER, Desk, running
 
-from holdfast.coordinator import events as e
-from holdfast.coordinator.comparing import SLOW_RANK
-from holdfast.coordinator.hangs import _half
-from holdfast.coordinator.resizing import check_resize
-from holdfast.coordinator.state import JobPhase, WorkerPhase
+from holdfast.coordinator.health.stragglers import SLOW_RANK
+from holdfast.coordinator.kernel import events as e
+from holdfast.coordinator.kernel.state import JobPhase, WorkerPhase
+from holdfast.coordinator.membership.hangs import _half
+from holdfast.coordinator.membership.resize import check_resize
 from holdfast.errors import UsageError
 from holdfast.protocol import messages as m
 from holdfast.protocol.availability import Capacity

@@ -3,9 +3,9 @@
 from desk import TIER, Desk, copy_of, running
 from findings import ERROR, WIDE, finds, park_all
 
-from holdfast.coordinator import events as e
-from holdfast.coordinator import saving
-from holdfast.coordinator.state import JobPhase, WorkerPhase
+from holdfast.coordinator.kernel import events as e
+from holdfast.coordinator.kernel.state import JobPhase, WorkerPhase
+from holdfast.coordinator.storage import memory_snapshots
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import Remedy
 from holdfast.protocol.snapshots import Copy, Saving
@@ -114,12 +114,12 @@ def test_of_those_that_are_begun_what_was_whole_is_kept_longest_and_what_was_giv
     desk = saved()
     desk.lose("n1")
     park_all(desk)
-    for step in range(7, 7 + 3 * saving.KEPT_PARTIAL):
+    for step in range(7, 7 + 3 * memory_snapshots.KEPT_PARTIAL):
         desk.holds("n2", desk.shard(step, 0))
         if step % 2:
             desk.refuses("n3", desk.shard(step, 1))
     assert remembered(desk)[0] == 6
-    assert len(remembered(desk)) <= saving.KEPT_PARTIAL + 1
+    assert len(remembered(desk)) <= memory_snapshots.KEPT_PARTIAL + 1
     assert sum(x.given_up for x in desk.state.snapshots) <= 1
 
 
@@ -140,7 +140,7 @@ def test_what_agents_could_not_keep_while_there_was_no_coordinator_pushes_out_no
     desk.crash()
     for p, name in enumerate(("n0", "n1")):
         desk.back(name, held=held)
-        for step in range(9, 9 + 2 * saving.KEPT_PARTIAL):
+        for step in range(9, 9 + 2 * memory_snapshots.KEPT_PARTIAL):
             desk.refuses(name, desk.shard(step, p))
     assert desk.whole()[-1] == 8
 

@@ -3,7 +3,7 @@
 import pytest
 from test_comparing import running
 
-from holdfast.coordinator.injector import Injector
+from holdfast.coordinator.service.injector import Injector
 from holdfast.errors import UsageError
 from holdfast.protocol import messages as m
 from holdfast.protocol.faults import FaultKind, join_words, parse_fault

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from fakeagents import serving
 
-from holdfast.coordinator.starving import Starving
+from holdfast.coordinator.service.starving import Starving
 from holdfast.protocol import messages as m
 from holdfast.protocol.frames import encode
 from holdfast.protocol.kernel import kernel_id

@@ -18,10 +18,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from holdfast.coordinator.clock import Anchor, CoreClock
-from holdfast.coordinator.events import StopRequested
-from holdfast.coordinator.service import Coordinator
-from holdfast.coordinator.store import FIRST, Store, newest_ledger, own_ledger, succeed
+from holdfast.coordinator.kernel.events import StopRequested
+from holdfast.coordinator.service.clock import Anchor, CoreClock
+from holdfast.coordinator.service.server import Coordinator
+from holdfast.coordinator.service.store import FIRST, Store, newest_ledger, own_ledger, succeed
 from holdfast.protocol.job import JobSpec, Resume
 from holdfast.protocol.tenure import claim_term, newest_term
 
@@ -111,7 +111,7 @@ def test_a_successor_has_a_ledger_of_its_own(tmp_path: Path) -> None:
 WRITER = """
 import sys
 from pathlib import Path
-from holdfast.coordinator.store import Store
+from holdfast.coordinator.service.store import Store
 from holdfast.protocol.tenure import newest_term
 
 job_dir, until = Path(sys.argv[1]), int(sys.argv[2])

@@ -2,9 +2,9 @@
 
 from desk import TIER, Desk, running
 
-from holdfast.coordinator import events as e
-from holdfast.coordinator import storing
-from holdfast.coordinator.state import JobPhase, WorkerPhase
+from holdfast.coordinator.kernel import events as e
+from holdfast.coordinator.kernel.state import JobPhase, WorkerPhase
+from holdfast.coordinator.storage import durable_checkpoints
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import Durable
 
@@ -52,7 +52,7 @@ def test_a_damaged_one_is_not_tried_again():
 
 def test_one_in_a_tier_that_does_not_answer_is_tried_again():
     desk = started(NEW, OLD)
-    for _ in range(storing.MAX_TRIES - 1):
+    for _ in range(durable_checkpoints.MAX_TRIES - 1):
         cannot_load(desk, lost=False)
         assert newest_form(desk).durable == NEW
     cannot_load(desk, lost=False)
@@ -107,8 +107,8 @@ def test_memory_makes_up_for_checkpoints_of_which_none_is_whole():
 def test_what_a_tier_keeps_no_longer_is_not_remembered():
     desk = running(2)
     for step in (6, 7, 8, 9):
-        storing.there(desk.core, Durable(step, TIER.url))
-        storing.there(desk.core, Durable(step, "elsewhere"))
+        durable_checkpoints.there(desk.core, Durable(step, TIER.url))
+        durable_checkpoints.there(desk.core, Durable(step, "elsewhere"))
     assert desk.state.durable == Durable(9, "elsewhere")
     kept = {d.url: [x.step for x in desk.state.older if x.url == d.url] for d in desk.state.older}
     assert kept == {TIER.url: [9, 8], "elsewhere": [8, 7, 6]}

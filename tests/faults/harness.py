@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from holdfast.coordinator.store import Store
+from holdfast.coordinator.service.store import Store
 
 HERE = Path(__file__).parent
 TINY = HERE / "train_tiny.py"

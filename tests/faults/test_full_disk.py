@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from harness import TINY, finish, start, wait_for
 
-from holdfast.coordinator.store import Store
+from holdfast.coordinator.service.store import Store
 from holdfast.engines.client import JobClient
 
 STEPS = 150

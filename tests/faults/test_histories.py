@@ -16,8 +16,8 @@ import pytest
 from harness import TINY, Ran, finish, start, wait_for
 
 from holdfast.agent.standin import append_kernel_lines, xid_line
-from holdfast.coordinator.history import Standing, standing
-from holdfast.coordinator.history_store import FILE_NAME, History, now_s
+from holdfast.coordinator.health.history import Standing, standing
+from holdfast.coordinator.service.history_store import FILE_NAME, History, now_s
 from holdfast.engines.client import JobClient
 from holdfast.health.identity import identity
 

@@ -10,7 +10,7 @@ from conftest import STEPS
 from drive import Deed, Driver
 from harness import TINY, finish, leftovers, start, wait_for
 
-from holdfast.coordinator.store import Store
+from holdfast.coordinator.service.store import Store
 from holdfast.engines.pulse import Look, Silence
 from holdfast.protocol.endpoint import read_endpoint
 from holdfast.protocol.job import Timing

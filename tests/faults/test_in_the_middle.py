@@ -16,7 +16,7 @@ from s3server import S3Server
 from test_snapshots import begins, ends, kill_all, memory_of, remove_memory_of
 
 from holdfast.checkpoint.archive import Archive
-from holdfast.coordinator.store import Store
+from holdfast.coordinator.service.store import Store
 
 NIGHTLY = pytest.mark.nightly
 EVERY = 10

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from harness import Ran, run
 
-from holdfast.coordinator.store import Store
+from holdfast.coordinator.service.store import Store
 
 LOGGING = Path(__file__).with_name("train_logging.py")
 STEPS = 60

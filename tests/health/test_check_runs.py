@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from holdfast.coordinator.checking import CheckRuns, choose
-from holdfast.coordinator.state import CoreState, Node
+from holdfast.coordinator.kernel.state import CoreState, Node
+from holdfast.coordinator.service.checking import CheckRuns, choose
 from holdfast.errors import UsageError
 from holdfast.health.checks.fleet import summary
 from holdfast.protocol import messages as m

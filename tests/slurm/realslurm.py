@@ -14,7 +14,7 @@ from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from holdfast.coordinator.store import Store, newest_ledger
+from holdfast.coordinator.service.store import Store, newest_ledger
 from holdfast.engines.client import Announcement, JobClient
 
 CLUSTER = os.environ.get("HOLDFAST_SLURM_CLUSTER", "")

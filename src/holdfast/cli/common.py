@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from holdfast.coordinator.state import CoreState
-    from holdfast.coordinator.store import Store
+    from holdfast.coordinator.kernel.state import CoreState
+    from holdfast.coordinator.service.store import Store
 
 JobName = Annotated[str | None, typer.Option("--job", help="The job's name; without it the newest.")]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
@@ -44,7 +44,7 @@ def ledger(folder: Path) -> Iterator[Store]:
     """
     import sqlite3
 
-    from holdfast.coordinator.store import Store, newest_ledger
+    from holdfast.coordinator.service.store import Store, newest_ledger
     from holdfast.errors import UsageError
 
     path = newest_ledger(folder)

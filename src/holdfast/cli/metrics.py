@@ -37,7 +37,7 @@ def _stored(folder: Path) -> bytes:
     Raises:
         UsageError: the job was never started.
     """
-    from holdfast.coordinator.metrics import metrics_text
+    from holdfast.coordinator.service.metrics import metrics_text
 
     with ledger(folder) as store:
         state = kept_state(store, folder)

@@ -12,7 +12,7 @@ import typer
 from holdfast.cli.common import AsJson, write_json
 
 if TYPE_CHECKING:
-    from holdfast.coordinator.history_store import Entry, History
+    from holdfast.coordinator.service.history_store import Entry, History
 
 app = typer.Typer(help="Histories of nodes, over all jobs.", no_args_is_help=True)
 
@@ -56,7 +56,7 @@ def show(name: Name, where: Where = None, as_json: AsJson = False) -> None:
     """Shows what is remembered of one machine."""
     import msgspec
 
-    from holdfast.coordinator.history_store import find_machine
+    from holdfast.coordinator.service.history_store import find_machine
 
     with _history(where) as history:
         entries = history.all()
@@ -88,8 +88,8 @@ def clear(
     """Says that a machine is well: jobs use it again, and what was held against it counts no more."""
     import asyncio
 
-    from holdfast.coordinator.history import DOUBTED, Kind
-    from holdfast.coordinator.history_store import Entry, find_machine, now_s
+    from holdfast.coordinator.health.history import DOUBTED, Kind
+    from holdfast.coordinator.service.history_store import Entry, find_machine, now_s
     from holdfast.errors import UsageError
 
     with _history(where) as history:
@@ -136,7 +136,7 @@ async def _tell_jobs(machine: str, rule: str) -> list[str]:
 
 @contextmanager
 def _history(where: str | None) -> Iterator[History]:
-    from holdfast.coordinator.history_store import FILE_NAME, History
+    from holdfast.coordinator.service.history_store import FILE_NAME, History
     from holdfast.engines import jobs
 
     history = History(where or str(jobs.home() / FILE_NAME), must_exist=True)
@@ -147,8 +147,8 @@ def _history(where: str | None) -> Iterator[History]:
 
 
 def _summary(machine: str, entries: Sequence[Entry]) -> dict[str, Any]:
-    from holdfast.coordinator.history import standing
-    from holdfast.coordinator.history_store import now_s
+    from holdfast.coordinator.health.history import standing
+    from holdfast.coordinator.service.history_store import now_s
 
     mine = [e for e in entries if e.machine == machine]
     known = standing([e.remembered(now_s()) for e in mine])
@@ -170,7 +170,7 @@ def _summary(machine: str, entries: Sequence[Entry]) -> dict[str, Any]:
 
 def _wrong(entries: Sequence[Entry]) -> dict[str, int]:
     """Rules that people called wrong again and again."""
-    from holdfast.coordinator.history import DOUBTED, Kind
+    from holdfast.coordinator.health.history import DOUBTED, Kind
 
     times: dict[str, int] = {}
     for entry in entries:

@@ -54,7 +54,7 @@ def read_report(folder: Path) -> dict[str, Any]:
     """As it was written at the job's end; until then, and for a job that was killed, from its ledger."""
     import msgspec
 
-    from holdfast.coordinator.report import build_report
+    from holdfast.coordinator.service.report import build_report
     from holdfast.engines import jobs
     from holdfast.errors import UsageError
 

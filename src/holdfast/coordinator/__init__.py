@@ -1,1 +1,1 @@
-"""One per job: `core` decides (pure), `service` talks, `store` remembers."""
+"""One per job: `kernel`, `membership`, `storage` and `health` decide (pure); `service` talks and remembers."""

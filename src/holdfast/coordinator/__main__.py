@@ -13,9 +13,9 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.coordinator.ledger import RETRY_S
-from holdfast.coordinator.pulse import beat
-from holdfast.coordinator.service import Coordinator
+from holdfast.coordinator.service.ledger import RETRY_S
+from holdfast.coordinator.service.pulse import beat
+from holdfast.coordinator.service.server import Coordinator
 from holdfast.protocol.job import JobSpec, Resume
 from holdfast.protocol.sockets import raise_descriptor_limit
 

@@ -17,9 +17,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from holdfast.coordinator import events as e
-from holdfast.coordinator.core import Core
-from holdfast.coordinator.state import CoreState, JobPhase
+from holdfast.coordinator.kernel import events as e
+from holdfast.coordinator.kernel.machine import Core
+from holdfast.coordinator.kernel.state import CoreState, JobPhase
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import HealthSpec
 from holdfast.protocol.job import Durable, JobSpec, Timing

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from holdfast.coordinator.report import build_report
-from holdfast.coordinator.store import Store
+from holdfast.coordinator.service.report import build_report
+from holdfast.coordinator.service.store import Store
 from holdfast.errors import UsageError
 from holdfast.simulate.cluster import Cluster
 from holdfast.simulate.machine import BEGIN_S

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 
-from holdfast.coordinator import events as e
+from holdfast.coordinator.kernel import events as e
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import Finding, Remedy, Severity
 from holdfast.protocol.phases import Phase, Place

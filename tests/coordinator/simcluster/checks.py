@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
-from holdfast.coordinator import events as e
-from holdfast.coordinator import forming, incidents, nodes
-from holdfast.coordinator.admission import CHECKS_S
-from holdfast.coordinator.core import Core
-from holdfast.coordinator.state import CoreState, JobPhase, WorkerPhase
+from holdfast.coordinator.health.admission import CHECKS_S
+from holdfast.coordinator.kernel import events as e
+from holdfast.coordinator.kernel import incidents
+from holdfast.coordinator.kernel.machine import Core
+from holdfast.coordinator.kernel.state import CoreState, JobPhase, WorkerPhase
+from holdfast.coordinator.membership import generations, nodes
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import Durable
 from holdfast.protocol.phases import Phase
@@ -310,7 +311,7 @@ class Checks:
             self.require(len(there) < generation.positions, "step %d is held whole and given up", newest)
 
     def _check_donors(self, state: CoreState, generation: m.Generation) -> None:
-        forms = {name: forming.form(state, state.workers[name]) for name in state.seats}
+        forms = {name: generations.form(state, state.workers[name]) for name in state.seats}
         for form in forms.values():
             if not form.restore:
                 continue

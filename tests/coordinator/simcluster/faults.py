@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from holdfast.coordinator import events as e
-from holdfast.coordinator.state import WorkerPhase
+from holdfast.coordinator.kernel import events as e
+from holdfast.coordinator.kernel.state import WorkerPhase
 from holdfast.protocol.phases import Phase
 from simcluster.worker import Trainer
 

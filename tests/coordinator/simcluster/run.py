@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from holdfast.coordinator.admission import CHECKS_S
+from holdfast.coordinator.health.admission import CHECKS_S
 from simcluster.checks import Violation
 from simcluster.cluster import Cluster
 from simcluster.plan import plan_for

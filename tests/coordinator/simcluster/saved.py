@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from holdfast.coordinator import events as e
-from holdfast.coordinator import saving
-from holdfast.coordinator.state import CoreState, JobPhase
+from holdfast.coordinator.kernel import events as e
+from holdfast.coordinator.kernel.state import CoreState, JobPhase
+from holdfast.coordinator.storage import memory_snapshots
 from holdfast.protocol import messages as m
 from holdfast.protocol.snapshots import Copy, Key, Lack
 from simcluster.plan import FOREVER
@@ -121,7 +121,9 @@ class SavedChecks:
         told = {said.step, said.kept}
         short = any(step == said.step for step, _ in self._short)
         self._short = {t for t in self._short if t[0] >= said.step}
-        steps = {(x.step, x.generation) for x in state.snapshots if x.step in told and saving.has_all(x)}
+        steps = {
+            (x.step, x.generation) for x in state.snapshots if x.step in told and memory_snapshots.has_all(x)
+        }
         stays = max((self._copies(t) for t in steps), default=0)
         for taken, firm in self._safe.items():
             gone = taken[0] < said.step and taken[0] != said.kept
@@ -191,7 +193,7 @@ class SavedChecks:
                 self._orders[(tier.url, step)] = node
             case e.Record("snapshot", fields):
                 self._whole = [*self._whole, (_number(fields, "step"), _number(fields, "generation"))]
-                self._whole = sorted(self._whole)[-saving.KEPT_WHOLE :]
+                self._whole = sorted(self._whole)[-memory_snapshots.KEPT_WHOLE :]
             case e.Record("snapshot-unreadable", fields):
                 gone = (_number(fields, "step"), _number(fields, "generation"))
                 self._safe.pop(gone, None)
@@ -239,9 +241,9 @@ class SavedChecks:
 
     def _check_size(self, state: CoreState) -> None:
         require, nodes = self.checks.require, len(state.nodes)
-        most = saving.KEPT_WHOLE + 2 * saving.KEPT_PARTIAL + 1
+        most = memory_snapshots.KEPT_WHOLE + 2 * memory_snapshots.KEPT_PARTIAL + 1
         require(len(state.snapshots) <= most, "%d snapshots are kept", len(state.snapshots))
-        require(len(state.rewinds) <= saving.KEPT_REWINDS, "%d rewinds", len(state.rewinds))
+        require(len(state.rewinds) <= memory_snapshots.KEPT_REWINDS, "%d rewinds", len(state.rewinds))
         require(len(state.storing) <= len(state.spec.saving.tiers), "stored at once: %s", state.storing)
         for snapshot in state.snapshots:
             require(len(snapshot.shards) <= snapshot.world * nodes, "shards of %d", snapshot.step)

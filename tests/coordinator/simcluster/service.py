@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from holdfast.coordinator import events as e
-from holdfast.coordinator.core import Core
-from holdfast.coordinator.state import CoreState
+from holdfast.coordinator.kernel import events as e
+from holdfast.coordinator.kernel.machine import Core
+from holdfast.coordinator.kernel.state import CoreState
 from holdfast.protocol import messages as m
 from simcluster.agent import Connection
 from simcluster.clock import Timer

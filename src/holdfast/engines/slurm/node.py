@@ -15,7 +15,7 @@ import aiohttp
 
 from holdfast.agent.link import give_up_when_gone
 from holdfast.checkpoint.memory import remove_memory
-from holdfast.coordinator.store import succeed
+from holdfast.coordinator.service.store import succeed
 from holdfast.engines import jobs
 from holdfast.engines.agents import agent_arguments
 from holdfast.engines.launcher import Deposed

@@ -1,0 +1,169 @@
+"""Whether a node that comes may be used: what its basic checks found, its history, and the deep checks that it owes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from holdfast.coordinator.health import blast_radius, history, triage
+from holdfast.coordinator.health.history import Kind, Remembered
+from holdfast.coordinator.kernel.events import MarkNode, Remember
+from holdfast.coordinator.kernel.health_state import KEPT_MACHINES, Act, Checking, count
+from holdfast.coordinator.kernel.state import Incident, Node
+from holdfast.coordinator.membership import nodes
+from holdfast.protocol import messages as m
+from holdfast.protocol.health import CheckResult, Condition, Remedy
+
+if TYPE_CHECKING:
+    from holdfast.coordinator.kernel.machine import Core
+
+CHECKS_S = 1800.0
+"""So long the deep checks of one node may take; thorough ones of many devices take a quarter of an hour."""
+
+NEW = "it is new"
+
+PAST_ACTS = 8
+"""So many remedies of earlier jobs count for the next one on a machine."""
+
+
+def refusal(hello: m.Hello) -> str | None:
+    """Why a node is not let in at all: its basic checks found a fault."""
+    bad = [c for c in hello.checks if c.condition is Condition.FAULTY]
+    return _described(bad) if bad else None
+
+
+def _described(results: Sequence[CheckResult]) -> str:
+    told = [
+        f"{r.name}{f' of {r.subject}' if r.subject else ''}: {r.detail or r.condition.value}"
+        for r in results[:3]
+    ]
+    return "; ".join(told) + (f" (and {len(results) - 3} more)" if len(results) > 3 else "")
+
+
+def refuse(core: Core, hello: m.Hello, reason: str) -> None:
+    """The engine is told, and asked for another; each time it waits longer, in case the check is what is wrong."""
+    s = core.state
+    s.health.refusals += 1
+    core.act(MarkNode(hello.node, reason))
+    pause_s = core.timing.heartbeat_s * 2.0 ** min(s.health.refusals - 1, 16)
+    s.ask_after_s = max(s.ask_after_s or 0.0, core.now + min(pause_s, core.timing.wait_s))
+
+
+def admit(core: Core, node: Node, hello: m.Hello, past: Sequence[Remembered]) -> None:
+    """A node joins that is not known, or comes back as a new one."""
+    s = core.state
+    node.identity, node.devices = hello.identity, hello.devices
+    unsure = [c.name for c in hello.checks if c.condition is Condition.UNKNOWN]
+    if unsure:
+        core.record("checks-unknown", node=node.name, checks=unsure)
+    known = history.standing(past, node.devices)
+    node.trial, node.lemon = known.trial, known.lemon
+    if not any(a.machine == node.machine for a in s.health.acts):
+        blast_radius.recalled(core, [_earlier(core, node, record) for record in known.acts[-PAST_ACTS:]])
+    if known.quarantine and node.machine not in s.health.quarantine:
+        _give_up(core, node.machine, known.quarantine, known.by_rule)
+    if why := s.health.quarantine.get(node.machine):
+        _check(core, node, why)
+    elif core.spec.health.deep:
+        _check(core, node, NEW)
+    if node.lemon:
+        core.record("lemon", node=node.name, reason=node.lemon)
+
+
+def _earlier(core: Core, node: Node, record: Remembered) -> Act:
+    """A remedy of another job, on this one's clock."""
+    at_s, remedy = core.now - record.age_s, Remedy(record.remedy)
+    act = Act(at_s, node.machine, node.name, record.rule, remedy, device=record.device, earlier=True)
+    act.done_s = at_s
+    return act
+
+
+def _check(core: Core, node: Node, why: str) -> None:
+    s = core.state
+    s.health.requests += 1
+    node.held = f"deep checks: {why}"
+    node.checking = Checking(s.health.requests, core.now + CHECKS_S, why)
+    core.record("node-held", node=node.name, reason=f"not used before it has passed the deep checks: {why}")
+    repeat(core, node)
+
+
+def repeat(core: Core, node: Node) -> None:
+    """Sends the order (again) whose answer is not there."""
+    if node.checking is not None:
+        core.send(node.name, m.RunChecks(node.checking.request, deep=True))
+
+
+def checked(core: Core, node: Node, message: m.Checked) -> None:
+    """An agent's answer. What was given up may be used again only if every check is well; of a new node what could not be
+    told is no reason to refuse it."""
+    if node.checking is None or message.request != node.checking.request:
+        return
+    new = node.machine not in core.state.health.quarantine
+    fine = (Condition.HEALTHY, Condition.UNKNOWN) if new else (Condition.HEALTHY,)
+    bad = [r for r in message.results if r.condition not in fine]
+    if bad or not message.results:
+        turn_away(core, node, f"its deep checks did not pass: {_described(bad) or 'no check was run'}")
+        return
+    took = [r.name for r in message.results]
+    node.checking, node.held = None, None
+    was = _take_back(core, node.machine)
+    core.record("readmitted", node=node.name, checks=took, was=was)
+    if was and node.identity:
+        core.act(Remember(node.identity, Kind.READMITTED, node.name, text=f"passed {len(took)} deep checks"))
+
+
+def turn_away(core: Core, node: Node, reason: str) -> None:
+    """A node that was held is not used; the engine is asked for another."""
+    node.checking = None
+    count(core.state.health.totals.withheld, "checks")
+    core.act(MarkNode(node.name, reason))
+    quarantine(core, node, reason, None)
+    core.record("node-refused", node=node.name, reason=reason)
+    nodes.give_up(core, node, reason)
+
+
+def quarantine(core: Core, node: Node, reason: str, incident: Incident | None) -> None:
+    """The machine is not used again, in this job and in others, before it has passed the deep checks."""
+    rule, device = (incident.rule, incident.device) if incident else ("", "")
+    _give_up(core, node.machine, reason[:400], rule)
+    if node.identity and not (incident and incident.injected):
+        core.act(Remember(node.identity, Kind.QUARANTINED, node.name, rule, device, reason[:400]))
+
+
+def _give_up(core: Core, machine: str, why: str, rule: str) -> None:
+    health = core.state.health
+    _take_back(core, machine)
+    health.quarantine[machine] = why
+    if rule:
+        health.quarantine_rules[machine] = rule
+    while len(health.quarantine) > KEPT_MACHINES:
+        _take_back(core, next(iter(health.quarantine)))
+
+
+def _take_back(core: Core, machine: str) -> str | None:
+    """Why it was in quarantine, if it was."""
+    core.state.health.quarantine_rules.pop(machine, None)
+    return core.state.health.quarantine.pop(machine, None)
+
+
+def lost(core: Core, node: Node, incident: Incident) -> None:
+    """A node was lost while it was used, and no rule says why: that counts, too."""
+    if node.identity and core.spec.engine != "local" and not incident.rule and not incident.injected:
+        core.act(Remember(node.identity, Kind.LOST, node.name, text=incident.cause[:400]))
+
+
+def cleared(core: Core, machine: str, rule: str) -> None:
+    """A person says that a machine is well, or that a rule was wrong about it. What was asked about it is answered. A
+    quarantine for something else than that rule stands."""
+    health = core.state.health
+    names = {n.name for n in core.state.nodes.values() if n.machine == machine}
+    triage.cleared(core, names, rule)
+    health.asks[:] = [a for a in health.asks if a.node not in names or rule not in ("", a.rule)]
+    if rule and machine in health.quarantine and health.quarantine_rules.get(machine) != rule:
+        return
+    _take_back(core, machine)
+    for node in [n for n in core.alive_nodes() if n.machine == machine]:
+        node.lemon = ""
+        if node.held is not None and node.then is None:
+            node.checking, node.held = None, None
+            core.record("readmitted", node=node.name, checks=[], was="cleared by a person")

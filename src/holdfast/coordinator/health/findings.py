@@ -1,0 +1,191 @@
+"""What is heard of nodes' health: findings of one node become one incident, with what they did to the job just before: a
+worker's exit, a lost node, a failed collective. What is done about it `triage` decides."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from holdfast.coordinator.health import blast_radius, escalation, triage
+from holdfast.coordinator.kernel import incidents
+from holdfast.coordinator.kernel.health_state import (
+    KEPT_SIGHTINGS,
+    TEXT_CHARS,
+    Sighting,
+    count,
+    graver,
+    stronger,
+)
+from holdfast.coordinator.kernel.state import Incident, Node
+from holdfast.protocol.health import Condition, Finding, Remedy, Severity
+
+if TYPE_CHECKING:
+    from holdfast.coordinator.kernel.machine import Core
+
+ECHO_S = 10.0
+"""So much later than the first sign others may tell of the same fault."""
+
+UNKNOWN_S = 600.0
+"""What could not be told for so long is for a person to look at; it is no fault, and nothing is done about it."""
+
+UNKNOWN_KEPT = 16
+
+
+def found(core: Core, node: Node, findings: tuple[Finding, ...]) -> None:
+    """Rules matched on a node."""
+    for finding in findings:
+        count(core.state.health.totals.findings, finding.rule)
+        _hear(core, node, finding)
+
+
+def _hear(core: Core, node: Node, finding: Finding) -> None:
+    trial = finding.dry_run or finding.rule in node.trial
+    if finding.condition is not Condition.FAULTY:
+        _write(core, node, finding, None)
+        _not_faulty(core, node, finding)
+        return
+    node.unknown.pop(finding.rule, None)
+    if not trial:
+        _sight(core, node, finding)
+    if not _counts(finding) or trial or not node.alive:
+        if trial and _counts(finding) and node.alive:
+            _write(core, node, finding, None)
+            triage.on_trial(core, node, finding)
+        else:
+            _write(core, node, finding, _explain(core, node, finding) if not trial else None)
+        return
+    incident = _incident(core, node, finding)
+    new = incidents.witnessed(incident, finding.rule, finding.source, finding.evidence, core.now)
+    if new:
+        _write(core, node, finding, incident)
+    if not finding.shared:
+        _weigh_in(incident, finding)
+    if finding.worker and finding.remedy is Remedy.RESTART_WORKER and finding.worker not in incident.workers:
+        incident.workers.append(finding.worker)
+    triage.consider(core, node, incident, finding)
+
+
+def _counts(finding: Finding) -> bool:
+    """It is a matter of its own; milder ones are only written down, or explain what happens to a worker."""
+    return not graver(Severity.ERROR, finding.severity) or finding.remedy is Remedy.ASK
+
+
+def _write(core: Core, node: Node, finding: Finding, incident: Incident | None) -> None:
+    told = msgspec.structs.asdict(finding)
+    core.record("finding", node=node.name, incident=incident.id if incident else None, **told)
+
+
+def _sight(core: Core, node: Node, finding: Finding) -> None:
+    blast_radius.reported(core, node, finding.rule)
+    grave = _counts(finding) or (
+        finding.severity is Severity.WARNING and stronger(finding.remedy, Remedy.WATCH)
+    )
+    s = core.state
+    sightings = s.health.sightings
+    text = finding.evidence[:TEXT_CHARS]
+    sightings.append(
+        Sighting(
+            finding.rule,
+            node.name,
+            node.machine,
+            core.now,
+            text,
+            finding.worker,
+            grave and not finding.shared,
+            s.committed,
+            s.number,
+        )
+    )
+    del sightings[:-KEPT_SIGHTINGS]
+
+
+def _explain(core: Core, node: Node, finding: Finding) -> Incident | None:
+    """A mild finding may still be why a worker ended just before."""
+    sighting = core.state.health.sightings[-1]
+    incident = incidents.unexplained(core.state, core.now, node.name)
+    if incident is None or not (sighting.grave or finding.worker in incident.workers):
+        return None
+    _explained(core, incident, sighting, finding)
+    return incident
+
+
+def _explained(core: Core, incident: Incident, sighting: Sighting, finding: Finding) -> None:
+    was = incident.cause
+    incidents.explain(incident, sighting, core.now)
+    incident.node = incident.node or sighting.node
+    incident.source, incident.firm, incident.device = finding.source, finding.firm, finding.device
+    core.record("incident-explained", id=incident.id, node=sighting.node, cause=incident.cause, was=was)
+
+
+def _incident(core: Core, node: Node, finding: Finding) -> Incident:
+    """The incident that a finding belongs to: what happened to the job just before, what was found on the node a moment
+    ago, or a new one."""
+    s = core.state
+    happened = incidents.unexplained(s, core.now, node.name)
+    if happened is not None:
+        _explained(core, happened, s.health.sightings[-1], finding)
+        return happened
+    for incident in reversed(s.incidents[-incidents.LOOKED_AT :]):
+        if not incident.rule or incident.node != node.name:
+            continue
+        if _belongs(core, incident, finding):
+            return incident
+    began_s = core.now - finding.age_s if finding.age_s > 0 else None
+    cause = f"{finding.rule}: {finding.evidence}" if finding.evidence else finding.rule
+    incident = core.open_incident(cause, node=node.name, quiet=True, fault_at_s=began_s, needs_newcomer=False)
+    incident.rule, incident.device = finding.rule, finding.device
+    incident.source, incident.firm = finding.source, finding.firm
+    incident.full_at_s = core.now  # nothing is disturbed, and nothing is done yet
+    return incident
+
+
+def _belongs(core: Core, incident: Incident, finding: Finding) -> bool:
+    """To a burst that goes on, or to what is being dealt with, or was just now. Once more after that is a new incident."""
+    act = next((a for a in reversed(core.state.health.acts) if a.incident == incident.id), None)
+    if act is not None:
+        worker = core.state.workers.get(finding.worker)
+        if finding.firm and worker is not None and worker.started_s >= act.at_s:
+            return False  # a worker that was started for it: what was done did not help
+        return act.done_s is None or core.now - act.done_s <= ECHO_S
+    if incident.device and finding.device and finding.device != incident.device:
+        return False
+    return core.now - incident.heard_s <= triage.BURST_S
+
+
+def _weigh_in(incident: Incident, finding: Finding) -> None:
+    """The worst of all findings counts. What is grave gives the incident its name."""
+    worse = graver(finding.severity, incident.severity)
+    if (
+        worse
+        or _firmer(incident, finding)
+        or (stronger(finding.remedy, incident.asked) and finding.severity is incident.severity)
+    ):
+        incident.severity, incident.asked = finding.severity, finding.remedy
+        incident.rule, incident.source, incident.firm = finding.rule, finding.source, finding.firm
+        incident.device = finding.device or incident.device
+
+
+def _firmer(incident: Incident, finding: Finding) -> bool:
+    """What one finding proves comes before what must be seen again."""
+    return (
+        incident.does is None
+        and finding.severity is incident.severity
+        and finding.remedy is not Remedy.WATCH
+        and escalation.soft(incident.source, incident.firm)
+        and not escalation.soft(finding.source, finding.firm)
+    )
+
+
+def _not_faulty(core: Core, node: Node, finding: Finding) -> None:
+    if finding.condition is Condition.HEALTHY:
+        node.unknown.pop(finding.rule, None)
+        triage.well_again(core, node, finding.rule)
+        return
+    since_s = node.unknown.setdefault(finding.rule, core.now)
+    if len(node.unknown) > UNKNOWN_KEPT:
+        del node.unknown[next(iter(node.unknown))]
+    if core.now - since_s >= UNKNOWN_S:
+        node.unknown[finding.rule] = core.now
+        told = f"{finding.rule} could not be told for {core.now - since_s:.0f} s: {finding.evidence}"
+        triage.ask(core, node, finding.rule, told)

@@ -1,0 +1,307 @@
+"""Carrying out what was decided about a node: end its workers, reset a device, reboot, replace.
+
+What is planned happens when the node has left the job at a step's edge (`Node.then`); what is fatal happens now. At level
+0 every change is a restart of all, so what is planned waits for the next one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from holdfast.coordinator.health import admission, blast_radius, triage
+from holdfast.coordinator.health.history import Kind
+from holdfast.coordinator.kernel import incidents
+from holdfast.coordinator.kernel.events import MarkNode, RebootNode, ReleaseNode
+from holdfast.coordinator.kernel.health_state import Act
+from holdfast.coordinator.kernel.state import Incident, JobPhase, Node, Worker, WorkerPhase
+from holdfast.coordinator.membership import failures, gang, nodes, resize
+from holdfast.coordinator.storage import memory_snapshots
+from holdfast.protocol import messages as m
+from holdfast.protocol.health import Remedy, Severity
+
+if TYPE_CHECKING:
+    from holdfast.coordinator.kernel.machine import Core
+
+# ---------------------------------------------------------------- begun
+
+
+def begin(core: Core, node: Node, incident: Incident, remedy: Remedy, planned: bool) -> None:
+    """Does what was decided."""
+    acts = core.state.health.acts
+    for before in acts:
+        if before.node == node.name and not before.done:
+            before.done_s = core.now  # what was under way there is overtaken
+            if before.incident != incident.id:
+                settle(core, core.state.incidents[before.incident - 1])
+    act = Act(core.now, node.machine, node.name, incident.rule, remedy, incident.id, incident.device)
+    blast_radius.entered(core, act)
+    if not incident.injected:
+        triage.remember(core, node, Kind.ACTED, incident, remedy.value)
+    if remedy is Remedy.RESTART_WORKER:
+        _restart(core, node, incident, act)
+    elif planned:
+        _plan(core, node, incident, remedy)
+    else:
+        _take_out(core, node, incident, act)
+
+
+def _restart(core: Core, node: Node, incident: Incident, act: Act) -> None:
+    """New workers on the node, for those that still run; one that ended is started again anyway."""
+    act.done_s = core.now
+    ours = [w for w in core.alive_workers() if w.node == node.name and w.phase is not WorkerPhase.DONE]
+    named = [w for w in ours if w.name in incident.workers]
+    gone = any(
+        core.state.workers[w].phase is WorkerPhase.GONE for w in incident.workers if w in core.state.workers
+    )
+    if named or not gone:
+        _end(core, node, [w for w in named or ours if not w.told_to_end], incident.cause)
+    settle(core, incident)
+
+
+def also(core: Core, node: Node, incident: Incident, name: str) -> None:
+    """A worker says what others of its node were ended for a moment ago: it ends, too."""
+    worker = core.state.workers.get(name)
+    if incident.does is not Remedy.RESTART_WORKER or worker is None:
+        return
+    if not (worker.exited or worker.told_to_end or worker.phase is WorkerPhase.DONE):
+        _end(core, node, [worker], incident.cause)
+
+
+def _plan(core: Core, node: Node, incident: Incident, remedy: Remedy) -> None:
+    if incident.quiet:
+        incidents.reopen(core.state, incident)
+    node.then = remedy
+    if core.state.level == 2:
+        resize.leave(core, node, f"{remedy.value} for {incident.cause}")
+    elif node.held is None:
+        node.held = incident.cause
+        core.record("node-held", node=node.name, reason=f"not used from the next start on: {incident.cause}")
+
+
+def _take_out(core: Core, node: Node, incident: Incident, act: Act) -> None:
+    """Now: nothing that runs on it can be trusted."""
+    if incident.quiet:
+        incidents.reopen(core.state, incident)
+    if act.remedy is Remedy.RESET_DEVICE:
+        node.then, node.held = Remedy.RESET_DEVICE, f"reset for {incident.cause}"
+        node.leaving = None
+        _order(core, act)
+        _end(core, node, [w for w in core.alive_workers() if w.node == node.name], incident.cause)
+        _send(core, node, act)
+        return
+    act.done_s, node.then = core.now, None
+    if act.remedy is Remedy.REBOOT:
+        nodes.lose(core, node, incident.cause)
+        _reboot(core, node, incident, incident.cause)
+    else:
+        _replace(core, node, incident, incident.cause)
+        nodes.lose(core, node, incident.cause)
+    settle(core, incident)
+
+
+def _end(core: Core, node: Node, workers: list[Worker], cause: str) -> None:
+    if core.state.level == 2:
+        failures.condemn(core, workers, cause)
+    elif workers and core.state.phase is JobPhase.RUNNING:
+        gang.taken_out(core, workers, node.name, cause)
+
+
+def _replace(core: Core, node: Node, incident: Incident | None, cause: str) -> None:
+    core.act(MarkNode(node.name, cause))
+    admission.quarantine(core, node, cause, incident)
+
+
+def _reboot(core: Core, node: Node, incident: Incident | None, cause: str) -> None:
+    """A node that has left the job. What Slurm boots it may give to others, and it watches itself that it comes back."""
+    s = core.state
+    core.record("rebooting", node=node.name, reason=cause)
+    core.act(RebootNode(node.name, cause))
+    s.replacing, s.replaced, s.asked_at_s = s.replacing + 1, s.replaced + 1, core.now
+    if core.spec.engine != "slurm":
+        node.boots_until_s = core.now + core.spec.health.reboot_s
+        node.boots_for = incident.id if incident is not None else 0
+
+
+def came_back(core: Core, node: Node, known: Node | None) -> None:
+    """A node that joins may be a machine that was rebooted. known: what bore its name before."""
+    for before in [*core.state.nodes.values(), *([known] if known is not None else [])]:
+        same = before is known or before.machine == node.machine
+        if same and before.boots_until_s is not None:
+            took_s = core.now - before.boots_until_s + core.spec.health.reboot_s
+            core.record("rebooted", node=node.name, took_s=round(took_s, 3))
+            before.boots_until_s = None
+
+
+def _stays_away(core: Core, node: Node) -> None:
+    """A machine did not come back from its boot: the next rung. It has left the job already."""
+    node.boots_until_s = None
+    told = f"it did not come back within {core.spec.health.reboot_s:g} s of its reboot"
+    incident = core.state.incidents[node.boots_for - 1] if node.boots_for else None
+    if incident is not None:
+        triage.escalated(core, node, incident, Remedy.REPLACE, told)
+    _replace(core, node, incident, told)
+
+
+def settle(core: Core, incident: Incident) -> None:
+    """What was done about a quiet incident is done."""
+    if incident.quiet and incident.open:
+        incident.full_at_s = core.now
+        core.record("incident-settled", **incidents.describe(core.state, incident))
+
+
+# ---------------------------------------------------------------- planned, and now the node has left
+
+
+def left(core: Core, node: Node) -> None:
+    """A node that was to leave for its health has nobody in the job any more."""
+    s = core.state
+    remedy, node.then = node.then, None
+    act = next((a for a in reversed(s.health.acts) if a.node == node.name and not a.done), None)
+    incident = s.incidents[act.incident - 1] if act and act.incident else None
+    cause = incident.cause if incident else node.leaving or ""
+    if remedy is Remedy.RESET_DEVICE and act is not None:
+        node.then, node.held = remedy, f"reset for {cause}"
+        node.leaving, node.leaves_until_s, node.excess = None, None, False
+        _order(core, act)
+        _send(core, node, act)
+        return
+    if act is not None:
+        act.done_s = core.now
+    reason = node.leaving or cause
+    core.record("node-left", node=node.name, reason=reason)
+    core.send(node.name, m.Shutdown(reason))
+    node.alive = False
+    memory_snapshots.node_lost(core, node)
+    if remedy is Remedy.REBOOT:
+        core.act(ReleaseNode(node.name, reason))
+        _reboot(core, node, incident, cause)
+    else:
+        _replace(core, node, incident, cause)
+        core.act(ReleaseNode(node.name, reason))
+    if incident is not None:
+        settle(core, incident)
+
+
+def call_off(core: Core, node: Node, incident: Incident) -> bool:
+    """What was planned is not done after all. False: nothing was, or it is under way."""
+    acts = core.state.health.acts
+    act = next((a for a in acts if a.incident == incident.id and not a.done and not a.request), None)
+    if act is None or node.then is None or not node.alive:
+        return False
+    acts.remove(act)
+    node.then, node.leaving, node.leaves_until_s, node.held = None, None, None, None
+    incident.does = None
+    core.record("node-stays", node=node.name)
+    settle(core, incident)
+    return True
+
+
+# ---------------------------------------------------------------- what an agent does itself
+
+
+def _order(core: Core, act: Act) -> None:
+    core.state.health.requests += 1
+    act.request = core.state.health.requests
+    act.until_s = core.now + core.timing.stop_s
+
+
+def _send(core: Core, node: Node, act: Act) -> None:
+    """The order goes out once nothing of the job runs on the node."""
+    if any(w.node == node.name and not w.exited for w in core.state.workers.values()):
+        return
+    act.sent, act.until_s = True, core.now + core.timing.start_s
+    core.record("repairing", node=node.name, remedy=act.remedy, device=act.device, incident=act.incident)
+    repeat(core, node)
+
+
+def repeat(core: Core, node: Node) -> None:
+    """Sends an order (again) whose answer is not there; an agent does each number once."""
+    for act in core.state.health.acts:
+        if act.node == node.name and act.sent and not act.done:
+            core.send(node.name, m.Repair(act.request, act.remedy, act.device, act.rule))
+
+
+def repaired(core: Core, node: Node, request: int, error: str | None) -> None:
+    """An agent did what it was told, or could not."""
+    act = next((a for a in core.state.health.acts if a.request == request and a.node == node.name), None)
+    if act is None or act.done:
+        return
+    took_s = round(core.now - act.at_s, 4)
+    act.done_s, act.error, act.until_s = core.now, error, None
+    node.then = None
+    core.record(
+        "repaired", node=node.name, remedy=act.remedy, error=error, incident=act.incident, took_s=took_s
+    )
+    incident = core.state.incidents[act.incident - 1]
+    if error is None:
+        node.held = None
+        settle(core, incident)
+        return
+    node.held = f"{act.remedy.value} did not work: {error}"
+    incident.severity, incident.does = Severity.FATAL, None
+    triage.decide(core, incident)
+    if node.alive and node.held is not None:
+        triage.ask(core, node, incident.rule, node.held, incident)
+        settle(core, incident)
+
+
+def lost(core: Core, node: Node) -> None:
+    """A node is gone in the middle of it."""
+    for act in core.state.health.acts:
+        if act.node == node.name and not act.done:
+            act.done_s, act.error = core.now, "the node was lost meanwhile"
+            incident = core.state.incidents[act.incident - 1]
+            if act.remedy is Remedy.REPLACE:
+                _replace(core, node, incident, incident.cause)
+            settle(core, incident)
+    node.then, node.checking = None, None
+
+
+def deadlines(core: Core) -> list[float]:
+    """When agents should have answered, and machines be back."""
+    return [
+        *(a.until_s for a in core.state.health.acts if a.until_s is not None and not a.done),
+        *(n.checking.until_s for n in core.alive_nodes() if n.checking is not None),
+        *(n.boots_until_s for n in core.state.nodes.values() if n.boots_until_s is not None),
+    ]
+
+
+def late(core: Core) -> None:
+    """Answers, and machines, that did not come."""
+    for act in list(core.state.health.acts):
+        if act.until_s is not None and not act.done and core.now >= act.until_s:
+            node = core.state.nodes.get(act.node)
+            if node is None or not node.alive:
+                act.done_s = core.now
+            else:
+                why = "its agent did not answer" if act.sent else "its workers did not end"
+                repaired(core, node, act.request, f"{why} in time")
+    for node in core.alive_nodes():
+        if node.checking is not None and core.now >= node.checking.until_s:
+            admission.turn_away(core, node, "its deep checks gave no answer in time")
+    for node in list(core.state.nodes.values()):
+        if node.boots_until_s is not None and core.now >= node.boots_until_s:
+            _stays_away(core, node)
+
+
+def advance(core: Core) -> None:
+    """Orders that waited for workers to end; at level 0, what waited for a restart of all."""
+    for act in core.state.health.acts:
+        node = core.state.nodes.get(act.node)
+        if node is not None and node.alive and act.request and not act.sent and not act.done:
+            _send(core, node, act)
+    if core.state.stop_reason is not None:
+        return
+    for node in core.alive_nodes():
+        if node.then is None or ordered(core, node):
+            continue
+        if core.state.level == 2 and node.leaving is None:  # it was planned before the job was at level 2
+            resize.leave(core, node, f"{node.then.value} for {node.held}")
+            node.held = None
+        elif core.state.level != 2 and not any(w.node == node.name for w in core.alive_workers()):
+            left(core, node)
+
+
+def ordered(core: Core, node: Node) -> bool:
+    """Its agent has, or gets, an order that it has yet to answer."""
+    return any(a.node == node.name and a.request and not a.done for a in core.state.health.acts)

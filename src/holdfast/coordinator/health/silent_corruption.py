@@ -1,0 +1,107 @@
+"""What losses and gradients say of the workers that brought them: a jump of the loss, and a node whose part is wrong again
+and again, which may be a processor that computes wrongly without noticing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from holdfast.coordinator.health import findings
+from holdfast.coordinator.kernel.state import Worker
+from holdfast.health.losses import Losses, Parts
+from holdfast.protocol import messages as m
+from holdfast.protocol.health import Finding, Remedy, Severity
+from holdfast.protocol.phases import Spent
+
+if TYPE_CHECKING:
+    from holdfast.coordinator.kernel.machine import Core
+
+LOSS_JUMP = "loss-jump"
+PART_APART = "part-apart"
+NOT_FINITE = "part-not-finite"
+
+TIMES = 3
+"""At so many different steps a node alone brings what is not finite, until a person is asked for: by chance, as the
+data's doing, that is one in the square of the nodes."""
+
+
+@dataclass
+class Curves:
+    """What was heard. No part of the state: a successor hears more."""
+
+    losses: Losses = field(default_factory=Losses)
+    parts: Parts = field(default_factory=Parts)
+
+
+def on_trial(core: Core, rule: str) -> bool:
+    """The user put it there, by its name or a pattern as in `slow-*`."""
+    return any(fnmatchcase(rule, pattern) for pattern in core.spec.health.dry_run)
+
+
+def heard(core: Core, worker: Worker, losses: tuple[tuple[int, float, float], ...]) -> None:
+    """The job's losses of the steps that were committed, from rank 0."""
+    if not core.spec.health.watch:
+        return
+    for step, loss, _ in losses:
+        jump = core.curves.losses.take(step, loss)
+        if jump is not None:
+            told = f"the loss of step {step} is {loss:.4g}, of the steps before {jump.usual:.4g}"
+            _say(core, worker, LOSS_JUMP, Severity.WARNING, Remedy.WATCH, told, shared=True)
+
+
+def compared(core: Core, said: dict[str, Spent]) -> None:
+    """One block of steps of all workers."""
+    apart = core.curves.parts.look({name: s.loss for name, s in said.items() if s.loss is not None})
+    if apart is None:
+        return
+    told = (
+        f"its own part of the loss is {apart.loss:.4g}, that of most {apart.usual:.4g}; so it was {apart.times} times, and "
+        "no other's: it may compute wrongly"
+    )
+    _suspect(core, core.state.workers[apart.worker], PART_APART, told)
+
+
+def brought(core: Core, worker: Worker, message: m.Failed) -> None:
+    """A rank's own part was not finite, before anything was added to it."""
+    if not core.spec.health.watch or message.step is None:
+        return
+    steps = core.state.brought.setdefault(worker.node, [])
+    if message.step in steps:
+        return  # the same once more: the data of that step, or the script
+    steps.append(message.step)
+    del steps[:-TIMES]
+    told = f"its own part of step {message.step} is not finite"
+    if len(steps) < TIMES or any(s for node, s in core.state.brought.items() if node != worker.node):
+        _say(core, worker, NOT_FINITE, Severity.WARNING, Remedy.WATCH, told)
+    else:
+        steps.clear()
+        _suspect(core, worker, NOT_FINITE, f"{told}; so it was at {TIMES} different steps, and nobody else's")
+
+
+def _suspect(core: Core, worker: Worker, rule: str, told: str) -> None:
+    remedy = Remedy.REPLACE if core.spec.health.replace_suspect else Remedy.ASK
+    _say(core, worker, rule, Severity.ERROR, remedy, f"{told}. `holdfast check --deep {worker.node}` tells")
+
+
+def _say(
+    core: Core, worker: Worker, rule: str, severity: Severity, remedy: Remedy, told: str, shared: bool = False
+) -> None:
+    node = core.state.nodes.get(worker.node)
+    if node is None:
+        return
+    rank = core.state.generation.rank_of(worker.name) if core.state.generation else None
+    subject = "" if shared or rank is None else f"rank {rank}"
+    name = "" if shared else worker.name
+    finding = Finding(
+        rule,
+        severity,
+        remedy,
+        "worker",
+        subject=subject,
+        worker=name,
+        evidence=told,
+        shared=shared,
+        dry_run=on_trial(core, rule),
+    )
+    findings.found(core, node, (finding,))

@@ -1,0 +1,280 @@
+"""Workers against their peers: who is slow, since when, and what it costs.
+
+What is compared lives in `core.peers` and is no part of the state: after a crash the next coordinator looks anew. What was
+found is in the state.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from holdfast.coordinator.health import findings, silent_corruption
+from holdfast.coordinator.kernel.state import Slow, Worker
+from holdfast.health import reductions
+from holdfast.health.reductions import Reductions
+from holdfast.health.stragglers import Change, Stragglers
+from holdfast.protocol.health import Condition, Finding, Remedy, Severity
+from holdfast.protocol.phases import BLOCK_STEPS, Spent
+
+if TYPE_CHECKING:
+    from holdfast.coordinator.kernel.machine import Core
+
+SLOW_RANK = "slow-rank"
+SLOW_NODE = "slow-node"
+SLOW_REDUCTION = "slow-reduction"
+
+WAITS_BLOCKS = 4
+"""A block is looked at when all members have said it, or somebody is so many blocks further."""
+
+KEPT = 64
+"""Slow workers that are remembered."""
+
+REPLACEMENT_S = 10.0
+"""What the replacement of a worker is taken to cost, until one was seen."""
+
+
+@dataclass
+class Peers:
+    """What was heard, and the tests: one for each number of micro-batches.
+
+    generation, size: that `blocks` are of. blocks: first step to what each worker said. looked: the newest that was
+    looked at.
+    """
+
+    generation: int = 0
+    size: int = 0
+    blocks: dict[int, dict[str, Spent]] = field(default_factory=dict)
+    looked: int = -1
+    tests: dict[int, Stragglers] = field(default_factory=dict)
+    reductions: Reductions = field(default_factory=Reductions)
+
+
+def heard(core: Core, worker: Worker, spent: tuple[Spent, ...]) -> None:
+    """A member says where the time of its last steps went."""
+    generation = core.state.generation
+    if not spent or generation is None or not core.spec.health.watch:
+        return
+    peers = core.peers
+    size = len(generation.members)
+    if peers.generation != core.state.number:
+        peers.generation, peers.blocks, peers.looked = core.state.number, {}, -1
+        peers.reductions = Reductions()
+        _new_members(core, size)
+    for block in spent:
+        if block.first > peers.looked:
+            peers.blocks.setdefault(block.first, {})[worker.name] = block
+    newest = max(peers.blocks, default=0)
+    for first in sorted(peers.blocks):
+        if len(peers.blocks[first]) < size and first > newest - WAITS_BLOCKS * BLOCK_STEPS:
+            break
+        peers.looked = first
+        _look(core, first, peers.blocks.pop(first))
+
+
+def _new_members(core: Core, size: int) -> None:
+    """Another generation. Of another size, all compute something else than before."""
+    peers, members = core.peers, {w.name: None for w in core.members()}
+    if size != peers.size:
+        peers.size, peers.tests = size, {}
+    for test in peers.tests.values():
+        test.keep(members)
+    for slow in core.state.slow:
+        if slow.until_step is None and (slow.worker not in members or not peers.tests):
+            slow.until_step = core.state.committed
+
+
+def _look(core: Core, first: int, said: dict[str, Spent]) -> None:
+    """One block. Workers are compared with those that compute as many micro-batches as they do; who computes none, beside
+    the replicas, with nobody."""
+    by_load: dict[int, dict[str, Spent]] = {}
+    for name, spent in said.items():
+        if spent.micros:
+            by_load.setdefault(spent.micros, {})[name] = spent
+    silent_corruption.compared(core, said)
+    reduction = core.peers.reductions.look(list(said.values()))
+    if reduction is not None:
+        _reduction(core, reduction)
+    changes: list[Change] = []
+    for micros, group in by_load.items():
+        test = core.peers.tests.setdefault(micros, Stragglers())
+        changes += test.look(first, {name: spent.own_s for name, spent in group.items()})
+        for slow in core.state.slow:
+            if slow.until_step is None and slow.worker in group:
+                _cost(core, slow, group, test.ratio(slow.worker))
+    for change in changes:
+        if change.slow:
+            _found(core, change, by_load[said[change.worker].micros])
+        else:
+            _over(core, change)
+
+
+def _cost(core: Core, slow: Slow, group: dict[str, Spent], ratio: float | None) -> None:
+    """Another block in which the others waited for it."""
+    own = group[slow.worker]
+    excess_s = own.own_s - _median(group, slow.worker)
+    slow.ratio = round(ratio, 3) if ratio is not None else slow.ratio
+    slow.excess_s = round(excess_s, 6)
+    slow.share = round(min(1.0, max(0.0, excess_s) / max(own.step_s, 1e-9)), 4)
+    slow.lost_s += max(0.0, excess_s) * BLOCK_STEPS
+    wanted = core.spec.health.replace_slow
+    if not wanted or slow.ratio < wanted or slow.pair:
+        return
+    if slow.lost_s >= slow.asked_s + _price_s(core):  # again and again, for it may not have been possible
+        slow.asked_s = slow.lost_s
+        _say(core, slow, Severity.ERROR, Remedy.REPLACE)
+
+
+def _price_s(core: Core) -> float:
+    """What a replacement costs: as long as this one took, if there was one."""
+    took = [
+        i.first_commit_at_s - i.detected_at_s
+        for i in core.state.incidents
+        if i.first_commit_at_s is not None and i.needs_newcomer
+    ]
+    return max([core.state.join_cost_s, *took]) or REPLACEMENT_S
+
+
+def _found(core: Core, change: Change, group: dict[str, Spent]) -> None:
+    s = core.state
+    worker = s.workers[change.worker]
+    own = group[change.worker]
+    excess_s = own.own_s - _median(group, change.worker)
+    slow = Slow(
+        worker=worker.name,
+        node=worker.node,
+        rank=s.generation.rank_of(worker.name) if s.generation else None,
+        ratio=round(change.ratio, 3),
+        since_step=change.since,
+        found_step=s.committed,
+        part=_part(group, change.worker),
+        excess_s=round(excess_s, 6),
+        share=round(min(1.0, max(0.0, excess_s) / max(own.step_s, 1e-9)), 4),
+        world=len(core.members()),
+        pair=change.compared == 1,
+    )
+    s.slow = [*s.slow[-KEPT + 1 :], slow]
+    _say(core, slow, Severity.WARNING, Remedy.WATCH)
+
+
+def _over(core: Core, change: Change) -> None:
+    for slow in core.state.slow:
+        if slow.worker == change.worker and slow.until_step is None:
+            slow.until_step = change.since
+            _say(core, slow, Severity.INFO, Remedy.WATCH, Condition.HEALTHY)
+
+
+def _reduction(core: Core, change: reductions.Change) -> None:
+    """The communication itself takes longer than it did. Without a rank that stands out it is nobody's node."""
+    members = core.members()
+    rank = change.rank if change.rank is not None and change.rank < len(members) else None
+    node = core.state.nodes.get(members[rank or 0].node)
+    if node is None:
+        return
+    told = f"the reduction takes {change.now_s * 1e3:.3g} ms a step, {change.usual_s * 1e3:.3g} ms as the generation began"
+    if change.slow:
+        where = ""
+        if rank is not None:
+            before = _neighbour(core, rank)
+            where = f"; the others wait longest for rank {rank}, which gets its part from rank {before}"
+        told += (
+            f", since step {change.since}, and nobody computes so long: {change.share:.0%} of the time{where}. "
+            "`holdfast check --deep` finds a bad pair"
+        )
+    finding = Finding(
+        SLOW_REDUCTION,
+        Severity.WARNING if change.slow else Severity.INFO,
+        Remedy.WATCH,
+        "peers",
+        Condition.FAULTY if change.slow else Condition.HEALTHY,
+        subject="" if rank is None else f"rank {rank}",
+        evidence=told,
+        shared=rank is None,
+        dry_run=silent_corruption.on_trial(core, SLOW_REDUCTION),
+    )
+    findings.found(core, node, (finding,))
+
+
+def _neighbour(core: Core, rank: int) -> int:
+    """From whom a rank gets its part in gloo's ring: of those that hold the same shard."""
+    generation = core.state.generation
+    assert generation is not None
+    column = generation.column(generation.members[rank].position)
+    return column[(column.index(rank) + 1) % len(column)]
+
+
+def _say(
+    core: Core, slow: Slow, severity: Severity, remedy: Remedy, condition: Condition = Condition.FAULTY
+) -> None:
+    node = core.state.nodes.get(slow.node)
+    if node is None:
+        return
+    rule, subject = SLOW_RANK, f"rank {slow.rank}"
+    ours = {w.name for w in core.members() if w.node == slow.node}
+    if len(ours) > 1 and ours <= {x.worker for x in core.state.slow if x.until_step is None}:
+        rule, subject = SLOW_NODE, "all ranks"
+    finding = Finding(
+        rule,
+        severity,
+        remedy,
+        "peers",
+        condition,
+        subject=subject,
+        worker=slow.worker if rule == SLOW_RANK else "",
+        evidence=describe(slow)
+        if condition is Condition.FAULTY
+        else f"as fast as its peers since step {slow.until_step}",
+        dry_run=silent_corruption.on_trial(core, rule),
+    )
+    findings.found(core, node, (finding,))
+
+
+def describe(slow: Slow) -> str:
+    """For people: how slow, where, since when, at what cost."""
+    peers = "the only other (which may be the fast one)" if slow.pair else "its peers"
+    return (
+        f"computes {slow.ratio:.2f} times as long as {peers}, {slow.excess_s * 1e3:.3g} ms more a step, mostly in "
+        f"{slow.part}, since step {slow.since_step}; the others wait {slow.share:.0%} of the time: "
+        f"{slow.share * slow.world:.2g} worker-hours an hour"
+    )
+
+
+def shown(slow: Slow) -> dict[str, object]:
+    """For the status and the report. Durations in seconds; until_step None: it still is."""
+    return {
+        "rank": slow.rank,
+        "node": slow.node,
+        "worker": slow.worker,
+        "ratio": slow.ratio,
+        "part": slow.part,
+        "since_step": slow.since_step,
+        "found_step": slow.found_step,
+        "until_step": slow.until_step,
+        "excess_s": slow.excess_s,
+        "share": slow.share,
+        "worker_hours_per_hour": round(slow.share * slow.world, 3),
+        "lost_s": round(slow.lost_s, 3),
+    }
+
+
+def _median(group: dict[str, Spent], without: str) -> float:
+    return statistics.median(spent.own_s for name, spent in group.items() if name != without)
+
+
+def _part(group: dict[str, Spent], worker: str) -> str:
+    """The phase in which it needs most more than its peers."""
+    own = group[worker]
+    others = [spent for name, spent in group.items() if name != worker]
+
+    def excess_s(field: str) -> float:
+        values: list[float] = [getattr(spent, field) for spent in others]
+        return float(getattr(own, field)) - statistics.median(values)
+
+    parts = {
+        "data_s": "loading data",
+        "forward_s": "the forward pass",
+        "backward_s": "the backward pass",
+        "update_s": "the update",
+    }
+    return parts[max(parts, key=excess_s)]

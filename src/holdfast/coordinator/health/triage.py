@@ -1,0 +1,375 @@
+"""What an incident with a node's health means for the job, and what is done about it.
+
+`findings` makes incidents of findings. A fatal one is decided at once; an error that the job can live with is decided a
+moment later, when others would have reported the same, and is acted on at a step's edge. `escalation` and `blast_radius` say what
+may be done, `remedies` does it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from holdfast.coordinator.health import blast_radius, escalation, remedies
+from holdfast.coordinator.health.escalation import Decision
+from holdfast.coordinator.health.history import Kind
+from holdfast.coordinator.kernel.events import Remember
+from holdfast.coordinator.kernel.health_state import (
+    KEPT_ASKS,
+    KEPT_SIGHTINGS,
+    SEVERITIES,
+    TEXT_CHARS,
+    Act,
+    Ask,
+    count,
+    stronger,
+)
+from holdfast.coordinator.kernel.state import Incident, Node
+from holdfast.protocol.health import Finding, Remedy, Severity, acts_on_node
+
+if TYPE_CHECKING:
+    from holdfast.coordinator.kernel.machine import Core
+
+BURST_S = 180.0
+"""Findings of one node belong together until it was silent for so long (as NVIDIA's Fleet Intelligence has it)."""
+
+# ---------------------------------------------------------------- when it is decided
+
+
+def consider(core: Core, node: Node, incident: Incident, finding: Finding) -> None:
+    """Something more was found: is it decided now, later, or is it decided already?"""
+    if finding.shared:
+        told = "many nodes have this at once: none of them is to blame"
+        if incident.does is None:
+            _withhold(core, node, incident, Decision(Remedy.WATCH, told, "shared"))
+        return
+    if _is_storm(core, node, incident):
+        return
+    done = incident.does is not None and not stronger(incident.asked, incident.does)
+    planned = node.then is not None and incident.severity is Severity.FATAL
+    if done and not planned:
+        if finding.firm and finding.remedy is Remedy.RESTART_WORKER:
+            remedies.also(core, node, incident, finding.worker)
+        return
+    if finding.severity is Severity.FATAL or finding.firm:
+        decide(core, incident)
+    elif incident.due_s is None:
+        _later(core, incident, core.now + core.timing.detection_s)
+
+
+def _is_storm(core: Core, node: Node, incident: Incident) -> bool:
+    """The same on many nodes at once. Nothing is done about any of them, and what was planned is called off."""
+    seen = blast_radius.storm(core, incident.rule)
+    if seen is None:
+        return False
+    nodes, of, within_s = seen
+    key = f"storm {incident.rule}"
+    if core.now - core.state.health.said.get(key, -BURST_S) >= BURST_S:
+        core.record("storm", rule=incident.rule, nodes=nodes, of=of, within_s=round(within_s, 3))
+    _say(core, key)
+    reason = f"{nodes} of {of} nodes report it within {within_s:.0f} s"
+    health = core.state.health
+    for number in sorted({*health.undecided, *(a.incident for a in health.acts if not a.done)}):
+        other = core.state.incidents[number - 1]
+        there = core.state.nodes.get(other.node or "")
+        if other.rule != incident.rule or there is None:
+            continue
+        if remedies.call_off(core, there, other) or other.due_s is not None:
+            _withhold(core, there, other, Decision(Remedy.WATCH, reason, "storm"))
+    if incident.does is None and incident.verdict != reason:
+        _withhold(core, node, incident, Decision(Remedy.WATCH, reason, "storm"))
+    return True
+
+
+def struck(core: Core, incident: Incident) -> None:
+    """What was found has now ended a worker or more: there is nothing to wait for."""
+    if incident.due_s is not None:
+        incident.due_s = core.now
+
+
+def deadlines(core: Core) -> list[float]:
+    """When something is to be decided, or an agent should have answered."""
+    times = [i.due_s for i in _undecided(core) if i.due_s is not None]
+    return [t for t in (*times, *remedies.deadlines(core)) if t > core.now]
+
+
+def _undecided(core: Core) -> list[Incident]:
+    return [core.state.incidents[number - 1] for number in core.state.health.undecided]
+
+
+def _later(core: Core, incident: Incident, at_s: float) -> None:
+    """It is decided then."""
+    incident.due_s = at_s
+    undecided = core.state.health.undecided
+    if incident.id not in undecided:
+        undecided.append(incident.id)
+    while len(undecided) > max(KEPT_SIGHTINGS, blast_radius.size(core)):
+        core.state.incidents[undecided.pop(0) - 1].due_s = None
+
+
+def due(core: Core) -> None:
+    """Decides what was left until now, the worst first."""
+    now = [i for i in _undecided(core) if i.due_s is not None and core.now >= i.due_s]
+    for incident in sorted(now, key=lambda i: -SEVERITIES.index(i.severity)):
+        node = core.state.nodes.get(incident.node or "")
+        if incident.due_s is None:
+            continue  # what was just decided called it off
+        if incident.verdict and node is not None and node.alive:
+            if (past := _past(core, node, incident)) is not None:
+                _withhold(core, node, incident, past)
+                continue
+            incident.verdict = ""  # whatever is decided is said once more
+        decide(core, incident)
+    health = core.state.health
+    health.undecided = [n for n in health.undecided if core.state.incidents[n - 1].due_s is not None]
+    remedies.late(core)
+
+
+def _past(core: Core, node: Node, incident: Incident) -> Decision | None:
+    """Why nothing need be done any more about what could not be done before."""
+    for act in core.state.health.acts:
+        same = act.remedy is not Remedy.RESET_DEVICE or not incident.device or act.device == incident.device
+        helped = act.done and not act.error and same and acts_on_node(act.remedy)
+        if act.machine == node.machine and act.at_s > incident.heard_s and helped:
+            return Decision(
+                Remedy.WATCH, f"{act.remedy.value} was done since, and it was not seen again", "done"
+            )
+    silent_s = core.now - incident.heard_s
+    if incident.source in escalation.SOFT_SOURCES and silent_s > BURST_S:
+        told = f"what {incident.source} says must be new, and it was last seen {silent_s:.0f} s ago"
+        return Decision(Remedy.WATCH, told, "past")
+    return None
+
+
+def well_again(core: Core, node: Node, rule: str) -> None:
+    """What a rule found is there no more: what was to be decided about it need not be."""
+    for incident in core.state.incidents[-KEPT_ASKS:]:
+        if incident.node == node.name and incident.rule == rule and incident.due_s is not None:
+            _withhold(core, node, incident, Decision(Remedy.WATCH, "it is well again", "well"))
+
+
+def cleared(core: Core, nodes: set[str], rule: str) -> None:
+    """A person says that these nodes are well, or that a rule was wrong about them: what is left to do is not done."""
+    for incident in _undecided(core):
+        node = core.state.nodes.get(incident.node or "")
+        if node is not None and node.name in nodes and rule in ("", incident.rule):
+            _withhold(
+                core, node, incident, Decision(Remedy.WATCH, "a person says that it is well", "cleared")
+            )
+
+
+def decide(core: Core, incident: Incident) -> None:
+    """Says what is done about an incident, and begins it."""
+    incident.due_s = None
+    node = core.state.nodes.get(incident.node or "")
+    if node is None or not node.alive or core.state.stop_reason is not None:
+        return
+    if any(w.digest is not None for w in core.state.workers.values()):
+        _withhold(core, node, incident, Decision(Remedy.WATCH, "the job is about to end", "ending"))
+        return
+    if node.checking is not None:
+        told = "it is not used anyway before it has passed the deep checks"
+        _withhold(core, node, incident, Decision(Remedy.WATCH, told, "held"))
+        return
+    soft = escalation.soft(incident.source, incident.firm)
+    decision = _decision(core, node, incident.rule, incident.device, soft, incident.asked, None)
+    fatal = incident.severity is Severity.FATAL
+    if decision.against or decision.does is Remedy.WATCH:
+        _withhold(core, node, incident, decision)
+        return
+    if decision.after_s is not None and not fatal:
+        _later(core, incident, decision.after_s)
+        _verdict(core, node, incident, decision, Remedy.WATCH)
+        return
+    if decision.does is Remedy.ASK:
+        incident.does = Remedy.ASK
+        _verdict(core, node, incident, decision, Remedy.ASK)
+        ask(core, node, incident.rule, incident.cause, incident)
+        return
+    if node.then is not None:
+        doing = any(a.node == node.name and a.request and not a.done for a in core.state.health.acts)
+        if not stronger(decision.does, node.then) and (doing or not fatal):
+            told = f"{node.then.value} is under way for it already"
+            _withhold(core, node, incident, Decision(Remedy.WATCH, told, "under way"))
+            return
+        if stronger(node.then, decision.does):
+            decision = msgspec.structs.replace(decision, does=node.then)  # what was planned, and now
+    _verdict(core, node, incident, decision, decision.does)
+    incident.does = decision.does
+    count(core.state.health.totals.acts, decision.does)
+    if not incident.injected:
+        remember(core, node, Kind.INCIDENT, incident)
+    remedies.begin(core, node, incident, decision.does, planned=not fatal)
+
+
+def escalated(core: Core, node: Node, incident: Incident, does: Remedy, reason: str) -> None:
+    """What was done did not work. The next rung takes nothing from the job any more, so no limit speaks against it."""
+    incident.does = does
+    _verdict(core, node, incident, Decision(does, reason), does)
+    if not incident.injected:
+        remember(core, node, Kind.ACTED, incident, does.value)
+
+
+def remember(core: Core, node: Node, kind: Kind, incident: Incident, remedy: str = "") -> None:
+    """For later jobs, of machines that can be told again."""
+    if node.identity:
+        text = incident.cause[:TEXT_CHARS]
+        core.act(Remember(node.identity, kind, node.name, incident.rule, incident.device, text, remedy))
+
+
+def _withhold(core: Core, node: Node, incident: Incident, decision: Decision) -> None:
+    incident.due_s = None
+    count(core.state.health.totals.withheld, decision.against or "watch")
+    _verdict(core, node, incident, decision, Remedy.WATCH)
+    if decision.after_s is not None:
+        _later(core, incident, decision.after_s)
+    if decision.against == "blast":
+        since_s = core.state.health.said.get("blast", -core.spec.health.blast_window_s)
+        if core.now - since_s >= core.spec.health.blast_window_s:
+            _say(core, "blast")
+            done, size, limit = (
+                len(blast_radius.acted_on(core)),
+                blast_radius.size(core),
+                blast_radius.limit(core),
+            )
+            window_s = core.spec.health.blast_window_s
+            core.record("blast-limit", node=node.name, nodes=done, of=size, limit=limit, within_s=window_s)
+    if decision.against == "budget":
+        ask(core, node, incident.rule, incident.cause, incident)
+
+
+def _verdict(core: Core, node: Node, incident: Incident, decision: Decision, does: Remedy) -> None:
+    if does is Remedy.WATCH and incident.verdict == decision.reason:
+        return  # said already
+    incident.verdict = decision.reason
+    core.record(
+        "verdict",
+        incident=incident.id,
+        node=node.name,
+        rule=incident.rule,
+        asked=incident.asked,
+        does=does,
+        would=decision.does,
+        against=decision.against,
+        reason=decision.reason,
+        weighed=decision.weighed,
+        again_s=None if decision.after_s is None else round(decision.after_s - core.now, 3),
+    )
+
+
+def on_trial(core: Core, node: Node, finding: Finding) -> None:
+    """What would have been done, had the rule been believed."""
+    if not core.state.health.said.get(f"trial {node.name} {finding.rule}", -BURST_S) + BURST_S <= core.now:
+        return
+    _say(core, f"trial {node.name} {finding.rule}")
+    soft = escalation.soft(finding.source, finding.firm)
+    decision = _decision(core, node, finding.rule, finding.device, soft, finding.remedy, finding)
+    core.record(
+        "verdict",
+        incident=None,
+        node=node.name,
+        rule=finding.rule,
+        asked=finding.remedy,
+        does=Remedy.WATCH,
+        would=decision.does,
+        against="trial",
+        reason=f"the rule is on trial; it would be: {decision.reason}",
+        weighed=decision.weighed,
+    )
+
+
+def _say(core: Core, what: str) -> None:
+    said = core.state.health.said
+    said.pop(what, None)
+    said[what] = core.now
+    while len(said) > KEPT_SIGHTINGS:
+        del said[next(iter(said))]
+
+
+def ask(core: Core, node: Node, rule: str, text: str, incident: Incident | None = None) -> None:
+    """A person is to look at something."""
+    asks = core.state.health.asks
+    number = incident.id if incident else 0
+    asks[:] = [a for a in asks if (a.node, a.rule) != (node.name, rule)]
+    asks.append(Ask(core.now, node.name, rule, text[:TEXT_CHARS], number))
+    del asks[:-KEPT_ASKS]
+    core.record("asked", node=node.name, rule=rule, text=text, incident=number or None)
+
+
+# ---------------------------------------------------------------- what is decided
+
+
+def _decision(
+    core: Core, node: Node, rule: str, device: str, soft: bool, asked: Remedy, trial: Finding | None
+) -> Decision:
+    """Weighs one cause on one node. soft: one finding is not enough. trial: the rule is on trial, and this is only said."""
+    s = core.state
+    if asked is Remedy.WATCH:
+        return Decision(asked, "the rule asks for nothing to be done")
+    if asked is Remedy.ASK:
+        return Decision(asked, "the rule asks for a person")
+    not_its_own = _not_its_own(core, node, rule, soft, asked)
+    if not_its_own is not None:
+        return not_its_own
+    before = escalation.for_cause(s.health.acts, node.machine, device, rule, core.now)
+    does = escalation.rung(asked, before)
+    weighed = [f"done before for {rule} on {node.machine}: {_told(before)}"]
+    why = f"{rule} asks for it"
+    if does is not asked:
+        why = f"{rule} asks for {asked.value}, which was tried: {_told(before)}"
+    if does is Remedy.RESTART_WORKER:
+        if core.budget_spent():
+            return Decision(Remedy.ASK, "the restart budget is spent", "budget", tuple(weighed))
+        return Decision(does, why, weighed=tuple(weighed))
+    done = escalation.repairs(s.health.acts, node.machine, core.now)
+    weighed.append(f"repairs of {node.machine} in 7 days: {len(done)} of {escalation.NODE_ACTS}")
+    if len(done) >= escalation.NODE_ACTS and does is not Remedy.REPLACE:
+        does, why = Remedy.REPLACE, f"{len(done)} repairs of {node.machine} in 7 days did not help"
+    all_done = blast_radius.repairs(core)
+    weighed.append(f"repairs in this job: {all_done} of {core.spec.max_restarts}")
+    if all_done >= core.spec.max_restarts:
+        told = f"the job's budget of {core.spec.max_restarts} repairs is spent"
+        return Decision(does, told, "budget", tuple(weighed))
+    near = blast_radius.acted_on(core)
+    window_s = core.spec.health.blast_window_s
+    weighed.append(
+        f"nodes acted on in {window_s:g} s: {len(near)} of {blast_radius.limit(core)} ({blast_radius.size(core)} in all)"
+    )
+    if not blast_radius.may_act(core, node.machine):
+        told = f"{len(near)} of {blast_radius.size(core)} nodes were acted on within {window_s:g} s, and no more may be"
+        return Decision(does, told, "blast", tuple(weighed), blast_radius.may_act_at_s(core))
+    if node.lemon:
+        weighed.append(f"history: {node.lemon}")
+    wait_s = escalation.back_off_s(done)
+    after_s = done[-1].at_s + wait_s if done and core.now < done[-1].at_s + wait_s else None
+    if after_s is not None and trial is None:
+        weighed.append(f"back-off: {wait_s:g} s after the last repair")
+    return Decision(does, why, weighed=tuple(weighed), after_s=after_s)
+
+
+def _told(acts: list[Act]) -> str:
+    if not acts:
+        return "nothing"
+    return ", ".join(a.remedy.value + (" (did not work)" if a.error else "") for a in acts[-4:])
+
+
+def _not_its_own(core: Core, node: Node, rule: str, soft: bool, asked: Remedy) -> Decision | None:
+    """Why it is not the node's fault, as far as is known. What is soft needs a majority that is well, and a second time
+    on the same node."""
+    script = blast_radius.follows_the_script(core, rule) if soft or asked is Remedy.RESTART_WORKER else None
+    if script is not None:
+        return Decision(Remedy.WATCH, f"{script}: the script, not the node", "script")
+    if not soft:
+        return None
+    members = {w.node for w in core.members()}
+    others = blast_radius.others_show_it(core, node, rule)
+    if len(members) < 3 or others * 2 >= len(members):
+        told = f"{others} other of {len(members)} nodes show it: no majority that is well speaks against {node.name}"
+        return Decision(Remedy.WATCH, told, "canary")
+    seen = [x for x in core.state.health.sightings if (x.rule, x.machine) == (rule, node.machine)]
+    if len(seen) < 2:
+        return Decision(
+            Remedy.WATCH, f"the first time on {node.name}: once more, and it is the node's", "canary"
+        )
+    return None

@@ -1,0 +1,177 @@
+"""What goes into the core, and what comes out of it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from holdfast.coordinator.health.history import Kind, Remembered
+from holdfast.protocol.availability import Capacity, NodeAvailable, NodeGoing, NodeTaken, NodeUnavailable
+from holdfast.protocol.job import Durable
+from holdfast.protocol.messages import AgentMessage, Hello, ToAgent
+
+
+class NodeJoined(msgspec.Struct, frozen=True):
+    """An agent connected, for the first time or again. past: what is known of the machine and its devices, oldest first."""
+
+    hello: Hello
+    past: tuple[Remembered, ...] = ()
+
+
+class NodeLost(msgspec.Struct, frozen=True):
+    """An agent's connection closed, or its engine says that it is dead."""
+
+    node: str
+    session: str
+    cause: str
+
+
+class NodeSays(msgspec.Struct, frozen=True):
+    """A message of an agent."""
+
+    node: str
+    message: AgentMessage
+
+
+class StopRequested(msgspec.Struct, frozen=True):
+    """A person or the cluster asks the job to stop, keeping its state."""
+
+    reason: str
+
+
+class ResizeRequested(msgspec.Struct, frozen=True):
+    """A person wants the job to train on so many nodes, within its bounds."""
+
+    nodes: int
+    reason: str
+
+
+class Injected(msgspec.Struct, frozen=True):
+    """A fault is being injected now: lets the incident that follows know when it really began."""
+
+    fault: str
+    kind: str
+    node: str | None = None
+    worker: str | None = None
+
+
+class Recovered(msgspec.Struct, frozen=True):
+    """A new coordinator process took over from a snapshot; the old one was last heard of at `last_s`."""
+
+    last_s: float
+
+
+class DurableFound(msgspec.Struct, frozen=True):
+    """A whole checkpoint lies in a durable tier (None: none does). older: those to take if it proves to be damaged,
+    newest first. passed_over: why others will not do."""
+
+    durable: Durable | None
+    older: tuple[Durable, ...] = ()
+    passed_over: tuple[str, ...] = ()
+
+
+class Overslept(msgspec.Struct, frozen=True):
+    """The coordinator's process did not get to listen for so long: what agents said meanwhile is still to be read."""
+
+    away_s: float
+
+
+class Starved(msgspec.Struct, frozen=True):
+    """An agent of this machine waited so long for a processor: that much of its silence says nothing about it."""
+
+    node: str
+    waited_s: float
+
+
+class MachineCleared(msgspec.Struct, frozen=True):
+    """A person says that a machine is well; rule: that was wrong about it."""
+
+    machine: str
+    rule: str = ""
+
+
+class Tick(msgspec.Struct, frozen=True):
+    """Time passed: a deadline may be due."""
+
+
+Event = (
+    NodeJoined
+    | NodeLost
+    | NodeSays
+    | NodeAvailable
+    | NodeUnavailable
+    | NodeGoing
+    | NodeTaken
+    | Capacity
+    | StopRequested
+    | ResizeRequested
+    | Injected
+    | Recovered
+    | DurableFound
+    | Overslept
+    | Starved
+    | MachineCleared
+    | Tick
+)
+
+
+class Send(msgspec.Struct, frozen=True):
+    """Tell an agent."""
+
+    node: str
+    message: ToAgent
+
+
+class Record(msgspec.Struct, frozen=True):
+    """Write into the ledger of events."""
+
+    kind: str
+    fields: dict[str, object]
+
+
+class ProvideNode(msgspec.Struct, frozen=True):
+    """Ask the engine for one more node."""
+
+    reason: str
+
+
+class ReleaseNode(msgspec.Struct, frozen=True):
+    """The job went on without this node: the engine makes sure that nothing of it runs on. planned: it was not lost."""
+
+    node: str
+    reason: str
+    planned: bool = False
+
+
+class MarkNode(msgspec.Struct, frozen=True):
+    """Tell the engine that a node is bad, so that it gives it to nobody (Slurm: drain; Kubernetes: a taint)."""
+
+    node: str
+    reason: str
+
+
+class RebootNode(msgspec.Struct, frozen=True):
+    """Ask the engine to boot a node that the job has released; it comes back as a new one."""
+
+    node: str
+    reason: str
+
+
+class Remember(msgspec.Struct, frozen=True):
+    """Keep this in the history of a machine. Fields as in `history.Remembered`."""
+
+    machine: str
+    kind: Kind
+    node: str
+    rule: str = ""
+    device: str = ""
+    text: str = ""
+    remedy: str = ""
+
+
+class End(msgspec.Struct, frozen=True):
+    """The job is over."""
+
+    outcome: str
+
+
+Action = Send | Record | ProvideNode | ReleaseNode | MarkNode | RebootNode | Remember | End

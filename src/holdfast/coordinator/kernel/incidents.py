@@ -1,0 +1,365 @@
+"""The book of incidents: each fault from its first sign to the first commit at full strength."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from holdfast.coordinator.kernel.events import Record
+from holdfast.coordinator.kernel.health_state import KEPT_EVIDENCE, TEXT_CHARS, Evidence, Sighting, graver
+from holdfast.coordinator.kernel.state import CoreState, Incident, Injection
+from holdfast.protocol.health import Severity
+from holdfast.protocol.messages import Joined
+
+COORDINATOR = "coordinator"
+"""The rung of an incident in which only the coordinator was lost: training went on meanwhile."""
+
+INJECTION_AGE_S = 60.0
+"""An injected fault that no incident claimed within this time had no effect that anyone saw."""
+
+NEAR_S = 2.0
+"""A fault whose effect follows within this time stopped training at once."""
+
+JOIN_S = 60.0
+"""What a rule finds this long before or after a worker's end, a lost node or a failed collective explains it: a hang may
+take 40 s to be found."""
+
+LOOKED_AT = 64
+"""So many of the newest incidents may be what something new belongs to."""
+
+HANG = "hang"
+"""How the cause of an incident begins in which somebody stood still."""
+
+STANDSTILLS = ("deadlock", "hold-gil", "stop-worker", "stop-node")
+"""Injected faults that show as a hang; of two workers at level 0 nobody can say which one it is."""
+
+
+def open_incident(
+    state: CoreState,
+    now: float,
+    cause: str,
+    *,
+    node: str | None,
+    workers: Iterable[str],
+    kind: str | None = None,
+    fault_at_s: float | None = None,
+    needs_newcomer: bool = True,
+    quiet: bool = False,
+    raised: bool = False,
+) -> Incident:
+    """Enters an incident, or what is part of one. An injected fault of the same worker, node or kind explains when it
+    began; what a rule found on the node just before is its cause. quiet: training goes on. raised: see `raised_now`.
+    """
+    names = list(workers)
+    unnamed_hang = cause.startswith(HANG) and node is None
+    generation, ranks = state.generation, _ranks(state, names)
+    known = None if quiet or kind == "kill-coordinator" else _part_of(state, now, node, names)
+    if known is not None:
+        if cause != known.cause:  # not what was done about it
+            _add(known, Evidence("", "job", cause, now))
+        anew = _disturb(state, known, now, names, ranks, needs_newcomer)
+        injection = _claim(state, now, node, names, kind, unnamed_hang)
+        if injection is not None:
+            known.injected, known.fault = True, injection.fault
+        if anew:
+            known.fault_at_s = injection.at_s if injection else fault_at_s
+        return known
+    injection = _claim(state, now, node, names, kind, unnamed_hang)
+    incident = Incident(
+        id=len(state.incidents) + 1,
+        cause=cause,
+        node=node,
+        ranks=ranks,
+        at_step=state.step,
+        fault_at_s=injection.at_s if injection else fault_at_s,
+        detected_at_s=now,
+        generation=state.number,
+        world=generation.strength if generation else 1,
+        fault=injection.fault if injection else kind,
+        injected=injection is not None,
+        workers=names,
+        needs_newcomer=needs_newcomer,
+        quiet=quiet,
+        raised=raised,
+    )
+    state.incidents.append(incident)
+    if not quiet and node is not None:
+        _explain_by_sighting(state, incident, now, names)
+    return incident
+
+
+# ---------------------------------------------------------------- what was found, and what happened to the job
+
+
+def _part_of(state: CoreState, now: float, node: str | None, workers: list[str]) -> Incident | None:
+    """The incident that was found before its effect, if this is one: of the same node; of any for what names nobody."""
+    for incident in reversed(state.incidents[-LOOKED_AT:]):
+        if not incident.rule or graver(Severity.ERROR, incident.severity):
+            continue
+        silent_s = now - incident.heard_s
+        undecided = incident.open and (incident.quiet or incident.decided_at_s is None)
+        if not (undecided or silent_s <= (JOIN_S if incident.quiet else NEAR_S)):
+            continue
+        if incident.node == node or (node is None and not workers):
+            return incident
+    return None
+
+
+def _disturb(
+    state: CoreState, incident: Incident, now: float, names: list[str], ranks: list[int], needs_newcomer: bool
+) -> bool:
+    """Training stands because of it. True: since now, for it went on until now in spite of what was found, or again after
+    it had stood for it before. Each stall has times of its own, else a stall would seem to last from the first on."""
+    incident.workers += [w for w in names if w not in incident.workers]
+    incident.ranks = sorted({*incident.ranks, *ranks})
+    incident.needs_newcomer = incident.needs_newcomer or needs_newcomer
+    again = incident.first_commit_at_s is not None
+    if not incident.quiet and not again:
+        return False
+    at_once = not again and now - incident.began_s <= NEAR_S and state.step == incident.at_step
+    if again:
+        incident.earlier_stalls += 1
+        incident.earlier_stall_s += stall_s(incident) or 0.0
+    if not at_once:
+        incident.fault_at_s, incident.detected_at_s = None, now
+    incident.quiet = False
+    incident.at_step, incident.generation = state.step, state.number
+    incident.world = len(state.generation.members) if state.generation else 1
+    incident.decided_at_s = incident.first_commit_at_s = incident.replaced_at_s = incident.rung = None
+    incident.joined_at_s = incident.join_s = incident.restore_s = None
+    reopen(state, incident)
+    return not at_once
+
+
+def _explain_by_sighting(state: CoreState, incident: Incident, now: float, workers: list[str]) -> None:
+    near = [
+        x
+        for x in state.health.sightings
+        if x.node == incident.node and now - x.at_s <= JOIN_S and (x.grave or x.worker in workers)
+    ]
+    if near:
+        explain(incident, near[-1], now)
+
+
+def explain(incident: Incident, sighting: Sighting, now: float) -> None:
+    """What a rule found is the cause of what happened to the job."""
+    if incident.rule == "" and not incident.quiet:
+        _add(incident, Evidence("", "job", incident.cause, incident.detected_at_s))
+    incident.rule, incident.heard_s = incident.rule or sighting.rule, now
+    incident.cause = f"{sighting.rule}: {sighting.text}" if sighting.text else sighting.rule
+
+
+def raised_now(state: CoreState) -> Incident | None:
+    """The incident that ended the newest generation, if what it began with is an error that a worker raised: that may be
+    the end of another, which is still to be heard of."""
+    last = state.incidents[-1] if state.incidents else None
+    if last is None or not last.raised or last.rule or last.injected or last.generation != state.number:
+        return None
+    return last if last.open else None
+
+
+def caused(
+    state: CoreState, now: float, incident: Incident, cause: str, node: str, workers: list[str]
+) -> None:
+    """What others raised has its cause here: the incident is of these workers and this node."""
+    _add(incident, Evidence("", "job", incident.cause, incident.detected_at_s))
+    incident.cause, incident.node, incident.raised = cause, node, False
+    incident.workers, incident.ranks = workers, _ranks(state, workers)
+    if injection := _claim(state, now, node, workers, None, False):
+        _began(incident, injection)
+
+
+def unexplained(state: CoreState, now: float, node: str, worker: str = "") -> Incident | None:
+    """What happened to the job lately on this node, or to nobody in particular, and has no cause yet."""
+    for incident in reversed(state.incidents):
+        if now - incident.detected_at_s > JOIN_S:
+            return None
+        if incident.rule or incident.injected or incident.rung == COORDINATOR:
+            continue
+        if incident.node == node or (incident.node is None and incident.fault is None):
+            return incident
+    return None
+
+
+def witnessed(incident: Incident, rule: str, source: str, text: str, now: float) -> bool:
+    """Adds evidence to an incident; False: it had that already."""
+    incident.heard_s = now
+    for known in incident.evidence:
+        if (known.rule, known.source) == (rule, source):
+            known.count += 1
+            return False
+    _add(incident, Evidence(rule, source, text[:TEXT_CHARS], now))
+    return True
+
+
+def _add(incident: Incident, evidence: Evidence) -> None:
+    if len(incident.evidence) < KEPT_EVIDENCE:
+        incident.evidence.append(evidence)
+
+
+def _claim(
+    state: CoreState, now: float, node: str | None, workers: list[str], kind: str | None, unnamed_hang: bool
+) -> Injection | None:
+    state.injections = [i for i in state.injections if now - i.at_s < INJECTION_AGE_S]
+    for injection in state.injections:
+        if (
+            (injection.worker is not None and injection.worker in workers)
+            or (injection.node is not None and injection.node == node)
+            or (injection.kind == kind == "nan")
+            or (injection.kind == kind == "kill-coordinator")
+            or (unnamed_hang and injection.kind in STANDSTILLS)
+        ):
+            state.injections.remove(injection)
+            return injection
+    return None
+
+
+def explains(incident: Incident, injection: Injection) -> bool:
+    """An injection that was heard of after its effect (the messages took different ways)."""
+    hit = (
+        (injection.worker in incident.workers)
+        or (injection.node is not None and injection.node == incident.node and injection.worker is None)
+        or (injection.kind == incident.fault == "nan")  # whoever says it first: all have it
+    )
+    if incident.open and not incident.injected and hit:
+        _began(incident, injection)
+        return True
+    return False
+
+
+def _began(incident: Incident, injection: Injection) -> None:
+    """It is this injected fault's."""
+    incident.injected, incident.fault = True, injection.fault
+    incident.fault_at_s = min(injection.at_s, incident.detected_at_s)
+
+
+def _ranks(state: CoreState, workers: Iterable[str]) -> list[int]:
+    """Ascending, of those that are members."""
+    generation = state.generation
+    return sorted(r for w in workers if generation and (r := generation.rank_of(w)) is not None)
+
+
+def open_ones(state: CoreState) -> list[Incident]:
+    """Incidents that disturb training and are not closed yet, oldest first; however many there were before them."""
+    return [i for i in state.incidents[state.closed :] if i.open and not i.quiet]
+
+
+def reopen(state: CoreState, incident: Incident) -> None:
+    """Something is to be done about it after all."""
+    incident.full_at_s = None
+    state.closed = min(state.closed, incident.id - 1)
+
+
+def decided(state: CoreState, now: float, rung: str) -> None:
+    """A generation was formed: every open incident without a decision has one now."""
+    for incident in open_ones(state):
+        if incident.decided_at_s is None:
+            incident.decided_at_s = now
+            incident.rung = incident.rung or rung
+
+
+def replaced(state: CoreState, now: float) -> None:
+    """A newcomer is ready or taken in: the oldest open incident that still needs one has it."""
+    for incident in open_ones(state):
+        if incident.needs_newcomer and incident.replaced_at_s is None:
+            incident.replaced_at_s = now
+            return
+
+
+def joined(state: CoreState, now: float, message: Joined) -> None:
+    """A member is connected, and restored if it had to be."""
+    for incident in open_ones(state):
+        if incident.first_commit_at_s is None or _full(state, incident):
+            incident.joined_at_s = now
+            incident.join_s = most(incident.join_s, message.join_s)
+            incident.restore_s = most(incident.restore_s, message.restore_s)
+
+
+def committed(state: CoreState, now: float) -> list[Record]:
+    """The first commit of a generation, by anyone: stalls end; at full strength incidents close."""
+    records = []
+    for incident in open_ones(state):
+        if incident.generation >= state.number and incident.rung != COORDINATOR:
+            continue
+        if incident.first_commit_at_s is None:
+            incident.first_commit_at_s = now
+            if state.level == 2 or incident.rung == COORDINATOR:
+                incident.lost_steps = incident.lost_steps or 0
+            records.append(Record("incident-resumed", describe(state, incident)))
+        if _full(state, incident):
+            incident.full_at_s = now
+            records.append(Record("incident-closed", describe(state, incident)))
+    while state.closed < len(state.incidents) and not state.incidents[state.closed].open:
+        state.closed += 1
+    return records
+
+
+def _full(state: CoreState, incident: Incident) -> bool:
+    """The job has the size again that it had when the fault struck, or that it is to have by now."""
+    return state.generation is not None and state.generation.strength >= min(incident.world, state.target)
+
+
+def describe(state: CoreState, incident: Incident) -> dict[str, object]:
+    """The incident as the report shows it. Durations in seconds; unknown is None. Of one that disturbed training more than
+    once they are of the last time; earlier_stalls, earlier_stall_s: how often it stood still before, and for how long."""
+    began = incident.began_s
+    return {
+        "id": incident.id,
+        "fault": incident.fault,
+        "injected": incident.injected,
+        "node": incident.node,
+        "ranks": incident.ranks,
+        "at_step": incident.at_step,
+        "t_s": _gap(state.began_s, began),
+        "detect_s": None if incident.fault_at_s is None else _gap(began, incident.detected_at_s),
+        "decide_s": _gap(incident.detected_at_s, incident.decided_at_s),
+        "replace_s": _gap(incident.detected_at_s, incident.replaced_at_s),
+        "join_s": incident.join_s,
+        "restore_s": incident.restore_s,
+        "first_step_s": _gap(incident.joined_at_s, incident.full_at_s or incident.first_commit_at_s),
+        "stall_s": stall_s(incident),
+        "earlier_stalls": incident.earlier_stalls,
+        "earlier_stall_s": round(incident.earlier_stall_s, 4),
+        "full_strength_s": _gap(began, incident.full_at_s),
+        "lost_steps": incident.lost_steps,
+        "rung": incident.rung,
+        "cause": incident.cause,
+        "rule": incident.rule or None,
+        "quiet": incident.quiet,
+        "verdict": incident.verdict or None,
+        "where": incident.where or None,
+    }
+
+
+def stall_s(incident: Incident) -> float | None:
+    """From its (last) strike to the next commit by anyone."""
+    return _gap(incident.began_s, incident.first_commit_at_s)
+
+
+KINDS_BY_WORDS = (
+    (HANG, "hang"),
+    ("killed by signal", "process"),
+    ("exit code", "process"),
+    ("its agent's connection closed", "node"),
+    ("silent for", "node"),
+    ("a new agent took its place", "node"),
+    ("a collective failed", "collective"),
+)
+"""How causes begin that are no error of the script's, and what kind of incident they make."""
+
+
+def kind_of(incident: Incident) -> str:
+    """One word for a fault's cause: that of an injected fault, else what was seen of it."""
+    if incident.fault:
+        return incident.fault.partition(":")[0]
+    if incident.rule:
+        return "health"
+    return next((kind for words, kind in KINDS_BY_WORDS if incident.cause.startswith(words)), "script")
+
+
+def _gap(since: float | None, until: float | None) -> float | None:
+    return None if since is None or until is None else round(max(0.0, until - since), 4)
+
+
+def most(a: float | None, b: float | None) -> float | None:
+    """The longer of two times, of which either may be unknown."""
+    return max((x for x in (a, b) if x is not None), default=None)

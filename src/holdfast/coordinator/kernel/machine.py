@@ -1,0 +1,478 @@
+"""The core: `handle(event, now) -> actions`. It has no clock, socket, thread or randomness.
+
+Three things drive it: the service (real life), the tests (random schedules under a virtual clock) and the
+planner's simulator. This file takes events apart and says what comes next; what is done about them lies in
+`membership` (nodes, generations, planned changes, failures, the end), `storage` (snapshots and checkpoints) and `health`
+(findings, triage, remedies). Their functions take the core first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from holdfast.coordinator.health import admission, findings, remedies, silent_corruption, stragglers, triage
+from holdfast.coordinator.kernel import incidents
+from holdfast.coordinator.kernel.events import (
+    Action,
+    DurableFound,
+    End,
+    Event,
+    Injected,
+    MachineCleared,
+    MarkNode,
+    NodeJoined,
+    NodeLost,
+    NodeSays,
+    Overslept,
+    ProvideNode,
+    RebootNode,
+    Record,
+    Recovered,
+    ReleaseNode,
+    Remember,
+    ResizeRequested,
+    Send,
+    Starved,
+    StopRequested,
+    Tick,
+)
+from holdfast.coordinator.kernel.state import (
+    CoreState,
+    Incident,
+    Injection,
+    JobPhase,
+    Node,
+    Worker,
+    WorkerPhase,
+)
+from holdfast.coordinator.membership import (
+    counting,
+    failures,
+    figures,
+    gang,
+    generations,
+    hangs,
+    lemons,
+    nodes,
+    replica_groups,
+    resize,
+    shard_policy,
+    shutdown,
+)
+from holdfast.coordinator.storage import durable_checkpoints, memory_snapshots
+from holdfast.protocol import messages as m
+from holdfast.protocol.availability import Capacity, NodeAvailable, NodeGoing, NodeTaken, NodeUnavailable
+from holdfast.protocol.job import JobSpec
+
+
+class Core:
+    """One job's decisions. `state` is all it remembers; give it back to go on after a crash."""
+
+    def __init__(self, spec: JobSpec, state: CoreState | None = None) -> None:
+        self.state = state or CoreState(spec=spec)
+        self.spec = self.state.spec
+        self.timing = self.spec.timing
+        self.now = 0.0
+        self.inspection = hangs.Inspection()
+        self.peers = stragglers.Peers()
+        self.curves = silent_corruption.Curves()
+        self.moved = True
+        """Whether the newest events may have changed when a Tick is due."""
+        self._unsettled = True
+        """Whether the last look at what comes next may have changed something that it had looked at already. Then the next
+        event, also a sign of life, is followed by another look; without that it would wait for the next deadline."""
+        self._out: list[Action] = []
+
+    # ------------------------------------------------------------ in and out
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Takes one event at time `now` (seconds, never backward); returns what is to be done about it."""
+        return self.handle_all((event,), now)
+
+    def handle_all(self, events: Sequence[Event], now: float) -> list[Action]:
+        """The same for events that arrive at one moment: what comes next is looked at once, after the last of them."""
+        self.now = now
+        if self.state.began_s == 0.0:
+            self.state.began_s = now
+        if self.state.phase is not JobPhase.ENDED:
+            self.moved = False
+            for event in events:
+                self.moved = self._takes(event) or self.moved
+            if self.moved or self._unsettled:
+                queued = len(self._out)
+                self._check_deadlines()
+                self._advance()
+                nodes.forget(self)
+                self._unsettled = self.moved or len(self._out) > queued
+                self.moved = True
+        else:
+            for event in events:
+                self._after_the_end(event)
+        out, self._out = self._out, []
+        return out
+
+    def _takes(self, event: Event) -> bool:
+        """Takes one event in. Returns whether it may change what comes next, or be the time for something.
+
+        What follows that looks at every node and worker, and signs of life come from each of them many times a second:
+        together that would grow with the square of the nodes. A sign of life only ever moves deadlines later, and another
+        commit of a generation that has one moves none, so the Tick that is planned already comes early enough.
+        """
+        settled, queued = self._settled(), len(self._out)
+        self._dispatch(event)
+        if isinstance(event, Starved):
+            return False
+        if len(self._out) > queued or not isinstance(event, NodeSays):
+            return True
+        said = event.message.message if isinstance(event.message, m.FromWorker) else event.message
+        if isinstance(said, m.Progress):
+            return not settled
+        return not isinstance(said, m.Heartbeat | m.Restoring | m.StoreProgress)
+
+    def _settled(self) -> bool:
+        """The newest generation trains, and has committed a step: nothing waits for its next one."""
+        s = self.state
+        if s.phase is not JobPhase.RUNNING or s.generation is None:
+            return False
+        return s.generation_committed > s.generation.start
+
+    def _after_the_end(self, event: Event) -> None:
+        if isinstance(event, NodeJoined):
+            over = m.Shutdown(self.state.outcome or "ended", self.state.keeps_memory)
+            self.send(event.hello.node, over)
+        elif isinstance(event, Recovered):
+            self._out.append(End(self.state.outcome or "ended"))  # its first telling may have been lost
+
+    def next_deadline(self) -> float | None:
+        """When a Tick is due even if nothing else happens."""
+        s = self.state
+        if s.phase is JobPhase.ENDED:
+            return None
+        times = [n.last_seen_s + self.timing.detection_s for n in s.nodes.values() if n.alive]
+        times += [
+            w.vanished_s + self.timing.detection_s for w in self.alive_workers() if w.vanished_s is not None
+        ]
+        if s.level == 2:
+            starting = self.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED)
+            times += [w.started_s + self.timing.start_s for w in starting]
+        due = (s.break_deadline_s, s.stop_deadline_s, s.inspect_deadline_s, nodes.ask_again_s(self))
+        times += [d for d in due if d is not None]
+        if s.phase is JobPhase.GATHERING and s.wait_deadline_s is not None:
+            times.append(s.wait_deadline_s)
+        expected_s = nodes.expected_until_s(self)
+        waits = (s.form_deadline_s, s.form_after_s, s.ask_after_s, s.start_after_s, expected_s)
+        times += [d for d in waits if d is not None and d > self.now]
+        times += resize.deadlines(self)
+        times += durable_checkpoints.deadlines(self)
+        times += triage.deadlines(self)
+        times += lemons.deadlines(self)
+        return min(times, default=None)
+
+    def send(self, node: str, message: m.ToAgent) -> None:
+        """Queues a message for an agent."""
+        self._out.append(Send(node, message))
+
+    def tell(self, worker: Worker, message: m.ToWorker) -> None:
+        """Queues a message for a worker."""
+        self.send(worker.node, m.Tell(worker.name, message))
+
+    def record(self, kind: str, **fields: object) -> None:
+        """Queues an entry of the ledger."""
+        self._out.append(Record(kind, fields))
+
+    def open_incident(
+        self,
+        cause: str,
+        *,
+        node: str | None,
+        workers: Iterable[str] = (),
+        rung: str | None = None,
+        at_s: float | None = None,
+        **known: Any,
+    ) -> Incident:
+        """Enters an incident, or what is part of one that is known. known: see `incidents.open_incident`."""
+        count = len(self.state.incidents)
+        since_s = self.now if at_s is None else at_s
+        incident = incidents.open_incident(self.state, since_s, cause, node=node, workers=workers, **known)
+        incident.rung = incident.rung or rung
+        if len(self.state.incidents) > count:
+            self.record("incident-opened", **incidents.describe(self.state, incident))
+        else:
+            if cause != incident.cause:  # else it is what was found that took its effect
+                self.record("incident-joined", id=incident.id, node=node, cause=cause)
+            triage.struck(self, incident)
+        return incident
+
+    def act(
+        self, action: ProvideNode | ReleaseNode | MarkNode | RebootNode | Remember | End | Record
+    ) -> None:
+        """Queues any other action."""
+        self._out.append(action)
+
+    # ------------------------------------------------------------ views
+
+    def alive_nodes(self) -> list[Node]:
+        """Nodes that are not lost, in the order of their joining."""
+        return [n for n in self.state.nodes.values() if n.alive]
+
+    def workers_in(self, *phases: WorkerPhase) -> list[Worker]:
+        """Workers in any of these phases, oldest first."""
+        return [w for w in self.state.workers.values() if w.phase in phases]
+
+    def alive_workers(self) -> list[Worker]:
+        """Workers whose process is not known to be gone."""
+        return [w for w in self.state.workers.values() if w.phase is not WorkerPhase.GONE]
+
+    def members(self) -> list[Worker]:
+        """Workers of the newest generation, in the order of their ranks, dead ones included."""
+        g = self.state.generation
+        return [self.state.workers[x.worker] for x in g.members] if g else []
+
+    def inside(self) -> list[Worker]:
+        """Members that have not left the newest generation."""
+        return self.workers_in(WorkerPhase.MEMBER)
+
+    def median_s(self) -> float | None:
+        """The slowest member's median step."""
+        return max((w.median_s for w in self.members() if w.median_s is not None), default=None)
+
+    def at_full_strength(self) -> bool:
+        """The newest generation has the target size."""
+        g = self.state.generation
+        return g is not None and g.strength >= self.state.target
+
+    def budget_spent(self) -> bool:
+        """No worker may be started again."""
+        return self.state.restarts_used > self.spec.max_restarts
+
+    # ------------------------------------------------------------ events
+
+    def _dispatch(self, event: Event) -> None:
+        match event:
+            case NodeJoined(hello, past):
+                nodes.joined(self, hello, past)
+            case NodeLost(name, session, cause):
+                node = self.state.nodes.get(name)
+                if node is not None and node.alive and node.session == session:
+                    nodes.lose(self, node, cause)
+            case NodeSays(name, message):
+                self._node_says(name, message)
+            case Injected(fault, kind, name, worker):
+                failures.injected(self, Injection(fault, kind, self.now, name, worker))
+            case StopRequested(reason):
+                shutdown.request(self, reason, "stopped")
+            case NodeUnavailable(reason):
+                nodes.unavailable(self, reason)
+            case NodeAvailable():
+                self.state.ask_after_s = None
+            case NodeGoing(name, reason, within_s):
+                resize.going(self, name, reason, within_s)
+            case NodeTaken(name, reason):
+                nodes.taken(self, name, reason)
+            case Capacity(count, reason, within_s):
+                resize.capacity(self, count, reason, within_s)
+            case ResizeRequested(count, reason):
+                resize.resize(self, count, reason)
+            case MachineCleared(machine, rule):
+                admission.cleared(self, machine, rule)
+            case DurableFound():
+                durable_checkpoints.found(self, event)
+            case Recovered(last_s):
+                nodes.recovered(self, last_s)
+            case Overslept(away_s):
+                nodes.overslept(self, away_s)
+            case Starved(name, waited_s):
+                nodes.starved(self, name, waited_s)
+            case Tick():
+                pass
+
+    def _node_says(self, name: str, message: m.AgentMessage) -> None:
+        node = self.state.nodes.get(name)
+        if node is None or not node.alive:
+            nodes.fence(self, node, name)
+            return
+        node.last_seen_s = self.now
+        match message:
+            case m.FromWorker(worker_name, said, age_s):
+                worker = self.state.workers.get(worker_name)
+                if worker is not None and worker.phase is not WorkerPhase.GONE:
+                    self._worker_says(worker, said, age_s)
+            case m.Started(worker_name, pid, log):
+                if worker := self.state.workers.get(worker_name):
+                    worker.log = log
+                    self.record("worker-started", worker=worker_name, node=name, pid=pid, log=log)
+            case m.Exited():
+                failures.exited(self, message)
+            case m.Leaving(reason, within_s):
+                resize.going(self, name, reason, within_s)
+            case m.Stalled(worker_name, view):
+                hangs.stalled(self, worker_name, view)
+            case m.Views():
+                hangs.inspected(self, message)
+            case m.Found(found):
+                findings.found(self, node, found)
+            case m.Repaired(request, error):
+                remedies.repaired(self, node, request, error)
+            case m.Checked():
+                admission.checked(self, node, message)
+            case m.Held():
+                memory_snapshots.held(self, node, message)
+            case m.NotHeld(key, reason, lack):
+                memory_snapshots.not_held(self, node, key, reason, lack)
+            case m.Spoiled(key, reason):
+                memory_snapshots.spoiled(self, node, key, reason)
+            case m.Stored():
+                durable_checkpoints.stored(self, node, message)
+            case m.StoreProgress():
+                durable_checkpoints.progress(self, node, message)
+            case m.Published():
+                durable_checkpoints.published(self, node, message)
+            case _:
+                pass
+
+    def _worker_says(self, worker: Worker, message: m.WorkerMessage, age_s: float) -> None:
+        match message:
+            case m.Attached():
+                self.attached(worker)
+            case m.Ready():
+                self.ready(worker, message)
+            case m.Joined():
+                worker.joined = message.generation
+                if self.state.generation and message.generation == self.state.generation.number:
+                    incidents.joined(self.state, self.now, message)
+                    resize.connected(self, message)
+            case m.Restoring(generation, nbytes, total_bytes):
+                if worker.phase is WorkerPhase.MEMBER and generation == self.state.number:
+                    worker.restored = nbytes, total_bytes
+            case m.Progress():
+                self._progress(worker, message, age_s)
+            case m.Aside(on):
+                worker.aside = on
+            case m.Parked():
+                generations.parked(self, worker, message)
+            case m.Halted():
+                replica_groups.halted(self, worker, message)
+            case m.Failed():
+                failures.failed(self, worker, message)
+            case m.CollectiveError():
+                generations.collective_error(self, worker, message)
+            case m.Saved():
+                shutdown.saved(self, worker, message)
+            case m.Gave(generation, step, steps):
+                counting.gave(self.state, generation, step, steps)
+            case m.Loaded(generation, step, steps):
+                counting.loaded(self, generation, step, steps)
+            case m.SnapshotSought(request):
+                memory_snapshots.sought(self, worker, request)
+            case m.Done():
+                shutdown.done(self, worker, message)
+            case _:
+                pass
+
+    def attached(self, worker: Worker) -> None:
+        """The script called `hf.start`: the job is at level 2, and `gang` has no more part in it."""
+        if self.state.level != 2:
+            gang.give_over(self)
+            self.record("level", level=2)
+        if worker.phase is WorkerPhase.STARTING:
+            worker.phase = WorkerPhase.ATTACHED
+
+    def ready(self, worker: Worker, ready: m.Ready) -> None:
+        """A worker can be a member from now on."""
+        if worker.phase not in (WorkerPhase.STARTING, WorkerPhase.ATTACHED, WorkerPhase.MEMBER):
+            return
+        self.attached(worker)
+        if worker.phase is not WorkerPhase.ATTACHED:
+            return
+        if worker.rebuilds not in (None, ready.position) or not shard_policy.fits(self, worker, ready):
+            return
+        worker.rebuilds = None
+        worker.phase, worker.ready, worker.ready_at_s = WorkerPhase.READY, ready, self.now
+        self.state.micro_batches = ready.micro_batches or self.state.micro_batches
+        self.record("worker-ready", worker=worker.name, node=worker.node)
+        incidents.replaced(self.state, self.now)
+        failures.started_well(self, worker)
+
+    def _progress(self, worker: Worker, message: m.Progress, age_s: float) -> None:
+        s = self.state
+        worker.median_s = message.median_s if message.median_s is not None else worker.median_s
+        if message.losses and message.losses[-1][0] + 1 >= s.committed:
+            worker.loss = message.losses[-1][1]
+        figures.heard(s, message)
+        current = s.generation
+        if current is None or message.generation != current.number:
+            return
+        if worker.phase is WorkerPhase.MEMBER:  # one that has parked since said more than this late word
+            worker.committed = message.committed
+            stragglers.heard(self, worker, message.spent)
+            silent_corruption.heard(self, worker, message.losses)
+        s.committed = max(s.committed, message.committed)
+        if message.committed <= s.generation_committed:
+            return
+        s.generation_committed = message.committed
+        s.stall_rounds = s.fruitless = 0
+        self._out.extend(incidents.committed(s, self.now - age_s))
+        resize.committed(self, self.now - age_s)
+
+    # ------------------------------------------------------------ what next
+
+    def _check_deadlines(self) -> None:
+        s, now = self.state, self.now
+        for node in self.alive_nodes():
+            if now >= node.last_seen_s + self.timing.detection_s:
+                nodes.lose(self, node, f"silent for {self.timing.detection_s:g} s")
+        for worker in self.alive_workers():
+            if worker.vanished_s is not None and now >= worker.vanished_s + self.timing.detection_s:
+                failures.lose_worker(self, worker, "its agent no longer knows it")
+        triage.due(self)
+        nodes.write_off(self)
+        if s.inspect_deadline_s is not None and now >= s.inspect_deadline_s:
+            hangs.judge(self)
+        durable_checkpoints.look(self)
+        if s.level == 2:
+            failures.end_late_starters(self)
+        if s.break_deadline_s is not None and now >= s.break_deadline_s:
+            failures.end_stuck(self)
+        if s.phase is JobPhase.GATHERING and s.wait_deadline_s is not None and now >= s.wait_deadline_s:
+            s.wait_deadline_s = None
+            shutdown.give_up(self, f"too few workers for {self.timing.wait_s:g} s", None)
+        if s.stop_deadline_s is not None and now >= s.stop_deadline_s:
+            s.stop_deadline_s = None
+            shutdown.out_of_time(self)
+
+    def _advance(self) -> None:
+        s = self.state
+        if s.phase is JobPhase.ENDED:
+            return
+        remedies.advance(self)
+        resize.advance(self)
+        if s.level != 2:
+            gang.advance(self)
+            return
+        if s.phase is JobPhase.STOPPING:
+            shutdown.advance(self)
+            return
+        if shutdown.finishing(self):
+            return
+        replica_groups.give_up(self)
+        if s.phase is JobPhase.BREAKING and not self.inside():
+            generations.gather(self)
+            nodes.write_off(self)  # which comes sooner now that nobody trains
+        if s.stop_reason is None:
+            nodes.staff(self)
+        if s.phase is JobPhase.RUNNING:
+            if s.stop_reason is not None:
+                generations.end_at_commit(self, "stop")
+            else:
+                lemons.advance(self)
+                shard_policy.rebuild(self)  # for those that are to leave since just now: they wait for it
+                if (reason := resize.change_due(self)) is not None:
+                    generations.end_at_commit(self, reason)
+        if s.stop_reason is None:
+            shard_policy.rebuild(self)
+        if s.phase is JobPhase.GATHERING:
+            if s.stop_reason is None:
+                generations.try_form(self)
+            if s.stop_reason is not None:  # asked for before, or given up just now
+                shutdown.begin(self)

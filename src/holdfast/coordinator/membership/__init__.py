@@ -1,0 +1,1 @@
+"""Who is in the job: nodes, workers, generations, planned changes, failures, and the end. Pure."""

@@ -1,0 +1,287 @@
+"""Workers that fail, die or do not move: what it means, and who or what is to blame."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from holdfast.coordinator.health import silent_corruption
+from holdfast.coordinator.kernel import incidents
+from holdfast.coordinator.kernel.state import Blame, Failure, Injection, JobPhase, Worker, WorkerPhase
+from holdfast.coordinator.membership import counting, gang, generations, nodes, policy, shutdown
+from holdfast.coordinator.storage import durable_checkpoints
+from holdfast.errors import StateChanged
+from holdfast.protocol import messages as m
+from holdfast.protocol.phases import Phase
+
+if TYPE_CHECKING:
+    from holdfast.coordinator.kernel.machine import Core
+
+KEPT = 512
+"""Failures that are remembered for telling the script's faults from the machine's."""
+
+STRIKES = 3
+"""So many volleys of workers in a row that did not get ready, and their node is given up."""
+
+LEFT_BEHIND = "did not leave the broken generation"
+
+LIKE_A_SCRIPT = ("segfault", "exit", "raise")
+"""Injected faults that stand for an error of the script's. The others are the machine's: they blame nobody."""
+
+# ---------------------------------------------------------------- user code raised
+
+
+def failed(core: Core, worker: Worker, message: m.Failed) -> None:
+    """User code raised. In a step: retry in process, then a fresh worker, then it is the script's."""
+    s = core.state
+    current = s.generation
+    if any(
+        (f.worker, f.generation, f.step) == (worker.name, message.generation, message.step)
+        for f in s.failures
+    ):
+        return  # said again by an agent that could not know whether it had been heard
+    rank = current.rank_of(worker.name) if current else None
+    phase = Phase(message.phase).name.lower()
+    cause = f"{message.error}: {message.message}" + (f" in {phase}" if message.step is not None else "")
+    blame = Blame(cause, rank, worker.node, message.step, message.traceback, log=worker.log)
+    s.blames[worker.name] = blame
+    at = message.step if message.step is not None else worker.committed  # between two steps: after that many
+    core.record("failed", worker=worker.name, rank=rank, node=worker.node, step=at, cause=cause)
+    if message.error == StateChanged.__name__:
+        # No machine does this, and a worker in its place would run the same script: another attempt proves nothing.
+        generations.break_generation(core, cause)
+        shutdown.give_up(core, "the script changes protected state outside of the commit", blame)
+        return
+    if message.step is None or current is None or worker.phase is not WorkerPhase.MEMBER:
+        return
+    if message.generation != current.number:
+        return
+    note_failure(core, message.step, message.signature, worker, message.generation)
+    if message.own:
+        silent_corruption.brought(core, worker, message)
+    verdict = policy.script_fault(s.failures)
+    if verdict is not None:
+        generations.break_generation(core, cause)
+        shutdown.give_up(core, verdict.reason, first_blame(core, message.signature) or blame)
+        return
+    if s.phase is JobPhase.RUNNING or s.yielding:
+        again = _failed_before(core, worker, message)
+        core.open_incident(
+            cause,
+            node=worker.node,
+            workers=[worker.name],
+            rung=None if again else "retry in process",
+            kind="nan" if message.error == "NonFiniteGradient" else None,
+            needs_newcomer=again,
+        )
+        if again:
+            end_worker(core, worker)
+    generations.break_generation(core, cause)
+
+
+def _failed_before(core: Core, worker: Worker, message: m.Failed) -> bool:
+    same = [
+        f
+        for f in core.state.failures
+        if f.worker == worker.name and (f.step, f.signature) == (message.step, message.signature)
+    ]
+    return len(same) >= 2
+
+
+def first_blame(core: Core, signature: str) -> Blame | None:
+    """What the first worker said that failed in this way."""
+    for failure in core.state.failures:
+        if failure.signature == signature and failure.worker in core.state.blames:
+            return core.state.blames[failure.worker]
+    return None
+
+
+def note_failure(core: Core, step: int | None, signature: str, worker: Worker, generation: int) -> None:
+    """Remembers a failure for `policy.script_fault`."""
+    core.state.failures.append(Failure(step, signature, worker.name, worker.node, generation))
+    if node := core.state.nodes.get(worker.node):
+        node.failures += 1
+
+
+def forgive(core: Core, innocent: Callable[[Failure], bool]) -> None:
+    """Forgets failures that turned out to be something else's."""
+    s = core.state
+    for failure in filter(innocent, s.failures):
+        if node := s.nodes.get(failure.node):
+            node.failures -= 1
+    s.failures = [f for f in s.failures if not innocent(f)]
+
+
+# ---------------------------------------------------------------- processes that end
+
+
+def exited(core: Core, message: m.Exited) -> None:
+    """A worker's process ended."""
+    s = core.state
+    worker = s.workers.get(message.worker)
+    if worker is None or worker.exited:
+        return
+    worker.exited = True
+    described = Blame(policy.describe_exit(message.code), node=worker.node, log=message.log)
+    blame = s.blames.setdefault(worker.name, described)
+    blame.tail, blame.log = list(message.tail), message.log
+    core.record("worker-exited", worker=worker.name, node=worker.node, code=message.code, log=message.log)
+    durable_checkpoints.summing(core, worker.node, message.summing)
+    counting.exited(s, worker.name, message.steps)
+    if worker.phase is WorkerPhase.GONE:
+        return
+    if s.level != 2:
+        gang.exited(core, worker, message)
+    elif worker.phase is WorkerPhase.DONE:
+        worker.phase = WorkerPhase.GONE
+        if message.code > 0 and s.outcome is None:  # a signal is the machine's fault, and its steps are done
+            shutdown.give_up(core, "the script failed after its last step", blame)
+    else:
+        cause = blame.cause if blame.traceback else policy.describe_exit(message.code)
+        lose_worker(core, worker, cause, message)
+
+
+def lose_worker(core: Core, worker: Worker, cause: str, message: m.Exited | None = None) -> None:
+    """A worker is gone without having been asked to go. message: how it ended, where that is known."""
+    s = core.state
+    was, worker.phase, worker.vanished_s = worker.phase, WorkerPhase.GONE, None
+    if s.level != 2:
+        gang.lost(core, worker, cause)
+        return
+    if s.phase is JobPhase.STOPPING or was is WorkerPhase.DONE:
+        return
+    s.restarts_used += 1
+    member = was in (WorkerPhase.MEMBER, WorkerPhase.PARKED)
+    early = was in (WorkerPhase.STARTING, WorkerPhase.ATTACHED)
+    injected = False
+    if member or s.number == 0:
+        incident = core.open_incident(cause, node=worker.node, workers=[worker.name])
+        injected = incident.injected and not str(incident.fault).startswith(LIKE_A_SCRIPT)
+    if message is not None and (member or early) and not injected:
+        _judge_exit(core, worker, message, early)
+    if member:
+        generations.break_generation(core, cause)
+    if early and message is not None:
+        _did_not_start(core, worker, cause)
+
+
+def _judge_exit(core: Core, worker: Worker, message: m.Exited, early: bool) -> None:
+    s = core.state
+    blame = s.blames[worker.name]
+    blame.rank = blame.rank if s.generation is None else s.generation.rank_of(worker.name)
+    signature = policy.failure_signature(blame, message)
+    note_failure(core, None if early else s.committed, signature, worker, s.number)
+    verdict = policy.script_fault(s.failures, trained=s.number > 0, nodes=nodes.hoped_for(core))
+    if verdict is not None:
+        generations.break_generation(core, blame.cause)
+        shutdown.give_up(core, verdict.reason, first_blame(core, signature))
+
+
+def _did_not_start(core: Core, worker: Worker, cause: str) -> None:
+    """One more that did not get ready. Workers that were started together count once."""
+    s, node = core.state, core.state.nodes.get(worker.node)
+    if worker.started_s >= s.bad_start_at_s:
+        s.bad_starts, s.bad_start_at_s = s.bad_starts + 1, core.now
+        if s.bad_starts >= 2:
+            pause_s = core.timing.heartbeat_s * 2.0 ** min(s.bad_starts - 2, 16)
+            s.start_after_s = core.now + min(pause_s, core.timing.wait_s)
+    if node is not None and worker.started_s >= node.struck_at_s:
+        node.strikes, node.struck_at_s = node.strikes + 1, core.now
+        if node.alive and node.strikes >= STRIKES:
+            nodes.give_up(core, node, f"its workers do not start: {cause}")
+
+
+def started_well(core: Core, worker: Worker) -> None:
+    """A worker became ready: what failed before was no rule."""
+    core.state.bad_starts, core.state.start_after_s = 0, None
+    if node := core.state.nodes.get(worker.node):
+        node.strikes = 0
+
+
+# ---------------------------------------------------------------- processes that are ended
+
+
+def end_worker(core: Core, worker: Worker, counts: bool = True) -> None:
+    """Takes a worker out of the job, whatever its process does. counts: it is a restart."""
+    worker.told_to_end = True
+    worker.phase = WorkerPhase.GONE
+    core.state.restarts_used += counts
+    core.send(worker.node, m.KillWorker(worker.name))
+
+
+def condemn(core: Core, workers: Iterable[Worker], cause: str) -> None:
+    """Takes workers out that will not leave by themselves."""
+    s = core.state
+    by_node: dict[str, list[Worker]] = {}
+    for worker in workers:
+        by_node.setdefault(worker.node, []).append(worker)
+    breaks = False
+    for node, ours in by_node.items():
+        part = any(w.phase in (WorkerPhase.MEMBER, WorkerPhase.PARKED) for w in ours)
+        if part and s.phase is not JobPhase.STOPPING:
+            names = [w.name for w in ours]
+            core.open_incident(cause, node=node, workers=names)
+            breaks = True
+        else:
+            core.record("worker-ended", workers=[w.name for w in ours], cause=cause)
+        for worker in ours:
+            rank = s.generation.rank_of(worker.name) if s.generation else None
+            s.blames[worker.name] = Blame(cause, rank, node, s.committed, log=worker.log)
+            end_worker(core, worker)
+    if breaks:
+        generations.break_generation(core, cause)
+
+
+def end_late_starters(core: Core) -> None:
+    """Workers that are not ready in time are taken out, and new ones started."""
+    limit_s = core.timing.start_s
+    starting = core.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED)
+    late = [w for w in starting if core.now >= w.started_s + limit_s]
+    cause = f"not ready within {limit_s:g} s"
+    condemn(core, late, cause)
+    for worker in late:
+        _did_not_start(core, worker, cause)
+
+
+def end_stuck(core: Core) -> None:
+    """Members that did not leave the broken generation in time are taken out.
+
+    One that has not finished a step yet may be compiling, and one may be at work of the script's own: both have
+    the time of a start for that.
+    """
+    s = core.state
+    s.break_deadline_s = None
+    stuck = [w for w in core.alive_workers() if w.phase is WorkerPhase.MEMBER or w.name in s.stops]
+    stuck = [w for w in stuck if w.phase in (WorkerPhase.MEMBER, WorkerPhase.PARKED)]
+    until_s = {w.name: s.broke_at_s + s.unheard_s + core.timing.start_s for w in stuck if w.aside}
+    for worker in stuck:
+        if worker.median_s is None and worker.joined == s.number:
+            until_s.setdefault(worker.name, s.formed_at_s + core.timing.start_s)
+    patient = [w for w in stuck if s.stop_reason is None and core.now < until_s.get(w.name, 0.0)]
+    if patient:
+        s.break_deadline_s = min(until_s[w.name] for w in patient)
+    condemn(core, [w for w in stuck if w not in patient], LEFT_BEHIND)
+
+
+# ---------------------------------------------------------------- injected faults
+
+
+def injected(core: Core, injection: Injection) -> None:
+    """A fault is being injected now, or was just before: it explains an incident, and blames nobody."""
+    s = core.state
+    rank = s.generation.rank_of(injection.worker) if s.generation and injection.worker else None
+    core.record(
+        "fault-injected",
+        fault=injection.fault,
+        fault_kind=injection.kind,
+        node=injection.node,
+        worker=injection.worker,
+        rank=rank,
+        step=s.committed,
+    )
+    if injection.kind == "preempt-node":
+        return  # the node says so itself, and leaves as planned
+    if any(incidents.explains(i, injection) for i in s.incidents):
+        forgive(core, lambda failure: failure.worker == injection.worker)
+    else:
+        s.injections.append(injection)

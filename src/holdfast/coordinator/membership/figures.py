@@ -1,0 +1,34 @@
+"""What scripts log with `run.log`: the newest value of each name in the state, every value in the ledger.
+
+They are rank 0's: a value is the same on all replicas, or each rank has another one and nobody could say which is meant.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from holdfast.coordinator.kernel.state import CoreState
+from holdfast.protocol import messages as m
+
+
+def heard(state: CoreState, told: m.Progress) -> None:
+    """A worker told figures. Names beyond the bounds that `run.log` keeps are not taken: nothing here may grow for ever."""
+    current = state.generation is not None and told.generation == state.generation.number
+    for step, values in told.figures:
+        for name, value in values.items():
+            known = state.figures.get(name)
+            if known is None and (len(state.figures) >= m.MOST_FIGURES or len(name) > m.FIGURE_NAME):
+                continue
+            # A job that went back to a snapshot logs steps again; a word of the generation before may come late.
+            if known is None or current or step >= known[0]:
+                state.figures[name] = step, value
+
+
+def rows(state: CoreState, told: m.Progress) -> list[tuple[str, int, float]]:
+    """For the ledger: (name, step, value) of each figure that was taken."""
+    return [(n, step, v) for step, values in told.figures for n, v in values.items() if n in state.figures]
+
+
+def shown(state: CoreState) -> dict[str, Any]:
+    """Name to step and value, for status and report. In JSON a value that is not finite becomes null."""
+    return {name: {"step": step, "value": value} for name, (step, value) in state.figures.items()}

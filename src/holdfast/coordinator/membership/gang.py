@@ -1,0 +1,256 @@
+"""Level 0: an unmodified torchrun script. All its workers start together and, after a fault, start again
+together, from warm processes; nothing of them survives but what the script saved.
+"""
+
+from __future__ import annotations
+
+import signal
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from holdfast.coordinator.kernel import incidents
+from holdfast.coordinator.kernel.state import Blame, Incident, JobPhase, Node, Worker, WorkerPhase
+from holdfast.coordinator.membership import counting, failures, nodes, policy, shutdown
+from holdfast.protocol import messages as m
+from holdfast.protocol.job import CACHE_VARIABLE
+from holdfast.protocol.snapshots import TIERS_VARIABLE
+
+if TYPE_CHECKING:
+    from holdfast.coordinator.kernel.machine import Core
+
+TERM_GRACE_S = 1.0
+
+
+def environment(core: Core, node: Node, slot: int, rank: int, world: int) -> dict[str, str]:
+    """torchrun's variables for one worker. At level 2 they are only a first guess: `run.rank` is the rank."""
+    spec = core.spec
+    there = core.alive_nodes()
+    master = there[0]
+    ports = master.ports or (29500,)
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(slot),
+        "GROUP_RANK": str(there.index(node)),
+        "ROLE_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(spec.nproc),
+        "GROUP_WORLD_SIZE": str(max(1, world // spec.nproc)),
+        "ROLE_WORLD_SIZE": str(world),
+        "MASTER_ADDR": master.host,
+        "MASTER_PORT": str(ports[core.state.master_uses % len(ports)]),
+        "TORCHELASTIC_RESTART_COUNT": str(core.state.restarts_used),
+        "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
+        "TORCHELASTIC_RUN_ID": spec.name,
+        "HOLDFAST_JOB": spec.name,
+        "HOLDFAST_NODE": node.name,
+        "HOLDFAST_TARGET": str(spec.target),
+        "HOLDFAST_GENERATION": str(core.state.number),
+        "HOLDFAST_SNAPSHOT_EVERY": spec.saving.memory,
+        **({CACHE_VARIABLE: spec.data_cache} if spec.data_cache else {}),
+        TIERS_VARIABLE: msgspec.json.encode(spec.saving.tiers).decode(),
+    }
+
+
+def advance(core: Core) -> None:
+    """Starts all workers when there are nodes enough, and ends the job when all are done."""
+    s = core.state
+    if s.phase is JobPhase.STOPPING:
+        shutdown.end_when_saved(core)
+    elif s.stop_reason is not None:
+        s.phase = JobPhase.STOPPING
+        end_all(core, grace_s=core.timing.stop_s / 2)
+        shutdown.end_when_saved(core)
+    elif s.phase is JobPhase.BREAKING:
+        if not core.alive_workers():
+            s.phase = JobPhase.GATHERING
+            advance(core)
+    elif s.phase is JobPhase.GATHERING:
+        _launch(core)
+    elif s.phase is JobPhase.RUNNING and not core.alive_workers():
+        s.phase, s.outcome = JobPhase.STOPPING, "finished"
+        shutdown.end_when_saved(core)
+
+
+def _launch(core: Core) -> None:
+    s, spec = core.state, core.spec
+    nodes.ask(core)
+    usable = _usable(core)
+    usable.sort(key=lambda n: (bool(n.lemon), n.failures))
+    count = min(len(usable), s.wanted_nodes)
+    minimum = s.wanted_nodes if spec.wait_for_spare else spec.min_nodes
+    if core.budget_spent():
+        shutdown.give_up(core, "the restart budget is spent", s.blame)
+        advance(core)
+        return
+    if count < minimum:
+        if nodes.under_repair(core):
+            s.wait_deadline_s = None  # they have a deadline of their own
+        elif s.wait_deadline_s is None:
+            s.wait_deadline_s = core.now + core.timing.wait_s
+            core.record("waiting", workers=count * spec.nproc, target=s.target)
+        if not nodes.coming(core):
+            shutdown.give_up(core, "no more nodes may be asked for", s.blame)
+            advance(core)
+        return
+    s.wait_deadline_s = None
+    mending = any(n.then is not None or n.checking is not None for n in core.alive_nodes())
+    if count < s.wanted_nodes and (s.number == 0 or s.replacing or mending):
+        if s.form_deadline_s is None:
+            s.form_deadline_s = core.now + core.timing.form_s
+        if core.now < s.form_deadline_s:
+            return
+    s.form_deadline_s = None
+    _start_all(core, sorted(usable[:count], key=lambda n: list(s.nodes).index(n.name)))
+
+
+def _usable(core: Core) -> list[Node]:
+    return [n for n in core.alive_nodes() if n.slots >= core.spec.nproc and n.leaving is None and not n.held]
+
+
+def size_now(core: Core) -> int:
+    """Workers that a start would have now."""
+    return min(len(_usable(core)), core.state.wanted_nodes) * core.spec.nproc
+
+
+def _start_all(core: Core, chosen: list[Node]) -> None:
+    s, spec = core.state, core.spec
+    world = len(chosen) * spec.nproc
+    s.number += 1
+    counting.starts(s)
+    s.master_uses += 1
+    members = []
+    for index, node in enumerate(chosen):
+        for slot in range(spec.nproc):
+            rank = index * spec.nproc + slot
+            env = environment(core, node, slot, rank, world)
+            env |= {"MASTER_ADDR": chosen[0].host, "GROUP_RANK": str(index)}
+            ports = chosen[0].ports or (29500,)
+            env["MASTER_PORT"] = str(ports[s.master_uses % len(ports)])
+            worker = nodes.start_worker(core, node, slot, env)
+            worker.phase = WorkerPhase.MEMBER
+            members.append(m.Member(rank, worker.name, node.name, slot, node.host))
+    s.generation, s.grows = m.Generation(s.number, tuple(members)), False
+    s.generation_committed = 0
+    s.committed = 0
+    s.phase = JobPhase.RUNNING
+    s.history.append((round(core.now - s.began_s, 4), world))
+    incidents.decided(s, core.now, "restart of all workers")
+    core.record("started", generation=s.number, world=world, workers=[x.worker for x in members])
+
+
+def exited(core: Core, worker: Worker, message: m.Exited) -> None:
+    """A worker's process ended: with code 0 it is done; anything else ends all, and all start again."""
+    s = core.state
+    expected = s.phase is not JobPhase.RUNNING or worker.told_to_end
+    worker.phase = WorkerPhase.GONE
+    if expected or message.code == 0:
+        if message.code == -signal.SIGKILL and not message.killed:
+            came_first(core, [worker], worker.node, policy.describe_exit(message.code))
+        return
+    blame = s.blames[worker.name]
+    blame.rank = s.generation.rank_of(worker.name) if s.generation else None
+    cause = blame.cause if blame.traceback else policy.describe_exit(message.code)
+    injected = _fault(core, [worker], worker.node, cause, raised=message.code > 0)
+    s.blame = blame
+    if core.spec.max_restarts == 0:
+        shutdown.give_up(core, "no restarts are allowed", blame)
+    elif not injected:
+        _judge(core, worker, policy.failure_signature(blame, message))
+
+
+def _judge(core: Core, worker: Worker, signature: str) -> None:
+    """The script's fault, a node's, or one that a restart may cure?"""
+    s = core.state
+    failures.note_failure(core, s.committed or None, signature, worker, s.number)
+    verdict = policy.gang_fault(s.failures, nodes=nodes.hoped_for(core))
+    match verdict:
+        case policy.ScriptFault(reason):
+            s.blame = failures.first_blame(core, signature) or s.blame
+            shutdown.give_up(core, reason, None)
+        case policy.NodeFault(name):
+            nodes.give_up(core, s.nodes[name], f"its workers fail again and again: {signature}")
+        case None:
+            pass
+
+
+def lost(core: Core, worker: Worker, cause: str) -> None:
+    """A worker vanished without an exit code."""
+    if core.state.phase is JobPhase.RUNNING:
+        _fault(core, [worker], worker.node, cause)
+
+
+def node_lost(core: Core, workers: list[Worker], cause: str) -> None:
+    """A node with members is gone (its incident is open)."""
+    s = core.state
+    if workers and s.phase is JobPhase.RUNNING:
+        s.blame = Blame(cause, None, workers[0].node, s.step)
+        restart(core, cause)
+
+
+def came_first(core: Core, workers: list[Worker], node: str, cause: str) -> Incident | None:
+    """Workers ended without a word, and others have just raised an error: it is their end as it was seen from there. A
+    group notices that it lost a process before that one's own machine has said so. Returns the incident, which is
+    theirs now; None: nobody has.
+    """
+    s = core.state
+    incident = incidents.raised_now(s)
+    if incident is None or s.phase is JobPhase.RUNNING or not workers:
+        return None
+    if s.stop_reason is not None and core.spec.max_restarts > 0:
+        return None  # a verdict, which was reached with more than this
+    failures.forgive(core, lambda failure: failure.generation == incident.generation)
+    was, names = incident.cause, [w.name for w in workers]
+    incidents.caused(s, core.now, incident, cause, node, names)
+    rank = incident.ranks[0] if len(incident.ranks) == 1 else None
+    s.blame = Blame(cause, rank, node, s.step, log=workers[0].log)
+    core.record("incident-explained", id=incident.id, node=node, ranks=incident.ranks, cause=cause, was=was)
+    return incident
+
+
+def stalled(core: Core, workers: list[Worker], reason: str) -> None:
+    """The job stands still; who is at fault is named, and all start again."""
+    if core.state.phase is JobPhase.RUNNING:
+        node = workers[0].node if workers else None
+        _fault(core, workers, node, f"hang: {reason}")
+
+
+def taken_out(core: Core, workers: list[Worker], node: str, cause: str) -> None:
+    """A node's workers are to end, and so all start again."""
+    _fault(core, workers, node, cause)
+
+
+def _fault(core: Core, workers: list[Worker], node: str | None, cause: str, raised: bool = False) -> bool:
+    """Opens an incident and starts all again. raised: it is an error. True when the fault was injected."""
+    incident = core.open_incident(cause, node=node, workers=[w.name for w in workers], raised=raised)
+    restart(core, cause)
+    return incident.injected
+
+
+def restart(core: Core, cause: str, counts: bool = True) -> None:
+    """Ends all workers; when they are gone, all start again. counts: against the restart budget."""
+    s = core.state
+    s.restarts_used += counts
+    s.phase = JobPhase.BREAKING
+    s.break_deadline_s = None
+    core.record("restart", generation=s.number, reason=cause)
+    end_all(core, grace_s=TERM_GRACE_S)
+
+
+def end_all(core: Core, grace_s: float) -> None:
+    """Asks every worker's process to end, when it has completed the copy of its state that it is at."""
+    for worker in core.alive_workers():
+        worker.told_to_end = True
+        core.send(worker.node, m.KillWorker(worker.name, grace_s))
+
+
+def give_over(core: Core) -> None:
+    """A script called `hf.start`: what was started together goes on one by one, at level 2."""
+    s = core.state
+    s.level, s.generation, s.number = 2, None, 0
+    s.history.clear()
+    s.phase, s.committed, s.generation_committed = JobPhase.GATHERING, 0, 0
+    for worker in core.alive_workers():
+        worker.phase = WorkerPhase.GONE if worker.told_to_end else WorkerPhase.STARTING
+    for incident in s.incidents:
+        incident.generation = 0

@@ -1,0 +1,381 @@
+"""Generations: how one ends, and who is in the next, where it starts and who brings the state to whom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from holdfast.coordinator.kernel import incidents
+from holdfast.coordinator.kernel.state import CoreState, JobPhase, Seat, Snapshot, Worker, WorkerPhase
+from holdfast.coordinator.membership import (
+    failures,
+    nodes,
+    policy,
+    replica_groups,
+    resize,
+    shard_policy,
+    shutdown,
+)
+from holdfast.coordinator.membership.rank_assignment import Seating
+from holdfast.coordinator.storage import durable_checkpoints, memory_snapshots
+from holdfast.protocol import messages as m
+from holdfast.protocol.job import Durable
+from holdfast.protocol.snapshots import Copy, Holder
+
+if TYPE_CHECKING:
+    from holdfast.coordinator.kernel.machine import Core
+
+MAX_DONORS = 8
+"""Stripes from more donors than this gain nothing: the newcomer's link is full."""
+
+READ_FOR = 8
+"""A durable checkpoint is read by one of so many members, and the others have it from those: a tier is slower than they
+are, and often paid for by the byte."""
+
+PATIENT_ATTEMPTS = 4
+"""So many generations in a row may break for no known reason before there is a pause between attempts."""
+
+MAX_ATTEMPTS = 16
+"""So many generations in a row without a commit or a culprit, and the job stops with its state saved."""
+
+# ---------------------------------------------------------------- a generation ends
+
+
+def break_generation(core: Core, cause: str) -> None:
+    """Every member leaves the generation and reports what it holds."""
+    s = core.state
+    draining = s.phase is JobPhase.BREAKING and s.yielding
+    if s.generation is None or s.level != 2 or not (s.phase is JobPhase.RUNNING or draining):
+        return
+    s.phase, s.yielding, s.change_reason = JobPhase.BREAKING, False, None
+    s.broke_cause, s.broke_at_s, s.unheard_s = cause, core.now, 0.0
+    s.break_deadline_s = core.now + core.timing.stall_s(core.median_s())
+    s.inspect_deadline_s = None
+    core.record("broke", generation=s.generation.number, reason=cause, step=s.committed)
+    replica_groups.broke(core, cause)
+
+
+def end_at_commit(core: Core, reason: str) -> None:
+    """The generation ends at its next commit: nothing is lost."""
+    s = core.state
+    if s.generation is None or s.yielding:
+        return
+    s.yielding, s.change_reason = True, reason
+    core.record("yield", generation=s.generation.number, reason=reason)
+    for worker in core.inside():
+        core.tell(worker, m.Yield(s.generation.number))
+
+
+def collective_error(core: Core, worker: Worker, message: m.CollectiveError) -> None:
+    """Evidence that something is wrong, not who: the generation breaks, and its members say what they hold."""
+    s = core.state
+    if s.generation is None or message.generation != s.generation.number:
+        return
+    if worker.phase is WorkerPhase.MEMBER:
+        core.record("collective-error", worker=worker.name, step=message.step, detail=message.detail)
+        seat = s.seats[worker.name]
+        if seat.restore and message.step < 0 and s.phase is JobPhase.RUNNING:
+            if seat.copy is not None:
+                memory_snapshots.unread(core, seat.copy)
+            elif seat.durable is not None:
+                durable_checkpoints.unread(core, seat.durable, message)
+        break_generation(core, "a collective failed")
+
+
+def parked(core: Core, worker: Worker, message: m.Parked) -> None:
+    """A member is out of the generation and says what it holds."""
+    s = core.state
+    if s.generation is None or message.generation != s.generation.number:
+        return
+    if worker.phase is not WorkerPhase.MEMBER:
+        return
+    worker.phase, worker.aside = WorkerPhase.PARKED, False
+    worker.committed, worker.prepared = message.committed, message.prepared
+    worker.begun = message.begun
+    s.committed = max(s.committed, message.committed or 0)
+    if s.phase is not JobPhase.RUNNING:
+        return
+    if s.yielding:
+        s.phase = JobPhase.BREAKING
+        s.broke_at_s, s.unheard_s = core.now, 0.0
+        s.break_deadline_s = core.now + core.timing.stall_s(core.median_s())
+    else:
+        break_generation(core, f"{worker.name} left it")
+
+
+def gather(core: Core) -> None:
+    """Everyone has left the generation."""
+    s = core.state
+    s.phase, s.break_deadline_s, s.yielding = JobPhase.GATHERING, None, False
+    memory_snapshots.spread(core)  # what members would have saved themselves is asked of others now
+    cause, s.broke_cause = s.broke_cause, None
+    if (
+        cause is None
+        or s.stop_reason is not None
+        or any(i.decided_at_s is None for i in incidents.open_ones(s))
+    ):
+        return
+    core.open_incident(cause, node=None, rung="retry in process", at_s=s.broke_at_s, needs_newcomer=False)
+    if s.generation is None or s.generation_committed > s.generation.start:
+        return
+    s.fruitless += 1
+    if s.fruitless >= MAX_ATTEMPTS:
+        shutdown.give_up(core, f"no step could be finished in {s.fruitless} attempts: {cause}", None)
+    elif s.fruitless > PATIENT_ATTEMPTS:
+        pause_s = core.timing.heartbeat_s * 2.0 ** (s.fruitless - PATIENT_ATTEMPTS)
+        s.form_after_s = core.now + min(pause_s, core.timing.form_s)
+
+
+# ---------------------------------------------------------------- the next one
+
+
+def try_form(core: Core) -> None:
+    """Forms a generation as soon as there are workers enough; nobody waits for a slow starter."""
+    s = core.state
+    if s.form_after_s is not None and core.now < s.form_after_s:
+        return
+    survivors = core.workers_in(WorkerPhase.PARKED)
+    nothing_saved = s.durable is None and memory_snapshots.newest_whole(core) is None
+    if survivors and nothing_saved and not _whole(core, survivors):
+        _start_over(core, survivors)
+        survivors = []
+    if s.unread and nothing_saved and not any(w.committed is not None for w in survivors):
+        more = f" (and {len(s.unread) - 1} more)" if len(s.unread) > 1 else ""
+        advice = "remove it, or choose another --job, to begin anew"
+        shutdown.give_up(core, f"no checkpoint could be loaded: {s.unread[0]}{more}; {advice}", None)
+        return
+    ready = core.workers_in(WorkerPhase.READY)
+    fresh = sorted(ready, key=lambda w: (bool(s.nodes[w.node].lemon), s.nodes[w.node].failures, w.node))
+    kept, joining = resize.choose(core, survivors, fresh)
+    count = shard_policy.strength(core, kept, joining)
+    if count >= s.needed:
+        s.wait_deadline_s = None
+        enough = count >= s.target and not (s.snapshots and nodes.expected(core))
+        if s.number > 0 or enough or not _worth_waiting(core):
+            resize.let_go(core, [w for w in survivors if w not in kept])
+            _form(core, survivors, kept, joining)
+        return
+    shard_policy.rebuild(core)  # also for what those held that were ended just now
+    if core.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED) or nodes.under_repair(core):
+        s.wait_deadline_s = None  # they have a deadline of their own
+    elif s.wait_deadline_s is None:
+        s.wait_deadline_s = core.now + core.timing.wait_s
+    if s.number and not s.waiting:
+        s.waiting = True
+        core.record("waiting", workers=count, target=s.target)
+    if nodes.hopeless(core):
+        why = "the restart budget is spent" if core.budget_spent() else "no more nodes may be asked for"
+        shutdown.give_up(core, why, None)
+
+
+def _whole(core: Core, survivors: list[Worker]) -> bool:
+    """Whether survivors hold every shard of one state."""
+    outcome = policy.settle({w.name: policy.Report(w.committed, w.prepared) for w in survivors})
+    return {w.position for w in survivors if w.name in outcome.holders} == set(range(core.state.positions))
+
+
+def _worth_waiting(core: Core) -> bool:
+    """The first generation waits a while for the target size, if more workers are on their way; and, when nodes came
+    with snapshots of a run before, for all nodes: the newest may be in the memory of the last one."""
+    s = core.state
+    pending = core.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED)
+    missing = len(core.alive_nodes()) < s.wanted_nodes or (s.snapshots and nodes.expected(core))
+    if not (pending or s.replacing or missing):
+        return False
+    if s.form_deadline_s is None:
+        s.form_deadline_s = core.now + core.timing.form_s
+    return core.now < s.form_deadline_s
+
+
+def _start_over(core: Core, survivors: list[Worker]) -> None:
+    """No live copy of the state and no checkpoint: only a new process holds the state that all began from."""
+    names = [w.name for w in survivors]
+    core.record("worker-ended", workers=names, cause="no worker holds the state, and no checkpoint does")
+    for worker in survivors:
+        failures.end_worker(core, worker)
+    nodes.staff(core)
+
+
+def _form(core: Core, survivors: list[Worker], kept: list[Worker], fresh: list[Worker]) -> None:
+    """survivors: all that reported, for what becomes of the step in flight; kept: those of them that stay."""
+    s = core.state
+    reports = {w.name: policy.Report(w.committed, w.prepared) for w in survivors}
+    reports |= {w.name: policy.Report(None) for w in fresh}
+    outcome = policy.settle(reports)
+    seating = _seating(core, survivors, kept, fresh)
+    ranks = seating.workers
+    columns = [[w for w in ranks if s.workers[w].position == p] for p in range(s.positions)]
+    durable, snapshot = None, None
+    if any(outcome.holders.isdisjoint(column) for column in columns):
+        durable, snapshot = s.durable, memory_snapshots.newest_whole(core)
+        if snapshot is not None and durable is not None and durable.step > snapshot.step:
+            snapshot = None
+        elif snapshot is not None:
+            durable = None
+        saved = snapshot or durable
+        start = saved.step if saved else 0
+        outcome = policy.Outcome(None)  # what is prepared was computed from a state that is not whole
+        if saved:
+            holders = frozenset(w for w in ranks if snapshot is not None and reports[w].committed == start)
+            restore = frozenset(ranks) - holders
+        else:
+            holders = frozenset(column[0] for column in columns)
+            restore = frozenset(w for column in columns for w in column if _differs(core, w, column[0]))
+        _count_lost(core, start)
+        memory_snapshots.went_back(core, start)
+    else:
+        start, holders, restore = outcome.start or 0, outcome.holders, outcome.restore
+    before = s.generation.strength if s.generation else 0
+    connected = replica_groups.connected_in(core, seating.rows, s.generation) if s.positions > 1 else ()
+    s.number += 1
+    complete = len(seating.rows) * s.positions
+    members = tuple(
+        _member(r, s.workers[w], r // s.positions if r < complete else -1) for r, w in enumerate(ranks)
+    )
+    s.generation = m.Generation(s.number, members, start, s.shape, connected)
+    live = durable is None and snapshot is None
+    savers = memory_snapshots.savers(core, s.generation)
+    givers, served = [], []
+    for position in range(s.positions):
+        column = s.generation.column(position)
+        readers = _readers([members[r] for r in column]) if durable is not None else ()
+        givers.append(
+            (tuple(r for r in column if ranks[r] in holders)[:MAX_DONORS] if live else ()) or readers
+        )
+        served.append(any(ranks[r] in restore for r in column) and len(column) > len(readers))
+    s.seats, s.givers = {}, tuple(givers)
+    mtbf_s = memory_snapshots.mean_time_between_failures_s(core)
+    for rank, name in enumerate(ranks):
+        copy: Copy | None = None
+        sources: tuple[Holder, ...] = ()
+        others: tuple[tuple[Copy, tuple[Holder, ...]], ...] = ()
+        position, node = s.workers[name].position, s.workers[name].node
+        if snapshot is not None and snapshot.world == s.positions:
+            copy, sources = memory_snapshots.sources(core, snapshot, position, node)
+        elif snapshot is not None:
+            others = tuple(memory_snapshots.sources(core, snapshot, x, node) for x in range(snapshot.world))
+        gives = rank in givers[position]
+        reads = durable is not None and gives
+        seat = Seat(
+            rank,
+            apply=name in outcome.apply,
+            restore=name in restore,
+            serve=served[position] and gives,
+            fetches=name in restore and not reads,
+            copy=copy,
+            holders=sources,
+            durable=durable if reads else None,
+            saves=rank in savers,
+            mtbf_s=mtbf_s,
+            shards=others if name in restore else (),
+        )
+        _enroll(core, s.workers[name], seat, start)
+    s.phase, s.generation_committed, s.committed = JobPhase.RUNNING, start, max(start, s.committed)
+    s.form_deadline_s = s.wait_deadline_s = s.form_after_s = None
+    s.waiting = False
+    s.formed_at_s = core.now
+    s.history.append((round(core.now - s.began_s, 4), complete))
+    resize.formed(core, before, complete, len(fresh))
+    for _ in fresh:
+        incidents.replaced(s, core.now)
+    incidents.decided(s, core.now, _rung(core, fresh, complete))
+    core.record(
+        "formed",
+        generation=s.number,
+        start=start,
+        world=complete,
+        workers=list(ranks),
+        restore=sorted(restore),
+        applied=bool(outcome.apply),
+        source=_source(outcome, snapshot, durable),
+        **({"rows": list(connected)} if connected else {}),
+    )
+
+
+def _seating(core: Core, survivors: list[Worker], kept: list[Worker], fresh: list[Worker]) -> Seating:
+    if core.state.positions > 1:
+        return resize.seating(core, kept, fresh)
+    previous = core.state.generation if survivors else None
+    ranks = policy.assign_ranks(previous, [w.name for w in kept], [w.name for w in fresh])
+    return Seating(tuple((w,) for w in ranks))
+
+
+def _readers(members: Sequence[m.Member]) -> tuple[int, ...]:
+    """Ranks that read a durable checkpoint for all; on different nodes where there are such."""
+    first = {member.node: member.rank for member in reversed(members)}
+    others = [member.rank for member in members if first[member.node] != member.rank]
+    return tuple(sorted([*sorted(first.values()), *others][: -(-len(members) // READ_FOR)]))
+
+
+def _source(outcome: policy.Outcome, snapshot: Snapshot | None, durable: Durable | None) -> str:
+    """Where those that hold no state get it from."""
+    if outcome.start is not None:
+        return "live"
+    return "memory" if snapshot else "disk" if durable else "fresh"
+
+
+def form(state: CoreState, worker: Worker) -> m.Form:
+    """What a member is told of the newest generation, at first and when it has to be told again."""
+    assert state.generation is not None
+    seat = state.seats[worker.name]
+    return m.Form(
+        state.generation,
+        seat.rank,
+        apply=seat.apply,
+        restore=seat.restore,
+        serve=seat.serve,
+        donors=state.givers[state.generation.members[seat.rank].position] if seat.fetches else (),
+        copy=seat.copy,
+        holders=seat.holders,
+        durable=seat.durable,
+        saves=seat.saves,
+        mtbf_s=seat.mtbf_s,
+        shards=seat.shards,
+    )
+
+
+def _enroll(core: Core, worker: Worker, seat: Seat, start: int) -> None:
+    worker.phase = WorkerPhase.MEMBER
+    worker.prepared, worker.restored = False, None
+    worker.committed = start
+    core.state.blames.pop(worker.name, None)
+    core.state.seats[worker.name] = seat
+    core.tell(worker, form(core.state, worker))
+
+
+def _rung(core: Core, fresh: list[Worker], world: int) -> str:
+    if fresh:
+        latest = core.state.incidents[-1].node if core.state.incidents else None
+        return "restart" if all(w.node == latest for w in fresh) else "spare"
+    return "go on smaller" if world < core.state.target else "retry in process"
+
+
+def _differs(core: Core, name: str, other: str) -> bool:
+    """Whether two workers that hold the same shard began with different states."""
+    mine, theirs = core.state.workers[name].ready, core.state.workers[other].ready
+    return (mine and mine.digest) != (theirs and theirs.digest)
+
+
+def _member(rank: int, worker: Worker, replica: int) -> m.Member:
+    ready = worker.ready
+    return m.Member(
+        rank,
+        worker.name,
+        worker.node,
+        worker.slot,
+        ready.host if ready else "",
+        ready.vote_port if ready else 0,
+        ready.data_port if ready else 0,
+        replica,
+        worker.position,
+    )
+
+
+def _count_lost(core: Core, start: int) -> None:
+    s = core.state
+    lost = max(0, s.committed - start)
+    s.lost_steps += lost
+    s.committed = min(s.committed, start)
+    for incident in incidents.open_ones(s):
+        if incident.first_commit_at_s is None:
+            incident.lost_steps = (incident.lost_steps or 0) + lost

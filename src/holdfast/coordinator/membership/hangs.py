@@ -1,0 +1,168 @@
+"""The job stands still: everyone is looked at, and whoever holds the others up is taken out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from holdfast.coordinator.kernel.state import JobPhase, Worker, WorkerPhase
+from holdfast.coordinator.membership import failures, gang, generations, policy
+from holdfast.health import stacks
+from holdfast.protocol import messages as m
+from holdfast.protocol.phases import SLOW_PHASES, WAITING_PHASES, Phase
+
+if TYPE_CHECKING:
+    from holdfast.coordinator.kernel.machine import Core
+
+RETRIES = 2
+"""A hang in which nobody differs is met so often by a new generation of the same workers."""
+
+PATIENT_ROUNDS = 10
+"""So often a hang is looked at in which nobody waits for anybody: all may be reading a slow file system."""
+
+LOOK_AGAIN = 15
+"""So many detection times after a look at level 0 that found somebody at work comes the next."""
+
+MARGIN = 0.9
+"""Of the time that a worker may stand still: those that wait for it began to a little later."""
+
+
+_COMPILING = frozenset({Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE})
+_FOR_OTHERS = frozenset({Phase.REDUCE, Phase.VOTE, Phase.JOIN})
+
+
+@dataclass
+class Inspection:
+    """Answers to the newest Inspect. Not part of the state: a successor asks again."""
+
+    views: list[m.WorkerView] = field(default_factory=list)
+    stacks: dict[str, str] = field(default_factory=dict)
+    unheard: set[str] = field(default_factory=set)
+
+
+def stalled(core: Core, name: str, view: m.WorkerView) -> None:
+    """An agent says that a worker stands still: every node is asked how its workers stand."""
+    s = core.state
+    worker = s.workers.get(name)
+    if worker is None or worker.phase is WorkerPhase.GONE:
+        return
+    running = s.phase is JobPhase.RUNNING and worker.phase is WorkerPhase.MEMBER
+    if view.process in "Tt" and not running and s.level == 2:
+        failures.condemn(core, [worker], "its process is stopped")
+        return
+    if _left_behind(core, worker, view):
+        failures.condemn(core, [worker], failures.LEFT_BEHIND)
+        return
+    if not running or s.inspect_deadline_s is not None or core.now < s.look_again_s:
+        return
+    s.inspect_request += 1
+    s.inspect_deadline_s = core.now + core.timing.inspect_s
+    core.inspection = Inspection(unheard={w.node for w in core.inside()})
+    core.record("stalled", worker=name, node=worker.node, step=s.step)
+    for node in sorted(core.inspection.unheard):
+        core.send(node, m.Inspect(s.inspect_request))
+
+
+def _left_behind(core: Core, worker: Worker, view: m.WorkerView) -> bool:
+    """It still waits for its peers, though the generation has long been broken. (One that computes its first
+    step may be compiling, and will come.)"""
+    s = core.state
+    if s.phase is not JobPhase.BREAKING or worker.phase is not WorkerPhase.MEMBER:
+        return False
+    waits = min(view.idle_s, core.now - s.broke_at_s - s.unheard_s)
+    return view.place.phase in WAITING_PHASES and waits >= MARGIN * core.timing.stall_s(core.median_s())
+
+
+def inspected(core: Core, message: m.Views) -> None:
+    """One node's answer; the last one leads to a verdict."""
+    s, inspection = core.state, core.inspection
+    if s.inspect_deadline_s is None or message.request != s.inspect_request:
+        return
+    members = {w.name: w.node for w in core.inside()}
+    for view in message.workers:
+        if view.worker in members:
+            inspection.views.append(view)
+            inspection.unheard.discard(members[view.worker])
+    inspection.stacks.update(message.stacks)
+    if not inspection.unheard:
+        judge(core)
+
+
+def judge(core: Core) -> None:
+    """All have answered, or the time for it is over."""
+    s, inspection = core.state, core.inspection
+    s.inspect_deadline_s = None
+    allowed = {v.worker: _allowed_s(core, v) for v in inspection.views}
+    ranks = {x.worker: x.rank for x in s.generation.members} if s.generation else {}
+    verdict = policy.find_culprits(
+        inspection.views, allowed, inspection.stacks, complete=not inspection.unheard, ranks=ranks
+    )
+    named = verdict.workers
+    if verdict.again and s.stall_rounds < RETRIES:
+        named = ()
+    groups = stacks.cluster({v.worker: inspection.stacks.get(v.worker, "") for v in inspection.views})
+    where = stacks.describe(groups, ranks)
+    core.record("stall-judged", workers=list(named), reason=verdict.reason, where=where)
+    culprits = [s.workers[w] for w in named if s.workers[w].phase is WorkerPhase.MEMBER]
+    if verdict.one_of:  # the longest here, so that it is the other one's turn if the hang comes again
+        culprits = sorted(culprits, key=lambda w: w.started_s)[:1]
+    before = len(s.incidents)
+    _act(core, culprits, verdict.reason, allowed)
+    for incident in s.incidents[before:]:
+        incident.where = where
+
+
+def _act(core: Core, culprits: list[Worker], reason: str, allowed: dict[str, float]) -> None:
+    s, inspection = core.state, core.inspection
+    if s.level != 2:
+        if _at_work(core, {w.name for w in culprits}):
+            s.look_again_s = core.now + LOOK_AGAIN * core.timing.detection_s
+            return
+        gang.stalled(core, culprits, reason)
+    elif culprits:
+        failures.condemn(core, culprits, f"hang: {reason}")
+    elif not inspection.unheard and all(v.idle_s >= allowed[v.worker] for v in inspection.views):
+        _nobody_differs(core, reason)
+
+
+def _at_work(core: Core, suspects: set[str]) -> bool:
+    """At level 0 nobody says where in a step it is. A suspect (everyone, if none is named) that uses the processor
+    may evaluate or save, for as long as a start may take."""
+    views = [v for v in core.inspection.views if v.worker in suspects or not suspects]
+    return any(v.busy and v.process not in "TtXZ" and v.idle_s < core.timing.start_s for v in views)
+
+
+def _allowed_s(core: Core, view: m.WorkerView) -> float:
+    """How long a worker may stand still where it is. Its first step may compile for as long as a start takes, and
+    work of the script's own between two steps, or a durable tier's answer, may take as long."""
+    if view.place.phase in SLOW_PHASES:
+        return core.timing.start_s
+    if view.median_s is None and view.place.phase in _COMPILING:
+        return core.timing.start_s
+    return MARGIN * core.timing.stall_s(view.median_s)
+
+
+def _nobody_differs(core: Core, reason: str) -> None:
+    """Tries the step again, twice. After that half of the workers are replaced, and then the other half: one of
+    them is at fault, and the state lives on in the rest."""
+    s = core.state
+    waiting = any(v.place.phase in _FOR_OTHERS for v in core.inspection.views)
+    s.stall_rounds += 1
+    if not waiting and s.stall_rounds < PATIENT_ROUNDS:
+        return
+    if not waiting or s.stall_rounds <= RETRIES:
+        cause = f"hang: {reason}"
+        core.open_incident(cause, node=None, rung="retry in process", needs_newcomer=False)
+        generations.break_generation(core, cause)
+        return
+    failures.condemn(core, _half(core.inside()), "hang in which nobody differs")
+
+
+def _half(workers: list[Worker]) -> list[Worker]:
+    """The older ones: of those that hold the same shard, so that somebody still holds it; else of all."""
+    oldest = sorted(workers, key=lambda w: w.started_s)
+    columns: dict[int, list[Worker]] = {}
+    for worker in oldest:
+        columns.setdefault(worker.position, []).append(worker)
+    chosen = [w for column in columns.values() for w in column[: len(column) // 2]]
+    return chosen or oldest[: max(1, len(oldest) // 2)]

@@ -1,0 +1,267 @@
+"""Decisions as pure functions: who is in, what a broken step becomes, who is at fault."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from holdfast.coordinator.kernel.state import Blame, Failure
+from holdfast.health import stacks as health_stacks
+from holdfast.protocol.messages import Exited, Generation, WorkerView
+from holdfast.protocol.phases import WAITING_PHASES, Phase
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What a survivor of a generation holds: `committed` steps (None: no usable state), prepared or not."""
+
+    committed: int | None
+    prepared: bool = False
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What the step in flight becomes.
+
+    start: committed steps that all go on from; None when no survivor holds state.
+    apply: workers that commit their prepared step now. restore: workers that need the state from a holder.
+    """
+
+    start: int | None
+    apply: frozenset[str] = frozenset()
+    restore: frozenset[str] = frozenset()
+    holders: frozenset[str] = frozenset()
+
+
+def settle(reports: Mapping[str, Report]) -> Outcome:
+    """Design section 5.4: commit if anyone did, or if everyone could; otherwise compute the step again."""
+    held = {w: r for w, r in reports.items() if r.committed is not None}
+    if not held:
+        return Outcome(start=None, restore=frozenset(reports))
+    newest = max(r.committed for r in held.values() if r.committed is not None)
+    at_newest = {w for w, r in held.items() if r.committed == newest}
+    if len(at_newest) == len(held) and all(r.prepared for r in held.values()):
+        apply, start = frozenset(held), newest + 1
+        holders = apply
+    else:
+        apply = frozenset(w for w, r in held.items() if r.committed == newest - 1 and r.prepared)
+        holders, start = apply | at_newest, newest
+    return Outcome(start=start, apply=apply, restore=frozenset(reports) - holders, holders=holders)
+
+
+def assign_ranks(
+    previous: Generation | None, survivors: Sequence[str], newcomers: Sequence[str]
+) -> list[str]:
+    """Workers in the order of their new ranks.
+
+    At an unchanged world size survivors keep their ranks and newcomers fill the holes: the order of every
+    reduction stays what it was, so a replaced replica changes no bit. Otherwise survivors close ranks.
+    """
+    old = {m.worker: m.rank for m in previous.members} if previous else {}
+    staying = sorted(survivors, key=lambda w: old.get(w, len(old)))
+    size = len(survivors) + len(newcomers)
+    if previous is None or size != len(previous.members):
+        return [*staying, *newcomers]
+    slots: list[str | None] = [None] * size
+    extra: list[str] = []
+    for worker in staying:
+        rank = old.get(worker)
+        if rank is None:
+            extra.append(worker)
+        else:
+            slots[rank] = worker
+    waiting = iter([*extra, *newcomers])
+    return [worker if worker is not None else next(waiting) for worker in slots]
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """Who holds the others up, and how that was told. No workers: nobody differs. one_of: one of them does, and which
+    cannot be told. again: nor whether it is any of them, before another generation has failed in the same way."""
+
+    workers: tuple[str, ...]
+    reason: str
+    one_of: bool = False
+    again: bool = False
+
+
+def find_culprits(
+    views: Sequence[WorkerView],
+    allowed_s: Mapping[str, float],
+    stacks: Mapping[str, str],
+    complete: bool = True,
+    ranks: Mapping[str, int] | None = None,
+) -> Verdict:
+    """Who of the members of a generation that stands still is the odd one out.
+
+    In this order: stopped processes; workers that have not even begun to join; workers that stand still while they
+    compute, when others wait; while they connect, who calls nobody; two that wait for each other; the worker that is
+    furthest behind among those that wait; the ones whose stacks differ from those of most.
+
+    allowed_s: per worker, how long it may stand still where it is. complete: every member was seen; without that
+    nobody is called behind, for the one that all wait for may be the one that was not seen. ranks: of the workers.
+    """
+    stopped = tuple(v.worker for v in views if v.process in ("T", "t", "X", "Z"))
+    if stopped:
+        return Verdict(stopped, "its process is stopped")
+    still = [v for v in views if v.idle_s >= allowed_s[v.worker]]
+    absent = tuple(v.worker for v in still if v.place.generation < v.formed)
+    if absent:
+        return Verdict(absent, "does not join the generation that it was told of")
+    waiting = [v for v in views if _waits(v)]
+    busy = [v for v in still if not _waits(v)]
+    if busy and waiting:
+        names = ", ".join(sorted({Phase(v.place.phase).name.lower() for v in busy}))
+        return Verdict(tuple(v.worker for v in busy), f"stands still in {names} while others wait for it")
+    if not complete:
+        return Verdict((), "not every worker was seen")
+    if len(busy) == len(views) == 1:
+        return Verdict((busy[0].worker,), f"stands still in {Phase(busy[0].place.phase).name.lower()}")
+    at_work = {v.place.phase for v in views if v not in still and not _waits(v)}
+    if at_work:
+        return Verdict((), f"some are at work: {', '.join(sorted(Phase(p).name.lower() for p in at_work))}")
+    connecting = [v for v in still if v.place.phase in _CONNECTING and _waits(v)]
+    if len(connecting) == len(views) and (verdict := _unreached(connecting, ranks or {})):
+        return verdict
+    if waiting and len(still) == len(views):
+        least = min(_advance(v) for v in waiting)
+        behind = tuple(v.worker for v in waiting if _advance(v) == least)
+        pair = _waiting_for_each_other(waiting, ranks or {})
+        if pair and set(behind) >= set(pair):
+            names = " and ".join(str((ranks or {})[w]) for w in pair)
+            return Verdict(pair, f"ranks {names} wait for each other: the network between them", one_of=True)
+        if len(behind) < len(waiting):
+            return Verdict(behind, "waits at an earlier point than the others")
+    if len(still) < len(views):  # they may have gone on while they were looked at, each with another stack
+        return Verdict((), "not every worker stands still")
+    return _odd_stack(views, stacks)
+
+
+_CONNECTING = frozenset({Phase.JOIN, Phase.TRANSFER})
+"""Phases in which a worker that waits for a rank has called it, or waits for its call."""
+
+
+def _waits(view: WorkerView) -> bool:
+    """For others. A newcomer that fetches its state does so until the donor answers."""
+    place = view.place
+    return place.phase in WAITING_PHASES or (place.phase == Phase.TRANSFER and place.waits_for >= 0)
+
+
+def _unreached(connecting: Sequence[WorkerView], ranks: Mapping[str, int]) -> Verdict | None:
+    """The members do not get connected. Whoever is missed is asked, too: it may be calling those who miss it, and their
+    ports do not take its call. So only who calls nobody is at fault for certain. Where each one misses another, it may be
+    either's port or the network, and whatever blocks it may have gone by the next generation; if it has not, the one
+    that most of them miss is taken, and of a pair one. None: nobody says whom it waits for."""
+    worker_of = {rank: worker for worker, rank in ranks.items()}
+    misses = {v.worker: worker_of.get(v.place.waits_for, "") for v in connecting}
+    missed = Counter(w for w in misses.values() if w)
+    if not missed:
+        return None
+    if deaf := tuple(sorted(w for w in missed if not misses.get(w))):
+        return Verdict(deaf, "calls nobody while others wait for it to connect")
+    most = tuple(sorted(w for w in missed if missed[w] == max(missed.values())))
+    said = ", ".join(
+        f"rank {ranks[a]} misses {ranks[b]}" for a, b in sorted(misses.items()) if b and a in ranks
+    )
+    return Verdict(most, f"they do not reach each other: {said}", one_of=len(most) > 1, again=True)
+
+
+def _advance(view: WorkerView) -> tuple[int, int, int, int]:
+    place = view.place
+    return place.generation, place.committed, place.phase, place.collectives
+
+
+def _waiting_for_each_other(waiting: Sequence[WorkerView], ranks: Mapping[str, int]) -> tuple[str, ...]:
+    """The only two of several workers of which each waits for the other's words: what they send does not arrive."""
+    worker_of = {rank: worker for worker, rank in ranks.items()}
+    waits_for = {v.worker: worker_of.get(v.place.waits_for, "") for v in waiting}
+    pairs = {tuple(sorted((a, b))) for a, b in waits_for.items() if waits_for.get(b) == a}
+    return pairs.pop() if len(pairs) == 1 and len(waiting) > 2 else ()
+
+
+def _odd_stack(views: Sequence[WorkerView], stacks: Mapping[str, str]) -> Verdict:
+    groups = health_stacks.cluster({v.worker: stacks.get(v.worker, "") for v in views})
+    odd = health_stacks.odd_ones(groups)
+    return Verdict((), "nobody differs") if odd is None else Verdict(odd.workers, odd.reason)
+
+
+class ScriptFault(msgspec.Struct, frozen=True):
+    """A fault that the script would show on any machine."""
+
+    reason: str
+
+
+def script_fault(failures: Sequence[Failure], trained: bool = False, nodes: int = 1) -> ScriptFault | None:
+    """Does the newest failure show that the script, not the machine, is at fault?
+
+    Before the first step: the same error in two workers, on two nodes where there are two; once the job has
+    trained, such a failure is the machine's. At a step: the same error again after a retry, in a second worker
+    (another rank at once, or the fresh one that took over). A death by signal says less about the script, so it
+    must repeat three times.
+
+    trained: workers of this script have trained before. nodes: nodes that the job has.
+    """
+    if not failures:
+        return None
+    last = failures[-1]
+    same = [f for f in failures if (f.step, f.signature) == (last.step, last.signature)]
+    workers, attempts = {f.worker for f in same}, {f.generation for f in same}
+    needed = 3 if last.signature.startswith("signal") else 2
+    if last.step is None:
+        if trained or len(workers) < needed or len({f.node for f in same}) < min(2, nodes):
+            return None
+        return ScriptFault(f"the same error before the first step in {len(workers)} workers")
+    if len(workers) >= needed and len(attempts) >= needed:
+        return ScriptFault(
+            f"the same error at step {last.step} in {len(attempts)} attempts on {len(workers)} workers"
+        )
+    return None
+
+
+class NodeFault(msgspec.Struct, frozen=True):
+    """A fault that only one node shows."""
+
+    node: str
+
+
+def gang_fault(failures: Sequence[Failure], nodes: int = 1) -> ScriptFault | NodeFault | None:
+    """The same for level 0, where each failure ended an attempt.
+
+    Looked at are attempts that followed each other and ended with the same error at the same step (None: before
+    the first that was counted). An exception in two of them is the script's, if on two nodes or on the only one; a
+    process that just ends says less, so three are needed. Three in eight attempts on one node of several show that
+    it is the node's.
+    """
+    run: list[Failure] = []
+    for failure in reversed(failures):
+        if run and failure.generation == run[-1].generation:
+            continue
+        if run and failure.generation != run[-1].generation - 1:
+            break
+        if run and (failure.step, failure.signature) != (run[0].step, run[0].signature):
+            break
+        run.append(failure)
+    if not run:
+        return None
+    exception = not run[0].signature.startswith(("signal", "exit code"))
+    everywhere = len({f.node for f in run}) >= min(2, nodes)
+    if everywhere and len(run) >= (2 if exception else 3):
+        return ScriptFault(f"the same error in {len(run)} attempts in a row")
+    key = (run[0].node, run[0].step, run[0].signature)
+    recent = [f for f in failures if f.generation > run[0].generation - 8]
+    attempts = {f.generation for f in recent if (f.node, f.step, f.signature) == key}
+    return NodeFault(run[0].node) if len(attempts) >= 3 and nodes > 1 else None
+
+
+def describe_exit(code: int) -> str:
+    """`killed by signal 9 (SIGKILL)` or `exit code 3`."""
+    names = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
+    if code < 0:
+        return f"killed by signal {-code} ({names.get(-code, 'signal')})"
+    return f"exit code {code}"
+
+
+def failure_signature(blame: Blame, exited: Exited) -> str:
+    """What makes two deaths the same: the exception if one was reported, else how the process ended."""
+    if blame.traceback:
+        return blame.traceback.strip().splitlines()[-1]
+    return f"signal {-exited.code}" if exited.code < 0 else f"exit code {exited.code}"

@@ -1,0 +1,87 @@
+"""The process groups inside complete replicas, which outlive a generation as long as nobody of theirs is lost.
+
+When a generation breaks, the workers of a healthy replica are in the middle of a step, and not all at the same call. Each
+says how many collectives of its replica it has begun; all go on to the furthest of these calls and leave the step there.
+So nothing is half sent between them, and the next generation uses the same connections.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from holdfast.coordinator.kernel.state import Worker, WorkerPhase
+from holdfast.protocol import messages as m
+
+if TYPE_CHECKING:
+    from holdfast.coordinator.kernel.machine import Core
+
+
+def members(core: Core, replica: int) -> list[Worker]:
+    """The workers of a complete replica of the newest generation."""
+    g = core.state.generation
+    return [core.state.workers[x.worker] for x in g.members if x.replica == replica] if g else []
+
+
+def broke(core: Core, reason: str) -> None:
+    """The generation breaks: replicas of which nobody is missing halt together, the others at once."""
+    s = core.state
+    assert s.generation is not None
+    s.halting = {}
+    if s.positions > 1:
+        left = {
+            x.replica for x in s.generation.members if s.workers[x.worker].phase is not WorkerPhase.MEMBER
+        }
+        s.halting = {replica: {} for replica in range(s.generation.replicas) if replica not in left}
+    for member in s.generation.members:
+        worker = s.workers[member.worker]
+        if worker.phase is WorkerPhase.MEMBER:
+            core.tell(worker, m.Break(s.generation.number, reason, member.replica in s.halting))
+
+
+def halted(core: Core, worker: Worker, message: m.Halted) -> None:
+    """A worker says how far it is; when its whole replica has, all are told where to leave the step."""
+    s = core.state
+    if s.generation is None or message.generation != s.generation.number:
+        return
+    replica = next((x.replica for x in s.generation.members if x.worker == worker.name), -1)
+    said = s.halting.get(replica)
+    if said is None:
+        return
+    said[worker.name] = message.begun
+    row = members(core, replica)
+    if len(said) == len(row):
+        furthest = max(said.values())
+        for other in row:
+            core.tell(other, m.RunTo(s.generation.number, furthest))
+
+
+def give_up(core: Core) -> None:
+    """A replica that halts cannot do so any more when one of its workers is gone, or has left the step in another way:
+    the others leave it at once."""
+    s = core.state
+    for replica in list(s.halting):
+        row = members(core, replica)
+        gone = [w for w in row if w.phase not in (WorkerPhase.MEMBER, WorkerPhase.PARKED)]
+        said = s.halting[replica]
+        furthest = max(said.values(), default=0) if len(said) == len(row) else None
+        parked = [w for w in row if w.phase is WorkerPhase.PARKED]
+        left = [w for w in parked if w.begun < 0 or w.name not in said or furthest not in (None, w.begun)]
+        if (gone or left) and s.generation is not None:
+            del s.halting[replica]
+            for worker in row:
+                if worker.phase is WorkerPhase.MEMBER:
+                    core.tell(worker, m.Break(s.generation.number, "its replica lost a worker"))
+
+
+def connected_in(
+    core: Core, seated: tuple[tuple[str, ...], ...], before: m.Generation | None
+) -> tuple[int, ...]:
+    """For every complete replica of the next generation the one in which its groups were connected: an earlier one, where
+    the same workers come from it with their groups whole, else the next one."""
+    s = core.state
+    known: dict[tuple[str, ...], int] = {}
+    for replica, number in enumerate(before.rows if before else ()):
+        row = members(core, replica)
+        if len({w.begun for w in row}) == 1 and row[0].begun >= 0:
+            known[tuple(w.name for w in row)] = number
+    return tuple(known.get(row, s.number + 1) for row in seated)

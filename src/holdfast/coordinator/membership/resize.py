@@ -1,0 +1,464 @@
+"""Planned changes of the membership: a resize, a node that is to leave, less or more capacity, newcomers.
+
+They take effect at a step's edge and lose nothing. Those that come close together are taken together, and joining is
+held back when it would cost too much of the time; leaving never is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from holdfast.coordinator.health import remedies
+from holdfast.coordinator.kernel import incidents
+from holdfast.coordinator.kernel.events import ReleaseNode
+from holdfast.coordinator.kernel.state import Change, CoreState, JobPhase, Node, Worker, WorkerPhase
+from holdfast.coordinator.membership import failures, gang, policy, shard_policy, shutdown
+from holdfast.coordinator.membership.rank_assignment import Seating
+from holdfast.coordinator.storage import durable_checkpoints, memory_snapshots
+from holdfast.errors import UsageError
+from holdfast.protocol import messages as m
+from holdfast.protocol.health import Remedy
+
+if TYPE_CHECKING:
+    from holdfast.coordinator.kernel.machine import Core
+
+COST_SHARE = 0.05
+"""So much of the time may go into letting newcomers in that add little: after a change that stalled training for 0.5 s the
+next one waits until 10 s have passed."""
+
+GAIN_SHARE = 0.5
+"""And so much of what they add, where that is more: to go on with half of the workers for 10 s costs more than the stall."""
+
+KEPT = 1000
+"""Changes that are remembered for the report."""
+
+# ---------------------------------------------------------------- what is asked
+
+
+def check_resize(state: CoreState, nodes: int) -> None:
+    """Raises UsageError for a size outside the bounds that the job was started with."""
+    low, high = state.spec.min_nodes, state.spec.max_nodes
+    if state.spec.wait_for_spare:
+        raise UsageError(
+            f"this job was started with one size only ({high} nodes): start it again with --nnodes MIN:MAX to resize it"
+        )
+    if not low <= nodes <= high:
+        raise UsageError(
+            f"cannot resize to {nodes} nodes: this job was started with --nnodes {low}:{high}; "
+            f"choose {low} to {high}, or stop it and start it again with other bounds"
+        )
+    if nodes < state.least_nodes:
+        raise UsageError(
+            f"cannot resize to {nodes} nodes: replicas of {state.positions} workers need {state.least_nodes}"
+        )
+
+
+def check_drain(state: CoreState, name: str) -> None:
+    """Raises UsageError for a node that is not there, or leaves already."""
+    node = state.nodes.get(name)
+    if node is None or not node.alive:
+        there = ", ".join(n.name for n in state.nodes.values() if n.alive)
+        raise UsageError(f"no node {name!r} in this job; there are {there}")
+    if node.leaving is not None:
+        raise UsageError(f"{name} is leaving already: {node.leaving}")
+
+
+def resize(core: Core, nodes: int, reason: str) -> None:
+    """A person wants another size."""
+    s = core.state
+    before = s.wanted_nodes
+    s.asked_nodes = nodes
+    core.record("resize", nodes=nodes, before=before, reason=reason)
+    _resized(core, before, reason, None)
+
+
+def capacity(core: Core, nodes: int | None, reason: str, within_s: float | None) -> None:
+    """The engine gives less room, or more again. With less than the job can train on it ends, its state saved."""
+    s = core.state
+    before = s.wanted_nodes
+    s.capacity_nodes = nodes
+    core.record("capacity", nodes=nodes, before=before, reason=reason, within_s=within_s)
+    least = max(s.spec.min_nodes, s.least_nodes)
+    if s.wanted_nodes < least:
+        shutdown.request(core, f"{reason}: {s.wanted_nodes} of at least {least} nodes are left", "stopped")
+        return
+    _resized(core, before, reason, within_s)
+
+
+def going(core: Core, name: str, reason: str, within_s: float | None) -> None:
+    """A node is to leave. Unknown ones are ignored: it may be gone already."""
+    node = core.state.nodes.get(name)
+    if node is None or not node.alive:
+        return
+    if node.leaving is None:
+        core.state.unpaid += 1  # a node in its place is no repair
+    _mark(core, node, reason, within_s)
+    node.excess = False
+
+
+def leave(core: Core, node: Node, reason: str) -> None:
+    """A node is to leave for its health: when its place is filled, at a step's edge."""
+    _mark(core, node, reason, None)
+    node.excess = False
+
+
+def _resized(core: Core, before: int, reason: str, within_s: float | None) -> None:
+    s = core.state
+    s.unpaid += max(0, s.wanted_nodes - before)
+    s.grows = s.wanted_nodes > before
+    s.wait_deadline_s = s.form_deadline_s = s.ask_after_s = None
+    _fit(core, reason, within_s)
+
+
+def _fit(core: Core, reason: str, within_s: float | None) -> None:
+    """Nodes that are too many are to leave: members as far as there are more than are wanted, those with the highest
+    ranks first; then the nodes that came last. Not while nobody trains: any of them may hold what is left. Those that
+    have not left yet stay when they are wanted again."""
+    s = core.state
+    there = [n for n in core.alive_nodes() if n.leaving is None]
+    # Beside a lemon one more may be there, or another would be asked for without end.
+    spares = max(s.spec.spares, int(any(n.lemon for n in there)))
+    excess = len(there) - (s.wanted_nodes + spares)
+    if excess < 0:
+        for node in [n for n in core.alive_nodes() if n.excess][:-excess]:
+            node.leaving, node.leaves_until_s, node.excess = None, None, False
+            core.record("node-stays", node=node.name)
+    trains = s.generation is not None and s.phase is JobPhase.RUNNING
+    if excess <= 0 or (s.level == 2 and not trains):
+        return
+    ranks = {x.node: x.rank for x in s.generation.members} if s.generation else {}
+    members = sorted((n for n in there if n.name in ranks), key=lambda n: (n.failures, ranks[n.name]))
+    others = [n for n in there if n.name not in ranks]
+    if s.positions > 1:
+        members = _whole_rows_first(core, members)
+    going = [*reversed(members[s.wanted_nodes :]), *reversed(others)]
+    for node in going[:excess]:
+        _mark(core, node, reason, within_s)
+        node.excess = True
+
+
+def _whole_rows_first(core: Core, members: list[Node]) -> list[Node]:
+    """Of these nodes, the best first, those in front whose workers make up as many replicas as are wanted."""
+    s = core.state
+    rows, held = s.target // s.positions, Counter(w.position for w in core.members())
+    holds: dict[str, Counter[int]] = {}
+    for worker in core.members():
+        holds.setdefault(worker.node, Counter())[worker.position] += 1
+    going: list[Node] = []
+    for node in reversed(members):
+        ours = holds[node.name]
+        if len(members) - len(going) > s.wanted_nodes and all(held[p] - n >= rows for p, n in ours.items()):
+            held -= ours
+            going.append(node)
+    names = {n.name for n in going}
+    return [*(n for n in members if n.name not in names), *reversed(going)]
+
+
+def _mark(core: Core, node: Node, reason: str, within_s: float | None) -> None:
+    if node.leaving is None:
+        node.leaving, node.leaves_since_s = reason, core.now
+        core.record("node-leaving", node=node.name, reason=reason, within_s=within_s)
+        core.send(node.name, m.Drain(reason))
+    if within_s is not None:
+        until_s = core.now + within_s
+        node.leaves_until_s = until_s if node.leaves_until_s is None else min(node.leaves_until_s, until_s)
+
+
+# ---------------------------------------------------------------- when
+
+
+def change_due(core: Core) -> str | None:
+    """Why the running generation is to end at its next commit; None: it goes on."""
+    s = core.state
+    if s.generation is None:
+        return None
+    members = core.members()
+    staying = [w for w in members if not leaves(core, w)]
+    ready = _ready(core)
+    left, full = shard_policy.strength(core, staying, []), shard_policy.strength(core, staying, ready)
+    if len(staying) < len(members) and _may_leave(core, full):
+        gone = sorted({w.node for w in members if leaves(core, w)})
+        verb = "leaves" if len(gone) == 1 else "leave"
+        return f"{', '.join(gone)} {verb}: {s.nodes[gone[0]].leaving}"
+    if left > s.target:
+        return f"the job is resized to {s.wanted_nodes} nodes"
+    left, full = _with_newcomers(core)
+    if left < full and core.now >= join_after_s(core, left, full):
+        return "a newcomer is ready"
+    return None
+
+
+def _with_newcomers(core: Core) -> tuple[int, int]:
+    """How many compute without those that are ready, and with them; of sharded replicas those that are to leave keep
+    their seats until they can leave."""
+    s = core.state
+    there = [w for w in core.members() if s.positions > 1 or not leaves(core, w)]
+    return shard_policy.strength(core, there, []), min(
+        shard_policy.strength(core, there, _ready(core)), s.target
+    )
+
+
+def deadlines(core: Core) -> list[float]:
+    """When `change_due` may say something else without an event."""
+    s = core.state
+    if s.phase is not JobPhase.RUNNING or s.generation is None:
+        return []
+    times = [
+        f(core, n) for n in core.alive_nodes() if n.leaving is not None for f in (_deadline_s, _patience_s)
+    ]
+    if _ready(core):
+        times.append(join_after_s(core, *_with_newcomers(core)))
+    return [t for t in times if core.now < t < float("inf")]
+
+
+def leaves(core: Core, worker: Worker) -> bool:
+    """Its node is to leave."""
+    node = core.state.nodes.get(worker.node)
+    return node is not None and node.leaving is not None
+
+
+def _ready(core: Core) -> list[Worker]:
+    return [w for w in core.workers_in(WorkerPhase.READY) if not leaves(core, w)]
+
+
+def _starting(core: Core) -> list[Worker]:
+    starting = core.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED)
+    return [w for w in starting if not leaves(core, w)]
+
+
+def _may_leave(core: Core, left: int) -> bool:
+    """Whether members whose node is to leave are let go now, `left` workers being there without them."""
+    s = core.state
+    if left >= s.target or not left:
+        return left > 0  # the last ones train on for as long as they can
+    leaving = [n for n in core.alive_nodes() if n.leaving is not None]
+    if any(core.now >= _deadline_s(core, n) for n in leaving):
+        return True
+    if left < max(1, s.minimum):
+        return False  # they train on until others are ready
+    starting = _starting(core)
+    if any(w.rebuilds is not None for w in starting):
+        return False  # a spare becomes what is missing, for as long as a start may take
+    coming = bool(starting or s.replacing)
+    return not coming or any(core.now >= _patience_s(core, n) for n in leaving)
+
+
+def _deadline_s(core: Core, node: Node) -> float:
+    """The end of the node's own time, less what a step and its end may take."""
+    if node.leaves_until_s is None:
+        return float("inf")
+    return node.leaves_until_s - core.timing.detection_s - 3 * (core.median_s() or 0.0)
+
+
+def _patience_s(core: Core, node: Node) -> float:
+    """Until when a node that is to leave trains on because another is on its way."""
+    return node.leaves_since_s + core.timing.form_s
+
+
+def join_after_s(core: Core, staying: int, full: int = 0) -> float:
+    """From when on newcomers are let in, at the next commit, which may be the generation's first: all at once if several are
+    about to be ready, and not so often that joining costs more than its share of the time.
+
+    Args:
+        staying, full: workers that compute without them, and with them.
+    """
+    s = core.state
+    if s.generation is None:
+        return float("inf")
+    gain = 1 - staying / full if full > staying else 0.0
+    after_s = s.grew_at_s + s.join_cost_s / max(COST_SHARE, GAIN_SHARE * gain) if s.grew_at_s else 0.0
+    ready = _ready(core)
+    if _starting(core) and staying + len(ready) < s.target:
+        after_s = max(after_s, min(w.ready_at_s for w in ready) + core.timing.gather_s)
+    return after_s
+
+
+# ---------------------------------------------------------------- who
+
+
+def choose(core: Core, survivors: list[Worker], fresh: list[Worker]) -> tuple[list[Worker], list[Worker]]:
+    """Who is in the next generation: survivors that stay, and newcomers up to the target.
+
+    Survivors that are to leave stay while their places cannot be filled and their time is not over; one stays, beyond
+    the target if need be, for one more generation when nobody else holds the newest state.
+    """
+    s = core.state
+    ranks = {x.worker: x.rank for x in s.generation.members} if s.generation else {}
+    survivors = sorted(survivors, key=lambda w: ranks.get(w.name, len(ranks)))
+    staying = [w for w in survivors if not leaves(core, w)]
+    fresh = [w for w in fresh if not leaves(core, w)]
+    outcome = policy.settle({w.name: policy.Report(w.committed, w.prepared) for w in survivors})
+    if s.positions > 1:
+        return _choose_rows(core, survivors, staying, fresh, outcome)
+    kept = staying[: s.target]
+    joining = fresh[: max(0, s.target - len(kept))]
+    if not _may_leave(core, len(kept) + len(joining)):
+        kept += [w for w in survivors if w not in staying][: max(0, s.target - len(kept) - len(joining))]
+    if outcome.start is not None and not any(w.name in outcome.holders for w in kept):
+        kept.append(next(w for w in survivors if w.name in outcome.holders))
+    return sorted(kept, key=lambda w: ranks.get(w.name, len(ranks))), joining
+
+
+def _choose_rows(
+    core: Core, survivors: list[Worker], staying: list[Worker], fresh: list[Worker], outcome: policy.Outcome
+) -> tuple[list[Worker], list[Worker]]:
+    """The same where a replica is several workers. Of each shard one stays that has the newest state; survivors of which
+    there are more than replicas are wanted go, and others are started for what is missing."""
+    plan = shard_policy.seating(core, staying, fresh)
+    if not _may_leave(core, len(plan.rows) * core.state.positions):
+        plan = shard_policy.seating(core, [*staying, *(w for w in survivors if w not in staying)], fresh)
+    seated = {w for row in plan.rows for w in row}
+    kept = [w for w in survivors if w.name in seated]
+    most = core.state.target // core.state.positions
+    for worker in staying:
+        if worker not in kept and sum(w.position == worker.position for w in kept) < most:
+            kept.append(worker)
+    for worker in survivors:
+        others = [w for w in kept if w.position == worker.position and w.name in outcome.holders]
+        if worker.name in outcome.holders and not others:
+            kept.append(worker)
+    return kept, [w for w in fresh if w.name in seated]
+
+
+def seating(core: Core, kept: list[Worker], fresh: list[Worker]) -> Seating:
+    """Who sits where. One that is to leave stays beside when others fill its place, which may have the state from it."""
+    staying = [w for w in kept if not leaves(core, w)]
+    without, full = shard_policy.seating(core, staying, fresh), shard_policy.seating(core, kept, fresh)
+    if len(without.rows) < len(full.rows):
+        return full
+    donors = tuple((w.name, w.position) for w in kept if leaves(core, w))
+    return Seating(without.rows, (*without.beside, *donors))
+
+
+def let_go(core: Core, workers: list[Worker]) -> None:
+    """Workers that are not in the next generation. Their nodes leave, or have new ones as spares."""
+    for worker in workers:
+        failures.end_worker(core, worker, counts=False)
+
+
+def advance(core: Core) -> None:
+    """Nodes that are to leave and have nobody in the job go; those that a smaller job has too many are to leave."""
+    s = core.state
+    if s.asked_nodes is not None or s.capacity_nodes is not None:
+        _fit(core, "the job was resized", None)
+    for node in [n for n in core.alive_nodes() if n.leaving is not None]:
+        ours = [w for w in core.alive_workers() if w.node == node.name]
+        needed = (WorkerPhase.MEMBER, WorkerPhase.PARKED, WorkerPhase.DONE)
+        if s.level == 2 and s.phase is not JobPhase.STOPPING:
+            let_go(core, [w for w in ours if w.phase not in needed])
+            ours = [w for w in ours if w.phase in needed]
+        if not ours and not _holds_on(core, node) and not _hands_over(core, node):
+            _release(core, node)
+    if s.level != 2 and s.phase is JobPhase.RUNNING and s.generation is not None:
+        _change_gang(core)
+
+
+def _change_gang(core: Core) -> None:
+    """At level 0 a change of the membership is a restart of all: when it must be, or when a person wants it."""
+    s, members = core.state, core.members()
+    gone = [w.node for w in members if leaves(core, w)]
+    full = gang.size_now(core)
+    if gone:
+        gang.restart(core, f"{gone[0]} leaves: {s.nodes[gone[0]].leaving}", counts=False)
+    elif len(members) > s.target or (s.grows and full == s.target > len(members)):
+        gang.restart(core, f"the job is resized to {s.wanted_nodes} nodes", counts=False)
+
+
+def _holds_on(core: Core, node: Node) -> bool:
+    """What the node does or has may be needed: while it writes a checkpoint, while a generation is put together and until
+    its first commit, and when the job is about to end."""
+    s = core.state
+    writes = durable_checkpoints.writes(core, node)
+    saves = writes or durable_checkpoints.has_last(core, node)
+    if saves and (s.level != 2 or not core.alive_workers()):
+        return True  # no step has to end before it goes: all of its time is for what it saves
+    if core.now >= _deadline_s(core, node):
+        return False
+    if writes or any(w.digest for w in s.workers.values()):
+        return True
+    if remedies.ordered(core, node):
+        return True  # it answers first
+    if s.level != 2 or not s.number or s.generation is None:
+        return False
+    parked = core.workers_in(WorkerPhase.PARKED)
+    holders = policy.settle({w.name: policy.Report(w.committed, w.prepared) for w in parked}).holders
+    whole = len({w.position for w in parked if w.name in holders}) == s.positions
+    if node.then is Remedy.RESET_DEVICE or (node.then is Remedy.REBOOT and whole):
+        return False  # it loses nothing, or what others have; and the sooner it is back the better
+    settled = s.phase is JobPhase.RUNNING and s.generation_committed > s.generation.start
+    return not settled and s.phase is not JobPhase.STOPPING
+
+
+def _hands_over(core: Core, node: Node) -> bool:
+    """Where a replica is several workers, it may have the only copy of a part. A device is reset with the memory kept."""
+    in_time = core.now < _deadline_s(core, node)
+    return in_time and node.then is not Remedy.RESET_DEVICE and memory_snapshots.hands_over(core, node)
+
+
+def _release(core: Core, node: Node) -> None:
+    if node.then is not None and not remedies.ordered(core, node):
+        remedies.left(core, node)
+        return
+    remedies.lost(core, node)  # what its agent still does is overtaken
+    reason = node.leaving or ""
+    node.alive = False
+    core.record("node-left", node=node.name, reason=reason)
+    core.send(node.name, m.Shutdown(reason))
+    memory_snapshots.node_lost(core, node)
+    core.act(ReleaseNode(node.name, reason, planned=True))
+
+
+# ---------------------------------------------------------------- what it cost
+
+
+def formed(core: Core, before: int, after: int, joined: int) -> None:
+    """A generation was formed after one that ended as planned."""
+    s = core.state
+    reason, s.change_reason = s.change_reason, None
+    if reason is None:
+        return
+    if joined:
+        s.grew_at_s = core.now
+    number = s.changes[-1].id + 1 if s.changes else 1
+    change = Change(number, reason, s.committed, before, after, s.broke_at_s, core.now, s.number)
+    change.joined = joined
+    s.changes.append(change)
+    del s.changes[:-KEPT]
+
+
+def connected(core: Core, message: m.Joined) -> None:
+    """A member is connected, and has the state."""
+    change = core.state.changes[-1] if core.state.changes else None
+    if change is not None and change.generation == message.generation:
+        change.join_s = incidents.most(change.join_s, message.join_s)
+        change.restore_s = incidents.most(change.restore_s, message.restore_s)
+
+
+def committed(core: Core, now: float) -> None:
+    """The first commit of a generation: what the change before it cost."""
+    s = core.state
+    change = s.changes[-1] if s.changes else None
+    if change is None or change.generation != s.number or change.stall_s is not None:
+        return
+    change.stall_s = max(0.0, now - change.left_at_s - (core.median_s() or 0.0))
+    s.changed.count, s.changed.stall_s = s.changed.count + 1, s.changed.stall_s + change.stall_s
+    if change.joined:
+        s.join_cost_s = change.stall_s
+    core.record("changed", **describe(s, change))
+
+
+def describe(state: CoreState, change: Change) -> dict[str, object]:
+    """The change as the report shows it. stall_s: from the last commit to the next, less a median step."""
+    return {
+        "id": change.id,
+        "reason": change.reason,
+        "t_s": round(max(0.0, change.left_at_s - state.began_s), 4),
+        "at_step": change.at_step,
+        "from_world": change.before,
+        "to_world": change.after,
+        "joined": change.joined,
+        "join_s": change.join_s,
+        "restore_s": change.restore_s,
+        "stall_s": None if change.stall_s is None else round(change.stall_s, 4),
+    }

@@ -1,0 +1,109 @@
+"""Replicas of several workers: what the core knows of their shape, and who is to be built for which shard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from holdfast.coordinator.kernel.state import Blame, Worker, WorkerPhase
+from holdfast.coordinator.membership import shutdown
+from holdfast.coordinator.membership.rank_assignment import Seating, seat, wanted
+from holdfast.protocol import messages as m
+
+if TYPE_CHECKING:
+    from holdfast.coordinator.kernel.machine import Core
+
+SEATED = (WorkerPhase.MEMBER, WorkerPhase.PARKED)
+COMING = (WorkerPhase.STARTING, WorkerPhase.ATTACHED)
+
+
+def fits(core: Core, worker: Worker, ready: m.Ready) -> bool:
+    """Notes the shape that the script gave its replicas; all workers must agree. False: this one does not."""
+    s = core.state
+    known = [w for w in core.alive_workers() if w.ready is not None]
+    if not known or ready.shape == s.shape:
+        s.shape, worker.position = ready.shape, ready.position
+        for starting in core.workers_in(*COMING):
+            starting.position %= s.positions
+        if s.asked_nodes is not None and s.asked_nodes < s.least_nodes:  # nobody knew the shape then
+            core.record("resize", nodes=s.least_nodes, before=s.asked_nodes, reason="a whole replica")
+            s.asked_nodes = s.least_nodes
+        if s.wanted_nodes < s.least_nodes:
+            reason = f"{s.wanted_nodes} of at least {s.least_nodes} nodes are left"
+            shutdown.request(core, f"{reason} for a replica of {s.positions} workers", "stopped")
+        return True
+    reason = f"{worker.name} made replicas of shard x tensor = {ready.shape}, other workers of {s.shape}"
+    advice = "call run.mesh() with the same sizes everywhere"
+    shutdown.give_up(core, f"{reason}: {advice}", Blame(reason, None, worker.node, log=worker.log))
+    return False
+
+
+def positions_of(workers: Iterable[Worker]) -> dict[str, int]:
+    """Which shard each of them holds or was built for."""
+    return {w.name: w.position for w in workers}
+
+
+def seating(core: Core, survivors: Iterable[Worker], newcomers: Iterable[Worker]) -> Seating:
+    """Who sits where in the next generation."""
+    s = core.state
+    most = s.target // s.positions
+    return seat(s.generation, positions_of(survivors), positions_of(newcomers), s.positions, most)
+
+
+def strength(core: Core, survivors: list[Worker], newcomers: list[Worker]) -> int:
+    """So many workers would compute."""
+    s = core.state
+    if s.positions == 1:
+        return len(survivors) + len(newcomers)
+    there = len(survivors) + len(newcomers)
+    rows = seat(s.generation, positions_of(survivors), positions_of(newcomers), s.positions, there).rows
+    return len(rows) * s.positions
+
+
+def next_position(core: Core, rank: int) -> int:
+    """The shard for which a worker that is started now is most likely needed. While the shape is not known its rank, of
+    which the worker takes the remainder."""
+    s = core.state
+    if s.positions == 1:
+        return rank
+    there = [w.position for w in core.alive_workers() if s.nodes[w.node].leaving is None]
+    rows = max(s.target // s.positions, len(there) // s.positions + 1)
+    return wanted(there, s.positions, rows)[0]
+
+
+def _rows_within_reach(core: Core, there: list[int], others: int) -> int:
+    """So many complete rows there can be, of workers that hold a shard and `others` that may be built for any."""
+    s = core.state
+    rows = max(1, s.target // s.positions)
+    while rows > 1 and len(wanted(there, s.positions, rows)) > others:
+        rows -= 1
+    return rows
+
+
+def rebuild(core: Core) -> None:
+    """Spares that were built for a shard of which there are enough are built again for one that is missing."""
+    s = core.state
+    if s.positions == 1:
+        return
+    ready, seated, coming = (
+        [w for w in core.workers_in(*phases) if s.nodes[w.node].leaving is None]
+        for phases in ((WorkerPhase.READY,), SEATED, COMING)
+    )
+    there = [w.position for w in seated]
+    rows = _rows_within_reach(core, there, len(ready) + len(coming))
+    expected = [w.position for w in coming]
+    spare: list[Worker] = []
+    for worker in ready:
+        if there.count(worker.position) < rows:
+            there.append(worker.position)
+        else:
+            spare.append(worker)
+    for position in wanted(there, s.positions, rows):
+        if position in expected:
+            expected.remove(position)
+        elif spare:
+            worker = spare.pop(0)
+            core.record("rebuild", worker=worker.name, position=position, before=worker.position)
+            worker.phase, worker.position = WorkerPhase.ATTACHED, position
+            worker.ready, worker.rebuilds, worker.started_s = None, position, core.now
+            core.tell(worker, m.Rebuild(position))

@@ -1,0 +1,277 @@
+"""The end of a job: all steps done, asked to stop, or no way to go on. Whatever was committed is kept."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from holdfast.coordinator.kernel.events import End
+from holdfast.coordinator.kernel.state import Blame, JobPhase, Worker, WorkerPhase
+from holdfast.coordinator.membership import failures, gang, generations, policy
+from holdfast.coordinator.storage import durable_checkpoints
+from holdfast.protocol import messages as m
+from holdfast.protocol.job import Durable
+
+if TYPE_CHECKING:
+    from holdfast.coordinator.kernel.machine import Core
+
+# ---------------------------------------------------------------- why
+
+
+def give_up(core: Core, reason: str, blame: Blame | None) -> None:
+    """The job cannot go on. Survivors keep what they hold, on disk."""
+    core.state.blame = core.state.blame or blame
+    request(core, reason, "failed")
+
+
+def request(core: Core, reason: str, outcome: str) -> None:
+    """The job ends at the next commit."""
+    s = core.state
+    if s.stop_reason is not None:
+        return
+    s.stop_reason, s.outcome = reason, s.outcome or outcome  # all steps may be done already
+    s.stop_deadline_s = core.now + max(core.timing.stop_s, 3 * (core.median_s() or 0.0))
+    core.record("stop-requested", reason=reason, outcome=outcome)
+
+
+def out_of_time(core: Core) -> None:
+    """The step in flight took too long: it is dropped and what was committed is saved, by another if need be."""
+    s = core.state
+    if s.level == 2 and s.phase is JobPhase.RUNNING:
+        generations.break_generation(core, "stop")
+    elif s.level == 2 and s.phase is JobPhase.BREAKING:
+        failures.end_stuck(core)
+    elif s.level == 2 and any(w.name not in s.stops for w in core.workers_in(WorkerPhase.PARKED)):
+        stuck = [w for w in core.workers_in(WorkerPhase.PARKED) if w.name in s.stops]
+        failures.condemn(core, stuck, "did not save the state in time")
+        s.last_from = []  # whoever has not said what became of it is not waited for
+        s.stop_deadline_s = core.now + core.timing.start_s
+    elif s.level != 2 and core.alive_workers():
+        for worker in core.alive_workers():
+            failures.end_worker(core, worker, counts=False)
+        s.stop_deadline_s = core.now + core.timing.start_s  # what they gave before is still saved
+    elif s.phase is JobPhase.STOPPING and (until_s := durable_checkpoints.moves_until_s(core)) > core.now:
+        s.stop_deadline_s = until_s
+    elif s.level != 2 or s.phase is JobPhase.STOPPING:
+        gang.end_all(core, grace_s=0.0)
+        end(core)
+
+
+# ---------------------------------------------------------------- what workers say
+
+
+def saved(core: Core, worker: Worker, message: m.Saved) -> None:
+    """A checkpoint is whole in a durable tier, or could not be written there."""
+    if message.error is not None:
+        durable_checkpoints.totals(core, message.url).failures += 1
+        core.record("tier-failed", url=message.url, step=message.step, reason=message.error)
+        return
+    durable_checkpoints.totals(core, message.url).checkpoints += 1
+    durable_checkpoints.there(core, Durable(message.step, message.url))
+    core.record("saved", step=message.step, url=message.url, worker=worker.name)
+
+
+def done(core: Core, worker: Worker, message: m.Done) -> None:
+    """A worker left its loop."""
+    if worker.phase in (WorkerPhase.DONE, WorkerPhase.GONE):
+        return
+    worker.phase = WorkerPhase.DONE
+    worker.committed, worker.digest = message.committed, message.params_xxh3
+    worker.loss = message.loss if message.loss is not None else worker.loss
+    core.state.committed = max(core.state.committed, message.committed)
+    if message.held:
+        core.state.last_from.append((worker.node, worker.position))
+    core.record("worker-done", worker=worker.name, step=message.committed, params_xxh3=message.params_xxh3)
+
+
+# ---------------------------------------------------------------- all steps are done
+
+
+def finishing(core: Core) -> bool:
+    """Someone has all steps: the others come to the same point by themselves or by what they prepared. Then their state
+    becomes a checkpoint."""
+    s = core.state
+    ended = [w for w in s.workers.values() if w.digest is not None]
+    if not ended:
+        return False
+    if core.inside():
+        return True
+    last = max(w.committed or 0 for w in ended)
+    can = [w for w in core.workers_in(WorkerPhase.PARKED) if _comes_to(w, last)]
+    there = {w.position for w in (*ended, *can)} | durable_checkpoints.kept_positions(core, last)
+    if there != set(range(s.positions)) and (s.durable is None or s.durable.step < last):
+        _undone(core, ended)
+        return False
+    for worker in core.workers_in(WorkerPhase.PARKED):
+        if worker.name in s.stops:
+            continue
+        if worker in can:
+            stop = _last_stop(core, worker, last)
+            _stop(core, worker, stop)
+            s.broke_at_s, s.unheard_s = core.now, 0.0
+            saves = stop.keep or stop.save_to
+            within_s = core.timing.start_s if saves else core.timing.stall_s(core.median_s())
+            s.break_deadline_s = max(s.break_deadline_s or 0.0, core.now + within_s)
+        else:
+            failures.end_worker(core, worker, counts=False)
+    if core.workers_in(WorkerPhase.PARKED):
+        return True
+    s.break_deadline_s = None
+    for worker in core.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED, WorkerPhase.READY):
+        failures.end_worker(core, worker, counts=False)
+    if not durable_checkpoints.last_on_its_way(core) and not core.workers_in(WorkerPhase.DONE):
+        s.outcome = "failed" if s.outcome == "failed" else "finished"
+        end(core)
+    return True
+
+
+def _comes_to(worker: Worker, last: int) -> bool:
+    """Whether a worker holds the state of this step, or can make the update that leads to it."""
+    if worker.committed is None:
+        return False
+    return worker.committed == last or (worker.committed == last - 1 and worker.prepared)
+
+
+def _last_stop(core: Core, worker: Worker, last: int) -> m.Stop:
+    """A worker that has all steps, or is about to, leaves; when nobody else keeps what it holds it does."""
+    s = core.state
+    at_work = [w for w in core.workers_in(WorkerPhase.PARKED) if w.name in s.stops]
+    savers = {w.position for w in at_work if s.stops[w.name].save_to or s.stops[w.name].keep}
+    kept = worker.position in savers | durable_checkpoints.kept_positions(
+        core, last
+    ) | durable_checkpoints.awaited_positions(core)
+    kept = kept or (s.durable is not None and s.durable.step >= last)
+    tier = core.spec.saving.tiers[0] if core.spec.saving.tiers and not kept else None
+    apply = worker.committed != last
+    return m.Stop(apply, None, tier is not None) if s.positions > 1 else m.Stop(apply, tier)
+
+
+def _undone(core: Core, ended: list[Worker]) -> None:
+    """Some have all steps, but of a shard nobody is left who has: all go on from the newest whole snapshot."""
+    core.record(
+        "worker-ended", workers=[w.name for w in ended], cause="nobody holds the rest of the last state"
+    )
+    for worker in ended:
+        worker.digest = None
+        if worker.phase is not WorkerPhase.GONE:
+            failures.end_worker(core, worker, counts=False)
+    core.state.last_from = []
+
+
+# ---------------------------------------------------------------- before all steps are done
+
+
+def begin(core: Core) -> None:
+    """Everyone has left its generation: the newest state is saved, then all leave."""
+    s = core.state
+    s.phase, s.wait_deadline_s, s.form_deadline_s = JobPhase.STOPPING, None, None
+    s.stop_deadline_s = core.now + core.timing.start_s  # a large state takes its time to reach the disk
+    for worker in core.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED, WorkerPhase.READY):
+        failures.end_worker(core, worker, counts=False)
+    advance(core)
+
+
+def advance(core: Core) -> None:
+    """Holders of the newest state save it; the others keep theirs until that is done."""
+    s = core.state
+    waiting = [w for w in core.workers_in(WorkerPhase.PARKED) if w.name not in s.stops]
+    if waiting and not _saving(core):
+        if s.positions > 1:
+            _keep(core, waiting)
+        else:
+            _save(core, waiting)
+    if not core.alive_workers() and not durable_checkpoints.last_on_its_way(core):
+        end(core)
+
+
+def _save(core: Core, waiting: list[Worker]) -> None:
+    """One writes it to a durable tier."""
+    s = core.state
+    outcome = policy.settle({w.name: policy.Report(w.committed, w.prepared) for w in waiting})
+    s.committed = max(s.committed, outcome.start or 0)
+    tier = core.spec.saving.tiers[0] if core.spec.saving.tiers else None
+    todo = tier and outcome.start and (s.durable is None or s.durable.step < outcome.start)
+    holders = [w for w in waiting if w.name in outcome.holders]
+    for worker in waiting:
+        if worker not in holders:
+            failures.end_worker(core, worker, counts=False)
+    for worker in holders[:1] if todo else holders:
+        apply = worker.name in outcome.apply
+        _stop(core, worker, m.Stop(apply=apply, save_to=tier if todo else None))
+
+
+def _keep(core: Core, waiting: list[Worker]) -> None:
+    """Of every shard some leave it in their nodes' memory, from where the agents bring it to the durable tiers; where
+    that fails others do. Of a state that is not whole nothing is kept: the newest whole snapshot is brought there."""
+    s = core.state
+    if s.last_step is None:
+        s.last_step = _settled(core, waiting)
+    last = s.last_step
+    for worker in [w for w in waiting if not _comes_to(w, last)]:
+        waiting.remove(worker)
+        failures.end_worker(core, worker, counts=False)
+    missing = [p for p in range(s.positions) if p not in durable_checkpoints.kept_positions(core, last)]
+    todo = core.spec.saving.tiers and last and (s.durable is None or s.durable.step < last)
+    able = {w.position for w in waiting if s.nodes[w.node].snapshot_port}
+    if todo and missing and able.issuperset(missing):
+        first = not s.stops
+        keep = [w for p in missing for w in _keepers(core, [w for w in waiting if w.position == p], first)]
+        for worker in keep:
+            _stop(core, worker, m.Stop(worker.committed != last, keep=True))
+    else:
+        for worker in waiting:
+            _stop(core, worker, m.Stop(worker.committed != last))
+
+
+def _settled(core: Core, waiting: list[Worker]) -> int:
+    """The step at which the job stops; 0: no state is whole."""
+    s = core.state
+    outcome = policy.settle({w.name: policy.Report(w.committed, w.prepared) for w in waiting})
+    if {w.position for w in waiting if w.name in outcome.holders} != set(range(s.positions)):
+        return 0
+    s.committed = max(s.committed, outcome.start or 0)
+    return outcome.start or 0
+
+
+def _keepers(core: Core, column: list[Worker], first: bool) -> list[Worker]:
+    """Who keeps a shard: those that took the snapshots, else one."""
+    column = [w for w in column if core.state.nodes[w.node].snapshot_port]
+    saved = [w for w in column if core.state.seats[w.name].saves]
+    return saved if first and saved else column[:1]
+
+
+def _saving(core: Core) -> bool:
+    s = core.state
+    at_work = [w for w in core.workers_in(WorkerPhase.PARKED) if w.name in s.stops]
+    return any(s.stops[w.name].save_to or s.stops[w.name].keep for w in at_work) or bool(
+        durable_checkpoints.awaited_positions(core)
+    )
+
+
+def _stop(core: Core, worker: Worker, stop: m.Stop) -> None:
+    core.state.stops[worker.name] = stop
+    core.tell(worker, stop)
+
+
+def end_when_saved(core: Core) -> None:
+    """At level 0 and 1: when no worker is left, the newest state that they gave goes from their agents' memory into every
+    durable tier; then the job is over."""
+    if not core.alive_workers() and not durable_checkpoints.last_on_its_way(core):
+        end(core)
+
+
+def end(core: Core) -> None:
+    """Nothing is left to do. A state that no durable tier has stays in the nodes' memory, as if all had been killed: where
+    nodes are somebody else's after the job it cannot, and that is said."""
+    s = core.state
+    s.phase = JobPhase.ENDED
+    s.outcome = s.outcome or "finished"
+    durable_checkpoints.say_unsaved(core)
+    step = durable_checkpoints.only_in_memory(core)
+    ours = core.spec.engine == "local"
+    s.keeps_memory = ours and (step is not None or durable_checkpoints.may_be_in_memory(core))
+    if step is not None:
+        core.record("only-in-memory", step=step, kept=ours, saved=s.durable.step if s.durable else None)
+    core.record("ended", outcome=s.outcome, reason=s.stop_reason, step=s.step)
+    for node in core.alive_nodes():
+        core.send(node.name, m.Shutdown(s.outcome, s.keeps_memory))
+    core.act(End(s.outcome))

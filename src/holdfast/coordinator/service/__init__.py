@@ -1,0 +1,1 @@
+"""The coordinator as a process: connections, clock, ledger, report and metrics. Nothing here decides."""

@@ -1,0 +1,179 @@
+"""Where the histories of machines are kept: a SQLite file, or a PostgreSQL database that many sites' jobs share.
+
+A history that cannot be had is never a reason not to train: whoever uses this says so and goes on.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from holdfast.coordinator.health.history import KEPT_RECORDS, Kind, Remembered
+from holdfast.errors import HoldfastError, UsageError
+
+FILE_NAME = "health.sqlite"
+CONNECT_S = 5
+TABLE = "holdfast_health"
+
+_COLUMNS = "utc_s, machine, node, job, kind, rule, device, text, remedy"
+_SCHEMA = f"""
+create table if not exists {TABLE} (
+    id {{serial}}, utc_s double precision not null, machine text not null, node text not null, job text not null,
+    kind text not null, rule text not null, device text not null, text text not null, remedy text not null);
+create index if not exists {TABLE}_machine on {TABLE} (machine);
+create index if not exists {TABLE}_device on {TABLE} (device);
+"""
+
+
+def shown(where: str) -> str:
+    """Where it is, for messages and logs: of a URL neither user nor password, which may also be among its options."""
+    if "://" not in where:
+        return where
+    parts = urlsplit(where)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+class HistoryError(HoldfastError):
+    """The history cannot be read or written. The message says where it is, and what is wrong."""
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """One record. utc_s: seconds since 1970. Other fields as in `history.Remembered`."""
+
+    utc_s: float
+    machine: str
+    node: str
+    job: str
+    kind: Kind
+    rule: str = ""
+    device: str = ""
+    text: str = ""
+    remedy: str = ""
+
+    def remembered(self, now_s: float) -> Remembered:
+        """As the core is told of it."""
+        age_s = max(0.0, now_s - self.utc_s)
+        return Remembered(self.kind, age_s, self.job, self.rule, self.device, self.text, self.remedy)
+
+
+class History:
+    """All machines' records. Used by one thread. Every method raises HistoryError."""
+
+    def __init__(self, where: str, must_exist: bool = False) -> None:
+        """where: a path, or `postgresql://...`. must_exist: a file that is not there has no records, and is not made."""
+        self.where = where
+        postgres = "://" in where
+        self._mark = "%s" if postgres else "?"
+        self._db: Any = None
+        if postgres:
+            self._db, self._errors = _connect_postgres(where)
+        else:
+            self._errors = (sqlite3.Error, OSError)
+            if must_exist and not Path(where).is_file():
+                return
+            try:
+                Path(where).parent.mkdir(parents=True, exist_ok=True)
+                self._db = sqlite3.connect(where, isolation_level=None, timeout=CONNECT_S)
+            except self._errors as error:
+                raise HistoryError(f"the history of nodes {where} cannot be opened: {error}") from error
+        serial = "bigserial primary key" if postgres else "integer primary key autoincrement"
+        for statement in _SCHEMA.format(serial=serial).strip().split(";\n"):
+            self._run(statement)
+
+    def add(self, entry: Entry) -> None:
+        """Keeps a record."""
+        marks = ", ".join([self._mark] * 9)
+        values = tuple(str(v) if isinstance(v, Kind) else v for v in msgspec.structs.astuple(entry))
+        self._run(f"insert into {TABLE} ({_COLUMNS}) values ({marks})", values)
+
+    def past(self, machine: str, devices: Sequence[str] = ()) -> tuple[Entry, ...]:
+        """The newest records of a machine, and of its devices wherever they were then, oldest first."""
+        where = f"machine = {self._mark}"
+        if devices:
+            where += f" or (device <> '' and device in ({', '.join([self._mark] * len(devices))}))"
+        query = f"select {_COLUMNS} from {TABLE} where {where} order by id desc limit {KEPT_RECORDS}"
+        return tuple(reversed(self._entries(query, (machine, *devices))))
+
+    def all(self) -> list[Entry]:
+        """Everything, oldest first."""
+        return self._entries(f"select {_COLUMNS} from {TABLE} order by id", ())
+
+    def close(self) -> None:
+        """Gives the connection back."""
+        if self._db is not None:
+            self._db.close()
+
+    def _entries(self, query: str, values: tuple[Any, ...]) -> list[Entry]:
+        try:
+            return [_entry(*row) for row in self._run(query, values)]
+        except ValueError as error:
+            raise HistoryError(
+                f"the history of nodes {shown(self.where)} holds what is not known here: {error}"
+            ) from error
+
+    def _run(self, statement: str, values: tuple[Any, ...] = ()) -> list[Any]:
+        if self._db is None:
+            return []
+        try:
+            cursor = self._db.execute(statement, values)
+            return list(cursor.fetchall()) if cursor.description else []
+        except self._errors as error:
+            advice = "move it away to begin a new one" if "://" not in self.where else "see that it is up"
+            raise HistoryError(
+                f"the history of nodes {shown(self.where)} cannot be used: {error}; {advice}"
+            ) from error
+
+
+def _entry(
+    utc_s: float, machine: str, node: str, job: str, kind: str, rule: str, device: str, text: str, remedy: str
+) -> Entry:
+    return Entry(utc_s, machine, node, job, Kind(kind), rule, device, text, remedy)
+
+
+def _connect_postgres(url: str) -> tuple[Any, tuple[type[Exception], ...]]:
+    if not url.startswith(("postgresql://", "postgres://")):
+        scheme = url.partition("://")[0]
+        raise HistoryError(
+            f"the history of nodes {scheme}://...: use a file, or postgresql://USER@HOST/DATABASE"
+        )
+    try:
+        import psycopg
+    except ImportError as error:
+        raise HistoryError(
+            "the history of nodes is in PostgreSQL, and psycopg is not there: pip install 'holdfast[postgres]'"
+        ) from error
+    try:
+        return psycopg.connect(url, autocommit=True, connect_timeout=CONNECT_S), (psycopg.Error, OSError)
+    except psycopg.Error as error:
+        raise HistoryError(
+            f"the history of nodes in PostgreSQL cannot be reached: {error}".strip()
+        ) from error
+
+
+def find_machine(entries: Sequence[Entry], name: str) -> str:
+    """The machine that a person means: by its identity, a part of it, or the name of a node it was.
+
+    Raises:
+        UsageError: none or several are meant.
+    """
+    machines = list(dict.fromkeys(e.machine for e in entries))
+    if name in machines:
+        return name
+    by_node = list(dict.fromkeys(e.machine for e in entries if e.node == name))
+    meant = by_node or [x for x in machines if name and name in x]
+    if len(meant) == 1:
+        return meant[0]
+    if not meant:
+        raise UsageError(f"no node {name!r} has a history; `holdfast node ls` shows those that have")
+    raise UsageError(f"{name!r} may be {', '.join(meant[:5])}: give one of these")
+
+
+def now_s() -> float:
+    """The time that records are of."""
+    return time.time()

@@ -1,0 +1,118 @@
+"""Events that wait for the core, in the order in which they came.
+
+They wait while the ledger is written, which may take long. What comes many times a second must not pile up meanwhile: of
+signs of life one of each node is enough, and words of progress add up to one of each worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from holdfast.coordinator.kernel import events as ev
+from holdfast.protocol import messages as m
+
+MANY = 10_000
+"""So many words wait before those that bring losses add up, too: their steps then have one time."""
+
+AGED_S = 0.01
+"""Who waited less is not older for it."""
+
+
+@dataclass(slots=True)
+class Waiting:
+    """One event. came_s: when, on CLOCK_MONOTONIC. line: of the agent that it came by. done: set when it has had its effect."""
+
+    event: ev.Event
+    came_s: float
+    line: Any = None
+    done: asyncio.Future[None] | None = None
+
+    def aged(self, now_s: float) -> ev.Event:
+        """The event with its wait in its age, where it has one."""
+        event, waited_s = self.event, now_s - self.came_s
+        if waited_s < AGED_S or not isinstance(event, ev.NodeSays):
+            return event
+        said = event.message
+        if isinstance(said, m.FromWorker):
+            said = m.FromWorker(said.worker, said.message, said.age_s + waited_s)
+        elif isinstance(said, m.Found):
+            older = [msgspec.structs.replace(f, age_s=round(f.age_s + waited_s, 3)) for f in said.findings]
+            said = m.Found(tuple(older))
+        return ev.NodeSays(event.node, said)
+
+
+class Inbox:
+    """What was put and not taken yet."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Waiting] = []
+        self._heard: set[str] = set()
+        self._progress: dict[str, Waiting] = {}
+        self._news = asyncio.Event()
+
+    def put(self, event: ev.Event, line: Any = None) -> Waiting | None:
+        """One more; None when it is part of one that waits already."""
+        if isinstance(event, ev.NodeSays):
+            if isinstance(event.message, m.Heartbeat) and event.node in self._heard:
+                return None  # what waits is as good a sign of life
+            self._heard.add(event.node)
+            if isinstance(event.message, m.FromWorker) and self._adds_up(event.node, event.message):
+                return None
+        elif isinstance(event, ev.NodeJoined | ev.NodeLost):
+            self._heard.clear()
+            self._progress.clear()  # what comes after it is not to be told before it
+        waiting = Waiting(event, time.monotonic(), line)
+        self._waiting.append(waiting)
+        if (
+            isinstance(event, ev.NodeSays)
+            and isinstance(said := event.message, m.FromWorker)
+            and isinstance(said.message, m.Progress)
+        ):
+            self._progress[said.worker] = waiting
+        self._news.set()
+        return waiting
+
+    def wake(self) -> None:
+        """Has `take` return, also with nothing."""
+        self._news.set()
+
+    async def take(self) -> list[Waiting]:
+        """All that waits, as soon as something does."""
+        await self._news.wait()
+        self._news.clear()
+        waiting, self._waiting = self._waiting, []
+        self._heard.clear()
+        self._progress.clear()
+        return waiting
+
+    def _adds_up(self, node: str, said: m.FromWorker) -> bool:
+        """Whether it became part of the same worker's last word, both being of progress in one generation."""
+        before = self._progress.pop(said.worker, None)
+        if before is None or not isinstance(said.message, m.Progress):
+            return False
+        assert isinstance(before.event, ev.NodeSays)
+        assert isinstance(before.event.message, m.FromWorker)
+        older, newer = before.event.message.message, said.message
+        assert isinstance(older, m.Progress)
+        if older.generation != newer.generation:
+            return False
+        tell = (older.losses or older.figures) and (newer.losses or newer.figures)
+        if tell and len(self._waiting) < MANY:
+            return False
+        both = msgspec.structs.replace(
+            newer,
+            committed=max(older.committed, newer.committed),
+            median_s=newer.median_s if newer.median_s is not None else older.median_s,
+            losses=older.losses + newer.losses,
+            figures=older.figures + newer.figures,
+            spent=older.spent + newer.spent,
+        )
+        age_s = before.event.message.age_s
+        before.event = ev.NodeSays(node, m.FromWorker(said.worker, both, age_s))
+        self._progress[said.worker] = before
+        return True

@@ -1,0 +1,242 @@
+"""The ledger beside the event loop. One thread writes it, another reads it, and what cannot be written waits.
+
+A disk that is full, read-only, broken or gone must cost a job nothing. So a write that fails is tried again for as long as
+the job lives, and one that hangs holds up only its thread. What is to be written meanwhile is one page, which grows: after
+the trouble the ledger has all of it, in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import sqlite3
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from holdfast.coordinator.service.store import Page, Store
+from holdfast.errors import HoldfastError
+
+T = TypeVar("T")
+
+RETRY_S = 0.5
+SLOW_S = 5.0
+"""A write that takes longer is said to hang. Nothing depends on it but what people are told."""
+
+READ_S = 20.0
+CLOSE_S = 2.0
+FAILURES = (sqlite3.Error, OSError, MemoryError)
+
+
+class Unreadable(HoldfastError):
+    """The ledger did not give what was asked of it."""
+
+
+class Ledger:
+    """The writing side of a store, for one event loop. `trouble` is told why it cannot be written, and None when it can."""
+
+    def __init__(
+        self, path: Path, shared: bool, open_store: Callable[[], Store], trouble: Callable[[str | None], None]
+    ) -> None:
+        """shared: as for `Store`; then nobody else may open the file, and it is read between two writes.
+
+        open_store: opens it for writing. Raises sqlite3.Error where that cannot be done now.
+        """
+        self._path, self._open, self._trouble = path, open_store, trouble
+        self._store: Store | None = open_store()
+        self._next = Page()
+        self._waiting: list[asyncio.Future[None]] = []
+        self._news, self._idle = asyncio.Event(), asyncio.Event()
+        self._idle.set()
+        self._under_way: Page | None = None
+        self._pen = SideThread("ledger")
+        self._eye = self._pen if shared else SideThread("ledger-reader")
+        self._shared = shared
+        self._writing: asyncio.Task[None] | None = None
+        self.why: str | None = None
+        """Why it cannot be written now; None: it can."""
+
+    @property
+    def store(self) -> Store:
+        """For the time before anything else is done with it."""
+        assert self._store is not None
+        return self._store
+
+    def write(self, page: Page) -> asyncio.Future[None]:
+        """Has a page written after those before it. The future is done when it is in the file. It fails only for a page that
+        never can be there, whatever the disk does."""
+        written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._next.add(page)
+        self._waiting.append(written)
+        self._idle.clear()
+        self._news.set()
+        if self._writing is None:
+            self._writing = asyncio.create_task(self._write_all())
+        return written
+
+    async def written(self, within_s: float) -> bool:
+        """Waits until all is written that was given; whether it was in time."""
+        try:
+            async with asyncio.timeout(within_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def read(self, what: Callable[[Store], T]) -> T:
+        """Reads on a thread: everything is seen that was given before, if it can be written.
+
+        Raises:
+            Unreadable: it cannot be read, or not within `READ_S`.
+        """
+        if self.why is None:
+            await self.written(SLOW_S)
+        reading: asyncio.Future[T] = self._eye.do(lambda: self._read(what))
+        try:
+            async with asyncio.timeout(READ_S):
+                await asyncio.wait([reading])
+            return reading.result()
+        except (*FAILURES, TimeoutError) as error:
+            told = str(error) or f"no answer for {READ_S:g} s"
+            raise Unreadable(f"the ledger {self._path} cannot be read: {told}") from error
+
+    def unwritten(self) -> Page:
+        """What is not known to be in the file."""
+        page = Page()
+        for part in (self._under_way, self._next):
+            if part is not None:
+                page.add(part)
+        return page
+
+    async def close(self, within_s: float) -> bool:
+        """Ends it; whether everything was written."""
+        done = await self.written(within_s)
+        if self._writing is not None:
+            self._writing.cancel()
+        closing = self._pen.do(self._close)
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                await closing
+        except (*FAILURES, TimeoutError):
+            pass
+        self._pen.end()
+        self._eye.end()
+        return done
+
+    # ------------------------------------------------------------ on the event loop
+
+    async def _write_all(self) -> None:
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            page, self._next = self._next, Page()
+            waiting, self._waiting = self._waiting, []
+            self._under_way = page
+            try:
+                while not await self._try(page):  # noqa: ASYNC110 - there is no event for "the disk has room again"
+                    await asyncio.sleep(RETRY_S)
+            except Exception as error:  # noqa: BLE001 - it cannot be written at any time: of whoever waits for it
+                for written in waiting:
+                    written.set_exception(error)
+                waiting = []
+            self._under_way = None
+            self._say(None)
+            for written in waiting:
+                if not written.done():
+                    written.set_result(None)
+            if not self._waiting:
+                self._idle.set()
+
+    async def _try(self, page: Page) -> bool:
+        attempt = asyncio.ensure_future(self._pen.do(self._put, page))
+        done, _ = await asyncio.wait([attempt], timeout=SLOW_S)
+        if not done:
+            self._say(f"it does not answer for {SLOW_S:g} s")
+            await asyncio.wait([attempt])
+        error = attempt.exception()
+        if error is None:
+            return True
+        if not isinstance(error, FAILURES):
+            raise error
+        self._say(str(error) or type(error).__name__)
+        return False
+
+    def _say(self, why: str | None) -> None:
+        before, self.why = self.why, why
+        if (before is None) != (why is None):
+            self._trouble(why)
+
+    # ------------------------------------------------------------ on the threads
+
+    def _put(self, page: Page) -> None:
+        if self._store is None:
+            self._store = self._open()
+        try:
+            self._store.write(page)
+        except sqlite3.Error as error:
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF != sqlite3.SQLITE_FULL:
+                # What was wrong may be of this connection: a file system that was mounted again is another one.
+                store, self._store = self._store, None
+                store.close()
+            raise
+
+    def _read(self, what: Callable[[Store], T]) -> T:
+        if self._shared:
+            if self._store is None:
+                self._store = self._open()
+            return what(self._store)
+        store = Store(self._path, read_only=True)
+        try:
+            return what(store)
+        finally:
+            store.close()
+
+    def _close(self) -> None:
+        if self._store is not None:
+            self._store.close()
+
+
+class SideThread:
+    """Does one thing after the other. A process does not wait for it at its end: it may hang in a disk for ever."""
+
+    def __init__(self, name: str) -> None:
+        self._todo: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._started = False
+
+    def do(self, what: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+        """Calls it there; the result, or what it raised, comes in the future."""
+        if not self._started:
+            self._started = True
+            self._thread.start()
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._todo.put((lambda: what(*args), future))
+        return future
+
+    def end(self) -> None:
+        """Nothing more is to be done."""
+        self._todo.put(None)
+
+    def _run(self) -> None:
+        while (todo := self._todo.get()) is not None:
+            what, future = todo
+            try:
+                result, error = what(), None
+            except BaseException as raised:  # noqa: BLE001 - of whoever waits for it
+                result, error = None, raised
+            try:
+                future.get_loop().call_soon_threadsafe(_tell, future, result, error)
+            except RuntimeError:  # the loop is closed: nobody waits any more
+                return
+
+
+def _tell(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if future.cancelled():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)

@@ -1,0 +1,185 @@
+"""What a job tells about itself: its status while it runs, and the report of what it trained and what failed."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import msgspec
+
+from holdfast.coordinator.health import stragglers
+from holdfast.coordinator.kernel import incidents
+from holdfast.coordinator.kernel.state import CoreState, Worker, WorkerPhase
+from holdfast.coordinator.membership import counting, figures, resize
+from holdfast.coordinator.service.store import StepRow
+from holdfast.coordinator.storage.durable_checkpoints import how_far
+from holdfast.coordinator.storage.memory_snapshots import has_all
+from holdfast.plan.division import idle_share
+
+SCHEMA = 1
+INCIDENTS_SHOWN = 20
+
+
+def build_report(state: CoreState, steps: list[StepRow], now: float) -> dict[str, Any]:
+    """The report as `--report` writes it. Unknown is None, never 0. Durations in seconds."""
+    wall_s = now - state.began_s
+    took = [s.took_s for s in steps if s.took_s is not None]
+    productive_s = sum(took) if took else None
+    ended = [w for w in state.workers.values() if w.digest is not None]
+    digests = [sorted({str(w.digest) for w in ended if w.position == p}) for p in range(state.positions)]
+    losses = [s.loss for s in steps if s.loss is not None]
+    return {
+        "schema": SCHEMA,
+        "job": state.spec.name,
+        "engine": state.spec.engine,
+        "outcome": state.outcome,
+        "reason": state.stop_reason,
+        "world": {
+            "target": state.target,
+            "history": [list(h) for h in state.history],
+            "micro_batches": state.micro_batches,
+            "idle": _idle(state),
+        },
+        "steps": counting.shown(state, len(steps)) | {"median_s": _median_s(state, took)},
+        "incidents": [incidents.describe(state, i) for i in state.incidents],
+        "changes": [resize.describe(state, c) for c in state.changes],
+        "slow": [stragglers.shown(x) for x in state.slow],
+        "figures": figures.shown(state),
+        "goodput": {
+            "wall_s": round(wall_s, 3),
+            "productive_s": None if productive_s is None else round(productive_s, 3),
+            "share": None if productive_s is None else round(min(1.0, productive_s / max(wall_s, 1e-9)), 4),
+        },
+        "final": {
+            "loss": losses[-1] if losses else None,
+            "params_xxh3": ":".join(d[0] for d in digests) if all(len(d) == 1 for d in digests) else None,
+            "replicas_equal": all(len(d) <= 1 for d in digests) if ended else None,
+        },
+        "saved": msgspec.to_builtins(state.durable) if state.durable else None,
+        "in_memory": _in_memory(state),
+    }
+
+
+def _in_memory(state: CoreState) -> dict[str, int | None] | None:
+    """What no durable tier has and stays in the nodes' memory for the next start. step None: of a run before, and not all
+    nodes have said what they hold."""
+    if not state.keeps_memory:
+        return None
+    newest = max((x.step for x in state.snapshots if has_all(x)), default=None)
+    saved = state.durable.step if state.durable else 0
+    return {"step": newest if newest is not None and newest > saved else None}
+
+
+def _idle(state: CoreState) -> list[tuple[int, float]]:
+    """World sizes that the job had and that do not divide its micro-batches, and the share that each leaves idle."""
+    count = (state.micro_batches or 0) // state.shape[0]  # a replica computes so many at a time
+    sizes = {world: world // state.positions for _, world in sorted(state.history, key=lambda h: h[1])}
+    return [(w, round(idle_share(count, n), 4)) for w, n in sizes.items() if n and n <= count and count % n]
+
+
+def _median_s(state: CoreState, took: list[float]) -> float | None:
+    """Of the steps in the ledger; at level 0, where it holds none, as the slowest worker counted."""
+    if took:
+        return round(statistics.median(took), 5)
+    counted = [w.median_s for w in state.workers.values() if w.median_s is not None]
+    return round(max(counted), 5) if counted else None
+
+
+def build_status(state: CoreState, now: float) -> dict[str, Any]:
+    """The job at this moment. Unknown is None. Durations in seconds."""
+    members = state.generation.members if state.generation else ()
+    ranks = {x.worker: x.rank for x in members}
+    latest = sorted(state.workers.values(), key=lambda w: w.name in ranks)  # members last: theirs counts
+    losses = [w.loss for w in latest if w.loss is not None]
+    medians = [w.median_s for w in state.workers.values() if w.name in ranks and w.median_s is not None]
+    return {
+        "job": state.spec.name,
+        "phase": state.phase.value,
+        "outcome": state.outcome,
+        "reason": state.stop_reason,
+        "level": state.level,
+        "generation": state.number,
+        "world": state.generation.strength if state.generation else 0,
+        "target": state.target,
+        "step": state.step,
+        "steps": counting.shown(state),
+        "loss": losses[-1] if losses else None,
+        "median_s": max(medians, default=None),
+        "t_s": round(now - state.began_s, 3),
+        "nodes": [
+            {"node": n.name, "host": n.host, "rack": n.rack, "alive": n.alive, "failures": n.failures}
+            | ({"held": n.held} if n.held else {})
+            | ({"identity": n.identity} if n.identity else {})
+            | ({"unknown": sorted(n.unknown)} if n.alive and n.unknown else {})
+            for n in state.nodes.values()
+        ],
+        "health": {
+            "asks": [msgspec.to_builtins(a) for a in state.health.asks],
+            "quarantine": state.health.quarantine,
+        },
+        "workers": [
+            {
+                "worker": w.name,
+                "node": w.node,
+                "rank": ranks.get(w.name),
+                "state": "restoring" if _restoring(state, w) else w.phase.value,
+                "restored": w.restored if _restoring(state, w) else None,
+                "step": w.committed,
+                "log": w.log,
+            }
+            for w in state.workers.values()
+            if w.phase is not WorkerPhase.GONE
+        ],
+        "incidents": [incidents.describe(state, i) for i in state.incidents[-INCIDENTS_SHOWN:]],
+        "slow": [stragglers.shown(x) for x in state.slow if x.until_step is None],
+        "figures": figures.shown(state),
+        "blame": msgspec.to_builtins(state.blame) if state.blame else None,
+        "saving": _saving(state, now),
+    }
+
+
+def _restoring(state: CoreState, worker: Worker) -> bool:
+    """It is a member, and fetches the state. At level 0 it is known only of what takes its time."""
+    if worker.phase is not WorkerPhase.MEMBER:
+        return False
+    if state.level != 2:
+        return worker.restored is not None and worker.restored[0] < worker.restored[1]
+    seat = state.seats.get(worker.name)
+    return worker.joined < state.number and seat is not None and seat.restore
+
+
+def _saving(state: CoreState, now: float) -> dict[str, Any]:
+    """What is saved where, and how old it is. Durations in seconds; None: nothing yet."""
+    whole = [s for s in state.snapshots if s.whole]
+    newest = max(whole, key=lambda s: (s.step, s.generation), default=None)
+    tiers = []
+    for tier in state.spec.saving.tiers:
+        last = state.stored.get(tier.url)
+        there = last is not None and last.took_s is not None
+        under_way = next((s for s in state.storing if s.tier == tier.url and not s.void), None)
+        slow = any(s.tier == tier.url and s.slow for s in state.storing)
+        tiers.append(
+            {
+                "url": tier.url,
+                "step": last.step if last is not None and there else None,
+                "age_s": round(now - last.began_s, 3) if last is not None and there else None,
+                "took_s": last.took_s if last is not None else None,
+                "under_way": under_way.step if under_way else None,
+                "written": how_far(under_way) if under_way else None,
+                "failing": tier.url in state.failing_tiers,
+                "slow": slow,
+            }
+        )
+    return {
+        "snapshot": None
+        if newest is None
+        else {
+            "step": newest.step,
+            "nodes": min((len(set(h.nodes)) for h in newest.shards), default=0),
+            "nbytes": sum({h.copy.shard.row.xxh3: h.copy.shard.row.nbytes for h in newest.shards}.values()),
+            "took_s": round((newest.whole_s or now) - newest.began_s, 4),
+            "age_s": round(now - (newest.whole_s or now), 3),
+        },
+        "skipped": state.skipped,
+        "tiers": tiers,
+    }

@@ -1,0 +1,334 @@
+"""What outlives the coordinator's process: SQLite in the job's folder.
+
+Four tables: the newest snapshot of the core, the ledger of events, one row for every committed step, and one for every
+value that the script logged.
+Write-ahead logging keeps every committed row through the death of the process.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+
+from holdfast.coordinator.kernel.state import CoreState
+
+_SCHEMA = """
+create table if not exists kept (name text primary key, value blob not null);
+create table if not exists events (
+    seq integer primary key autoincrement, t_s real not null, utc text not null, kind text not null,
+    fields text not null);
+create table if not exists steps (
+    step integer primary key, t_s real not null, loss real, took_s real, generation integer, world integer);
+create table if not exists figures (
+    name text not null, step integer not null, value real, generation integer not null,
+    primary key (name, step)) without rowid;
+"""
+
+
+SNAPSHOT = "core"
+"""Under which name the core's state is kept."""
+
+
+class LedgerEntry(msgspec.Struct, frozen=True):
+    """One event. t_s: seconds since the job's start."""
+
+    seq: int
+    t_s: float
+    utc: str
+    kind: str
+    fields: dict[str, Any]
+
+
+class StepRow(msgspec.Struct, frozen=True):
+    """One committed step."""
+
+    step: int
+    t_s: float
+    loss: float | None
+    took_s: float | None
+    generation: int
+    world: int
+
+
+class Said(msgspec.Struct, frozen=True):
+    """Committed steps as they were told: (step, loss, seconds it took) each. t_s: when; world: workers of `generation`;
+    figures: what the script logged: (name, step, value) each."""
+
+    t_s: float
+    losses: tuple[tuple[int, float, float], ...]
+    generation: int
+    world: int
+    figures: Sequence[tuple[str, int, float]] = ()
+
+
+class Page(msgspec.Struct):
+    """What is written together, all or nothing. kept: small named values, of which the newest counts.
+
+    A page may be written again, also when only its writer does not know that it was: events have their numbers already,
+    and steps and values replace themselves.
+    """
+
+    entries: list[LedgerEntry] = []
+    steps: list[Said] = []
+    kept: dict[str, bytes] = {}
+
+    def add(self, later: Page) -> None:
+        """Takes in what comes after it."""
+        self.entries += later.entries
+        self.steps += later.steps
+        self.kept |= later.kept
+
+
+class Store:
+    """The job's file. One writer (the coordinator), any number of readers."""
+
+    def __init__(self, path: Path, read_only: bool = False, shared: bool = False) -> None:
+        """shared: the file is on a file system of several machines, where SQLite's index of the log in shared memory
+        does not work: this process alone opens it, and what is committed survives the machine."""
+        uri = f"file:{quote(str(path))}?mode={'ro' if read_only else 'rwc'}"
+        # Several threads may use it, one after the other.
+        self._db = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
+        if read_only:
+            return
+        try:
+            if shared:
+                self._db.execute("pragma locking_mode=exclusive")
+            self._db.execute("pragma journal_mode=wal")
+            self._db.execute(f"pragma synchronous={'full' if shared else 'normal'}")
+            self._db.executescript(_SCHEMA)
+        except BaseException:
+            self._db.close()
+            raise
+
+    @classmethod
+    def of(cls, data: bytes) -> Store:
+        """What `copy` gave, for reading."""
+        store = cls.__new__(cls)
+        store._db = sqlite3.connect(":memory:", isolation_level=None)
+        store._db.deserialize(data)
+        return store
+
+    def begin(self) -> None:
+        """What follows is written together."""
+        self._db.execute("begin")
+
+    def commit(self) -> None:
+        """Everything since `begin` is in the file now."""
+        self._db.execute("commit")
+
+    def write(self, page: Page) -> None:
+        """All of it, or nothing: then it raises sqlite3.Error, and may be called again."""
+        self.begin()
+        try:
+            self._db.executemany(
+                "insert or ignore into events values (?, ?, ?, ?, ?)",
+                [(e.seq, e.t_s, e.utc, e.kind, _text(e.fields)) for e in page.entries],
+            )
+            for said in page.steps:
+                self.add_steps(said.t_s, said.losses, said.generation, said.world)
+                self.add_figures(said.figures, said.generation)
+            for name, value in page.kept.items():
+                self.keep(name, value)
+            self.commit()
+        except BaseException:
+            if self._db.in_transaction:
+                self._db.execute("rollback")
+            raise
+
+    def save(self, state: CoreState) -> None:
+        """Replaces the snapshot."""
+        self.keep(SNAPSHOT, msgspec.msgpack.encode(state))
+
+    def load(self) -> CoreState | None:
+        """The newest snapshot."""
+        value = self.kept(SNAPSHOT)
+        return None if value is None else msgspec.msgpack.decode(value, type=CoreState)
+
+    def keep(self, name: str, value: bytes) -> None:
+        """A small named value."""
+        self._db.execute("insert or replace into kept values (?, ?)", (name, value))
+
+    def kept(self, name: str) -> bytes | None:
+        """A small named value; None when it was never kept."""
+        row = self._db.execute("select value from kept where name = ?", (name,)).fetchone()
+        return None if row is None else bytes(row[0])
+
+    def add_event(self, t_s: float, utc: str, kind: str, fields: dict[str, Any]) -> LedgerEntry:
+        """Appends to the ledger."""
+        cursor = self._db.execute(
+            "insert into events (t_s, utc, kind, fields) values (?, ?, ?, ?)", (t_s, utc, kind, _text(fields))
+        )
+        return LedgerEntry(cursor.lastrowid or 0, t_s, utc, kind, fields)
+
+    def events(self, after: int = 0) -> Iterator[LedgerEntry]:
+        """The ledger from `after` on, oldest first."""
+        query = "select seq, t_s, utc, kind, fields from events where seq > ? order by seq"
+        for seq, t_s, utc, kind, fields in self._db.execute(query, (after,)):
+            yield LedgerEntry(seq, t_s, utc, kind, msgspec.json.decode(fields))
+
+    def last_seq(self) -> int:
+        """Number of the newest event; 0 when there is none."""
+        return int(self._db.execute("select coalesce(max(seq), 0) from events").fetchone()[0])
+
+    def last_t_s(self) -> float:
+        """Time of the newest event or step; 0 when there is none."""
+        row = self._db.execute(
+            "select max((select coalesce(max(t_s), 0) from events), (select coalesce(max(t_s), 0) from steps))"
+        ).fetchone()
+        return float(row[0])
+
+    def add_steps(
+        self, t_s: float, losses: Iterable[tuple[int, float, float]], generation: int, world: int
+    ) -> None:
+        """Committed steps; one that was told already keeps its first row, a redone one its last."""
+        self._db.executemany(
+            "insert into steps values (?, ?, ?, ?, ?, ?) on conflict(step) do update set t_s = excluded.t_s, "
+            "loss = excluded.loss, took_s = excluded.took_s, generation = excluded.generation, "
+            "world = excluded.world where excluded.generation > generation and excluded.loss is not loss",
+            [(step, t_s, loss, took, generation, world) for step, loss, took in losses],
+        )
+
+    def add_figures(self, figures: Iterable[tuple[str, int, float]], generation: int) -> None:
+        """What the script logged: (name, step, value). A value that is told again, or anew for a step that was computed again,
+        replaces the one before; a late word of an older generation does not. One that is NaN is null."""
+        self._db.executemany(
+            "insert into figures values (?, ?, ?, ?) on conflict(name, step) do update set "
+            "value = excluded.value, generation = excluded.generation where excluded.generation >= generation",
+            [(name, step, value, generation) for name, step, value in figures],
+        )
+
+    def figures(self, name: str) -> list[tuple[int, float | None]]:
+        """(step, value) of each step in which the script logged this, in their order."""
+        known = self._db.execute("select 1 from sqlite_master where type = 'table' and name = 'figures'")
+        if known.fetchone() is None:  # a ledger from before there were any, which a reader may not change
+            return []
+        query = "select step, value from figures where name = ? order by step"
+        return list(self._db.execute(query, (name,)))
+
+    def steps(self, left: Page | None = None) -> list[StepRow]:
+        """All committed steps in their order. left: what the file does not have yet, as if it had."""
+        if left is not None and left.steps:
+            with closing(Store.of(self.copy())) as copy:
+                copy.write(left)
+                return copy.steps()
+        query = "select step, t_s, loss, took_s, generation, world from steps order by step"
+        return [StepRow(*row) for row in self._db.execute(query)]
+
+    def productive(self) -> tuple[int, float]:
+        """How many committed steps the ledger has, and the seconds that they took together."""
+        row = self._db.execute("select count(*), coalesce(sum(took_s), 0) from steps").fetchone()
+        return int(row[0]), float(row[1])
+
+    def copy(self) -> bytes:
+        """The whole file, as it is now: for those who cannot open it themselves."""
+        with closing(sqlite3.connect(":memory:")) as memory:
+            self._db.backup(memory)
+            data = bytearray(memory.serialize())
+        data[18:20] = b"\x01\x01"  # no write-ahead log goes with it
+        return bytes(data)
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._db.close()
+
+
+def _text(fields: dict[str, Any]) -> str:
+    return msgspec.json.encode(fields).decode()
+
+
+FIRST = "job.sqlite"
+LOCK_S = 1.0
+"""A lock that is not given back for so long is held by who writes, is stopped, or is gone."""
+QUIET_S = 0.5
+"""Two looks of a coordinator that is deposed, see `protocol.tenure`: one that lives and is about to write has ended."""
+
+
+def newest_ledger(job_dir: Path) -> Path:
+    """Where the job's ledger is: a coordinator that took over on another machine has one of its own."""
+    numbers = [int(p.stem.removeprefix("job-")) for p in job_dir.glob("job-*.sqlite")]
+    return job_dir / (f"job-{max(numbers)}.sqlite" if numbers else FIRST)
+
+
+def own_ledger(job_dir: Path, term: int) -> Path:
+    """The ledger of a term. One that was deposed before it could begin must not open, and so lock, its successor's."""
+    path = job_dir / f"job-{term}.sqlite"
+    return path if path.exists() else job_dir / FIRST
+
+
+def succeed(job_dir: Path, term: int) -> Path:
+    """A copy of the newest ledger for a new term, complete to the last commit: whoever still writes into the old one changes
+    nothing. Blocks for as long as somebody does.
+
+    Raises:
+        sqlite3.Error: the old ledger cannot be read.
+    """
+    old, new = newest_ledger(job_dir), job_dir / f"job-{term}.sqlite"
+    work = job_dir / f".job-{term}.sqlite"
+    while not (_copy_locked(old, work) or _copy_quiet(old, work)):
+        pass  # its coordinator lives, and writes: it ends when it sees that it is deposed
+    work.replace(new)
+    return new
+
+
+def _copy_locked(old: Path, work: Path) -> bool:
+    """The usual way: a coordinator that has ended holds no lock any more. False: somebody holds it."""
+    try:
+        _copy(f"file:{old}", work)
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorcode != sqlite3.SQLITE_BUSY:
+            raise
+        return False
+    return True
+
+
+def _copy_quiet(old: Path, work: Path) -> bool:
+    """Where the lock is never given back: its process is stopped, or a machine holds it that is gone.
+
+    Read is without locks then, which is right as long as nobody writes: so the files must not have changed for a while
+    before, nor until the copy is complete. SQLite reads the log itself, into its own memory, and changes nothing.
+    """
+    before = _stamps(old)
+    time.sleep(QUIET_S)  # there is no event for another machine's file
+    if _stamps(old) != before:
+        return False
+    try:
+        _copy(f"file:{old}?mode=ro&vfs=unix-none", work)
+    except sqlite3.DatabaseError:
+        if _stamps(old) == before:
+            raise
+        return False
+    return _stamps(old) == before
+
+
+def _copy(uri: str, work: Path) -> None:
+    work.unlink(missing_ok=True)
+    with (
+        closing(sqlite3.connect(uri, uri=True, isolation_level=None, timeout=LOCK_S)) as source,
+        closing(sqlite3.connect(work)) as copy,
+    ):
+        source.execute("pragma locking_mode=exclusive")  # or else SQLite wants its index in shared memory
+        source.execute(
+            "select count(*) from sqlite_master"
+        ).fetchone()  # the lock; `backup` would wait for ever
+        source.backup(copy)
+
+
+def _stamps(ledger: Path) -> list[tuple[int, int] | None]:
+    """What changes with every write. Opened for it: so a network file system asks its server."""
+    stamps: list[tuple[int, int] | None] = []
+    for path in (ledger, ledger.with_name(ledger.name + "-wal")):
+        try:
+            with path.open("rb") as file:
+                status = os.fstat(file.fileno())
+            stamps.append((status.st_mtime_ns, status.st_size))
+        except FileNotFoundError:
+            stamps.append(None)
+    return stamps

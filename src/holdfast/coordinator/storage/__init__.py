@@ -1,0 +1,1 @@
+"""Where the state of training is kept: snapshots in memory and checkpoints in durable tiers. Pure."""

@@ -1,0 +1,595 @@
+"""Snapshots in memory: who keeps a copy of what, when one is whole, and which to go on from.
+
+A snapshot is whole when every shard of it is held by as many nodes as the job asks for, or as can be had. Only then is the
+one before it given up, and not if more nodes hold that one: then it is kept beside the newest until one is held by as many.
+`durable_checkpoints` brings whole ones to durable tiers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from holdfast.checkpoint import placement
+from holdfast.checkpoint.policy import mtbf_s
+from holdfast.coordinator.kernel.state import HeldShard, JobPhase, Node, Rewind, Snapshot, Worker
+from holdfast.coordinator.storage import durable_checkpoints
+from holdfast.protocol import messages as m
+from holdfast.protocol.snapshots import Copy, Holder, Key, Lack
+
+if TYPE_CHECKING:
+    from holdfast.coordinator.kernel.machine import Core
+
+KEPT_WHOLE = 2
+"""The newest whole snapshot, and the one before it (whole or not) for when all its holders are lost at once."""
+
+KEPT_PARTIAL = 8
+"""Of snapshots that are not whole yet: so many that could be restored, and so many that could not. A node keeps two
+at a time, and few nodes save, so more are never of use."""
+
+KEPT_REWINDS = 16
+"""Of more, the two oldest count as one that forgets what either does."""
+
+MAX_UNREAD = 3
+"""So many generations may fail to read a snapshot that the core thinks is held; then an older one is taken."""
+
+# ---------------------------------------------------------------- what agents say
+
+
+def held(core: Core, node: Node, message: m.Held) -> None:
+    """A node has a shard in its memory."""
+    copy = message.copy
+    durable_checkpoints.summed(core, node, copy.key)
+    snapshot = _take(core, node, copy)
+    if snapshot is not None:
+        snapshot.stall_s = max(snapshot.stall_s, message.stall_s)
+        spread(core)  # of older ones nothing more comes from this node
+    elif happened(core, copy.key) and _newest_step(core) >= copy.key.step:  # a newer one has replaced it
+        core.send(node.name, _whole_now(core))
+
+
+def _take(core: Core, node: Node, copy: Copy) -> Snapshot | None:
+    """Notes who holds a shard; None when it is of no use."""
+    snapshot = _snapshot(core, copy.key)
+    if snapshot is None:
+        return None
+    if snapshot.given_up:
+        core.send(node.name, _forgets(core, snapshot))
+        return None
+    entry = next((h for h in snapshot.shards if h.copy == copy), None)
+    if entry is None:
+        entry = HeldShard(copy)
+        snapshot.shards.append(entry)
+    for other in snapshot.shards:
+        if node.name in other.asked and other.copy.key == copy.key:
+            other.asked.remove(node.name)
+            core.state.totals.copies += 1
+            core.state.totals.copied_bytes += copy.shard.row.nbytes
+    if node.name not in entry.nodes:
+        entry.nodes.append(node.name)
+    snapshot.lost = [r for r in snapshot.lost if r != copy.key.rank]
+    return snapshot
+
+
+def not_held(core: Core, node: Node, key: Key, reason: str, lack: Lack | None = None) -> None:
+    """A node could not keep a shard. Said once, until a snapshot is whole again."""
+    durable_checkpoints.summed(core, node, key)
+    if not core.state.skipped:
+        core.record("snapshot-skipped", node=node.name, step=key.step, rank=key.rank, reason=reason)
+    core.state.skipped += 1
+    core.state.totals.skipped += 1
+    node.refused_steps[key.rank] = max(node.refused_steps.get(key.rank, -1), key.step)
+    if lack is not Lack.SLOT:
+        _slots_freed(core, node)  # what was begun there has ended
+    newest = _newest(core)
+    makes_room = (
+        lack is Lack.MEMORY and newest is not None and key.step > newest.step and _kept(core) is not None
+    )
+    if newest is not None and makes_room:  # what is kept beside it takes the memory of the next
+        newest.no_room = True
+        _retire(core)
+    snapshot = _snapshot(core, key)
+    if snapshot is None:
+        spread(core)
+        return
+    place, asked = (node.name, key.rank), False
+    for entry in snapshot.shards:
+        if node.name in entry.asked and entry.copy.key == key:
+            entry.asked.remove(node.name)
+            asked = True
+    if lack is Lack.SLOT:
+        _note(snapshot.busy, place)
+    elif not makes_room:
+        _note(snapshot.refused, place)
+        snapshot.no_room = snapshot.no_room or lack is Lack.MEMORY
+    if not asked:
+        _note(snapshot.passed, place)
+    held_by_any = any(h.copy.key.rank == key.rank for h in snapshot.shards)
+    if core.state.level != 2 and not held_by_any and not snapshot.whole:
+        _give_up(core, snapshot)
+    else:
+        spread(core)
+
+
+def _note(places: list[tuple[str, int]], place: tuple[str, int]) -> None:
+    if place not in places:
+        places.append(place)
+
+
+def _slots_freed(core: Core, node: Node | None = None) -> None:
+    """There may be room again, on a node or on all: whoever had none is asked again."""
+    for snapshot in core.state.snapshots:
+        snapshot.busy = [] if node is None else [(n, r) for n, r in snapshot.busy if n != node.name]
+
+
+def spoiled(core: Core, node: Node, key: Key, reason: str) -> None:
+    """What a node held went bad in its memory: it is copied anew, where another has it."""
+    core.state.totals.unread += 1
+    core.record("snapshot-spoiled", node=node.name, step=key.step, rank=key.rank, reason=reason)
+    for snapshot in core.state.snapshots:
+        for entry in snapshot.shards:
+            if entry.copy.key == key:
+                entry.nodes = [n for n in entry.nodes if n != node.name]
+    _drop_lost(core)
+    spread(core)
+
+
+def _give_up(core: Core, snapshot: Snapshot) -> None:
+    """Nobody brings a shard that is missing: the memory of the others is freed for the next snapshot."""
+    snapshot.given_up = True
+    _slots_freed(core)
+    for name in dict.fromkeys(n for h in snapshot.shards for n in h.nodes):
+        core.send(name, _forgets(core, snapshot))
+    if core.state.level == 2:
+        snapshot.shards = []
+        return
+    for later in core.state.snapshots:
+        if later.step >= snapshot.step:
+            later.shards = []  # forgotten with it, where it was not whole either
+
+
+def _forgets(core: Core, snapshot: Snapshot) -> m.ForgetSnapshots:
+    """At level 0 all ranks save at their own times: of later ones nothing is whole either."""
+    return m.ForgetSnapshots(snapshot.step - 1, snapshot.step if core.state.level == 2 else None)
+
+
+def node_lost(core: Core, node: Node) -> None:
+    """What it held is gone; the copies that are left are brought up to their number again."""
+    for snapshot in core.state.snapshots:
+        for entry in snapshot.shards:
+            entry.asked = [n for n in entry.asked if n != node.name]
+            entry.nodes = [n for n in entry.nodes if n != node.name]
+    _drop_lost(core, returns=True)
+    spread(core)
+    durable_checkpoints.node_lost(core, node)
+
+
+def joined(core: Core, node: Node, hello: m.Hello) -> None:
+    """A node says what it holds: a new agent that adopted its memory, or one that knows a coordinator before this.
+
+    Either side may have missed messages of the other, so what was asked of it is asked again, and what it must have
+    been told is told again.
+    """
+    node.snapshot_port, node.snapshot_server = hello.snapshot_port, hello.snapshot_server
+    _slots_freed(core, node)
+    there = {(c.key, c.shard.row.xxh3) for c in hello.copies}
+    for snapshot in core.state.snapshots:
+        for entry in snapshot.shards:
+            entry.asked = [n for n in entry.asked if n != node.name]
+            if (entry.copy.key, entry.copy.shard.row.xxh3) not in there:
+                entry.nodes = [n for n in entry.nodes if n != node.name]
+    _drop_lost(core)
+    # It keeps nothing of a generation that a rewind began, so it may not have heard of that rewind. Whatever it
+    # holds of later steps is then of generations before, and never happened.
+    missed = [r for r in core.state.rewinds if not any(c.key.generation >= r.number for c in hello.copies)]
+    if missed and node.snapshot_port:
+        core.send(node.name, m.ForgetSnapshots(missed[0].start))
+    durable_checkpoints.joined(core, node, hello)
+    for copy in hello.copies:
+        _take(core, node, copy)
+    before = _newest_step(core)
+    spread(core)
+    if node.snapshot_port and before >= 0 and before == _newest_step(core):
+        core.send(node.name, _whole_now(core))
+
+
+# ---------------------------------------------------------------- copies in memory
+
+
+def happened(core: Core, key: Key) -> bool:
+    """Whether training, as it goes on now, came through the state that a shard is of.
+
+    What a new agent adopted of an earlier run has lost its generation.
+    """
+    s = core.state
+    if key.generation < 1 and s.number and s.level == 2 and key.step > s.committed:
+        return False
+    return all(key.generation >= r.number or key.step <= r.start for r in s.rewinds)
+
+
+def _newest(core: Core) -> Snapshot | None:
+    whole = [x for x in core.state.snapshots if x.whole]
+    return max(whole, key=lambda x: (x.step, x.generation), default=None)
+
+
+def _newest_step(core: Core) -> int:
+    return max((x.step for x in core.state.snapshots if x.whole), default=-1)
+
+
+def _copies(core: Core, snapshot: Snapshot) -> int:
+    """So many nodes hold the shard that the fewest hold; no more than are asked for."""
+    holders: dict[int, set[str]] = {}
+    for entry in snapshot.shards:
+        holders.setdefault(entry.copy.key.rank, set()).update(entry.nodes)
+    fewest = min(map(len, holders.values()), default=0) if len(holders) == snapshot.world else 0
+    return min(fewest, core.spec.saving.copies + 1)
+
+
+def _kept(core: Core) -> Snapshot | None:
+    """An older snapshot that stays beside the newest whole one, because more nodes hold it: with the newest alone the loss
+    of one node could lose all. Not where the newest has fewer copies for want of memory: what is kept would take the
+    memory of its successors' copies for ever."""
+    newest = _newest(core)
+    if newest is None or newest.no_room:
+        return None
+    copies = _copies(core, newest)
+    if copies > core.spec.saving.copies:
+        return None
+    at = (newest.step, newest.generation)
+    older = [x for x in core.state.snapshots if (x.step, x.generation) < at and not x.given_up]
+    ranked = [(n, x.step, x.generation, x) for x in older if (n := _copies(core, x)) > copies]
+    return max(ranked, key=lambda r: r[:3])[3] if ranked else None
+
+
+def _whole_now(core: Core) -> m.SnapshotWhole:
+    """What agents are told of whole snapshots."""
+    kept = _kept(core)
+    return m.SnapshotWhole(_newest_step(core), kept.step if kept is not None else None)
+
+
+def _snapshot(core: Core, key: Key) -> Snapshot | None:
+    """The snapshot that a shard is of, a new one if need be; None when it is of no use."""
+    s = core.state
+    wanted = (key.step, key.generation, key.world)
+    for snapshot in s.snapshots:
+        if (snapshot.step, snapshot.generation, snapshot.world) == wanted:
+            return snapshot
+    if key.step <= _newest_step(core) or not happened(core, key):
+        return None
+    if not _makes_room(core, key):
+        return None
+    new = Snapshot(key.step, key.generation, key.world, core.now)
+    s.snapshots.append(new)
+    return new
+
+
+def _makes_room(core: Core, key: Key) -> bool:
+    """One more snapshot is begun, which nobody holds yet. False: of those that are not whole, newer ones are kept. Of
+    which nothing is held goes first: agents that were without a coordinator say at once what they could not keep."""
+    s = core.state
+    partial = sorted((x for x in s.snapshots if not x.whole), key=lambda x: (x.step, x.generation))
+    held = [x for x in partial if has_all(x)]
+    begun = [x for x in partial if not has_all(x)]
+    begun.sort(key=lambda x: (bool(x.shards), x.whole_s is not None))
+    if len(held) >= KEPT_PARTIAL and held[-KEPT_PARTIAL].step > key.step:
+        return False
+    for old in held[:-KEPT_PARTIAL] + begun[: max(0, len(begun) - KEPT_PARTIAL + 1)]:
+        s.snapshots.remove(old)
+    return True
+
+
+def _drop_lost(core: Core, returns: bool = False) -> None:
+    """Forgets snapshots of which nothing is left, and whole ones of which a shard is gone. returns: it went with its node,
+    which may come back with it; then the others' shards are remembered, until a newer snapshot is whole."""
+    s = core.state
+    for snapshot in s.snapshots:
+        gone = {h.copy.key.rank for h in snapshot.shards if not h.nodes}
+        snapshot.shards = [h for h in snapshot.shards if h.nodes]
+        gone -= {h.copy.key.rank for h in snapshot.shards}
+        level_2 = s.level == 2 or snapshot.generation < 1  # nobody may have said the level yet
+        if gone and returns and level_2:
+            snapshot.lost += sorted(gone)
+            snapshot.whole = False
+    s.snapshots = [x for x in s.snapshots if (has_all(x) if x.whole else x.shards or x.given_up)]
+
+
+def has_all(snapshot: Snapshot) -> bool:
+    """Whether every shard of it is held by somebody."""
+    return {h.copy.key.rank for h in snapshot.shards} == set(range(snapshot.world))
+
+
+def savers(core: Core, generation: m.Generation) -> frozenset[int]:
+    """Ranks of a generation of replicas that take the snapshots."""
+    return frozenset(r for p in range(generation.positions) for r in savers_of(core, generation, p))
+
+
+def savers_of(core: Core, generation: m.Generation, position: int) -> frozenset[int]:
+    """Those of one shard: enough of them, on different nodes and in different racks where there are such, so that nothing
+    needs to be sent; they hold the same."""
+    first: dict[str, int] = {}
+    for member in (generation.members[r] for r in generation.column(position)):
+        if core.state.nodes[member.node].snapshot_port:
+            first.setdefault(member.node, member.rank)
+    wanted = core.spec.saving.copies + 1
+    chosen: list[str] = []
+    for name in first:
+        if len(chosen) < wanted and not _shares_rack(core, name, chosen):
+            chosen.append(name)
+    chosen += [n for n in first if len(chosen) < wanted and n not in chosen][: wanted - len(chosen)]
+    return frozenset(first[n] for n in chosen)
+
+
+def _shares_rack(core: Core, name: str, others: list[str]) -> bool:
+    rack = core.state.nodes[name].rack
+    return rack is not None and any(core.state.nodes[n].rack == rack for n in others)
+
+
+def spread(core: Core) -> None:
+    """Asks for every copy that is missing, of the newest snapshot first: it makes the older ones superfluous. When one is
+    whole there is room for others, which are then asked for."""
+    while True:
+        told = core.state.told_whole
+        for snapshot in sorted(core.state.snapshots, key=lambda x: (-x.step, -x.generation)):
+            _spread(core, snapshot)
+        _retire(core)
+        if core.state.told_whole == told:
+            return
+
+
+def _spread(core: Core, snapshot: Snapshot) -> None:
+    """Asks for the copies that are missing; a snapshot that misses none is whole. Of one that waits for a lost node none are
+    made: they would take the memory of the next."""
+    s = core.state
+    superseded = snapshot.step < _newest_step(core)
+    ending = s.phase in (JobPhase.STOPPING, JobPhase.ENDED)
+    if snapshot not in s.snapshots or snapshot.given_up or snapshot.lost or superseded or ending:
+        return
+    complete = True
+    for rank in range(snapshot.world):
+        entries = [h for h in snapshot.shards if h.copy.key.rank == rank]
+        if not entries:
+            complete = False
+            if s.positions > 1 and not s.last_from and not _may_come(core, snapshot, rank):
+                _give_up(core, snapshot)
+                return
+            continue
+        there = [n for h in entries for n in h.nodes]
+        asked = [n for h in entries for n in h.asked]
+        missing = core.spec.saving.copies + 1 - len(set(there))
+        if missing <= 0:
+            continue
+        if _expected(core, snapshot, rank, there):
+            complete = False
+            continue
+        best = max(entries, key=lambda h: len(h.nodes))
+        busy = [n for n, r in snapshot.busy if r == rank]
+        taken = [*there, *asked, *_refused(snapshot, rank), *busy]
+        for name in _buddies(core, best, taken)[: max(0, missing - len(asked))]:
+            best.asked.append(name)
+            asked.append(name)
+            core.send(name, m.Replicate(best.copy, _holders(core, best)))
+        if asked or (busy and _makes_way(core, snapshot)):
+            complete = False
+    if complete and not snapshot.whole:
+        _whole(core, snapshot)
+
+
+def _makes_way(core: Core, snapshot: Snapshot) -> bool:
+    """Whether copies of another snapshot are on their way, or all of them have come: then, or when they fail, there is room
+    for this one's. So each becomes whole with all its copies before the next one takes its memory."""
+    wanted, newest = core.spec.saving.copies + 1, _newest_step(core)
+    others = [x for x in core.state.snapshots if x is not snapshot]
+    return any(
+        any(h.asked for h in x.shards) or (x.step > newest and _copies(core, x) == wanted) for x in others
+    )
+
+
+def _expected(core: Core, snapshot: Snapshot, rank: int, there: list[str]) -> bool:
+    """Another member copies the same just now. (Of a whole one they all have: a copy that went since comes no more.)"""
+    s = core.state
+    if snapshot.whole_s is not None:
+        return False
+    g = s.generation
+    running = s.phase in (JobPhase.RUNNING, JobPhase.BREAKING)
+    if s.level != 2 or g is None or snapshot.generation != g.number or not running:
+        return False
+    newer = [x for x in s.snapshots if x.generation == snapshot.generation and x.step > snapshot.step]
+    further = {n for x in newer for n in (*_declined(x, rank), *_holding(x, rank))}
+    nodes = {g.members[saver].node for saver in savers_of(core, g, rank)}
+    return any(s.nodes[n].alive and n not in (*there, *_declined(snapshot, rank), *further) for n in nodes)
+
+
+def _refused(snapshot: Snapshot, rank: int) -> list[str]:
+    return [n for n, r in snapshot.refused if r == rank]
+
+
+def _declined(snapshot: Snapshot, rank: int) -> list[str]:
+    """Nodes whose own workers will not bring a shard any more."""
+    return [n for n, r in (*snapshot.refused, *snapshot.passed) if r == rank]
+
+
+def _holding(snapshot: Snapshot, rank: int) -> list[str]:
+    return [n for h in snapshot.shards if h.copy.key.rank == rank for n in h.nodes]
+
+
+def _may_come(core: Core, snapshot: Snapshot, rank: int) -> bool:
+    """Whether a shard that nobody holds yet may still be brought: by one that saves, and has not said that it cannot; with
+    its node lost it may come back. Of a generation that is over that is not known, and its slots are given to the next
+    one's snapshots."""
+    s = core.state
+    g = s.generation
+    if g is None or snapshot.generation != g.number:
+        return True
+    newer = [x for x in s.snapshots if x.generation == snapshot.generation and x.step > snapshot.step]
+    past = {n for x in newer for n in _holding(x, rank)} | set(_declined(snapshot, rank))
+    return any(g.members[saver].node not in past for saver in savers_of(core, g, rank))
+
+
+def _buddies(core: Core, entry: HeldShard, taken: list[str]) -> list[str]:
+    """Nodes that may keep another copy, the owner's own buddies first, then those in other racks."""
+    s = core.state
+    alive = [n for n in core.alive_nodes() if n.snapshot_port]
+    placed = placement.place({n.name: n.rack for n in alive}, core.spec.saving.copies, s.buddy_groups)
+    s.buddy_groups = [list(g) for g in placed.groups]
+    first = [b for n in entry.nodes for b in placed.buddies.get(n, ())]
+    others = sorted((n.name for n in alive), key=lambda n: _shares_rack(core, n, entry.nodes))
+    return [n for n in dict.fromkeys([*first, *others]) if n not in taken]
+
+
+def hands_over(core: Core, node: Node) -> bool:
+    """Whether a node that is about to leave as planned still gives on the shards that nobody else will hold, of the newest
+    snapshot that is whole. What no other can keep goes with it, unless the job is still to go on from there. At one worker
+    per replica every member can save the next one alone, so nothing is worth the wait."""
+    s = core.state
+    if s.level != 2 or s.phase in (JobPhase.STOPPING, JobPhase.ENDED):
+        return False
+    snapshot = newest_whole(core)
+    if snapshot is None or snapshot.world == 1:
+        return False
+    waits = False
+    for rank in range(snapshot.world):
+        entries = [h for h in snapshot.shards if h.copy.key.rank == rank]
+        staying = {n for h in entries for n in h.nodes if s.nodes[n].leaving is None}
+        mine = next((h for h in entries if node.name in h.nodes), None)
+        if mine is None or staying:
+            continue
+        asked = [n for h in entries for n in h.asked]
+        busy = [n for n, r in snapshot.busy if r == rank]
+        if not asked:
+            taken = [
+                *mine.nodes,
+                *_refused(snapshot, rank),
+                *busy,
+                *(n.name for n in s.nodes.values() if n.leaving is not None),
+            ]
+            for name in _buddies(core, mine, taken)[:1]:
+                mine.asked.append(name)
+                asked.append(name)
+                core.send(name, m.Replicate(mine.copy, _holders(core, mine)))
+        waits = waits or bool(asked) or (bool(busy) and _makes_way(core, snapshot)) or not s.number
+    return waits
+
+
+def _holders(core: Core, entry: HeldShard) -> tuple[Holder, ...]:
+    nodes = [core.state.nodes[n] for n in entry.nodes]
+    return tuple(Holder(n.name, n.host, n.snapshot_port, n.snapshot_server) for n in nodes if n.alive)
+
+
+def _whole(core: Core, snapshot: Snapshot) -> None:
+    s = core.state
+    snapshot.whole = True
+    if snapshot.whole_s is None:
+        _tell_whole(core, snapshot)
+    else:
+        core.record("snapshot-back", step=snapshot.step, generation=snapshot.generation)
+    s.told_whole = None
+    _retire(core)
+    durable_checkpoints.begin_due(core)
+
+
+def _retire(core: Core) -> None:
+    """Gives up what is older than the newest whole snapshot, but for what is kept beside it, and tells agents if that is
+    news to them."""
+    s, newest = core.state, _newest(core)
+    if newest is None or (s.told_whole is not None and newest.step < s.told_whole[0]):
+        return  # a newer one was whole, and lost a shard since: it may come back
+    said = _whole_now(core)
+    if s.told_whole == (said.step, said.kept):
+        return
+    older = [x for x in s.snapshots if has_all(x) and x.step <= newest.step]
+    keep = sorted(older, key=lambda x: (x.step, x.generation))[-KEPT_WHOLE:]
+    if (kept := _kept(core)) is not None:
+        keep.append(kept)
+    s.snapshots = [x for x in s.snapshots if x.step > newest.step or any(x is k for k in keep)]
+    s.told_whole = (said.step, said.kept)
+    _slots_freed(core)
+    for node in core.alive_nodes():
+        core.send(node.name, said)
+
+
+def _tell_whole(core: Core, snapshot: Snapshot) -> None:
+    s = core.state
+    snapshot.whole_s = core.now
+    s.skipped = 0
+    copies = min(
+        len({n for h in snapshot.shards if h.copy.key.rank == r for n in h.nodes})
+        for r in range(snapshot.world)
+    )
+    rows = {h.copy.shard.row.xxh3: h.copy.shard.row.nbytes for h in snapshot.shards}
+    totals = s.totals
+    totals.snapshots += 1
+    totals.nbytes += sum(rows.values())
+    totals.took_s += core.now - snapshot.began_s
+    totals.stall_s += snapshot.stall_s
+    core.record(
+        "snapshot",
+        step=snapshot.step,
+        generation=snapshot.generation,
+        world=snapshot.world,
+        nbytes=sum(rows.values()),
+        nodes=copies,
+        took_s=round(core.now - snapshot.began_s, 4),
+    )
+    if copies < core.spec.saving.copies + 1 and not s.short_of_copies:
+        core.record("few-copies", nodes=copies, wanted=core.spec.saving.copies + 1)
+    s.short_of_copies = copies < core.spec.saving.copies + 1
+
+
+# ---------------------------------------------------------------- where to go on from
+
+
+def newest_whole(core: Core) -> Snapshot | None:
+    """The newest snapshot of which every shard is held by a node that lives."""
+    there = [x for x in core.state.snapshots if has_all(x)]
+    return max(there, key=lambda x: (x.step, x.generation), default=None)
+
+
+def sources(core: Core, snapshot: Snapshot, rank: int, node: str) -> tuple[Copy, tuple[Holder, ...]]:
+    """One shard and its holders, the node's own memory first."""
+    entries = [h for h in snapshot.shards if h.copy.key.rank == rank]
+    best = max(entries, key=lambda h: (node in h.nodes, len(h.nodes)))
+    return best.copy, tuple(sorted(_holders(core, best), key=lambda h: h.node != node))
+
+
+def unread(core: Core, copy: Copy) -> None:
+    """A worker could not read a snapshot from any of its holders: a node may have less than the core thinks."""
+    s, key = core.state, copy.key
+    for snapshot in list(s.snapshots):
+        if (snapshot.step, snapshot.generation, snapshot.world) == (key.step, key.generation, key.world):
+            snapshot.unread += 1
+            if snapshot.unread >= MAX_UNREAD:
+                s.snapshots.remove(snapshot)
+                s.totals.unread += 1
+                core.record("snapshot-unreadable", step=snapshot.step, generation=snapshot.generation)
+
+
+def went_back(core: Core, start: int) -> None:
+    """The next generation goes on from `start`, and not from live state: what was saved of later steps is of a past
+    that did not happen. It may still be reported, and by agents that did not hear this."""
+    s = core.state
+    if not s.number and not start:
+        return  # the very beginning
+    s.rewinds = [r for r in s.rewinds if r.start < start] + [Rewind(s.number + 1, start)]
+    if len(s.rewinds) > KEPT_REWINDS:
+        s.rewinds[:2] = [Rewind(s.rewinds[1].number, s.rewinds[0].start)]
+    durable_checkpoints.went_back(core, start)
+    s.snapshots = [x for x in s.snapshots if x.step <= start]
+    _slots_freed(core)
+    for node in core.alive_nodes():  # also those that hold nothing: they know which snapshot was whole
+        core.send(node.name, m.ForgetSnapshots(start))
+
+
+def sought(core: Core, worker: Worker, request: int) -> None:
+    """A script wants to load: it is told what there is."""
+    snapshot = newest_whole(core)
+    durable = core.state.durable
+    if snapshot is not None and (durable is None or durable.step <= snapshot.step):
+        shards = tuple(sources(core, snapshot, rank, worker.node) for rank in range(snapshot.world))
+        core.tell(worker, m.SnapshotFound(request, shards, durable))
+    else:
+        core.tell(worker, m.SnapshotFound(request, (), durable))
+
+
+def mean_time_between_failures_s(core: Core) -> float:
+    """What `auto` goes by: the job's own incidents, and a prior."""
+    s = core.state
+    return mtbf_s(len(s.incidents), core.now - s.began_s)
