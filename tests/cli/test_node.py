@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from holdfast.cli.app import app
-from holdfast.coordinator.health.history import Kind
+from holdfast.coordinator.kernel.history import Kind
 from holdfast.coordinator.service.history_store import FILE_NAME, Entry, History, now_s
 from holdfast.coordinator.service.store import Store
 from holdfast.errors import UsageError

@@ -3,6 +3,7 @@
 import pytest
 from desk import Desk
 
+from holdfast.coordinator.health.stragglers import Peers
 from holdfast.coordinator.service.report import build_report, build_status
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import HealthSpec
@@ -111,8 +112,8 @@ def test_a_member_that_says_nothing_holds_nobody_up():
             block = spent(step, 0.15 if worker == desk.members()[1] else 0.1)
             desk.says(worker, m.Progress(1, step + BLOCK_STEPS, 0.2, (), {}, (block,)))
     assert [f["subject"] for f in findings(desk)] == ["rank 1"]
-    assert silent not in desk.core.peers.blocks
-    assert len(desk.core.peers.blocks) <= 4
+    assert silent not in desk.core.transient(Peers).blocks
+    assert len(desk.core.transient(Peers).blocks) <= 4
 
 
 def test_the_slow_node_leaves_at_a_steps_edge_when_its_replacement_is_ready():

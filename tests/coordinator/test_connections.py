@@ -13,8 +13,9 @@ import aiohttp
 import msgspec
 import pytest
 
-from holdfast.coordinator.health.history import Remembered
-from holdfast.coordinator.service.server import Coordinator, server
+from holdfast.coordinator.kernel.history import Remembered
+from holdfast.coordinator.service import server
+from holdfast.coordinator.service.server import Coordinator
 from holdfast.protocol import messages as m
 from holdfast.protocol.endpoint import Endpoint
 from holdfast.protocol.frames import Codec, encode

@@ -8,7 +8,8 @@ import aiohttp
 import msgspec
 import pytest
 
-from holdfast.coordinator.service.server import Coordinator, server
+from holdfast.coordinator.service import server
+from holdfast.coordinator.service.server import Coordinator
 from holdfast.protocol.endpoint import Endpoint
 from holdfast.protocol.job import JobSpec, Resume
 

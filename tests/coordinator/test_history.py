@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.coordinator.health.history import Kind, Remembered, standing
 from holdfast.coordinator.kernel.events import Remember
+from holdfast.coordinator.kernel.history import Kind, Remembered, standing
 from holdfast.coordinator.service.history_store import (
     Entry,
     History,

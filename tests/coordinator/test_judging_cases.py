@@ -18,9 +18,9 @@ from findings import (
     verdicts,
 )
 
-from holdfast.coordinator.health.history import Kind, Remembered
 from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel import incidents
+from holdfast.coordinator.kernel.history import Kind, Remembered
 from holdfast.coordinator.kernel.state import Incident
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import CheckResult, Condition, HealthSpec, Remedy

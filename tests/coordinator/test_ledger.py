@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from fakeagents import FENCES, Agent, Plane, serving
 
-from holdfast.coordinator.service.server import ledger, server
+from holdfast.coordinator.service import ledger, server
 from holdfast.coordinator.service.store import Store
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import JobSpec, Resume

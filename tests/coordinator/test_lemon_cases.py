@@ -5,8 +5,8 @@ from __future__ import annotations
 from desk import Desk, running
 from findings import ERROR, FATAL, come_back, finds, marked, park_all, train_on
 
-from holdfast.coordinator.health.history import Kind, Remembered
 from holdfast.coordinator.kernel import events as e
+from holdfast.coordinator.kernel.history import Kind, Remembered
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import HealthSpec, Remedy
 

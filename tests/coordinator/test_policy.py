@@ -6,17 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.coordinator.kernel.script_fault import ScriptFault, script_fault
 from holdfast.coordinator.kernel.state import Blame, Failure
 from holdfast.coordinator.membership.policy import (
     NodeFault,
     Report,
-    ScriptFault,
     assign_ranks,
     describe_exit,
     failure_signature,
     find_culprits,
     gang_fault,
-    script_fault,
     settle,
 )
 from holdfast.protocol.messages import Exited, Generation, Member, WorkerView

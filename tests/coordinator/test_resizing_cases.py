@@ -5,7 +5,8 @@ from desk import Desk, copy_of, running
 
 from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel.state import JobPhase, WorkerPhase
-from holdfast.coordinator.membership.resize import GAIN_SHARE, check_drain, check_resize, describe
+from holdfast.coordinator.membership.queries import GAIN_SHARE
+from holdfast.coordinator.membership.resize import check_drain, check_resize, describe
 from holdfast.errors import UsageError
 from holdfast.protocol import messages as m
 

@@ -6,7 +6,7 @@ from desk import TIER, Desk, copy_of, running
 
 from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel.state import CoreState, JobPhase, WorkerPhase
-from holdfast.coordinator.storage import memory_snapshots
+from holdfast.coordinator.storage import memory_snapshots, queries
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import Durable
 from holdfast.protocol.snapshots import DurableTier, Saving
@@ -266,7 +266,7 @@ def test_a_whole_snapshot_that_lost_a_rank_is_none():
     assert desk.whole() == [9]
     desk.lose("n2")
     assert desk.state.snapshots == []
-    assert memory_snapshots.newest_whole(desk.core) is None
+    assert queries.newest_whole(desk.core) is None
 
 
 def test_ranks_with_equal_bytes_write_their_row_once():

@@ -16,7 +16,7 @@ import pytest
 from harness import TINY, Ran, finish, start, wait_for
 
 from holdfast.agent.standin import append_kernel_lines, xid_line
-from holdfast.coordinator.health.history import Standing, standing
+from holdfast.coordinator.kernel.history import Standing, standing
 from holdfast.coordinator.service.history_store import FILE_NAME, History, now_s
 from holdfast.engines.client import JobClient
 from holdfast.health.identity import identity

@@ -88,7 +88,7 @@ def clear(
     """Says that a machine is well: jobs use it again, and what was held against it counts no more."""
     import asyncio
 
-    from holdfast.coordinator.health.history import DOUBTED, Kind
+    from holdfast.coordinator.kernel.history import DOUBTED, Kind
     from holdfast.coordinator.service.history_store import Entry, find_machine, now_s
     from holdfast.errors import UsageError
 
@@ -147,7 +147,7 @@ def _history(where: str | None) -> Iterator[History]:
 
 
 def _summary(machine: str, entries: Sequence[Entry]) -> dict[str, Any]:
-    from holdfast.coordinator.health.history import standing
+    from holdfast.coordinator.kernel.history import standing
     from holdfast.coordinator.service.history_store import now_s
 
     mine = [e for e in entries if e.machine == machine]
@@ -170,7 +170,7 @@ def _summary(machine: str, entries: Sequence[Entry]) -> dict[str, Any]:
 
 def _wrong(entries: Sequence[Entry]) -> dict[str, int]:
     """Rules that people called wrong again and again."""
-    from holdfast.coordinator.health.history import DOUBTED, Kind
+    from holdfast.coordinator.kernel.history import DOUBTED, Kind
 
     times: dict[str, int] = {}
     for entry in entries:

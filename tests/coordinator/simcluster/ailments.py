@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from holdfast.coordinator.health import blast_radius, escalation
-from holdfast.coordinator.health.history import Kind, Remembered
 from holdfast.coordinator.kernel import events as e
+from holdfast.coordinator.kernel.history import Kind, Remembered
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import CheckResult, Condition, Finding, Remedy, Severity
 

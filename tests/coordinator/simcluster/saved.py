@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel.state import CoreState, JobPhase
-from holdfast.coordinator.storage import memory_snapshots
+from holdfast.coordinator.storage import memory_snapshots, queries
 from holdfast.protocol import messages as m
 from holdfast.protocol.snapshots import Copy, Key, Lack
 from simcluster.plan import FOREVER
@@ -121,9 +121,7 @@ class SavedChecks:
         told = {said.step, said.kept}
         short = any(step == said.step for step, _ in self._short)
         self._short = {t for t in self._short if t[0] >= said.step}
-        steps = {
-            (x.step, x.generation) for x in state.snapshots if x.step in told and memory_snapshots.has_all(x)
-        }
+        steps = {(x.step, x.generation) for x in state.snapshots if x.step in told and queries.has_all(x)}
         stays = max((self._copies(t) for t in steps), default=0)
         for taken, firm in self._safe.items():
             gone = taken[0] < said.step and taken[0] != said.kept

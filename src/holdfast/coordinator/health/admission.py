@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from holdfast.coordinator.health import blast_radius, history, triage
-from holdfast.coordinator.health.history import Kind, Remembered
+from holdfast.coordinator.health import blast_radius, queries, triage
+from holdfast.coordinator.kernel import history
+from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.events import MarkNode, Remember
 from holdfast.coordinator.kernel.health_state import KEPT_MACHINES, Act, Checking, count
+from holdfast.coordinator.kernel.history import Kind, Remembered
+from holdfast.coordinator.kernel.requests import RefuseNode
 from holdfast.coordinator.kernel.state import Incident, Node
-from holdfast.coordinator.membership import nodes
 from holdfast.protocol import messages as m
-from holdfast.protocol.health import CheckResult, Condition, Remedy
-
-if TYPE_CHECKING:
-    from holdfast.coordinator.kernel.machine import Core
+from holdfast.protocol.health import Condition, Remedy
 
 CHECKS_S = 1800.0
 """So long the deep checks of one node may take; thorough ones of many devices take a quarter of an hour."""
@@ -26,21 +24,7 @@ PAST_ACTS = 8
 """So many remedies of earlier jobs count for the next one on a machine."""
 
 
-def refusal(hello: m.Hello) -> str | None:
-    """Why a node is not let in at all: its basic checks found a fault."""
-    bad = [c for c in hello.checks if c.condition is Condition.FAULTY]
-    return _described(bad) if bad else None
-
-
-def _described(results: Sequence[CheckResult]) -> str:
-    told = [
-        f"{r.name}{f' of {r.subject}' if r.subject else ''}: {r.detail or r.condition.value}"
-        for r in results[:3]
-    ]
-    return "; ".join(told) + (f" (and {len(results) - 3} more)" if len(results) > 3 else "")
-
-
-def refuse(core: Core, hello: m.Hello, reason: str) -> None:
+def refuse(core: Context, hello: m.Hello, reason: str) -> None:
     """The engine is told, and asked for another; each time it waits longer, in case the check is what is wrong."""
     s = core.state
     s.health.refusals += 1
@@ -49,7 +33,7 @@ def refuse(core: Core, hello: m.Hello, reason: str) -> None:
     s.ask_after_s = max(s.ask_after_s or 0.0, core.now + min(pause_s, core.timing.wait_s))
 
 
-def admit(core: Core, node: Node, hello: m.Hello, past: Sequence[Remembered]) -> None:
+def admit(core: Context, node: Node, hello: m.Hello, past: Sequence[Remembered]) -> None:
     """A node joins that is not known, or comes back as a new one."""
     s = core.state
     node.identity, node.devices = hello.identity, hello.devices
@@ -70,7 +54,7 @@ def admit(core: Core, node: Node, hello: m.Hello, past: Sequence[Remembered]) ->
         core.record("lemon", node=node.name, reason=node.lemon)
 
 
-def _earlier(core: Core, node: Node, record: Remembered) -> Act:
+def _earlier(core: Context, node: Node, record: Remembered) -> Act:
     """A remedy of another job, on this one's clock."""
     at_s, remedy = core.now - record.age_s, Remedy(record.remedy)
     act = Act(at_s, node.machine, node.name, record.rule, remedy, device=record.device, earlier=True)
@@ -78,7 +62,7 @@ def _earlier(core: Core, node: Node, record: Remembered) -> Act:
     return act
 
 
-def _check(core: Core, node: Node, why: str) -> None:
+def _check(core: Context, node: Node, why: str) -> None:
     s = core.state
     s.health.requests += 1
     node.held = f"deep checks: {why}"
@@ -87,13 +71,13 @@ def _check(core: Core, node: Node, why: str) -> None:
     repeat(core, node)
 
 
-def repeat(core: Core, node: Node) -> None:
+def repeat(core: Context, node: Node) -> None:
     """Sends the order (again) whose answer is not there."""
     if node.checking is not None:
         core.send(node.name, m.RunChecks(node.checking.request, deep=True))
 
 
-def checked(core: Core, node: Node, message: m.Checked) -> None:
+def checked(core: Context, node: Node, message: m.Checked) -> None:
     """An agent's answer. What was given up may be used again only if every check is well; of a new node what could not be
     told is no reason to refuse it."""
     if node.checking is None or message.request != node.checking.request:
@@ -102,7 +86,7 @@ def checked(core: Core, node: Node, message: m.Checked) -> None:
     fine = (Condition.HEALTHY, Condition.UNKNOWN) if new else (Condition.HEALTHY,)
     bad = [r for r in message.results if r.condition not in fine]
     if bad or not message.results:
-        turn_away(core, node, f"its deep checks did not pass: {_described(bad) or 'no check was run'}")
+        turn_away(core, node, f"its deep checks did not pass: {queries.described(bad) or 'no check was run'}")
         return
     took = [r.name for r in message.results]
     node.checking, node.held = None, None
@@ -112,17 +96,17 @@ def checked(core: Core, node: Node, message: m.Checked) -> None:
         core.act(Remember(node.identity, Kind.READMITTED, node.name, text=f"passed {len(took)} deep checks"))
 
 
-def turn_away(core: Core, node: Node, reason: str) -> None:
+def turn_away(core: Context, node: Node, reason: str) -> None:
     """A node that was held is not used; the engine is asked for another."""
     node.checking = None
     count(core.state.health.totals.withheld, "checks")
     core.act(MarkNode(node.name, reason))
     quarantine(core, node, reason, None)
     core.record("node-refused", node=node.name, reason=reason)
-    nodes.give_up(core, node, reason)
+    core.request(RefuseNode(node, reason))
 
 
-def quarantine(core: Core, node: Node, reason: str, incident: Incident | None) -> None:
+def quarantine(core: Context, node: Node, reason: str, incident: Incident | None) -> None:
     """The machine is not used again, in this job and in others, before it has passed the deep checks."""
     rule, device = (incident.rule, incident.device) if incident else ("", "")
     _give_up(core, node.machine, reason[:400], rule)
@@ -130,7 +114,7 @@ def quarantine(core: Core, node: Node, reason: str, incident: Incident | None) -
         core.act(Remember(node.identity, Kind.QUARANTINED, node.name, rule, device, reason[:400]))
 
 
-def _give_up(core: Core, machine: str, why: str, rule: str) -> None:
+def _give_up(core: Context, machine: str, why: str, rule: str) -> None:
     health = core.state.health
     _take_back(core, machine)
     health.quarantine[machine] = why
@@ -140,19 +124,19 @@ def _give_up(core: Core, machine: str, why: str, rule: str) -> None:
         _take_back(core, next(iter(health.quarantine)))
 
 
-def _take_back(core: Core, machine: str) -> str | None:
+def _take_back(core: Context, machine: str) -> str | None:
     """Why it was in quarantine, if it was."""
     core.state.health.quarantine_rules.pop(machine, None)
     return core.state.health.quarantine.pop(machine, None)
 
 
-def lost(core: Core, node: Node, incident: Incident) -> None:
+def lost(core: Context, node: Node, incident: Incident) -> None:
     """A node was lost while it was used, and no rule says why: that counts, too."""
     if node.identity and core.spec.engine != "local" and not incident.rule and not incident.injected:
         core.act(Remember(node.identity, Kind.LOST, node.name, text=incident.cause[:400]))
 
 
-def cleared(core: Core, machine: str, rule: str) -> None:
+def cleared(core: Context, machine: str, rule: str) -> None:
     """A person says that a machine is well, or that a rule was wrong about it. What was asked about it is answered. A
     quarantine for something else than that rule stands."""
     health = core.state.health

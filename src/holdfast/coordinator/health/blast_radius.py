@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from holdfast.coordinator.health import escalation
+from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.health_state import KEPT_ACTS, KEPT_RULES, Act, Sighting
+from holdfast.coordinator.kernel.script_fault import script_fault
 from holdfast.coordinator.kernel.state import Failure, Node
-from holdfast.coordinator.membership import policy
 from holdfast.protocol.health import Remedy, acts_on_node
-
-if TYPE_CHECKING:
-    from holdfast.coordinator.kernel.machine import Core
 
 STORM_S = 60.0
 STORM_NODES = 3
@@ -21,34 +17,34 @@ theirs: a switch, a file server, a driver, the script."""
 # ---------------------------------------------------------------- acted on
 
 
-def size(core: Core) -> int:
+def size(core: Context) -> int:
     """Nodes that the job has or is to have."""
     return max(len(core.alive_nodes()), core.state.wanted_nodes + core.spec.spares)
 
 
-def limit(core: Core) -> int:
+def limit(core: Context) -> int:
     """So many nodes may be acted on within the window."""
     return escalation.blast_limit(size(core), core.spec.health.blast_share)
 
 
-def acted_on(core: Core) -> set[str]:
+def acted_on(core: Context) -> set[str]:
     """Machines that were acted on within the window."""
     return set(_leaves_window_s(core))
 
 
-def may_act(core: Core, machine: str) -> bool:
+def may_act(core: Context, machine: str) -> bool:
     """Acting on this machine stays within the limit."""
     done = acted_on(core)
     return machine in done or len(done) < limit(core)
 
 
-def may_act_at_s(core: Core) -> float:
+def may_act_at_s(core: Context) -> float:
     """When one more machine may be acted on, as far as is known now."""
     ends = sorted(_leaves_window_s(core).values())
     return ends[len(ends) - limit(core)] if len(ends) >= limit(core) else core.now
 
 
-def _leaves_window_s(core: Core) -> dict[str, float]:
+def _leaves_window_s(core: Context) -> dict[str, float]:
     """Machines that were acted on within the window, and when each is out of it."""
     window_s = core.spec.health.blast_window_s
     ends: dict[str, float] = {}
@@ -58,25 +54,25 @@ def _leaves_window_s(core: Core) -> dict[str, float]:
     return ends
 
 
-def repairs(core: Core) -> int:
+def repairs(core: Context) -> int:
     """Remedies of this job that took a node out of it."""
     done = core.state.health.totals.acts
     return sum(n for remedy, n in done.items() if acts_on_node(Remedy(remedy)))
 
 
-def entered(core: Core, act: Act) -> None:
+def entered(core: Context, act: Act) -> None:
     """Remembers a remedy: as many as a window of this fleet may have, and all that are under way."""
     core.state.health.acts.append(act)
     _trim(core)
 
 
-def recalled(core: Core, acts: list[Act]) -> None:
+def recalled(core: Context, acts: list[Act]) -> None:
     """The same for remedies of earlier jobs, oldest first."""
     core.state.health.acts[:0] = acts
     _trim(core)
 
 
-def _trim(core: Core) -> None:
+def _trim(core: Context) -> None:
     acts = core.state.health.acts
     excess = len(acts) - max(KEPT_ACTS, size(core))
     for old in [a for a in acts if a.done][: max(0, excess)]:
@@ -86,7 +82,7 @@ def _trim(core: Core) -> None:
 # ---------------------------------------------------------------- reported
 
 
-def reported(core: Core, node: Node, rule: str) -> None:
+def reported(core: Context, node: Node, rule: str) -> None:
     """A rule matched on a machine."""
     reports = core.state.health.reports
     near = {m: at_s for m, at_s in reports.pop(rule, {}).items() if core.now - at_s <= STORM_S}
@@ -95,13 +91,13 @@ def reported(core: Core, node: Node, rule: str) -> None:
         del reports[next(iter(reports))]
 
 
-def _near(core: Core, rule: str) -> dict[str, float]:
+def _near(core: Context, rule: str) -> dict[str, float]:
     """Machines that reported the same lately, and when."""
     reports = core.state.health.reports.get(rule, {})
     return {machine: at_s for machine, at_s in reports.items() if core.now - at_s <= STORM_S}
 
 
-def storm(core: Core, rule: str) -> tuple[int, int, float] | None:
+def storm(core: Context, rule: str) -> tuple[int, int, float] | None:
     """Of how many machines the same is reported, of how many that could have within that time, and within what time;
     None: of few enough to be their own fault. Machines that were replaced meanwhile are on both sides."""
     near = _near(core, rule)
@@ -112,17 +108,17 @@ def storm(core: Core, rule: str) -> tuple[int, int, float] | None:
     return len(near), of, core.now - min(near.values())
 
 
-def others_show_it(core: Core, node: Node, rule: str) -> int:
+def others_show_it(core: Context, node: Node, rule: str) -> int:
     """Other machines that show the same lately."""
     return len(set(_near(core, rule)) - {node.machine})
 
 
-def follows_the_script(core: Core, rule: str) -> str | None:
+def follows_the_script(core: Context, rule: str) -> str | None:
     """The same at the same step on different nodes: what the script does there, not what they are."""
     seen = [x for x in core.state.health.sightings if x.rule == rule]
     if len({x.machine for x in seen}) < 2:
         return None
-    verdict = policy.script_fault([_failure(x) for x in seen])
+    verdict = script_fault([_failure(x) for x in seen])
     return verdict.reason if verdict else None
 
 

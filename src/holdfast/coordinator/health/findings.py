@@ -3,12 +3,11 @@ worker's exit, a lost node, a failed collective. What is done about it `triage` 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
 
 from holdfast.coordinator.health import blast_radius, escalation, triage
 from holdfast.coordinator.kernel import incidents
+from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.health_state import (
     KEPT_SIGHTINGS,
     TEXT_CHARS,
@@ -20,9 +19,6 @@ from holdfast.coordinator.kernel.health_state import (
 from holdfast.coordinator.kernel.state import Incident, Node
 from holdfast.protocol.health import Condition, Finding, Remedy, Severity
 
-if TYPE_CHECKING:
-    from holdfast.coordinator.kernel.machine import Core
-
 ECHO_S = 10.0
 """So much later than the first sign others may tell of the same fault."""
 
@@ -32,14 +28,14 @@ UNKNOWN_S = 600.0
 UNKNOWN_KEPT = 16
 
 
-def found(core: Core, node: Node, findings: tuple[Finding, ...]) -> None:
+def found(core: Context, node: Node, findings: tuple[Finding, ...]) -> None:
     """Rules matched on a node."""
     for finding in findings:
         count(core.state.health.totals.findings, finding.rule)
         _hear(core, node, finding)
 
 
-def _hear(core: Core, node: Node, finding: Finding) -> None:
+def _hear(core: Context, node: Node, finding: Finding) -> None:
     trial = finding.dry_run or finding.rule in node.trial
     if finding.condition is not Condition.FAULTY:
         _write(core, node, finding, None)
@@ -71,12 +67,12 @@ def _counts(finding: Finding) -> bool:
     return not graver(Severity.ERROR, finding.severity) or finding.remedy is Remedy.ASK
 
 
-def _write(core: Core, node: Node, finding: Finding, incident: Incident | None) -> None:
+def _write(core: Context, node: Node, finding: Finding, incident: Incident | None) -> None:
     told = msgspec.structs.asdict(finding)
     core.record("finding", node=node.name, incident=incident.id if incident else None, **told)
 
 
-def _sight(core: Core, node: Node, finding: Finding) -> None:
+def _sight(core: Context, node: Node, finding: Finding) -> None:
     blast_radius.reported(core, node, finding.rule)
     grave = _counts(finding) or (
         finding.severity is Severity.WARNING and stronger(finding.remedy, Remedy.WATCH)
@@ -100,7 +96,7 @@ def _sight(core: Core, node: Node, finding: Finding) -> None:
     del sightings[:-KEPT_SIGHTINGS]
 
 
-def _explain(core: Core, node: Node, finding: Finding) -> Incident | None:
+def _explain(core: Context, node: Node, finding: Finding) -> Incident | None:
     """A mild finding may still be why a worker ended just before."""
     sighting = core.state.health.sightings[-1]
     incident = incidents.unexplained(core.state, core.now, node.name)
@@ -110,7 +106,7 @@ def _explain(core: Core, node: Node, finding: Finding) -> Incident | None:
     return incident
 
 
-def _explained(core: Core, incident: Incident, sighting: Sighting, finding: Finding) -> None:
+def _explained(core: Context, incident: Incident, sighting: Sighting, finding: Finding) -> None:
     was = incident.cause
     incidents.explain(incident, sighting, core.now)
     incident.node = incident.node or sighting.node
@@ -118,7 +114,7 @@ def _explained(core: Core, incident: Incident, sighting: Sighting, finding: Find
     core.record("incident-explained", id=incident.id, node=sighting.node, cause=incident.cause, was=was)
 
 
-def _incident(core: Core, node: Node, finding: Finding) -> Incident:
+def _incident(core: Context, node: Node, finding: Finding) -> Incident:
     """The incident that a finding belongs to: what happened to the job just before, what was found on the node a moment
     ago, or a new one."""
     s = core.state
@@ -140,7 +136,7 @@ def _incident(core: Core, node: Node, finding: Finding) -> Incident:
     return incident
 
 
-def _belongs(core: Core, incident: Incident, finding: Finding) -> bool:
+def _belongs(core: Context, incident: Incident, finding: Finding) -> bool:
     """To a burst that goes on, or to what is being dealt with, or was just now. Once more after that is a new incident."""
     act = next((a for a in reversed(core.state.health.acts) if a.incident == incident.id), None)
     if act is not None:
@@ -177,7 +173,7 @@ def _firmer(incident: Incident, finding: Finding) -> bool:
     )
 
 
-def _not_faulty(core: Core, node: Node, finding: Finding) -> None:
+def _not_faulty(core: Context, node: Node, finding: Finding) -> None:
     if finding.condition is Condition.HEALTHY:
         node.unknown.pop(finding.rule, None)
         triage.well_again(core, node, finding.rule)

@@ -6,26 +6,21 @@ What is planned happens when the node has left the job at a step's edge (`Node.t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from holdfast.coordinator.health import admission, blast_radius, triage
-from holdfast.coordinator.health.history import Kind
+from holdfast.coordinator.health import admission, blast_radius, queries, triage
 from holdfast.coordinator.kernel import incidents
+from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.events import MarkNode, RebootNode, ReleaseNode
 from holdfast.coordinator.kernel.health_state import Act
-from holdfast.coordinator.kernel.state import Incident, JobPhase, Node, Worker, WorkerPhase
-from holdfast.coordinator.membership import failures, gang, nodes, resize
-from holdfast.coordinator.storage import memory_snapshots
+from holdfast.coordinator.kernel.history import Kind
+from holdfast.coordinator.kernel.requests import DrainNode, DropCopies, EvictWorkers, RemoveNode
+from holdfast.coordinator.kernel.state import Incident, Node, Worker, WorkerPhase
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import Remedy, Severity
-
-if TYPE_CHECKING:
-    from holdfast.coordinator.kernel.machine import Core
 
 # ---------------------------------------------------------------- begun
 
 
-def begin(core: Core, node: Node, incident: Incident, remedy: Remedy, planned: bool) -> None:
+def begin(core: Context, node: Node, incident: Incident, remedy: Remedy, planned: bool) -> None:
     """Does what was decided."""
     acts = core.state.health.acts
     for before in acts:
@@ -45,7 +40,7 @@ def begin(core: Core, node: Node, incident: Incident, remedy: Remedy, planned: b
         _take_out(core, node, incident, act)
 
 
-def _restart(core: Core, node: Node, incident: Incident, act: Act) -> None:
+def _restart(core: Context, node: Node, incident: Incident, act: Act) -> None:
     """New workers on the node, for those that still run; one that ended is started again anyway."""
     act.done_s = core.now
     ours = [w for w in core.alive_workers() if w.node == node.name and w.phase is not WorkerPhase.DONE]
@@ -58,7 +53,7 @@ def _restart(core: Core, node: Node, incident: Incident, act: Act) -> None:
     settle(core, incident)
 
 
-def also(core: Core, node: Node, incident: Incident, name: str) -> None:
+def also(core: Context, node: Node, incident: Incident, name: str) -> None:
     """A worker says what others of its node were ended for a moment ago: it ends, too."""
     worker = core.state.workers.get(name)
     if incident.does is not Remedy.RESTART_WORKER or worker is None:
@@ -67,18 +62,18 @@ def also(core: Core, node: Node, incident: Incident, name: str) -> None:
         _end(core, node, [worker], incident.cause)
 
 
-def _plan(core: Core, node: Node, incident: Incident, remedy: Remedy) -> None:
+def _plan(core: Context, node: Node, incident: Incident, remedy: Remedy) -> None:
     if incident.quiet:
         incidents.reopen(core.state, incident)
     node.then = remedy
     if core.state.level == 2:
-        resize.leave(core, node, f"{remedy.value} for {incident.cause}")
+        core.request(DrainNode(node, f"{remedy.value} for {incident.cause}"))
     elif node.held is None:
         node.held = incident.cause
         core.record("node-held", node=node.name, reason=f"not used from the next start on: {incident.cause}")
 
 
-def _take_out(core: Core, node: Node, incident: Incident, act: Act) -> None:
+def _take_out(core: Context, node: Node, incident: Incident, act: Act) -> None:
     """Now: nothing that runs on it can be trusted."""
     if incident.quiet:
         incidents.reopen(core.state, incident)
@@ -91,27 +86,24 @@ def _take_out(core: Core, node: Node, incident: Incident, act: Act) -> None:
         return
     act.done_s, node.then = core.now, None
     if act.remedy is Remedy.REBOOT:
-        nodes.lose(core, node, incident.cause)
+        core.request(RemoveNode(node, incident.cause))
         _reboot(core, node, incident, incident.cause)
     else:
         _replace(core, node, incident, incident.cause)
-        nodes.lose(core, node, incident.cause)
+        core.request(RemoveNode(node, incident.cause))
     settle(core, incident)
 
 
-def _end(core: Core, node: Node, workers: list[Worker], cause: str) -> None:
-    if core.state.level == 2:
-        failures.condemn(core, workers, cause)
-    elif workers and core.state.phase is JobPhase.RUNNING:
-        gang.taken_out(core, workers, node.name, cause)
+def _end(core: Context, node: Node, workers: list[Worker], cause: str) -> None:
+    core.request(EvictWorkers(node, workers, cause))
 
 
-def _replace(core: Core, node: Node, incident: Incident | None, cause: str) -> None:
+def _replace(core: Context, node: Node, incident: Incident | None, cause: str) -> None:
     core.act(MarkNode(node.name, cause))
     admission.quarantine(core, node, cause, incident)
 
 
-def _reboot(core: Core, node: Node, incident: Incident | None, cause: str) -> None:
+def _reboot(core: Context, node: Node, incident: Incident | None, cause: str) -> None:
     """A node that has left the job. What Slurm boots it may give to others, and it watches itself that it comes back."""
     s = core.state
     core.record("rebooting", node=node.name, reason=cause)
@@ -122,7 +114,7 @@ def _reboot(core: Core, node: Node, incident: Incident | None, cause: str) -> No
         node.boots_for = incident.id if incident is not None else 0
 
 
-def came_back(core: Core, node: Node, known: Node | None) -> None:
+def came_back(core: Context, node: Node, known: Node | None) -> None:
     """A node that joins may be a machine that was rebooted. known: what bore its name before."""
     for before in [*core.state.nodes.values(), *([known] if known is not None else [])]:
         same = before is known or before.machine == node.machine
@@ -132,7 +124,7 @@ def came_back(core: Core, node: Node, known: Node | None) -> None:
             before.boots_until_s = None
 
 
-def _stays_away(core: Core, node: Node) -> None:
+def _stays_away(core: Context, node: Node) -> None:
     """A machine did not come back from its boot: the next rung. It has left the job already."""
     node.boots_until_s = None
     told = f"it did not come back within {core.spec.health.reboot_s:g} s of its reboot"
@@ -142,7 +134,7 @@ def _stays_away(core: Core, node: Node) -> None:
     _replace(core, node, incident, told)
 
 
-def settle(core: Core, incident: Incident) -> None:
+def settle(core: Context, incident: Incident) -> None:
     """What was done about a quiet incident is done."""
     if incident.quiet and incident.open:
         incident.full_at_s = core.now
@@ -152,7 +144,7 @@ def settle(core: Core, incident: Incident) -> None:
 # ---------------------------------------------------------------- planned, and now the node has left
 
 
-def left(core: Core, node: Node) -> None:
+def left(core: Context, node: Node) -> None:
     """A node that was to leave for its health has nobody in the job any more."""
     s = core.state
     remedy, node.then = node.then, None
@@ -171,7 +163,7 @@ def left(core: Core, node: Node) -> None:
     core.record("node-left", node=node.name, reason=reason)
     core.send(node.name, m.Shutdown(reason))
     node.alive = False
-    memory_snapshots.node_lost(core, node)
+    core.request(DropCopies(node))
     if remedy is Remedy.REBOOT:
         core.act(ReleaseNode(node.name, reason))
         _reboot(core, node, incident, cause)
@@ -182,7 +174,7 @@ def left(core: Core, node: Node) -> None:
         settle(core, incident)
 
 
-def call_off(core: Core, node: Node, incident: Incident) -> bool:
+def call_off(core: Context, node: Node, incident: Incident) -> bool:
     """What was planned is not done after all. False: nothing was, or it is under way."""
     acts = core.state.health.acts
     act = next((a for a in acts if a.incident == incident.id and not a.done and not a.request), None)
@@ -199,13 +191,13 @@ def call_off(core: Core, node: Node, incident: Incident) -> bool:
 # ---------------------------------------------------------------- what an agent does itself
 
 
-def _order(core: Core, act: Act) -> None:
+def _order(core: Context, act: Act) -> None:
     core.state.health.requests += 1
     act.request = core.state.health.requests
     act.until_s = core.now + core.timing.stop_s
 
 
-def _send(core: Core, node: Node, act: Act) -> None:
+def _send(core: Context, node: Node, act: Act) -> None:
     """The order goes out once nothing of the job runs on the node."""
     if any(w.node == node.name and not w.exited for w in core.state.workers.values()):
         return
@@ -214,14 +206,14 @@ def _send(core: Core, node: Node, act: Act) -> None:
     repeat(core, node)
 
 
-def repeat(core: Core, node: Node) -> None:
+def repeat(core: Context, node: Node) -> None:
     """Sends an order (again) whose answer is not there; an agent does each number once."""
     for act in core.state.health.acts:
         if act.node == node.name and act.sent and not act.done:
             core.send(node.name, m.Repair(act.request, act.remedy, act.device, act.rule))
 
 
-def repaired(core: Core, node: Node, request: int, error: str | None) -> None:
+def repaired(core: Context, node: Node, request: int, error: str | None) -> None:
     """An agent did what it was told, or could not."""
     act = next((a for a in core.state.health.acts if a.request == request and a.node == node.name), None)
     if act is None or act.done:
@@ -245,7 +237,7 @@ def repaired(core: Core, node: Node, request: int, error: str | None) -> None:
         settle(core, incident)
 
 
-def lost(core: Core, node: Node) -> None:
+def lost(core: Context, node: Node) -> None:
     """A node is gone in the middle of it."""
     for act in core.state.health.acts:
         if act.node == node.name and not act.done:
@@ -257,7 +249,7 @@ def lost(core: Core, node: Node) -> None:
     node.then, node.checking = None, None
 
 
-def deadlines(core: Core) -> list[float]:
+def deadlines(core: Context) -> list[float]:
     """When agents should have answered, and machines be back."""
     return [
         *(a.until_s for a in core.state.health.acts if a.until_s is not None and not a.done),
@@ -266,7 +258,7 @@ def deadlines(core: Core) -> list[float]:
     ]
 
 
-def late(core: Core) -> None:
+def late(core: Context) -> None:
     """Answers, and machines, that did not come."""
     for act in list(core.state.health.acts):
         if act.until_s is not None and not act.done and core.now >= act.until_s:
@@ -284,7 +276,7 @@ def late(core: Core) -> None:
             _stays_away(core, node)
 
 
-def advance(core: Core) -> None:
+def advance(core: Context) -> None:
     """Orders that waited for workers to end; at level 0, what waited for a restart of all."""
     for act in core.state.health.acts:
         node = core.state.nodes.get(act.node)
@@ -293,15 +285,10 @@ def advance(core: Core) -> None:
     if core.state.stop_reason is not None:
         return
     for node in core.alive_nodes():
-        if node.then is None or ordered(core, node):
+        if node.then is None or queries.ordered(core, node):
             continue
         if core.state.level == 2 and node.leaving is None:  # it was planned before the job was at level 2
-            resize.leave(core, node, f"{node.then.value} for {node.held}")
+            core.request(DrainNode(node, f"{node.then.value} for {node.held}"))
             node.held = None
         elif core.state.level != 2 and not any(w.node == node.name for w in core.alive_workers()):
             left(core, node)
-
-
-def ordered(core: Core, node: Node) -> bool:
-    """Its agent has, or gets, an order that it has yet to answer."""
-    return any(a.node == node.name and a.request and not a.done for a in core.state.health.acts)

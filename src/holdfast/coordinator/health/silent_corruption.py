@@ -5,17 +5,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
 
 from holdfast.coordinator.health import findings
+from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.state import Worker
 from holdfast.health.losses import Losses, Parts
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import Finding, Remedy, Severity
 from holdfast.protocol.phases import Spent
-
-if TYPE_CHECKING:
-    from holdfast.coordinator.kernel.machine import Core
 
 LOSS_JUMP = "loss-jump"
 PART_APART = "part-apart"
@@ -34,25 +31,27 @@ class Curves:
     parts: Parts = field(default_factory=Parts)
 
 
-def on_trial(core: Core, rule: str) -> bool:
+def on_trial(core: Context, rule: str) -> bool:
     """The user put it there, by its name or a pattern as in `slow-*`."""
     return any(fnmatchcase(rule, pattern) for pattern in core.spec.health.dry_run)
 
 
-def heard(core: Core, worker: Worker, losses: tuple[tuple[int, float, float], ...]) -> None:
+def heard(core: Context, worker: Worker, losses: tuple[tuple[int, float, float], ...]) -> None:
     """The job's losses of the steps that were committed, from rank 0."""
     if not core.spec.health.watch:
         return
     for step, loss, _ in losses:
-        jump = core.curves.losses.take(step, loss)
+        jump = core.transient(Curves).losses.take(step, loss)
         if jump is not None:
             told = f"the loss of step {step} is {loss:.4g}, of the steps before {jump.usual:.4g}"
             _say(core, worker, LOSS_JUMP, Severity.WARNING, Remedy.WATCH, told, shared=True)
 
 
-def compared(core: Core, said: dict[str, Spent]) -> None:
+def compared(core: Context, said: dict[str, Spent]) -> None:
     """One block of steps of all workers."""
-    apart = core.curves.parts.look({name: s.loss for name, s in said.items() if s.loss is not None})
+    apart = core.transient(Curves).parts.look(
+        {name: s.loss for name, s in said.items() if s.loss is not None}
+    )
     if apart is None:
         return
     told = (
@@ -62,7 +61,7 @@ def compared(core: Core, said: dict[str, Spent]) -> None:
     _suspect(core, core.state.workers[apart.worker], PART_APART, told)
 
 
-def brought(core: Core, worker: Worker, message: m.Failed) -> None:
+def brought(core: Context, worker: Worker, message: m.Failed) -> None:
     """A rank's own part was not finite, before anything was added to it."""
     if not core.spec.health.watch or message.step is None:
         return
@@ -79,13 +78,19 @@ def brought(core: Core, worker: Worker, message: m.Failed) -> None:
         _suspect(core, worker, NOT_FINITE, f"{told}; so it was at {TIMES} different steps, and nobody else's")
 
 
-def _suspect(core: Core, worker: Worker, rule: str, told: str) -> None:
+def _suspect(core: Context, worker: Worker, rule: str, told: str) -> None:
     remedy = Remedy.REPLACE if core.spec.health.replace_suspect else Remedy.ASK
     _say(core, worker, rule, Severity.ERROR, remedy, f"{told}. `holdfast check --deep {worker.node}` tells")
 
 
 def _say(
-    core: Core, worker: Worker, rule: str, severity: Severity, remedy: Remedy, told: str, shared: bool = False
+    core: Context,
+    worker: Worker,
+    rule: str,
+    severity: Severity,
+    remedy: Remedy,
+    told: str,
+    shared: bool = False,
 ) -> None:
     node = core.state.nodes.get(worker.node)
     if node is None:

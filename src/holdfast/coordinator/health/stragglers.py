@@ -1,6 +1,6 @@
 """Workers against their peers: who is slow, since when, and what it costs.
 
-What is compared lives in `core.peers` and is no part of the state: after a crash the next coordinator looks anew. What was
+What is compared lives in `Peers` and is no part of the state: after a crash the next coordinator looks anew. What was
 found is in the state.
 """
 
@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from holdfast.coordinator.health import findings, silent_corruption
+from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.state import Slow, Worker
 from holdfast.health import reductions
 from holdfast.health.reductions import Reductions
 from holdfast.health.stragglers import Change, Stragglers
 from holdfast.protocol.health import Condition, Finding, Remedy, Severity
 from holdfast.protocol.phases import BLOCK_STEPS, Spent
-
-if TYPE_CHECKING:
-    from holdfast.coordinator.kernel.machine import Core
 
 SLOW_RANK = "slow-rank"
 SLOW_NODE = "slow-node"
@@ -51,12 +48,12 @@ class Peers:
     reductions: Reductions = field(default_factory=Reductions)
 
 
-def heard(core: Core, worker: Worker, spent: tuple[Spent, ...]) -> None:
+def heard(core: Context, worker: Worker, spent: tuple[Spent, ...]) -> None:
     """A member says where the time of its last steps went."""
     generation = core.state.generation
     if not spent or generation is None or not core.spec.health.watch:
         return
-    peers = core.peers
+    peers = core.transient(Peers)
     size = len(generation.members)
     if peers.generation != core.state.number:
         peers.generation, peers.blocks, peers.looked = core.state.number, {}, -1
@@ -73,9 +70,9 @@ def heard(core: Core, worker: Worker, spent: tuple[Spent, ...]) -> None:
         _look(core, first, peers.blocks.pop(first))
 
 
-def _new_members(core: Core, size: int) -> None:
+def _new_members(core: Context, size: int) -> None:
     """Another generation. Of another size, all compute something else than before."""
-    peers, members = core.peers, {w.name: None for w in core.members()}
+    peers, members = core.transient(Peers), {w.name: None for w in core.members()}
     if size != peers.size:
         peers.size, peers.tests = size, {}
     for test in peers.tests.values():
@@ -85,7 +82,7 @@ def _new_members(core: Core, size: int) -> None:
             slow.until_step = core.state.committed
 
 
-def _look(core: Core, first: int, said: dict[str, Spent]) -> None:
+def _look(core: Context, first: int, said: dict[str, Spent]) -> None:
     """One block. Workers are compared with those that compute as many micro-batches as they do; who computes none, beside
     the replicas, with nobody."""
     by_load: dict[int, dict[str, Spent]] = {}
@@ -93,12 +90,12 @@ def _look(core: Core, first: int, said: dict[str, Spent]) -> None:
         if spent.micros:
             by_load.setdefault(spent.micros, {})[name] = spent
     silent_corruption.compared(core, said)
-    reduction = core.peers.reductions.look(list(said.values()))
+    reduction = core.transient(Peers).reductions.look(list(said.values()))
     if reduction is not None:
         _reduction(core, reduction)
     changes: list[Change] = []
     for micros, group in by_load.items():
-        test = core.peers.tests.setdefault(micros, Stragglers())
+        test = core.transient(Peers).tests.setdefault(micros, Stragglers())
         changes += test.look(first, {name: spent.own_s for name, spent in group.items()})
         for slow in core.state.slow:
             if slow.until_step is None and slow.worker in group:
@@ -110,7 +107,7 @@ def _look(core: Core, first: int, said: dict[str, Spent]) -> None:
             _over(core, change)
 
 
-def _cost(core: Core, slow: Slow, group: dict[str, Spent], ratio: float | None) -> None:
+def _cost(core: Context, slow: Slow, group: dict[str, Spent], ratio: float | None) -> None:
     """Another block in which the others waited for it."""
     own = group[slow.worker]
     excess_s = own.own_s - _median(group, slow.worker)
@@ -126,7 +123,7 @@ def _cost(core: Core, slow: Slow, group: dict[str, Spent], ratio: float | None) 
         _say(core, slow, Severity.ERROR, Remedy.REPLACE)
 
 
-def _price_s(core: Core) -> float:
+def _price_s(core: Context) -> float:
     """What a replacement costs: as long as this one took, if there was one."""
     took = [
         i.first_commit_at_s - i.detected_at_s
@@ -136,7 +133,7 @@ def _price_s(core: Core) -> float:
     return max([core.state.join_cost_s, *took]) or REPLACEMENT_S
 
 
-def _found(core: Core, change: Change, group: dict[str, Spent]) -> None:
+def _found(core: Context, change: Change, group: dict[str, Spent]) -> None:
     s = core.state
     worker = s.workers[change.worker]
     own = group[change.worker]
@@ -158,14 +155,14 @@ def _found(core: Core, change: Change, group: dict[str, Spent]) -> None:
     _say(core, slow, Severity.WARNING, Remedy.WATCH)
 
 
-def _over(core: Core, change: Change) -> None:
+def _over(core: Context, change: Change) -> None:
     for slow in core.state.slow:
         if slow.worker == change.worker and slow.until_step is None:
             slow.until_step = change.since
             _say(core, slow, Severity.INFO, Remedy.WATCH, Condition.HEALTHY)
 
 
-def _reduction(core: Core, change: reductions.Change) -> None:
+def _reduction(core: Context, change: reductions.Change) -> None:
     """The communication itself takes longer than it did. Without a rank that stands out it is nobody's node."""
     members = core.members()
     rank = change.rank if change.rank is not None and change.rank < len(members) else None
@@ -196,7 +193,7 @@ def _reduction(core: Core, change: reductions.Change) -> None:
     findings.found(core, node, (finding,))
 
 
-def _neighbour(core: Core, rank: int) -> int:
+def _neighbour(core: Context, rank: int) -> int:
     """From whom a rank gets its part in gloo's ring: of those that hold the same shard."""
     generation = core.state.generation
     assert generation is not None
@@ -205,7 +202,7 @@ def _neighbour(core: Core, rank: int) -> int:
 
 
 def _say(
-    core: Core, slow: Slow, severity: Severity, remedy: Remedy, condition: Condition = Condition.FAULTY
+    core: Context, slow: Slow, severity: Severity, remedy: Remedy, condition: Condition = Condition.FAULTY
 ) -> None:
     node = core.state.nodes.get(slow.node)
     if node is None:

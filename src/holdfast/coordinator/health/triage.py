@@ -7,13 +7,11 @@ may be done, `remedies` does it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
 
 from holdfast.coordinator.health import blast_radius, escalation, remedies
 from holdfast.coordinator.health.escalation import Decision
-from holdfast.coordinator.health.history import Kind
+from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.events import Remember
 from holdfast.coordinator.kernel.health_state import (
     KEPT_ASKS,
@@ -25,11 +23,9 @@ from holdfast.coordinator.kernel.health_state import (
     count,
     stronger,
 )
+from holdfast.coordinator.kernel.history import Kind
 from holdfast.coordinator.kernel.state import Incident, Node
 from holdfast.protocol.health import Finding, Remedy, Severity, acts_on_node
-
-if TYPE_CHECKING:
-    from holdfast.coordinator.kernel.machine import Core
 
 BURST_S = 180.0
 """Findings of one node belong together until it was silent for so long (as NVIDIA's Fleet Intelligence has it)."""
@@ -37,7 +33,7 @@ BURST_S = 180.0
 # ---------------------------------------------------------------- when it is decided
 
 
-def consider(core: Core, node: Node, incident: Incident, finding: Finding) -> None:
+def consider(core: Context, node: Node, incident: Incident, finding: Finding) -> None:
     """Something more was found: is it decided now, later, or is it decided already?"""
     if finding.shared:
         told = "many nodes have this at once: none of them is to blame"
@@ -58,7 +54,7 @@ def consider(core: Core, node: Node, incident: Incident, finding: Finding) -> No
         _later(core, incident, core.now + core.timing.detection_s)
 
 
-def _is_storm(core: Core, node: Node, incident: Incident) -> bool:
+def _is_storm(core: Context, node: Node, incident: Incident) -> bool:
     """The same on many nodes at once. Nothing is done about any of them, and what was planned is called off."""
     seen = blast_radius.storm(core, incident.rule)
     if seen is None:
@@ -82,23 +78,23 @@ def _is_storm(core: Core, node: Node, incident: Incident) -> bool:
     return True
 
 
-def struck(core: Core, incident: Incident) -> None:
+def struck(core: Context, incident: Incident) -> None:
     """What was found has now ended a worker or more: there is nothing to wait for."""
     if incident.due_s is not None:
         incident.due_s = core.now
 
 
-def deadlines(core: Core) -> list[float]:
+def deadlines(core: Context) -> list[float]:
     """When something is to be decided, or an agent should have answered."""
     times = [i.due_s for i in _undecided(core) if i.due_s is not None]
     return [t for t in (*times, *remedies.deadlines(core)) if t > core.now]
 
 
-def _undecided(core: Core) -> list[Incident]:
+def _undecided(core: Context) -> list[Incident]:
     return [core.state.incidents[number - 1] for number in core.state.health.undecided]
 
 
-def _later(core: Core, incident: Incident, at_s: float) -> None:
+def _later(core: Context, incident: Incident, at_s: float) -> None:
     """It is decided then."""
     incident.due_s = at_s
     undecided = core.state.health.undecided
@@ -108,7 +104,7 @@ def _later(core: Core, incident: Incident, at_s: float) -> None:
         core.state.incidents[undecided.pop(0) - 1].due_s = None
 
 
-def due(core: Core) -> None:
+def due(core: Context) -> None:
     """Decides what was left until now, the worst first."""
     now = [i for i in _undecided(core) if i.due_s is not None and core.now >= i.due_s]
     for incident in sorted(now, key=lambda i: -SEVERITIES.index(i.severity)):
@@ -126,7 +122,7 @@ def due(core: Core) -> None:
     remedies.late(core)
 
 
-def _past(core: Core, node: Node, incident: Incident) -> Decision | None:
+def _past(core: Context, node: Node, incident: Incident) -> Decision | None:
     """Why nothing need be done any more about what could not be done before."""
     for act in core.state.health.acts:
         same = act.remedy is not Remedy.RESET_DEVICE or not incident.device or act.device == incident.device
@@ -142,14 +138,14 @@ def _past(core: Core, node: Node, incident: Incident) -> Decision | None:
     return None
 
 
-def well_again(core: Core, node: Node, rule: str) -> None:
+def well_again(core: Context, node: Node, rule: str) -> None:
     """What a rule found is there no more: what was to be decided about it need not be."""
     for incident in core.state.incidents[-KEPT_ASKS:]:
         if incident.node == node.name and incident.rule == rule and incident.due_s is not None:
             _withhold(core, node, incident, Decision(Remedy.WATCH, "it is well again", "well"))
 
 
-def cleared(core: Core, nodes: set[str], rule: str) -> None:
+def cleared(core: Context, nodes: set[str], rule: str) -> None:
     """A person says that these nodes are well, or that a rule was wrong about them: what is left to do is not done."""
     for incident in _undecided(core):
         node = core.state.nodes.get(incident.node or "")
@@ -159,7 +155,7 @@ def cleared(core: Core, nodes: set[str], rule: str) -> None:
             )
 
 
-def decide(core: Core, incident: Incident) -> None:
+def decide(core: Context, incident: Incident) -> None:
     """Says what is done about an incident, and begins it."""
     incident.due_s = None
     node = core.state.nodes.get(incident.node or "")
@@ -203,7 +199,7 @@ def decide(core: Core, incident: Incident) -> None:
     remedies.begin(core, node, incident, decision.does, planned=not fatal)
 
 
-def escalated(core: Core, node: Node, incident: Incident, does: Remedy, reason: str) -> None:
+def escalated(core: Context, node: Node, incident: Incident, does: Remedy, reason: str) -> None:
     """What was done did not work. The next rung takes nothing from the job any more, so no limit speaks against it."""
     incident.does = does
     _verdict(core, node, incident, Decision(does, reason), does)
@@ -211,14 +207,14 @@ def escalated(core: Core, node: Node, incident: Incident, does: Remedy, reason: 
         remember(core, node, Kind.ACTED, incident, does.value)
 
 
-def remember(core: Core, node: Node, kind: Kind, incident: Incident, remedy: str = "") -> None:
+def remember(core: Context, node: Node, kind: Kind, incident: Incident, remedy: str = "") -> None:
     """For later jobs, of machines that can be told again."""
     if node.identity:
         text = incident.cause[:TEXT_CHARS]
         core.act(Remember(node.identity, kind, node.name, incident.rule, incident.device, text, remedy))
 
 
-def _withhold(core: Core, node: Node, incident: Incident, decision: Decision) -> None:
+def _withhold(core: Context, node: Node, incident: Incident, decision: Decision) -> None:
     incident.due_s = None
     count(core.state.health.totals.withheld, decision.against or "watch")
     _verdict(core, node, incident, decision, Remedy.WATCH)
@@ -239,7 +235,7 @@ def _withhold(core: Core, node: Node, incident: Incident, decision: Decision) ->
         ask(core, node, incident.rule, incident.cause, incident)
 
 
-def _verdict(core: Core, node: Node, incident: Incident, decision: Decision, does: Remedy) -> None:
+def _verdict(core: Context, node: Node, incident: Incident, decision: Decision, does: Remedy) -> None:
     if does is Remedy.WATCH and incident.verdict == decision.reason:
         return  # said already
     incident.verdict = decision.reason
@@ -258,7 +254,7 @@ def _verdict(core: Core, node: Node, incident: Incident, decision: Decision, doe
     )
 
 
-def on_trial(core: Core, node: Node, finding: Finding) -> None:
+def on_trial(core: Context, node: Node, finding: Finding) -> None:
     """What would have been done, had the rule been believed."""
     if not core.state.health.said.get(f"trial {node.name} {finding.rule}", -BURST_S) + BURST_S <= core.now:
         return
@@ -279,7 +275,7 @@ def on_trial(core: Core, node: Node, finding: Finding) -> None:
     )
 
 
-def _say(core: Core, what: str) -> None:
+def _say(core: Context, what: str) -> None:
     said = core.state.health.said
     said.pop(what, None)
     said[what] = core.now
@@ -287,7 +283,7 @@ def _say(core: Core, what: str) -> None:
         del said[next(iter(said))]
 
 
-def ask(core: Core, node: Node, rule: str, text: str, incident: Incident | None = None) -> None:
+def ask(core: Context, node: Node, rule: str, text: str, incident: Incident | None = None) -> None:
     """A person is to look at something."""
     asks = core.state.health.asks
     number = incident.id if incident else 0
@@ -301,7 +297,7 @@ def ask(core: Core, node: Node, rule: str, text: str, incident: Incident | None 
 
 
 def _decision(
-    core: Core, node: Node, rule: str, device: str, soft: bool, asked: Remedy, trial: Finding | None
+    core: Context, node: Node, rule: str, device: str, soft: bool, asked: Remedy, trial: Finding | None
 ) -> Decision:
     """Weighs one cause on one node. soft: one finding is not enough. trial: the rule is on trial, and this is only said."""
     s = core.state
@@ -354,7 +350,7 @@ def _told(acts: list[Act]) -> str:
     return ", ".join(a.remedy.value + (" (did not work)" if a.error else "") for a in acts[-4:])
 
 
-def _not_its_own(core: Core, node: Node, rule: str, soft: bool, asked: Remedy) -> Decision | None:
+def _not_its_own(core: Context, node: Node, rule: str, soft: bool, asked: Remedy) -> Decision | None:
     """Why it is not the node's fault, as far as is known. What is soft needs a majority that is well, and a second time
     on the same node."""
     script = blast_radius.follows_the_script(core, rule) if soft or asked is Remedy.RESTART_WORKER else None

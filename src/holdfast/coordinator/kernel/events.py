@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from holdfast.coordinator.health.history import Kind, Remembered
+from holdfast.coordinator.kernel.history import Kind, Remembered
 from holdfast.protocol.availability import Capacity, NodeAvailable, NodeGoing, NodeTaken, NodeUnavailable
 from holdfast.protocol.job import Durable
 from holdfast.protocol.messages import AgentMessage, Hello, ToAgent

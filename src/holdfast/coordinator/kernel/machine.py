@@ -8,11 +8,20 @@ planner's simulator. This file takes events apart and says what comes next; what
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
-from holdfast.coordinator.health import admission, findings, remedies, silent_corruption, stragglers, triage
-from holdfast.coordinator.kernel import incidents
+from holdfast.coordinator.health import (
+    admission,
+    findings,
+    lemons,
+    remedies,
+    silent_corruption,
+    stragglers,
+    triage,
+)
+from holdfast.coordinator.kernel import incidents, requests
+from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.events import (
     Action,
     DurableFound,
@@ -20,29 +29,21 @@ from holdfast.coordinator.kernel.events import (
     Event,
     Injected,
     MachineCleared,
-    MarkNode,
     NodeJoined,
     NodeLost,
     NodeSays,
     Overslept,
-    ProvideNode,
-    RebootNode,
-    Record,
     Recovered,
-    ReleaseNode,
-    Remember,
     ResizeRequested,
-    Send,
     Starved,
     StopRequested,
     Tick,
 )
+from holdfast.coordinator.kernel.requests import R, Request
 from holdfast.coordinator.kernel.state import (
     CoreState,
-    Incident,
     Injection,
     JobPhase,
-    Node,
     Worker,
     WorkerPhase,
 )
@@ -53,36 +54,30 @@ from holdfast.coordinator.membership import (
     gang,
     generations,
     hangs,
-    lemons,
     nodes,
     replica_groups,
     resize,
     shard_policy,
     shutdown,
+    workers,
 )
 from holdfast.coordinator.storage import durable_checkpoints, memory_snapshots
 from holdfast.protocol import messages as m
 from holdfast.protocol.availability import Capacity, NodeAvailable, NodeGoing, NodeTaken, NodeUnavailable
-from holdfast.protocol.job import JobSpec
+from holdfast.protocol.job import Durable, JobSpec
+from holdfast.protocol.snapshots import Copy
 
 
-class Core:
+class Core(Context):
     """One job's decisions. `state` is all it remembers; give it back to go on after a crash."""
 
     def __init__(self, spec: JobSpec, state: CoreState | None = None) -> None:
-        self.state = state or CoreState(spec=spec)
-        self.spec = self.state.spec
-        self.timing = self.spec.timing
-        self.now = 0.0
-        self.inspection = hangs.Inspection()
-        self.peers = stragglers.Peers()
-        self.curves = silent_corruption.Curves()
+        super().__init__(spec, state)
         self.moved = True
         """Whether the newest events may have changed when a Tick is due."""
         self._unsettled = True
         """Whether the last look at what comes next may have changed something that it had looked at already. Then the next
         event, also a sign of life, is followed by another look; without that it would wait for the next deadline."""
-        self._out: list[Action] = []
 
     # ------------------------------------------------------------ in and out
 
@@ -169,82 +164,63 @@ class Core:
         times += lemons.deadlines(self)
         return min(times, default=None)
 
-    def send(self, node: str, message: m.ToAgent) -> None:
-        """Queues a message for an agent."""
-        self._out.append(Send(node, message))
+    # ------------------------------------------------------------ what parts ask of each other
 
-    def tell(self, worker: Worker, message: m.ToWorker) -> None:
-        """Queues a message for a worker."""
-        self.send(worker.node, m.Tell(worker.name, message))
+    def request(self, request: Request[R]) -> R:
+        """See `Context.request`."""
+        return cast(R, self._serve(request))
 
-    def record(self, kind: str, **fields: object) -> None:
-        """Queues an entry of the ledger."""
-        self._out.append(Record(kind, fields))
-
-    def open_incident(
-        self,
-        cause: str,
-        *,
-        node: str | None,
-        workers: Iterable[str] = (),
-        rung: str | None = None,
-        at_s: float | None = None,
-        **known: Any,
-    ) -> Incident:
-        """Enters an incident, or what is part of one that is known. known: see `incidents.open_incident`."""
-        count = len(self.state.incidents)
-        since_s = self.now if at_s is None else at_s
-        incident = incidents.open_incident(self.state, since_s, cause, node=node, workers=workers, **known)
-        incident.rung = incident.rung or rung
-        if len(self.state.incidents) > count:
-            self.record("incident-opened", **incidents.describe(self.state, incident))
-        else:
-            if cause != incident.cause:  # else it is what was found that took its effect
-                self.record("incident-joined", id=incident.id, node=node, cause=cause)
-            triage.struck(self, incident)
-        return incident
-
-    def act(
-        self, action: ProvideNode | ReleaseNode | MarkNode | RebootNode | Remember | End | Record
-    ) -> None:
-        """Queues any other action."""
-        self._out.append(action)
-
-    # ------------------------------------------------------------ views
-
-    def alive_nodes(self) -> list[Node]:
-        """Nodes that are not lost, in the order of their joining."""
-        return [n for n in self.state.nodes.values() if n.alive]
-
-    def workers_in(self, *phases: WorkerPhase) -> list[Worker]:
-        """Workers in any of these phases, oldest first."""
-        return [w for w in self.state.workers.values() if w.phase in phases]
-
-    def alive_workers(self) -> list[Worker]:
-        """Workers whose process is not known to be gone."""
-        return [w for w in self.state.workers.values() if w.phase is not WorkerPhase.GONE]
-
-    def members(self) -> list[Worker]:
-        """Workers of the newest generation, in the order of their ranks, dead ones included."""
-        g = self.state.generation
-        return [self.state.workers[x.worker] for x in g.members] if g else []
-
-    def inside(self) -> list[Worker]:
-        """Members that have not left the newest generation."""
-        return self.workers_in(WorkerPhase.MEMBER)
-
-    def median_s(self) -> float | None:
-        """The slowest member's median step."""
-        return max((w.median_s for w in self.members() if w.median_s is not None), default=None)
-
-    def at_full_strength(self) -> bool:
-        """The newest generation has the target size."""
-        g = self.state.generation
-        return g is not None and g.strength >= self.state.target
-
-    def budget_spent(self) -> bool:
-        """No worker may be started again."""
-        return self.state.restarts_used > self.spec.max_restarts
+    def _serve(self, request: Request[Any]) -> bool | None:
+        match request:
+            case requests.RemoveNode(node, cause):
+                nodes.lose(self, node, cause)
+            case requests.RefuseNode(node, cause):
+                nodes.give_up(self, node, cause)
+            case requests.DrainNode(node, reason):
+                resize.leave(self, node, reason)
+            case requests.EvictWorkers(node, evicted, cause):
+                failures.evict(self, node, evicted, cause)
+            case requests.CompareCopies(node, hello):
+                memory_snapshots.joined(self, node, hello)
+            case requests.DropCopies(node):
+                memory_snapshots.node_lost(self, node)
+            case requests.SpreadCopies():
+                memory_snapshots.spread(self)
+            case requests.HandOver(node):
+                return memory_snapshots.hands_over(self, node)
+            case requests.RewindTo(start):
+                memory_snapshots.went_back(self, start)
+            case requests.ReportUnreadable(Copy() as copy):
+                memory_snapshots.unread(self, copy)
+            case requests.ReportUnreadable(Durable() as durable, message):
+                durable_checkpoints.unread(self, durable, message)
+            case requests.AwaitChecksums(worker, message):
+                durable_checkpoints.summing(self, worker.node, message.summing)
+            case requests.StoreLast():
+                return durable_checkpoints.last_on_its_way(self)
+            case requests.ReportUnsaved():
+                durable_checkpoints.say_unsaved(self)
+            case requests.RefuseAdmission(hello, reason):
+                admission.refuse(self, hello, reason)
+            case requests.AdmitNode(node, hello, past, known):
+                admission.admit(self, node, hello, past)
+                remedies.came_back(self, node, known)
+            case requests.RepeatOrders(node):
+                remedies.repeat(self, node)
+                admission.repeat(self, node)
+            case requests.NoteNodeLost(node, incident):
+                if incident is not None:
+                    admission.lost(self, node, incident)
+                remedies.lost(self, node)
+            case requests.ApplyRemedy(node):
+                remedies.left(self, node)
+            case requests.NoteStrike(incident):
+                triage.struck(self, incident)
+            case requests.NoteNonFinite(worker, message):
+                silent_corruption.brought(self, worker, message)
+            case _:
+                raise TypeError(f"no part serves {request}")
+        return None
 
     # ------------------------------------------------------------ events
 
@@ -334,9 +310,9 @@ class Core:
     def _worker_says(self, worker: Worker, message: m.WorkerMessage, age_s: float) -> None:
         match message:
             case m.Attached():
-                self.attached(worker)
+                workers.attached(self, worker)
             case m.Ready():
-                self.ready(worker, message)
+                workers.ready(self, worker, message)
             case m.Joined():
                 worker.joined = message.generation
                 if self.state.generation and message.generation == self.state.generation.number:
@@ -358,7 +334,7 @@ class Core:
             case m.CollectiveError():
                 generations.collective_error(self, worker, message)
             case m.Saved():
-                shutdown.saved(self, worker, message)
+                durable_checkpoints.saved(self, worker, message)
             case m.Gave(generation, step, steps):
                 counting.gave(self.state, generation, step, steps)
             case m.Loaded(generation, step, steps):
@@ -369,30 +345,6 @@ class Core:
                 shutdown.done(self, worker, message)
             case _:
                 pass
-
-    def attached(self, worker: Worker) -> None:
-        """The script called `hf.start`: the job is at level 2, and `gang` has no more part in it."""
-        if self.state.level != 2:
-            gang.give_over(self)
-            self.record("level", level=2)
-        if worker.phase is WorkerPhase.STARTING:
-            worker.phase = WorkerPhase.ATTACHED
-
-    def ready(self, worker: Worker, ready: m.Ready) -> None:
-        """A worker can be a member from now on."""
-        if worker.phase not in (WorkerPhase.STARTING, WorkerPhase.ATTACHED, WorkerPhase.MEMBER):
-            return
-        self.attached(worker)
-        if worker.phase is not WorkerPhase.ATTACHED:
-            return
-        if worker.rebuilds not in (None, ready.position) or not shard_policy.fits(self, worker, ready):
-            return
-        worker.rebuilds = None
-        worker.phase, worker.ready, worker.ready_at_s = WorkerPhase.READY, ready, self.now
-        self.state.micro_batches = ready.micro_batches or self.state.micro_batches
-        self.record("worker-ready", worker=worker.name, node=worker.node)
-        incidents.replaced(self.state, self.now)
-        failures.started_well(self, worker)
 
     def _progress(self, worker: Worker, message: m.Progress, age_s: float) -> None:
         s = self.state

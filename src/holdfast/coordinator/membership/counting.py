@@ -7,13 +7,11 @@ follows from that is known, everything else is not.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from holdfast.coordinator.kernel import incidents
+from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.state import CoreState
-
-if TYPE_CHECKING:
-    from holdfast.coordinator.kernel.machine import Core
 
 NOTHING = -1
 """Stands for the state of a script that found nothing to load."""
@@ -55,7 +53,7 @@ def gave(state: CoreState, generation: int, step: int, steps: int) -> None:
     counted.given = {s: at for s, at in counted.given.items() if s in there or s in newest}
 
 
-def loaded(core: Core, generation: int, step: int | None, steps: int) -> None:
+def loaded(core: Context, generation: int, step: int | None, steps: int) -> None:
     """Rank 0's script goes on from the state of `step`; None: it found nothing to load."""
     s, counted = core.state, core.state.counted
     if s.level == 2 or generation != s.number:

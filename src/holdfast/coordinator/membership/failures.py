@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
-from holdfast.coordinator.health import silent_corruption
 from holdfast.coordinator.kernel import incidents
-from holdfast.coordinator.kernel.state import Blame, Failure, Injection, JobPhase, Worker, WorkerPhase
+from holdfast.coordinator.kernel.context import Context
+from holdfast.coordinator.kernel.requests import AwaitChecksums, NoteNonFinite
+from holdfast.coordinator.kernel.script_fault import script_fault
+from holdfast.coordinator.kernel.state import Blame, Failure, Injection, JobPhase, Node, Worker, WorkerPhase
 from holdfast.coordinator.membership import counting, gang, generations, nodes, policy, shutdown
-from holdfast.coordinator.storage import durable_checkpoints
 from holdfast.errors import StateChanged
 from holdfast.protocol import messages as m
 from holdfast.protocol.phases import Phase
-
-if TYPE_CHECKING:
-    from holdfast.coordinator.kernel.machine import Core
 
 KEPT = 512
 """Failures that are remembered for telling the script's faults from the machine's."""
@@ -31,7 +28,7 @@ LIKE_A_SCRIPT = ("segfault", "exit", "raise")
 # ---------------------------------------------------------------- user code raised
 
 
-def failed(core: Core, worker: Worker, message: m.Failed) -> None:
+def failed(core: Context, worker: Worker, message: m.Failed) -> None:
     """User code raised. In a step: retry in process, then a fresh worker, then it is the script's."""
     s = core.state
     current = s.generation
@@ -58,8 +55,8 @@ def failed(core: Core, worker: Worker, message: m.Failed) -> None:
         return
     note_failure(core, message.step, message.signature, worker, message.generation)
     if message.own:
-        silent_corruption.brought(core, worker, message)
-    verdict = policy.script_fault(s.failures)
+        core.request(NoteNonFinite(worker, message))
+    verdict = script_fault(s.failures)
     if verdict is not None:
         generations.break_generation(core, cause)
         shutdown.give_up(core, verdict.reason, first_blame(core, message.signature) or blame)
@@ -79,7 +76,7 @@ def failed(core: Core, worker: Worker, message: m.Failed) -> None:
     generations.break_generation(core, cause)
 
 
-def _failed_before(core: Core, worker: Worker, message: m.Failed) -> bool:
+def _failed_before(core: Context, worker: Worker, message: m.Failed) -> bool:
     same = [
         f
         for f in core.state.failures
@@ -88,7 +85,7 @@ def _failed_before(core: Core, worker: Worker, message: m.Failed) -> bool:
     return len(same) >= 2
 
 
-def first_blame(core: Core, signature: str) -> Blame | None:
+def first_blame(core: Context, signature: str) -> Blame | None:
     """What the first worker said that failed in this way."""
     for failure in core.state.failures:
         if failure.signature == signature and failure.worker in core.state.blames:
@@ -96,14 +93,14 @@ def first_blame(core: Core, signature: str) -> Blame | None:
     return None
 
 
-def note_failure(core: Core, step: int | None, signature: str, worker: Worker, generation: int) -> None:
-    """Remembers a failure for `policy.script_fault`."""
+def note_failure(core: Context, step: int | None, signature: str, worker: Worker, generation: int) -> None:
+    """Remembers a failure for `script_fault`."""
     core.state.failures.append(Failure(step, signature, worker.name, worker.node, generation))
     if node := core.state.nodes.get(worker.node):
         node.failures += 1
 
 
-def forgive(core: Core, innocent: Callable[[Failure], bool]) -> None:
+def forgive(core: Context, innocent: Callable[[Failure], bool]) -> None:
     """Forgets failures that turned out to be something else's."""
     s = core.state
     for failure in filter(innocent, s.failures):
@@ -115,7 +112,7 @@ def forgive(core: Core, innocent: Callable[[Failure], bool]) -> None:
 # ---------------------------------------------------------------- processes that end
 
 
-def exited(core: Core, message: m.Exited) -> None:
+def exited(core: Context, message: m.Exited) -> None:
     """A worker's process ended."""
     s = core.state
     worker = s.workers.get(message.worker)
@@ -126,7 +123,7 @@ def exited(core: Core, message: m.Exited) -> None:
     blame = s.blames.setdefault(worker.name, described)
     blame.tail, blame.log = list(message.tail), message.log
     core.record("worker-exited", worker=worker.name, node=worker.node, code=message.code, log=message.log)
-    durable_checkpoints.summing(core, worker.node, message.summing)
+    core.request(AwaitChecksums(worker, message))
     counting.exited(s, worker.name, message.steps)
     if worker.phase is WorkerPhase.GONE:
         return
@@ -141,7 +138,7 @@ def exited(core: Core, message: m.Exited) -> None:
         lose_worker(core, worker, cause, message)
 
 
-def lose_worker(core: Core, worker: Worker, cause: str, message: m.Exited | None = None) -> None:
+def lose_worker(core: Context, worker: Worker, cause: str, message: m.Exited | None = None) -> None:
     """A worker is gone without having been asked to go. message: how it ended, where that is known."""
     s = core.state
     was, worker.phase, worker.vanished_s = worker.phase, WorkerPhase.GONE, None
@@ -165,19 +162,19 @@ def lose_worker(core: Core, worker: Worker, cause: str, message: m.Exited | None
         _did_not_start(core, worker, cause)
 
 
-def _judge_exit(core: Core, worker: Worker, message: m.Exited, early: bool) -> None:
+def _judge_exit(core: Context, worker: Worker, message: m.Exited, early: bool) -> None:
     s = core.state
     blame = s.blames[worker.name]
     blame.rank = blame.rank if s.generation is None else s.generation.rank_of(worker.name)
     signature = policy.failure_signature(blame, message)
     note_failure(core, None if early else s.committed, signature, worker, s.number)
-    verdict = policy.script_fault(s.failures, trained=s.number > 0, nodes=nodes.hoped_for(core))
+    verdict = script_fault(s.failures, trained=s.number > 0, nodes=nodes.hoped_for(core))
     if verdict is not None:
         generations.break_generation(core, blame.cause)
         shutdown.give_up(core, verdict.reason, first_blame(core, signature))
 
 
-def _did_not_start(core: Core, worker: Worker, cause: str) -> None:
+def _did_not_start(core: Context, worker: Worker, cause: str) -> None:
     """One more that did not get ready. Workers that were started together count once."""
     s, node = core.state, core.state.nodes.get(worker.node)
     if worker.started_s >= s.bad_start_at_s:
@@ -191,7 +188,7 @@ def _did_not_start(core: Core, worker: Worker, cause: str) -> None:
             nodes.give_up(core, node, f"its workers do not start: {cause}")
 
 
-def started_well(core: Core, worker: Worker) -> None:
+def started_well(core: Context, worker: Worker) -> None:
     """A worker became ready: what failed before was no rule."""
     core.state.bad_starts, core.state.start_after_s = 0, None
     if node := core.state.nodes.get(worker.node):
@@ -201,7 +198,7 @@ def started_well(core: Core, worker: Worker) -> None:
 # ---------------------------------------------------------------- processes that are ended
 
 
-def end_worker(core: Core, worker: Worker, counts: bool = True) -> None:
+def end_worker(core: Context, worker: Worker, counts: bool = True) -> None:
     """Takes a worker out of the job, whatever its process does. counts: it is a restart."""
     worker.told_to_end = True
     worker.phase = WorkerPhase.GONE
@@ -209,7 +206,15 @@ def end_worker(core: Core, worker: Worker, counts: bool = True) -> None:
     core.send(worker.node, m.KillWorker(worker.name))
 
 
-def condemn(core: Core, workers: Iterable[Worker], cause: str) -> None:
+def evict(core: Context, node: Node, workers: list[Worker], cause: str) -> None:
+    """Workers of a node are to end now; at level 0 all start again, unless they do so anyway."""
+    if core.state.level == 2:
+        condemn(core, workers, cause)
+    elif workers and core.state.phase is JobPhase.RUNNING:
+        gang.taken_out(core, workers, node.name, cause)
+
+
+def condemn(core: Context, workers: Iterable[Worker], cause: str) -> None:
     """Takes workers out that will not leave by themselves."""
     s = core.state
     by_node: dict[str, list[Worker]] = {}
@@ -232,7 +237,7 @@ def condemn(core: Core, workers: Iterable[Worker], cause: str) -> None:
         generations.break_generation(core, cause)
 
 
-def end_late_starters(core: Core) -> None:
+def end_late_starters(core: Context) -> None:
     """Workers that are not ready in time are taken out, and new ones started."""
     limit_s = core.timing.start_s
     starting = core.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED)
@@ -243,7 +248,7 @@ def end_late_starters(core: Core) -> None:
         _did_not_start(core, worker, cause)
 
 
-def end_stuck(core: Core) -> None:
+def end_stuck(core: Context) -> None:
     """Members that did not leave the broken generation in time are taken out.
 
     One that has not finished a step yet may be compiling, and one may be at work of the script's own: both have
@@ -266,7 +271,7 @@ def end_stuck(core: Core) -> None:
 # ---------------------------------------------------------------- injected faults
 
 
-def injected(core: Core, injection: Injection) -> None:
+def injected(core: Context, injection: Injection) -> None:
     """A fault is being injected now, or was just before: it explains an incident, and blames nobody."""
     s = core.state
     rank = s.generation.rank_of(injection.worker) if s.generation and injection.worker else None

@@ -5,24 +5,22 @@ together, from warm processes; nothing of them survives but what the script save
 from __future__ import annotations
 
 import signal
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from holdfast.coordinator.kernel import incidents
+from holdfast.coordinator.kernel.context import Context
+from holdfast.coordinator.kernel.script_fault import ScriptFault
 from holdfast.coordinator.kernel.state import Blame, Incident, JobPhase, Node, Worker, WorkerPhase
 from holdfast.coordinator.membership import counting, failures, nodes, policy, shutdown
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import CACHE_VARIABLE
 from holdfast.protocol.snapshots import TIERS_VARIABLE
 
-if TYPE_CHECKING:
-    from holdfast.coordinator.kernel.machine import Core
-
 TERM_GRACE_S = 1.0
 
 
-def environment(core: Core, node: Node, slot: int, rank: int, world: int) -> dict[str, str]:
+def environment(core: Context, node: Node, slot: int, rank: int, world: int) -> dict[str, str]:
     """torchrun's variables for one worker. At level 2 they are only a first guess: `run.rank` is the rank."""
     spec = core.spec
     there = core.alive_nodes()
@@ -52,7 +50,7 @@ def environment(core: Core, node: Node, slot: int, rank: int, world: int) -> dic
     }
 
 
-def advance(core: Core) -> None:
+def advance(core: Context) -> None:
     """Starts all workers when there are nodes enough, and ends the job when all are done."""
     s = core.state
     if s.phase is JobPhase.STOPPING:
@@ -72,7 +70,7 @@ def advance(core: Core) -> None:
         shutdown.end_when_saved(core)
 
 
-def _launch(core: Core) -> None:
+def _launch(core: Context) -> None:
     s, spec = core.state, core.spec
     nodes.ask(core)
     usable = _usable(core)
@@ -104,16 +102,16 @@ def _launch(core: Core) -> None:
     _start_all(core, sorted(usable[:count], key=lambda n: list(s.nodes).index(n.name)))
 
 
-def _usable(core: Core) -> list[Node]:
+def _usable(core: Context) -> list[Node]:
     return [n for n in core.alive_nodes() if n.slots >= core.spec.nproc and n.leaving is None and not n.held]
 
 
-def size_now(core: Core) -> int:
+def size_now(core: Context) -> int:
     """Workers that a start would have now."""
     return min(len(_usable(core)), core.state.wanted_nodes) * core.spec.nproc
 
 
-def _start_all(core: Core, chosen: list[Node]) -> None:
+def _start_all(core: Context, chosen: list[Node]) -> None:
     s, spec = core.state, core.spec
     world = len(chosen) * spec.nproc
     s.number += 1
@@ -139,7 +137,7 @@ def _start_all(core: Core, chosen: list[Node]) -> None:
     core.record("started", generation=s.number, world=world, workers=[x.worker for x in members])
 
 
-def exited(core: Core, worker: Worker, message: m.Exited) -> None:
+def exited(core: Context, worker: Worker, message: m.Exited) -> None:
     """A worker's process ended: with code 0 it is done; anything else ends all, and all start again."""
     s = core.state
     expected = s.phase is not JobPhase.RUNNING or worker.told_to_end
@@ -159,13 +157,13 @@ def exited(core: Core, worker: Worker, message: m.Exited) -> None:
         _judge(core, worker, policy.failure_signature(blame, message))
 
 
-def _judge(core: Core, worker: Worker, signature: str) -> None:
+def _judge(core: Context, worker: Worker, signature: str) -> None:
     """The script's fault, a node's, or one that a restart may cure?"""
     s = core.state
     failures.note_failure(core, s.committed or None, signature, worker, s.number)
     verdict = policy.gang_fault(s.failures, nodes=nodes.hoped_for(core))
     match verdict:
-        case policy.ScriptFault(reason):
+        case ScriptFault(reason):
             s.blame = failures.first_blame(core, signature) or s.blame
             shutdown.give_up(core, reason, None)
         case policy.NodeFault(name):
@@ -174,13 +172,13 @@ def _judge(core: Core, worker: Worker, signature: str) -> None:
             pass
 
 
-def lost(core: Core, worker: Worker, cause: str) -> None:
+def lost(core: Context, worker: Worker, cause: str) -> None:
     """A worker vanished without an exit code."""
     if core.state.phase is JobPhase.RUNNING:
         _fault(core, [worker], worker.node, cause)
 
 
-def node_lost(core: Core, workers: list[Worker], cause: str) -> None:
+def node_lost(core: Context, workers: list[Worker], cause: str) -> None:
     """A node with members is gone (its incident is open)."""
     s = core.state
     if workers and s.phase is JobPhase.RUNNING:
@@ -188,7 +186,7 @@ def node_lost(core: Core, workers: list[Worker], cause: str) -> None:
         restart(core, cause)
 
 
-def came_first(core: Core, workers: list[Worker], node: str, cause: str) -> Incident | None:
+def came_first(core: Context, workers: list[Worker], node: str, cause: str) -> Incident | None:
     """Workers ended without a word, and others have just raised an error: it is their end as it was seen from there. A
     group notices that it lost a process before that one's own machine has said so. Returns the incident, which is
     theirs now; None: nobody has.
@@ -208,26 +206,26 @@ def came_first(core: Core, workers: list[Worker], node: str, cause: str) -> Inci
     return incident
 
 
-def stalled(core: Core, workers: list[Worker], reason: str) -> None:
+def stalled(core: Context, workers: list[Worker], reason: str) -> None:
     """The job stands still; who is at fault is named, and all start again."""
     if core.state.phase is JobPhase.RUNNING:
         node = workers[0].node if workers else None
         _fault(core, workers, node, f"hang: {reason}")
 
 
-def taken_out(core: Core, workers: list[Worker], node: str, cause: str) -> None:
+def taken_out(core: Context, workers: list[Worker], node: str, cause: str) -> None:
     """A node's workers are to end, and so all start again."""
     _fault(core, workers, node, cause)
 
 
-def _fault(core: Core, workers: list[Worker], node: str | None, cause: str, raised: bool = False) -> bool:
+def _fault(core: Context, workers: list[Worker], node: str | None, cause: str, raised: bool = False) -> bool:
     """Opens an incident and starts all again. raised: it is an error. True when the fault was injected."""
     incident = core.open_incident(cause, node=node, workers=[w.name for w in workers], raised=raised)
     restart(core, cause)
     return incident.injected
 
 
-def restart(core: Core, cause: str, counts: bool = True) -> None:
+def restart(core: Context, cause: str, counts: bool = True) -> None:
     """Ends all workers; when they are gone, all start again. counts: against the restart budget."""
     s = core.state
     s.restarts_used += counts
@@ -237,14 +235,14 @@ def restart(core: Core, cause: str, counts: bool = True) -> None:
     end_all(core, grace_s=TERM_GRACE_S)
 
 
-def end_all(core: Core, grace_s: float) -> None:
+def end_all(core: Context, grace_s: float) -> None:
     """Asks every worker's process to end, when it has completed the copy of its state that it is at."""
     for worker in core.alive_workers():
         worker.told_to_end = True
         core.send(worker.node, m.KillWorker(worker.name, grace_s))
 
 
-def give_over(core: Core) -> None:
+def give_over(core: Context) -> None:
     """A script called `hf.start`: what was started together goes on one by one, at level 2."""
     s = core.state
     s.level, s.generation, s.number = 2, None, 0

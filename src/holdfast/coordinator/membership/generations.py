@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from holdfast.coordinator.kernel import incidents
+from holdfast.coordinator.kernel.context import Context
+from holdfast.coordinator.kernel.requests import ReportUnreadable, RewindTo, SpreadCopies
 from holdfast.coordinator.kernel.state import CoreState, JobPhase, Seat, Snapshot, Worker, WorkerPhase
 from holdfast.coordinator.membership import (
     failures,
@@ -17,13 +18,10 @@ from holdfast.coordinator.membership import (
     shutdown,
 )
 from holdfast.coordinator.membership.rank_assignment import Seating
-from holdfast.coordinator.storage import durable_checkpoints, memory_snapshots
+from holdfast.coordinator.storage import queries as storage
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import Durable
 from holdfast.protocol.snapshots import Copy, Holder
-
-if TYPE_CHECKING:
-    from holdfast.coordinator.kernel.machine import Core
 
 MAX_DONORS = 8
 """Stripes from more donors than this gain nothing: the newcomer's link is full."""
@@ -41,7 +39,7 @@ MAX_ATTEMPTS = 16
 # ---------------------------------------------------------------- a generation ends
 
 
-def break_generation(core: Core, cause: str) -> None:
+def break_generation(core: Context, cause: str) -> None:
     """Every member leaves the generation and reports what it holds."""
     s = core.state
     draining = s.phase is JobPhase.BREAKING and s.yielding
@@ -55,7 +53,7 @@ def break_generation(core: Core, cause: str) -> None:
     replica_groups.broke(core, cause)
 
 
-def end_at_commit(core: Core, reason: str) -> None:
+def end_at_commit(core: Context, reason: str) -> None:
     """The generation ends at its next commit: nothing is lost."""
     s = core.state
     if s.generation is None or s.yielding:
@@ -66,7 +64,7 @@ def end_at_commit(core: Core, reason: str) -> None:
         core.tell(worker, m.Yield(s.generation.number))
 
 
-def collective_error(core: Core, worker: Worker, message: m.CollectiveError) -> None:
+def collective_error(core: Context, worker: Worker, message: m.CollectiveError) -> None:
     """Evidence that something is wrong, not who: the generation breaks, and its members say what they hold."""
     s = core.state
     if s.generation is None or message.generation != s.generation.number:
@@ -76,13 +74,13 @@ def collective_error(core: Core, worker: Worker, message: m.CollectiveError) -> 
         seat = s.seats[worker.name]
         if seat.restore and message.step < 0 and s.phase is JobPhase.RUNNING:
             if seat.copy is not None:
-                memory_snapshots.unread(core, seat.copy)
+                core.request(ReportUnreadable(seat.copy, message))
             elif seat.durable is not None:
-                durable_checkpoints.unread(core, seat.durable, message)
+                core.request(ReportUnreadable(seat.durable, message))
         break_generation(core, "a collective failed")
 
 
-def parked(core: Core, worker: Worker, message: m.Parked) -> None:
+def parked(core: Context, worker: Worker, message: m.Parked) -> None:
     """A member is out of the generation and says what it holds."""
     s = core.state
     if s.generation is None or message.generation != s.generation.number:
@@ -103,11 +101,11 @@ def parked(core: Core, worker: Worker, message: m.Parked) -> None:
         break_generation(core, f"{worker.name} left it")
 
 
-def gather(core: Core) -> None:
+def gather(core: Context) -> None:
     """Everyone has left the generation."""
     s = core.state
     s.phase, s.break_deadline_s, s.yielding = JobPhase.GATHERING, None, False
-    memory_snapshots.spread(core)  # what members would have saved themselves is asked of others now
+    core.request(SpreadCopies())  # what members would have saved themselves is asked of others now
     cause, s.broke_cause = s.broke_cause, None
     if (
         cause is None
@@ -129,13 +127,13 @@ def gather(core: Core) -> None:
 # ---------------------------------------------------------------- the next one
 
 
-def try_form(core: Core) -> None:
+def try_form(core: Context) -> None:
     """Forms a generation as soon as there are workers enough; nobody waits for a slow starter."""
     s = core.state
     if s.form_after_s is not None and core.now < s.form_after_s:
         return
     survivors = core.workers_in(WorkerPhase.PARKED)
-    nothing_saved = s.durable is None and memory_snapshots.newest_whole(core) is None
+    nothing_saved = s.durable is None and storage.newest_whole(core) is None
     if survivors and nothing_saved and not _whole(core, survivors):
         _start_over(core, survivors)
         survivors = []
@@ -168,13 +166,13 @@ def try_form(core: Core) -> None:
         shutdown.give_up(core, why, None)
 
 
-def _whole(core: Core, survivors: list[Worker]) -> bool:
+def _whole(core: Context, survivors: list[Worker]) -> bool:
     """Whether survivors hold every shard of one state."""
     outcome = policy.settle({w.name: policy.Report(w.committed, w.prepared) for w in survivors})
     return {w.position for w in survivors if w.name in outcome.holders} == set(range(core.state.positions))
 
 
-def _worth_waiting(core: Core) -> bool:
+def _worth_waiting(core: Context) -> bool:
     """The first generation waits a while for the target size, if more workers are on their way; and, when nodes came
     with snapshots of a run before, for all nodes: the newest may be in the memory of the last one."""
     s = core.state
@@ -187,7 +185,7 @@ def _worth_waiting(core: Core) -> bool:
     return core.now < s.form_deadline_s
 
 
-def _start_over(core: Core, survivors: list[Worker]) -> None:
+def _start_over(core: Context, survivors: list[Worker]) -> None:
     """No live copy of the state and no checkpoint: only a new process holds the state that all began from."""
     names = [w.name for w in survivors]
     core.record("worker-ended", workers=names, cause="no worker holds the state, and no checkpoint does")
@@ -196,7 +194,7 @@ def _start_over(core: Core, survivors: list[Worker]) -> None:
     nodes.staff(core)
 
 
-def _form(core: Core, survivors: list[Worker], kept: list[Worker], fresh: list[Worker]) -> None:
+def _form(core: Context, survivors: list[Worker], kept: list[Worker], fresh: list[Worker]) -> None:
     """survivors: all that reported, for what becomes of the step in flight; kept: those of them that stay."""
     s = core.state
     reports = {w.name: policy.Report(w.committed, w.prepared) for w in survivors}
@@ -207,7 +205,7 @@ def _form(core: Core, survivors: list[Worker], kept: list[Worker], fresh: list[W
     columns = [[w for w in ranks if s.workers[w].position == p] for p in range(s.positions)]
     durable, snapshot = None, None
     if any(outcome.holders.isdisjoint(column) for column in columns):
-        durable, snapshot = s.durable, memory_snapshots.newest_whole(core)
+        durable, snapshot = s.durable, storage.newest_whole(core)
         if snapshot is not None and durable is not None and durable.step > snapshot.step:
             snapshot = None
         elif snapshot is not None:
@@ -222,7 +220,7 @@ def _form(core: Core, survivors: list[Worker], kept: list[Worker], fresh: list[W
             holders = frozenset(column[0] for column in columns)
             restore = frozenset(w for column in columns for w in column if _differs(core, w, column[0]))
         _count_lost(core, start)
-        memory_snapshots.went_back(core, start)
+        core.request(RewindTo(start))
     else:
         start, holders, restore = outcome.start or 0, outcome.holders, outcome.restore
     before = s.generation.strength if s.generation else 0
@@ -234,7 +232,7 @@ def _form(core: Core, survivors: list[Worker], kept: list[Worker], fresh: list[W
     )
     s.generation = m.Generation(s.number, members, start, s.shape, connected)
     live = durable is None and snapshot is None
-    savers = memory_snapshots.savers(core, s.generation)
+    savers = storage.savers(core, s.generation)
     givers, served = [], []
     for position in range(s.positions):
         column = s.generation.column(position)
@@ -244,16 +242,16 @@ def _form(core: Core, survivors: list[Worker], kept: list[Worker], fresh: list[W
         )
         served.append(any(ranks[r] in restore for r in column) and len(column) > len(readers))
     s.seats, s.givers = {}, tuple(givers)
-    mtbf_s = memory_snapshots.mean_time_between_failures_s(core)
+    mtbf_s = storage.mean_time_between_failures_s(core)
     for rank, name in enumerate(ranks):
         copy: Copy | None = None
         sources: tuple[Holder, ...] = ()
         others: tuple[tuple[Copy, tuple[Holder, ...]], ...] = ()
         position, node = s.workers[name].position, s.workers[name].node
         if snapshot is not None and snapshot.world == s.positions:
-            copy, sources = memory_snapshots.sources(core, snapshot, position, node)
+            copy, sources = storage.sources(core, snapshot, position, node)
         elif snapshot is not None:
-            others = tuple(memory_snapshots.sources(core, snapshot, x, node) for x in range(snapshot.world))
+            others = tuple(storage.sources(core, snapshot, x, node) for x in range(snapshot.world))
         gives = rank in givers[position]
         reads = durable is not None and gives
         seat = Seat(
@@ -292,7 +290,7 @@ def _form(core: Core, survivors: list[Worker], kept: list[Worker], fresh: list[W
     )
 
 
-def _seating(core: Core, survivors: list[Worker], kept: list[Worker], fresh: list[Worker]) -> Seating:
+def _seating(core: Context, survivors: list[Worker], kept: list[Worker], fresh: list[Worker]) -> Seating:
     if core.state.positions > 1:
         return resize.seating(core, kept, fresh)
     previous = core.state.generation if survivors else None
@@ -334,7 +332,7 @@ def form(state: CoreState, worker: Worker) -> m.Form:
     )
 
 
-def _enroll(core: Core, worker: Worker, seat: Seat, start: int) -> None:
+def _enroll(core: Context, worker: Worker, seat: Seat, start: int) -> None:
     worker.phase = WorkerPhase.MEMBER
     worker.prepared, worker.restored = False, None
     worker.committed = start
@@ -343,14 +341,14 @@ def _enroll(core: Core, worker: Worker, seat: Seat, start: int) -> None:
     core.tell(worker, form(core.state, worker))
 
 
-def _rung(core: Core, fresh: list[Worker], world: int) -> str:
+def _rung(core: Context, fresh: list[Worker], world: int) -> str:
     if fresh:
         latest = core.state.incidents[-1].node if core.state.incidents else None
         return "restart" if all(w.node == latest for w in fresh) else "spare"
     return "go on smaller" if world < core.state.target else "retry in process"
 
 
-def _differs(core: Core, name: str, other: str) -> bool:
+def _differs(core: Context, name: str, other: str) -> bool:
     """Whether two workers that hold the same shard began with different states."""
     mine, theirs = core.state.workers[name].ready, core.state.workers[other].ready
     return (mine and mine.digest) != (theirs and theirs.digest)
@@ -371,7 +369,7 @@ def _member(rank: int, worker: Worker, replica: int) -> m.Member:
     )
 
 
-def _count_lost(core: Core, start: int) -> None:
+def _count_lost(core: Context, start: int) -> None:
     s = core.state
     lost = max(0, s.committed - start)
     s.lost_steps += lost

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.state import JobPhase, Worker, WorkerPhase
 from holdfast.coordinator.membership import failures, gang, generations, policy
 from holdfast.health import stacks
 from holdfast.protocol import messages as m
 from holdfast.protocol.phases import SLOW_PHASES, WAITING_PHASES, Phase
-
-if TYPE_CHECKING:
-    from holdfast.coordinator.kernel.machine import Core
 
 RETRIES = 2
 """A hang in which nobody differs is met so often by a new generation of the same workers."""
@@ -39,8 +36,12 @@ class Inspection:
     stacks: dict[str, str] = field(default_factory=dict)
     unheard: set[str] = field(default_factory=set)
 
+    def begin(self, nodes: set[str]) -> None:
+        """These nodes are asked now; what others answered before does not count any more."""
+        self.views, self.stacks, self.unheard = [], {}, nodes
 
-def stalled(core: Core, name: str, view: m.WorkerView) -> None:
+
+def stalled(core: Context, name: str, view: m.WorkerView) -> None:
     """An agent says that a worker stands still: every node is asked how its workers stand."""
     s = core.state
     worker = s.workers.get(name)
@@ -57,13 +58,14 @@ def stalled(core: Core, name: str, view: m.WorkerView) -> None:
         return
     s.inspect_request += 1
     s.inspect_deadline_s = core.now + core.timing.inspect_s
-    core.inspection = Inspection(unheard={w.node for w in core.inside()})
+    inspection = core.transient(Inspection)
+    inspection.begin({w.node for w in core.inside()})
     core.record("stalled", worker=name, node=worker.node, step=s.step)
-    for node in sorted(core.inspection.unheard):
+    for node in sorted(inspection.unheard):
         core.send(node, m.Inspect(s.inspect_request))
 
 
-def _left_behind(core: Core, worker: Worker, view: m.WorkerView) -> bool:
+def _left_behind(core: Context, worker: Worker, view: m.WorkerView) -> bool:
     """It still waits for its peers, though the generation has long been broken. (One that computes its first
     step may be compiling, and will come.)"""
     s = core.state
@@ -73,9 +75,9 @@ def _left_behind(core: Core, worker: Worker, view: m.WorkerView) -> bool:
     return view.place.phase in WAITING_PHASES and waits >= MARGIN * core.timing.stall_s(core.median_s())
 
 
-def inspected(core: Core, message: m.Views) -> None:
+def inspected(core: Context, message: m.Views) -> None:
     """One node's answer; the last one leads to a verdict."""
-    s, inspection = core.state, core.inspection
+    s, inspection = core.state, core.transient(Inspection)
     if s.inspect_deadline_s is None or message.request != s.inspect_request:
         return
     members = {w.name: w.node for w in core.inside()}
@@ -88,9 +90,9 @@ def inspected(core: Core, message: m.Views) -> None:
         judge(core)
 
 
-def judge(core: Core) -> None:
+def judge(core: Context) -> None:
     """All have answered, or the time for it is over."""
-    s, inspection = core.state, core.inspection
+    s, inspection = core.state, core.transient(Inspection)
     s.inspect_deadline_s = None
     allowed = {v.worker: _allowed_s(core, v) for v in inspection.views}
     ranks = {x.worker: x.rank for x in s.generation.members} if s.generation else {}
@@ -112,8 +114,8 @@ def judge(core: Core) -> None:
         incident.where = where
 
 
-def _act(core: Core, culprits: list[Worker], reason: str, allowed: dict[str, float]) -> None:
-    s, inspection = core.state, core.inspection
+def _act(core: Context, culprits: list[Worker], reason: str, allowed: dict[str, float]) -> None:
+    s, inspection = core.state, core.transient(Inspection)
     if s.level != 2:
         if _at_work(core, {w.name for w in culprits}):
             s.look_again_s = core.now + LOOK_AGAIN * core.timing.detection_s
@@ -125,14 +127,14 @@ def _act(core: Core, culprits: list[Worker], reason: str, allowed: dict[str, flo
         _nobody_differs(core, reason)
 
 
-def _at_work(core: Core, suspects: set[str]) -> bool:
+def _at_work(core: Context, suspects: set[str]) -> bool:
     """At level 0 nobody says where in a step it is. A suspect (everyone, if none is named) that uses the processor
     may evaluate or save, for as long as a start may take."""
-    views = [v for v in core.inspection.views if v.worker in suspects or not suspects]
+    views = [v for v in core.transient(Inspection).views if v.worker in suspects or not suspects]
     return any(v.busy and v.process not in "TtXZ" and v.idle_s < core.timing.start_s for v in views)
 
 
-def _allowed_s(core: Core, view: m.WorkerView) -> float:
+def _allowed_s(core: Context, view: m.WorkerView) -> float:
     """How long a worker may stand still where it is. Its first step may compile for as long as a start takes, and
     work of the script's own between two steps, or a durable tier's answer, may take as long."""
     if view.place.phase in SLOW_PHASES:
@@ -142,11 +144,11 @@ def _allowed_s(core: Core, view: m.WorkerView) -> float:
     return MARGIN * core.timing.stall_s(view.median_s)
 
 
-def _nobody_differs(core: Core, reason: str) -> None:
+def _nobody_differs(core: Context, reason: str) -> None:
     """Tries the step again, twice. After that half of the workers are replaced, and then the other half: one of
     them is at fault, and the state lives on in the rest."""
     s = core.state
-    waiting = any(v.place.phase in _FOR_OTHERS for v in core.inspection.views)
+    waiting = any(v.place.phase in _FOR_OTHERS for v in core.transient(Inspection).views)
     s.stall_rounds += 1
     if not waiting and s.stall_rounds < PATIENT_ROUNDS:
         return

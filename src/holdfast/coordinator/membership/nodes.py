@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from holdfast.coordinator.health import admission, remedies
-from holdfast.coordinator.health.history import Remembered
+from holdfast.coordinator.health import queries as health
 from holdfast.coordinator.kernel import incidents
+from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.events import ProvideNode, ReleaseNode
+from holdfast.coordinator.kernel.history import Remembered
+from holdfast.coordinator.kernel.requests import (
+    AdmitNode,
+    CompareCopies,
+    DropCopies,
+    NoteNodeLost,
+    RefuseAdmission,
+    RepeatOrders,
+)
 from holdfast.coordinator.kernel.state import JobPhase, Node, Worker, WorkerPhase
-from holdfast.coordinator.membership import failures, gang, generations, resize, shard_policy, shutdown
-from holdfast.coordinator.storage import memory_snapshots
+from holdfast.coordinator.membership import (
+    failures,
+    gang,
+    generations,
+    resize,
+    shard_policy,
+    shutdown,
+    workers,
+)
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import Remedy
 from holdfast.protocol.phases import Phase
-
-if TYPE_CHECKING:
-    from holdfast.coordinator.kernel.machine import Core
 
 KEPT_GONE = 32
 """So many workers and nodes that are gone are remembered, for what is still said about them."""
@@ -24,7 +35,7 @@ KEPT_GONE = 32
 # ---------------------------------------------------------------- agents
 
 
-def joined(core: Core, hello: m.Hello, past: tuple[Remembered, ...] = ()) -> None:
+def joined(core: Context, hello: m.Hello, past: tuple[Remembered, ...] = ()) -> None:
     """An agent said hello, for the first time or again. past: what is known of the machine."""
     s = core.state
     known = s.nodes.get(hello.node)
@@ -42,14 +53,13 @@ def joined(core: Core, hello: m.Hello, past: tuple[Remembered, ...] = ()) -> Non
             return
         known.last_seen_s = core.now
         _reconcile(core, known, hello)
-        remedies.repeat(core, known)
-        admission.repeat(core, known)
+        core.request(RepeatOrders(known))
         return
     if known is not None and known.alive:
         lose(core, known, "a new agent took its place", release=False)
-    reason = admission.refusal(hello)
+    reason = health.refusal(hello)
     if reason is not None:
-        admission.refuse(core, hello, reason)
+        core.request(RefuseAdmission(hello, reason))
         _refuse(core, hello.node, reason)
         s.health.turned_away[hello.node] = reason
         s.joined += known is None
@@ -66,23 +76,22 @@ def joined(core: Core, hello: m.Hello, past: tuple[Remembered, ...] = ()) -> Non
     s.joined += known is None
     s.replacing = max(0, s.replacing - 1)
     core.record("node-joined", node=hello.node, host=hello.host, slots=hello.slots)
-    admission.admit(core, node, hello, past)
-    remedies.came_back(core, node, known)
+    core.request(AdmitNode(node, hello, past, known))
     _reconcile(core, node, hello)
 
 
-def _refuse(core: Core, name: str, reason: str) -> None:
+def _refuse(core: Context, name: str, reason: str) -> None:
     core.record("node-refused", node=name, reason=reason)
     core.send(name, m.Shutdown(f"this node is refused: {reason}"))
 
 
-def give_up(core: Core, node: Node, cause: str) -> None:
+def give_up(core: Context, node: Node, cause: str) -> None:
     """A node is at fault, not what runs on it: it is lost, and it may not come back."""
     node.refused = cause
     lose(core, node, cause)
 
 
-def taken(core: Core, name: str, reason: str) -> None:
+def taken(core: Context, name: str, reason: str) -> None:
     """A node belongs to somebody else now: what still runs there is to end, not to come back as a new node."""
     node = core.state.nodes.get(name)
     if node is None:
@@ -93,7 +102,7 @@ def taken(core: Core, name: str, reason: str) -> None:
     core.record("node-taken", node=name, reason=reason)
 
 
-def fence(core: Core, node: Node | None, name: str) -> None:
+def fence(core: Context, node: Node | None, name: str) -> None:
     """A node that was given up speaks: nothing of it may run on. It comes back as a new one."""
     if node is not None and node.leaving is not None:
         core.send(name, m.Shutdown(node.leaving))  # it left as planned, and is not to come back
@@ -108,7 +117,7 @@ def fence(core: Core, node: Node | None, name: str) -> None:
         node.fenced = True
 
 
-def lose(core: Core, node: Node, cause: str, release: bool = True) -> None:
+def lose(core: Context, node: Node, cause: str, release: bool = True) -> None:
     """A node is gone, or is treated so. release: tell the engine, that nothing of it runs on."""
     s = core.state
     node.alive = False
@@ -120,12 +129,10 @@ def lose(core: Core, node: Node, cause: str, release: bool = True) -> None:
         incident = gang.came_first(core, part, node.name, cause)
     if incident is None and part and s.phase is not JobPhase.STOPPING:
         incident = core.open_incident(cause, node=node.name, workers=[w.name for w in part])
-    if incident is not None:
-        admission.lost(core, node, incident)
-    remedies.lost(core, node)
+    core.request(NoteNodeLost(node, incident))
     for worker in ours:
         worker.phase = WorkerPhase.GONE
-    memory_snapshots.node_lost(core, node)
+    core.request(DropCopies(node))
     if release:
         core.act(ReleaseNode(node.name, cause))
     if s.level != 2:
@@ -134,7 +141,7 @@ def lose(core: Core, node: Node, cause: str, release: bool = True) -> None:
         generations.break_generation(core, cause)
 
 
-def overslept(core: Core, away_s: float) -> None:
+def overslept(core: Context, away_s: float) -> None:
     """Nobody was heard for so long because nobody listened, and what was decided before may have left that late: it is no
     silence of theirs. Whoever has a time to answer in has as much of it as before."""
     s = core.state
@@ -162,7 +169,7 @@ def overslept(core: Core, away_s: float) -> None:
     s.form_deadline_s = _later(s.form_deadline_s, away_s)
 
 
-def starved(core: Core, name: str, waited_s: float) -> None:
+def starved(core: Context, name: str, waited_s: float) -> None:
     """A node was silent because its agent did not get a processor."""
     node = core.state.nodes.get(name)
     if node is not None and node.alive:
@@ -173,7 +180,7 @@ def _later(deadline: float | None, by_s: float) -> float | None:
     return None if deadline is None else deadline + by_s
 
 
-def recovered(core: Core, last_s: float) -> None:
+def recovered(core: Context, last_s: float) -> None:
     """This process replaced a coordinator that died. Agents that do not come back are lost.
 
     Time stood still meanwhile: whatever was due gets at least until every agent had its chance to reconnect.
@@ -210,7 +217,7 @@ def _not_before(deadline: float | None, time_s: float) -> float | None:
 # ---------------------------------------------------------------- agent and coordinator compare what they know
 
 
-def _reconcile(core: Core, node: Node, hello: m.Hello) -> None:
+def _reconcile(core: Context, node: Node, hello: m.Hello) -> None:
     """Either may have missed messages of the other; what the agent says is how things are."""
     views = {v.worker: v for v in hello.workers}
     for worker in [w for w in core.alive_workers() if w.node == node.name]:
@@ -226,12 +233,12 @@ def _reconcile(core: Core, node: Node, hello: m.Hello) -> None:
                 core.send(node.name, m.KillWorker(view.worker))
         else:
             _catch_up(core, known, view)
-    memory_snapshots.joined(core, node, hello)
+    core.request(CompareCopies(node, hello))
     if node.leaving is not None:
         core.send(node.name, m.Drain(node.leaving))  # it ignores what it knows
 
 
-def _never_started(core: Core, worker: Worker) -> None:
+def _never_started(core: Context, worker: Worker) -> None:
     """The order to start it was lost, or is still waiting for a warm process: it is taken back."""
     core.send(worker.node, m.KillWorker(worker.name))
     worker.phase = WorkerPhase.GONE
@@ -241,14 +248,14 @@ def _never_started(core: Core, worker: Worker) -> None:
         gang.lost(core, worker, "it was never started")
 
 
-def _catch_up(core: Core, worker: Worker, view: m.WorkerView) -> None:
+def _catch_up(core: Context, worker: Worker, view: m.WorkerView) -> None:
     if view.median_s is not None:
         worker.median_s = view.median_s
     worker.aside = view.place.phase == Phase.ASIDE
     if view.attached:
-        core.attached(worker)
+        workers.attached(core, worker)
     if view.ready:
-        core.ready(worker, view.ready)
+        workers.ready(core, worker, view.ready)
     if view.done:
         shutdown.done(core, worker, view.done)
     elif view.parked:
@@ -257,7 +264,7 @@ def _catch_up(core: Core, worker: Worker, view: m.WorkerView) -> None:
         _repeat(core, worker, view)
 
 
-def _repeat(core: Core, worker: Worker, view: m.WorkerView) -> None:
+def _repeat(core: Context, worker: Worker, view: m.WorkerView) -> None:
     """Sends again what the worker must have been told; it ignores what it knows."""
     s = core.state
     if worker.told_to_end:
@@ -283,7 +290,7 @@ def _repeat(core: Core, worker: Worker, view: m.WorkerView) -> None:
 # ---------------------------------------------------------------- workers and nodes that are missing
 
 
-def start_worker(core: Core, node: Node, slot: int, env: dict[str, str]) -> Worker:
+def start_worker(core: Context, node: Node, slot: int, env: dict[str, str]) -> Worker:
     """A new process for one slot of a node."""
     s, spec = core.state, core.spec
     s.incarnations += 1
@@ -297,7 +304,7 @@ def start_worker(core: Core, node: Node, slot: int, env: dict[str, str]) -> Work
     return worker
 
 
-def staff(core: Core) -> None:
+def staff(core: Context) -> None:
     """Every slot of every node has a worker, so that spares are ready before they are needed."""
     for node, slot in free_slots(core):
         if core.state.start_after_s is not None and core.now < core.state.start_after_s and slot in node.used:
@@ -307,7 +314,7 @@ def staff(core: Core) -> None:
     ask(core)
 
 
-def free_slots(core: Core) -> list[tuple[Node, int]]:
+def free_slots(core: Context) -> list[tuple[Node, int]]:
     """Slots without a worker that may get one: the first for free, later ones from the restart budget."""
     taken = {(w.node, w.slot) for w in core.alive_workers()}
     spent = core.budget_spent()
@@ -320,7 +327,7 @@ def free_slots(core: Core) -> list[tuple[Node, int]]:
     ]
 
 
-def ask(core: Core) -> None:
+def ask(core: Context) -> None:
     """One request to the engine for every node that is missing."""
     s = core.state
     if s.ask_after_s is not None and core.now < s.ask_after_s:
@@ -333,7 +340,7 @@ def ask(core: Core) -> None:
         core.act(ProvideNode(f"{len(_staying(core))} of {wanted} nodes are there"))
 
 
-def ask_again_s(core: Core) -> float | None:
+def ask_again_s(core: Context) -> float | None:
     """When nodes that were asked for count as lost on the way: early when the job cannot train without."""
     if not core.state.replacing:
         return None
@@ -341,14 +348,14 @@ def ask_again_s(core: Core) -> float | None:
     return core.state.asked_at_s + halves * core.timing.wait_s / 2
 
 
-def write_off(core: Core) -> None:
+def write_off(core: Context) -> None:
     """Nodes that were asked for long ago count as lost on the way."""
     again_s = ask_again_s(core)
     if again_s is not None and core.now >= again_s:
         core.state.replacing = 0
 
 
-def missing(core: Core) -> int:
+def missing(core: Context) -> int:
     """Nodes to ask for: neither there, nor asked for, nor still expected from the start of the job."""
     s = core.state
     wanted = s.wanted_nodes + core.spec.spares
@@ -359,7 +366,7 @@ def missing(core: Core) -> int:
     return max(0, min(count, core.spec.max_restarts + s.unpaid - s.replaced))
 
 
-def _staying(core: Core) -> list[Node]:
+def _staying(core: Context) -> list[Node]:
     """Nodes that are used or will be: of those that are out for a repair, those whose device is being reset; and those
     that are checked because every new one is, or one would be asked for in the place of each."""
     deep = core.spec.health.deep
@@ -371,12 +378,12 @@ def _staying(core: Core) -> list[Node]:
     ]
 
 
-def expected_until_s(core: Core) -> float:
+def expected_until_s(core: Context) -> float:
     """When nodes that the job was started with count as lost on the way."""
     return core.state.began_s + core.timing.wait_s / 2
 
 
-def expected(core: Core) -> int:
+def expected(core: Context) -> int:
     """Nodes that the job was started with and that have not come yet."""
     s = core.state
     if core.now >= expected_until_s(core):
@@ -384,13 +391,13 @@ def expected(core: Core) -> int:
     return max(0, core.spec.max_nodes + core.spec.spares - s.joined)
 
 
-def hoped_for(core: Core) -> int:
+def hoped_for(core: Context) -> int:
     """Nodes that are there, lemons among them, on their way, or can be asked for."""
     there = sum(n.leaving is None for n in core.alive_nodes())
     return there + core.state.replacing + expected(core) + missing(core)
 
 
-def unavailable(core: Core, reason: str) -> None:
+def unavailable(core: Context, reason: str) -> None:
     """The engine has no node now: it is asked again after a while, and the request was not one used up."""
     s = core.state
     if s.replacing > 0:
@@ -403,30 +410,30 @@ def unavailable(core: Core, reason: str) -> None:
             core.record("node-trains-on", node=node.name, reason=node.leaving)
 
 
-def hopeless(core: Core) -> bool:
+def hopeless(core: Context) -> bool:
     """Nothing that could bring another worker is under way or left to try."""
     starting = core.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED)
     return not (starting or coming(core) or free_slots(core))
 
 
-def coming(core: Core) -> bool:
+def coming(core: Context) -> bool:
     """Another node is on its way, or can be asked for."""
     return bool(_mending(core) or core.state.replacing or expected(core) or missing(core))
 
 
-def under_repair(core: Core) -> bool:
+def under_repair(core: Context) -> bool:
     """Nodes are checked or repaired before they are used, for which there are deadlines."""
-    return any(n.checking is not None or remedies.ordered(core, n) for n in core.alive_nodes())
+    return any(n.checking is not None or health.ordered(core, n) for n in core.alive_nodes())
 
 
-def _mending(core: Core) -> bool:
+def _mending(core: Context) -> bool:
     """A node is repaired or checked. One that is still to leave first brings nothing before there is training to leave."""
     return any(
         n.checking is not None or (n.then is not None and n.leaving is None) for n in core.alive_nodes()
     )
 
 
-def forget(core: Core) -> None:
+def forget(core: Context) -> None:
     """Keeps the state small, however long the job runs: the ledger has what is dropped here."""
     s = core.state
     gone = [w.name for w in s.workers.values() if w.phase is WorkerPhase.GONE]

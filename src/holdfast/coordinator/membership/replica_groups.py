@@ -7,22 +7,18 @@ So nothing is half sent between them, and the next generation uses the same conn
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.state import Worker, WorkerPhase
 from holdfast.protocol import messages as m
 
-if TYPE_CHECKING:
-    from holdfast.coordinator.kernel.machine import Core
 
-
-def members(core: Core, replica: int) -> list[Worker]:
+def members(core: Context, replica: int) -> list[Worker]:
     """The workers of a complete replica of the newest generation."""
     g = core.state.generation
     return [core.state.workers[x.worker] for x in g.members if x.replica == replica] if g else []
 
 
-def broke(core: Core, reason: str) -> None:
+def broke(core: Context, reason: str) -> None:
     """The generation breaks: replicas of which nobody is missing halt together, the others at once."""
     s = core.state
     assert s.generation is not None
@@ -38,7 +34,7 @@ def broke(core: Core, reason: str) -> None:
             core.tell(worker, m.Break(s.generation.number, reason, member.replica in s.halting))
 
 
-def halted(core: Core, worker: Worker, message: m.Halted) -> None:
+def halted(core: Context, worker: Worker, message: m.Halted) -> None:
     """A worker says how far it is; when its whole replica has, all are told where to leave the step."""
     s = core.state
     if s.generation is None or message.generation != s.generation.number:
@@ -55,7 +51,7 @@ def halted(core: Core, worker: Worker, message: m.Halted) -> None:
             core.tell(other, m.RunTo(s.generation.number, furthest))
 
 
-def give_up(core: Core) -> None:
+def give_up(core: Context) -> None:
     """A replica that halts cannot do so any more when one of its workers is gone, or has left the step in another way:
     the others leave it at once."""
     s = core.state
@@ -74,7 +70,7 @@ def give_up(core: Core) -> None:
 
 
 def connected_in(
-    core: Core, seated: tuple[tuple[str, ...], ...], before: m.Generation | None
+    core: Context, seated: tuple[tuple[str, ...], ...], before: m.Generation | None
 ) -> tuple[int, ...]:
     """For every complete replica of the next generation the one in which its groups were connected: an earlier one, where
     the same workers come from it with their groups whole, else the next one."""

@@ -7,28 +7,19 @@ held back when it would cost too much of the time; leaving never is.
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
-from holdfast.coordinator.health import remedies
+from holdfast.coordinator.health import queries as health
 from holdfast.coordinator.kernel import incidents
+from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.events import ReleaseNode
+from holdfast.coordinator.kernel.requests import ApplyRemedy, DropCopies, HandOver, NoteNodeLost
 from holdfast.coordinator.kernel.state import Change, CoreState, JobPhase, Node, Worker, WorkerPhase
-from holdfast.coordinator.membership import failures, gang, policy, shard_policy, shutdown
+from holdfast.coordinator.membership import failures, gang, policy, queries, shard_policy, shutdown
 from holdfast.coordinator.membership.rank_assignment import Seating
-from holdfast.coordinator.storage import durable_checkpoints, memory_snapshots
+from holdfast.coordinator.storage import queries as storage
 from holdfast.errors import UsageError
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import Remedy
-
-if TYPE_CHECKING:
-    from holdfast.coordinator.kernel.machine import Core
-
-COST_SHARE = 0.05
-"""So much of the time may go into letting newcomers in that add little: after a change that stalled training for 0.5 s the
-next one waits until 10 s have passed."""
-
-GAIN_SHARE = 0.5
-"""And so much of what they add, where that is more: to go on with half of the workers for 10 s costs more than the stall."""
 
 KEPT = 1000
 """Changes that are remembered for the report."""
@@ -64,7 +55,7 @@ def check_drain(state: CoreState, name: str) -> None:
         raise UsageError(f"{name} is leaving already: {node.leaving}")
 
 
-def resize(core: Core, nodes: int, reason: str) -> None:
+def resize(core: Context, nodes: int, reason: str) -> None:
     """A person wants another size."""
     s = core.state
     before = s.wanted_nodes
@@ -73,7 +64,7 @@ def resize(core: Core, nodes: int, reason: str) -> None:
     _resized(core, before, reason, None)
 
 
-def capacity(core: Core, nodes: int | None, reason: str, within_s: float | None) -> None:
+def capacity(core: Context, nodes: int | None, reason: str, within_s: float | None) -> None:
     """The engine gives less room, or more again. With less than the job can train on it ends, its state saved."""
     s = core.state
     before = s.wanted_nodes
@@ -86,7 +77,7 @@ def capacity(core: Core, nodes: int | None, reason: str, within_s: float | None)
     _resized(core, before, reason, within_s)
 
 
-def going(core: Core, name: str, reason: str, within_s: float | None) -> None:
+def going(core: Context, name: str, reason: str, within_s: float | None) -> None:
     """A node is to leave. Unknown ones are ignored: it may be gone already."""
     node = core.state.nodes.get(name)
     if node is None or not node.alive:
@@ -97,13 +88,13 @@ def going(core: Core, name: str, reason: str, within_s: float | None) -> None:
     node.excess = False
 
 
-def leave(core: Core, node: Node, reason: str) -> None:
+def leave(core: Context, node: Node, reason: str) -> None:
     """A node is to leave for its health: when its place is filled, at a step's edge."""
     _mark(core, node, reason, None)
     node.excess = False
 
 
-def _resized(core: Core, before: int, reason: str, within_s: float | None) -> None:
+def _resized(core: Context, before: int, reason: str, within_s: float | None) -> None:
     s = core.state
     s.unpaid += max(0, s.wanted_nodes - before)
     s.grows = s.wanted_nodes > before
@@ -111,7 +102,7 @@ def _resized(core: Core, before: int, reason: str, within_s: float | None) -> No
     _fit(core, reason, within_s)
 
 
-def _fit(core: Core, reason: str, within_s: float | None) -> None:
+def _fit(core: Context, reason: str, within_s: float | None) -> None:
     """Nodes that are too many are to leave: members as far as there are more than are wanted, those with the highest
     ranks first; then the nodes that came last. Not while nobody trains: any of them may hold what is left. Those that
     have not left yet stay when they are wanted again."""
@@ -138,7 +129,7 @@ def _fit(core: Core, reason: str, within_s: float | None) -> None:
         node.excess = True
 
 
-def _whole_rows_first(core: Core, members: list[Node]) -> list[Node]:
+def _whole_rows_first(core: Context, members: list[Node]) -> list[Node]:
     """Of these nodes, the best first, those in front whose workers make up as many replicas as are wanted."""
     s = core.state
     rows, held = s.target // s.positions, Counter(w.position for w in core.members())
@@ -155,7 +146,7 @@ def _whole_rows_first(core: Core, members: list[Node]) -> list[Node]:
     return [*(n for n in members if n.name not in names), *reversed(going)]
 
 
-def _mark(core: Core, node: Node, reason: str, within_s: float | None) -> None:
+def _mark(core: Context, node: Node, reason: str, within_s: float | None) -> None:
     if node.leaving is None:
         node.leaving, node.leaves_since_s = reason, core.now
         core.record("node-leaving", node=node.name, reason=reason, within_s=within_s)
@@ -168,38 +159,38 @@ def _mark(core: Core, node: Node, reason: str, within_s: float | None) -> None:
 # ---------------------------------------------------------------- when
 
 
-def change_due(core: Core) -> str | None:
+def change_due(core: Context) -> str | None:
     """Why the running generation is to end at its next commit; None: it goes on."""
     s = core.state
     if s.generation is None:
         return None
     members = core.members()
-    staying = [w for w in members if not leaves(core, w)]
-    ready = _ready(core)
+    staying = [w for w in members if not queries.leaves(core, w)]
+    ready = queries.ready_to_join(core)
     left, full = shard_policy.strength(core, staying, []), shard_policy.strength(core, staying, ready)
     if len(staying) < len(members) and _may_leave(core, full):
-        gone = sorted({w.node for w in members if leaves(core, w)})
+        gone = sorted({w.node for w in members if queries.leaves(core, w)})
         verb = "leaves" if len(gone) == 1 else "leave"
         return f"{', '.join(gone)} {verb}: {s.nodes[gone[0]].leaving}"
     if left > s.target:
         return f"the job is resized to {s.wanted_nodes} nodes"
     left, full = _with_newcomers(core)
-    if left < full and core.now >= join_after_s(core, left, full):
+    if left < full and core.now >= queries.join_after_s(core, left, full):
         return "a newcomer is ready"
     return None
 
 
-def _with_newcomers(core: Core) -> tuple[int, int]:
+def _with_newcomers(core: Context) -> tuple[int, int]:
     """How many compute without those that are ready, and with them; of sharded replicas those that are to leave keep
     their seats until they can leave."""
     s = core.state
-    there = [w for w in core.members() if s.positions > 1 or not leaves(core, w)]
+    there = [w for w in core.members() if s.positions > 1 or not queries.leaves(core, w)]
     return shard_policy.strength(core, there, []), min(
-        shard_policy.strength(core, there, _ready(core)), s.target
+        shard_policy.strength(core, there, queries.ready_to_join(core)), s.target
     )
 
 
-def deadlines(core: Core) -> list[float]:
+def deadlines(core: Context) -> list[float]:
     """When `change_due` may say something else without an event."""
     s = core.state
     if s.phase is not JobPhase.RUNNING or s.generation is None:
@@ -207,27 +198,12 @@ def deadlines(core: Core) -> list[float]:
     times = [
         f(core, n) for n in core.alive_nodes() if n.leaving is not None for f in (_deadline_s, _patience_s)
     ]
-    if _ready(core):
-        times.append(join_after_s(core, *_with_newcomers(core)))
+    if queries.ready_to_join(core):
+        times.append(queries.join_after_s(core, *_with_newcomers(core)))
     return [t for t in times if core.now < t < float("inf")]
 
 
-def leaves(core: Core, worker: Worker) -> bool:
-    """Its node is to leave."""
-    node = core.state.nodes.get(worker.node)
-    return node is not None and node.leaving is not None
-
-
-def _ready(core: Core) -> list[Worker]:
-    return [w for w in core.workers_in(WorkerPhase.READY) if not leaves(core, w)]
-
-
-def _starting(core: Core) -> list[Worker]:
-    starting = core.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED)
-    return [w for w in starting if not leaves(core, w)]
-
-
-def _may_leave(core: Core, left: int) -> bool:
+def _may_leave(core: Context, left: int) -> bool:
     """Whether members whose node is to leave are let go now, `left` workers being there without them."""
     s = core.state
     if left >= s.target or not left:
@@ -237,47 +213,29 @@ def _may_leave(core: Core, left: int) -> bool:
         return True
     if left < max(1, s.minimum):
         return False  # they train on until others are ready
-    starting = _starting(core)
+    starting = queries.about_to_join(core)
     if any(w.rebuilds is not None for w in starting):
         return False  # a spare becomes what is missing, for as long as a start may take
     coming = bool(starting or s.replacing)
     return not coming or any(core.now >= _patience_s(core, n) for n in leaving)
 
 
-def _deadline_s(core: Core, node: Node) -> float:
+def _deadline_s(core: Context, node: Node) -> float:
     """The end of the node's own time, less what a step and its end may take."""
     if node.leaves_until_s is None:
         return float("inf")
     return node.leaves_until_s - core.timing.detection_s - 3 * (core.median_s() or 0.0)
 
 
-def _patience_s(core: Core, node: Node) -> float:
+def _patience_s(core: Context, node: Node) -> float:
     """Until when a node that is to leave trains on because another is on its way."""
     return node.leaves_since_s + core.timing.form_s
-
-
-def join_after_s(core: Core, staying: int, full: int = 0) -> float:
-    """From when on newcomers are let in, at the next commit, which may be the generation's first: all at once if several are
-    about to be ready, and not so often that joining costs more than its share of the time.
-
-    Args:
-        staying, full: workers that compute without them, and with them.
-    """
-    s = core.state
-    if s.generation is None:
-        return float("inf")
-    gain = 1 - staying / full if full > staying else 0.0
-    after_s = s.grew_at_s + s.join_cost_s / max(COST_SHARE, GAIN_SHARE * gain) if s.grew_at_s else 0.0
-    ready = _ready(core)
-    if _starting(core) and staying + len(ready) < s.target:
-        after_s = max(after_s, min(w.ready_at_s for w in ready) + core.timing.gather_s)
-    return after_s
 
 
 # ---------------------------------------------------------------- who
 
 
-def choose(core: Core, survivors: list[Worker], fresh: list[Worker]) -> tuple[list[Worker], list[Worker]]:
+def choose(core: Context, survivors: list[Worker], fresh: list[Worker]) -> tuple[list[Worker], list[Worker]]:
     """Who is in the next generation: survivors that stay, and newcomers up to the target.
 
     Survivors that are to leave stay while their places cannot be filled and their time is not over; one stays, beyond
@@ -286,8 +244,8 @@ def choose(core: Core, survivors: list[Worker], fresh: list[Worker]) -> tuple[li
     s = core.state
     ranks = {x.worker: x.rank for x in s.generation.members} if s.generation else {}
     survivors = sorted(survivors, key=lambda w: ranks.get(w.name, len(ranks)))
-    staying = [w for w in survivors if not leaves(core, w)]
-    fresh = [w for w in fresh if not leaves(core, w)]
+    staying = [w for w in survivors if not queries.leaves(core, w)]
+    fresh = [w for w in fresh if not queries.leaves(core, w)]
     outcome = policy.settle({w.name: policy.Report(w.committed, w.prepared) for w in survivors})
     if s.positions > 1:
         return _choose_rows(core, survivors, staying, fresh, outcome)
@@ -301,7 +259,11 @@ def choose(core: Core, survivors: list[Worker], fresh: list[Worker]) -> tuple[li
 
 
 def _choose_rows(
-    core: Core, survivors: list[Worker], staying: list[Worker], fresh: list[Worker], outcome: policy.Outcome
+    core: Context,
+    survivors: list[Worker],
+    staying: list[Worker],
+    fresh: list[Worker],
+    outcome: policy.Outcome,
 ) -> tuple[list[Worker], list[Worker]]:
     """The same where a replica is several workers. Of each shard one stays that has the newest state; survivors of which
     there are more than replicas are wanted go, and others are started for what is missing."""
@@ -321,23 +283,23 @@ def _choose_rows(
     return kept, [w for w in fresh if w.name in seated]
 
 
-def seating(core: Core, kept: list[Worker], fresh: list[Worker]) -> Seating:
+def seating(core: Context, kept: list[Worker], fresh: list[Worker]) -> Seating:
     """Who sits where. One that is to leave stays beside when others fill its place, which may have the state from it."""
-    staying = [w for w in kept if not leaves(core, w)]
+    staying = [w for w in kept if not queries.leaves(core, w)]
     without, full = shard_policy.seating(core, staying, fresh), shard_policy.seating(core, kept, fresh)
     if len(without.rows) < len(full.rows):
         return full
-    donors = tuple((w.name, w.position) for w in kept if leaves(core, w))
+    donors = tuple((w.name, w.position) for w in kept if queries.leaves(core, w))
     return Seating(without.rows, (*without.beside, *donors))
 
 
-def let_go(core: Core, workers: list[Worker]) -> None:
+def let_go(core: Context, workers: list[Worker]) -> None:
     """Workers that are not in the next generation. Their nodes leave, or have new ones as spares."""
     for worker in workers:
         failures.end_worker(core, worker, counts=False)
 
 
-def advance(core: Core) -> None:
+def advance(core: Context) -> None:
     """Nodes that are to leave and have nobody in the job go; those that a smaller job has too many are to leave."""
     s = core.state
     if s.asked_nodes is not None or s.capacity_nodes is not None:
@@ -354,10 +316,10 @@ def advance(core: Core) -> None:
         _change_gang(core)
 
 
-def _change_gang(core: Core) -> None:
+def _change_gang(core: Context) -> None:
     """At level 0 a change of the membership is a restart of all: when it must be, or when a person wants it."""
     s, members = core.state, core.members()
-    gone = [w.node for w in members if leaves(core, w)]
+    gone = [w.node for w in members if queries.leaves(core, w)]
     full = gang.size_now(core)
     if gone:
         gang.restart(core, f"{gone[0]} leaves: {s.nodes[gone[0]].leaving}", counts=False)
@@ -365,19 +327,19 @@ def _change_gang(core: Core) -> None:
         gang.restart(core, f"the job is resized to {s.wanted_nodes} nodes", counts=False)
 
 
-def _holds_on(core: Core, node: Node) -> bool:
+def _holds_on(core: Context, node: Node) -> bool:
     """What the node does or has may be needed: while it writes a checkpoint, while a generation is put together and until
     its first commit, and when the job is about to end."""
     s = core.state
-    writes = durable_checkpoints.writes(core, node)
-    saves = writes or durable_checkpoints.has_last(core, node)
+    writes = storage.writes(core, node)
+    saves = writes or storage.has_last(core, node)
     if saves and (s.level != 2 or not core.alive_workers()):
         return True  # no step has to end before it goes: all of its time is for what it saves
     if core.now >= _deadline_s(core, node):
         return False
     if writes or any(w.digest for w in s.workers.values()):
         return True
-    if remedies.ordered(core, node):
+    if health.ordered(core, node):
         return True  # it answers first
     if s.level != 2 or not s.number or s.generation is None:
         return False
@@ -390,29 +352,29 @@ def _holds_on(core: Core, node: Node) -> bool:
     return not settled and s.phase is not JobPhase.STOPPING
 
 
-def _hands_over(core: Core, node: Node) -> bool:
+def _hands_over(core: Context, node: Node) -> bool:
     """Where a replica is several workers, it may have the only copy of a part. A device is reset with the memory kept."""
     in_time = core.now < _deadline_s(core, node)
-    return in_time and node.then is not Remedy.RESET_DEVICE and memory_snapshots.hands_over(core, node)
+    return in_time and node.then is not Remedy.RESET_DEVICE and core.request(HandOver(node))
 
 
-def _release(core: Core, node: Node) -> None:
-    if node.then is not None and not remedies.ordered(core, node):
-        remedies.left(core, node)
+def _release(core: Context, node: Node) -> None:
+    if node.then is not None and not health.ordered(core, node):
+        core.request(ApplyRemedy(node))
         return
-    remedies.lost(core, node)  # what its agent still does is overtaken
+    core.request(NoteNodeLost(node, None))  # what its agent still does is overtaken
     reason = node.leaving or ""
     node.alive = False
     core.record("node-left", node=node.name, reason=reason)
     core.send(node.name, m.Shutdown(reason))
-    memory_snapshots.node_lost(core, node)
+    core.request(DropCopies(node))
     core.act(ReleaseNode(node.name, reason, planned=True))
 
 
 # ---------------------------------------------------------------- what it cost
 
 
-def formed(core: Core, before: int, after: int, joined: int) -> None:
+def formed(core: Context, before: int, after: int, joined: int) -> None:
     """A generation was formed after one that ended as planned."""
     s = core.state
     reason, s.change_reason = s.change_reason, None
@@ -427,7 +389,7 @@ def formed(core: Core, before: int, after: int, joined: int) -> None:
     del s.changes[:-KEPT]
 
 
-def connected(core: Core, message: m.Joined) -> None:
+def connected(core: Context, message: m.Joined) -> None:
     """A member is connected, and has the state."""
     change = core.state.changes[-1] if core.state.changes else None
     if change is not None and change.generation == message.generation:
@@ -435,7 +397,7 @@ def connected(core: Core, message: m.Joined) -> None:
         change.restore_s = incidents.most(change.restore_s, message.restore_s)
 
 
-def committed(core: Core, now: float) -> None:
+def committed(core: Context, now: float) -> None:
     """The first commit of a generation: what the change before it cost."""
     s = core.state
     change = s.changes[-1] if s.changes else None

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
+from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.state import Blame, Worker, WorkerPhase
 from holdfast.coordinator.membership import shutdown
 from holdfast.coordinator.membership.rank_assignment import Seating, seat, wanted
 from holdfast.protocol import messages as m
 
-if TYPE_CHECKING:
-    from holdfast.coordinator.kernel.machine import Core
-
 SEATED = (WorkerPhase.MEMBER, WorkerPhase.PARKED)
 COMING = (WorkerPhase.STARTING, WorkerPhase.ATTACHED)
 
 
-def fits(core: Core, worker: Worker, ready: m.Ready) -> bool:
+def fits(core: Context, worker: Worker, ready: m.Ready) -> bool:
     """Notes the shape that the script gave its replicas; all workers must agree. False: this one does not."""
     s = core.state
     known = [w for w in core.alive_workers() if w.ready is not None]
@@ -43,14 +40,14 @@ def positions_of(workers: Iterable[Worker]) -> dict[str, int]:
     return {w.name: w.position for w in workers}
 
 
-def seating(core: Core, survivors: Iterable[Worker], newcomers: Iterable[Worker]) -> Seating:
+def seating(core: Context, survivors: Iterable[Worker], newcomers: Iterable[Worker]) -> Seating:
     """Who sits where in the next generation."""
     s = core.state
     most = s.target // s.positions
     return seat(s.generation, positions_of(survivors), positions_of(newcomers), s.positions, most)
 
 
-def strength(core: Core, survivors: list[Worker], newcomers: list[Worker]) -> int:
+def strength(core: Context, survivors: list[Worker], newcomers: list[Worker]) -> int:
     """So many workers would compute."""
     s = core.state
     if s.positions == 1:
@@ -60,7 +57,7 @@ def strength(core: Core, survivors: list[Worker], newcomers: list[Worker]) -> in
     return len(rows) * s.positions
 
 
-def next_position(core: Core, rank: int) -> int:
+def next_position(core: Context, rank: int) -> int:
     """The shard for which a worker that is started now is most likely needed. While the shape is not known its rank, of
     which the worker takes the remainder."""
     s = core.state
@@ -71,7 +68,7 @@ def next_position(core: Core, rank: int) -> int:
     return wanted(there, s.positions, rows)[0]
 
 
-def _rows_within_reach(core: Core, there: list[int], others: int) -> int:
+def _rows_within_reach(core: Context, there: list[int], others: int) -> int:
     """So many complete rows there can be, of workers that hold a shard and `others` that may be built for any."""
     s = core.state
     rows = max(1, s.target // s.positions)
@@ -80,7 +77,7 @@ def _rows_within_reach(core: Core, there: list[int], others: int) -> int:
     return rows
 
 
-def rebuild(core: Core) -> None:
+def rebuild(core: Context) -> None:
     """Spares that were built for a shard of which there are enough are built again for one that is missing."""
     s = core.state
     if s.positions == 1:

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.events import End
+from holdfast.coordinator.kernel.requests import ReportUnsaved, StoreLast
 from holdfast.coordinator.kernel.state import Blame, JobPhase, Worker, WorkerPhase
 from holdfast.coordinator.membership import failures, gang, generations, policy
-from holdfast.coordinator.storage import durable_checkpoints
+from holdfast.coordinator.storage import queries as storage
 from holdfast.protocol import messages as m
-from holdfast.protocol.job import Durable
-
-if TYPE_CHECKING:
-    from holdfast.coordinator.kernel.machine import Core
 
 # ---------------------------------------------------------------- why
 
 
-def give_up(core: Core, reason: str, blame: Blame | None) -> None:
+def give_up(core: Context, reason: str, blame: Blame | None) -> None:
     """The job cannot go on. Survivors keep what they hold, on disk."""
     core.state.blame = core.state.blame or blame
     request(core, reason, "failed")
 
 
-def request(core: Core, reason: str, outcome: str) -> None:
+def request(core: Context, reason: str, outcome: str) -> None:
     """The job ends at the next commit."""
     s = core.state
     if s.stop_reason is not None:
@@ -33,7 +29,7 @@ def request(core: Core, reason: str, outcome: str) -> None:
     core.record("stop-requested", reason=reason, outcome=outcome)
 
 
-def out_of_time(core: Core) -> None:
+def out_of_time(core: Context) -> None:
     """The step in flight took too long: it is dropped and what was committed is saved, by another if need be."""
     s = core.state
     if s.level == 2 and s.phase is JobPhase.RUNNING:
@@ -49,7 +45,7 @@ def out_of_time(core: Core) -> None:
         for worker in core.alive_workers():
             failures.end_worker(core, worker, counts=False)
         s.stop_deadline_s = core.now + core.timing.start_s  # what they gave before is still saved
-    elif s.phase is JobPhase.STOPPING and (until_s := durable_checkpoints.moves_until_s(core)) > core.now:
+    elif s.phase is JobPhase.STOPPING and (until_s := storage.moves_until_s(core)) > core.now:
         s.stop_deadline_s = until_s
     elif s.level != 2 or s.phase is JobPhase.STOPPING:
         gang.end_all(core, grace_s=0.0)
@@ -59,18 +55,7 @@ def out_of_time(core: Core) -> None:
 # ---------------------------------------------------------------- what workers say
 
 
-def saved(core: Core, worker: Worker, message: m.Saved) -> None:
-    """A checkpoint is whole in a durable tier, or could not be written there."""
-    if message.error is not None:
-        durable_checkpoints.totals(core, message.url).failures += 1
-        core.record("tier-failed", url=message.url, step=message.step, reason=message.error)
-        return
-    durable_checkpoints.totals(core, message.url).checkpoints += 1
-    durable_checkpoints.there(core, Durable(message.step, message.url))
-    core.record("saved", step=message.step, url=message.url, worker=worker.name)
-
-
-def done(core: Core, worker: Worker, message: m.Done) -> None:
+def done(core: Context, worker: Worker, message: m.Done) -> None:
     """A worker left its loop."""
     if worker.phase in (WorkerPhase.DONE, WorkerPhase.GONE):
         return
@@ -86,7 +71,7 @@ def done(core: Core, worker: Worker, message: m.Done) -> None:
 # ---------------------------------------------------------------- all steps are done
 
 
-def finishing(core: Core) -> bool:
+def finishing(core: Context) -> bool:
     """Someone has all steps: the others come to the same point by themselves or by what they prepared. Then their state
     becomes a checkpoint."""
     s = core.state
@@ -97,7 +82,7 @@ def finishing(core: Core) -> bool:
         return True
     last = max(w.committed or 0 for w in ended)
     can = [w for w in core.workers_in(WorkerPhase.PARKED) if _comes_to(w, last)]
-    there = {w.position for w in (*ended, *can)} | durable_checkpoints.kept_positions(core, last)
+    there = {w.position for w in (*ended, *can)} | storage.kept_positions(core, last)
     if there != set(range(s.positions)) and (s.durable is None or s.durable.step < last):
         _undone(core, ended)
         return False
@@ -118,7 +103,7 @@ def finishing(core: Core) -> bool:
     s.break_deadline_s = None
     for worker in core.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED, WorkerPhase.READY):
         failures.end_worker(core, worker, counts=False)
-    if not durable_checkpoints.last_on_its_way(core) and not core.workers_in(WorkerPhase.DONE):
+    if not core.request(StoreLast()) and not core.workers_in(WorkerPhase.DONE):
         s.outcome = "failed" if s.outcome == "failed" else "finished"
         end(core)
     return True
@@ -131,21 +116,19 @@ def _comes_to(worker: Worker, last: int) -> bool:
     return worker.committed == last or (worker.committed == last - 1 and worker.prepared)
 
 
-def _last_stop(core: Core, worker: Worker, last: int) -> m.Stop:
+def _last_stop(core: Context, worker: Worker, last: int) -> m.Stop:
     """A worker that has all steps, or is about to, leaves; when nobody else keeps what it holds it does."""
     s = core.state
     at_work = [w for w in core.workers_in(WorkerPhase.PARKED) if w.name in s.stops]
     savers = {w.position for w in at_work if s.stops[w.name].save_to or s.stops[w.name].keep}
-    kept = worker.position in savers | durable_checkpoints.kept_positions(
-        core, last
-    ) | durable_checkpoints.awaited_positions(core)
+    kept = worker.position in savers | storage.kept_positions(core, last) | storage.awaited_positions(core)
     kept = kept or (s.durable is not None and s.durable.step >= last)
     tier = core.spec.saving.tiers[0] if core.spec.saving.tiers and not kept else None
     apply = worker.committed != last
     return m.Stop(apply, None, tier is not None) if s.positions > 1 else m.Stop(apply, tier)
 
 
-def _undone(core: Core, ended: list[Worker]) -> None:
+def _undone(core: Context, ended: list[Worker]) -> None:
     """Some have all steps, but of a shard nobody is left who has: all go on from the newest whole snapshot."""
     core.record(
         "worker-ended", workers=[w.name for w in ended], cause="nobody holds the rest of the last state"
@@ -160,7 +143,7 @@ def _undone(core: Core, ended: list[Worker]) -> None:
 # ---------------------------------------------------------------- before all steps are done
 
 
-def begin(core: Core) -> None:
+def begin(core: Context) -> None:
     """Everyone has left its generation: the newest state is saved, then all leave."""
     s = core.state
     s.phase, s.wait_deadline_s, s.form_deadline_s = JobPhase.STOPPING, None, None
@@ -170,7 +153,7 @@ def begin(core: Core) -> None:
     advance(core)
 
 
-def advance(core: Core) -> None:
+def advance(core: Context) -> None:
     """Holders of the newest state save it; the others keep theirs until that is done."""
     s = core.state
     waiting = [w for w in core.workers_in(WorkerPhase.PARKED) if w.name not in s.stops]
@@ -179,11 +162,11 @@ def advance(core: Core) -> None:
             _keep(core, waiting)
         else:
             _save(core, waiting)
-    if not core.alive_workers() and not durable_checkpoints.last_on_its_way(core):
+    if not core.alive_workers() and not core.request(StoreLast()):
         end(core)
 
 
-def _save(core: Core, waiting: list[Worker]) -> None:
+def _save(core: Context, waiting: list[Worker]) -> None:
     """One writes it to a durable tier."""
     s = core.state
     outcome = policy.settle({w.name: policy.Report(w.committed, w.prepared) for w in waiting})
@@ -199,7 +182,7 @@ def _save(core: Core, waiting: list[Worker]) -> None:
         _stop(core, worker, m.Stop(apply=apply, save_to=tier if todo else None))
 
 
-def _keep(core: Core, waiting: list[Worker]) -> None:
+def _keep(core: Context, waiting: list[Worker]) -> None:
     """Of every shard some leave it in their nodes' memory, from where the agents bring it to the durable tiers; where
     that fails others do. Of a state that is not whole nothing is kept: the newest whole snapshot is brought there."""
     s = core.state
@@ -209,7 +192,7 @@ def _keep(core: Core, waiting: list[Worker]) -> None:
     for worker in [w for w in waiting if not _comes_to(w, last)]:
         waiting.remove(worker)
         failures.end_worker(core, worker, counts=False)
-    missing = [p for p in range(s.positions) if p not in durable_checkpoints.kept_positions(core, last)]
+    missing = [p for p in range(s.positions) if p not in storage.kept_positions(core, last)]
     todo = core.spec.saving.tiers and last and (s.durable is None or s.durable.step < last)
     able = {w.position for w in waiting if s.nodes[w.node].snapshot_port}
     if todo and missing and able.issuperset(missing):
@@ -222,7 +205,7 @@ def _keep(core: Core, waiting: list[Worker]) -> None:
             _stop(core, worker, m.Stop(worker.committed != last))
 
 
-def _settled(core: Core, waiting: list[Worker]) -> int:
+def _settled(core: Context, waiting: list[Worker]) -> int:
     """The step at which the job stops; 0: no state is whole."""
     s = core.state
     outcome = policy.settle({w.name: policy.Report(w.committed, w.prepared) for w in waiting})
@@ -232,43 +215,43 @@ def _settled(core: Core, waiting: list[Worker]) -> int:
     return outcome.start or 0
 
 
-def _keepers(core: Core, column: list[Worker], first: bool) -> list[Worker]:
+def _keepers(core: Context, column: list[Worker], first: bool) -> list[Worker]:
     """Who keeps a shard: those that took the snapshots, else one."""
     column = [w for w in column if core.state.nodes[w.node].snapshot_port]
     saved = [w for w in column if core.state.seats[w.name].saves]
     return saved if first and saved else column[:1]
 
 
-def _saving(core: Core) -> bool:
+def _saving(core: Context) -> bool:
     s = core.state
     at_work = [w for w in core.workers_in(WorkerPhase.PARKED) if w.name in s.stops]
     return any(s.stops[w.name].save_to or s.stops[w.name].keep for w in at_work) or bool(
-        durable_checkpoints.awaited_positions(core)
+        storage.awaited_positions(core)
     )
 
 
-def _stop(core: Core, worker: Worker, stop: m.Stop) -> None:
+def _stop(core: Context, worker: Worker, stop: m.Stop) -> None:
     core.state.stops[worker.name] = stop
     core.tell(worker, stop)
 
 
-def end_when_saved(core: Core) -> None:
+def end_when_saved(core: Context) -> None:
     """At level 0 and 1: when no worker is left, the newest state that they gave goes from their agents' memory into every
     durable tier; then the job is over."""
-    if not core.alive_workers() and not durable_checkpoints.last_on_its_way(core):
+    if not core.alive_workers() and not core.request(StoreLast()):
         end(core)
 
 
-def end(core: Core) -> None:
+def end(core: Context) -> None:
     """Nothing is left to do. A state that no durable tier has stays in the nodes' memory, as if all had been killed: where
     nodes are somebody else's after the job it cannot, and that is said."""
     s = core.state
     s.phase = JobPhase.ENDED
     s.outcome = s.outcome or "finished"
-    durable_checkpoints.say_unsaved(core)
-    step = durable_checkpoints.only_in_memory(core)
+    core.request(ReportUnsaved())
+    step = storage.only_in_memory(core)
     ours = core.spec.engine == "local"
-    s.keeps_memory = ours and (step is not None or durable_checkpoints.may_be_in_memory(core))
+    s.keeps_memory = ours and (step is not None or storage.may_be_in_memory(core))
     if step is not None:
         core.record("only-in-memory", step=step, kept=ours, saved=s.durable.step if s.durable else None)
     core.record("ended", outcome=s.outcome, reason=s.stop_reason, step=s.step)

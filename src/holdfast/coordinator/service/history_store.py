@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from holdfast.coordinator.health.history import KEPT_RECORDS, Kind, Remembered
+from holdfast.coordinator.kernel.history import KEPT_RECORDS, Kind, Remembered
 from holdfast.errors import HoldfastError, UsageError
 
 FILE_NAME = "health.sqlite"

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from holdfast.coordinator.health.history import Remembered
 from holdfast.coordinator.kernel.events import Remember
+from holdfast.coordinator.kernel.history import Remembered
 from holdfast.coordinator.service.history_store import Entry, History, HistoryError, now_s, shown
 
 PAST_S = 2.0

@@ -12,8 +12,7 @@ from holdfast.coordinator.kernel import incidents
 from holdfast.coordinator.kernel.state import CoreState, Worker, WorkerPhase
 from holdfast.coordinator.membership import counting, figures, resize
 from holdfast.coordinator.service.store import StepRow
-from holdfast.coordinator.storage.durable_checkpoints import how_far
-from holdfast.coordinator.storage.memory_snapshots import has_all
+from holdfast.coordinator.storage.queries import has_all, how_far
 from holdfast.plan.division import idle_share
 
 SCHEMA = 1

@@ -6,19 +6,16 @@ Whatever a tier refuses is said and tried again with a later snapshot; training 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from holdfast.checkpoint.policy import Retention, parse_cadence
+from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.events import DurableFound
-from holdfast.coordinator.kernel.state import JobPhase, Node, Snapshot, Storing, TierTotals
-from holdfast.coordinator.storage import memory_snapshots
+from holdfast.coordinator.kernel.state import Node, Snapshot, Storing, TierTotals, Worker
+from holdfast.coordinator.storage import queries
 from holdfast.plan.formulas import daly_interval_s
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import Durable
 from holdfast.protocol.snapshots import DurableTier, Key, Shard
-
-if TYPE_CHECKING:
-    from holdfast.coordinator.kernel.machine import Core
 
 STORE_COST = 0.05
 """What writing a checkpoint behind running training takes away from it, as a share of the time it takes."""
@@ -33,7 +30,7 @@ STORE_MTBF = 10
 """The whole job is lost so many times less often than a worker."""
 
 
-def begin_due(core: Core) -> None:
+def begin_due(core: Context) -> None:
     """Begins to store the newest whole snapshot in every tier whose time has come. While an older one is on its way
     there it is skipped: what is written behind running training must not pile up."""
     s = core.state
@@ -57,12 +54,12 @@ def begin_due(core: Core) -> None:
             _store(core, tier, snapshot)
 
 
-def under_way(core: Core, url: str) -> Storing | None:
+def under_way(core: Context, url: str) -> Storing | None:
     """What is on its way to a tier, be it of a past that did not happen."""
     return next((x for x in core.state.storing if x.tier == url), None)
 
 
-def _skip(core: Core, current: Storing, step: int) -> None:
+def _skip(core: Context, current: Storing, step: int) -> None:
     """Said for the first one; how many there were is said when the one that they waited for is there."""
     current.skipped, current.seen_step, current.seen_s = current.skipped + 1, step, core.now
     totals(core, current.tier).skipped += 1
@@ -73,20 +70,20 @@ def _skip(core: Core, current: Storing, step: int) -> None:
 # ---------------------------------------------------------------- tiers that stand still
 
 
-def deadlines(core: Core) -> list[float]:
+def deadlines(core: Context) -> list[float]:
     """When there is something to say of a tier that nothing comes to; and, at the end of training, to give it up."""
     s, timing = core.state, core.timing
     times = [x.moved_s + timing.tier_s for x in s.storing if not x.slow]
-    given_up = [x.moved_s + timing.start_s for x in s.storing if ending(core)]
+    given_up = [x.moved_s + timing.start_s for x in s.storing if queries.ending(core)]
     return times + [d for d in given_up if d > core.now]
 
 
-def look(core: Core) -> None:
+def look(core: Context) -> None:
     """Tells people of tiers that nothing comes to: training goes on, but nothing more is saved there."""
     for current in core.state.storing:
         if not current.slow and core.now >= current.moved_s + core.timing.tier_s:
             current.slow = True
-            nbytes, total = how_far(current) or (None, None)
+            nbytes, total = queries.how_far(current) or (None, None)
             core.record(
                 "tier-slow",
                 url=current.tier,
@@ -97,33 +94,24 @@ def look(core: Core) -> None:
             )
 
 
-def how_far(current: Storing) -> tuple[int, int] | None:
-    """Bytes that are there, and of how many, as far as that was said."""
-    if not current.written:
-        return None
-    return sum(n for n, _ in current.written.values()), sum(of for _, of in current.written.values())
-
-
-def _moved(core: Core, current: Storing) -> None:
+def _moved(core: Context, current: Storing) -> None:
     current.moved_s, current.slow = core.now, False
 
 
-def _auto_s(core: Core, last: Storing | None) -> float:
+def _auto_s(core: Context, last: Storing | None) -> float:
     """Between two stores: what loses least by Daly's formula, and never more than half of the time spent storing."""
     took_s = last.took_s if last and last.took_s else 1.0
-    best_s = daly_interval_s(
-        STORE_COST * took_s, STORE_MTBF * memory_snapshots.mean_time_between_failures_s(core)
-    )
+    best_s = daly_interval_s(STORE_COST * took_s, STORE_MTBF * queries.mean_time_between_failures_s(core))
     return max(best_s, 2 * took_s)
 
 
-def _store(core: Core, tier: DurableTier, snapshot: Snapshot, last: bool = False) -> None:
+def _store(core: Context, tier: DurableTier, snapshot: Snapshot, last: bool = False) -> None:
     current = Storing(tier.url, snapshot.step, core.now, snapshot.generation, snapshot.world, last=last)
     current.moved_s = current.seen_s = core.now
     current.seen_step = snapshot.step
     rows: dict[str, Shard] = {}
     for rank in range(snapshot.world):
-        copy, holders = memory_snapshots.sources(core, snapshot, rank, "")
+        copy, holders = queries.sources(core, snapshot, rank, "")
         first = rows.setdefault(copy.shard.row.xxh3, copy.shard)
         if first is not copy.shard:
             current.rows[rank] = first.row.name
@@ -133,7 +121,7 @@ def _store(core: Core, tier: DurableTier, snapshot: Snapshot, last: bool = False
         _order(core, current, name)
 
 
-def _order(core: Core, current: Storing, name: str) -> None:
+def _order(core: Context, current: Storing, name: str) -> None:
     """Asks a node for all that is waited for from it."""
     for rank, node in current.waiting.items():
         if node != name:
@@ -147,14 +135,14 @@ def _order(core: Core, current: Storing, name: str) -> None:
             core.send(name, m.StoreShard(current.tier, key, current.rows.get(rank, "")))
 
 
-def _answered(core: Core, current: Storing, node: Node, rank: int | None = None) -> None:
+def _answered(core: Context, current: Storing, node: Node, rank: int | None = None) -> None:
     """One less to wait for (rank None: nothing more comes from this node) of a checkpoint that nobody wants."""
     current.waiting = {r: n for r, n in current.waiting.items() if n != node.name or rank not in (None, r)}
     if not current.waiting:
         core.state.storing.remove(current)
 
 
-def stored(core: Core, node: Node, message: m.Stored) -> None:
+def stored(core: Context, node: Node, message: m.Stored) -> None:
     """A shard is in a tier, or could not be brought there."""
     key = message.key
     for current in list(core.state.storing):
@@ -175,7 +163,7 @@ def stored(core: Core, node: Node, message: m.Stored) -> None:
                 _order(core, current, node.name)
 
 
-def progress(core: Core, node: Node, message: m.StoreProgress) -> None:
+def progress(core: Context, node: Node, message: m.StoreProgress) -> None:
     """How far a shard is."""
     key = message.key
     for current in core.state.storing:
@@ -186,7 +174,7 @@ def progress(core: Core, node: Node, message: m.StoreProgress) -> None:
             _moved(core, current)
 
 
-def published(core: Core, node: Node, message: m.Published) -> None:
+def published(core: Context, node: Node, message: m.Published) -> None:
     """A checkpoint exists, or its manifest could not be written."""
     s = core.state
     asked = [
@@ -223,81 +211,42 @@ def published(core: Core, node: Node, message: m.Published) -> None:
         )
 
 
+def saved(core: Context, worker: Worker, message: m.Saved) -> None:
+    """A checkpoint is whole in a durable tier, or could not be written there."""
+    if message.error is not None:
+        totals(core, message.url).failures += 1
+        core.record("tier-failed", url=message.url, step=message.step, reason=message.error)
+        return
+    totals(core, message.url).checkpoints += 1
+    there(core, Durable(message.step, message.url))
+    core.record("saved", step=message.step, url=message.url, worker=worker.name)
+
+
 # ---------------------------------------------------------------- the result of training
 
 
-def writes(core: Core, node: Node) -> bool:
-    """Whether something of a checkpoint is waited for from this node."""
-    return any(node.name in x.waiting.values() for x in core.state.storing)
-
-
-def has_last(core: Core, node: Node) -> bool:
-    """Whether a node that is to leave may have a part of the state that the job ends with."""
-    s = core.state
-    if s.level == 2 or s.stop_reason is None:
-        return any(name == node.name for name, _ in s.last_from)
-    snapshot = memory_snapshots.newest_whole(core)
-    held = snapshot is not None and any(node.name in h.nodes for h in snapshot.shards)
-    return held or any(name == node.name for name, *_ in s.summing)
-
-
-def ending(core: Core) -> bool:
-    """No worker has steps to do any more."""
-    s = core.state
-    return s.phase is JobPhase.STOPPING or bool(s.last_from)
-
-
-def last_step(core: Core) -> int:
-    """Of the state that the job ends with: where scripts save, the newest that is whole."""
-    s = core.state
-    if s.level != 2:
-        snapshot = memory_snapshots.newest_whole(core)
-        return snapshot.step if snapshot is not None else 0
-    return s.committed if s.last_step is None else s.last_step
-
-
-def kept_positions(core: Core, step: int) -> set[int]:
-    """The shards of the last state that nodes hold."""
-    s = core.state
-    taken = [x for x in s.snapshots if x.step == step]
-    if any(memory_snapshots.has_all(x) for x in taken):
-        return set(range(s.positions))
-    return {h.copy.key.rank for x in taken if x.generation == s.number for h in x.shards if h.nodes}
-
-
-def awaited_positions(core: Core) -> set[int]:
-    """Shards of the last state that agents were given; what became of them they have not said yet."""
-    s, last = core.state, last_step(core)
-    taken = [x for x in s.snapshots if x.step == last]
-    if any(memory_snapshots.has_all(x) or x.given_up for x in taken):
-        return set()
-    answered = {(n, h.copy.key.rank) for x in taken for h in x.shards for n in h.nodes}
-    asked = [(s.nodes[n], p) for n, p in s.last_from if n in s.nodes and (n, p) not in answered]
-    return {p for n, p in asked if n.alive and n.refused_steps.get(p, -1) < last}
-
-
-def summing(core: Core, node: str, keys: Iterable[Key]) -> None:
+def summing(core: Context, node: str, keys: Iterable[Key]) -> None:
     """A node computes the checksums of shards whose workers have ended."""
     core.state.summing += [(node, key, core.now) for key in keys]
 
 
-def summed(core: Core, node: Node, key: Key) -> None:
+def summed(core: Context, node: Node, key: Key) -> None:
     """What became of a shard is known."""
     s = core.state
     s.summing = [x for x in s.summing if x[:2] != (node.name, key)]
 
 
-def last_on_its_way(core: Core) -> bool:
+def last_on_its_way(core: Context) -> bool:
     """The job ends: begins to store its last state in every durable tier; where that is not whole, the newest snapshot
     that is. False when nothing more comes of it."""
     s = core.state
     if s.stop_reason is not None and s.stop_deadline_s is None:
         return False  # asked to stop, and the time for that is over
-    if awaited_positions(core) or s.summing:
+    if queries.awaited_positions(core) or s.summing:
         return True
-    snapshot = memory_snapshots.newest_whole(core)
+    snapshot = queries.newest_whole(core)
     newest = s.durable.step if s.durable is not None else 0
-    if snapshot is None or snapshot.step < newest or newest == snapshot.step != last_step(core):
+    if snapshot is None or snapshot.step < newest or newest == snapshot.step != queries.last_step(core):
         return False
     kept = (s.durable, *s.older)
     todo = [
@@ -317,15 +266,9 @@ def last_on_its_way(core: Core) -> bool:
     return bool(todo)
 
 
-def moves_until_s(core: Core) -> float:
-    """While something comes to a tier its checkpoint is waited for, at least until this time; so is what is summed up."""
-    since_s = [x.moved_s for x in core.state.storing] + [x[2] for x in core.state.summing]
-    return max(since_s) + core.timing.start_s if since_s else 0.0
-
-
-def say_unsaved(core: Core) -> None:
+def say_unsaved(core: Context) -> None:
     """The job ends without its last state in a tier, for a reason that was not said."""
-    s, last = core.state, last_step(core)
+    s, last = core.state, queries.last_step(core)
     known = s.last_failed or (s.durable is not None and s.durable.step >= last)
     if s.level != 2 or s.positions == 1 or not last or known:
         return
@@ -334,31 +277,16 @@ def say_unsaved(core: Core) -> None:
         core.record("tier-failed", url=tier.url, step=last, reason=reason)
 
 
-def only_in_memory(core: Core) -> int | None:
-    """The step of the newest snapshot, if no durable tier has it or a later one."""
-    snapshot = memory_snapshots.newest_whole(core)
-    newest = core.state.durable.step if core.state.durable is not None else 0
-    return snapshot.step if snapshot is not None and snapshot.step > newest else None
-
-
-def may_be_in_memory(core: Core) -> bool:
-    """The job ended before all nodes had said what a killed run left in their memory: it may be newer than any tier's."""
-    s = core.state
-    newest = s.durable.step if s.durable is not None else 0
-    missed = not s.number and s.joined < core.spec.max_nodes + core.spec.spares
-    return missed or any(x.generation < 1 and x.step > newest for x in s.snapshots)
-
-
 # ---------------------------------------------------------------- what is there
 
 
-def found(core: Core, event: DurableFound) -> None:
+def found(core: Context, event: DurableFound) -> None:
     """What a start found in the durable tiers."""
     s = core.state
     s.durable, s.older, s.unread = event.durable, list(event.older[:KEPT_OLDER]), list(event.passed_over)
 
 
-def there(core: Core, durable: Durable) -> None:
+def there(core: Context, durable: Durable) -> None:
     """A checkpoint came to be; those that its tier keeps no longer are gone."""
     s = core.state
     kept = [d for d in (s.durable, *s.older) if d is not None and d != durable]
@@ -372,7 +300,7 @@ def there(core: Core, durable: Durable) -> None:
     s.durable, s.older, s.durable_tries = newest, older[:KEPT_OLDER], 0
 
 
-def unread(core: Core, durable: Durable, message: m.CollectiveError) -> None:
+def unread(core: Context, durable: Durable, message: m.CollectiveError) -> None:
     """A worker could not be restored from a checkpoint. A damaged one is not tried again, one in a tier that does not
     answer is; then the next older one is taken."""
     s = core.state
@@ -394,26 +322,26 @@ def unread(core: Core, durable: Durable, message: m.CollectiveError) -> None:
     )
 
 
-def _instead(core: Core) -> str | None:
+def _instead(core: Context) -> str | None:
     """What training goes on from now, for people; None: nothing is left."""
-    durable, snapshot = core.state.durable, memory_snapshots.newest_whole(core)
+    durable, snapshot = core.state.durable, queries.newest_whole(core)
     if snapshot is not None and (durable is None or durable.step <= snapshot.step):
         return f"step {snapshot.step} in memory"
     return durable.place if durable else None
 
 
-def totals(core: Core, url: str) -> TierTotals:
+def totals(core: Context, url: str) -> TierTotals:
     """What came to a tier since the job's start."""
     return core.state.totals.tiers.setdefault(url, TierTotals())
 
 
-def _failed(core: Core, current: Storing, reason: str) -> None:
+def _failed(core: Context, current: Storing, reason: str) -> None:
     """Said once; tried again with a later snapshot, after the tier's usual time."""
     s = core.state
     s.storing.remove(current)
     last = s.stored.get(current.tier)
     totals(core, current.tier).failures += 1
-    if ending(core) or current.last:
+    if queries.ending(core) or current.last:
         s.last_failed.append(current.tier)
     s.stored[current.tier] = Storing(current.tier, last.step if last else 0, core.now)
     if current.tier not in s.failing_tiers:
@@ -424,7 +352,7 @@ def _failed(core: Core, current: Storing, reason: str) -> None:
 # ---------------------------------------------------------------- nodes and history
 
 
-def node_lost(core: Core, node: Node) -> None:
+def node_lost(core: Context, node: Node) -> None:
     """What it was writing does not come: the next whole snapshot is stored instead."""
     core.state.summing = [x for x in core.state.summing if x[0] != node.name]
     core.state.last_from = [(n, p) for n, p in core.state.last_from if n != node.name]
@@ -437,7 +365,7 @@ def node_lost(core: Core, node: Node) -> None:
             core.state.storing.remove(current)
 
 
-def joined(core: Core, node: Node, hello: m.Hello) -> None:
+def joined(core: Context, node: Node, hello: m.Hello) -> None:
     """A node may have missed what it was asked for, or its answer was."""
     core.state.summing = [x for x in core.state.summing if x[0] != node.name]
     summing(core, node.name, hello.summing)
@@ -448,7 +376,7 @@ def joined(core: Core, node: Node, hello: m.Hello) -> None:
             _order(core, current, node.name)
 
 
-def went_back(core: Core, start: int) -> None:
+def went_back(core: Context, start: int) -> None:
     """What is being stored of later steps is of a past that did not happen."""
     s = core.state
     for current in s.storing:

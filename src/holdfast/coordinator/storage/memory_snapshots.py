@@ -7,17 +7,12 @@ one before it given up, and not if more nodes hold that one: then it is kept bes
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from holdfast.checkpoint import placement
-from holdfast.checkpoint.policy import mtbf_s
+from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.state import HeldShard, JobPhase, Node, Rewind, Snapshot, Worker
-from holdfast.coordinator.storage import durable_checkpoints
+from holdfast.coordinator.storage import durable_checkpoints, queries
 from holdfast.protocol import messages as m
-from holdfast.protocol.snapshots import Copy, Holder, Key, Lack
-
-if TYPE_CHECKING:
-    from holdfast.coordinator.kernel.machine import Core
+from holdfast.protocol.snapshots import Copy, Key, Lack
 
 KEPT_WHOLE = 2
 """The newest whole snapshot, and the one before it (whole or not) for when all its holders are lost at once."""
@@ -35,7 +30,7 @@ MAX_UNREAD = 3
 # ---------------------------------------------------------------- what agents say
 
 
-def held(core: Core, node: Node, message: m.Held) -> None:
+def held(core: Context, node: Node, message: m.Held) -> None:
     """A node has a shard in its memory."""
     copy = message.copy
     durable_checkpoints.summed(core, node, copy.key)
@@ -47,7 +42,7 @@ def held(core: Core, node: Node, message: m.Held) -> None:
         core.send(node.name, _whole_now(core))
 
 
-def _take(core: Core, node: Node, copy: Copy) -> Snapshot | None:
+def _take(core: Context, node: Node, copy: Copy) -> Snapshot | None:
     """Notes who holds a shard; None when it is of no use."""
     snapshot = _snapshot(core, copy.key)
     if snapshot is None:
@@ -70,7 +65,7 @@ def _take(core: Core, node: Node, copy: Copy) -> Snapshot | None:
     return snapshot
 
 
-def not_held(core: Core, node: Node, key: Key, reason: str, lack: Lack | None = None) -> None:
+def not_held(core: Context, node: Node, key: Key, reason: str, lack: Lack | None = None) -> None:
     """A node could not keep a shard. Said once, until a snapshot is whole again."""
     durable_checkpoints.summed(core, node, key)
     if not core.state.skipped:
@@ -115,13 +110,13 @@ def _note(places: list[tuple[str, int]], place: tuple[str, int]) -> None:
         places.append(place)
 
 
-def _slots_freed(core: Core, node: Node | None = None) -> None:
+def _slots_freed(core: Context, node: Node | None = None) -> None:
     """There may be room again, on a node or on all: whoever had none is asked again."""
     for snapshot in core.state.snapshots:
         snapshot.busy = [] if node is None else [(n, r) for n, r in snapshot.busy if n != node.name]
 
 
-def spoiled(core: Core, node: Node, key: Key, reason: str) -> None:
+def spoiled(core: Context, node: Node, key: Key, reason: str) -> None:
     """What a node held went bad in its memory: it is copied anew, where another has it."""
     core.state.totals.unread += 1
     core.record("snapshot-spoiled", node=node.name, step=key.step, rank=key.rank, reason=reason)
@@ -133,7 +128,7 @@ def spoiled(core: Core, node: Node, key: Key, reason: str) -> None:
     spread(core)
 
 
-def _give_up(core: Core, snapshot: Snapshot) -> None:
+def _give_up(core: Context, snapshot: Snapshot) -> None:
     """Nobody brings a shard that is missing: the memory of the others is freed for the next snapshot."""
     snapshot.given_up = True
     _slots_freed(core)
@@ -147,12 +142,12 @@ def _give_up(core: Core, snapshot: Snapshot) -> None:
             later.shards = []  # forgotten with it, where it was not whole either
 
 
-def _forgets(core: Core, snapshot: Snapshot) -> m.ForgetSnapshots:
+def _forgets(core: Context, snapshot: Snapshot) -> m.ForgetSnapshots:
     """At level 0 all ranks save at their own times: of later ones nothing is whole either."""
     return m.ForgetSnapshots(snapshot.step - 1, snapshot.step if core.state.level == 2 else None)
 
 
-def node_lost(core: Core, node: Node) -> None:
+def node_lost(core: Context, node: Node) -> None:
     """What it held is gone; the copies that are left are brought up to their number again."""
     for snapshot in core.state.snapshots:
         for entry in snapshot.shards:
@@ -163,7 +158,7 @@ def node_lost(core: Core, node: Node) -> None:
     durable_checkpoints.node_lost(core, node)
 
 
-def joined(core: Core, node: Node, hello: m.Hello) -> None:
+def joined(core: Context, node: Node, hello: m.Hello) -> None:
     """A node says what it holds: a new agent that adopted its memory, or one that knows a coordinator before this.
 
     Either side may have missed messages of the other, so what was asked of it is asked again, and what it must have
@@ -195,7 +190,7 @@ def joined(core: Core, node: Node, hello: m.Hello) -> None:
 # ---------------------------------------------------------------- copies in memory
 
 
-def happened(core: Core, key: Key) -> bool:
+def happened(core: Context, key: Key) -> bool:
     """Whether training, as it goes on now, came through the state that a shard is of.
 
     What a new agent adopted of an earlier run has lost its generation.
@@ -206,16 +201,16 @@ def happened(core: Core, key: Key) -> bool:
     return all(key.generation >= r.number or key.step <= r.start for r in s.rewinds)
 
 
-def _newest(core: Core) -> Snapshot | None:
+def _newest(core: Context) -> Snapshot | None:
     whole = [x for x in core.state.snapshots if x.whole]
     return max(whole, key=lambda x: (x.step, x.generation), default=None)
 
 
-def _newest_step(core: Core) -> int:
+def _newest_step(core: Context) -> int:
     return max((x.step for x in core.state.snapshots if x.whole), default=-1)
 
 
-def _copies(core: Core, snapshot: Snapshot) -> int:
+def _copies(core: Context, snapshot: Snapshot) -> int:
     """So many nodes hold the shard that the fewest hold; no more than are asked for."""
     holders: dict[int, set[str]] = {}
     for entry in snapshot.shards:
@@ -224,7 +219,7 @@ def _copies(core: Core, snapshot: Snapshot) -> int:
     return min(fewest, core.spec.saving.copies + 1)
 
 
-def _kept(core: Core) -> Snapshot | None:
+def _kept(core: Context) -> Snapshot | None:
     """An older snapshot that stays beside the newest whole one, because more nodes hold it: with the newest alone the loss
     of one node could lose all. Not where the newest has fewer copies for want of memory: what is kept would take the
     memory of its successors' copies for ever."""
@@ -240,13 +235,13 @@ def _kept(core: Core) -> Snapshot | None:
     return max(ranked, key=lambda r: r[:3])[3] if ranked else None
 
 
-def _whole_now(core: Core) -> m.SnapshotWhole:
+def _whole_now(core: Context) -> m.SnapshotWhole:
     """What agents are told of whole snapshots."""
     kept = _kept(core)
     return m.SnapshotWhole(_newest_step(core), kept.step if kept is not None else None)
 
 
-def _snapshot(core: Core, key: Key) -> Snapshot | None:
+def _snapshot(core: Context, key: Key) -> Snapshot | None:
     """The snapshot that a shard is of, a new one if need be; None when it is of no use."""
     s = core.state
     wanted = (key.step, key.generation, key.world)
@@ -262,13 +257,13 @@ def _snapshot(core: Core, key: Key) -> Snapshot | None:
     return new
 
 
-def _makes_room(core: Core, key: Key) -> bool:
+def _makes_room(core: Context, key: Key) -> bool:
     """One more snapshot is begun, which nobody holds yet. False: of those that are not whole, newer ones are kept. Of
     which nothing is held goes first: agents that were without a coordinator say at once what they could not keep."""
     s = core.state
     partial = sorted((x for x in s.snapshots if not x.whole), key=lambda x: (x.step, x.generation))
-    held = [x for x in partial if has_all(x)]
-    begun = [x for x in partial if not has_all(x)]
+    held = [x for x in partial if queries.has_all(x)]
+    begun = [x for x in partial if not queries.has_all(x)]
     begun.sort(key=lambda x: (bool(x.shards), x.whole_s is not None))
     if len(held) >= KEPT_PARTIAL and held[-KEPT_PARTIAL].step > key.step:
         return False
@@ -277,7 +272,7 @@ def _makes_room(core: Core, key: Key) -> bool:
     return True
 
 
-def _drop_lost(core: Core, returns: bool = False) -> None:
+def _drop_lost(core: Context, returns: bool = False) -> None:
     """Forgets snapshots of which nothing is left, and whole ones of which a shard is gone. returns: it went with its node,
     which may come back with it; then the others' shards are remembered, until a newer snapshot is whole."""
     s = core.state
@@ -289,41 +284,10 @@ def _drop_lost(core: Core, returns: bool = False) -> None:
         if gone and returns and level_2:
             snapshot.lost += sorted(gone)
             snapshot.whole = False
-    s.snapshots = [x for x in s.snapshots if (has_all(x) if x.whole else x.shards or x.given_up)]
+    s.snapshots = [x for x in s.snapshots if (queries.has_all(x) if x.whole else x.shards or x.given_up)]
 
 
-def has_all(snapshot: Snapshot) -> bool:
-    """Whether every shard of it is held by somebody."""
-    return {h.copy.key.rank for h in snapshot.shards} == set(range(snapshot.world))
-
-
-def savers(core: Core, generation: m.Generation) -> frozenset[int]:
-    """Ranks of a generation of replicas that take the snapshots."""
-    return frozenset(r for p in range(generation.positions) for r in savers_of(core, generation, p))
-
-
-def savers_of(core: Core, generation: m.Generation, position: int) -> frozenset[int]:
-    """Those of one shard: enough of them, on different nodes and in different racks where there are such, so that nothing
-    needs to be sent; they hold the same."""
-    first: dict[str, int] = {}
-    for member in (generation.members[r] for r in generation.column(position)):
-        if core.state.nodes[member.node].snapshot_port:
-            first.setdefault(member.node, member.rank)
-    wanted = core.spec.saving.copies + 1
-    chosen: list[str] = []
-    for name in first:
-        if len(chosen) < wanted and not _shares_rack(core, name, chosen):
-            chosen.append(name)
-    chosen += [n for n in first if len(chosen) < wanted and n not in chosen][: wanted - len(chosen)]
-    return frozenset(first[n] for n in chosen)
-
-
-def _shares_rack(core: Core, name: str, others: list[str]) -> bool:
-    rack = core.state.nodes[name].rack
-    return rack is not None and any(core.state.nodes[n].rack == rack for n in others)
-
-
-def spread(core: Core) -> None:
+def spread(core: Context) -> None:
     """Asks for every copy that is missing, of the newest snapshot first: it makes the older ones superfluous. When one is
     whole there is room for others, which are then asked for."""
     while True:
@@ -335,7 +299,7 @@ def spread(core: Core) -> None:
             return
 
 
-def _spread(core: Core, snapshot: Snapshot) -> None:
+def _spread(core: Context, snapshot: Snapshot) -> None:
     """Asks for the copies that are missing; a snapshot that misses none is whole. Of one that waits for a lost node none are
     made: they would take the memory of the next."""
     s = core.state
@@ -366,14 +330,14 @@ def _spread(core: Core, snapshot: Snapshot) -> None:
         for name in _buddies(core, best, taken)[: max(0, missing - len(asked))]:
             best.asked.append(name)
             asked.append(name)
-            core.send(name, m.Replicate(best.copy, _holders(core, best)))
+            core.send(name, m.Replicate(best.copy, queries.holders(core, best)))
         if asked or (busy and _makes_way(core, snapshot)):
             complete = False
     if complete and not snapshot.whole:
         _whole(core, snapshot)
 
 
-def _makes_way(core: Core, snapshot: Snapshot) -> bool:
+def _makes_way(core: Context, snapshot: Snapshot) -> bool:
     """Whether copies of another snapshot are on their way, or all of them have come: then, or when they fail, there is room
     for this one's. So each becomes whole with all its copies before the next one takes its memory."""
     wanted, newest = core.spec.saving.copies + 1, _newest_step(core)
@@ -383,7 +347,7 @@ def _makes_way(core: Core, snapshot: Snapshot) -> bool:
     )
 
 
-def _expected(core: Core, snapshot: Snapshot, rank: int, there: list[str]) -> bool:
+def _expected(core: Context, snapshot: Snapshot, rank: int, there: list[str]) -> bool:
     """Another member copies the same just now. (Of a whole one they all have: a copy that went since comes no more.)"""
     s = core.state
     if snapshot.whole_s is not None:
@@ -394,7 +358,7 @@ def _expected(core: Core, snapshot: Snapshot, rank: int, there: list[str]) -> bo
         return False
     newer = [x for x in s.snapshots if x.generation == snapshot.generation and x.step > snapshot.step]
     further = {n for x in newer for n in (*_declined(x, rank), *_holding(x, rank))}
-    nodes = {g.members[saver].node for saver in savers_of(core, g, rank)}
+    nodes = {g.members[saver].node for saver in queries.savers_of(core, g, rank)}
     return any(s.nodes[n].alive and n not in (*there, *_declined(snapshot, rank), *further) for n in nodes)
 
 
@@ -411,7 +375,7 @@ def _holding(snapshot: Snapshot, rank: int) -> list[str]:
     return [n for h in snapshot.shards if h.copy.key.rank == rank for n in h.nodes]
 
 
-def _may_come(core: Core, snapshot: Snapshot, rank: int) -> bool:
+def _may_come(core: Context, snapshot: Snapshot, rank: int) -> bool:
     """Whether a shard that nobody holds yet may still be brought: by one that saves, and has not said that it cannot; with
     its node lost it may come back. Of a generation that is over that is not known, and its slots are given to the next
     one's snapshots."""
@@ -421,28 +385,28 @@ def _may_come(core: Core, snapshot: Snapshot, rank: int) -> bool:
         return True
     newer = [x for x in s.snapshots if x.generation == snapshot.generation and x.step > snapshot.step]
     past = {n for x in newer for n in _holding(x, rank)} | set(_declined(snapshot, rank))
-    return any(g.members[saver].node not in past for saver in savers_of(core, g, rank))
+    return any(g.members[saver].node not in past for saver in queries.savers_of(core, g, rank))
 
 
-def _buddies(core: Core, entry: HeldShard, taken: list[str]) -> list[str]:
+def _buddies(core: Context, entry: HeldShard, taken: list[str]) -> list[str]:
     """Nodes that may keep another copy, the owner's own buddies first, then those in other racks."""
     s = core.state
     alive = [n for n in core.alive_nodes() if n.snapshot_port]
     placed = placement.place({n.name: n.rack for n in alive}, core.spec.saving.copies, s.buddy_groups)
     s.buddy_groups = [list(g) for g in placed.groups]
     first = [b for n in entry.nodes for b in placed.buddies.get(n, ())]
-    others = sorted((n.name for n in alive), key=lambda n: _shares_rack(core, n, entry.nodes))
+    others = sorted((n.name for n in alive), key=lambda n: queries.shares_rack(core, n, entry.nodes))
     return [n for n in dict.fromkeys([*first, *others]) if n not in taken]
 
 
-def hands_over(core: Core, node: Node) -> bool:
+def hands_over(core: Context, node: Node) -> bool:
     """Whether a node that is about to leave as planned still gives on the shards that nobody else will hold, of the newest
     snapshot that is whole. What no other can keep goes with it, unless the job is still to go on from there. At one worker
     per replica every member can save the next one alone, so nothing is worth the wait."""
     s = core.state
     if s.level != 2 or s.phase in (JobPhase.STOPPING, JobPhase.ENDED):
         return False
-    snapshot = newest_whole(core)
+    snapshot = queries.newest_whole(core)
     if snapshot is None or snapshot.world == 1:
         return False
     waits = False
@@ -464,17 +428,12 @@ def hands_over(core: Core, node: Node) -> bool:
             for name in _buddies(core, mine, taken)[:1]:
                 mine.asked.append(name)
                 asked.append(name)
-                core.send(name, m.Replicate(mine.copy, _holders(core, mine)))
+                core.send(name, m.Replicate(mine.copy, queries.holders(core, mine)))
         waits = waits or bool(asked) or (bool(busy) and _makes_way(core, snapshot)) or not s.number
     return waits
 
 
-def _holders(core: Core, entry: HeldShard) -> tuple[Holder, ...]:
-    nodes = [core.state.nodes[n] for n in entry.nodes]
-    return tuple(Holder(n.name, n.host, n.snapshot_port, n.snapshot_server) for n in nodes if n.alive)
-
-
-def _whole(core: Core, snapshot: Snapshot) -> None:
+def _whole(core: Context, snapshot: Snapshot) -> None:
     s = core.state
     snapshot.whole = True
     if snapshot.whole_s is None:
@@ -486,7 +445,7 @@ def _whole(core: Core, snapshot: Snapshot) -> None:
     durable_checkpoints.begin_due(core)
 
 
-def _retire(core: Core) -> None:
+def _retire(core: Context) -> None:
     """Gives up what is older than the newest whole snapshot, but for what is kept beside it, and tells agents if that is
     news to them."""
     s, newest = core.state, _newest(core)
@@ -495,7 +454,7 @@ def _retire(core: Core) -> None:
     said = _whole_now(core)
     if s.told_whole == (said.step, said.kept):
         return
-    older = [x for x in s.snapshots if has_all(x) and x.step <= newest.step]
+    older = [x for x in s.snapshots if queries.has_all(x) and x.step <= newest.step]
     keep = sorted(older, key=lambda x: (x.step, x.generation))[-KEPT_WHOLE:]
     if (kept := _kept(core)) is not None:
         keep.append(kept)
@@ -506,7 +465,7 @@ def _retire(core: Core) -> None:
         core.send(node.name, said)
 
 
-def _tell_whole(core: Core, snapshot: Snapshot) -> None:
+def _tell_whole(core: Context, snapshot: Snapshot) -> None:
     s = core.state
     snapshot.whole_s = core.now
     s.skipped = 0
@@ -537,20 +496,7 @@ def _tell_whole(core: Core, snapshot: Snapshot) -> None:
 # ---------------------------------------------------------------- where to go on from
 
 
-def newest_whole(core: Core) -> Snapshot | None:
-    """The newest snapshot of which every shard is held by a node that lives."""
-    there = [x for x in core.state.snapshots if has_all(x)]
-    return max(there, key=lambda x: (x.step, x.generation), default=None)
-
-
-def sources(core: Core, snapshot: Snapshot, rank: int, node: str) -> tuple[Copy, tuple[Holder, ...]]:
-    """One shard and its holders, the node's own memory first."""
-    entries = [h for h in snapshot.shards if h.copy.key.rank == rank]
-    best = max(entries, key=lambda h: (node in h.nodes, len(h.nodes)))
-    return best.copy, tuple(sorted(_holders(core, best), key=lambda h: h.node != node))
-
-
-def unread(core: Core, copy: Copy) -> None:
+def unread(core: Context, copy: Copy) -> None:
     """A worker could not read a snapshot from any of its holders: a node may have less than the core thinks."""
     s, key = core.state, copy.key
     for snapshot in list(s.snapshots):
@@ -562,7 +508,7 @@ def unread(core: Core, copy: Copy) -> None:
                 core.record("snapshot-unreadable", step=snapshot.step, generation=snapshot.generation)
 
 
-def went_back(core: Core, start: int) -> None:
+def went_back(core: Context, start: int) -> None:
     """The next generation goes on from `start`, and not from live state: what was saved of later steps is of a past
     that did not happen. It may still be reported, and by agents that did not hear this."""
     s = core.state
@@ -578,18 +524,12 @@ def went_back(core: Core, start: int) -> None:
         core.send(node.name, m.ForgetSnapshots(start))
 
 
-def sought(core: Core, worker: Worker, request: int) -> None:
+def sought(core: Context, worker: Worker, request: int) -> None:
     """A script wants to load: it is told what there is."""
-    snapshot = newest_whole(core)
+    snapshot = queries.newest_whole(core)
     durable = core.state.durable
     if snapshot is not None and (durable is None or durable.step <= snapshot.step):
-        shards = tuple(sources(core, snapshot, rank, worker.node) for rank in range(snapshot.world))
+        shards = tuple(queries.sources(core, snapshot, rank, worker.node) for rank in range(snapshot.world))
         core.tell(worker, m.SnapshotFound(request, shards, durable))
     else:
         core.tell(worker, m.SnapshotFound(request, (), durable))
-
-
-def mean_time_between_failures_s(core: Core) -> float:
-    """What `auto` goes by: the job's own incidents, and a prior."""
-    s = core.state
-    return mtbf_s(len(s.incidents), core.now - s.began_s)

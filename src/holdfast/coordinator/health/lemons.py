@@ -5,21 +5,18 @@ At level 2 only, at a step's edge. At level 0 every change is a restart of all, 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from holdfast.coordinator.health import blast_radius
+from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.health_state import Act, count
+from holdfast.coordinator.kernel.requests import DrainNode
 from holdfast.coordinator.kernel.state import JobPhase, Node, WorkerPhase
-from holdfast.coordinator.membership import resize
+from holdfast.coordinator.membership import queries as membership
 from holdfast.protocol.health import Remedy
-
-if TYPE_CHECKING:
-    from holdfast.coordinator.kernel.machine import Core
 
 LEMON = "lemon"
 
 
-def advance(core: Core) -> None:
+def advance(core: Context) -> None:
     """One lemon is to leave, if a better node is ready and the limits allow it."""
     lemon = _trains(core)
     if lemon is None or not (better := _better(core, lemon)) or core.now < _from_s(core, lemon):
@@ -29,10 +26,10 @@ def advance(core: Core) -> None:
     act = Act(core.now, lemon.machine, lemon.name, LEMON, Remedy.REPLACE, done_s=core.now)
     blast_radius.entered(core, act)
     count(core.state.health.totals.acts, act.remedy)
-    resize.leave(core, lemon, f"its history: {lemon.lemon}; {instead} takes its place")
+    core.request(DrainNode(lemon, f"its history: {lemon.lemon}; {instead} takes its place"))
 
 
-def deadlines(core: Core) -> list[float]:
+def deadlines(core: Context) -> list[float]:
     """When the limits allow what they do not allow now."""
     lemon = _trains(core)
     if lemon is None or not _better(core, lemon):
@@ -41,7 +38,7 @@ def deadlines(core: Core) -> list[float]:
     return [at_s] if core.now < at_s < float("inf") else []
 
 
-def _trains(core: Core) -> Node | None:
+def _trains(core: Context) -> Node | None:
     """The lemon with the lowest rank in a job that lacks nobody and changes nothing."""
     s = core.state
     if (
@@ -61,7 +58,7 @@ def _trains(core: Core) -> Node | None:
     return next((n for n in members if n.lemon and n.alive and n.then is None), None)
 
 
-def _better(core: Core, lemon: Node) -> list[Node]:
+def _better(core: Context, lemon: Node) -> list[Node]:
     """Nodes that are ready to take its place, and of which less is known that speaks against them."""
     s = core.state
     doubted = {s.incidents[number - 1].node for number in s.health.undecided}
@@ -75,12 +72,12 @@ def _better(core: Core, lemon: Node) -> list[Node]:
     return list({n.name: n for n in good[:needed]}.values()) if len(good) >= needed else []
 
 
-def _from_s(core: Core, lemon: Node) -> float:
+def _from_s(core: Context, lemon: Node) -> float:
     """From when on it may leave: once in a window, within the limit of nodes that are acted on, and not so often that
     newcomers cost more than their share of the time."""
     health = core.state.health
     swapped_s = max((a.at_s for a in health.acts if a.rule == LEMON and not a.earlier), default=None)
-    waits = [resize.join_after_s(core, sum(w.node != lemon.name for w in core.members()))]
+    waits = [membership.join_after_s(core, sum(w.node != lemon.name for w in core.members()))]
     if swapped_s is not None:
         waits.append(swapped_s + core.spec.health.blast_window_s)
     if not blast_radius.may_act(core, lemon.machine):

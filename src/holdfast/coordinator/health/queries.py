@@ -1,0 +1,29 @@
+"""What the other parts want to know of checks and remedies. Nothing is changed here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from holdfast.coordinator.kernel.context import Context
+from holdfast.coordinator.kernel.state import Node
+from holdfast.protocol import messages as m
+from holdfast.protocol.health import CheckResult, Condition
+
+
+def refusal(hello: m.Hello) -> str | None:
+    """Why a node is not let in at all: its basic checks found a fault."""
+    bad = [c for c in hello.checks if c.condition is Condition.FAULTY]
+    return described(bad) if bad else None
+
+
+def described(results: Sequence[CheckResult]) -> str:
+    told = [
+        f"{r.name}{f' of {r.subject}' if r.subject else ''}: {r.detail or r.condition.value}"
+        for r in results[:3]
+    ]
+    return "; ".join(told) + (f" (and {len(results) - 3} more)" if len(results) > 3 else "")
+
+
+def ordered(core: Context, node: Node) -> bool:
+    """Its agent has, or gets, an order that it has yet to answer."""
+    return any(a.node == node.name and a.request and not a.done for a in core.state.health.acts)

@@ -1,0 +1,134 @@
+"""What every handler gets: the job's state, the time, and what it may do. It has no clock, socket, thread or randomness."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any, TypeVar, cast
+
+from holdfast.coordinator.kernel import incidents
+from holdfast.coordinator.kernel.events import (
+    Action,
+    End,
+    MarkNode,
+    ProvideNode,
+    RebootNode,
+    Record,
+    ReleaseNode,
+    Remember,
+    Send,
+)
+from holdfast.coordinator.kernel.requests import NoteStrike, R, Request
+from holdfast.coordinator.kernel.state import CoreState, Incident, Node, Worker, WorkerPhase
+from holdfast.protocol import messages as m
+from holdfast.protocol.job import JobSpec
+
+T = TypeVar("T")
+
+
+class Context(ABC):
+    """One job's state, and what may be done about it.
+
+    Attributes:
+        state: all that is remembered; a process that has it goes on where another one ended.
+        now: time of the event that is being handled, in seconds.
+    """
+
+    def __init__(self, spec: JobSpec, state: CoreState | None = None) -> None:
+        self.state = state or CoreState(spec=spec)
+        self.spec = self.state.spec
+        self.timing = self.spec.timing
+        self.now = 0.0
+        self._out: list[Action] = []
+        self._transient: dict[type, object] = {}
+
+    # ------------------------------------------------------------ what a handler may do
+
+    @abstractmethod
+    def request(self, request: Request[R]) -> R:
+        """Asks another part for something. It is done when this returns: what is decided afterwards is decided on the state
+        as it is then."""
+
+    def transient(self, kind: type[T]) -> T:
+        """A part's own memory of this class, made at the first call. It is no part of the state: a successor of this process
+        begins with a new one."""
+        if kind not in self._transient:
+            self._transient[kind] = kind()
+        return cast(T, self._transient[kind])
+
+    def send(self, node: str, message: m.ToAgent) -> None:
+        """Queues a message for an agent."""
+        self._out.append(Send(node, message))
+
+    def tell(self, worker: Worker, message: m.ToWorker) -> None:
+        """Queues a message for a worker."""
+        self.send(worker.node, m.Tell(worker.name, message))
+
+    def record(self, kind: str, **fields: object) -> None:
+        """Queues an entry of the ledger."""
+        self._out.append(Record(kind, fields))
+
+    def open_incident(
+        self,
+        cause: str,
+        *,
+        node: str | None,
+        workers: Iterable[str] = (),
+        rung: str | None = None,
+        at_s: float | None = None,
+        **known: Any,
+    ) -> Incident:
+        """Enters an incident, or what is part of one that is known. known: see `incidents.open_incident`."""
+        count = len(self.state.incidents)
+        since_s = self.now if at_s is None else at_s
+        incident = incidents.open_incident(self.state, since_s, cause, node=node, workers=workers, **known)
+        incident.rung = incident.rung or rung
+        if len(self.state.incidents) > count:
+            self.record("incident-opened", **incidents.describe(self.state, incident))
+        else:
+            if cause != incident.cause:  # else it is what was found that took its effect
+                self.record("incident-joined", id=incident.id, node=node, cause=cause)
+            self.request(NoteStrike(incident))
+        return incident
+
+    def act(
+        self, action: ProvideNode | ReleaseNode | MarkNode | RebootNode | Remember | End | Record
+    ) -> None:
+        """Queues any other action."""
+        self._out.append(action)
+
+    # ------------------------------------------------------------ views
+
+    def alive_nodes(self) -> list[Node]:
+        """Nodes that are not lost, in the order of their joining."""
+        return [n for n in self.state.nodes.values() if n.alive]
+
+    def workers_in(self, *phases: WorkerPhase) -> list[Worker]:
+        """Workers in any of these phases, oldest first."""
+        return [w for w in self.state.workers.values() if w.phase in phases]
+
+    def alive_workers(self) -> list[Worker]:
+        """Workers whose process is not known to be gone."""
+        return [w for w in self.state.workers.values() if w.phase is not WorkerPhase.GONE]
+
+    def members(self) -> list[Worker]:
+        """Workers of the newest generation, in the order of their ranks, dead ones included."""
+        g = self.state.generation
+        return [self.state.workers[x.worker] for x in g.members] if g else []
+
+    def inside(self) -> list[Worker]:
+        """Members that have not left the newest generation."""
+        return self.workers_in(WorkerPhase.MEMBER)
+
+    def median_s(self) -> float | None:
+        """The slowest member's median step."""
+        return max((w.median_s for w in self.members() if w.median_s is not None), default=None)
+
+    def at_full_strength(self) -> bool:
+        """The newest generation has the target size."""
+        g = self.state.generation
+        return g is not None and g.strength >= self.state.target
+
+    def budget_spent(self) -> bool:
+        """No worker may be started again."""
+        return self.state.restarts_used > self.spec.max_restarts

@@ -1,0 +1,183 @@
+"""What one part of the core asks of another.
+
+Parts do not import each other: whoever wants something done that is another part's to decide makes a request, and the machine
+gives it to that part at once. So the one that asked goes on with the state as it is then. What a part only wants to know it
+reads itself, with the pure functions in `queries` of the part whose it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from holdfast.coordinator.kernel.history import Remembered
+from holdfast.coordinator.kernel.state import Incident, Node, Worker
+from holdfast.protocol import messages as m
+from holdfast.protocol.job import Durable
+from holdfast.protocol.snapshots import Copy
+
+R = TypeVar("R")
+
+
+class Request(Generic[R]):
+    """Asks another part for something; R is what it answers."""
+
+
+# ---------------------------------------------------------------- of membership
+
+
+@dataclass(frozen=True)
+class RemoveNode(Request[None]):
+    """A node cannot be used any more: what runs on it counts as lost, now."""
+
+    node: Node
+    cause: str
+
+
+@dataclass(frozen=True)
+class RefuseNode(Request[None]):
+    """A node is at fault, not what runs on it: it is removed, and it may not come back."""
+
+    node: Node
+    cause: str
+
+
+@dataclass(frozen=True)
+class DrainNode(Request[None]):
+    """A node is to leave at a step's edge, as soon as another takes its place."""
+
+    node: Node
+    reason: str
+
+
+@dataclass(frozen=True)
+class EvictWorkers(Request[None]):
+    """Workers of a node are to end now, and others to take their places."""
+
+    node: Node
+    workers: list[Worker]
+    cause: str
+
+
+# ---------------------------------------------------------------- of storage
+
+
+@dataclass(frozen=True)
+class CompareCopies(Request[None]):
+    """A node joined, or came back: its hello says what it holds, and what it has missed is sent again."""
+
+    node: Node
+    hello: m.Hello
+
+
+@dataclass(frozen=True)
+class DropCopies(Request[None]):
+    """A node is gone, and what it held with it."""
+
+    node: Node
+
+
+@dataclass(frozen=True)
+class SpreadCopies(Request[None]):
+    """Copies that are missing may be asked for from others now."""
+
+
+@dataclass(frozen=True)
+class HandOver(Request[bool]):
+    """A node is about to leave as planned. True: it still gives on what nobody else holds."""
+
+    node: Node
+
+
+@dataclass(frozen=True)
+class RewindTo(Request[None]):
+    """The next generation goes on from this step, and not from live state: what was saved later is void."""
+
+    start: int
+
+
+@dataclass(frozen=True)
+class ReportUnreadable(Request[None]):
+    """A worker could not be restored from a snapshot, or from a checkpoint."""
+
+    source: Copy | Durable
+    message: m.CollectiveError
+
+
+@dataclass(frozen=True)
+class AwaitChecksums(Request[None]):
+    """A worker has ended, and its node computes the checksums of what it gave."""
+
+    worker: Worker
+    message: m.Exited
+
+
+@dataclass(frozen=True)
+class StoreLast(Request[bool]):
+    """The job ends: its last state goes to every durable tier. False: nothing more comes of it."""
+
+
+@dataclass(frozen=True)
+class ReportUnsaved(Request[None]):
+    """The job ends: if its last state is in no tier for a reason that was not recorded, it is recorded now."""
+
+
+# ---------------------------------------------------------------- of health
+
+
+@dataclass(frozen=True)
+class RefuseAdmission(Request[None]):
+    """A node is not let in, because its basic checks found a fault."""
+
+    hello: m.Hello
+    reason: str
+
+
+@dataclass(frozen=True)
+class AdmitNode(Request[None]):
+    """A node joins as a new one.
+
+    past: what is remembered of the machine. known: the node that had its name before.
+    """
+
+    node: Node
+    hello: m.Hello
+    past: tuple[Remembered, ...]
+    known: Node | None
+
+
+@dataclass(frozen=True)
+class RepeatOrders(Request[None]):
+    """An agent came back: orders that it has not answered are sent again."""
+
+    node: Node
+
+
+@dataclass(frozen=True)
+class NoteNodeLost(Request[None]):
+    """A node is gone. incident: what it was lost with, if it was in use."""
+
+    node: Node
+    incident: Incident | None
+
+
+@dataclass(frozen=True)
+class ApplyRemedy(Request[None]):
+    """A node that was to leave for its health has nobody in the job any more: what was decided about it is done."""
+
+    node: Node
+
+
+@dataclass(frozen=True)
+class NoteStrike(Request[None]):
+    """What a rule found has now ended a worker or more."""
+
+    incident: Incident
+
+
+@dataclass(frozen=True)
+class NoteNonFinite(Request[None]):
+    """A rank's own part of a step was not finite, before anything was added to it."""
+
+    worker: Worker
+    message: m.Failed
