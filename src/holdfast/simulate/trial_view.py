@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from holdfast.coordinator import events as e
-from holdfast.coordinator.core import Core
+from holdfast.coordinator.kernel import events as e
+from holdfast.coordinator.kernel.machine import Core
 from holdfast.protocol import messages as m
 from holdfast.simulate.arrivals import Source
 from holdfast.simulate.machine import Machine
