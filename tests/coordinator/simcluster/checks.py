@@ -11,6 +11,7 @@ from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel import incidents
 from holdfast.coordinator.kernel.machine import Core
 from holdfast.coordinator.kernel.state import CoreState, JobPhase, WorkerPhase
+from holdfast.coordinator.kernel.validate import validate
 from holdfast.coordinator.membership import generations, nodes
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import Durable
@@ -103,6 +104,8 @@ class Checks:
         if heard != self._heard and _is_progress(event):
             self._heard_s = cluster.clock.now
         self._heard = heard
+        wrong = validate(state)
+        self.require(not wrong, "after %s the state is not valid: %s", event, wrong)
         self.saved.handled(event, actions, state)
         cluster.ailments.handled(event, actions, core)
         lost = state.lost_steps - self._lost

@@ -7,7 +7,7 @@ What is planned happens when the node has left the job at a step's edge (`Node.t
 from __future__ import annotations
 
 from holdfast.coordinator.health import admission, blast_radius, queries, triage
-from holdfast.coordinator.kernel import incidents
+from holdfast.coordinator.kernel import incidents, transitions
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.events import MarkNode, RebootNode, ReleaseNode
 from holdfast.coordinator.kernel.health_state import Act
@@ -162,7 +162,7 @@ def left(core: Context, node: Node) -> None:
     reason = node.leaving or cause
     core.record("node-left", node=node.name, reason=reason)
     core.send(node.name, m.Shutdown(reason))
-    node.alive = False
+    transitions.lose_node(node)
     core.request(DropCopies(node))
     if remedy is Remedy.REBOOT:
         core.act(ReleaseNode(node.name, reason))

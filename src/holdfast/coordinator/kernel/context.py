@@ -10,6 +10,7 @@ from holdfast.coordinator.kernel import incidents
 from holdfast.coordinator.kernel.events import (
     Action,
     End,
+    Event,
     MarkNode,
     ProvideNode,
     RebootNode,
@@ -32,6 +33,7 @@ class Context(ABC):
     Attributes:
         state: all that is remembered; a process that has it goes on where another one ended.
         now: time of the event that is being handled, in seconds.
+        event: that event; None while it is looked at what comes next.
     """
 
     def __init__(self, spec: JobSpec, state: CoreState | None = None) -> None:
@@ -39,6 +41,7 @@ class Context(ABC):
         self.spec = self.state.spec
         self.timing = self.spec.timing
         self.now = 0.0
+        self.event: Event | None = None
         self._out: list[Action] = []
         self._transient: dict[type, object] = {}
 

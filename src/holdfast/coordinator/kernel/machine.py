@@ -115,7 +115,9 @@ class Core(Context):
         commit of a generation that has one moves none, so the Tick that is planned already comes early enough.
         """
         settled, queued = self._settled(), len(self._out)
+        self.event = event
         self._dispatch(event)
+        self.event = None
         if isinstance(event, Starved):
             return False
         if len(self._out) > queued or not isinstance(event, NodeSays):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from holdfast.coordinator.kernel import incidents
+from holdfast.coordinator.kernel import incidents, transitions
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.requests import AwaitChecksums, NoteNonFinite
 from holdfast.coordinator.kernel.script_fault import script_fault
@@ -130,7 +130,7 @@ def exited(core: Context, message: m.Exited) -> None:
     if s.level != 2:
         gang.exited(core, worker, message)
     elif worker.phase is WorkerPhase.DONE:
-        worker.phase = WorkerPhase.GONE
+        transitions.enter(core, worker, WorkerPhase.GONE)
         if message.code > 0 and s.outcome is None:  # a signal is the machine's fault, and its steps are done
             shutdown.give_up(core, "the script failed after its last step", blame)
     else:
@@ -141,7 +141,8 @@ def exited(core: Context, message: m.Exited) -> None:
 def lose_worker(core: Context, worker: Worker, cause: str, message: m.Exited | None = None) -> None:
     """A worker is gone without having been asked to go. message: how it ended, where that is known."""
     s = core.state
-    was, worker.phase, worker.vanished_s = worker.phase, WorkerPhase.GONE, None
+    was, worker.vanished_s = worker.phase, None
+    transitions.enter(core, worker, WorkerPhase.GONE)
     if s.level != 2:
         gang.lost(core, worker, cause)
         return
@@ -201,7 +202,7 @@ def started_well(core: Context, worker: Worker) -> None:
 def end_worker(core: Context, worker: Worker, counts: bool = True) -> None:
     """Takes a worker out of the job, whatever its process does. counts: it is a restart."""
     worker.told_to_end = True
-    worker.phase = WorkerPhase.GONE
+    transitions.enter(core, worker, WorkerPhase.GONE)
     core.state.restarts_used += counts
     core.send(worker.node, m.KillWorker(worker.name))
 

@@ -8,7 +8,7 @@ import signal
 
 import msgspec
 
-from holdfast.coordinator.kernel import incidents
+from holdfast.coordinator.kernel import incidents, transitions
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.script_fault import ScriptFault
 from holdfast.coordinator.kernel.state import Blame, Incident, JobPhase, Node, Worker, WorkerPhase
@@ -56,17 +56,18 @@ def advance(core: Context) -> None:
     if s.phase is JobPhase.STOPPING:
         shutdown.end_when_saved(core)
     elif s.stop_reason is not None:
-        s.phase = JobPhase.STOPPING
+        transitions.enter_job(core, JobPhase.STOPPING)
         end_all(core, grace_s=core.timing.stop_s / 2)
         shutdown.end_when_saved(core)
     elif s.phase is JobPhase.BREAKING:
         if not core.alive_workers():
-            s.phase = JobPhase.GATHERING
+            transitions.enter_job(core, JobPhase.GATHERING)
             advance(core)
     elif s.phase is JobPhase.GATHERING:
         _launch(core)
     elif s.phase is JobPhase.RUNNING and not core.alive_workers():
-        s.phase, s.outcome = JobPhase.STOPPING, "finished"
+        transitions.enter_job(core, JobPhase.STOPPING)
+        s.outcome = "finished"
         shutdown.end_when_saved(core)
 
 
@@ -126,12 +127,12 @@ def _start_all(core: Context, chosen: list[Node]) -> None:
             ports = chosen[0].ports or (29500,)
             env["MASTER_PORT"] = str(ports[s.master_uses % len(ports)])
             worker = nodes.start_worker(core, node, slot, env)
-            worker.phase = WorkerPhase.MEMBER
+            transitions.enter(core, worker, WorkerPhase.MEMBER)
             members.append(m.Member(rank, worker.name, node.name, slot, node.host))
     s.generation, s.grows = m.Generation(s.number, tuple(members)), False
     s.generation_committed = 0
     s.committed = 0
-    s.phase = JobPhase.RUNNING
+    transitions.enter_job(core, JobPhase.RUNNING)
     s.history.append((round(core.now - s.began_s, 4), world))
     incidents.decided(s, core.now, "restart of all workers")
     core.record("started", generation=s.number, world=world, workers=[x.worker for x in members])
@@ -141,7 +142,7 @@ def exited(core: Context, worker: Worker, message: m.Exited) -> None:
     """A worker's process ended: with code 0 it is done; anything else ends all, and all start again."""
     s = core.state
     expected = s.phase is not JobPhase.RUNNING or worker.told_to_end
-    worker.phase = WorkerPhase.GONE
+    transitions.enter(core, worker, WorkerPhase.GONE)
     if expected or message.code == 0:
         if message.code == -signal.SIGKILL and not message.killed:
             came_first(core, [worker], worker.node, policy.describe_exit(message.code))
@@ -229,7 +230,7 @@ def restart(core: Context, cause: str, counts: bool = True) -> None:
     """Ends all workers; when they are gone, all start again. counts: against the restart budget."""
     s = core.state
     s.restarts_used += counts
-    s.phase = JobPhase.BREAKING
+    transitions.enter_job(core, JobPhase.BREAKING)
     s.break_deadline_s = None
     core.record("restart", generation=s.number, reason=cause)
     end_all(core, grace_s=TERM_GRACE_S)
@@ -247,8 +248,9 @@ def give_over(core: Context) -> None:
     s = core.state
     s.level, s.generation, s.number = 2, None, 0
     s.history.clear()
-    s.phase, s.committed, s.generation_committed = JobPhase.GATHERING, 0, 0
+    transitions.enter_job(core, JobPhase.GATHERING)
+    s.committed, s.generation_committed = 0, 0
     for worker in core.alive_workers():
-        worker.phase = WorkerPhase.GONE if worker.told_to_end else WorkerPhase.STARTING
+        transitions.enter(core, worker, WorkerPhase.GONE if worker.told_to_end else WorkerPhase.STARTING)
     for incident in s.incidents:
         incident.generation = 0

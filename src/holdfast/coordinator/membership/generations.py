@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from holdfast.coordinator.kernel import incidents
+from holdfast.coordinator.kernel import incidents, transitions
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.requests import ReportUnreadable, RewindTo, SpreadCopies
 from holdfast.coordinator.kernel.state import CoreState, JobPhase, Seat, Snapshot, Worker, WorkerPhase
@@ -45,7 +45,8 @@ def break_generation(core: Context, cause: str) -> None:
     draining = s.phase is JobPhase.BREAKING and s.yielding
     if s.generation is None or s.level != 2 or not (s.phase is JobPhase.RUNNING or draining):
         return
-    s.phase, s.yielding, s.change_reason = JobPhase.BREAKING, False, None
+    transitions.enter_job(core, JobPhase.BREAKING)
+    s.yielding, s.change_reason = False, None
     s.broke_cause, s.broke_at_s, s.unheard_s = cause, core.now, 0.0
     s.break_deadline_s = core.now + core.timing.stall_s(core.median_s())
     s.inspect_deadline_s = None
@@ -87,14 +88,15 @@ def parked(core: Context, worker: Worker, message: m.Parked) -> None:
         return
     if worker.phase is not WorkerPhase.MEMBER:
         return
-    worker.phase, worker.aside = WorkerPhase.PARKED, False
+    transitions.enter(core, worker, WorkerPhase.PARKED)
+    worker.aside = False
     worker.committed, worker.prepared = message.committed, message.prepared
     worker.begun = message.begun
     s.committed = max(s.committed, message.committed or 0)
     if s.phase is not JobPhase.RUNNING:
         return
     if s.yielding:
-        s.phase = JobPhase.BREAKING
+        transitions.enter_job(core, JobPhase.BREAKING)
         s.broke_at_s, s.unheard_s = core.now, 0.0
         s.break_deadline_s = core.now + core.timing.stall_s(core.median_s())
     else:
@@ -104,7 +106,8 @@ def parked(core: Context, worker: Worker, message: m.Parked) -> None:
 def gather(core: Context) -> None:
     """Everyone has left the generation."""
     s = core.state
-    s.phase, s.break_deadline_s, s.yielding = JobPhase.GATHERING, None, False
+    transitions.enter_job(core, JobPhase.GATHERING)
+    s.break_deadline_s, s.yielding = None, False
     core.request(SpreadCopies())  # what members would have saved themselves is asked of others now
     cause, s.broke_cause = s.broke_cause, None
     if (
@@ -268,7 +271,8 @@ def _form(core: Context, survivors: list[Worker], kept: list[Worker], fresh: lis
             shards=others if name in restore else (),
         )
         _enroll(core, s.workers[name], seat, start)
-    s.phase, s.generation_committed, s.committed = JobPhase.RUNNING, start, max(start, s.committed)
+    transitions.enter_job(core, JobPhase.RUNNING)
+    s.generation_committed, s.committed = start, max(start, s.committed)
     s.form_deadline_s = s.wait_deadline_s = s.form_after_s = None
     s.waiting = False
     s.formed_at_s = core.now
@@ -333,7 +337,7 @@ def form(state: CoreState, worker: Worker) -> m.Form:
 
 
 def _enroll(core: Context, worker: Worker, seat: Seat, start: int) -> None:
-    worker.phase = WorkerPhase.MEMBER
+    transitions.enter(core, worker, WorkerPhase.MEMBER)
     worker.prepared, worker.restored = False, None
     worker.committed = start
     core.state.blames.pop(worker.name, None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from holdfast.coordinator.health import queries as health
-from holdfast.coordinator.kernel import incidents
+from holdfast.coordinator.kernel import incidents, transitions
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.events import ProvideNode, ReleaseNode
 from holdfast.coordinator.kernel.history import Remembered
@@ -120,7 +120,7 @@ def fence(core: Context, node: Node | None, name: str) -> None:
 def lose(core: Context, node: Node, cause: str, release: bool = True) -> None:
     """A node is gone, or is treated so. release: tell the engine, that nothing of it runs on."""
     s = core.state
-    node.alive = False
+    transitions.lose_node(node)
     ours = [w for w in core.alive_workers() if w.node == node.name]
     part = [w for w in ours if w.phase in (WorkerPhase.MEMBER, WorkerPhase.PARKED)]
     core.record("node-lost", node=node.name, cause=cause)
@@ -131,7 +131,7 @@ def lose(core: Context, node: Node, cause: str, release: bool = True) -> None:
         incident = core.open_incident(cause, node=node.name, workers=[w.name for w in part])
     core.request(NoteNodeLost(node, incident))
     for worker in ours:
-        worker.phase = WorkerPhase.GONE
+        transitions.enter(core, worker, WorkerPhase.GONE)
     core.request(DropCopies(node))
     if release:
         core.act(ReleaseNode(node.name, cause))
@@ -241,7 +241,7 @@ def _reconcile(core: Context, node: Node, hello: m.Hello) -> None:
 def _never_started(core: Context, worker: Worker) -> None:
     """The order to start it was lost, or is still waiting for a warm process: it is taken back."""
     core.send(worker.node, m.KillWorker(worker.name))
-    worker.phase = WorkerPhase.GONE
+    transitions.enter(core, worker, WorkerPhase.GONE)
     if node := core.state.nodes.get(worker.node):
         node.used = [slot for slot in node.used if slot != worker.slot]
     if core.state.level != 2:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 
 from holdfast.coordinator.health import queries as health
-from holdfast.coordinator.kernel import incidents
+from holdfast.coordinator.kernel import incidents, transitions
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.events import ReleaseNode
 from holdfast.coordinator.kernel.requests import ApplyRemedy, DropCopies, HandOver, NoteNodeLost
@@ -364,7 +364,7 @@ def _release(core: Context, node: Node) -> None:
         return
     core.request(NoteNodeLost(node, None))  # what its agent still does is overtaken
     reason = node.leaving or ""
-    node.alive = False
+    transitions.lose_node(node)
     core.record("node-left", node=node.name, reason=reason)
     core.send(node.name, m.Shutdown(reason))
     core.request(DropCopies(node))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from holdfast.coordinator.kernel import transitions
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.state import Blame, Worker, WorkerPhase
 from holdfast.coordinator.membership import shutdown
@@ -101,6 +102,7 @@ def rebuild(core: Context) -> None:
         elif spare:
             worker = spare.pop(0)
             core.record("rebuild", worker=worker.name, position=position, before=worker.position)
-            worker.phase, worker.position = WorkerPhase.ATTACHED, position
+            transitions.enter(core, worker, WorkerPhase.ATTACHED)
+            worker.position = position
             worker.ready, worker.rebuilds, worker.started_s = None, position, core.now
             core.tell(worker, m.Rebuild(position))

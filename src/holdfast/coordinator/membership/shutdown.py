@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from holdfast.coordinator.kernel import transitions
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.events import End
 from holdfast.coordinator.kernel.requests import ReportUnsaved, StoreLast
@@ -59,7 +60,7 @@ def done(core: Context, worker: Worker, message: m.Done) -> None:
     """A worker left its loop."""
     if worker.phase in (WorkerPhase.DONE, WorkerPhase.GONE):
         return
-    worker.phase = WorkerPhase.DONE
+    transitions.enter(core, worker, WorkerPhase.DONE)
     worker.committed, worker.digest = message.committed, message.params_xxh3
     worker.loss = message.loss if message.loss is not None else worker.loss
     core.state.committed = max(core.state.committed, message.committed)
@@ -146,7 +147,8 @@ def _undone(core: Context, ended: list[Worker]) -> None:
 def begin(core: Context) -> None:
     """Everyone has left its generation: the newest state is saved, then all leave."""
     s = core.state
-    s.phase, s.wait_deadline_s, s.form_deadline_s = JobPhase.STOPPING, None, None
+    transitions.enter_job(core, JobPhase.STOPPING)
+    s.wait_deadline_s, s.form_deadline_s = None, None
     s.stop_deadline_s = core.now + core.timing.start_s  # a large state takes its time to reach the disk
     for worker in core.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED, WorkerPhase.READY):
         failures.end_worker(core, worker, counts=False)
@@ -246,7 +248,7 @@ def end(core: Context) -> None:
     """Nothing is left to do. A state that no durable tier has stays in the nodes' memory, as if all had been killed: where
     nodes are somebody else's after the job it cannot, and that is said."""
     s = core.state
-    s.phase = JobPhase.ENDED
+    transitions.enter_job(core, JobPhase.ENDED)
     s.outcome = s.outcome or "finished"
     core.request(ReportUnsaved())
     step = storage.only_in_memory(core)

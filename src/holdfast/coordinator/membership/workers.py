@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.coordinator.kernel import incidents
+from holdfast.coordinator.kernel import incidents, transitions
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.state import Worker, WorkerPhase
 from holdfast.coordinator.membership import failures, gang, shard_policy
@@ -15,7 +15,7 @@ def attached(core: Context, worker: Worker) -> None:
         gang.give_over(core)
         core.record("level", level=2)
     if worker.phase is WorkerPhase.STARTING:
-        worker.phase = WorkerPhase.ATTACHED
+        transitions.enter(core, worker, WorkerPhase.ATTACHED)
 
 
 def ready(core: Context, worker: Worker, ready: m.Ready) -> None:
@@ -28,7 +28,8 @@ def ready(core: Context, worker: Worker, ready: m.Ready) -> None:
     if worker.rebuilds not in (None, ready.position) or not shard_policy.fits(core, worker, ready):
         return
     worker.rebuilds = None
-    worker.phase, worker.ready, worker.ready_at_s = WorkerPhase.READY, ready, core.now
+    transitions.enter(core, worker, WorkerPhase.READY)
+    worker.ready, worker.ready_at_s = ready, core.now
     core.state.micro_batches = ready.micro_batches or core.state.micro_batches
     core.record("worker-ready", worker=worker.name, node=worker.node)
     incidents.replaced(core.state, core.now)

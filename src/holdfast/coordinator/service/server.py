@@ -24,6 +24,7 @@ from aiohttp import WSCloseCode, WSMsgType, web
 
 from holdfast.coordinator.kernel import events as ev
 from holdfast.coordinator.kernel.machine import Core
+from holdfast.coordinator.kernel.validate import validate
 from holdfast.coordinator.membership import figures, resize
 from holdfast.coordinator.service.checking import CheckRuns, check_routes
 from holdfast.coordinator.service.clock import Anchor, CoreClock
@@ -53,6 +54,8 @@ FAREWELL_S = 2.0
 EXIT_DEPOSED = 4
 LAST_S = 10.0
 """How long a job that ends waits for a ledger that cannot be written. What it trained is in its checkpoints."""
+VALIDATE_VARIABLE = "HOLDFAST_VALIDATE"
+"""With 1 the state is checked after every batch of events; what is wrong goes to the coordinator's log."""
 
 
 class Line(asyncio.Queue[bytes | None]):
@@ -89,6 +92,7 @@ class Coordinator:
         self._seq = store.last_seq()
         self._clock = CoreClock(msgspec.msgpack.decode(kept, type=Anchor) if kept else None)
         self._core = Core(spec, saved)
+        self._validates = os.environ.get(VALIDATE_VARIABLE) == "1"
         self._injector = Injector(spec.faults)
         self._resumed = saved is not None
         self._resume = resume
@@ -288,6 +292,8 @@ class Coordinator:
         now, state = self._clock(), self._core.state
         before = state.generation
         actions = self._core.handle_all(events, now)
+        for wrong in validate(state) if self._validates else ():
+            sys.stderr.write(f"holdfast: the coordinator's state is not valid: {wrong}; after {events}\n")
         formed = any(isinstance(a, ev.Record) and a.kind in ("formed", "started") for a in actions)
         strikes = self._injector.formed(state, now) if formed else []
         strikes += self._injector.due(state, now)
