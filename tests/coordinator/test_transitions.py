@@ -8,7 +8,7 @@ from desk import Desk, running
 
 from holdfast.coordinator import kernel
 from holdfast.coordinator.kernel import transitions
-from holdfast.coordinator.kernel.state import JobPhase, WorkerPhase
+from holdfast.coordinator.kernel.state import CoreState, JobPhase, WorkerPhase
 from holdfast.coordinator.kernel.transitions import IllegalTransition
 from holdfast.coordinator.kernel.validate import validate
 
@@ -39,6 +39,54 @@ def test_one_file_assigns_phases():
         if isinstance(target, ast.Attribute) and target.attr in ("phase", "alive")
     }
     assert found == {("transitions.py", "phase"), ("transitions.py", "alive")}
+
+
+FIELDS = set(CoreState.__struct_fields__)
+CHANGES = {
+    "append",
+    "extend",
+    "insert",
+    "pop",
+    "popitem",
+    "remove",
+    "clear",
+    "update",
+    "setdefault",
+    "add",
+    "discard",
+    "sort",
+}
+
+
+def field_of(node):
+    """The field of the state through which an expression goes; None: through none."""
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        owner = node.value
+        if isinstance(node, ast.Attribute) and node.attr in FIELDS:
+            named = isinstance(owner, ast.Name) and owner.id in ("s", "state")
+            if named or (isinstance(owner, ast.Attribute) and owner.attr == "state"):
+                return node.attr
+        if isinstance(node, ast.Attribute) and isinstance(owner, ast.Subscript):
+            return None  # a field of one node, worker or incident
+        node = owner
+    return None
+
+
+def writes(tree):
+    yield from filter(None, map(field_of, targets(tree)))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGES:
+            yield from filter(None, [field_of(node.func.value)])
+
+
+def test_a_field_of_the_state_is_written_by_one_part():
+    """The others ask that part to. Each part's own fields of nodes and workers are not told apart here."""
+    owners = {}
+    for part, _, tree in modules():
+        for name in writes(tree):
+            owners.setdefault(name, set()).add(part)
+    assert {name: parts for name, parts in owners.items() if len(parts) > 1} == {}
+    assert len(owners) > 60  # else this test sees nothing
 
 
 def test_every_phase_has_its_row_and_can_be_reached():

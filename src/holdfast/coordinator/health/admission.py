@@ -10,13 +10,16 @@ from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.events import MarkNode, Remember
 from holdfast.coordinator.kernel.health_state import KEPT_MACHINES, Act, Checking, count
 from holdfast.coordinator.kernel.history import Kind, Remembered
-from holdfast.coordinator.kernel.requests import RefuseNode
+from holdfast.coordinator.kernel.requests import PauseRequests, RefuseNode
 from holdfast.coordinator.kernel.state import Incident, Node
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import Condition, Remedy
 
 CHECKS_S = 1800.0
 """So long the deep checks of one node may take; thorough ones of many devices take a quarter of an hour."""
+
+KEPT_REFUSED = 32
+"""So many nodes that were refused are remembered."""
 
 NEW = "it is new"
 
@@ -30,12 +33,14 @@ def refuse(core: Context, hello: m.Hello, reason: str) -> None:
     s.health.refusals += 1
     core.act(MarkNode(hello.node, reason))
     pause_s = core.timing.heartbeat_s * 2.0 ** min(s.health.refusals - 1, 16)
-    s.ask_after_s = max(s.ask_after_s or 0.0, core.now + min(pause_s, core.timing.wait_s))
+    core.request(PauseRequests(core.now + min(pause_s, core.timing.wait_s)))
+    s.health.turned_away[hello.node] = reason
 
 
 def admit(core: Context, node: Node, hello: m.Hello, past: Sequence[Remembered]) -> None:
     """A node joins that is not known, or comes back as a new one."""
     s = core.state
+    s.health.turned_away.pop(node.name, None)
     node.identity, node.devices = hello.identity, hello.devices
     unsure = [c.name for c in hello.checks if c.condition is Condition.UNKNOWN]
     if unsure:
@@ -52,6 +57,13 @@ def admit(core: Context, node: Node, hello: m.Hello, past: Sequence[Remembered])
         _check(core, node, NEW)
     if node.lemon:
         core.record("lemon", node=node.name, reason=node.lemon)
+
+
+def forget(core: Context) -> None:
+    """Keeps the newest of what was refused, for what such nodes still say."""
+    turned_away = core.state.health.turned_away
+    for name in list(turned_away)[:-KEPT_REFUSED]:
+        del turned_away[name]
 
 
 def _earlier(core: Context, node: Node, record: Remembered) -> Act:

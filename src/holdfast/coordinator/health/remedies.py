@@ -12,7 +12,7 @@ from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.events import MarkNode, RebootNode, ReleaseNode
 from holdfast.coordinator.kernel.health_state import Act
 from holdfast.coordinator.kernel.history import Kind
-from holdfast.coordinator.kernel.requests import DrainNode, DropCopies, EvictWorkers, RemoveNode
+from holdfast.coordinator.kernel.requests import AwaitReturn, DrainNode, DropCopies, EvictWorkers, RemoveNode
 from holdfast.coordinator.kernel.state import Incident, Node, Worker, WorkerPhase
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import Remedy, Severity
@@ -105,10 +105,9 @@ def _replace(core: Context, node: Node, incident: Incident | None, cause: str) -
 
 def _reboot(core: Context, node: Node, incident: Incident | None, cause: str) -> None:
     """A node that has left the job. What Slurm boots it may give to others, and it watches itself that it comes back."""
-    s = core.state
     core.record("rebooting", node=node.name, reason=cause)
     core.act(RebootNode(node.name, cause))
-    s.replacing, s.replaced, s.asked_at_s = s.replacing + 1, s.replaced + 1, core.now
+    core.request(AwaitReturn())
     if core.spec.engine != "slurm":
         node.boots_until_s = core.now + core.spec.health.reboot_s
         node.boots_for = incident.id if incident is not None else 0

@@ -196,6 +196,11 @@ def _add(incident: Incident, evidence: Evidence) -> None:
         incident.evidence.append(evidence)
 
 
+def expect(state: CoreState, injection: Injection) -> None:
+    """An injected fault whose effect is still to be seen."""
+    state.injections.append(injection)
+
+
 def _claim(
     state: CoreState, now: float, node: str | None, workers: list[str], kind: str | None, unnamed_hang: bool
 ) -> Injection | None:

@@ -50,7 +50,6 @@ from holdfast.coordinator.kernel.state import (
 from holdfast.coordinator.membership import (
     counting,
     failures,
-    figures,
     gang,
     generations,
     hangs,
@@ -99,6 +98,7 @@ class Core(Context):
                 self._check_deadlines()
                 self._advance()
                 nodes.forget(self)
+                admission.forget(self)
                 self._unsettled = self.moved or len(self._out) > queued
                 self.moved = True
         else:
@@ -218,6 +218,17 @@ class Core(Context):
                 remedies.left(self, node)
             case requests.NoteStrike(incident):
                 triage.struck(self, incident)
+            case requests.CompareSteps(worker, message):
+                stragglers.heard(self, worker, message.spent)
+                silent_corruption.heard(self, worker, message.losses)
+            case requests.AwaitReturn():
+                nodes.on_its_way(self)
+            case requests.PauseRequests(until_s):
+                nodes.ask_no_sooner(self, until_s)
+            case requests.NoteLast(worker):
+                durable_checkpoints.given_last(self, worker)
+            case requests.ForgetLast():
+                durable_checkpoints.forget_last(self)
             case requests.NoteNonFinite(worker, message):
                 silent_corruption.brought(self, worker, message)
             case _:
@@ -243,7 +254,7 @@ class Core(Context):
             case NodeUnavailable(reason):
                 nodes.unavailable(self, reason)
             case NodeAvailable():
-                self.state.ask_after_s = None
+                nodes.available(self)
             case NodeGoing(name, reason, within_s):
                 resize.going(self, name, reason, within_s)
             case NodeTaken(name, reason):
@@ -324,7 +335,7 @@ class Core(Context):
                 if worker.phase is WorkerPhase.MEMBER and generation == self.state.number:
                     worker.restored = nbytes, total_bytes
             case m.Progress():
-                self._progress(worker, message, age_s)
+                workers.progress(self, worker, message, age_s)
             case m.Aside(on):
                 worker.aside = on
             case m.Parked():
@@ -348,27 +359,6 @@ class Core(Context):
             case _:
                 pass
 
-    def _progress(self, worker: Worker, message: m.Progress, age_s: float) -> None:
-        s = self.state
-        worker.median_s = message.median_s if message.median_s is not None else worker.median_s
-        if message.losses and message.losses[-1][0] + 1 >= s.committed:
-            worker.loss = message.losses[-1][1]
-        figures.heard(s, message)
-        current = s.generation
-        if current is None or message.generation != current.number:
-            return
-        if worker.phase is WorkerPhase.MEMBER:  # one that has parked since said more than this late word
-            worker.committed = message.committed
-            stragglers.heard(self, worker, message.spent)
-            silent_corruption.heard(self, worker, message.losses)
-        s.committed = max(s.committed, message.committed)
-        if message.committed <= s.generation_committed:
-            return
-        s.generation_committed = message.committed
-        s.stall_rounds = s.fruitless = 0
-        self._out.extend(incidents.committed(s, self.now - age_s))
-        resize.committed(self, self.now - age_s)
-
     # ------------------------------------------------------------ what next
 
     def _check_deadlines(self) -> None:
@@ -388,12 +378,7 @@ class Core(Context):
             failures.end_late_starters(self)
         if s.break_deadline_s is not None and now >= s.break_deadline_s:
             failures.end_stuck(self)
-        if s.phase is JobPhase.GATHERING and s.wait_deadline_s is not None and now >= s.wait_deadline_s:
-            s.wait_deadline_s = None
-            shutdown.give_up(self, f"too few workers for {self.timing.wait_s:g} s", None)
-        if s.stop_deadline_s is not None and now >= s.stop_deadline_s:
-            s.stop_deadline_s = None
-            shutdown.out_of_time(self)
+        shutdown.due(self)
 
     def _advance(self) -> None:
         s = self.state

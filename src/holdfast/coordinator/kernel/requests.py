@@ -59,6 +59,18 @@ class EvictWorkers(Request[None]):
     cause: str
 
 
+@dataclass(frozen=True)
+class AwaitReturn(Request[None]):
+    """A machine that left was rebooted: it comes back as a node that was asked for."""
+
+
+@dataclass(frozen=True)
+class PauseRequests(Request[None]):
+    """The engine is asked for no node before this time."""
+
+    until_s: float
+
+
 # ---------------------------------------------------------------- of storage
 
 
@@ -110,6 +122,18 @@ class AwaitChecksums(Request[None]):
 
     worker: Worker
     message: m.Exited
+
+
+@dataclass(frozen=True)
+class NoteLast(Request[None]):
+    """A worker left the state after its last step to its node."""
+
+    worker: Worker
+
+
+@dataclass(frozen=True)
+class ForgetLast(Request[None]):
+    """What became of those states is not waited for any more."""
 
 
 @dataclass(frozen=True)
@@ -173,6 +197,14 @@ class NoteStrike(Request[None]):
     """What a rule found has now ended a worker or more."""
 
     incident: Incident
+
+
+@dataclass(frozen=True)
+class CompareSteps(Request[None]):
+    """A member reports where the time of its steps went, and their losses: it is compared with the others."""
+
+    worker: Worker
+    message: m.Progress
 
 
 @dataclass(frozen=True)

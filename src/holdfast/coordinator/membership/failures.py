@@ -290,4 +290,4 @@ def injected(core: Context, injection: Injection) -> None:
     if any(incidents.explains(i, injection) for i in s.incidents):
         forgive(core, lambda failure: failure.worker == injection.worker)
     else:
-        s.injections.append(injection)
+        incidents.expect(s, injection)

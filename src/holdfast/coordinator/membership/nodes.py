@@ -61,12 +61,10 @@ def joined(core: Context, hello: m.Hello, past: tuple[Remembered, ...] = ()) -> 
     if reason is not None:
         core.request(RefuseAdmission(hello, reason))
         _refuse(core, hello.node, reason)
-        s.health.turned_away[hello.node] = reason
         s.joined += known is None
         s.replacing = max(0, s.replacing - 1)
         return
     s.nodes.pop(hello.node, None)
-    s.health.turned_away.pop(hello.node, None)
     node = Node(hello.node, hello.session, hello.host, hello.slots, core.now, ports=hello.ports)
     node.rack = hello.rack
     node.failures = known.failures if known else 0
@@ -410,6 +408,22 @@ def unavailable(core: Context, reason: str) -> None:
             core.record("node-trains-on", node=node.name, reason=node.leaving)
 
 
+def available(core: Context) -> None:
+    """The engine has nodes again."""
+    core.state.ask_after_s = None
+
+
+def ask_no_sooner(core: Context, until_s: float) -> None:
+    """The engine is asked for no node before this time."""
+    core.state.ask_after_s = max(core.state.ask_after_s or 0.0, until_s)
+
+
+def on_its_way(core: Context) -> None:
+    """A machine that was rebooted comes back as a node that was asked for."""
+    s = core.state
+    s.replacing, s.replaced, s.asked_at_s = s.replacing + 1, s.replaced + 1, core.now
+
+
 def hopeless(core: Context) -> bool:
     """Nothing that could bring another worker is under way or left to try."""
     starting = core.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED)
@@ -445,8 +459,6 @@ def forget(core: Context) -> None:
                 s.seats.pop(name, None)
         needed = {f.worker for f in s.failures}
         s.blames = {w: b for w, b in s.blames.items() if w in s.workers or w in needed}
-    for name in list(s.health.turned_away)[:-KEPT_GONE]:
-        del s.health.turned_away[name]
     lost = [n.name for n in s.nodes.values() if not n.alive and n.refused is None and n.boots_until_s is None]
     if len(lost) > 2 * KEPT_GONE:
         for name in lost[:-KEPT_GONE]:

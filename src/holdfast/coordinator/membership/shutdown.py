@@ -5,7 +5,7 @@ from __future__ import annotations
 from holdfast.coordinator.kernel import transitions
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.events import End
-from holdfast.coordinator.kernel.requests import ReportUnsaved, StoreLast
+from holdfast.coordinator.kernel.requests import ForgetLast, NoteLast, ReportUnsaved, StoreLast
 from holdfast.coordinator.kernel.state import Blame, JobPhase, Worker, WorkerPhase
 from holdfast.coordinator.membership import failures, gang, generations, policy
 from holdfast.coordinator.storage import queries as storage
@@ -30,7 +30,18 @@ def request(core: Context, reason: str, outcome: str) -> None:
     core.record("stop-requested", reason=reason, outcome=outcome)
 
 
-def out_of_time(core: Context) -> None:
+def due(core: Context) -> None:
+    """Times that are over: for workers to come, and for the job to end."""
+    s = core.state
+    if s.phase is JobPhase.GATHERING and s.wait_deadline_s is not None and core.now >= s.wait_deadline_s:
+        s.wait_deadline_s = None
+        give_up(core, f"too few workers for {core.timing.wait_s:g} s", None)
+    if s.stop_deadline_s is not None and core.now >= s.stop_deadline_s:
+        s.stop_deadline_s = None
+        _out_of_time(core)
+
+
+def _out_of_time(core: Context) -> None:
     """The step in flight took too long: it is dropped and what was committed is saved, by another if need be."""
     s = core.state
     if s.level == 2 and s.phase is JobPhase.RUNNING:
@@ -40,7 +51,7 @@ def out_of_time(core: Context) -> None:
     elif s.level == 2 and any(w.name not in s.stops for w in core.workers_in(WorkerPhase.PARKED)):
         stuck = [w for w in core.workers_in(WorkerPhase.PARKED) if w.name in s.stops]
         failures.condemn(core, stuck, "did not save the state in time")
-        s.last_from = []  # whoever has not said what became of it is not waited for
+        core.request(ForgetLast())
         s.stop_deadline_s = core.now + core.timing.start_s
     elif s.level != 2 and core.alive_workers():
         for worker in core.alive_workers():
@@ -65,7 +76,7 @@ def done(core: Context, worker: Worker, message: m.Done) -> None:
     worker.loss = message.loss if message.loss is not None else worker.loss
     core.state.committed = max(core.state.committed, message.committed)
     if message.held:
-        core.state.last_from.append((worker.node, worker.position))
+        core.request(NoteLast(worker))
     core.record("worker-done", worker=worker.name, step=message.committed, params_xxh3=message.params_xxh3)
 
 
@@ -138,7 +149,7 @@ def _undone(core: Context, ended: list[Worker]) -> None:
         worker.digest = None
         if worker.phase is not WorkerPhase.GONE:
             failures.end_worker(core, worker, counts=False)
-    core.state.last_from = []
+    core.request(ForgetLast())
 
 
 # ---------------------------------------------------------------- before all steps are done

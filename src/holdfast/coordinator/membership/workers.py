@@ -1,11 +1,12 @@
-"""Workers that report: the script called `hf.start`, and one that can be a member."""
+"""What workers report while all is well: that they attached, that they are ready, and what they committed."""
 
 from __future__ import annotations
 
 from holdfast.coordinator.kernel import incidents, transitions
 from holdfast.coordinator.kernel.context import Context
+from holdfast.coordinator.kernel.requests import CompareSteps
 from holdfast.coordinator.kernel.state import Worker, WorkerPhase
-from holdfast.coordinator.membership import failures, gang, shard_policy
+from holdfast.coordinator.membership import failures, figures, gang, resize, shard_policy
 from holdfast.protocol import messages as m
 
 
@@ -34,3 +35,26 @@ def ready(core: Context, worker: Worker, ready: m.Ready) -> None:
     core.record("worker-ready", worker=worker.name, node=worker.node)
     incidents.replaced(core.state, core.now)
     failures.started_well(core, worker)
+
+
+def progress(core: Context, worker: Worker, message: m.Progress, age_s: float) -> None:
+    """A worker reports what it has committed. age_s: for so long the message was on its way."""
+    s = core.state
+    worker.median_s = message.median_s if message.median_s is not None else worker.median_s
+    if message.losses and message.losses[-1][0] + 1 >= s.committed:
+        worker.loss = message.losses[-1][1]
+    figures.heard(s, message)
+    current = s.generation
+    if current is None or message.generation != current.number:
+        return
+    if worker.phase is WorkerPhase.MEMBER:  # one that has parked since said more than this late word
+        worker.committed = message.committed
+        core.request(CompareSteps(worker, message))
+    s.committed = max(s.committed, message.committed)
+    if message.committed <= s.generation_committed:
+        return
+    s.generation_committed = message.committed
+    s.stall_rounds = s.fruitless = 0
+    for record in incidents.committed(s, core.now - age_s):
+        core.act(record)
+    resize.committed(core, core.now - age_s)

@@ -225,6 +225,16 @@ def saved(core: Context, worker: Worker, message: m.Saved) -> None:
 # ---------------------------------------------------------------- the result of training
 
 
+def given_last(core: Context, worker: Worker) -> None:
+    """A worker left the state after its last step to its node."""
+    core.state.last_from.append((worker.node, worker.position))
+
+
+def forget_last(core: Context) -> None:
+    """Who has not reported what became of it is not waited for any more."""
+    core.state.last_from = []
+
+
 def summing(core: Context, node: str, keys: Iterable[Key]) -> None:
     """A node computes the checksums of shards whose workers have ended."""
     core.state.summing += [(node, key, core.now) for key in keys]
