@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.holdfast-ready
 
-.PHONY: setup demo test s3-test slurm-test lint figures docs clean
+.PHONY: setup demo test golden s3-test slurm-test lint figures docs clean
 
 setup: $(STAMP)
 
@@ -25,6 +25,10 @@ demo: setup
 TESTERS ?= $(shell $(PYTHON) -c 'import os; print(min(4, len(os.sched_getaffinity(0)) + 1))')
 test: setup
 	$(BIN)/python -m pytest -n $(TESTERS) --dist worksteal
+
+# What the core decides in 5,000 random schedules, compared with what was recorded: a restructuring changes none of it.
+golden: setup
+	$(BIN)/python tests/coordinator/golden.py compare tests/coordinator/golden.txt
 
 # Against a real S3 server, which it starts, with its packages where they are missing (Debian 12 or newer, as root).
 s3-test: setup

@@ -1,7 +1,8 @@
 """What the core decides, for thousands of random schedules, as one digest each: a restructuring must change none.
 
-    python tests/coordinator/golden.py record FILE [COUNT]     at one commit (20 minutes of a processor for all)
-    python tests/coordinator/golden.py compare FILE [COUNT]    at another; COUNT: only so many of each kind
+    make golden                                                compares with golden.txt (15 minutes of a processor)
+    python tests/coordinator/golden.py record FILE [COUNT]     records what this commit decides
+    python tests/coordinator/golden.py compare FILE [COUNT]    COUNT: only so many of each kind
     python tests/coordinator/golden.py show SEED               every event and action of one schedule, for a diff
 
 A digest is over every event and every action with its time, in a form that survives renaming: RENAMED maps the names of
