@@ -26,7 +26,7 @@ from bench.processes import Children, stop_signals
 from bench.progress import Progress
 from bench.recovery.analyse import spread
 from bench.recovery.environments import versions
-from holdfast.train import staging
+from holdfast.tensors import staging
 
 WIDTH = 110
 PARTS = ("copies", "replicas", "hsdp")

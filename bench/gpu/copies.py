@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 
 from holdfast.checkpoint.pages import PAGE, SlotMaps
-from holdfast.train import snapshots, staging, state
+from holdfast.tensors import staging
+from holdfast.train import snapshots, state
 
 TENSOR_BYTES = 64 << 20
 MEMORY = Path("/dev/shm")

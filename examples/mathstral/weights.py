@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from holdfast.train.pieces import piece_of
+from holdfast.tensors.dtensor_shards import piece_of
 
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

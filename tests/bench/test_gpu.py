@@ -7,7 +7,7 @@ import torch
 from bench.gpu import jobs
 from bench.gpu.__main__ import main, options
 
-from holdfast.train import staging
+from holdfast.tensors import staging
 
 
 def test_without_a_gpu_it_says_so(capsys, monkeypatch):

@@ -7,9 +7,10 @@ import torch
 
 from holdfast.checkpoint.archive import Archive
 from holdfast.checkpoint.flat import Flat, flatten
-from holdfast.checkpoint.layout import Index, TensorSpec, encode_head
+from holdfast.checkpoint.layout import encode_head
 from holdfast.checkpoint.sums import sums_of_pieces
-from holdfast.train.state import buffer_of
+from holdfast.tensors.index import Index, TensorSpec
+from holdfast.tensors.tree import buffer_of
 
 
 def save_states(archive: Archive, step: int, states: list[dict]) -> None:

@@ -7,10 +7,11 @@ from pathlib import Path
 
 from rows_on_tiers import row_of
 
-from holdfast.checkpoint.layout import Index, TensorSpec, parts_of
+from holdfast.checkpoint.layout import parts_of
 from holdfast.checkpoint.memory import Slot, SlotPool
 from holdfast.checkpoint.pages import PAGE
 from holdfast.protocol.snapshots import Copy, Key, Part
+from holdfast.tensors.index import Index, TensorSpec
 
 BUDGET = 128 << 20
 SHM = Path("/dev/shm")

@@ -12,14 +12,15 @@ SOURCES = Path(holdfast.__file__).parent
 RACE = """
 import sys, threading
 from holdfast.checkpoint import layout
+from holdfast.tensors import index as index_module
 sys.setswitchinterval(1e-6)
-index = layout.Index(1, ["d", []], (layout.TensorSpec("a", "float32", (1,), 0, 4),), 4)
+index = index_module.Index(1, ["d", []], (index_module.TensorSpec("a", "float32", (1,), 0, 4),), 4)
 data, head = layout.msgspec.msgpack.encode(index), layout.encode_head(index, b"12345678")
 part = layout.Part("x", len(head), layout.digest(head))
 start = threading.Barrier(8)
 def read(number):
     start.wait()
-    assert (layout.decode_index(data) if number % 2 else layout.decode_head(head, part, "x").index) == index
+    assert (index_module.decode_index(data) if number % 2 else layout.decode_head(head, part, "x").index) == index
 threads = [threading.Thread(target=read, args=(n,)) for n in range(8)]
 for thread in threads: thread.start()
 for thread in threads: thread.join()

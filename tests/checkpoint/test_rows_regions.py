@@ -13,12 +13,13 @@ from rows_on_tiers import row_of
 from holdfast.checkpoint.api import copy_tensors
 from holdfast.checkpoint.flat import Leaf
 from holdfast.checkpoint.found import Found
-from holdfast.checkpoint.layout import CHUNK_BYTES, Head, Index, TensorSpec
+from holdfast.checkpoint.layout import CHUNK_BYTES, Head
 from holdfast.checkpoint.loading import regions_of
 from holdfast.checkpoint.regions import Region, read_regions
 from holdfast.checkpoint.rows import Row
 from holdfast.checkpoint.sums import sums_of
 from holdfast.errors import StateError, TierError
+from holdfast.tensors.index import Index, TensorSpec
 
 LENGTH = 7 * CHUNK_BYTES + 1234
 DATA = row_of(1, 0, LENGTH)

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from holdfast.checkpoint.archive import Archive
 from holdfast.checkpoint.portable import export_safetensors
 from holdfast.data.build import Wanted, build
-from holdfast.train.pieces import forget_meshes, local_of
+from holdfast.tensors.dtensor_shards import forget_meshes, local_of
 from holdfast.train.state import capture
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "mathstral"

@@ -7,7 +7,8 @@ import torch
 from test_staging import Some, row_of
 
 from holdfast.checkpoint.pages import PAGE, SlotMaps
-from holdfast.train import direct, snapshots, staging, state
+from holdfast.tensors import staging
+from holdfast.train import direct, snapshots, state
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -14,8 +14,8 @@ from holdfast.checkpoint.layout import encode_head
 from holdfast.checkpoint.sums import sums_of_pieces
 from holdfast.errors import CollectiveFailed, StateError, UsageError
 from holdfast.protocol.messages import Form, Generation, Member
+from holdfast.tensors.dtensor_shards import like, local_of, parsed, piece_of, placed
 from holdfast.train import durable, state
-from holdfast.train.pieces import like, local_of, parsed, piece_of, placed
 from holdfast.train.replica import Replica
 from holdfast.train.sharding import Sharding
 from holdfast.train.switched import Row

@@ -9,7 +9,8 @@ import torch
 
 from holdfast.checkpoint.api import copy_tensors
 from holdfast.checkpoint.pages import PAGE, SlotMaps
-from holdfast.train import snapshots, staging, state
+from holdfast.tensors import staging
+from holdfast.train import snapshots, state
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import torch
 from holdfast.checkpoint.archive import Archive
 from holdfast.checkpoint.policy import Retention
 from holdfast.errors import StateError, UsageError
+from holdfast.tensors.tree import buffer_of
 from holdfast.train import durable, state
 
 
@@ -119,7 +120,7 @@ def test_a_checkpoint_on_disk_comes_back(tmp_path):
 def test_one_element_may_have_any_stride():
     element = torch.arange(10.0)[3:9:7]
     assert element.stride() != (1,)
-    assert bytes(state.buffer_of(element)) == element.clone().numpy().tobytes()
+    assert bytes(buffer_of(element)) == element.clone().numpy().tobytes()
 
 
 def test_a_flipped_bit_is_found(tmp_path):

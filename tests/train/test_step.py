@@ -9,7 +9,7 @@ import torch
 import holdfast as hf
 from holdfast.data.seeds import micro_seed
 from holdfast.errors import UsageError
-from holdfast.train import staging
+from holdfast.tensors import staging
 
 
 class Points:

@@ -10,7 +10,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import holdfast as hf
 from holdfast.errors import StateChanged, UsageError
-from holdfast.train import staging, unchanged
+from holdfast.tensors import staging
+from holdfast.train import unchanged
 
 
 class Points:

@@ -20,7 +20,7 @@ import xxhash
 
 from holdfast.agent.background import stand_back
 from holdfast.checkpoint.archive import Archive
-from holdfast.checkpoint.layout import decode_index, parts_of
+from holdfast.checkpoint.layout import parts_of
 from holdfast.checkpoint.memory import Slot, SlotPool, default_budget
 from holdfast.checkpoint.peers import SnapshotServer
 from holdfast.checkpoint.policy import Retention
@@ -30,6 +30,7 @@ from holdfast.errors import HoldfastError, MemoryShort, SlotsTaken, StateError, 
 from holdfast.observe.bytecount import HowFar
 from holdfast.protocol import messages as m
 from holdfast.protocol.snapshots import Copy, DurableTier, Key, Lack, Shard
+from holdfast.tensors.index import decode_index
 
 THREADS = 3
 MODEST_NICE = 10

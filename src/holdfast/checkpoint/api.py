@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from holdfast.checkpoint import agent_link
 from holdfast.checkpoint.flat import flatten
 from holdfast.checkpoint.found import Found
 from holdfast.checkpoint.loading import check, give, read
 from holdfast.checkpoint.places import AgentPlace, LonePlace, Place, say
 from holdfast.checkpoint.tier import parse_tier
 from holdfast.errors import HoldfastError, StateError, UnreadError, UsageError
-from holdfast.train import staging, worker
+from holdfast.tensors import staging
 
 COPY_BYTES = 16 << 20
 
@@ -172,7 +173,7 @@ def wait_for_copy() -> None:
 def place_for(to: str | None) -> Place:
     """This rank's place; made at the first use."""
     to = to or os.environ.get("HOLDFAST_CHECKPOINT") or ""
-    link = worker.link()
+    link = agent_link.current()
     rank, world, store = 0, 1, None
     if dist.is_available() and dist.is_initialized():
         rank, world = dist.get_rank(), dist.get_world_size()

@@ -36,12 +36,12 @@ from torch.futures import Future
 from holdfast.checkpoint.api import copy_tensors, place_for, wait_for_copy
 from holdfast.checkpoint.flat import inlined
 from holdfast.checkpoint.found import Found
-from holdfast.checkpoint.layout import Index, TensorSpec
 from holdfast.checkpoint.places import say
 from holdfast.checkpoint.regions import Region, read_regions
 from holdfast.errors import StateError, TierError, UnreadError
-from holdfast.train import staging
-from holdfast.train.state import dtype_of, leaves, unpack
+from holdfast.tensors import staging
+from holdfast.tensors.index import Index, TensorSpec
+from holdfast.tensors.tree import dtype_of, leaves, unpack
 
 BYTES = "bytes"
 """The dtype of what a planner gave as a stream of bytes."""

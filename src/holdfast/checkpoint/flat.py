@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from holdfast.checkpoint.layout import Index, TensorSpec
 from holdfast.errors import UsageError
-from holdfast.train.pieces import Leaf, piece_of
-from holdfast.train.state import pack, unpack
+from holdfast.tensors.dtensor_shards import Leaf, piece_of
+from holdfast.tensors.index import Index, TensorSpec
+from holdfast.tensors.tree import pack, unpack
 
 SMALL_BYTES = 8 << 10
 """Smaller tensors (states of random generators and the like) go with the plain values, so that ranks that differ in

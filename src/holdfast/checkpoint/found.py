@@ -9,12 +9,13 @@ from functools import cached_property
 from typing import overload
 
 from holdfast.checkpoint.archive import Archive
-from holdfast.checkpoint.layout import Head, TensorSpec, digest
+from holdfast.checkpoint.layout import Head, digest
 from holdfast.checkpoint.peers import peer_of
 from holdfast.checkpoint.pull import Pull
 from holdfast.checkpoint.rows import Row
 from holdfast.errors import StateError, TierError, UnreadError
 from holdfast.protocol.snapshots import Copy, Holder, Shard
+from holdfast.tensors.index import TensorSpec
 
 Said = Callable[[str], None]
 

@@ -11,13 +11,12 @@ a fault took it back) never touches what an older manifest refers to.
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 import xxhash
 
 from holdfast.errors import ChecksumError, StateError
 from holdfast.protocol.snapshots import Part, Shard
+from holdfast.tensors.index import Index
 
 FORMAT = 1
 CHUNK_BYTES = 32 << 10
@@ -28,33 +27,6 @@ much. Smaller ones make hashing slower."""
 MANIFEST = "manifest.json"
 BEING_REMOVED = "being-removed"
 """A file in a folder of which somebody takes it that nobody will finish it."""
-
-
-class TensorSpec(msgspec.Struct, frozen=True):
-    """One tensor, or one piece of a sharded one, and its place in the row.
-
-    dtype: torch's name without `torch.`. shape: of the piece. whole, start: the shape of the tensor that it is a
-    piece of, and where in it the piece begins; empty for a tensor that is not sharded. placed: how it lies on the mesh
-    of a replica, where `hf.Run` saved it (`train.pieces.placed`).
-    """
-
-    path: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
-    whole: tuple[int, ...] = ()
-    start: tuple[int, ...] = ()
-    placed: str = ""
-
-
-class Index(msgspec.Struct, frozen=True):
-    """What the bytes of a row mean. tree: nested [kind, value] pairs, see `holdfast.train.state`."""
-
-    step: int
-    tree: Any
-    tensors: tuple[TensorSpec, ...]
-    nbytes: int
 
 
 class Head(msgspec.Struct, frozen=True):
@@ -89,8 +61,6 @@ class _Signed(msgspec.Struct):
 _signed = msgspec.json.Decoder(_Signed)
 _manifests = msgspec.json.Decoder(Manifest)
 _heads = msgspec.msgpack.Decoder(Head)
-_indexes = msgspec.msgpack.Decoder(Index)
-_indexes_of_peers = msgspec.json.Decoder(Index)
 
 
 def folder_of(step: int) -> str:
@@ -153,16 +123,6 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
 def encode_head(index: Index, sums: bytes) -> bytes:
     """msgpack."""
     return msgspec.msgpack.encode(Head(index, sums))
-
-
-def decode_index(data: bytes | memoryview) -> Index:
-    """Reads an index, as a worker gives it to its agent (msgpack). Raises msgspec.MsgspecError."""
-    return _indexes.decode(data)
-
-
-def decode_index_of_peer(data: bytes) -> Index:
-    """Reads an index, as workers give it to each other (JSON). Raises msgspec.MsgspecError."""
-    return _indexes_of_peers.decode(data)
 
 
 def decode_head(data: bytes | memoryview, part: Part, where: str) -> Head:

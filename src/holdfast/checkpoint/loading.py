@@ -16,12 +16,12 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from holdfast.checkpoint.flat import LARGE, leaf_of, plain, rebuild
 from holdfast.checkpoint.found import Found
-from holdfast.checkpoint.layout import Index, TensorSpec
 from holdfast.checkpoint.places import Place
 from holdfast.checkpoint.regions import Region, read_regions
 from holdfast.errors import StateError, TierError, UnreadError, UsageError
-from holdfast.train.pieces import Leaf
-from holdfast.train.state import dtype_of, leaves, pack
+from holdfast.tensors.dtensor_shards import Leaf
+from holdfast.tensors.index import Index, TensorSpec
+from holdfast.tensors.tree import dtype_of, leaves, pack
 
 MOST_DIFFERENCES = 20
 

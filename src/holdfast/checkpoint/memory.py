@@ -31,11 +31,12 @@ from pathlib import Path
 import xxhash
 
 from holdfast.checkpoint import pages
-from holdfast.checkpoint.layout import CHUNK_BYTES, Head, Index, decode_head, encode_head
+from holdfast.checkpoint.layout import CHUNK_BYTES, Head, decode_head, encode_head
 from holdfast.checkpoint.pages import PAGE
 from holdfast.checkpoint.sums import damaged, sums_of
 from holdfast.errors import ChecksumError, MemoryShort, SlotsTaken, StateError, TierError
 from holdfast.protocol.snapshots import Key, Part
+from holdfast.tensors.index import Index
 
 _HEADER = struct.Struct(
     "<8sIIqqiiQQ16sQ"

@@ -19,18 +19,19 @@ import torch
 from holdfast.checkpoint.dcp import BYTES
 from holdfast.checkpoint.flat import inlined
 from holdfast.checkpoint.found import Found
-from holdfast.checkpoint.layout import CHUNK_BYTES, TensorSpec
+from holdfast.checkpoint.layout import CHUNK_BYTES
 from holdfast.checkpoint.loading import regions_of
 from holdfast.checkpoint.regions import Region, read_regions
 from holdfast.checkpoint.sums import SUM_BYTES
 from holdfast.errors import StateError, UsageError
-from holdfast.train.pieces import Leaf
-from holdfast.train.state import dtype_of, leaves, pack
+from holdfast.tensors.dtensor_shards import Leaf
+from holdfast.tensors.index import TensorSpec
+from holdfast.tensors.tree import dtype_of, leaves, pack
 
 RANK_NAME = re.compile(r"rank-(\d+)")
 Plain = bool | int | float | str | None
 Tree = Any
-"""A tree of `holdfast.train.state` whose leaves are ["T", name of a tensor] and ["x", name of a value]."""
+"""A tree of `holdfast.tensors.tree` whose leaves are ["T", name of a tensor] and ["x", name of a value]."""
 
 Seen = Callable[[int], None]
 

@@ -21,9 +21,10 @@ from typing import Any, Protocol
 
 import msgspec
 
+from holdfast.checkpoint.agent_link import AgentLink
 from holdfast.checkpoint.archive import Archive
 from holdfast.checkpoint.found import Found, find_in_archive, find_in_memory
-from holdfast.checkpoint.layout import Index, encode_head
+from holdfast.checkpoint.layout import encode_head
 from holdfast.checkpoint.memory import (
     Slot,
     SlotPool,
@@ -39,8 +40,8 @@ from holdfast.checkpoint.sums import sums_of
 from holdfast.errors import HoldfastError, StateError, TierError
 from holdfast.observe.bytecount import ByteCount, HowFar
 from holdfast.protocol import messages as m
-from holdfast.protocol.page import ProgressPage
 from holdfast.protocol.snapshots import DurableTier, Key, Shard, tiers_of
+from holdfast.tensors.index import Index
 
 SLOT_WAIT_S = 60.0
 """The first slot of a large shard takes its time: the agent brings its pages in."""
@@ -106,25 +107,13 @@ def in_archives(urls: list[str], passed_over: Callable[[str], None], ranks: Rank
             passed_over(str(error))
 
 
-class _Link(Protocol):
-    """What is needed of `holdfast.train.link.Link`."""
-
-    start: m.Start
-    page: ProgressPage
-    token: str
-
-    def send(self, message: m.WorkerMessage) -> None: ...
-    def wait_slot(self, key: Key, timeout_s: float) -> m.SlotGiven | None: ...
-    def wait_found(self, request: int, timeout_s: float) -> m.SnapshotFound | None: ...
-
-
 _requests = itertools.count(1)
 
 
 class AgentPlace:
     """Under `holdfast run`: the agent keeps the shard, sends it to its buddies and to the durable tiers."""
 
-    def __init__(self, link: _Link, store: Any = None) -> None:
+    def __init__(self, link: AgentLink, store: Any = None) -> None:
         """store: a torch.distributed.Store of all ranks. Without one they cannot agree on what to load: each takes
         the newest that it can read."""
         env = link.start.env

@@ -6,7 +6,7 @@ know, are in `values.json` beside them:
 
     {"format": 1, "values": {"epoch": 3}, "nesting": [{"epoch": ["x", "epoch"], ...}]}
 
-`nesting` has a tree for every rank, see `holdfast.train.state`, with names at its leaves; a single one where no two
+`nesting` has a tree for every rank, see `holdfast.tensors.tree`, with names at its leaves; a single one where no two
 ranks' states differ, and null for a part that is as on rank 0.
 
 **torch**: one file with the nested state; where ranks' states differ, the states of all ranks are in it as well, as
@@ -44,7 +44,7 @@ from holdfast.checkpoint.sums import sums_of_pieces
 from holdfast.errors import HoldfastError, StateError, TierError, UsageError
 from holdfast.observe import units
 from holdfast.protocol.snapshots import Shard
-from holdfast.train.state import buffer_of
+from holdfast.tensors.tree import buffer_of
 
 VALUES = "values.json"
 VALUES_FORMAT = 1

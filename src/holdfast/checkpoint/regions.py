@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.checkpoint.found import Found
-from holdfast.checkpoint.layout import CHUNK_BYTES, TensorSpec
+from holdfast.checkpoint.layout import CHUNK_BYTES
 from holdfast.checkpoint.rows import Row
 from holdfast.errors import StateError
-from holdfast.train.state import dtype_of
+from holdfast.tensors.index import TensorSpec
+from holdfast.tensors.tree import dtype_of
 
 READ_BYTES = 16 << 20
 """The largest read; what lies closer together than a checksum's chunk is read at once."""

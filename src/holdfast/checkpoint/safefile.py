@@ -20,7 +20,7 @@ import torch
 
 from holdfast.checkpoint.merged import Whole
 from holdfast.errors import UsageError
-from holdfast.train.state import buffer_of
+from holdfast.tensors.tree import buffer_of
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"

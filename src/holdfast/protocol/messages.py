@@ -242,7 +242,7 @@ class SlotWanted(msgspec.Struct, frozen=True, tag="slot-wanted"):
 
 
 class SlotFilled(msgspec.Struct, frozen=True, tag="slot-filled"):
-    """The copy is complete (agent only). index: msgpack of `checkpoint.layout.Index`; None: it was given up.
+    """The copy is complete (agent only). index: msgpack of `tensors.index.Index`; None: it was given up.
 
     stall_s: how long training stood still for it.
     """

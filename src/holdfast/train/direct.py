@@ -29,8 +29,8 @@ import torch.distributed as dist
 
 from holdfast.errors import ChecksumError, CollectiveFailed, ProtocolError, StateError
 from holdfast.protocol.frames import Codec, pack
+from holdfast.tensors.staging import Lane
 from holdfast.train import nccl
-from holdfast.train.staging import Lane
 from holdfast.train.state import Image
 from holdfast.train.wires import Wires
 

@@ -21,8 +21,8 @@ from holdfast.checkpoint.sums import sums_of_pieces
 from holdfast.errors import StateError, UnreadError
 from holdfast.observe.bytecount import Seen
 from holdfast.protocol.snapshots import Part
+from holdfast.tensors.dtensor_shards import Submesh
 from holdfast.train import resharded
-from holdfast.train.pieces import Submesh
 from holdfast.train.state import Image, Protected, lies_alike, load, targets
 
 READERS = 4

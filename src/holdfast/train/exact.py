@@ -21,8 +21,8 @@ from typing import Any, Literal, get_args
 import torch
 
 from holdfast.errors import UsageError
+from holdfast.tensors.dtensor_shards import like, local_of
 from holdfast.train.group import Group
-from holdfast.train.pieces import like, local_of
 from holdfast.train.reduction import Gradients, clip, grouped, is_large, scale_and_square, watch
 from holdfast.train.tree import folds, shares, subtrees
 

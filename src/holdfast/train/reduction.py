@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 import torch
 
+from holdfast.tensors.dtensor_shards import like, local_of
 from holdfast.train.group import Group
-from holdfast.train.pieces import like, local_of
 
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20

@@ -10,12 +10,13 @@ import torch
 from torch.distributed.tensor import zeros
 
 from holdfast.checkpoint.found import Found
-from holdfast.checkpoint.layout import TensorSpec
 from holdfast.checkpoint.loading import regions_of
 from holdfast.checkpoint.regions import Region, read_regions
 from holdfast.errors import StateError
-from holdfast.train.pieces import Submesh, parsed, piece_of
-from holdfast.train.state import Protected, dtype_of, give, pack
+from holdfast.tensors.dtensor_shards import Submesh, parsed, piece_of
+from holdfast.tensors.index import TensorSpec
+from holdfast.tensors.tree import dtype_of, pack
+from holdfast.train.state import Protected, give
 
 MOMENT = re.compile(r"\.state\.(\d+)\.[^.]+$")
 """The path of a tensor that an optimizer keeps for its parameter of this number."""

@@ -10,9 +10,9 @@ from holdfast.errors import CollectiveFailed, StateError, StateLost, TierError, 
 from holdfast.observe.bytecount import HowFar, Seen
 from holdfast.protocol import messages as m
 from holdfast.protocol.phases import Phase
+from holdfast.tensors.dtensor_shards import Submesh
 from holdfast.train import durable, resharded, state
 from holdfast.train.link import Link
-from holdfast.train.pieces import Submesh
 from holdfast.train.transfer import Fetch
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.errors import StateError, UsageError
 from holdfast.protocol.messages import POSITION_VARIABLE
+from holdfast.tensors.dtensor_shards import forget_meshes
 from holdfast.train.kept import keep
-from holdfast.train.pieces import forget_meshes
 from holdfast.train.switched import Row
 
 DIMENSIONS = ("replicate", "shard", "tensor")

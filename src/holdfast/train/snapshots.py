@@ -26,9 +26,9 @@ from holdfast.plan.formulas import daly_interval_s
 from holdfast.protocol import messages as m
 from holdfast.protocol.phases import Phase
 from holdfast.protocol.snapshots import Key
+from holdfast.tensors.staging import Pinning, copy_whole
 from holdfast.train.faults import FaultPlan
 from holdfast.train.link import Link
-from holdfast.train.staging import Pinning, copy_whole
 from holdfast.train.state import Image
 
 CPU = torch.device("cpu")

@@ -1,8 +1,7 @@
-"""The protected state as a tree of plain values with tensors at its leaves.
+"""The protected state as an image: an index (`tensors.tree`, and each tensor's shape and place in one long row of bytes)
+and the bytes themselves, which stay where they are: in the live tensors.
 
-An image is an index (the tree, and each tensor's shape and place in one long row of bytes) and the bytes
-themselves, which stay where they are: in the live tensors. Peers, disk and digests all use the same image.
-Nothing in it is pickled.
+Peers, disk and digests all use the same image. Nothing in it is pickled.
 """
 
 from __future__ import annotations
@@ -15,10 +14,11 @@ import msgspec
 import torch
 import xxhash
 
-from holdfast.checkpoint.layout import Index, TensorSpec
 from holdfast.errors import StateError, UsageError
-from holdfast.train import staging
-from holdfast.train.pieces import Submesh, local_of, piece_of, place, placed
+from holdfast.tensors import staging
+from holdfast.tensors.dtensor_shards import Submesh, local_of, piece_of, place, placed
+from holdfast.tensors.index import Index, TensorSpec
+from holdfast.tensors.tree import buffer_of, dtype_of, pack, unpack
 
 Protected = Mapping[str, Any]
 """Name to an object with `state_dict` and `load_state_dict`."""
@@ -194,11 +194,6 @@ def buffers_of(objects: Protected) -> list[torch.Tensor]:
     return [b for module in modules for b in module.buffers()]
 
 
-def buffer_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, writable."""
-    return staging.seen(staging.flat(tensor))
-
-
 def _hash(image: Image, head: bytes) -> str:
     row = xxhash.xxh3_64(head)
     for piece in image.pieces(0, image.index.nbytes):
@@ -221,75 +216,3 @@ def _state_of(thing: Any, copy_buffer: Callable[[torch.Tensor], torch.Tensor] | 
         buffers = {name for name, _ in thing.named_buffers()}
         return {k: copy_buffer(v) if k in buffers else v for k, v in state.items()}
     return state
-
-
-def leaves(
-    tree: Any, path: str, undivided: Callable[[Any], bool] = lambda tree: False
-) -> Iterator[tuple[str, str, Any]]:
-    """Every leaf of a packed tree: its dotted path, kind and value. undivided: subtrees that count as one leaf."""
-    kind, value = tree
-    if kind in ("d", "l", "t") and not undivided(tree):
-        for key, part in value if kind == "d" else enumerate(value):
-            yield from leaves(part, f"{path}.{key}", undivided)
-    else:
-        yield path, kind, value
-
-
-def dtype_of(spec: TensorSpec) -> torch.dtype:
-    """Raises StateError for a dtype that this torch does not have."""
-    dtype = getattr(torch, spec.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise StateError(f"{spec.path}: this torch knows no dtype {spec.dtype!r}")
-    return dtype
-
-
-def pack(value: Any, path: str, tensors: list[tuple[str, torch.Tensor]]) -> Any:
-    """A tree of ["x", plain], ["T", tensor number], ["d", [[key, tree]]], ["l", [tree]], ["t", [tree]].
-
-    Raises:
-        UsageError: a value that is neither plain nor a tensor.
-    """
-    if isinstance(value, torch.Tensor):
-        tensors.append((path, value))
-        return ["T", len(tensors) - 1]
-    if value is None or isinstance(value, bool | int | float | str):
-        return ["x", value]
-    if isinstance(value, Mapping):
-        return ["d", [[_key(k, path), pack(v, f"{path}.{k}", tensors)] for k, v in value.items()]]
-    if isinstance(value, list | tuple):
-        kind = "l" if isinstance(value, list) else "t"
-        return [kind, [pack(v, f"{path}.{i}", tensors) for i, v in enumerate(value)]]
-    raise UsageError(
-        f"cannot protect {path}: a {type(value).__name__} is neither a tensor nor a plain value; "
-        "keep None, bool, int, float, str, list, tuple, dict and tensors in the state"
-    )
-
-
-def _key(key: Any, path: str) -> str | int:
-    if isinstance(key, str | int):
-        return key
-    raise UsageError(f"cannot protect {path}: the key {key!r} is neither a string nor a whole number")
-
-
-def unpack(tree: Any, tensors: list[Any], inlined: Callable[[Any], Any] = lambda value: value) -> Any:
-    """Puts a packed tree together again. inlined: makes a tensor of a leaf that holds its bytes.
-
-    Raises:
-        StateError: a tree of another version.
-    """
-    kind, value = tree
-    match kind:
-        case "T":
-            return tensors[value]
-        case "x":
-            return value
-        case "b":
-            return inlined(value)
-        case "d":
-            return {k: unpack(v, tensors, inlined) for k, v in value}
-        case "l":
-            return [unpack(v, tensors, inlined) for v in value]
-        case "t":
-            return tuple(unpack(v, tensors, inlined) for v in value)
-        case _:
-            raise StateError(f"a state tree of another version: {kind!r}")

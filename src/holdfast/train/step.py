@@ -14,7 +14,7 @@ import torch
 from holdfast.data.seeds import micro_seed, seed_generators
 from holdfast.errors import NonFiniteGradient, UsageError
 from holdfast.protocol.phases import Phase
-from holdfast.train import staging
+from holdfast.tensors import staging
 
 if TYPE_CHECKING:
     from holdfast.train.mesh import Word

@@ -26,13 +26,13 @@ from urllib.parse import parse_qs, urlsplit
 import msgspec
 import xxhash
 
-from holdfast.checkpoint.layout import Index, decode_index_of_peer
 from holdfast.errors import ChecksumError, CollectiveFailed, StateError
 from holdfast.observe.bytecount import Seen
 from holdfast.protocol import httpdoor
 from holdfast.protocol.messages import Generation, Member
 from holdfast.protocol.proof import ANSWER_HEADER, Question, answer_to_header, bears
 from holdfast.protocol.sockets import unpace
+from holdfast.tensors.index import Index, decode_index_of_peer
 from holdfast.train import direct
 from holdfast.train.state import Image, Protected, targets
 

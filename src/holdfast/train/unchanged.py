@@ -25,9 +25,10 @@ import torch
 import xxhash
 
 from holdfast.errors import StateChanged
-from holdfast.train import staging
-from holdfast.train.pieces import local_of
-from holdfast.train.state import Protected, buffer_of, pack
+from holdfast.tensors import staging
+from holdfast.tensors.dtensor_shards import local_of
+from holdfast.tensors.tree import buffer_of, pack
+from holdfast.train.state import Protected
 
 SHARE = 0.0005
 """Of the training thread's processor time goes into this at most: where a look takes longer than that, not every step is looked at."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from holdfast.checkpoint import agent_link
 from holdfast.protocol import messages as m
 from holdfast.protocol.frames import Codec, pack
 from holdfast.protocol.page import STACKS_SIGNAL, ProgressPage
@@ -83,11 +84,6 @@ def attach() -> Attachment | None:
     return _attachment[0]
 
 
-def link() -> Link | None:
-    """The link to this worker's agent; None outside of a job."""
-    return _attachment[0].link if _attachment else None
-
-
 def alone() -> Attachment:
     """A job of one: the messages go to a thread of this process that plays agent and coordinator."""
     ours, theirs = socket.socketpair()
@@ -131,6 +127,7 @@ def become(sock: socket.socket) -> int:
         faults = FaultPlan(link)
         os.register_at_fork(after_in_child=lambda: _forget(sock))
         link.listen()
+        agent_link.attach(link)
         _attachment.append(Attachment(link, faults, int(start.env.get("HOLDFAST_TARGET", "1"))))
         _count_steps(link, faults)
         return _run_script(start, link)
@@ -195,6 +192,7 @@ def _write_to(log: str) -> None:
 def _forget(sock: socket.socket) -> None:
     """In a child that the script forks (a data loader's worker): let go of what is only the worker's."""
     _attachment.clear()
+    agent_link.detach()
     try:
         os.close(sock.fileno())
     except OSError:
