@@ -7,6 +7,7 @@ import copy
 import functools
 import math
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ import holdfast as hf
 from holdfast.errors import CollectiveFailed, UsageError
 from holdfast.train import exact
 from holdfast.train.exact import ExactSum, prepare
+from holdfast.train.outcome import Stage
 from holdfast.train.position import Position
 from holdfast.train.reduction import GradientSum
 from holdfast.train.step import Step
@@ -66,10 +68,14 @@ class Worker:
     def vote(self, step):
         self.norms.append(torch.cat([p.grad.flatten() for p in self.model.parameters()]).norm().item())
 
+    def commit(self, prepared):
+        assert prepared.stage is Stage.PREPARED
+        prepared.finish(time.perf_counter())
+
     def nothing(self, *_):
         pass
 
-    enter = check = before_update = commit = nothing
+    enter = check = nothing
 
     def take_state_of(self, other):
         self.model.load_state_dict(other.model.state_dict())

@@ -31,6 +31,7 @@ from holdfast.train.group import Group
 from holdfast.train.laps import Laps
 from holdfast.train.link import Link
 from holdfast.train.mesh import MeshListener
+from holdfast.train.outcome import CommittedStep, Stage, StepOutcome
 from holdfast.train.position import NAME, Position
 from holdfast.train.reduction import Gradients
 from holdfast.train.restoring import Restoring
@@ -41,7 +42,6 @@ from holdfast.train.unchanged import Unchanged
 
 if TYPE_CHECKING:
     from holdfast.train.sharding import Sharding
-    from holdfast.train.step import Step
 
 PROGRESS_EVERY_S = 0.05
 MEDIAN_OVER = 31
@@ -153,7 +153,7 @@ class Replica:
         self._kept = False
         self._micro_batches = 0
         self.stopped = False
-        self._last: Step | None = None
+        self._last: StepOutcome | None = None
         self.last_loss: float | None = None
         self._figures: dict[int, dict[str, float]] = {}
         self._figure_names: set[str] = set()
@@ -248,12 +248,12 @@ class Replica:
     def _settle(self, apply: bool) -> None:
         """The prepared step counts after all, or it is dropped."""
         step, self._last = self._last, None
-        if step is None or step.committed:
+        if step is None or step.stage is Stage.COMMITTED:
             return
-        if apply and step.prepared:
+        if apply and step.stage is Stage.PREPARED:
             # Rank 0 may be a newcomer now, which never computed this step: then the others tell its loss, or nobody does.
             self._tells = True
-            step.finish()
+            self.commit(step)
             self._flush_losses()
             self._tells = False
         else:
@@ -340,8 +340,8 @@ class Replica:
             self.link.unguard()
             self.group.close()
         step = self._last
-        prepared = step is not None and step.prepared and not step.torn
-        held = None if step is not None and step.torn else self.committed
+        prepared = step is not None and step.stage is Stage.PREPARED
+        held = None if step is not None and step.stage is Stage.TORN else self.committed
         self.committed = held
         self._flush_losses()
         self.link.send(m.Parked(number, held, prepared, tuple(self._losses), begun))
@@ -441,13 +441,20 @@ class Replica:
         if any(x > 0 for _, _, x in words):
             self._snapshots.want()
 
-    def before_update(self) -> None:
-        """The state is about to change."""
+    def commit(self, prepared: StepOutcome) -> None:
+        """A prepared step counts: updates the state, notes that, and tells the agent now and then."""
+        decided_s = time.perf_counter()
+        self.enter(Phase.UPDATE, prepared.index)
         self._snapshots.before_update()
         self.unchanged.release()
+        step = prepared.finish(decided_s)
+        # From here on this worker holds the state after the step. It must be noted before anything can raise (a fault that
+        # is injected at this phase does): what is reported on parking would otherwise be a state that is gone.
+        self.committed = step.index + 1
+        self.enter(Phase.COMMIT, step.index)
+        self._note(step)
 
-    def commit(self, step: Step) -> None:
-        """The step counts: notes it, and tells the agent now and then."""
+    def _note(self, step: CommittedStep) -> None:
         self._checked -= self.checks_local
         self.checks_local = self._checked > 0
         self.last_loss = step.loss
@@ -457,7 +464,7 @@ class Replica:
         entry = (step.index, step.loss, step.took_s)
         self._losses.append(entry)
         self._unsent.append(entry)
-        if (spent := self._laps.commit(step.index, step.micros, step.own_loss, step.loss)) is not None:
+        if (spent := self._laps.commit(step.index, step.micro_batches, step.own_loss, step.loss)) is not None:
             self._spent.append(spent)
         now = time.monotonic()
         if self._first_in_generation or now - self._sent_at >= PROGRESS_EVERY_S:
@@ -522,7 +529,7 @@ class Replica:
         self._rejoin()
         return True
 
-    def recover(self, step: Step, error: Exception) -> bool:
+    def recover(self, step: StepOutcome, error: Exception) -> bool:
         """A step raised. Decides with the others what becomes of it; returns when training can go on."""
         if self._alone:
             return False
@@ -544,7 +551,7 @@ class Replica:
         except JobStopped:
             self.stopped = True
 
-    def _report(self, step: Step, error: Exception) -> None:
+    def _report(self, step: StepOutcome, error: Exception) -> None:
         if isinstance(error, NonFiniteGradient):
             self.checks_local, self._checked = True, CHECKED_STEPS
         frames = traceback.extract_tb(error.__traceback__)

@@ -15,6 +15,7 @@ from holdfast.data.seeds import micro_seed, seed_generators
 from holdfast.errors import NonFiniteGradient, UsageError
 from holdfast.protocol.phases import Phase
 from holdfast.tensors import staging
+from holdfast.train.outcome import CommittedStep, Stage, StepOutcome
 
 if TYPE_CHECKING:
     from holdfast.train.mesh import Word
@@ -52,19 +53,15 @@ class Step:
     Attributes:
         index: number of the step, from 0.
         samples: how many samples were committed before it.
-        committed: whether it counts. After a swallowed fault that is decided on leaving the `with`.
         loss: global mean loss (sum of losses over sum of weights); NaN until the step is reduced.
     """
 
     def __init__(self, replica: Replica, batches: Batches, index: int, seed: int, position: Position) -> None:
         self.index = index
         self.samples = position.samples
-        self.committed = False
         self.loss = math.nan
-        self.took_s = 0.0
+        self._stage = Stage.OPEN
         self._began_s = time.perf_counter()
-        self.prepared = False
-        self.torn = False
         self._replica = replica
         self._batches = batches
         self._seed = seed
@@ -79,6 +76,11 @@ class Step:
         self._update: Callable[[], None] | None = None
 
     # ------------------------------------------------------------ what the script uses
+
+    @property
+    def committed(self) -> bool:
+        """Whether it counts. After a swallowed fault that is decided on leaving the `with`."""
+        return self._stage is Stage.COMMITTED
 
     def __enter__(self) -> Step:
         self._replica.begin_step()
@@ -197,47 +199,39 @@ class Step:
             raise NonFiniteGradient(
                 f"the gradient of step {self.index} is {norm} (loss {self.loss:.6g}): look at this step's data, "
                 "lower the learning rate or clip",
-                own=not math.isfinite(self.own_loss or 0.0),
+                own=not math.isfinite(self._own_loss() or 0.0),
             )
         if max_grad_norm is not None:
             gradients.clip(norm, max_grad_norm)
         self._update = partial(self._updated, optimizer, scheduler, parts)
         self._generation = replica.generation
-        self.prepared = True
+        self._stage = Stage.PREPARED
         self._prepared_s = time.perf_counter()
         replica.enter(Phase.VOTE, self.index)
         replica.vote(self.index)
-        self.finish()
+        replica.commit(self._outcome())
 
     # ------------------------------------------------------------ what Holdfast uses
 
-    @property
-    def micros(self) -> int:
-        """Micro-batches that this worker has computed."""
-        return len(self._words)
+    def _outcome(self) -> StepOutcome:
+        return StepOutcome(self.index, self._stage, self._finish)
 
-    @property
-    def own_loss(self) -> float | None:
+    def _finish(self, decided_s: float) -> CommittedStep:
+        """See `StepOutcome.finish`."""
+        assert self._stage is Stage.PREPARED
+        assert self._update is not None
+        self._stage = Stage.TORN
+        self._update()
+        self._batches.committed(self.index, self._generation)
+        self._stage = Stage.COMMITTED
+        late_s = decided_s - self._prepared_s if self._waited else 0.0
+        took_s = time.perf_counter() - self._began_s - late_s
+        return CommittedStep(self.index, self.loss, self._own_loss(), len(self._words), took_s)
+
+    def _own_loss(self) -> float | None:
         """The mean loss of this worker's micro-batches; None if they weigh nothing."""
         weight = sum(w for w, _, _ in self._words)
         return sum(x for _, x, _ in self._words) / weight if weight > 0 else None
-
-    def finish(self) -> None:
-        """Updates and commits a prepared step. Local: needs nobody else."""
-        replica = self._replica
-        assert self._update is not None
-        late_s = time.perf_counter() - self._prepared_s
-        replica.enter(Phase.UPDATE, self.index)
-        replica.before_update()
-        self.torn = True
-        self._update()
-        self.torn = False
-        self._batches.committed(self.index, self._generation)
-        self._replica.committed = self.index + 1
-        self.committed, self.prepared = True, False
-        self.took_s = time.perf_counter() - self._began_s - (late_s if self._waited else 0.0)
-        replica.enter(Phase.COMMIT, self.index)
-        replica.commit(self)
 
     def _updated(
         self, optimizer: torch.optim.Optimizer, scheduler: Any, also: Sequence[Callable[[], object]]
@@ -263,7 +257,7 @@ class Step:
         self._waited = True
         if not isinstance(error, Exception) or isinstance(error, UsageError):
             return False
-        return self._replica.recover(self, error)
+        return self._replica.recover(self._outcome(), error)
 
     def _say_weight(self) -> None:
         """Tells all what this worker's micro-batches weigh: under "exact" one by one, so that the sum over all of them

@@ -1,0 +1,129 @@
+"""What a step gives to its replica when it is committed, and when a fault struck it."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from holdfast.errors import CollectiveFailed
+from holdfast.train.outcome import Stage
+from holdfast.train.position import Position
+from holdfast.train.step import Step
+from holdfast.train.tree import Seat
+
+
+def nothing(*_):
+    pass
+
+
+class Replica:
+    """Takes what a step gives. vote: what becomes of the vote."""
+
+    device = torch.device("cpu")
+    checks_local = False
+    sharding = None
+    generation = 1
+    weighs = True
+
+    def __init__(self, vote=nothing):
+        self.vote = vote
+        self.gradients = SimpleNamespace(
+            exact=False,
+            expect=nothing,
+            before_backward=nothing,
+            last=nothing,
+            after_backward=nothing,
+            flush=nothing,
+            finish=lambda scale: 1.0,
+        )
+        self.group = SimpleNamespace(mesh=SimpleNamespace(say=nothing))
+        self.unchanged = SimpleNamespace(before_update=nothing)
+        self.done = self.left = self.error = None
+
+    begin_step = enter = check = nothing
+
+    def seat(self, micro_batches):
+        return Seat(range(1), 0, 1, 0, 1)
+
+    def over_shards(self, step, squares):
+        return squares
+
+    def commit(self, prepared):
+        self.done = prepared.finish(time.perf_counter())
+
+    def recover(self, outcome, error):
+        self.left, self.error = outcome, error
+        return True
+
+
+class Batches:
+    """One micro-batch. ledger: what becomes of the record of its samples."""
+
+    aim = giving = nothing
+
+    def __init__(self, ledger=nothing):
+        self.committed = ledger
+
+    def count(self):
+        return 1
+
+    def load(self, step, micro):
+        return torch.ones(4)
+
+
+def fail(*_):
+    raise CollectiveFailed("struck")
+
+
+def run(replica, batches=None, also=()):
+    weight = torch.nn.Parameter(torch.zeros(4))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    step = Step(replica, batches or Batches(), 7, 0, Position(3, 0, None, None, "refuse"))
+    with step:
+        for x in step:
+            step.backward((weight * x).sum() + 6.0, weight=3)
+        step.apply(optimizer, also=also)
+    return step, weight
+
+
+def test_a_step_that_counts_says_what_it_came_to():
+    replica = Replica()
+    step, weight = run(replica)
+    assert step.committed
+    assert replica.left is None
+    assert (replica.done.index, replica.done.own_loss, replica.done.micro_batches) == (7, 2.0, 1)
+    assert torch.equal(weight.detach(), -torch.ones(4))
+
+
+def test_a_fault_after_the_gradient_is_there_leaves_a_step_that_can_still_be_committed_once():
+    replica = Replica(vote=fail)
+    step, weight = run(replica)
+    assert (replica.left.stage, step.committed) == (Stage.PREPARED, False)
+    assert torch.equal(weight.detach(), torch.zeros(4))
+    done = replica.left.finish(time.perf_counter() + 1000.0)
+    assert step.committed
+    assert done.took_s < 0  # the wait for the decision is no part of it
+    assert torch.equal(weight.detach(), -torch.ones(4))
+    with pytest.raises(AssertionError):
+        replica.left.finish(time.perf_counter())
+    assert torch.equal(weight.detach(), -torch.ones(4))
+
+
+def test_a_fault_before_leaves_an_open_step():
+    replica = Replica()
+    replica.check = fail
+    step, _ = run(replica)
+    assert (replica.left.stage, step.committed) == (Stage.OPEN, False)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"also": fail}, {"batches": Batches(ledger=fail)}],
+    ids=["the update", "the record of its samples"],
+)
+def test_what_breaks_within_the_commit_leaves_a_torn_step(how):
+    """The state may be that of neither step, so it must not be updated again."""
+    replica = Replica()
+    step, _ = run(replica, **how)
+    assert (replica.left.stage, step.committed) == (Stage.TORN, False)
