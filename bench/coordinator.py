@@ -80,7 +80,7 @@ def measure(nodes: int, nproc: int) -> list[str]:
     tick = _median_us(job, lambda i: e.Tick())
     last = workers[-1]
     began = time.process_time()
-    job.do(e.NodeLost(last.node, state.nodes[last.node].session, "its connection closed"))
+    job.do(e.NodeLost(last.node, state.nodes[last.node].session))
     left = [w for w in workers if w.phase is WorkerPhase.MEMBER]
     told = job.do(*(says(w, m.Parked(number, w.committed)) for w in left))
     formed_s = time.process_time() - began

@@ -77,7 +77,7 @@ class Desk:
 
     def lose(self, name: str) -> None:
         """An agent's connection closes."""
-        self.do(e.NodeLost(name, self.state.nodes[name].session, "its connection closed"))
+        self.do(e.NodeLost(name, self.state.nodes[name].session))
 
     def says(self, worker: str, message: m.WorkerMessage, age_s: float = 0.0) -> list[e.Action]:
         """A worker says something."""

@@ -64,6 +64,9 @@ PROSE = frozenset(
 )
 """Fields that hold words for people. What they say may change; what is decided may not."""
 
+ADDED = frozenset(["cause_kind"])
+"""Fields of the ledger that are younger than the recording: what they hold follows from others."""
+
 
 def run(seed: int, lines: list[str] | None = None) -> str:
     """The digest of a schedule. lines: gets every event and action."""
@@ -100,7 +103,7 @@ def canonical(value: Any) -> Any:
     if isinstance(value, dict):
         known = {_recorded(str(k)): v for k, v in value.items()}
         prose = {k for k, v in known.items() if k in PROSE or (k == "message" and isinstance(v, str))}
-        kept = [(k, canonical(v)) for k, v in sorted(known.items()) if k not in prose]
+        kept = [(k, canonical(v)) for k, v in sorted(known.items()) if k not in prose | ADDED]
         return [(k, v) for k, v in kept if v not in (None, "", 0, [])]
     if isinstance(value, set | frozenset):
         return sorted(map(canonical, value), key=repr)

@@ -126,5 +126,5 @@ def test_the_slow_node_leaves_at_a_steps_edge_when_its_replacement_is_ready():
     assert [(v["node"], v["does"]) for v in verdicts] == [(node, "replace")]
     (incident,) = desk.state.incidents
     assert incident.quiet
-    assert incident.cause.startswith("slow-rank: computes 1.50 times as long as its peers")
+    assert str(incident.cause).startswith("slow-rank: computes 1.50 times as long as its peers")
     assert desk.state.nodes[node].leaving is not None

@@ -118,7 +118,7 @@ def test_a_spare_takes_the_rank_of_the_dead_at_an_unchanged_world_size():
     desk = running(3, spares=1)
     desk.lose("n1")
     assert {a.reason for w in ("n0.0#1", "n2.0#3") for a in desk.told(w, m.Break)} == {
-        "its connection closed"
+        "its agent's connection closed"
     }
     desk.parks("n0.0#1", 5)
     desk.parks("n2.0#3", 5)
@@ -263,7 +263,7 @@ def test_a_break_that_nobody_explains_is_an_incident_too():
     desk.parks("n1.0#2", 5)
     desk.commit(6)
     incident = desk.incidents()[0]
-    assert (incident.cause, incident.rung, incident.open) == (
+    assert (str(incident.cause), incident.rung, incident.open) == (
         "a collective failed",
         "retry in process",
         False,
@@ -310,7 +310,7 @@ def test_user_code_that_raises_is_retried_then_restarted_then_blamed():
     desk.fails("n0.0#3", 5)
     assert desk.state.outcome == "failed"
     assert desk.state.stop_reason == "the same error at step 5 in 3 attempts on 2 workers"
-    assert desk.state.blame.cause == "ValueError: bad in forward"
+    assert str(desk.state.blame.cause) == "ValueError: bad in forward"
     assert desk.state.blame.rank == 0
 
 
@@ -418,7 +418,7 @@ def test_the_same_error_before_the_first_step_on_two_nodes_is_the_scripts():
         desk.says(worker, m.Failed(0, None, 0, "KeyError", "'x'", "Traceback\nKeyError: 'x'"))
         desk.exits(worker, 1)
     assert desk.state.outcome == "failed"
-    assert desk.state.blame.cause == "KeyError: 'x'"
+    assert str(desk.state.blame.cause) == "KeyError: 'x'"
     assert desk.state.blame.node == "n0"
     assert desk.state.blame.tail == ["last line"]
 
@@ -492,7 +492,7 @@ def test_who_holds_the_others_up_is_taken_out():
     }
     stall(desk, "n0.0#1", **views)
     assert desk.killed() == {"n1.0#2"}
-    assert desk.incidents()[0].cause == "hang: stands still in backward while others wait for it"
+    assert str(desk.incidents()[0].cause) == "hang: stands still in backward while others wait for it"
     assert desk.state.phase is JobPhase.BREAKING
 
 
@@ -523,7 +523,8 @@ def test_a_newcomer_whose_calls_are_not_taken_is_not_the_one_that_does_not_come(
     assert not desk.killed()
     assert desk.records("stall-judged")[-1]["workers"] == []
     assert (
-        desk.incidents()[-1].cause == "hang: they do not reach each other: rank 1 misses 3, rank 3 misses 1"
+        str(desk.incidents()[-1].cause)
+        == "hang: they do not reach each other: rank 1 misses 3, rank 3 misses 1"
     )
     assert desk.incidents()[-1].rung == "retry in process"
     once_more(desk)
@@ -557,7 +558,7 @@ def test_who_calls_nobody_while_others_wait_for_it_is_taken_out_at_once():
     desk = running(4)
     stall(desk, "n1.0#2", **joining(desk, n0=3, n1=3, n2=3))
     assert desk.killed() == {"n3.0#4"}
-    assert desk.incidents()[-1].cause == "hang: calls nobody while others wait for it to connect"
+    assert str(desk.incidents()[-1].cause) == "hang: calls nobody while others wait for it to connect"
 
 
 def test_a_first_step_may_compile_while_others_wait():

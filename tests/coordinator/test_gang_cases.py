@@ -105,7 +105,7 @@ def test_an_error_that_tells_of_a_lost_node_before_it_is_missed_is_not_the_worke
     incident = desk.incidents()[0]
     assert len(desk.incidents()) == 1
     assert (incident.node, incident.ranks) == ("n1", [1])
-    assert "connection closed" in incident.cause
+    assert "connection closed" in str(incident.cause)
     assert "Connection closed by peer" in incident.evidence[0].text
     assert desk.state.failures == []
     assert desk.state.nodes["n0"].failures == 0
@@ -118,7 +118,7 @@ def test_an_error_that_tells_of_a_killed_worker_is_not_the_one_s_who_raised_it()
     loses_its_peer(desk, "n0.0#1")
     desk.exits("n0.1#2", -9)
     assert [(i.node, i.ranks) for i in desk.incidents()] == [("n0", [1])]
-    assert desk.incidents()[0].cause == "killed by signal 9 (SIGKILL)"
+    assert str(desk.incidents()[0].cause) == "killed by signal 9 (SIGKILL)"
     assert (desk.state.blame.rank, desk.state.failures) == (1, [])
 
 
@@ -155,7 +155,7 @@ def test_a_syntax_error_is_the_scripts_fault_and_the_first_one_is_shown():
     assert desk.state.outcome == "failed"
     assert desk.state.stop_reason == "the same error in 2 attempts in a row"
     assert (desk.state.blame.node, desk.state.blame.rank) == ("n0", 0)
-    assert desk.state.blame.cause == "SyntaxError: invalid syntax"
+    assert str(desk.state.blame.cause) == "SyntaxError: invalid syntax"
     assert desk.did(e.End)[0].outcome == "failed"
 
 

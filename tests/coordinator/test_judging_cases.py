@@ -35,7 +35,7 @@ def test_a_fatal_finding_breaks_the_generation_and_replaces_the_node():
     assert marked(desk) == ["n1"]
     assert verdicts(desk) == [("replace", "")]
     [incident] = desk.incidents()
-    assert incident.cause == "xid-79: xid-79 was seen"
+    assert str(incident.cause) == "xid-79: xid-79 was seen"
     assert (incident.quiet, incident.ranks, incident.rule) == (False, [1], "xid-79")
     train_on(desk)
     assert not incident.open
@@ -48,7 +48,7 @@ def test_a_finding_and_then_a_dead_worker_are_one_incident_with_the_finding_as_i
     worker = desk.worker_on("n1")
     desk.exits(worker, -9)
     [incident] = desk.incidents()
-    assert incident.cause == "xid-48: xid-48 was seen"
+    assert str(incident.cause) == "xid-48: xid-48 was seen"
     assert [x.text for x in incident.evidence] == ["xid-48 was seen", "killed by signal 9 (SIGKILL)"]
     assert not incident.quiet
     assert verdicts(desk) == [("replace", "")]  # not only a new worker
@@ -62,7 +62,7 @@ def test_a_dead_worker_and_then_a_finding_are_one_incident_too():
     desk.exits(desk.worker_on("n1"), -6)
     finds(desk, "n1")
     [incident] = desk.incidents()
-    assert incident.cause == "xid-79: xid-79 was seen"
+    assert str(incident.cause) == "xid-79: xid-79 was seen"
     assert desk.records("incident-explained")[0]["was"] == "killed by signal 6 (SIGABRT)"
     assert marked(desk) == ["n1"]
     assert not desk.state.nodes["n1"].alive
@@ -130,7 +130,7 @@ def test_a_warning_explains_a_death_but_is_no_incident():
     assert not desk.incidents()
     desk.exits(desk.worker_on("n1"), -9)
     [incident] = desk.incidents()
-    assert incident.cause == "oom-kill: oom-kill was seen"
+    assert str(incident.cause) == "oom-kill: oom-kill was seen"
     assert verdicts(desk) == []
 
 

@@ -74,7 +74,7 @@ def test_a_form_that_was_missed_is_told_again_as_it_was():
     job = Job(4, 2)
     state = job.core.state
     last = state.workers[state.generation.members[-1].worker]
-    job.do(e.NodeLost(last.node, state.nodes[last.node].session, "its connection closed"))
+    job.do(e.NodeLost(last.node, state.nodes[last.node].session))
     left = [w for w in state.workers.values() if w.node != last.node]
     told = job.do(*(says(w, m.Parked(1, w.committed)) for w in left))
     forms = {a.message.worker: a.message for a in told if isinstance(a, e.Send) and _form(a)}
@@ -113,7 +113,7 @@ async def _lost_and_formed(job_dir: Path, nodes: int, nproc: int) -> tuple[int, 
     coordinator._core.handle_all = lambda events, now: (batches.append(len(events)), handle_all(events, now))[
         1
     ]
-    await coordinator.effect(e.NodeLost(last, state.nodes[last].session, "its connection closed"))
+    await coordinator.effect(e.NodeLost(last, state.nodes[last].session))
     left = [w for w in workers if w.node != last]
     for worker in left:
         coordinator.handle(e.NodeSays(worker.node, m.Heartbeat()))

@@ -12,12 +12,12 @@ from holdfast.coordinator.membership.policy import (
     NodeFault,
     Report,
     assign_ranks,
-    describe_exit,
     failure_signature,
     find_culprits,
     gang_fault,
     settle,
 )
+from holdfast.protocol.causes import ProcessEnded
 from holdfast.protocol.messages import Exited, Generation, Member, WorkerView
 from holdfast.protocol.page import Phase, Place
 
@@ -279,9 +279,9 @@ def test_level_0_two_bad_nodes_in_turns_are_both_found():
 
 
 def test_exits_in_words():
-    assert describe_exit(-9) == "killed by signal 9 (SIGKILL)"
-    assert describe_exit(-64) == "killed by signal 64 (signal)"
-    assert describe_exit(3) == "exit code 3"
+    assert str(ProcessEnded(-9)) == "killed by signal 9 (SIGKILL)"
+    assert str(ProcessEnded(-64)) == "killed by signal 64 (signal)"
+    assert str(ProcessEnded(3)) == "exit code 3"
 
 
 def test_a_signature_is_the_exception_or_how_the_process_ended():

@@ -10,6 +10,7 @@ import msgspec
 
 from holdfast.errors import UsageError
 from holdfast.plan import formulas
+from holdfast.protocol.causes import CauseKind, kind_of_text
 
 FEW = 10
 """With fewer events than this a rate is little more than a guess, and it is said."""
@@ -29,15 +30,8 @@ PHASES = (
     "full_strength_s",
 )
 
-KINDS = (
-    ("hang", "hang"),
-    ("silent for", "node"),
-    ("its agent's connection closed", "node"),
-    ("a new agent took its place", "node"),
-    ("killed by signal", "worker"),
-    ("exit code", "worker"),
-)
-"""How causes begin, and what kind of failure each is, as `plan simulate` counts them."""
+KINDS = {CauseKind.HANG: "hang", CauseKind.NODE: "node", CauseKind.PROCESS: "worker"}
+"""Kinds of causes, and what kind of failure each is, as `plan simulate` counts them. All others are `other`."""
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -138,8 +132,9 @@ def _node_hours(run: Run) -> float:
 
 
 def _kind(incident: Mapping[str, Any]) -> str:
-    cause = str(incident.get("cause") or "")
-    return next((kind for words, kind in KINDS if cause.startswith(words)), "other")
+    """Reports of older versions have a cause's words alone."""
+    kind = incident.get("cause_kind") or kind_of_text(str(incident.get("cause") or ""))
+    return KINDS.get(kind, "other")
 
 
 def _rate(kind: str, failures: int, node_hours: float) -> Rate:

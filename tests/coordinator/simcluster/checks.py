@@ -539,7 +539,7 @@ class Checks:
             if not sudden:
                 self.require(state.restarts_used == 0, "%d restarts were counted", state.restarts_used)
                 causes = {
-                    i.cause for i in state.incidents
+                    str(i.cause) for i in state.incidents
                 }  # the last word of a vote may come after its sender left
                 self.require(causes <= {"a collective failed"}, "incidents: %s", causes)
         for change in state.changes:

@@ -71,7 +71,7 @@ class Service:
         if self.connections.get(connection.agent.name) is connection:
             del self.connections[connection.agent.name]
             if self.up:
-                self.handle(e.NodeLost(connection.agent.name, connection.session, "its connection closed"))
+                self.handle(e.NodeLost(connection.agent.name, connection.session))
 
     def handle(self, event: e.Event) -> None:
         """One event through the core, and what it asks for."""

@@ -13,6 +13,7 @@ from holdfast.coordinator.kernel.history import Kind, Remembered
 from holdfast.coordinator.kernel.requests import PauseRequests, RefuseNode
 from holdfast.coordinator.kernel.state import Incident, Node
 from holdfast.protocol import messages as m
+from holdfast.protocol.causes import ChecksFailed
 from holdfast.protocol.health import Condition, Remedy
 
 CHECKS_S = 1800.0
@@ -115,7 +116,7 @@ def turn_away(core: Context, node: Node, reason: str) -> None:
     core.act(MarkNode(node.name, reason))
     quarantine(core, node, reason, None)
     core.record("node-refused", node=node.name, reason=reason)
-    core.request(RefuseNode(node, reason))
+    core.request(RefuseNode(node, ChecksFailed(reason)))
 
 
 def quarantine(core: Context, node: Node, reason: str, incident: Incident | None) -> None:
@@ -145,7 +146,7 @@ def _take_back(core: Context, machine: str) -> str | None:
 def lost(core: Context, node: Node, incident: Incident) -> None:
     """A node was lost while it was used, and no rule says why: that counts, too."""
     if node.identity and core.spec.engine != "local" and not incident.rule and not incident.injected:
-        core.act(Remember(node.identity, Kind.LOST, node.name, text=incident.cause[:400]))
+        core.act(Remember(node.identity, Kind.LOST, node.name, text=str(incident.cause)[:400]))
 
 
 def cleared(core: Context, machine: str, rule: str) -> None:

@@ -17,6 +17,7 @@ from holdfast.coordinator.kernel.health_state import (
     stronger,
 )
 from holdfast.coordinator.kernel.state import Incident, Node
+from holdfast.protocol import causes
 from holdfast.protocol.health import Condition, Finding, Remedy, Severity
 
 ECHO_S = 10.0
@@ -111,7 +112,8 @@ def _explained(core: Context, incident: Incident, sighting: Sighting, finding: F
     incidents.explain(incident, sighting, core.now)
     incident.node = incident.node or sighting.node
     incident.source, incident.firm, incident.device = finding.source, finding.firm, finding.device
-    core.record("incident-explained", id=incident.id, node=sighting.node, cause=incident.cause, was=was)
+    told = causes.written(incident.cause)
+    core.record("incident-explained", id=incident.id, node=sighting.node, was=str(was), **told)
 
 
 def _incident(core: Context, node: Node, finding: Finding) -> Incident:
@@ -128,7 +130,7 @@ def _incident(core: Context, node: Node, finding: Finding) -> Incident:
         if _belongs(core, incident, finding):
             return incident
     began_s = core.now - finding.age_s if finding.age_s > 0 else None
-    cause = f"{finding.rule}: {finding.evidence}" if finding.evidence else finding.rule
+    cause = causes.RuleMatched(finding.rule, finding.evidence)
     incident = core.open_incident(cause, node=node.name, quiet=True, fault_at_s=began_s, needs_newcomer=False)
     incident.rule, incident.device = finding.rule, finding.device
     incident.source, incident.firm = finding.source, finding.firm

@@ -15,6 +15,7 @@ from holdfast.coordinator.kernel.history import Kind
 from holdfast.coordinator.kernel.requests import AwaitReturn, DrainNode, DropCopies, EvictWorkers, RemoveNode
 from holdfast.coordinator.kernel.state import Incident, Node, Worker, WorkerPhase
 from holdfast.protocol import messages as m
+from holdfast.protocol.causes import Cause
 from holdfast.protocol.health import Remedy, Severity
 
 # ---------------------------------------------------------------- begun
@@ -69,7 +70,7 @@ def _plan(core: Context, node: Node, incident: Incident, remedy: Remedy) -> None
     if core.state.level == 2:
         core.request(DrainNode(node, f"{remedy.value} for {incident.cause}"))
     elif node.held is None:
-        node.held = incident.cause
+        node.held = str(incident.cause)
         core.record("node-held", node=node.name, reason=f"not used from the next start on: {incident.cause}")
 
 
@@ -87,26 +88,26 @@ def _take_out(core: Context, node: Node, incident: Incident, act: Act) -> None:
     act.done_s, node.then = core.now, None
     if act.remedy is Remedy.REBOOT:
         core.request(RemoveNode(node, incident.cause))
-        _reboot(core, node, incident, incident.cause)
+        _reboot(core, node, incident, str(incident.cause))
     else:
-        _replace(core, node, incident, incident.cause)
+        _replace(core, node, incident, str(incident.cause))
         core.request(RemoveNode(node, incident.cause))
     settle(core, incident)
 
 
-def _end(core: Context, node: Node, workers: list[Worker], cause: str) -> None:
+def _end(core: Context, node: Node, workers: list[Worker], cause: Cause) -> None:
     core.request(EvictWorkers(node, workers, cause))
 
 
-def _replace(core: Context, node: Node, incident: Incident | None, cause: str) -> None:
-    core.act(MarkNode(node.name, cause))
-    admission.quarantine(core, node, cause, incident)
+def _replace(core: Context, node: Node, incident: Incident | None, reason: str) -> None:
+    core.act(MarkNode(node.name, reason))
+    admission.quarantine(core, node, reason, incident)
 
 
-def _reboot(core: Context, node: Node, incident: Incident | None, cause: str) -> None:
+def _reboot(core: Context, node: Node, incident: Incident | None, reason: str) -> None:
     """A node that has left the job. What Slurm boots it may give to others, and it watches itself that it comes back."""
-    core.record("rebooting", node=node.name, reason=cause)
-    core.act(RebootNode(node.name, cause))
+    core.record("rebooting", node=node.name, reason=reason)
+    core.act(RebootNode(node.name, reason))
     core.request(AwaitReturn())
     if core.spec.engine != "slurm":
         node.boots_until_s = core.now + core.spec.health.reboot_s
@@ -149,7 +150,7 @@ def left(core: Context, node: Node) -> None:
     remedy, node.then = node.then, None
     act = next((a for a in reversed(s.health.acts) if a.node == node.name and not a.done), None)
     incident = s.incidents[act.incident - 1] if act and act.incident else None
-    cause = incident.cause if incident else node.leaving or ""
+    cause = str(incident.cause) if incident else node.leaving or ""
     if remedy is Remedy.RESET_DEVICE and act is not None:
         node.then, node.held = remedy, f"reset for {cause}"
         node.leaving, node.leaves_until_s, node.excess = None, None, False
@@ -243,7 +244,7 @@ def lost(core: Context, node: Node) -> None:
             act.done_s, act.error = core.now, "the node was lost meanwhile"
             incident = core.state.incidents[act.incident - 1]
             if act.remedy is Remedy.REPLACE:
-                _replace(core, node, incident, incident.cause)
+                _replace(core, node, incident, str(incident.cause))
             settle(core, incident)
     node.then, node.checking = None, None
 

@@ -181,7 +181,7 @@ def decide(core: Context, incident: Incident) -> None:
     if decision.does is Remedy.ASK:
         incident.does = Remedy.ASK
         _verdict(core, node, incident, decision, Remedy.ASK)
-        ask(core, node, incident.rule, incident.cause, incident)
+        ask(core, node, incident.rule, str(incident.cause), incident)
         return
     if node.then is not None:
         doing = any(a.node == node.name and a.request and not a.done for a in core.state.health.acts)
@@ -210,7 +210,7 @@ def escalated(core: Context, node: Node, incident: Incident, does: Remedy, reaso
 def remember(core: Context, node: Node, kind: Kind, incident: Incident, remedy: str = "") -> None:
     """For later jobs, of machines that can be told again."""
     if node.identity:
-        text = incident.cause[:TEXT_CHARS]
+        text = str(incident.cause)[:TEXT_CHARS]
         core.act(Remember(node.identity, kind, node.name, incident.rule, incident.device, text, remedy))
 
 
@@ -232,7 +232,7 @@ def _withhold(core: Context, node: Node, incident: Incident, decision: Decision)
             window_s = core.spec.health.blast_window_s
             core.record("blast-limit", node=node.name, nodes=done, of=size, limit=limit, within_s=window_s)
     if decision.against == "budget":
-        ask(core, node, incident.rule, incident.cause, incident)
+        ask(core, node, incident.rule, str(incident.cause), incident)
 
 
 def _verdict(core: Context, node: Node, incident: Incident, decision: Decision, does: Remedy) -> None:

@@ -21,6 +21,7 @@ from holdfast.coordinator.kernel.events import (
 )
 from holdfast.coordinator.kernel.requests import NoteStrike, R, Request
 from holdfast.coordinator.kernel.state import CoreState, Incident, Node, Worker, WorkerPhase
+from holdfast.protocol import causes
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import JobSpec
 
@@ -73,7 +74,7 @@ class Context(ABC):
 
     def open_incident(
         self,
-        cause: str,
+        cause: causes.Cause,
         *,
         node: str | None,
         workers: Iterable[str] = (),
@@ -90,7 +91,7 @@ class Context(ABC):
             self.record("incident-opened", **incidents.describe(self.state, incident))
         else:
             if cause != incident.cause:  # else it is what was found that took its effect
-                self.record("incident-joined", id=incident.id, node=node, cause=cause)
+                self.record("incident-joined", id=incident.id, node=node, **causes.written(cause))
             self.request(NoteStrike(incident))
         return incident
 

@@ -6,6 +6,7 @@ import msgspec
 
 from holdfast.coordinator.kernel.history import Kind, Remembered
 from holdfast.protocol.availability import Capacity, NodeAvailable, NodeGoing, NodeTaken, NodeUnavailable
+from holdfast.protocol.causes import Cause, ConnectionClosed
 from holdfast.protocol.job import Durable
 from holdfast.protocol.messages import AgentMessage, Hello, ToAgent
 
@@ -22,7 +23,7 @@ class NodeLost(msgspec.Struct, frozen=True):
 
     node: str
     session: str
-    cause: str
+    cause: Cause = ConnectionClosed()
 
 
 class NodeSays(msgspec.Struct, frozen=True):

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from holdfast.coordinator.kernel.events import Record
 from holdfast.coordinator.kernel.health_state import KEPT_EVIDENCE, TEXT_CHARS, Evidence, Sighting, graver
 from holdfast.coordinator.kernel.state import CoreState, Incident, Injection
+from holdfast.protocol import causes
+from holdfast.protocol.causes import Cause, CauseKind, Hang, RuleMatched
 from holdfast.protocol.health import Severity
 from holdfast.protocol.messages import Joined
 
@@ -26,9 +28,6 @@ take 40 s to be found."""
 LOOKED_AT = 64
 """So many of the newest incidents may be what something new belongs to."""
 
-HANG = "hang"
-"""How the cause of an incident begins in which somebody stood still."""
-
 STANDSTILLS = ("deadlock", "hold-gil", "stop-worker", "stop-node")
 """Injected faults that show as a hang; of two workers at level 0 nobody can say which one it is."""
 
@@ -36,7 +35,7 @@ STANDSTILLS = ("deadlock", "hold-gil", "stop-worker", "stop-node")
 def open_incident(
     state: CoreState,
     now: float,
-    cause: str,
+    cause: Cause,
     *,
     node: str | None,
     workers: Iterable[str],
@@ -50,12 +49,12 @@ def open_incident(
     began; what a rule found on the node just before is its cause. quiet: training goes on. raised: see `raised_now`.
     """
     names = list(workers)
-    unnamed_hang = cause.startswith(HANG) and node is None
+    unnamed_hang = isinstance(cause, Hang) and node is None
     generation, ranks = state.generation, _ranks(state, names)
     known = None if quiet or kind == "kill-coordinator" else _part_of(state, now, node, names)
     if known is not None:
         if cause != known.cause:  # not what was done about it
-            _add(known, Evidence("", "job", cause, now))
+            _add(known, Evidence("", "job", str(cause), now))
         anew = _disturb(state, known, now, names, ranks, needs_newcomer)
         injection = _claim(state, now, node, names, kind, unnamed_hang)
         if injection is not None:
@@ -143,9 +142,9 @@ def _explain_by_sighting(state: CoreState, incident: Incident, now: float, worke
 def explain(incident: Incident, sighting: Sighting, now: float) -> None:
     """What a rule found is the cause of what happened to the job."""
     if incident.rule == "" and not incident.quiet:
-        _add(incident, Evidence("", "job", incident.cause, incident.detected_at_s))
+        _add(incident, Evidence("", "job", str(incident.cause), incident.detected_at_s))
     incident.rule, incident.heard_s = incident.rule or sighting.rule, now
-    incident.cause = f"{sighting.rule}: {sighting.text}" if sighting.text else sighting.rule
+    incident.cause = RuleMatched(sighting.rule, sighting.text)
 
 
 def raised_now(state: CoreState) -> Incident | None:
@@ -158,10 +157,10 @@ def raised_now(state: CoreState) -> Incident | None:
 
 
 def caused(
-    state: CoreState, now: float, incident: Incident, cause: str, node: str, workers: list[str]
+    state: CoreState, now: float, incident: Incident, cause: Cause, node: str, workers: list[str]
 ) -> None:
     """What others raised has its cause here: the incident is of these workers and this node."""
-    _add(incident, Evidence("", "job", incident.cause, incident.detected_at_s))
+    _add(incident, Evidence("", "job", str(incident.cause), incident.detected_at_s))
     incident.cause, incident.node, incident.raised = cause, node, False
     incident.workers, incident.ranks = workers, _ranks(state, workers)
     if injection := _claim(state, now, node, workers, None, False):
@@ -327,7 +326,7 @@ def describe(state: CoreState, incident: Incident) -> dict[str, object]:
         "full_strength_s": _gap(began, incident.full_at_s),
         "lost_steps": incident.lost_steps,
         "rung": incident.rung,
-        "cause": incident.cause,
+        **causes.written(incident.cause),
         "rule": incident.rule or None,
         "quiet": incident.quiet,
         "verdict": incident.verdict or None,
@@ -340,25 +339,11 @@ def stall_s(incident: Incident) -> float | None:
     return _gap(incident.began_s, incident.first_commit_at_s)
 
 
-KINDS_BY_WORDS = (
-    (HANG, "hang"),
-    ("killed by signal", "process"),
-    ("exit code", "process"),
-    ("its agent's connection closed", "node"),
-    ("silent for", "node"),
-    ("a new agent took its place", "node"),
-    ("a collective failed", "collective"),
-)
-"""How causes begin that are no error of the script's, and what kind of incident they make."""
-
-
 def kind_of(incident: Incident) -> str:
-    """One word for a fault's cause: that of an injected fault, else what was seen of it."""
+    """The kind under which an incident is counted: the name of its injected fault, else the kind of its cause."""
     if incident.fault:
         return incident.fault.partition(":")[0]
-    if incident.rule:
-        return "health"
-    return next((kind for words, kind in KINDS_BY_WORDS if incident.cause.startswith(words)), "script")
+    return CauseKind.HEALTH if incident.rule else incident.cause.kind
 
 
 def _gap(since: float | None, until: float | None) -> float | None:

@@ -61,6 +61,7 @@ from holdfast.coordinator.membership import (
     workers,
 )
 from holdfast.coordinator.storage import durable_checkpoints, memory_snapshots
+from holdfast.protocol import causes
 from holdfast.protocol import messages as m
 from holdfast.protocol.availability import Capacity, NodeAvailable, NodeGoing, NodeTaken, NodeUnavailable
 from holdfast.protocol.job import Durable, JobSpec
@@ -365,10 +366,10 @@ class Core(Context):
         s, now = self.state, self.now
         for node in self.alive_nodes():
             if now >= node.last_seen_s + self.timing.detection_s:
-                nodes.lose(self, node, f"silent for {self.timing.detection_s:g} s")
+                nodes.lose(self, node, causes.NodeSilent(self.timing.detection_s))
         for worker in self.alive_workers():
             if worker.vanished_s is not None and now >= worker.vanished_s + self.timing.detection_s:
-                failures.lose_worker(self, worker, "its agent no longer knows it")
+                failures.lose_worker(self, worker, causes.ProcessVanished())
         triage.due(self)
         nodes.write_off(self)
         if s.inspect_deadline_s is not None and now >= s.inspect_deadline_s:

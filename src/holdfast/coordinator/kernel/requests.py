@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 from holdfast.coordinator.kernel.history import Remembered
 from holdfast.coordinator.kernel.state import Incident, Node, Worker
 from holdfast.protocol import messages as m
+from holdfast.protocol.causes import Cause
 from holdfast.protocol.job import Durable
 from holdfast.protocol.snapshots import Copy
 
@@ -31,7 +32,7 @@ class RemoveNode(Request[None]):
     """A node cannot be used any more: what runs on it counts as lost, now."""
 
     node: Node
-    cause: str
+    cause: Cause
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class RefuseNode(Request[None]):
     """A node is at fault, not what runs on it: it is removed, and it may not come back."""
 
     node: Node
-    cause: str
+    cause: Cause
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class EvictWorkers(Request[None]):
 
     node: Node
     workers: list[Worker]
-    cause: str
+    cause: Cause
 
 
 @dataclass(frozen=True)

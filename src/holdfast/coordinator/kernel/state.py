@@ -10,6 +10,7 @@ from enum import StrEnum
 import msgspec
 
 from holdfast.coordinator.kernel.health_state import Checking, Evidence, Health
+from holdfast.protocol.causes import Cause
 from holdfast.protocol.health import Remedy, Severity
 from holdfast.protocol.job import Durable, JobSpec
 from holdfast.protocol.messages import Generation, Ready, Stop
@@ -157,7 +158,7 @@ class Incident(msgspec.Struct, omit_defaults=True):
     """
 
     id: int
-    cause: str
+    cause: Cause
     node: str | None
     ranks: list[int]
     at_step: int | None
@@ -272,7 +273,7 @@ class Failure(msgspec.Struct):
 class Blame(msgspec.Struct):
     """What is printed last: the first failing rank, its node, the cause, the last lines and the log."""
 
-    cause: str
+    cause: Cause
     rank: int | None = None
     node: str | None = None
     step: int | None = None
@@ -493,7 +494,7 @@ class CoreState(msgspec.Struct):
     history: list[tuple[float, int]] = []
     began_s: float = 0.0
     formed_at_s: float = 0.0
-    broke_cause: str | None = None
+    broke_cause: Cause | None = None
     broke_at_s: float = 0.0
     unheard_s: float = 0.0
     fruitless: int = 0

@@ -10,7 +10,8 @@ from holdfast.coordinator.kernel.requests import AwaitChecksums, NoteNonFinite
 from holdfast.coordinator.kernel.script_fault import script_fault
 from holdfast.coordinator.kernel.state import Blame, Failure, Injection, JobPhase, Node, Worker, WorkerPhase
 from holdfast.coordinator.membership import counting, gang, generations, nodes, policy, shutdown
-from holdfast.errors import StateChanged
+from holdfast.errors import NonFiniteGradient, StateChanged
+from holdfast.protocol import causes
 from holdfast.protocol import messages as m
 from holdfast.protocol.phases import Phase
 
@@ -19,8 +20,6 @@ KEPT = 512
 
 STRIKES = 3
 """So many volleys of workers in a row that did not get ready, and their node is given up."""
-
-LEFT_BEHIND = "did not leave the broken generation"
 
 LIKE_A_SCRIPT = ("segfault", "exit", "raise")
 """Injected faults that stand for an error of the script's. The others are the machine's: they blame nobody."""
@@ -39,11 +38,12 @@ def failed(core: Context, worker: Worker, message: m.Failed) -> None:
         return  # said again by an agent that could not know whether it had been heard
     rank = current.rank_of(worker.name) if current else None
     phase = Phase(message.phase).name.lower()
-    cause = f"{message.error}: {message.message}" + (f" in {phase}" if message.step is not None else "")
+    kind = causes.NotFinite if message.error == NonFiniteGradient.__name__ else causes.ScriptRaised
+    cause = kind(message.error, message.message, phase if message.step is not None else None)
     blame = Blame(cause, rank, worker.node, message.step, message.traceback, log=worker.log)
     s.blames[worker.name] = blame
     at = message.step if message.step is not None else worker.committed  # between two steps: after that many
-    core.record("failed", worker=worker.name, rank=rank, node=worker.node, step=at, cause=cause)
+    core.record("failed", worker=worker.name, rank=rank, node=worker.node, step=at, **causes.written(cause))
     if message.error == StateChanged.__name__:
         # No machine does this, and a worker in its place would run the same script: another attempt proves nothing.
         generations.break_generation(core, cause)
@@ -68,7 +68,7 @@ def failed(core: Context, worker: Worker, message: m.Failed) -> None:
             node=worker.node,
             workers=[worker.name],
             rung=None if again else "retry in process",
-            kind="nan" if message.error == "NonFiniteGradient" else None,
+            kind="nan" if isinstance(cause, causes.NotFinite) else None,
             needs_newcomer=again,
         )
         if again:
@@ -119,7 +119,7 @@ def exited(core: Context, message: m.Exited) -> None:
     if worker is None or worker.exited:
         return
     worker.exited = True
-    described = Blame(policy.describe_exit(message.code), node=worker.node, log=message.log)
+    described = Blame(causes.ProcessEnded(message.code), node=worker.node, log=message.log)
     blame = s.blames.setdefault(worker.name, described)
     blame.tail, blame.log = list(message.tail), message.log
     core.record("worker-exited", worker=worker.name, node=worker.node, code=message.code, log=message.log)
@@ -134,11 +134,11 @@ def exited(core: Context, message: m.Exited) -> None:
         if message.code > 0 and s.outcome is None:  # a signal is the machine's fault, and its steps are done
             shutdown.give_up(core, "the script failed after its last step", blame)
     else:
-        cause = blame.cause if blame.traceback else policy.describe_exit(message.code)
+        cause = blame.cause if blame.traceback else causes.ProcessEnded(message.code)
         lose_worker(core, worker, cause, message)
 
 
-def lose_worker(core: Context, worker: Worker, cause: str, message: m.Exited | None = None) -> None:
+def lose_worker(core: Context, worker: Worker, cause: causes.Cause, message: m.Exited | None = None) -> None:
     """A worker is gone without having been asked to go. message: how it ended, where that is known."""
     s = core.state
     was, worker.vanished_s = worker.phase, None
@@ -175,7 +175,7 @@ def _judge_exit(core: Context, worker: Worker, message: m.Exited, early: bool) -
         shutdown.give_up(core, verdict.reason, first_blame(core, signature))
 
 
-def _did_not_start(core: Context, worker: Worker, cause: str) -> None:
+def _did_not_start(core: Context, worker: Worker, cause: causes.Cause) -> None:
     """One more that did not get ready. Workers that were started together count once."""
     s, node = core.state, core.state.nodes.get(worker.node)
     if worker.started_s >= s.bad_start_at_s:
@@ -186,7 +186,7 @@ def _did_not_start(core: Context, worker: Worker, cause: str) -> None:
     if node is not None and worker.started_s >= node.struck_at_s:
         node.strikes, node.struck_at_s = node.strikes + 1, core.now
         if node.alive and node.strikes >= STRIKES:
-            nodes.give_up(core, node, f"its workers do not start: {cause}")
+            nodes.give_up(core, node, causes.WorkersDoNotStart(str(cause)))
 
 
 def started_well(core: Context, worker: Worker) -> None:
@@ -207,7 +207,7 @@ def end_worker(core: Context, worker: Worker, counts: bool = True) -> None:
     core.send(worker.node, m.KillWorker(worker.name))
 
 
-def evict(core: Context, node: Node, workers: list[Worker], cause: str) -> None:
+def evict(core: Context, node: Node, workers: list[Worker], cause: causes.Cause) -> None:
     """Workers of a node are to end now; at level 0 all start again, unless they do so anyway."""
     if core.state.level == 2:
         condemn(core, workers, cause)
@@ -215,7 +215,7 @@ def evict(core: Context, node: Node, workers: list[Worker], cause: str) -> None:
         gang.taken_out(core, workers, node.name, cause)
 
 
-def condemn(core: Context, workers: Iterable[Worker], cause: str) -> None:
+def condemn(core: Context, workers: Iterable[Worker], cause: causes.Cause) -> None:
     """Takes workers out that will not leave by themselves."""
     s = core.state
     by_node: dict[str, list[Worker]] = {}
@@ -229,7 +229,7 @@ def condemn(core: Context, workers: Iterable[Worker], cause: str) -> None:
             core.open_incident(cause, node=node, workers=names)
             breaks = True
         else:
-            core.record("worker-ended", workers=[w.name for w in ours], cause=cause)
+            core.record("worker-ended", workers=[w.name for w in ours], **causes.written(cause))
         for worker in ours:
             rank = s.generation.rank_of(worker.name) if s.generation else None
             s.blames[worker.name] = Blame(cause, rank, node, s.committed, log=worker.log)
@@ -243,7 +243,7 @@ def end_late_starters(core: Context) -> None:
     limit_s = core.timing.start_s
     starting = core.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED)
     late = [w for w in starting if core.now >= w.started_s + limit_s]
-    cause = f"not ready within {limit_s:g} s"
+    cause = causes.NotReady(limit_s)
     condemn(core, late, cause)
     for worker in late:
         _did_not_start(core, worker, cause)
@@ -266,7 +266,7 @@ def end_stuck(core: Context) -> None:
     patient = [w for w in stuck if s.stop_reason is None and core.now < until_s.get(w.name, 0.0)]
     if patient:
         s.break_deadline_s = min(until_s[w.name] for w in patient)
-    condemn(core, [w for w in stuck if w not in patient], LEFT_BEHIND)
+    condemn(core, [w for w in stuck if w not in patient], causes.LeftBehind())
 
 
 # ---------------------------------------------------------------- injected faults

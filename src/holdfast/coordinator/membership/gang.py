@@ -13,7 +13,9 @@ from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.script_fault import ScriptFault
 from holdfast.coordinator.kernel.state import Blame, Incident, JobPhase, Node, Worker, WorkerPhase
 from holdfast.coordinator.membership import counting, failures, nodes, policy, shutdown
+from holdfast.protocol import causes
 from holdfast.protocol import messages as m
+from holdfast.protocol.causes import Cause, Hang, ProcessEnded, WorkersFail
 from holdfast.protocol.job import CACHE_VARIABLE
 from holdfast.protocol.snapshots import TIERS_VARIABLE
 
@@ -145,11 +147,11 @@ def exited(core: Context, worker: Worker, message: m.Exited) -> None:
     transitions.enter(core, worker, WorkerPhase.GONE)
     if expected or message.code == 0:
         if message.code == -signal.SIGKILL and not message.killed:
-            came_first(core, [worker], worker.node, policy.describe_exit(message.code))
+            came_first(core, [worker], worker.node, ProcessEnded(message.code))
         return
     blame = s.blames[worker.name]
     blame.rank = s.generation.rank_of(worker.name) if s.generation else None
-    cause = blame.cause if blame.traceback else policy.describe_exit(message.code)
+    cause = blame.cause if blame.traceback else ProcessEnded(message.code)
     injected = _fault(core, [worker], worker.node, cause, raised=message.code > 0)
     s.blame = blame
     if core.spec.max_restarts == 0:
@@ -168,26 +170,26 @@ def _judge(core: Context, worker: Worker, signature: str) -> None:
             s.blame = failures.first_blame(core, signature) or s.blame
             shutdown.give_up(core, reason, None)
         case policy.NodeFault(name):
-            nodes.give_up(core, s.nodes[name], f"its workers fail again and again: {signature}")
+            nodes.give_up(core, s.nodes[name], WorkersFail(signature))
         case None:
             pass
 
 
-def lost(core: Context, worker: Worker, cause: str) -> None:
+def lost(core: Context, worker: Worker, cause: Cause) -> None:
     """A worker vanished without an exit code."""
     if core.state.phase is JobPhase.RUNNING:
         _fault(core, [worker], worker.node, cause)
 
 
-def node_lost(core: Context, workers: list[Worker], cause: str) -> None:
+def node_lost(core: Context, workers: list[Worker], cause: Cause) -> None:
     """A node with members is gone (its incident is open)."""
     s = core.state
     if workers and s.phase is JobPhase.RUNNING:
         s.blame = Blame(cause, None, workers[0].node, s.step)
-        restart(core, cause)
+        restart(core, str(cause))
 
 
-def came_first(core: Context, workers: list[Worker], node: str, cause: str) -> Incident | None:
+def came_first(core: Context, workers: list[Worker], node: str, cause: Cause) -> Incident | None:
     """Workers ended without a word, and others have just raised an error: it is their end as it was seen from there. A
     group notices that it lost a process before that one's own machine has said so. Returns the incident, which is
     theirs now; None: nobody has.
@@ -203,7 +205,8 @@ def came_first(core: Context, workers: list[Worker], node: str, cause: str) -> I
     incidents.caused(s, core.now, incident, cause, node, names)
     rank = incident.ranks[0] if len(incident.ranks) == 1 else None
     s.blame = Blame(cause, rank, node, s.step, log=workers[0].log)
-    core.record("incident-explained", id=incident.id, node=node, ranks=incident.ranks, cause=cause, was=was)
+    told = causes.written(cause)
+    core.record("incident-explained", id=incident.id, node=node, ranks=incident.ranks, was=str(was), **told)
     return incident
 
 
@@ -211,28 +214,30 @@ def stalled(core: Context, workers: list[Worker], reason: str) -> None:
     """The job stands still; who is at fault is named, and all start again."""
     if core.state.phase is JobPhase.RUNNING:
         node = workers[0].node if workers else None
-        _fault(core, workers, node, f"hang: {reason}")
+        _fault(core, workers, node, Hang(reason))
 
 
-def taken_out(core: Context, workers: list[Worker], node: str, cause: str) -> None:
+def taken_out(core: Context, workers: list[Worker], node: str, cause: Cause) -> None:
     """A node's workers are to end, and so all start again."""
     _fault(core, workers, node, cause)
 
 
-def _fault(core: Context, workers: list[Worker], node: str | None, cause: str, raised: bool = False) -> bool:
+def _fault(
+    core: Context, workers: list[Worker], node: str | None, cause: Cause, raised: bool = False
+) -> bool:
     """Opens an incident and starts all again. raised: it is an error. True when the fault was injected."""
     incident = core.open_incident(cause, node=node, workers=[w.name for w in workers], raised=raised)
-    restart(core, cause)
+    restart(core, str(cause))
     return incident.injected
 
 
-def restart(core: Context, cause: str, counts: bool = True) -> None:
+def restart(core: Context, reason: str, counts: bool = True) -> None:
     """Ends all workers; when they are gone, all start again. counts: against the restart budget."""
     s = core.state
     s.restarts_used += counts
     transitions.enter_job(core, JobPhase.BREAKING)
     s.break_deadline_s = None
-    core.record("restart", generation=s.number, reason=cause)
+    core.record("restart", generation=s.number, reason=reason)
     end_all(core, grace_s=TERM_GRACE_S)
 
 

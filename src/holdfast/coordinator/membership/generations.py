@@ -19,6 +19,7 @@ from holdfast.coordinator.membership import (
 )
 from holdfast.coordinator.membership.rank_assignment import Seating
 from holdfast.coordinator.storage import queries as storage
+from holdfast.protocol import causes
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import Durable
 from holdfast.protocol.snapshots import Copy, Holder
@@ -39,7 +40,7 @@ MAX_ATTEMPTS = 16
 # ---------------------------------------------------------------- a generation ends
 
 
-def break_generation(core: Context, cause: str) -> None:
+def break_generation(core: Context, cause: causes.Cause) -> None:
     """Every member leaves the generation and reports what it holds."""
     s = core.state
     draining = s.phase is JobPhase.BREAKING and s.yielding
@@ -50,8 +51,8 @@ def break_generation(core: Context, cause: str) -> None:
     s.broke_cause, s.broke_at_s, s.unheard_s = cause, core.now, 0.0
     s.break_deadline_s = core.now + core.timing.stall_s(core.median_s())
     s.inspect_deadline_s = None
-    core.record("broke", generation=s.generation.number, reason=cause, step=s.committed)
-    replica_groups.broke(core, cause)
+    core.record("broke", generation=s.generation.number, reason=str(cause), step=s.committed)
+    replica_groups.broke(core, str(cause))
 
 
 def end_at_commit(core: Context, reason: str) -> None:
@@ -78,7 +79,7 @@ def collective_error(core: Context, worker: Worker, message: m.CollectiveError) 
                 core.request(ReportUnreadable(seat.copy, message))
             elif seat.durable is not None:
                 core.request(ReportUnreadable(seat.durable, message))
-        break_generation(core, "a collective failed")
+        break_generation(core, causes.CollectiveFailed())
 
 
 def parked(core: Context, worker: Worker, message: m.Parked) -> None:
@@ -100,7 +101,7 @@ def parked(core: Context, worker: Worker, message: m.Parked) -> None:
         s.broke_at_s, s.unheard_s = core.now, 0.0
         s.break_deadline_s = core.now + core.timing.stall_s(core.median_s())
     else:
-        break_generation(core, f"{worker.name} left it")
+        break_generation(core, causes.MemberLeft(worker.name))
 
 
 def gather(core: Context) -> None:
@@ -191,7 +192,7 @@ def _worth_waiting(core: Context) -> bool:
 def _start_over(core: Context, survivors: list[Worker]) -> None:
     """No live copy of the state and no checkpoint: only a new process holds the state that all began from."""
     names = [w.name for w in survivors]
-    core.record("worker-ended", workers=names, cause="no worker holds the state, and no checkpoint does")
+    core.record("worker-ended", workers=names, **causes.written(causes.NobodyHasState()))
     for worker in survivors:
         failures.end_worker(core, worker)
     nodes.staff(core)

@@ -8,6 +8,7 @@ from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.state import JobPhase, Worker, WorkerPhase
 from holdfast.coordinator.membership import failures, gang, generations, policy
 from holdfast.health import stacks
+from holdfast.protocol import causes
 from holdfast.protocol import messages as m
 from holdfast.protocol.phases import SLOW_PHASES, WAITING_PHASES, Phase
 
@@ -49,10 +50,10 @@ def stalled(core: Context, name: str, view: m.WorkerView) -> None:
         return
     running = s.phase is JobPhase.RUNNING and worker.phase is WorkerPhase.MEMBER
     if view.process in "Tt" and not running and s.level == 2:
-        failures.condemn(core, [worker], "its process is stopped")
+        failures.condemn(core, [worker], causes.ProcessStopped())
         return
     if _left_behind(core, worker, view):
-        failures.condemn(core, [worker], failures.LEFT_BEHIND)
+        failures.condemn(core, [worker], causes.LeftBehind())
         return
     if not running or s.inspect_deadline_s is not None or core.now < s.look_again_s:
         return
@@ -122,7 +123,7 @@ def _act(core: Context, culprits: list[Worker], reason: str, allowed: dict[str, 
             return
         gang.stalled(core, culprits, reason)
     elif culprits:
-        failures.condemn(core, culprits, f"hang: {reason}")
+        failures.condemn(core, culprits, causes.Hang(reason))
     elif not inspection.unheard and all(v.idle_s >= allowed[v.worker] for v in inspection.views):
         _nobody_differs(core, reason)
 
@@ -153,11 +154,11 @@ def _nobody_differs(core: Context, reason: str) -> None:
     if not waiting and s.stall_rounds < PATIENT_ROUNDS:
         return
     if not waiting or s.stall_rounds <= RETRIES:
-        cause = f"hang: {reason}"
+        cause = causes.Hang(reason)
         core.open_incident(cause, node=None, rung="retry in process", needs_newcomer=False)
         generations.break_generation(core, cause)
         return
-    failures.condemn(core, _half(core.inside()), "hang in which nobody differs")
+    failures.condemn(core, _half(core.inside()), causes.Hang())
 
 
 def _half(workers: list[Worker]) -> list[Worker]:

@@ -25,6 +25,7 @@ from holdfast.coordinator.membership import (
     shutdown,
     workers,
 )
+from holdfast.protocol import causes
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import Remedy
 from holdfast.protocol.phases import Phase
@@ -56,7 +57,7 @@ def joined(core: Context, hello: m.Hello, past: tuple[Remembered, ...] = ()) -> 
         core.request(RepeatOrders(known))
         return
     if known is not None and known.alive:
-        lose(core, known, "a new agent took its place", release=False)
+        lose(core, known, causes.AgentReplaced(), release=False)
     reason = health.refusal(hello)
     if reason is not None:
         core.request(RefuseAdmission(hello, reason))
@@ -83,9 +84,9 @@ def _refuse(core: Context, name: str, reason: str) -> None:
     core.send(name, m.Shutdown(f"this node is refused: {reason}"))
 
 
-def give_up(core: Context, node: Node, cause: str) -> None:
+def give_up(core: Context, node: Node, cause: causes.Cause) -> None:
     """A node is at fault, not what runs on it: it is lost, and it may not come back."""
-    node.refused = cause
+    node.refused = str(cause)
     lose(core, node, cause)
 
 
@@ -96,7 +97,7 @@ def taken(core: Context, name: str, reason: str) -> None:
         return
     node.leaving = node.leaving or reason
     if node.alive:
-        lose(core, node, reason, release=False)
+        lose(core, node, causes.NodeReclaimed(reason), release=False)
     core.record("node-taken", node=name, reason=reason)
 
 
@@ -115,13 +116,13 @@ def fence(core: Context, node: Node | None, name: str) -> None:
         node.fenced = True
 
 
-def lose(core: Context, node: Node, cause: str, release: bool = True) -> None:
+def lose(core: Context, node: Node, cause: causes.Cause, release: bool = True) -> None:
     """A node is gone, or is treated so. release: tell the engine, that nothing of it runs on."""
     s = core.state
     transitions.lose_node(node)
     ours = [w for w in core.alive_workers() if w.node == node.name]
     part = [w for w in ours if w.phase in (WorkerPhase.MEMBER, WorkerPhase.PARKED)]
-    core.record("node-lost", node=node.name, cause=cause)
+    core.record("node-lost", node=node.name, **causes.written(cause))
     incident = None
     if s.level != 2 and node.refused is None:
         incident = gang.came_first(core, part, node.name, cause)
@@ -132,7 +133,7 @@ def lose(core: Context, node: Node, cause: str, release: bool = True) -> None:
         transitions.enter(core, worker, WorkerPhase.GONE)
     core.request(DropCopies(node))
     if release:
-        core.act(ReleaseNode(node.name, cause))
+        core.act(ReleaseNode(node.name, str(cause)))
     if s.level != 2:
         gang.node_lost(core, part, cause)
     elif part:
@@ -198,7 +199,7 @@ def recovered(core: Context, last_s: float) -> None:
     s.inspect_deadline_s = None
     s.replacing, s.ask_after_s = 0, back_s  # the engine's answers may be lost, and its ear not be open yet
     incident = core.open_incident(
-        "the coordinator was lost",
+        causes.CoordinatorLost(),
         node=None,
         rung=incidents.COORDINATOR,
         kind="kill-coordinator",
@@ -243,7 +244,7 @@ def _never_started(core: Context, worker: Worker) -> None:
     if node := core.state.nodes.get(worker.node):
         node.used = [slot for slot in node.used if slot != worker.slot]
     if core.state.level != 2:
-        gang.lost(core, worker, "it was never started")
+        gang.lost(core, worker, causes.NeverStarted())
 
 
 def _catch_up(core: Context, worker: Worker, view: m.WorkerView) -> None:

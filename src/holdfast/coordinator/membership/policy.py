@@ -220,14 +220,6 @@ def gang_fault(failures: Sequence[Failure], nodes: int = 1) -> ScriptFault | Nod
     return NodeFault(run[0].node) if len(attempts) >= 3 and nodes > 1 else None
 
 
-def describe_exit(code: int) -> str:
-    """`killed by signal 9 (SIGKILL)` or `exit code 3`."""
-    names = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
-    if code < 0:
-        return f"killed by signal {-code} ({names.get(-code, 'signal')})"
-    return f"exit code {code}"
-
-
 def failure_signature(blame: Blame, exited: Exited) -> str:
     """What makes two deaths the same: the exception if one was reported, else how the process ended."""
     if blame.traceback:

@@ -10,6 +10,7 @@ from holdfast.coordinator.kernel.state import Blame, Worker, WorkerPhase
 from holdfast.coordinator.membership import shutdown
 from holdfast.coordinator.membership.rank_assignment import Seating, seat, wanted
 from holdfast.protocol import messages as m
+from holdfast.protocol.causes import ShapesDiffer
 
 SEATED = (WorkerPhase.MEMBER, WorkerPhase.PARKED)
 COMING = (WorkerPhase.STARTING, WorkerPhase.ATTACHED)
@@ -32,7 +33,9 @@ def fits(core: Context, worker: Worker, ready: m.Ready) -> bool:
         return True
     reason = f"{worker.name} made replicas of shard x tensor = {ready.shape}, other workers of {s.shape}"
     advice = "call run.mesh() with the same sizes everywhere"
-    shutdown.give_up(core, f"{reason}: {advice}", Blame(reason, None, worker.node, log=worker.log))
+    shutdown.give_up(
+        core, f"{reason}: {advice}", Blame(ShapesDiffer(reason), None, worker.node, log=worker.log)
+    )
     return False
 
 

@@ -9,6 +9,7 @@ from holdfast.coordinator.kernel.requests import ForgetLast, NoteLast, ReportUns
 from holdfast.coordinator.kernel.state import Blame, JobPhase, Worker, WorkerPhase
 from holdfast.coordinator.membership import failures, gang, generations, policy
 from holdfast.coordinator.storage import queries as storage
+from holdfast.protocol import causes
 from holdfast.protocol import messages as m
 
 # ---------------------------------------------------------------- why
@@ -45,12 +46,12 @@ def _out_of_time(core: Context) -> None:
     """The step in flight took too long: it is dropped and what was committed is saved, by another if need be."""
     s = core.state
     if s.level == 2 and s.phase is JobPhase.RUNNING:
-        generations.break_generation(core, "stop")
+        generations.break_generation(core, causes.Stopping())
     elif s.level == 2 and s.phase is JobPhase.BREAKING:
         failures.end_stuck(core)
     elif s.level == 2 and any(w.name not in s.stops for w in core.workers_in(WorkerPhase.PARKED)):
         stuck = [w for w in core.workers_in(WorkerPhase.PARKED) if w.name in s.stops]
-        failures.condemn(core, stuck, "did not save the state in time")
+        failures.condemn(core, stuck, causes.NotSaved())
         core.request(ForgetLast())
         s.stop_deadline_s = core.now + core.timing.start_s
     elif s.level != 2 and core.alive_workers():
@@ -142,9 +143,8 @@ def _last_stop(core: Context, worker: Worker, last: int) -> m.Stop:
 
 def _undone(core: Context, ended: list[Worker]) -> None:
     """Some have all steps, but of a shard nobody is left who has: all go on from the newest whole snapshot."""
-    core.record(
-        "worker-ended", workers=[w.name for w in ended], cause="nobody holds the rest of the last state"
-    )
+    told = causes.written(causes.LastStateIncomplete())
+    core.record("worker-ended", workers=[w.name for w in ended], **told)
     for worker in ended:
         worker.digest = None
         if worker.phase is not WorkerPhase.GONE:

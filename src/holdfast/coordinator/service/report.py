@@ -9,11 +9,12 @@ import msgspec
 
 from holdfast.coordinator.health import stragglers
 from holdfast.coordinator.kernel import incidents
-from holdfast.coordinator.kernel.state import CoreState, Worker, WorkerPhase
+from holdfast.coordinator.kernel.state import Blame, CoreState, Worker, WorkerPhase
 from holdfast.coordinator.membership import counting, figures, resize
 from holdfast.coordinator.service.store import StepRow
 from holdfast.coordinator.storage.queries import has_all, how_far
 from holdfast.plan.division import idle_share
+from holdfast.protocol import causes
 
 SCHEMA = 1
 INCIDENTS_SHOWN = 20
@@ -132,9 +133,14 @@ def build_status(state: CoreState, now: float) -> dict[str, Any]:
         "incidents": [incidents.describe(state, i) for i in state.incidents[-INCIDENTS_SHOWN:]],
         "slow": [stragglers.shown(x) for x in state.slow if x.until_step is None],
         "figures": figures.shown(state),
-        "blame": msgspec.to_builtins(state.blame) if state.blame else None,
+        "blame": shown_blame(state.blame) if state.blame else None,
         "saving": _saving(state, now),
     }
+
+
+def shown_blame(blame: Blame) -> dict[str, Any]:
+    """Who is to blame, for a person: the cause in words."""
+    return {**msgspec.to_builtins(blame), **causes.written(blame.cause)}
 
 
 def _restoring(state: CoreState, worker: Worker) -> bool:

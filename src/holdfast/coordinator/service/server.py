@@ -35,7 +35,7 @@ from holdfast.coordinator.service.inbox import Inbox, Waiting
 from holdfast.coordinator.service.injector import Injector, Planned, Strike
 from holdfast.coordinator.service.ledger import Ledger, SideThread, Unreadable
 from holdfast.coordinator.service.metrics import CONTENT_TYPE, metrics_text
-from holdfast.coordinator.service.report import build_report, build_status
+from holdfast.coordinator.service.report import build_report, build_status, shown_blame
 from holdfast.coordinator.service.starving import Starving
 from holdfast.coordinator.service.store import SNAPSHOT, LedgerEntry, Page, Said, StepRow, Store, own_ledger
 from holdfast.errors import ProtocolError, UsageError
@@ -486,7 +486,7 @@ class Coordinator:
                 del self._agents[line.node]
                 self._gone.set()
                 self._checks.lost(line.node)
-                self.handle(ev.NodeLost(line.node, line.known, "its agent's connection closed"))
+                self.handle(ev.NodeLost(line.node, line.known))
         return socket
 
     async def _first(self, socket: web.WebSocketResponse) -> m.Hello | None:
@@ -733,7 +733,7 @@ class Coordinator:
         report = build_report(state, steps, self._clock())
         # Of faults that the job has survived the incidents tell; what is printed last is why it failed.
         failed = state.outcome == "failed" and state.blame is not None
-        report["blame"] = msgspec.to_builtins(state.blame) if failed else None
+        report["blame"] = shown_blame(state.blame) if failed and state.blame else None
         path = self._job_dir / "report.json"
         try:
             async with asyncio.timeout(LAST_S):

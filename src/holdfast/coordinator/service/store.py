@@ -19,6 +19,7 @@ from urllib.parse import quote
 import msgspec
 
 from holdfast.coordinator.kernel.state import CoreState
+from holdfast.coordinator.service.older import state_of
 
 _SCHEMA = """
 create table if not exists kept (name text primary key, value blob not null);
@@ -150,7 +151,7 @@ class Store:
     def load(self) -> CoreState | None:
         """The newest snapshot."""
         value = self.kept(SNAPSHOT)
-        return None if value is None else msgspec.msgpack.decode(value, type=CoreState)
+        return None if value is None else state_of(value)
 
     def keep(self, name: str, value: bytes) -> None:
         """A small named value."""

@@ -1,0 +1,427 @@
+"""Why something was lost or broke: one frozen struct for each cause, with its kind and its wording.
+
+Code asks for a cause's `kind` or its type and never reads its words, so a new wording changes no metric, rate or decision.
+There is no default kind: a cause that nobody classified cannot be made, and what an older version wrote as text counts as
+`other` if it is not known, never as an error of the script.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from typing import ClassVar
+
+import msgspec
+
+
+class CauseKind(StrEnum):
+    """The label `kind` of `holdfast_incidents_total`, see `docs/metrics.md`."""
+
+    NODE = "node"
+    """A node was lost, or the job gave it up."""
+    RECLAIMED = "reclaimed"
+    """The engine took a node back."""
+    PROCESS = "process"
+    """A worker's process ended or vanished."""
+    HANG = "hang"
+    """A worker stands still."""
+    TIMEOUT = "timeout"
+    """A worker did not get ready, or did not save, in its time."""
+    COLLECTIVE = "collective"
+    """A collective failed, and nothing told why."""
+    COORDINATOR = "coordinator"
+    """The coordinator was lost."""
+    HEALTH = "health"
+    """A health rule matched."""
+    STATE = "state"
+    """Nobody holds the state that training would go on from."""
+    SCRIPT = "script"
+    """The training script raised an error, or calls Holdfast in a way that cannot work."""
+    NAN = "nan"
+    """A gradient was not finite."""
+    STOP = "stop"
+    """The job is being stopped."""
+    OTHER = "other"
+    """An older version wrote it, in words that are not known."""
+
+
+def _tag(name: str) -> str:
+    """`ProcessEnded` becomes `process-ended`."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "-", name).lower()
+
+
+class _Cause(msgspec.Struct, frozen=True, tag=_tag):
+    KIND: ClassVar[CauseKind]
+
+    @property
+    def kind(self) -> CauseKind:
+        """What sort of cause it is."""
+        return self.KIND
+
+
+# ---------------------------------------------------------------- nodes
+
+
+class ConnectionClosed(_Cause, frozen=True):
+    """The connection of a node's agent closed."""
+
+    KIND = CauseKind.NODE
+
+    def __str__(self) -> str:
+        return "its agent's connection closed"
+
+
+class NodeSilent(_Cause, frozen=True):
+    """Nothing was heard from a node's agent."""
+
+    KIND = CauseKind.NODE
+
+    limit_s: float
+    """After so many seconds of silence a node is lost."""
+
+    def __str__(self) -> str:
+        return f"silent for {self.limit_s:g} s"
+
+
+class AgentReplaced(_Cause, frozen=True):
+    """Another agent joined under the same name."""
+
+    KIND = CauseKind.NODE
+
+    def __str__(self) -> str:
+        return "a new agent took its place"
+
+
+class WorkersFail(_Cause, frozen=True):
+    """At level 0: the same failure comes again and again on one node of several."""
+
+    KIND = CauseKind.NODE
+
+    signature: str
+    """What makes the failures the same."""
+
+    def __str__(self) -> str:
+        return f"its workers fail again and again: {self.signature}"
+
+
+class WorkersDoNotStart(_Cause, frozen=True):
+    """Several workers in a row did not get ready on a node."""
+
+    KIND = CauseKind.NODE
+
+    last: str
+    """Why the last of them did not, in words."""
+
+    def __str__(self) -> str:
+        return f"its workers do not start: {self.last}"
+
+
+class ChecksFailed(_Cause, frozen=True):
+    """A node did not pass its health checks."""
+
+    KIND = CauseKind.NODE
+
+    reason: str
+    """The failed checks, in words."""
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+class NodeReclaimed(_Cause, frozen=True):
+    """The engine says that a node does not belong to the job any more."""
+
+    KIND = CauseKind.RECLAIMED
+
+    reason: str
+    """As the engine gave it."""
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+# ---------------------------------------------------------------- worker processes
+
+
+class ProcessEnded(_Cause, frozen=True):
+    """A worker's process ended by itself, and no error of the script is known."""
+
+    KIND = CauseKind.PROCESS
+
+    code: int
+    """Its exit code; -N: signal N ended it."""
+
+    def __str__(self) -> str:
+        if self.code >= 0:
+            return f"exit code {self.code}"
+        return f"killed by signal {-self.code} ({_SIGNALS.get(-self.code, 'signal')})"
+
+
+_SIGNALS = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
+
+
+class ProcessVanished(_Cause, frozen=True):
+    """An agent that reconnected has no such worker, and its exit was never heard of."""
+
+    KIND = CauseKind.PROCESS
+
+    def __str__(self) -> str:
+        return "its agent no longer knows it"
+
+
+class NeverStarted(_Cause, frozen=True):
+    """The order to start a worker was lost."""
+
+    KIND = CauseKind.PROCESS
+
+    def __str__(self) -> str:
+        return "it was never started"
+
+
+# ---------------------------------------------------------------- workers that do not go on
+
+
+class Hang(_Cause, frozen=True):
+    """Training stands still."""
+
+    KIND = CauseKind.HANG
+
+    reason: str = ""
+    """How the culprits were found; empty: no worker differs from the others."""
+
+    def __str__(self) -> str:
+        return f"hang: {self.reason}" if self.reason else "hang in which nobody differs"
+
+
+class ProcessStopped(_Cause, frozen=True):
+    """A worker's process is stopped (state T) while it trains with nobody."""
+
+    KIND = CauseKind.HANG
+
+    def __str__(self) -> str:
+        return "its process is stopped"
+
+
+class LeftBehind(_Cause, frozen=True):
+    """A worker stayed in a generation that had broken."""
+
+    KIND = CauseKind.HANG
+
+    def __str__(self) -> str:
+        return "did not leave the broken generation"
+
+
+class NotReady(_Cause, frozen=True):
+    """A worker was started and did not get ready."""
+
+    KIND = CauseKind.TIMEOUT
+
+    limit_s: float
+    """The time that a start may take, in seconds."""
+
+    def __str__(self) -> str:
+        return f"not ready within {self.limit_s:g} s"
+
+
+class NotSaved(_Cause, frozen=True):
+    """A worker did not save the last state before the job's stop."""
+
+    KIND = CauseKind.TIMEOUT
+
+    def __str__(self) -> str:
+        return "did not save the state in time"
+
+
+# ---------------------------------------------------------------- generations and the job
+
+
+class CollectiveFailed(_Cause, frozen=True):
+    """A collective raised in some worker: evidence that something broke, not what."""
+
+    KIND = CauseKind.COLLECTIVE
+
+    def __str__(self) -> str:
+        return "a collective failed"
+
+
+class MemberLeft(_Cause, frozen=True):
+    """A member reported that it is out of a generation that nobody had ended."""
+
+    KIND = CauseKind.COLLECTIVE
+
+    worker: str
+    """Its name."""
+
+    def __str__(self) -> str:
+        return f"{self.worker} left it"
+
+
+class CoordinatorLost(_Cause, frozen=True):
+    """The coordinator's process ended, and another took over."""
+
+    KIND = CauseKind.COORDINATOR
+
+    def __str__(self) -> str:
+        return "the coordinator was lost"
+
+
+class NobodyHasState(_Cause, frozen=True):
+    """No live worker holds the complete state, and nothing is saved."""
+
+    KIND = CauseKind.STATE
+
+    def __str__(self) -> str:
+        return "no worker holds the state, and no checkpoint does"
+
+
+class LastStateIncomplete(_Cause, frozen=True):
+    """All steps are done, and nobody is left who holds some shard of the last state."""
+
+    KIND = CauseKind.STATE
+
+    def __str__(self) -> str:
+        return "nobody holds the rest of the last state"
+
+
+class Stopping(_Cause, frozen=True):
+    """The job was asked to stop."""
+
+    KIND = CauseKind.STOP
+
+    def __str__(self) -> str:
+        return "stop"
+
+
+class RuleMatched(_Cause, frozen=True):
+    """A health rule matched on a node."""
+
+    KIND = CauseKind.HEALTH
+
+    rule: str
+    """Its name."""
+    evidence: str = ""
+    """What it matched."""
+
+    def __str__(self) -> str:
+        return f"{self.rule}: {self.evidence}" if self.evidence else self.rule
+
+
+# ---------------------------------------------------------------- the script
+
+
+class ScriptRaised(_Cause, frozen=True):
+    """The training script raised an error."""
+
+    KIND = CauseKind.SCRIPT
+
+    error: str
+    """The exception's class."""
+    message: str
+    """Its text."""
+    phase: str | None = None
+    """The part of the step in which it was raised; None: outside of a step."""
+
+    def __str__(self) -> str:
+        return f"{self.error}: {self.message}" + (f" in {self.phase}" if self.phase else "")
+
+
+class NotFinite(ScriptRaised, frozen=True):
+    """A gradient was not finite, which a machine may cause as well as a script."""
+
+    KIND = CauseKind.NAN
+
+
+class ShapesDiffer(_Cause, frozen=True):
+    """Workers of one job made replicas of different shapes."""
+
+    KIND = CauseKind.SCRIPT
+
+    reason: str
+    """Which worker made which shape."""
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+# ---------------------------------------------------------------- written by older versions
+
+
+class Recorded(_Cause, frozen=True):
+    """A cause as text, from a state, ledger or report of an older version. Only `of_text` makes one."""
+
+    text: str
+    """As it was written."""
+    was: CauseKind = CauseKind.OTHER
+    """Its kind, if the text tells it."""
+
+    @property
+    def kind(self) -> CauseKind:
+        """What sort of cause it is."""
+        return self.was
+
+    def __str__(self) -> str:
+        return self.text
+
+
+Cause = (
+    ConnectionClosed
+    | NodeSilent
+    | AgentReplaced
+    | WorkersFail
+    | WorkersDoNotStart
+    | ChecksFailed
+    | NodeReclaimed
+    | ProcessEnded
+    | ProcessVanished
+    | NeverStarted
+    | Hang
+    | ProcessStopped
+    | LeftBehind
+    | NotReady
+    | NotSaved
+    | CollectiveFailed
+    | MemberLeft
+    | CoordinatorLost
+    | NobodyHasState
+    | LastStateIncomplete
+    | Stopping
+    | RuleMatched
+    | ScriptRaised
+    | NotFinite
+    | ShapesDiffer
+    | Recorded
+)
+"""Every cause. A state or message that holds one is decoded with this type."""
+
+_WRITTEN = (
+    (r"hang\b|its process is stopped|did not leave the broken generation", CauseKind.HANG),
+    (
+        r"killed by signal \d|exit code \d|its agent no longer knows it|it was never started",
+        CauseKind.PROCESS,
+    ),
+    (r"(its agent's|its) connection closed|silent for \d|a new agent took its place", CauseKind.NODE),
+    (r"its workers (do not start|fail again and again)|its deep checks ", CauseKind.NODE),
+    (r"Slurm ", CauseKind.RECLAIMED),
+    (r"not ready within \d|did not save the state in time", CauseKind.TIMEOUT),
+    (r"a collective failed|\S+ left it$", CauseKind.COLLECTIVE),
+    (r"the coordinator was lost", CauseKind.COORDINATOR),
+    (r"no worker holds the state|nobody holds the rest of the last state", CauseKind.STATE),
+    (r"NonFiniteGradient\b", CauseKind.NAN),
+    (r"StateChanged\b|[A-Za-z_][\w.]*(Error|Exception|Interrupt)(:|$)", CauseKind.SCRIPT),
+)
+"""How older versions began their causes. An error of the script is known by the class of the exception alone."""
+
+
+def written(cause: Cause) -> dict[str, str]:
+    """A cause as ledgers and reports have it: its words for people, its kind for whoever counts."""
+    return {"cause": str(cause), "cause_kind": cause.kind.value}
+
+
+def kind_of_text(text: str) -> CauseKind:
+    """The kind of a cause that an older version wrote in words; `OTHER` if they are not known."""
+    return next((kind for pattern, kind in _WRITTEN if re.match(pattern, text)), CauseKind.OTHER)
+
+
+def of_text(text: str) -> Recorded:
+    """A cause that an older version wrote in words."""
+    return Recorded(text, kind_of_text(text))

@@ -1,0 +1,177 @@
+"""Every cause that the core can write has its kind, and a fault of a machine is never counted as the script's."""
+
+import ast
+import json
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+import pytest
+from desk import Desk, running
+from test_core_cases import at
+
+import holdfast
+from holdfast.coordinator.kernel import events as e
+from holdfast.coordinator.kernel.incidents import kind_of
+from holdfast.coordinator.kernel.state import CoreState
+from holdfast.coordinator.service.older import state_of
+from holdfast.coordinator.service.store import Store
+from holdfast.protocol import causes
+from holdfast.protocol import messages as m
+from holdfast.protocol.availability import NodeTaken
+from holdfast.protocol.causes import CauseKind, kind_of_text
+from holdfast.protocol.phases import Phase
+
+SOURCES = Path(holdfast.__file__).parent
+RECORDED = Path(__file__).parent / "recorded"
+CAUSES = {cause.__name__: cause for cause in get_args(causes.Cause)}
+KINDS = {
+    "ConnectionClosed": "node", "NodeSilent": "node", "AgentReplaced": "node", "WorkersFail": "node",
+    "WorkersDoNotStart": "node", "ChecksFailed": "node", "NodeReclaimed": "reclaimed",
+    "ProcessEnded": "process", "ProcessVanished": "process", "NeverStarted": "process",
+    "Hang": "hang", "ProcessStopped": "hang", "LeftBehind": "hang", "NotReady": "timeout", "NotSaved": "timeout",
+    "CollectiveFailed": "collective", "MemberLeft": "collective", "CoordinatorLost": "coordinator",
+    "NobodyHasState": "state", "LastStateIncomplete": "state", "Stopping": "stop", "RuleMatched": "health",
+    "ScriptRaised": "script", "ShapesDiffer": "script", "NotFinite": "nan", "Recorded": "other",
+}  # fmt: skip
+"""Of every cause. A new one is added here by a person who has thought about whose fault it is."""
+
+
+def an_example(cause: type[msgspec.Struct]) -> msgspec.Struct:
+    """A cause with something in every field that has no default."""
+    fields = [f for f in msgspec.structs.fields(cause) if f.required]
+    return cause(**{f.name: {int: -9, float: 2.0}.get(f.type, "some text") for f in fields})
+
+
+def calls(tree: ast.AST) -> set[str]:
+    """Names of what is called anywhere in it."""
+    found = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return {f.attr if isinstance(f, ast.Attribute) else getattr(f, "id", "") for f in found}
+
+
+def names(tree: ast.AST) -> set[str]:
+    """Names that occur anywhere in it."""
+    return {getattr(n, "attr", getattr(n, "id", "")) for n in ast.walk(tree)}
+
+
+def test_every_cause_has_the_kind_that_somebody_gave_it():
+    assert {name: an_example(cause).kind for name, cause in CAUSES.items()} == KINDS
+
+
+def test_there_is_no_cause_that_is_not_one_of_these():
+    made = {c.__name__ for c in _all_below(causes._Cause)}
+    assert made == set(CAUSES)
+    for path in (SOURCES / "coordinator").rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        assert "Recorded" not in calls(tree), (
+            f"{path}: only the reader of older versions makes a cause from text"
+        )
+        for node in ast.walk(tree):
+            if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None:
+                name = node.arg if isinstance(node, ast.arg) else getattr(node.target, "id", "")
+                text = name == "cause" and "str" in ast.unparse(node.annotation).split(" | ")
+                assert not text, f"{path}: a cause as text"
+
+
+def test_the_core_makes_every_one_of_them():
+    made = set().union(*(names(ast.parse(p.read_text())) for p in (SOURCES / "coordinator").rglob("*.py")))
+    used = made | names(ast.parse((SOURCES / "coordinator" / "kernel" / "events.py").read_text()))
+    assert set(CAUSES) - {"Recorded"} <= used
+
+
+def _all_below(base: type) -> set[type]:
+    return set(base.__subclasses__()).union(*(_all_below(c) for c in base.__subclasses__()))
+
+
+@pytest.mark.parametrize("name", sorted(CAUSES))
+def test_a_cause_is_the_same_after_it_was_written(name):
+    cause = an_example(CAUSES[name])
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(cause), type=causes.Cause) == cause
+    assert str(cause)
+
+
+@pytest.mark.parametrize(
+    "name", sorted(set(CAUSES) - {"ChecksFailed", "NodeReclaimed", "ShapesDiffer", "Stopping"})
+)
+def test_the_words_of_a_cause_tell_a_reader_of_older_ledgers_its_kind(name):
+    cause = an_example(CAUSES[name])
+    real = {
+        "ScriptRaised": ("ValueError", "bad"),
+        "NotFinite": ("NonFiniteGradient", "bad"),
+        "MemberLeft": ("n0.0#1",),
+    }
+    if name in real:
+        cause = CAUSES[name](*real[name])
+    expected = "other" if name == "RuleMatched" else cause.kind  # its incident has the rule
+    assert kind_of_text(str(cause)) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "what a later version says", "xid-79: fallen off the bus", "the switch is gone", "Errors: many"],
+)
+def test_text_that_is_not_known_is_never_the_script_s(text):
+    assert kind_of_text(text) is CauseKind.OTHER
+
+
+# ---------------------------------------------------------------- what became of the four that counted as the script's
+
+
+def kinds(desk: Desk) -> list[str]:
+    return [kind_of(i) for i in desk.incidents()]
+
+
+def test_a_worker_that_does_not_leave_a_broken_generation_hangs():
+    desk = running(3)
+    desk.exits("n2.0#3", -9)
+    desk.parks("n0.0#1", 5)
+    desk.wait(3.1)
+    assert kinds(desk) == ["process", "hang"]
+
+
+def test_a_worker_whose_process_is_stopped_hangs():
+    desk = running(3)
+    desk.exits("n2.0#3", -9)
+    desk.do(e.NodeSays("n1", m.Stalled("n1.0#2", at(desk, "n1.0#2", Phase.FORWARD, process="T"))))
+    assert kinds(desk) == ["process", "hang"]
+
+
+def test_a_worker_that_its_agent_does_not_know_is_a_lost_process():
+    desk = running(2)
+    desk.crash()
+    desk.node("n0")
+    desk.back("n1")
+    desk.wait(2.1)
+    assert kinds(desk)[-1] == "process"
+
+
+def test_a_node_that_slurm_takes_is_reclaimed():
+    desk = running(3)
+    desk.do(NodeTaken("n1", "Slurm took it out of the allocation"))
+    assert kinds(desk) == ["reclaimed"]
+
+
+# ---------------------------------------------------------------- what older versions wrote
+
+
+def test_a_state_of_an_older_version_is_read_with_its_causes():
+    store = Store(RECORDED / "job.sqlite", read_only=True)
+    try:
+        snapshot = store.kept("core")
+        state = store.load()
+    finally:
+        store.close()
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(snapshot, type=CoreState)
+    plain = msgspec.msgpack.decode(snapshot)
+    assert [str(i.cause) for i in state.incidents] == [i["cause"] for i in plain["incidents"]]
+    assert [kind_of(i) for i in state.incidents]
+    assert str(state.blame.cause) == plain["blame"]["cause"]
+    assert state_of(msgspec.msgpack.encode(state)) == state
+
+
+def test_the_causes_in_a_report_of_an_older_version_have_kinds():
+    report = json.loads((RECORDED / "report.json").read_text())
+    assert report["incidents"]
+    for incident in report["incidents"]:
+        assert kind_of_text(incident["cause"]) not in (CauseKind.SCRIPT, CauseKind.OTHER)
