@@ -89,7 +89,7 @@ class Nvml:
         return self._events.fileno()
 
     def read(self) -> Iterator[Reading | Line]:
-        """Xids that came as the kernel's lines; every `every_s` seconds also `nvml.silent_s` and what is in docs/health.md,
+        """Xids that came as the kernel's lines; every `every_s` seconds also `nvml.silent_s` and what is in docs/health/rules.md,
         per GPU."""
         yield from self._events.lines()
         now = self._clock()

@@ -35,7 +35,7 @@ _HW_COUNTERS = (
     "rx_drops",
     "unresponsive_remote_events",
 )
-"""Of the many that drivers have, those that somebody has a threshold for (docs/health.md)."""
+"""Of the many that drivers have, those that somebody has a threshold for (docs/health/rules.md)."""
 
 
 class Rdma:
