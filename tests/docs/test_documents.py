@@ -163,10 +163,16 @@ def test_every_command_exists(page):
                 raise AssertionError(f"{shlex.join(words)}: {error}") from error
 
 
+@pytest.mark.timeout(300)
 @each_page(that_runs=True)
 def test_what_is_not_an_excerpt_runs(page, tmp_path):
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = os.environ | {"HOLDFAST_HOME": str(tmp_path / "home"), "PATH": path}
+    # One thread: on a loaded machine torch's threads would wait for each other most of the time.
+    environment = os.environ | {
+        "HOLDFAST_HOME": str(tmp_path / "home"),
+        "PATH": path,
+        "OMP_NUM_THREADS": "1",
+    }
     (tmp_path / "work").mkdir()
     tokens = np.random.default_rng(0).integers(0, 256, 50_000, dtype=np.uint8)
     np.save(tmp_path / "work" / "corpus.npy", tokens)
