@@ -24,6 +24,8 @@ from typing import Any
 
 import msgspec
 
+from holdfast.coordinator.kernel.events import Record
+
 PLAIN, SHARDED = 4_000, 1_000
 """Schedules of each kind that are recorded. About one plain one in eight is at level 0."""
 SHARDED_FROM = 10_000_000
@@ -97,6 +99,8 @@ def run(seed: int, lines: list[str] | None = None) -> str:
 
 def canonical(value: Any) -> Any:
     """A value as plain lists and words, under the recorded names, without what does not count."""
+    if isinstance(value, Record):  # recorded when an event was a kind with any fields
+        return ["Record", *canonical({"kind": value.kind, "fields": value.fields})]
     if isinstance(value, msgspec.Struct):
         fields = {name: getattr(value, name) for name in value.__struct_fields__}
         return [_recorded(type(value).__name__), *canonical(fields)]

@@ -40,13 +40,13 @@ def test_an_incident_that_strikes_again_stalls_for_as_long_as_nobody_trained():
     desk = running(3, wait_for_spare=True)
     strikes(desk, 0.6)
     [incident] = desk.incidents()
-    first = incidents.describe(desk.state, incident)
+    first = incidents.shown(desk.state, incident)
     for _ in range(20):
         desk.wait(1.0)
         desk.commit(desk.state.committed + 1)
     took_s = strikes(desk, 0.5)
     assert desk.incidents() == [incident]
-    told = incidents.describe(desk.state, incident)
+    told = incidents.shown(desk.state, incident)
     assert told["stall_s"] == pytest.approx(took_s, abs=0.05)
     assert told["decide_s"] <= told["stall_s"] <= told["full_strength_s"] < 1.0
     assert (told["earlier_stalls"], told["earlier_stall_s"]) == (1, first["stall_s"])
@@ -74,7 +74,7 @@ def test_an_incident_that_strikes_again_before_full_strength_has_two_stalls():
     [incident] = desk.incidents()
     assert incident.open
     assert incident.first_commit_at_s is not None
-    first = incidents.describe(desk.state, incident)["stall_s"]
+    first = incidents.shown(desk.state, incident)["stall_s"]
     newcomer = desk.worker_on("n1")
     desk.ready(newcomer)
     desk.commit(desk.state.committed + 1)
@@ -82,7 +82,7 @@ def test_an_incident_that_strikes_again_before_full_strength_has_two_stalls():
         desk.parks(worker, desk.state.committed)
     assert newcomer in desk.members()
     desk.exits(newcomer, -9)  # before a step was committed with it
-    told = incidents.describe(desk.state, incident)
+    told = incidents.shown(desk.state, incident)
     assert (told["stall_s"], told["earlier_stalls"], told["earlier_stall_s"]) == (None, 1, first)
 
 
@@ -96,7 +96,7 @@ def test_training_that_went_on_after_a_finding_is_no_part_of_the_stall():
     desk.exits(desk.worker_on("n1"), -9)
     train_on(desk)
     [incident] = desk.incidents()
-    assert incidents.describe(desk.state, incident)["stall_s"] == pytest.approx(desk.now - died_s, abs=0.05)
+    assert incidents.shown(desk.state, incident)["stall_s"] == pytest.approx(desk.now - died_s, abs=0.05)
 
 
 def test_a_fault_that_stopped_training_as_it_was_found_stalls_from_then_on():
@@ -107,4 +107,4 @@ def test_a_fault_that_stopped_training_as_it_was_found_stalls_from_then_on():
     desk.exits(desk.worker_on("n1"), -9)
     train_on(desk)
     [incident] = desk.incidents()
-    assert incidents.describe(desk.state, incident)["stall_s"] == pytest.approx(desk.now - found_s, abs=0.05)
+    assert incidents.shown(desk.state, incident)["stall_s"] == pytest.approx(desk.now - found_s, abs=0.05)

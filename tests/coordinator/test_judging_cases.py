@@ -159,7 +159,7 @@ def test_an_error_lets_the_node_go_at_a_step_edge():
     assert incident.quiet
     assert not incident.open
     assert desk.state.lost_steps == desk.state.restarts_used == 0
-    assert incidents.describe(desk.state, incident)["stall_s"] is None
+    assert incidents.shown(desk.state, incident)["stall_s"] is None
 
 
 def test_without_another_node_it_trains_on_until_there_is_one():

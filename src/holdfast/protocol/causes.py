@@ -412,11 +412,6 @@ _WRITTEN = (
 """How older versions began their causes. An error of the script is known by the class of the exception alone."""
 
 
-def written(cause: Cause) -> dict[str, str]:
-    """A cause as ledgers and reports have it: its words for people, its kind for whoever counts."""
-    return {"cause": str(cause), "cause_kind": cause.kind.value}
-
-
 def kind_of_text(text: str) -> CauseKind:
     """The kind of a cause that an older version wrote in words; `OTHER` if they are not known."""
     return next((kind for pattern, kind in _WRITTEN if re.match(pattern, text)), CauseKind.OTHER)

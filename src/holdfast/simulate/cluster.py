@@ -20,9 +20,11 @@ from typing import Any
 from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel.machine import Core
 from holdfast.coordinator.kernel.state import CoreState, JobPhase
+from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import HealthSpec
 from holdfast.protocol.job import Durable, JobSpec, Timing
+from holdfast.protocol.ledger import LedgerEvent
 from holdfast.protocol.snapshots import Copy, DurableTier, Key, Part, Saving, Shard
 from holdfast.simulate import names, strikes
 from holdfast.simulate.arrivals import Arrivals, Source
@@ -47,7 +49,7 @@ class Cluster:
         names: int = 0,
         one_by_one: bool = False,
         trace: Trace | None = None,
-        note: Callable[[float, str, dict[str, Any]], None] | None = None,
+        note: Callable[[float, LedgerEvent], None] | None = None,
     ) -> None:
         """names: so many nodes beside the spares and the one that stands for the rest; 0: every machine is one.
         one_by_one: the core hears every message by itself. trace: which nodes there are when, instead of the scenario's
@@ -257,7 +259,7 @@ class Cluster:
                     self.obey(machine, message)
             elif type(action) is e.Record:
                 if self.note is not None:
-                    self.note(self.now - BEGIN_S, action.kind, action.fields)
+                    self.note(self.now - BEGIN_S, action.event)
             elif type(action) is e.ProvideNode:
                 pass  # see _order_nodes: a request that the core repeats is one that is still on its way
             elif type(action) is e.ReleaseNode:
@@ -521,9 +523,8 @@ class Cluster:
         self.finished_s = self.now - BEGIN_S
         self.incidents += len(self.core.state.incidents)
         if self.note is not None:
-            self.note(
-                self.finished_s, "ended", {"outcome": outcome, "reason": None, "step": self.steps.committed}
-            )
+            ended = ledger.Ended(outcome=outcome, reason=None, step=self.steps.committed)
+            self.note(self.finished_s, ended)
 
     # ------------------------------------------------------------ saved state, and the end of a job
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from holdfast.coordinator.service.report import build_report
 from holdfast.coordinator.service.store import Store
 from holdfast.errors import UsageError
+from holdfast.protocol.ledger import LedgerEvent
 from holdfast.simulate.cluster import Cluster
 from holdfast.simulate.machine import BEGIN_S
 from holdfast.simulate.scenario import Scenario
@@ -29,7 +29,7 @@ def replay(scenario: Scenario, seed: int, folder: Path, trace: Trace | None = No
     """
     if (folder / "spec.json").exists():
         raise UsageError(f"{folder} has a job already; choose another --job")
-    entries: list[tuple[float, str, dict[str, Any]]] = []
+    entries: list[tuple[float, LedgerEvent]] = []
     kept: list[Cluster] = []
     run(scenario, seed, trace=trace, note=lambda *entry: entries.append(entry), keep=kept.append)
     (cluster,) = kept
@@ -43,9 +43,9 @@ def replay(scenario: Scenario, seed: int, folder: Path, trace: Trace | None = No
     store = Store(folder / "job.sqlite")
     try:
         store.begin()
-        for t_s, kind, fields in entries:
+        for t_s, event in entries:
             utc = (STARTED + timedelta(seconds=t_s)).isoformat(timespec="milliseconds")
-            store.add_event(round(t_s, 4), utc, kind, fields)
+            store.add_event(round(t_s, 4), utc, event.kind, event)
         store.save(state)
         store.commit()
     finally:

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from holdfast.protocol.ledger import LedgerEvent
 from holdfast.simulate.cluster import Cluster
 from holdfast.simulate.machine import FewNames
 from holdfast.simulate.scenario import Scenario
@@ -46,17 +47,17 @@ def run(
     fold: bool = True,
     one_by_one: bool = False,
     trace: Trace | None = None,
-    note: Callable[[float, str, dict[str, Any]], None] | None = None,
+    note: Callable[[float, LedgerEvent], None] | None = None,
     keep: Callable[[Cluster], None] | None = None,
 ) -> Trial:
     """Runs one trial. fold: many machines share few names. one_by_one, trace, note: see `Cluster`. Neither of fold and
     one_by_one changes the result. keep: is given the cluster as it is at the end."""
     names = NAMES if fold and scenario.nodes > WHOLE else 0
     while True:
-        entries: list[tuple[float, str, dict[str, Any]]] = []
+        entries: list[tuple[float, LedgerEvent]] = []
 
-        def book(t_s: float, kind: str, fields: dict[str, Any], to: list[Any] = entries) -> None:
-            to.append((t_s, kind, fields))
+        def book(t_s: float, event: LedgerEvent, to: list[Any] = entries) -> None:
+            to.append((t_s, event))
 
         try:
             cluster = Cluster(scenario, seed, names, one_by_one, trace, book if note is not None else None)

@@ -139,7 +139,7 @@ class Checks:
                     self._provided,
                     spec.max_restarts + state.unpaid,
                 )
-            case e.Record(kind, fields):
+            case e.Record(kind=kind, fields=fields):
                 msgspec.json.encode(fields)
                 if kind == "started":
                     names = frozenset(str(w) for w in _listed(fields["workers"]))
@@ -506,7 +506,7 @@ class Checks:
             self._check_stopped(state)
         self.require([i.id for i in state.incidents] == list(range(1, len(state.incidents) + 1)), "ids")
         for incident in state.incidents:
-            told = incidents.describe(state, incident)
+            told = incidents.shown(state, incident)
             for name, value in told.items():
                 self.require(
                     not name.endswith("_s") or value is None or float(str(value)) >= 0,

@@ -189,14 +189,14 @@ class SavedChecks:
                 rows = [f"{b:x}" for b in bits or ()]
                 require([x.row.xxh3 for x in shards] == rows, "other bits of step %d", step)
                 self._orders[(tier.url, step)] = node
-            case e.Record("snapshot", fields):
+            case e.Record(kind="snapshot", fields=fields):
                 self._whole = [*self._whole, (_number(fields, "step"), _number(fields, "generation"))]
                 self._whole = sorted(self._whole)[-memory_snapshots.KEPT_WHOLE :]
-            case e.Record("snapshot-unreadable", fields):
+            case e.Record(kind="snapshot-unreadable", fields=fields):
                 gone = (_number(fields, "step"), _number(fields, "generation"))
                 self._safe.pop(gone, None)
                 self._whole = [x for x in self._whole if x != gone]
-            case e.Record("saved", fields):
+            case e.Record(kind="saved", fields=fields):
                 step = _number(fields, "step")
                 durables = self.checks.cluster.durables
                 there = durables.get((str(fields["url"]), step))

@@ -12,6 +12,7 @@ from holdfast.coordinator.kernel.health_state import KEPT_MACHINES, Act, Checkin
 from holdfast.coordinator.kernel.history import Kind, Remembered
 from holdfast.coordinator.kernel.requests import PauseRequests, RefuseNode
 from holdfast.coordinator.kernel.state import Incident, Node
+from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
 from holdfast.protocol.causes import ChecksFailed
 from holdfast.protocol.health import Condition, Remedy
@@ -45,7 +46,7 @@ def admit(core: Context, node: Node, hello: m.Hello, past: Sequence[Remembered])
     node.identity, node.devices = hello.identity, hello.devices
     unsure = [c.name for c in hello.checks if c.condition is Condition.UNKNOWN]
     if unsure:
-        core.record("checks-unknown", node=node.name, checks=unsure)
+        core.record(ledger.ChecksUnknown(node=node.name, checks=unsure))
     known = history.standing(past, node.devices)
     node.trial, node.lemon = known.trial, known.lemon
     if not any(a.machine == node.machine for a in s.health.acts):
@@ -57,7 +58,7 @@ def admit(core: Context, node: Node, hello: m.Hello, past: Sequence[Remembered])
     elif core.spec.health.deep:
         _check(core, node, NEW)
     if node.lemon:
-        core.record("lemon", node=node.name, reason=node.lemon)
+        core.record(ledger.Lemon(node=node.name, reason=node.lemon))
 
 
 def forget(core: Context) -> None:
@@ -80,7 +81,9 @@ def _check(core: Context, node: Node, why: str) -> None:
     s.health.requests += 1
     node.held = f"deep checks: {why}"
     node.checking = Checking(s.health.requests, core.now + CHECKS_S, why)
-    core.record("node-held", node=node.name, reason=f"not used before it has passed the deep checks: {why}")
+    core.record(
+        ledger.NodeHeld(node=node.name, reason=f"not used before it has passed the deep checks: {why}")
+    )
     repeat(core, node)
 
 
@@ -104,7 +107,7 @@ def checked(core: Context, node: Node, message: m.Checked) -> None:
     took = [r.name for r in message.results]
     node.checking, node.held = None, None
     was = _take_back(core, node.machine)
-    core.record("readmitted", node=node.name, checks=took, was=was)
+    core.record(ledger.Readmitted(node=node.name, checks=took, was=was))
     if was and node.identity:
         core.act(Remember(node.identity, Kind.READMITTED, node.name, text=f"passed {len(took)} deep checks"))
 
@@ -115,7 +118,7 @@ def turn_away(core: Context, node: Node, reason: str) -> None:
     count(core.state.health.totals.withheld, "checks")
     core.act(MarkNode(node.name, reason))
     quarantine(core, node, reason, None)
-    core.record("node-refused", node=node.name, reason=reason)
+    core.record(ledger.NodeRefused(node=node.name, reason=reason))
     core.request(RefuseNode(node, ChecksFailed(reason)))
 
 
@@ -163,4 +166,4 @@ def cleared(core: Context, machine: str, rule: str) -> None:
         node.lemon = ""
         if node.held is not None and node.then is None:
             node.checking, node.held = None, None
-            core.record("readmitted", node=node.name, checks=[], was="cleared by a person")
+            core.record(ledger.Readmitted(node=node.name, checks=[], was="cleared by a person"))

@@ -17,7 +17,7 @@ from holdfast.coordinator.kernel.health_state import (
     stronger,
 )
 from holdfast.coordinator.kernel.state import Incident, Node
-from holdfast.protocol import causes
+from holdfast.protocol import causes, ledger
 from holdfast.protocol.health import Condition, Finding, Remedy, Severity
 
 ECHO_S = 10.0
@@ -70,7 +70,7 @@ def _counts(finding: Finding) -> bool:
 
 def _write(core: Context, node: Node, finding: Finding, incident: Incident | None) -> None:
     told = msgspec.structs.asdict(finding)
-    core.record("finding", node=node.name, incident=incident.id if incident else None, **told)
+    core.record(ledger.Finding(node=node.name, incident=incident.id if incident else None, **told))
 
 
 def _sight(core: Context, node: Node, finding: Finding) -> None:
@@ -112,8 +112,12 @@ def _explained(core: Context, incident: Incident, sighting: Sighting, finding: F
     incidents.explain(incident, sighting, core.now)
     incident.node = incident.node or sighting.node
     incident.source, incident.firm, incident.device = finding.source, finding.firm, finding.device
-    told = causes.written(incident.cause)
-    core.record("incident-explained", id=incident.id, node=sighting.node, was=str(was), **told)
+    cause = incident.cause
+    core.record(
+        ledger.IncidentExplained(
+            id=incident.id, node=sighting.node, was=str(was), cause=str(cause), cause_kind=cause.kind
+        )
+    )
 
 
 def _incident(core: Context, node: Node, finding: Finding) -> Incident:

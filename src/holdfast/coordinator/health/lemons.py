@@ -11,6 +11,7 @@ from holdfast.coordinator.kernel.health_state import Act, count
 from holdfast.coordinator.kernel.requests import DrainNode
 from holdfast.coordinator.kernel.state import JobPhase, Node, WorkerPhase
 from holdfast.coordinator.membership import queries as membership
+from holdfast.protocol import ledger
 from holdfast.protocol.health import Remedy
 
 LEMON = "lemon"
@@ -22,7 +23,7 @@ def advance(core: Context) -> None:
     if lemon is None or not (better := _better(core, lemon)) or core.now < _from_s(core, lemon):
         return
     instead = ", ".join(n.name for n in better)
-    core.record("lemon-leaves", node=lemon.name, reason=lemon.lemon, instead=instead)
+    core.record(ledger.LemonLeaves(node=lemon.name, reason=lemon.lemon, instead=instead))
     act = Act(core.now, lemon.machine, lemon.name, LEMON, Remedy.REPLACE, done_s=core.now)
     blast_radius.entered(core, act)
     count(core.state.health.totals.acts, act.remedy)

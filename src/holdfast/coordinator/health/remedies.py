@@ -14,6 +14,7 @@ from holdfast.coordinator.kernel.health_state import Act
 from holdfast.coordinator.kernel.history import Kind
 from holdfast.coordinator.kernel.requests import AwaitReturn, DrainNode, DropCopies, EvictWorkers, RemoveNode
 from holdfast.coordinator.kernel.state import Incident, Node, Worker, WorkerPhase
+from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
 from holdfast.protocol.causes import Cause
 from holdfast.protocol.health import Remedy, Severity
@@ -71,7 +72,9 @@ def _plan(core: Context, node: Node, incident: Incident, remedy: Remedy) -> None
         core.request(DrainNode(node, f"{remedy.value} for {incident.cause}"))
     elif node.held is None:
         node.held = str(incident.cause)
-        core.record("node-held", node=node.name, reason=f"not used from the next start on: {incident.cause}")
+        core.record(
+            ledger.NodeHeld(node=node.name, reason=f"not used from the next start on: {incident.cause}")
+        )
 
 
 def _take_out(core: Context, node: Node, incident: Incident, act: Act) -> None:
@@ -106,7 +109,7 @@ def _replace(core: Context, node: Node, incident: Incident | None, reason: str) 
 
 def _reboot(core: Context, node: Node, incident: Incident | None, reason: str) -> None:
     """A node that has left the job. What Slurm boots it may give to others, and it watches itself that it comes back."""
-    core.record("rebooting", node=node.name, reason=reason)
+    core.record(ledger.Rebooting(node=node.name, reason=reason))
     core.act(RebootNode(node.name, reason))
     core.request(AwaitReturn())
     if core.spec.engine != "slurm":
@@ -120,7 +123,7 @@ def came_back(core: Context, node: Node, known: Node | None) -> None:
         same = before is known or before.machine == node.machine
         if same and before.boots_until_s is not None:
             took_s = core.now - before.boots_until_s + core.spec.health.reboot_s
-            core.record("rebooted", node=node.name, took_s=round(took_s, 3))
+            core.record(ledger.Rebooted(node=node.name, took_s=round(took_s, 3)))
             before.boots_until_s = None
 
 
@@ -138,7 +141,7 @@ def settle(core: Context, incident: Incident) -> None:
     """What was done about a quiet incident is done."""
     if incident.quiet and incident.open:
         incident.full_at_s = core.now
-        core.record("incident-settled", **incidents.describe(core.state, incident))
+        core.record(incidents.describe(core.state, incident, ledger.IncidentSettled))
 
 
 # ---------------------------------------------------------------- planned, and now the node has left
@@ -160,7 +163,7 @@ def left(core: Context, node: Node) -> None:
     if act is not None:
         act.done_s = core.now
     reason = node.leaving or cause
-    core.record("node-left", node=node.name, reason=reason)
+    core.record(ledger.NodeLeft(node=node.name, reason=reason))
     core.send(node.name, m.Shutdown(reason))
     transitions.lose_node(node)
     core.request(DropCopies(node))
@@ -183,7 +186,7 @@ def call_off(core: Context, node: Node, incident: Incident) -> bool:
     acts.remove(act)
     node.then, node.leaving, node.leaves_until_s, node.held = None, None, None, None
     incident.does = None
-    core.record("node-stays", node=node.name)
+    core.record(ledger.NodeStays(node=node.name))
     settle(core, incident)
     return True
 
@@ -202,7 +205,7 @@ def _send(core: Context, node: Node, act: Act) -> None:
     if any(w.node == node.name and not w.exited for w in core.state.workers.values()):
         return
     act.sent, act.until_s = True, core.now + core.timing.start_s
-    core.record("repairing", node=node.name, remedy=act.remedy, device=act.device, incident=act.incident)
+    core.record(ledger.Repairing(node=node.name, remedy=act.remedy, device=act.device, incident=act.incident))
     repeat(core, node)
 
 
@@ -222,7 +225,7 @@ def repaired(core: Context, node: Node, request: int, error: str | None) -> None
     act.done_s, act.error, act.until_s = core.now, error, None
     node.then = None
     core.record(
-        "repaired", node=node.name, remedy=act.remedy, error=error, incident=act.incident, took_s=took_s
+        ledger.Repaired(node=node.name, remedy=act.remedy, error=error, incident=act.incident, took_s=took_s)
     )
     incident = core.state.incidents[act.incident - 1]
     if error is None:

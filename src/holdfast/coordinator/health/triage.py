@@ -25,6 +25,7 @@ from holdfast.coordinator.kernel.health_state import (
 )
 from holdfast.coordinator.kernel.history import Kind
 from holdfast.coordinator.kernel.state import Incident, Node
+from holdfast.protocol import ledger
 from holdfast.protocol.health import Finding, Remedy, Severity, acts_on_node
 
 BURST_S = 180.0
@@ -62,7 +63,7 @@ def _is_storm(core: Context, node: Node, incident: Incident) -> bool:
     nodes, of, within_s = seen
     key = f"storm {incident.rule}"
     if core.now - core.state.health.said.get(key, -BURST_S) >= BURST_S:
-        core.record("storm", rule=incident.rule, nodes=nodes, of=of, within_s=round(within_s, 3))
+        core.record(ledger.Storm(rule=incident.rule, nodes=nodes, of=of, within_s=round(within_s, 3)))
     _say(core, key)
     reason = f"{nodes} of {of} nodes report it within {within_s:.0f} s"
     health = core.state.health
@@ -230,7 +231,9 @@ def _withhold(core: Context, node: Node, incident: Incident, decision: Decision)
                 blast_radius.limit(core),
             )
             window_s = core.spec.health.blast_window_s
-            core.record("blast-limit", node=node.name, nodes=done, of=size, limit=limit, within_s=window_s)
+            core.record(
+                ledger.BlastLimit(node=node.name, nodes=done, of=size, limit=limit, within_s=window_s)
+            )
     if decision.against == "budget":
         ask(core, node, incident.rule, str(incident.cause), incident)
 
@@ -240,17 +243,18 @@ def _verdict(core: Context, node: Node, incident: Incident, decision: Decision, 
         return  # said already
     incident.verdict = decision.reason
     core.record(
-        "verdict",
-        incident=incident.id,
-        node=node.name,
-        rule=incident.rule,
-        asked=incident.asked,
-        does=does,
-        would=decision.does,
-        against=decision.against,
-        reason=decision.reason,
-        weighed=decision.weighed,
-        again_s=None if decision.after_s is None else round(decision.after_s - core.now, 3),
+        ledger.Verdict(
+            incident=incident.id,
+            node=node.name,
+            rule=incident.rule,
+            asked=incident.asked,
+            does=does,
+            would=decision.does,
+            against=decision.against,
+            reason=decision.reason,
+            weighed=list(decision.weighed),
+            again_s=None if decision.after_s is None else round(decision.after_s - core.now, 3),
+        )
     )
 
 
@@ -262,16 +266,17 @@ def on_trial(core: Context, node: Node, finding: Finding) -> None:
     soft = escalation.soft(finding.source, finding.firm)
     decision = _decision(core, node, finding.rule, finding.device, soft, finding.remedy, finding)
     core.record(
-        "verdict",
-        incident=None,
-        node=node.name,
-        rule=finding.rule,
-        asked=finding.remedy,
-        does=Remedy.WATCH,
-        would=decision.does,
-        against="trial",
-        reason=f"the rule is on trial; it would be: {decision.reason}",
-        weighed=decision.weighed,
+        ledger.Verdict(
+            incident=None,
+            node=node.name,
+            rule=finding.rule,
+            asked=finding.remedy,
+            does=Remedy.WATCH,
+            would=decision.does,
+            against="trial",
+            reason=f"the rule is on trial; it would be: {decision.reason}",
+            weighed=list(decision.weighed),
+        )
     )
 
 
@@ -290,7 +295,7 @@ def ask(core: Context, node: Node, rule: str, text: str, incident: Incident | No
     asks[:] = [a for a in asks if (a.node, a.rule) != (node.name, rule)]
     asks.append(Ask(core.now, node.name, rule, text[:TEXT_CHARS], number))
     del asks[:-KEPT_ASKS]
-    core.record("asked", node=node.name, rule=rule, text=text, incident=number or None)
+    core.record(ledger.Asked(node=node.name, rule=rule, text=text, incident=number or None))
 
 
 # ---------------------------------------------------------------- what is decided

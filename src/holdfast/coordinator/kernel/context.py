@@ -21,9 +21,10 @@ from holdfast.coordinator.kernel.events import (
 )
 from holdfast.coordinator.kernel.requests import NoteStrike, R, Request
 from holdfast.coordinator.kernel.state import CoreState, Incident, Node, Worker, WorkerPhase
-from holdfast.protocol import causes
+from holdfast.protocol import causes, ledger
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import JobSpec
+from holdfast.protocol.ledger import LedgerEvent
 
 T = TypeVar("T")
 
@@ -68,9 +69,9 @@ class Context(ABC):
         """Queues a message for a worker."""
         self.send(worker.node, m.Tell(worker.name, message))
 
-    def record(self, kind: str, **fields: object) -> None:
+    def record(self, event: LedgerEvent) -> None:
         """Queues an entry of the ledger."""
-        self._out.append(Record(kind, fields))
+        self._out.append(Record(event))
 
     def open_incident(
         self,
@@ -88,10 +89,12 @@ class Context(ABC):
         incident = incidents.open_incident(self.state, since_s, cause, node=node, workers=workers, **known)
         incident.rung = incident.rung or rung
         if len(self.state.incidents) > count:
-            self.record("incident-opened", **incidents.describe(self.state, incident))
+            self.record(incidents.describe(self.state, incident, ledger.IncidentOpened))
         else:
             if cause != incident.cause:  # else it is what was found that took its effect
-                self.record("incident-joined", id=incident.id, node=node, **causes.written(cause))
+                self.record(
+                    ledger.IncidentJoined(id=incident.id, node=node, cause=str(cause), cause_kind=cause.kind)
+                )
             self.request(NoteStrike(incident))
         return incident
 

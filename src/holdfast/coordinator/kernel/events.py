@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from holdfast.coordinator.kernel.history import Kind, Remembered
 from holdfast.protocol.availability import Capacity, NodeAvailable, NodeGoing, NodeTaken, NodeUnavailable
 from holdfast.protocol.causes import Cause, ConnectionClosed
 from holdfast.protocol.job import Durable
+from holdfast.protocol.ledger import LedgerEvent
 from holdfast.protocol.messages import AgentMessage, Hello, ToAgent
 
 
@@ -125,8 +128,17 @@ class Send(msgspec.Struct, frozen=True):
 class Record(msgspec.Struct, frozen=True):
     """Write into the ledger of events."""
 
-    kind: str
-    fields: dict[str, object]
+    event: LedgerEvent
+
+    @property
+    def kind(self) -> str:
+        """The event's name in the ledger."""
+        return self.event.kind
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The event's fields, also those that hold a default."""
+        return msgspec.structs.asdict(self.event)
 
 
 class ProvideNode(msgspec.Struct, frozen=True):

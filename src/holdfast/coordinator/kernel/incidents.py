@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import msgspec
 
 from holdfast.coordinator.kernel.events import Record
 from holdfast.coordinator.kernel.health_state import KEPT_EVIDENCE, TEXT_CHARS, Evidence, Sighting, graver
 from holdfast.coordinator.kernel.state import CoreState, Incident, Injection
-from holdfast.protocol import causes
+from holdfast.protocol import ledger
 from holdfast.protocol.causes import Cause, CauseKind, Hang, RuleMatched
 from holdfast.protocol.health import Severity
+from holdfast.protocol.ledger import IncidentFacts
 from holdfast.protocol.messages import Joined
 
 COORDINATOR = "coordinator"
@@ -288,10 +292,10 @@ def committed(state: CoreState, now: float) -> list[Record]:
             incident.first_commit_at_s = now
             if state.level == 2 or incident.rung == COORDINATOR:
                 incident.lost_steps = incident.lost_steps or 0
-            records.append(Record("incident-resumed", describe(state, incident)))
+            records.append(Record(describe(state, incident, ledger.IncidentResumed)))
         if _full(state, incident):
             incident.full_at_s = now
-            records.append(Record("incident-closed", describe(state, incident)))
+            records.append(Record(describe(state, incident, ledger.IncidentClosed)))
     while state.closed < len(state.incidents) and not state.incidents[state.closed].open:
         state.closed += 1
     return records
@@ -302,36 +306,44 @@ def _full(state: CoreState, incident: Incident) -> bool:
     return state.generation is not None and state.generation.strength >= min(incident.world, state.target)
 
 
-def describe(state: CoreState, incident: Incident) -> dict[str, object]:
-    """The incident as the report shows it. Durations in seconds; unknown is None. Of one that disturbed training more than
-    once they are of the last time; earlier_stalls, earlier_stall_s: how often it stood still before, and for how long."""
+F = TypeVar("F", bound=IncidentFacts)
+
+
+def describe(state: CoreState, incident: Incident, event: type[F]) -> F:
+    """The incident as an event of the ledger. Durations in seconds; unknown is None."""
     began = incident.began_s
-    return {
-        "id": incident.id,
-        "fault": incident.fault,
-        "injected": incident.injected,
-        "node": incident.node,
-        "ranks": incident.ranks,
-        "at_step": incident.at_step,
-        "t_s": _gap(state.began_s, began),
-        "detect_s": None if incident.fault_at_s is None else _gap(began, incident.detected_at_s),
-        "decide_s": _gap(incident.detected_at_s, incident.decided_at_s),
-        "replace_s": _gap(incident.detected_at_s, incident.replaced_at_s),
-        "join_s": incident.join_s,
-        "restore_s": incident.restore_s,
-        "first_step_s": _gap(incident.joined_at_s, incident.full_at_s or incident.first_commit_at_s),
-        "stall_s": stall_s(incident),
-        "earlier_stalls": incident.earlier_stalls,
-        "earlier_stall_s": round(incident.earlier_stall_s, 4),
-        "full_strength_s": _gap(began, incident.full_at_s),
-        "lost_steps": incident.lost_steps,
-        "rung": incident.rung,
-        **causes.written(incident.cause),
-        "rule": incident.rule or None,
-        "quiet": incident.quiet,
-        "verdict": incident.verdict or None,
-        "where": incident.where or None,
-    }
+    return event(
+        id=incident.id,
+        fault=incident.fault,
+        injected=incident.injected,
+        node=incident.node,
+        ranks=incident.ranks,
+        at_step=incident.at_step,
+        t_s=_gap(state.began_s, began),
+        detect_s=None if incident.fault_at_s is None else _gap(began, incident.detected_at_s),
+        decide_s=_gap(incident.detected_at_s, incident.decided_at_s),
+        replace_s=_gap(incident.detected_at_s, incident.replaced_at_s),
+        join_s=incident.join_s,
+        restore_s=incident.restore_s,
+        first_step_s=_gap(incident.joined_at_s, incident.full_at_s or incident.first_commit_at_s),
+        stall_s=stall_s(incident),
+        earlier_stalls=incident.earlier_stalls,
+        earlier_stall_s=round(incident.earlier_stall_s, 4),
+        full_strength_s=_gap(began, incident.full_at_s),
+        lost_steps=incident.lost_steps,
+        rung=incident.rung,
+        cause=str(incident.cause),
+        cause_kind=incident.cause.kind,
+        rule=incident.rule or None,
+        quiet=incident.quiet,
+        verdict=incident.verdict or None,
+        where=incident.where or None,
+    )
+
+
+def shown(state: CoreState, incident: Incident) -> dict[str, Any]:
+    """The incident as status and report have it."""
+    return msgspec.structs.asdict(describe(state, incident, IncidentFacts))
 
 
 def stall_s(incident: Incident) -> float | None:

@@ -61,7 +61,7 @@ from holdfast.coordinator.membership import (
     workers,
 )
 from holdfast.coordinator.storage import durable_checkpoints, memory_snapshots
-from holdfast.protocol import causes
+from holdfast.protocol import causes, ledger
 from holdfast.protocol import messages as m
 from holdfast.protocol.availability import Capacity, NodeAvailable, NodeGoing, NodeTaken, NodeUnavailable
 from holdfast.protocol.job import Durable, JobSpec
@@ -291,7 +291,7 @@ class Core(Context):
             case m.Started(worker_name, pid, log):
                 if worker := self.state.workers.get(worker_name):
                     worker.log = log
-                    self.record("worker-started", worker=worker_name, node=name, pid=pid, log=log)
+                    self.record(ledger.WorkerStarted(worker=worker_name, node=name, pid=pid, log=log))
             case m.Exited():
                 failures.exited(self, message)
             case m.Leaving(reason, within_s):

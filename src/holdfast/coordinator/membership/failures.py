@@ -11,7 +11,7 @@ from holdfast.coordinator.kernel.script_fault import script_fault
 from holdfast.coordinator.kernel.state import Blame, Failure, Injection, JobPhase, Node, Worker, WorkerPhase
 from holdfast.coordinator.membership import counting, gang, generations, nodes, policy, shutdown
 from holdfast.errors import NonFiniteGradient, StateChanged
-from holdfast.protocol import causes
+from holdfast.protocol import causes, ledger
 from holdfast.protocol import messages as m
 from holdfast.protocol.phases import Phase
 
@@ -43,7 +43,11 @@ def failed(core: Context, worker: Worker, message: m.Failed) -> None:
     blame = Blame(cause, rank, worker.node, message.step, message.traceback, log=worker.log)
     s.blames[worker.name] = blame
     at = message.step if message.step is not None else worker.committed  # between two steps: after that many
-    core.record("failed", worker=worker.name, rank=rank, node=worker.node, step=at, **causes.written(cause))
+    core.record(
+        ledger.Failed(
+            worker=worker.name, rank=rank, node=worker.node, step=at, cause=str(cause), cause_kind=cause.kind
+        )
+    )
     if message.error == StateChanged.__name__:
         # No machine does this, and a worker in its place would run the same script: another attempt proves nothing.
         generations.break_generation(core, cause)
@@ -122,7 +126,7 @@ def exited(core: Context, message: m.Exited) -> None:
     described = Blame(causes.ProcessEnded(message.code), node=worker.node, log=message.log)
     blame = s.blames.setdefault(worker.name, described)
     blame.tail, blame.log = list(message.tail), message.log
-    core.record("worker-exited", worker=worker.name, node=worker.node, code=message.code, log=message.log)
+    core.record(ledger.WorkerExited(worker=worker.name, node=worker.node, code=message.code, log=message.log))
     core.request(AwaitChecksums(worker, message))
     counting.exited(s, worker.name, message.steps)
     if worker.phase is WorkerPhase.GONE:
@@ -229,7 +233,9 @@ def condemn(core: Context, workers: Iterable[Worker], cause: causes.Cause) -> No
             core.open_incident(cause, node=node, workers=names)
             breaks = True
         else:
-            core.record("worker-ended", workers=[w.name for w in ours], **causes.written(cause))
+            core.record(
+                ledger.WorkerEnded(workers=[w.name for w in ours], cause=str(cause), cause_kind=cause.kind)
+            )
         for worker in ours:
             rank = s.generation.rank_of(worker.name) if s.generation else None
             s.blames[worker.name] = Blame(cause, rank, node, s.committed, log=worker.log)
@@ -277,13 +283,14 @@ def injected(core: Context, injection: Injection) -> None:
     s = core.state
     rank = s.generation.rank_of(injection.worker) if s.generation and injection.worker else None
     core.record(
-        "fault-injected",
-        fault=injection.fault,
-        fault_kind=injection.kind,
-        node=injection.node,
-        worker=injection.worker,
-        rank=rank,
-        step=s.committed,
+        ledger.FaultInjected(
+            fault=injection.fault,
+            fault_kind=injection.kind,
+            node=injection.node,
+            worker=injection.worker,
+            rank=rank,
+            step=s.committed,
+        )
     )
     if injection.kind == "preempt-node":
         return  # the node says so itself, and leaves as planned

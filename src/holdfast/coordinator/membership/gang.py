@@ -13,7 +13,7 @@ from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.script_fault import ScriptFault
 from holdfast.coordinator.kernel.state import Blame, Incident, JobPhase, Node, Worker, WorkerPhase
 from holdfast.coordinator.membership import counting, failures, nodes, policy, shutdown
-from holdfast.protocol import causes
+from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
 from holdfast.protocol.causes import Cause, Hang, ProcessEnded, WorkersFail
 from holdfast.protocol.job import CACHE_VARIABLE
@@ -89,7 +89,7 @@ def _launch(core: Context) -> None:
             s.wait_deadline_s = None  # they have a deadline of their own
         elif s.wait_deadline_s is None:
             s.wait_deadline_s = core.now + core.timing.wait_s
-            core.record("waiting", workers=count * spec.nproc, target=s.target)
+            core.record(ledger.Waiting(workers=count * spec.nproc, target=s.target))
         if not nodes.coming(core):
             shutdown.give_up(core, "no more nodes may be asked for", s.blame)
             advance(core)
@@ -137,7 +137,7 @@ def _start_all(core: Context, chosen: list[Node]) -> None:
     transitions.enter_job(core, JobPhase.RUNNING)
     s.history.append((round(core.now - s.began_s, 4), world))
     incidents.decided(s, core.now, "restart of all workers")
-    core.record("started", generation=s.number, world=world, workers=[x.worker for x in members])
+    core.record(ledger.Started(generation=s.number, world=world, workers=[x.worker for x in members]))
 
 
 def exited(core: Context, worker: Worker, message: m.Exited) -> None:
@@ -205,8 +205,16 @@ def came_first(core: Context, workers: list[Worker], node: str, cause: Cause) ->
     incidents.caused(s, core.now, incident, cause, node, names)
     rank = incident.ranks[0] if len(incident.ranks) == 1 else None
     s.blame = Blame(cause, rank, node, s.step, log=workers[0].log)
-    told = causes.written(cause)
-    core.record("incident-explained", id=incident.id, node=node, ranks=incident.ranks, was=str(was), **told)
+    core.record(
+        ledger.IncidentExplained(
+            id=incident.id,
+            node=node,
+            ranks=incident.ranks,
+            was=str(was),
+            cause=str(cause),
+            cause_kind=cause.kind,
+        )
+    )
     return incident
 
 
@@ -237,7 +245,7 @@ def restart(core: Context, reason: str, counts: bool = True) -> None:
     s.restarts_used += counts
     transitions.enter_job(core, JobPhase.BREAKING)
     s.break_deadline_s = None
-    core.record("restart", generation=s.number, reason=reason)
+    core.record(ledger.Restart(generation=s.number, reason=reason))
     end_all(core, grace_s=TERM_GRACE_S)
 
 

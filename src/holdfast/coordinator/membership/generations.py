@@ -19,7 +19,7 @@ from holdfast.coordinator.membership import (
 )
 from holdfast.coordinator.membership.rank_assignment import Seating
 from holdfast.coordinator.storage import queries as storage
-from holdfast.protocol import causes
+from holdfast.protocol import causes, ledger
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import Durable
 from holdfast.protocol.snapshots import Copy, Holder
@@ -51,7 +51,7 @@ def break_generation(core: Context, cause: causes.Cause) -> None:
     s.broke_cause, s.broke_at_s, s.unheard_s = cause, core.now, 0.0
     s.break_deadline_s = core.now + core.timing.stall_s(core.median_s())
     s.inspect_deadline_s = None
-    core.record("broke", generation=s.generation.number, reason=str(cause), step=s.committed)
+    core.record(ledger.Broke(generation=s.generation.number, reason=str(cause), step=s.committed))
     replica_groups.broke(core, str(cause))
 
 
@@ -61,7 +61,7 @@ def end_at_commit(core: Context, reason: str) -> None:
     if s.generation is None or s.yielding:
         return
     s.yielding, s.change_reason = True, reason
-    core.record("yield", generation=s.generation.number, reason=reason)
+    core.record(ledger.Yield(generation=s.generation.number, reason=reason))
     for worker in core.inside():
         core.tell(worker, m.Yield(s.generation.number))
 
@@ -72,7 +72,7 @@ def collective_error(core: Context, worker: Worker, message: m.CollectiveError) 
     if s.generation is None or message.generation != s.generation.number:
         return
     if worker.phase is WorkerPhase.MEMBER:
-        core.record("collective-error", worker=worker.name, step=message.step, detail=message.detail)
+        core.record(ledger.CollectiveError(worker=worker.name, step=message.step, detail=message.detail))
         seat = s.seats[worker.name]
         if seat.restore and message.step < 0 and s.phase is JobPhase.RUNNING:
             if seat.copy is not None:
@@ -164,7 +164,7 @@ def try_form(core: Context) -> None:
         s.wait_deadline_s = core.now + core.timing.wait_s
     if s.number and not s.waiting:
         s.waiting = True
-        core.record("waiting", workers=count, target=s.target)
+        core.record(ledger.Waiting(workers=count, target=s.target))
     if nodes.hopeless(core):
         why = "the restart budget is spent" if core.budget_spent() else "no more nodes may be asked for"
         shutdown.give_up(core, why, None)
@@ -191,8 +191,8 @@ def _worth_waiting(core: Context) -> bool:
 
 def _start_over(core: Context, survivors: list[Worker]) -> None:
     """No live copy of the state and no checkpoint: only a new process holds the state that all began from."""
-    names = [w.name for w in survivors]
-    core.record("worker-ended", workers=names, **causes.written(causes.NobodyHasState()))
+    names, cause = [w.name for w in survivors], causes.NobodyHasState()
+    core.record(ledger.WorkerEnded(workers=names, cause=str(cause), cause_kind=cause.kind))
     for worker in survivors:
         failures.end_worker(core, worker)
     nodes.staff(core)
@@ -283,15 +283,16 @@ def _form(core: Context, survivors: list[Worker], kept: list[Worker], fresh: lis
         incidents.replaced(s, core.now)
     incidents.decided(s, core.now, _rung(core, fresh, complete))
     core.record(
-        "formed",
-        generation=s.number,
-        start=start,
-        world=complete,
-        workers=list(ranks),
-        restore=sorted(restore),
-        applied=bool(outcome.apply),
-        source=_source(outcome, snapshot, durable),
-        **({"rows": list(connected)} if connected else {}),
+        ledger.Formed(
+            generation=s.number,
+            start=start,
+            world=complete,
+            workers=list(ranks),
+            restore=sorted(restore),
+            applied=bool(outcome.apply),
+            source=_source(outcome, snapshot, durable),
+            rows=list(connected) if connected else None,
+        )
     )
 
 

@@ -8,7 +8,7 @@ from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.state import JobPhase, Worker, WorkerPhase
 from holdfast.coordinator.membership import failures, gang, generations, policy
 from holdfast.health import stacks
-from holdfast.protocol import causes
+from holdfast.protocol import causes, ledger
 from holdfast.protocol import messages as m
 from holdfast.protocol.phases import SLOW_PHASES, WAITING_PHASES, Phase
 
@@ -61,7 +61,7 @@ def stalled(core: Context, name: str, view: m.WorkerView) -> None:
     s.inspect_deadline_s = core.now + core.timing.inspect_s
     inspection = core.transient(Inspection)
     inspection.begin({w.node for w in core.inside()})
-    core.record("stalled", worker=name, node=worker.node, step=s.step)
+    core.record(ledger.Stalled(worker=name, node=worker.node, step=s.step))
     for node in sorted(inspection.unheard):
         core.send(node, m.Inspect(s.inspect_request))
 
@@ -105,7 +105,7 @@ def judge(core: Context) -> None:
         named = ()
     groups = stacks.cluster({v.worker: inspection.stacks.get(v.worker, "") for v in inspection.views})
     where = stacks.describe(groups, ranks)
-    core.record("stall-judged", workers=list(named), reason=verdict.reason, where=where)
+    core.record(ledger.StallJudged(workers=list(named), reason=verdict.reason, where=where))
     culprits = [s.workers[w] for w in named if s.workers[w].phase is WorkerPhase.MEMBER]
     if verdict.one_of:  # the longest here, so that it is the other one's turn if the hang comes again
         culprits = sorted(culprits, key=lambda w: w.started_s)[:1]

@@ -25,7 +25,7 @@ from holdfast.coordinator.membership import (
     shutdown,
     workers,
 )
-from holdfast.protocol import causes
+from holdfast.protocol import causes, ledger
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import Remedy
 from holdfast.protocol.phases import Phase
@@ -74,13 +74,13 @@ def joined(core: Context, hello: m.Hello, past: tuple[Remembered, ...] = ()) -> 
         resize.going(core, node.name, hello.leaving.reason, hello.leaving.within_s)
     s.joined += known is None
     s.replacing = max(0, s.replacing - 1)
-    core.record("node-joined", node=hello.node, host=hello.host, slots=hello.slots)
+    core.record(ledger.NodeJoined(node=hello.node, host=hello.host, slots=hello.slots))
     core.request(AdmitNode(node, hello, past, known))
     _reconcile(core, node, hello)
 
 
 def _refuse(core: Context, name: str, reason: str) -> None:
-    core.record("node-refused", node=name, reason=reason)
+    core.record(ledger.NodeRefused(node=name, reason=reason))
     core.send(name, m.Shutdown(f"this node is refused: {reason}"))
 
 
@@ -98,7 +98,7 @@ def taken(core: Context, name: str, reason: str) -> None:
     node.leaving = node.leaving or reason
     if node.alive:
         lose(core, node, causes.NodeReclaimed(reason), release=False)
-    core.record("node-taken", node=name, reason=reason)
+    core.record(ledger.NodeTaken(node=name, reason=reason))
 
 
 def fence(core: Context, node: Node | None, name: str) -> None:
@@ -122,7 +122,7 @@ def lose(core: Context, node: Node, cause: causes.Cause, release: bool = True) -
     transitions.lose_node(node)
     ours = [w for w in core.alive_workers() if w.node == node.name]
     part = [w for w in ours if w.phase in (WorkerPhase.MEMBER, WorkerPhase.PARKED)]
-    core.record("node-lost", node=node.name, **causes.written(cause))
+    core.record(ledger.NodeLost(node=node.name, cause=str(cause), cause_kind=cause.kind))
     incident = None
     if s.level != 2 and node.refused is None:
         incident = gang.came_first(core, part, node.name, cause)
@@ -403,10 +403,10 @@ def unavailable(core: Context, reason: str) -> None:
         s.replacing -= 1
         s.replaced -= 1
     s.ask_after_s = core.now + core.timing.form_s
-    core.record("node-unavailable", reason=reason)
+    core.record(ledger.NodeUnavailable(reason=reason))
     for node in core.alive_nodes():
         if node.then is not None and node.leaving is not None:
-            core.record("node-trains-on", node=node.name, reason=node.leaving)
+            core.record(ledger.NodeTrainsOn(node=node.name, reason=node.leaving))
 
 
 def available(core: Context) -> None:

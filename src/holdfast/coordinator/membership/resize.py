@@ -18,6 +18,7 @@ from holdfast.coordinator.membership import failures, gang, policy, queries, sha
 from holdfast.coordinator.membership.rank_assignment import Seating
 from holdfast.coordinator.storage import queries as storage
 from holdfast.errors import UsageError
+from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import Remedy
 
@@ -60,7 +61,7 @@ def resize(core: Context, nodes: int, reason: str) -> None:
     s = core.state
     before = s.wanted_nodes
     s.asked_nodes = nodes
-    core.record("resize", nodes=nodes, before=before, reason=reason)
+    core.record(ledger.Resize(nodes=nodes, before=before, reason=reason))
     _resized(core, before, reason, None)
 
 
@@ -69,7 +70,7 @@ def capacity(core: Context, nodes: int | None, reason: str, within_s: float | No
     s = core.state
     before = s.wanted_nodes
     s.capacity_nodes = nodes
-    core.record("capacity", nodes=nodes, before=before, reason=reason, within_s=within_s)
+    core.record(ledger.Capacity(nodes=nodes, before=before, reason=reason, within_s=within_s))
     least = max(s.spec.min_nodes, s.least_nodes)
     if s.wanted_nodes < least:
         shutdown.request(core, f"{reason}: {s.wanted_nodes} of at least {least} nodes are left", "stopped")
@@ -114,7 +115,7 @@ def _fit(core: Context, reason: str, within_s: float | None) -> None:
     if excess < 0:
         for node in [n for n in core.alive_nodes() if n.excess][:-excess]:
             node.leaving, node.leaves_until_s, node.excess = None, None, False
-            core.record("node-stays", node=node.name)
+            core.record(ledger.NodeStays(node=node.name))
     trains = s.generation is not None and s.phase is JobPhase.RUNNING
     if excess <= 0 or (s.level == 2 and not trains):
         return
@@ -149,7 +150,7 @@ def _whole_rows_first(core: Context, members: list[Node]) -> list[Node]:
 def _mark(core: Context, node: Node, reason: str, within_s: float | None) -> None:
     if node.leaving is None:
         node.leaving, node.leaves_since_s = reason, core.now
-        core.record("node-leaving", node=node.name, reason=reason, within_s=within_s)
+        core.record(ledger.NodeLeaving(node=node.name, reason=reason, within_s=within_s))
         core.send(node.name, m.Drain(reason))
     if within_s is not None:
         until_s = core.now + within_s
@@ -365,7 +366,7 @@ def _release(core: Context, node: Node) -> None:
     core.request(NoteNodeLost(node, None))  # what its agent still does is overtaken
     reason = node.leaving or ""
     transitions.lose_node(node)
-    core.record("node-left", node=node.name, reason=reason)
+    core.record(ledger.NodeLeft(node=node.name, reason=reason))
     core.send(node.name, m.Shutdown(reason))
     core.request(DropCopies(node))
     core.act(ReleaseNode(node.name, reason, planned=True))
@@ -407,20 +408,20 @@ def committed(core: Context, now: float) -> None:
     s.changed.count, s.changed.stall_s = s.changed.count + 1, s.changed.stall_s + change.stall_s
     if change.joined:
         s.join_cost_s = change.stall_s
-    core.record("changed", **describe(s, change))
+    core.record(describe(s, change))
 
 
-def describe(state: CoreState, change: Change) -> dict[str, object]:
+def describe(state: CoreState, change: Change) -> ledger.Changed:
     """The change as the report shows it. stall_s: from the last commit to the next, less a median step."""
-    return {
-        "id": change.id,
-        "reason": change.reason,
-        "t_s": round(max(0.0, change.left_at_s - state.began_s), 4),
-        "at_step": change.at_step,
-        "from_world": change.before,
-        "to_world": change.after,
-        "joined": change.joined,
-        "join_s": change.join_s,
-        "restore_s": change.restore_s,
-        "stall_s": None if change.stall_s is None else round(change.stall_s, 4),
-    }
+    return ledger.Changed(
+        id=change.id,
+        reason=change.reason,
+        t_s=round(max(0.0, change.left_at_s - state.began_s), 4),
+        at_step=change.at_step,
+        from_world=change.before,
+        to_world=change.after,
+        joined=change.joined,
+        join_s=change.join_s,
+        restore_s=change.restore_s,
+        stall_s=None if change.stall_s is None else round(change.stall_s, 4),
+    )

@@ -9,6 +9,7 @@ from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.state import Blame, Worker, WorkerPhase
 from holdfast.coordinator.membership import shutdown
 from holdfast.coordinator.membership.rank_assignment import Seating, seat, wanted
+from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
 from holdfast.protocol.causes import ShapesDiffer
 
@@ -25,7 +26,7 @@ def fits(core: Context, worker: Worker, ready: m.Ready) -> bool:
         for starting in core.workers_in(*COMING):
             starting.position %= s.positions
         if s.asked_nodes is not None and s.asked_nodes < s.least_nodes:  # nobody knew the shape then
-            core.record("resize", nodes=s.least_nodes, before=s.asked_nodes, reason="a whole replica")
+            core.record(ledger.Resize(nodes=s.least_nodes, before=s.asked_nodes, reason="a whole replica"))
             s.asked_nodes = s.least_nodes
         if s.wanted_nodes < s.least_nodes:
             reason = f"{s.wanted_nodes} of at least {s.least_nodes} nodes are left"
@@ -104,7 +105,7 @@ def rebuild(core: Context) -> None:
             expected.remove(position)
         elif spare:
             worker = spare.pop(0)
-            core.record("rebuild", worker=worker.name, position=position, before=worker.position)
+            core.record(ledger.Rebuild(worker=worker.name, position=position, before=worker.position))
             transitions.enter(core, worker, WorkerPhase.ATTACHED)
             worker.position = position
             worker.ready, worker.rebuilds, worker.started_s = None, position, core.now

@@ -9,7 +9,7 @@ from holdfast.coordinator.kernel.requests import ForgetLast, NoteLast, ReportUns
 from holdfast.coordinator.kernel.state import Blame, JobPhase, Worker, WorkerPhase
 from holdfast.coordinator.membership import failures, gang, generations, policy
 from holdfast.coordinator.storage import queries as storage
-from holdfast.protocol import causes
+from holdfast.protocol import causes, ledger
 from holdfast.protocol import messages as m
 
 # ---------------------------------------------------------------- why
@@ -28,7 +28,7 @@ def request(core: Context, reason: str, outcome: str) -> None:
         return
     s.stop_reason, s.outcome = reason, s.outcome or outcome  # all steps may be done already
     s.stop_deadline_s = core.now + max(core.timing.stop_s, 3 * (core.median_s() or 0.0))
-    core.record("stop-requested", reason=reason, outcome=outcome)
+    core.record(ledger.StopRequested(reason=reason, outcome=outcome))
 
 
 def due(core: Context) -> None:
@@ -78,7 +78,9 @@ def done(core: Context, worker: Worker, message: m.Done) -> None:
     core.state.committed = max(core.state.committed, message.committed)
     if message.held:
         core.request(NoteLast(worker))
-    core.record("worker-done", worker=worker.name, step=message.committed, params_xxh3=message.params_xxh3)
+    core.record(
+        ledger.WorkerDone(worker=worker.name, step=message.committed, params_xxh3=message.params_xxh3)
+    )
 
 
 # ---------------------------------------------------------------- all steps are done
@@ -143,8 +145,8 @@ def _last_stop(core: Context, worker: Worker, last: int) -> m.Stop:
 
 def _undone(core: Context, ended: list[Worker]) -> None:
     """Some have all steps, but of a shard nobody is left who has: all go on from the newest whole snapshot."""
-    told = causes.written(causes.LastStateIncomplete())
-    core.record("worker-ended", workers=[w.name for w in ended], **told)
+    cause = causes.LastStateIncomplete()
+    core.record(ledger.WorkerEnded(workers=[w.name for w in ended], cause=str(cause), cause_kind=cause.kind))
     for worker in ended:
         worker.digest = None
         if worker.phase is not WorkerPhase.GONE:
@@ -266,8 +268,8 @@ def end(core: Context) -> None:
     ours = core.spec.engine == "local"
     s.keeps_memory = ours and (step is not None or storage.may_be_in_memory(core))
     if step is not None:
-        core.record("only-in-memory", step=step, kept=ours, saved=s.durable.step if s.durable else None)
-    core.record("ended", outcome=s.outcome, reason=s.stop_reason, step=s.step)
+        core.record(ledger.OnlyInMemory(step=step, kept=ours, saved=s.durable.step if s.durable else None))
+    core.record(ledger.Ended(outcome=s.outcome, reason=s.stop_reason, step=s.step))
     for node in core.alive_nodes():
         core.send(node.name, m.Shutdown(s.outcome, s.keeps_memory))
     core.act(End(s.outcome))

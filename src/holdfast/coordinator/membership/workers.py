@@ -7,6 +7,7 @@ from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.requests import CompareSteps
 from holdfast.coordinator.kernel.state import Worker, WorkerPhase
 from holdfast.coordinator.membership import failures, figures, gang, resize, shard_policy
+from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
 
 
@@ -14,7 +15,7 @@ def attached(core: Context, worker: Worker) -> None:
     """The script called `hf.start`: the job is at level 2, and `gang` has no more part in it."""
     if core.state.level != 2:
         gang.give_over(core)
-        core.record("level", level=2)
+        core.record(ledger.Level(level=2))
     if worker.phase is WorkerPhase.STARTING:
         transitions.enter(core, worker, WorkerPhase.ATTACHED)
 
@@ -32,7 +33,7 @@ def ready(core: Context, worker: Worker, ready: m.Ready) -> None:
     transitions.enter(core, worker, WorkerPhase.READY)
     worker.ready, worker.ready_at_s = ready, core.now
     core.state.micro_batches = ready.micro_batches or core.state.micro_batches
-    core.record("worker-ready", worker=worker.name, node=worker.node)
+    core.record(ledger.WorkerReady(worker=worker.name, node=worker.node))
     incidents.replaced(core.state, core.now)
     failures.started_well(core, worker)
 

@@ -14,7 +14,6 @@ from holdfast.coordinator.membership import counting, figures, resize
 from holdfast.coordinator.service.store import StepRow
 from holdfast.coordinator.storage.queries import has_all, how_far
 from holdfast.plan.division import idle_share
-from holdfast.protocol import causes
 
 SCHEMA = 1
 INCIDENTS_SHOWN = 20
@@ -41,8 +40,8 @@ def build_report(state: CoreState, steps: list[StepRow], now: float) -> dict[str
             "idle": _idle(state),
         },
         "steps": counting.shown(state, len(steps)) | {"median_s": _median_s(state, took)},
-        "incidents": [incidents.describe(state, i) for i in state.incidents],
-        "changes": [resize.describe(state, c) for c in state.changes],
+        "incidents": [incidents.shown(state, i) for i in state.incidents],
+        "changes": [msgspec.structs.asdict(resize.describe(state, c)) for c in state.changes],
         "slow": [stragglers.shown(x) for x in state.slow],
         "figures": figures.shown(state),
         "goodput": {
@@ -130,7 +129,7 @@ def build_status(state: CoreState, now: float) -> dict[str, Any]:
             for w in state.workers.values()
             if w.phase is not WorkerPhase.GONE
         ],
-        "incidents": [incidents.describe(state, i) for i in state.incidents[-INCIDENTS_SHOWN:]],
+        "incidents": [incidents.shown(state, i) for i in state.incidents[-INCIDENTS_SHOWN:]],
         "slow": [stragglers.shown(x) for x in state.slow if x.until_step is None],
         "figures": figures.shown(state),
         "blame": shown_blame(state.blame) if state.blame else None,
@@ -140,7 +139,8 @@ def build_status(state: CoreState, now: float) -> dict[str, Any]:
 
 def shown_blame(blame: Blame) -> dict[str, Any]:
     """Who is to blame, for a person: the cause in words."""
-    return {**msgspec.to_builtins(blame), **causes.written(blame.cause)}
+    words = {"cause": str(blame.cause), "cause_kind": blame.cause.kind.value}
+    return {**msgspec.to_builtins(blame), **words}
 
 
 def _restoring(state: CoreState, worker: Worker) -> bool:

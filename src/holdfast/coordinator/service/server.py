@@ -39,12 +39,14 @@ from holdfast.coordinator.service.report import build_report, build_status, show
 from holdfast.coordinator.service.starving import Starving
 from holdfast.coordinator.service.store import SNAPSHOT, LedgerEntry, Page, Said, StepRow, Store, own_ledger
 from holdfast.errors import ProtocolError, UsageError
+from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
 from holdfast.protocol.availability import Availability, NodeGoing
 from holdfast.protocol.endpoint import Endpoint, write_endpoint
 from holdfast.protocol.faults import NODE_FAULTS, FaultKind, check_watched, node_name, parse_fault
 from holdfast.protocol.frames import Codec, encode
 from holdfast.protocol.job import JobSpec, Resume
+from holdfast.protocol.ledger import LedgerEvent
 from holdfast.protocol.tenure import LOOK_S, newest_term
 
 _engine_says = msgspec.json.Decoder(Availability)
@@ -320,8 +322,8 @@ class Coordinator:
         state = self._core.state
         records = [a for a in actions if isinstance(a, ev.Record)]
         if any(isinstance(a, ev.End) for a in actions):
-            records += [ev.Record("fault-not-fired", {"fault": f}) for f in self._injector.unfired()]
-        page = Page([self._entry(r.kind, r.fields, now) for r in records])
+            records += [ev.Record(ledger.FaultNotFired(fault=f)) for f in self._injector.unfired()]
+        page = Page([self._entry(r.event, now) for r in records])
         for event in events:
             said = _with_losses(event)
             made_in = before or state.generation
@@ -331,10 +333,10 @@ class Coordinator:
                 page.steps.append(Said(t_s, said.losses, said.generation, len(made_in.members), logged))
         return page
 
-    def _entry(self, kind: str, fields: dict[str, Any], now: float) -> LedgerEntry:
+    def _entry(self, event: LedgerEvent, now: float) -> LedgerEntry:
         self._seq += 1
         utc = datetime.now(UTC).isoformat(timespec="milliseconds")
-        return LedgerEntry(self._seq, round(now - self._core.state.began_s, 4), utc, kind, fields)
+        return LedgerEntry(self._seq, round(now - self._core.state.began_s, 4), utc, event.kind, event)
 
     async def _written(self, page: Page) -> None:
         """Waits until a decision is in the ledger: nobody may hear of it before, or the next coordinator could decide
@@ -354,9 +356,9 @@ class Coordinator:
             )
             self._announce("log", {"text": told})
 
-    def _note(self, kind: str, fields: dict[str, Any]) -> None:
+    def _note(self, event: LedgerEvent) -> None:
         """An event that the core knows nothing of. It is announced when it is written."""
-        entry = self._entry(kind, fields, self._clock())
+        entry = self._entry(event, self._clock())
         self._ledger.write(Page([entry])).add_done_callback(lambda _: self._announce("event", entry))
 
     def _ledger_trouble(self, why: str | None) -> None:
@@ -371,12 +373,12 @@ class Coordinator:
                     "first waits; make room there, or make it writable"
                 },
             )
-            self._note("ledger-failed", {"reason": why})
+            self._note(ledger.LedgerFailed(reason=why))
         else:
             failed_s = round(now_s - self._failed_at, 1)
             text = f"the ledger is written again, after {failed_s:g} s; nothing is missing in it"
             self._announce("log", {"text": text})
-            self._note("ledger-back", {"failed_s": failed_s})
+            self._note(ledger.LedgerBack(failed_s=failed_s))
 
     def _carry_out(self, actions: list[ev.Action], strikes: list[Strike]) -> None:
         begun = {
@@ -532,7 +534,7 @@ class Coordinator:
 
     def _no_history(self, why: str) -> None:
         """Said once; the job goes on without."""
-        self._note("history", {"reason": why})
+        self._note(ledger.History(reason=why))
 
     async def _heard(self, line: Line, data: bytes) -> None:
         node, message = line.node, _codec.decode(data)

@@ -20,6 +20,7 @@ import msgspec
 
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.service.older import state_of
+from holdfast.protocol import ledger
 
 _SCHEMA = """
 create table if not exists kept (name text primary key, value blob not null);
@@ -45,7 +46,8 @@ class LedgerEntry(msgspec.Struct, frozen=True):
     t_s: float
     utc: str
     kind: str
-    fields: dict[str, Any]
+    fields: Any
+    """A `LedgerEvent` as it is written; a dict as it was read."""
 
 
 class StepRow(msgspec.Struct, frozen=True):
@@ -105,6 +107,8 @@ class Store:
             self._db.execute("pragma journal_mode=wal")
             self._db.execute(f"pragma synchronous={'full' if shared else 'normal'}")
             self._db.executescript(_SCHEMA)
+            if self.version < ledger.VERSION:
+                self._db.execute(f"pragma user_version={ledger.VERSION}")
         except BaseException:
             self._db.close()
             raise
@@ -116,6 +120,11 @@ class Store:
         store._db = sqlite3.connect(":memory:", isolation_level=None)
         store._db.deserialize(data)
         return store
+
+    @property
+    def version(self) -> int:
+        """The newest version of the ledger's events that wrote into it; 0: one before they were numbered."""
+        return int(self._db.execute("pragma user_version").fetchone()[0])
 
     def begin(self) -> None:
         """What follows is written together."""
@@ -162,7 +171,7 @@ class Store:
         row = self._db.execute("select value from kept where name = ?", (name,)).fetchone()
         return None if row is None else bytes(row[0])
 
-    def add_event(self, t_s: float, utc: str, kind: str, fields: dict[str, Any]) -> LedgerEntry:
+    def add_event(self, t_s: float, utc: str, kind: str, fields: Any) -> LedgerEntry:
         """Appends to the ledger."""
         cursor = self._db.execute(
             "insert into events (t_s, utc, kind, fields) values (?, ?, ?, ?)", (t_s, utc, kind, _text(fields))
@@ -241,7 +250,7 @@ class Store:
         self._db.close()
 
 
-def _text(fields: dict[str, Any]) -> str:
+def _text(fields: Any) -> str:
     return msgspec.json.encode(fields).decode()
 
 

@@ -13,6 +13,7 @@ from holdfast.coordinator.kernel.events import DurableFound
 from holdfast.coordinator.kernel.state import Node, Snapshot, Storing, TierTotals, Worker
 from holdfast.coordinator.storage import queries
 from holdfast.plan.formulas import daly_interval_s
+from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import Durable
 from holdfast.protocol.snapshots import DurableTier, Key, Shard
@@ -64,7 +65,7 @@ def _skip(core: Context, current: Storing, step: int) -> None:
     current.skipped, current.seen_step, current.seen_s = current.skipped + 1, step, core.now
     totals(core, current.tier).skipped += 1
     if current.skipped == 1:
-        core.record("checkpoint-skipped", step=step, url=current.tier, older=current.step)
+        core.record(ledger.CheckpointSkipped(step=step, url=current.tier, older=current.step))
 
 
 # ---------------------------------------------------------------- tiers that stand still
@@ -85,12 +86,13 @@ def look(core: Context) -> None:
             current.slow = True
             nbytes, total = queries.how_far(current) or (None, None)
             core.record(
-                "tier-slow",
-                url=current.tier,
-                step=current.step,
-                silent_s=round(core.now - current.moved_s, 1),
-                nbytes=nbytes,
-                total_bytes=total,
+                ledger.TierSlow(
+                    url=current.tier,
+                    step=current.step,
+                    silent_s=round(core.now - current.moved_s, 1),
+                    nbytes=nbytes,
+                    total_bytes=total,
+                )
             )
 
 
@@ -203,11 +205,12 @@ def published(core: Context, node: Node, message: m.Published) -> None:
         came.nbytes += sum({x.row.name: x.row.nbytes for x in current.shards}.values())
         came.took_s += current.took_s
         core.record(
-            "saved",
-            step=message.step,
-            url=message.tier,
-            took_s=round(current.took_s, 4),
-            skipped=current.skipped,
+            ledger.Saved(
+                step=message.step,
+                url=message.tier,
+                took_s=round(current.took_s, 4),
+                skipped=current.skipped,
+            )
         )
 
 
@@ -215,11 +218,11 @@ def saved(core: Context, worker: Worker, message: m.Saved) -> None:
     """A checkpoint is whole in a durable tier, or could not be written there."""
     if message.error is not None:
         totals(core, message.url).failures += 1
-        core.record("tier-failed", url=message.url, step=message.step, reason=message.error)
+        core.record(ledger.TierFailed(url=message.url, step=message.step, reason=message.error))
         return
     totals(core, message.url).checkpoints += 1
     there(core, Durable(message.step, message.url))
-    core.record("saved", step=message.step, url=message.url, worker=worker.name)
+    core.record(ledger.Saved(step=message.step, url=message.url, worker=worker.name))
 
 
 # ---------------------------------------------------------------- the result of training
@@ -268,7 +271,7 @@ def last_on_its_way(core: Context) -> bool:
         current = under_way(core, tier.url)
         if current is None:
             before = max((d.step for d in kept if d is not None and d.url == tier.url), default=None)
-            core.record("saving-last", step=snapshot.step, url=tier.url, there=before)
+            core.record(ledger.SavingLast(step=snapshot.step, url=tier.url, there=before))
             _store(core, tier, snapshot, last=True)
         elif core.now >= current.moved_s + core.timing.start_s:
             current.last = True
@@ -284,7 +287,7 @@ def say_unsaved(core: Context) -> None:
         return
     for tier in core.spec.saving.tiers:
         reason = "not every shard of the last state could be kept in the memory of a node"
-        core.record("tier-failed", url=tier.url, step=last, reason=reason)
+        core.record(ledger.TierFailed(url=tier.url, step=last, reason=reason))
 
 
 # ---------------------------------------------------------------- what is there
@@ -324,11 +327,12 @@ def unread(core: Context, durable: Durable, message: m.CollectiveError) -> None:
     s.durable = s.older.pop(0) if s.older else None
     s.unread.append(f"{durable.place}: {message.detail}")
     core.record(
-        "checkpoint-unread",
-        step=durable.step,
-        url=durable.url,
-        reason=message.detail,
-        instead=_instead(core),
+        ledger.CheckpointUnread(
+            step=durable.step,
+            url=durable.url,
+            reason=message.detail,
+            instead=_instead(core),
+        )
     )
 
 
@@ -356,7 +360,7 @@ def _failed(core: Context, current: Storing, reason: str) -> None:
     s.stored[current.tier] = Storing(current.tier, last.step if last else 0, core.now)
     if current.tier not in s.failing_tiers:
         s.failing_tiers.append(current.tier)
-        core.record("tier-failed", url=current.tier, step=current.step, reason=reason)
+        core.record(ledger.TierFailed(url=current.tier, step=current.step, reason=reason))
 
 
 # ---------------------------------------------------------------- nodes and history

@@ -11,6 +11,7 @@ from holdfast.checkpoint import placement
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.state import HeldShard, JobPhase, Node, Rewind, Snapshot, Worker
 from holdfast.coordinator.storage import durable_checkpoints, queries
+from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
 from holdfast.protocol.snapshots import Copy, Key, Lack
 
@@ -69,7 +70,7 @@ def not_held(core: Context, node: Node, key: Key, reason: str, lack: Lack | None
     """A node could not keep a shard. Said once, until a snapshot is whole again."""
     durable_checkpoints.summed(core, node, key)
     if not core.state.skipped:
-        core.record("snapshot-skipped", node=node.name, step=key.step, rank=key.rank, reason=reason)
+        core.record(ledger.SnapshotSkipped(node=node.name, step=key.step, rank=key.rank, reason=reason))
     core.state.skipped += 1
     core.state.totals.skipped += 1
     node.refused_steps[key.rank] = max(node.refused_steps.get(key.rank, -1), key.step)
@@ -119,7 +120,7 @@ def _slots_freed(core: Context, node: Node | None = None) -> None:
 def spoiled(core: Context, node: Node, key: Key, reason: str) -> None:
     """What a node held went bad in its memory: it is copied anew, where another has it."""
     core.state.totals.unread += 1
-    core.record("snapshot-spoiled", node=node.name, step=key.step, rank=key.rank, reason=reason)
+    core.record(ledger.SnapshotSpoiled(node=node.name, step=key.step, rank=key.rank, reason=reason))
     for snapshot in core.state.snapshots:
         for entry in snapshot.shards:
             if entry.copy.key == key:
@@ -439,7 +440,7 @@ def _whole(core: Context, snapshot: Snapshot) -> None:
     if snapshot.whole_s is None:
         _tell_whole(core, snapshot)
     else:
-        core.record("snapshot-back", step=snapshot.step, generation=snapshot.generation)
+        core.record(ledger.SnapshotBack(step=snapshot.step, generation=snapshot.generation))
     s.told_whole = None
     _retire(core)
     durable_checkpoints.begin_due(core)
@@ -480,16 +481,17 @@ def _tell_whole(core: Context, snapshot: Snapshot) -> None:
     totals.took_s += core.now - snapshot.began_s
     totals.stall_s += snapshot.stall_s
     core.record(
-        "snapshot",
-        step=snapshot.step,
-        generation=snapshot.generation,
-        world=snapshot.world,
-        nbytes=sum(rows.values()),
-        nodes=copies,
-        took_s=round(core.now - snapshot.began_s, 4),
+        ledger.Snapshot(
+            step=snapshot.step,
+            generation=snapshot.generation,
+            world=snapshot.world,
+            nbytes=sum(rows.values()),
+            nodes=copies,
+            took_s=round(core.now - snapshot.began_s, 4),
+        )
     )
     if copies < core.spec.saving.copies + 1 and not s.short_of_copies:
-        core.record("few-copies", nodes=copies, wanted=core.spec.saving.copies + 1)
+        core.record(ledger.FewCopies(nodes=copies, wanted=core.spec.saving.copies + 1))
     s.short_of_copies = copies < core.spec.saving.copies + 1
 
 
@@ -505,7 +507,7 @@ def unread(core: Context, copy: Copy) -> None:
             if snapshot.unread >= MAX_UNREAD:
                 s.snapshots.remove(snapshot)
                 s.totals.unread += 1
-                core.record("snapshot-unreadable", step=snapshot.step, generation=snapshot.generation)
+                core.record(ledger.SnapshotUnreadable(step=snapshot.step, generation=snapshot.generation))
 
 
 def went_back(core: Context, start: int) -> None:

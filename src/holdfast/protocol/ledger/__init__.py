@@ -1,0 +1,265 @@
+"""The events of a job's ledger: one frozen struct for each kind.
+
+A kind never changes its meaning, and its fields never change theirs: a kind gains a field with a default, or another kind
+begins. So every version reads what older ones wrote, and shows what later ones wrote as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from holdfast.protocol.ledger.base import LedgerEvent
+from holdfast.protocol.ledger.generations import (
+    Broke,
+    Capacity,
+    Changed,
+    Formed,
+    Level,
+    Resize,
+    Restart,
+    Started,
+    Waiting,
+    Yield,
+)
+from holdfast.protocol.ledger.health import (
+    Asked,
+    BlastLimit,
+    ChecksUnknown,
+    Finding,
+    History,
+    Readmitted,
+    Rebooted,
+    Rebooting,
+    Repaired,
+    Repairing,
+    Storm,
+    Verdict,
+)
+from holdfast.protocol.ledger.incidents import (
+    IncidentClosed,
+    IncidentExplained,
+    IncidentFacts,
+    IncidentJoined,
+    IncidentOpened,
+    IncidentResumed,
+    IncidentSettled,
+)
+from holdfast.protocol.ledger.job import (
+    Ended,
+    FaultInjected,
+    FaultNotFired,
+    LedgerBack,
+    LedgerFailed,
+    StopRequested,
+)
+from holdfast.protocol.ledger.nodes import (
+    Lemon,
+    LemonLeaves,
+    NodeHeld,
+    NodeJoined,
+    NodeLeaving,
+    NodeLeft,
+    NodeLost,
+    NodeRefused,
+    NodeStays,
+    NodeTaken,
+    NodeTrainsOn,
+    NodeUnavailable,
+)
+from holdfast.protocol.ledger.storage import (
+    CheckpointSkipped,
+    CheckpointUnread,
+    FewCopies,
+    OnlyInMemory,
+    Saved,
+    SavingLast,
+    Snapshot,
+    SnapshotBack,
+    SnapshotSkipped,
+    SnapshotSpoiled,
+    SnapshotUnreadable,
+    TierFailed,
+    TierSlow,
+)
+from holdfast.protocol.ledger.workers import (
+    CollectiveError,
+    Failed,
+    Rebuild,
+    Stalled,
+    StallJudged,
+    WorkerDone,
+    WorkerEnded,
+    WorkerExited,
+    WorkerReady,
+    WorkerStarted,
+)
+
+__all__ = [
+    "EVENTS",
+    "VERSION",
+    "Asked",
+    "BlastLimit",
+    "Broke",
+    "Capacity",
+    "Changed",
+    "CheckpointSkipped",
+    "CheckpointUnread",
+    "ChecksUnknown",
+    "CollectiveError",
+    "Ended",
+    "Failed",
+    "FaultInjected",
+    "FaultNotFired",
+    "FewCopies",
+    "Finding",
+    "Formed",
+    "History",
+    "IncidentClosed",
+    "IncidentExplained",
+    "IncidentFacts",
+    "IncidentJoined",
+    "IncidentOpened",
+    "IncidentResumed",
+    "IncidentSettled",
+    "LedgerBack",
+    "LedgerEvent",
+    "LedgerFailed",
+    "Lemon",
+    "LemonLeaves",
+    "Level",
+    "NodeHeld",
+    "NodeJoined",
+    "NodeLeaving",
+    "NodeLeft",
+    "NodeLost",
+    "NodeRefused",
+    "NodeStays",
+    "NodeTaken",
+    "NodeTrainsOn",
+    "NodeUnavailable",
+    "OnlyInMemory",
+    "Readmitted",
+    "Rebooted",
+    "Rebooting",
+    "Rebuild",
+    "Repaired",
+    "Repairing",
+    "Resize",
+    "Restart",
+    "Saved",
+    "SavingLast",
+    "Snapshot",
+    "SnapshotBack",
+    "SnapshotSkipped",
+    "SnapshotSpoiled",
+    "SnapshotUnreadable",
+    "StallJudged",
+    "Stalled",
+    "Started",
+    "StopRequested",
+    "Storm",
+    "TierFailed",
+    "TierSlow",
+    "Verdict",
+    "Waiting",
+    "WorkerDone",
+    "WorkerEnded",
+    "WorkerExited",
+    "WorkerReady",
+    "WorkerStarted",
+    "Yield",
+    "read",
+]
+
+VERSION = 1
+"""Of these structs, kept as SQLite's `user_version` of a ledger. It grows when a kind or a field is added."""
+
+EVENTS: dict[str, type[LedgerEvent]] = {
+    event.kind: event
+    for event in (
+        Asked,
+        BlastLimit,
+        Broke,
+        Capacity,
+        Changed,
+        CheckpointSkipped,
+        CheckpointUnread,
+        ChecksUnknown,
+        CollectiveError,
+        Ended,
+        Failed,
+        FaultInjected,
+        FaultNotFired,
+        FewCopies,
+        Finding,
+        Formed,
+        History,
+        IncidentClosed,
+        IncidentExplained,
+        IncidentJoined,
+        IncidentOpened,
+        IncidentResumed,
+        IncidentSettled,
+        LedgerBack,
+        LedgerFailed,
+        Lemon,
+        LemonLeaves,
+        Level,
+        NodeHeld,
+        NodeJoined,
+        NodeLeaving,
+        NodeLeft,
+        NodeLost,
+        NodeRefused,
+        NodeStays,
+        NodeTaken,
+        NodeTrainsOn,
+        NodeUnavailable,
+        OnlyInMemory,
+        Readmitted,
+        Rebooted,
+        Rebooting,
+        Rebuild,
+        Repaired,
+        Repairing,
+        Resize,
+        Restart,
+        Saved,
+        SavingLast,
+        Snapshot,
+        SnapshotBack,
+        SnapshotSkipped,
+        SnapshotSpoiled,
+        SnapshotUnreadable,
+        StallJudged,
+        Stalled,
+        Started,
+        StopRequested,
+        Storm,
+        TierFailed,
+        TierSlow,
+        Verdict,
+        Waiting,
+        WorkerDone,
+        WorkerEnded,
+        WorkerExited,
+        WorkerReady,
+        WorkerStarted,
+        Yield,
+    )
+}
+"""Every kind of event."""
+
+
+def read(kind: str, fields: Mapping[str, Any]) -> LedgerEvent | None:
+    """An event as this version knows it. None: a later version wrote it, or the fields are not those of the kind."""
+    event = EVENTS.get(kind)
+    if event is None:
+        return None
+    try:
+        return msgspec.convert(fields, event)
+    except msgspec.ValidationError:
+        return None

@@ -1,0 +1,131 @@
+"""Generations of the membership, and planned changes of it."""
+
+from __future__ import annotations
+
+from holdfast.protocol.ledger.base import LedgerEvent
+
+
+class Level(LedgerEvent, frozen=True, kw_only=True):
+    """The script called `holdfast.start`: the job goes on at this level."""
+
+    level: int
+    """2."""
+
+
+class Waiting(LedgerEvent, frozen=True, kw_only=True):
+    """There are too few workers to go on."""
+
+    workers: int
+    """Workers that are there."""
+    target: int
+    """Workers at full strength."""
+
+
+class Started(LedgerEvent, frozen=True, kw_only=True):
+    """At level 0: all workers were started together."""
+
+    generation: int
+    """Its number."""
+    world: int
+    """Workers in it."""
+    workers: list[str]
+    """Their names, by rank."""
+
+
+class Restart(LedgerEvent, frozen=True, kw_only=True):
+    """At level 0: all workers are ended and started again."""
+
+    generation: int
+    """The one that ends."""
+    reason: str
+    """Why."""
+
+
+class Formed(LedgerEvent, frozen=True, kw_only=True):
+    """A generation was formed."""
+
+    generation: int
+    """Its number."""
+    start: int
+    """Committed steps that it goes on from."""
+    world: int
+    """Workers that compute."""
+    workers: list[str]
+    """Their names, by rank."""
+    restore: list[str]
+    """Those that get the state from others."""
+    applied: bool
+    """The step in flight was committed first."""
+    source: str
+    """Where the state comes from: `live`, `memory`, `disk` or `fresh`."""
+    rows: list[int] | None = None
+    """Of each replica, the generation in which its process groups were connected; None: one worker each."""
+
+
+class Broke(LedgerEvent, frozen=True, kw_only=True):
+    """A generation broke."""
+
+    generation: int
+    """Its number."""
+    reason: str
+    """The cause, in words."""
+    step: int
+    """Committed steps."""
+
+
+class Yield(LedgerEvent, frozen=True, kw_only=True):
+    """A generation ends at its next commit, as planned."""
+
+    generation: int
+    """Its number."""
+    reason: str
+    """Why."""
+
+
+class Resize(LedgerEvent, frozen=True, kw_only=True):
+    """A person changed how many nodes the job wants."""
+
+    nodes: int
+    """Nodes that are wanted now."""
+    before: int | None
+    """Nodes that were wanted before."""
+    reason: str
+    """Why."""
+
+
+class Capacity(LedgerEvent, frozen=True, kw_only=True):
+    """The engine changed how many nodes the job may have."""
+
+    nodes: int | None
+    """At most; None: no limit."""
+    before: int | None
+    """The limit before."""
+    reason: str
+    """As the engine gave it."""
+    within_s: float | None
+    """How long the job has to shrink, in seconds; None: no limit."""
+
+
+class Changed(LedgerEvent, frozen=True, kw_only=True):
+    """A planned change of the membership is complete."""
+
+    id: int
+    """Its number."""
+    reason: str
+    """Why."""
+    t_s: float
+    """When the last member left, in seconds since the job's start."""
+    at_step: int
+    """Committed steps then."""
+    from_world: int
+    """Workers before."""
+    to_world: int
+    """Workers after."""
+    joined: int
+    """Newcomers."""
+    join_s: float | None
+    """The longest that a member needed to connect."""
+    restore_s: float | None
+    """The longest that a member needed to get the state."""
+    stall_s: float | None
+    """For how long training stood, less a median step."""
