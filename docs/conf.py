@@ -30,6 +30,7 @@ myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence", "deflist"]
 highlight_language = "none"
 default_role = "literal"
+smartquotes = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_inherit_docstrings = False

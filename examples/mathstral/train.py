@@ -13,10 +13,10 @@ from mistral import empty_model, give_memory, shard
 from torch.nn.functional import cross_entropy
 from weights import Weights
 
-import holdfast as hf
+import holdfast
 
 
-def main(run: hf.Run) -> None:
+def main(run: holdfast.Run) -> None:
     train = config.train
     model = build(run)
     optimizer = torch.optim.AdamW(
@@ -25,7 +25,7 @@ def main(run: hf.Run) -> None:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: share_of_lr(config, run.samples))
     run.protect(model=model, optimizer=optimizer, scheduler=scheduler)
     steps = run.steps(
-        hf.data.TokenDataset(config.data.tokens, config.data.seq_len),
+        holdfast.data.TokenDataset(config.data.tokens, config.data.seq_len),
         global_batch=train.global_batch,
         micro_batch=train.micro_batch,
         until=train.steps,
@@ -42,7 +42,7 @@ def main(run: hf.Run) -> None:
         run.log(loss=step.loss, lr=scheduler.get_last_lr()[0])
 
 
-def build(run: hf.Run) -> torch.nn.Module:
+def build(run: holdfast.Run) -> torch.nn.Module:
     """The model of the folder, of which this worker holds one shard."""
     folder, parallel = Path(config.model.folder), config.parallel
     model = empty_model(folder, config.model.attention, parallel.checkpoint_activations)
@@ -77,4 +77,4 @@ if __name__ == "__main__":
         config = read(args.config, args.changes)
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    hf.start(main)
+    holdfast.start(main)

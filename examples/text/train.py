@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-import holdfast as hf
+import holdfast
 
 
 def parse_args() -> argparse.Namespace:
@@ -56,7 +56,7 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main(run: hf.Run) -> None:
+def main(run: holdfast.Run) -> None:
     corpus = build_corpus(args.text, corpus_path(args.text, args.cache))
     config = ModelConfig(dim=args.dim, layers=args.layers, heads=args.heads, seq_len=args.seq_len)
 
@@ -65,7 +65,7 @@ def main(run: hf.Run) -> None:
     if args.parallel != "ddp":
         shard_model(run, model, args.shard if args.parallel == "hsdp" else run.full_world_size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    data = hf.data.TokenDataset(corpus, seq_len=args.seq_len)
+    data = holdfast.data.TokenDataset(corpus, seq_len=args.seq_len)
     run.protect(model=model, optimizer=optimizer)  # the state that must survive
     also = []  # what else changes with every step
     if args.average is not None:
@@ -90,7 +90,7 @@ def main(run: hf.Run) -> None:
         run.log(loss=step.loss)
 
 
-def shard_model(run: hf.Run, model: Transformer, workers: int) -> None:
+def shard_model(run: holdfast.Run, model: Transformer, workers: int) -> None:
     """Gives each of the workers of a replica a part of every parameter. A block is whole only while it computes."""
     mesh = run.mesh(shard=workers)["shard"]
     for block in model.blocks:
@@ -101,4 +101,4 @@ def shard_model(run: hf.Run, model: Transformer, workers: int) -> None:
 
 if __name__ == "__main__":
     args = parse_args()
-    hf.start(main)
+    holdfast.start(main)

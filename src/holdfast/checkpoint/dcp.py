@@ -1,7 +1,7 @@
 """The tiers as storage of torch.distributed.checkpoint: a StorageWriter and a StorageReader.
 
-dcp.save(state, checkpoint_id="step-100", storage_writer=hf.checkpoint.TieredWriter())
-dcp.load(state, storage_reader=hf.checkpoint.TieredReader())
+dcp.save(state, checkpoint_id="step-100", storage_writer=holdfast.checkpoint.TieredWriter())
+dcp.load(state, storage_reader=holdfast.checkpoint.TieredReader())
 """
 
 from __future__ import annotations

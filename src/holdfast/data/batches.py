@@ -40,10 +40,10 @@ class DatasetBatches:
 
     A dataset with a cheap `batch` is read by the training thread when a micro-batch is needed; a thread that did it
     ahead saved nothing (the GIL is the same). If it has `read_ahead(ids)` it is told what comes next, so that the
-    kernel brings the pages in. What `hf.data.shuffled` was given is decoded ahead by processes.
+    kernel brings the pages in. What `holdfast.data.shuffled` was given is decoded ahead by processes.
 
     Attributes:
-        dataset: the data set itself, without `hf.data.shuffled`.
+        dataset: the data set itself, without `holdfast.data.shuffled`.
     """
 
     def __init__(

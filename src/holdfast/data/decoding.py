@@ -42,7 +42,7 @@ class Decoders:
             self._sent = pickle.dumps(maker)
         except Exception as error:
             raise UsageError(
-                f"hf.data.shuffled({describe(maker.dataset)}): it cannot be sent to a decoding process ({error}); "
+                f"holdfast.data.shuffled({describe(maker.dataset)}): it cannot be sent to a decoding process ({error}); "
                 "define the dataset, its transforms and `collate` at the top level of a module, or use workers=0"
             ) from error
         self._start()

@@ -1,4 +1,4 @@
-"""`hf.data.shuffled`: any map-style dataset, decoded by processes ahead of need."""
+"""`holdfast.data.shuffled`: any map-style dataset, decoded by processes ahead of need."""
 
 from __future__ import annotations
 
@@ -51,14 +51,16 @@ def shuffled(
         UsageError: no map-style dataset, or a setting that cannot be.
     """
     if isinstance(dataset, Shuffled):
-        raise UsageError("hf.data.shuffled(...) of hf.data.shuffled(...): once is enough")
+        raise UsageError("holdfast.data.shuffled(...) of holdfast.data.shuffled(...): once is enough")
     check_dataset(dataset)
     if not 0 <= workers <= MOST_WORKERS:
-        raise UsageError(f"hf.data.shuffled: workers={workers}; 0 to {MOST_WORKERS}, for example 4")
+        raise UsageError(f"holdfast.data.shuffled: workers={workers}; 0 to {MOST_WORKERS}, for example 4")
     if steps_ahead < 1:
-        raise UsageError(f"hf.data.shuffled: steps_ahead={steps_ahead}; at least 1, for example 2")
+        raise UsageError(f"holdfast.data.shuffled: steps_ahead={steps_ahead}; at least 1, for example 2")
     if collate is not None and not callable(collate):
-        raise UsageError("hf.data.shuffled: collate is no function; give one that takes a list of samples")
+        raise UsageError(
+            "holdfast.data.shuffled: collate is no function; give one that takes a list of samples"
+        )
     return Shuffled(dataset, workers, collate, steps_ahead, parse_size("memory", memory))
 
 

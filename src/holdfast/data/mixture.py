@@ -68,7 +68,7 @@ _Tree: TypeAlias = "_Node | int"  # a leaf is the number of its source
 
 
 class Mixture:
-    """Data sets with weights: `hf.data.Mixture([(web, 0.7), (code, 0.2), (books, 0.1)])`.
+    """Data sets with weights: `holdfast.data.Mixture([(web, 0.7), (code, 0.2), (books, 0.1)])`.
 
     Of any stretch from the start every source makes up its weight, to within two samples. Each source comes in its own
     keyed permutation, epoch after epoch: no sample of a source is repeated before all of them came. Samples of

@@ -37,7 +37,7 @@ def draw_curve(
     """
     if not steps:
         raise UsageError(
-            "there is no loss to draw: the script reported none (hf.Run does, plain DDP does not)"
+            "there is no loss to draw: the script reported none (holdfast.Run does, plain DDP does not)"
         )
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -84,7 +84,7 @@ class Warm(msgspec.Struct, frozen=True, tag="warm"):
 
 
 class Attached(msgspec.Struct, frozen=True, tag="attached"):
-    """The script called `hf.start`: this job is at level 2."""
+    """The script called `holdfast.start`: this job is at level 2."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

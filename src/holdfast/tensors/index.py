@@ -12,7 +12,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
 
     dtype: torch's name without `torch.`. shape: of the piece. whole, start: the shape of the tensor that it is a
     piece of, and where in it the piece begins; empty for a tensor that is not sharded. placed: how it lies on the mesh
-    of a replica, where `hf.Run` saved it (`tensors.dtensor_shards.placed`).
+    of a replica, where `holdfast.Run` saved it (`tensors.dtensor_shards.placed`).
     """
 
     path: str

@@ -55,7 +55,7 @@ another one."""
 
 
 class Rebuilt(BaseException):
-    """`main` is to be run again, as the holder of another shard. No error: `hf.start` catches it, and nobody else should."""
+    """`main` is to be run again, as the holder of another shard. No error: `holdfast.start` catches it, and nobody else should."""
 
     def __init__(self, position: int) -> None:
         super().__init__(f"main is run again, for position {position}")

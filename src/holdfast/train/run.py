@@ -170,7 +170,7 @@ class Run:
 
         Args:
             data: a map-style dataset; its `batch(ids)` is used when it has one, else `data[i]` and
-                torch's default collation. One that decodes goes into `hf.data.shuffled(dataset, workers=...)`.
+                torch's default collation. One that decodes goes into `holdfast.data.shuffled(dataset, workers=...)`.
             global_batch: samples per step over all workers, whatever their number.
             micro_batch: samples per forward pass; divides global_batch.
             until: number of steps.

@@ -31,7 +31,7 @@ class WorkerPhase(StrEnum):
     """What one worker is doing, as far as the coordinator was told."""
 
     STARTING = "starting"
-    ATTACHED = "attached"  # the script called hf.start
+    ATTACHED = "attached"  # the script called holdfast.start
     READY = "ready"  # model built, waiting: a spare
     MEMBER = "member"  # in the running generation
     PARKED = "parked"  # out of a broken generation, holding its state

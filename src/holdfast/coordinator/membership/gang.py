@@ -257,7 +257,7 @@ def end_all(core: Context, grace_s: float) -> None:
 
 
 def give_over(core: Context) -> None:
-    """A script called `hf.start`: what was started together goes on one by one, at level 2."""
+    """A script called `holdfast.start`: what was started together goes on one by one, at level 2."""
     s = core.state
     s.level, s.generation, s.number = 2, None, 0
     s.history.clear()

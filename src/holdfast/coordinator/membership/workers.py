@@ -12,7 +12,7 @@ from holdfast.protocol import messages as m
 
 
 def attached(core: Context, worker: Worker) -> None:
-    """The script called `hf.start`: the job is at level 2, and `gang` has no more part in it."""
+    """The script called `holdfast.start`: the job is at level 2, and `gang` has no more part in it."""
     if core.state.level != 2:
         gang.give_over(core)
         core.record(ledger.Level(level=2))
