@@ -12,7 +12,8 @@ from holdfast.observe.plain import PlainView
 from holdfast.protocol.job import JobSpec
 
 SPEC = JobSpec("demo", "train.py", max_nodes=2)
-JOINED = {"seq": 1, "t_s": 1.5, "utc": "", "kind": "node-joined", "fields": {"node": "node1", "slots": 1}}
+JOINED_FIELDS = {"node": "node1", "host": "127.0.0.1", "slots": 1}
+JOINED = {"seq": 1, "t_s": 1.5, "utc": "", "kind": "node-joined", "fields": JOINED_FIELDS}
 DROPPED = {"seq": 2, "t_s": 1.6, "utc": "", "kind": "worker-started", "fields": {"worker": "node1.0#1"}}
 ENDED = {"seq": 3, "t_s": 9.0, "utc": "", "kind": "ended", "fields": {"outcome": "finished", "step": 9}}
 

@@ -97,3 +97,8 @@ def test_a_ledger_says_which_version_wrote_into_it(tmp_path):
     assert entry.kind == "node-stays"
     assert (before, store.version) == (0, ledger.VERSION)
     store.close()
+
+
+def test_a_field_that_may_be_unknown_is_unknown_where_it_is_missing():
+    left = ledger.read("node-leaving", {"node": "n1", "reason": "spot"})
+    assert left == ledger.NodeLeaving(node="n1", reason="spot", within_s=None)

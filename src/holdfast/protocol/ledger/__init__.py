@@ -7,7 +7,8 @@ begins. So every version reads what older ones wrote, and shows what later ones 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from functools import cache
+from typing import Any, get_args
 
 import msgspec
 
@@ -255,11 +256,22 @@ EVENTS: dict[str, type[LedgerEvent]] = {
 
 
 def read(kind: str, fields: Mapping[str, Any]) -> LedgerEvent | None:
-    """An event as this version knows it. None: a later version wrote it, or the fields are not those of the kind."""
+    """An event as this version knows it. A field that may be unknown is unknown where it is missing.
+
+    Returns:
+        None: a later version wrote it, or the fields are not those of the kind.
+    """
     event = EVENTS.get(kind)
     if event is None:
         return None
     try:
-        return msgspec.convert(fields, event)
+        return msgspec.convert({**_unknown(event), **fields}, event)
     except msgspec.ValidationError:
         return None
+
+
+@cache
+def _unknown(event: type[LedgerEvent]) -> dict[str, None]:
+    """The fields of an event that may be None and have no default."""
+    fields = (f for f in msgspec.structs.fields(event) if f.required)
+    return {f.name: None for f in fields if type(None) in get_args(f.type)}
