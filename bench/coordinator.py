@@ -30,7 +30,15 @@ REPEATS = 51
 def hello(number: int, slots: int) -> m.Hello:
     """Of one node among thousands."""
     name = f"node-{number:05d}"
-    return m.Hello(m.PROTOCOL_VERSION, name, f"s{number}", f"{name}.cluster.local", slots, 1, (29500, 29501))
+    return m.Hello(
+        version=m.PROTOCOL_VERSION,
+        node=name,
+        session=f"s{number}",
+        host=f"{name}.cluster.local",
+        slots=slots,
+        pid=1,
+        ports=(29500, 29501),
+    )
 
 
 def says(worker: Worker, message: m.WorkerMessage) -> e.NodeSays:
@@ -40,7 +48,9 @@ def says(worker: Worker, message: m.WorkerMessage) -> e.NodeSays:
 
 def ready(worker: Worker) -> m.Ready:
     """Its model is built."""
-    return m.Ready("0123456789abcdef", f"{worker.node}.cluster.local", 34567, 34568)
+    return m.Ready(
+        digest="0123456789abcdef", host=f"{worker.node}.cluster.local", vote_port=34567, data_port=34568
+    )
 
 
 def job(nodes: int, nproc: int) -> JobSpec:
@@ -59,7 +69,13 @@ class Job:
         self.do(*(says(w, x) for w in workers for x in (m.Attached(), ready(w))))
         assert self.core.state.phase is JobPhase.RUNNING, self.core.state.phase
         number = self.core.state.number
-        self.do(*(says(w, x) for w in workers for x in (m.Joined(number, 0.01), m.Progress(number, 1, 0.5))))
+        self.do(
+            *(
+                says(w, x)
+                for w in workers
+                for x in (m.Joined(number, 0.01), m.Progress(generation=number, committed=1, median_s=0.5))
+            )
+        )
 
     def do(self, *events: e.Event) -> list[e.Action]:
         """What happens at one moment, a little after the last."""
@@ -75,14 +91,22 @@ def measure(nodes: int, nproc: int) -> list[str]:
     gc.collect()
     gc.freeze()
     beat = _median_us(job, lambda i: e.NodeSays(workers[i].node, m.Heartbeat()))
-    same = _median_us(job, lambda i: says(workers[i], m.Progress(number, 1, 0.5)))
-    step = _median_us(job, lambda i: says(workers[0], m.Progress(number, i + 2, 0.5, ((i + 1, 1.0, 0.5),))))
+    same = _median_us(
+        job, lambda i: says(workers[i], m.Progress(generation=number, committed=1, median_s=0.5))
+    )
+    step = _median_us(
+        job,
+        lambda i: says(
+            workers[0],
+            m.Progress(generation=number, committed=i + 2, median_s=0.5, losses=((i + 1, 1.0, 0.5),)),
+        ),
+    )
     tick = _median_us(job, lambda i: e.Tick())
     last = workers[-1]
     began = time.process_time()
     job.do(e.NodeLost(last.node, state.nodes[last.node].session))
     left = [w for w in workers if w.phase is WorkerPhase.MEMBER]
-    told = job.do(*(says(w, m.Parked(number, w.committed)) for w in left))
+    told = job.do(*(says(w, m.Parked(generation=number, committed=w.committed)) for w in left))
     formed_s = time.process_time() - began
     forms = [a.message for a in told if isinstance(a, e.Send) and isinstance(a.message, m.Tell)]
     gc.unfreeze()

@@ -43,8 +43,11 @@ def rank_main(
     job.prepare_process()
     listener = MeshListener(HOST, TOKEN, f"w{rank}")
     pipe.send(listener.port)
-    members = tuple(Member(i, f"w{i}", f"n{i}", 0, HOST, port) for i, port in enumerate(pipe.recv()))
-    group = Group(Generation(1, members, 0), rank, HOST, listener)
+    members = tuple(
+        Member(rank=i, worker=f"w{i}", node=f"n{i}", slot=0, host=HOST, vote_port=port)
+        for i, port in enumerate(pipe.recv())
+    )
+    group = Group(Generation(number=1, members=members, start=0), rank, HOST, listener)
     group.join(TOKEN)
     network = build(size)
     optimizer = job.build_optimizer(network.parameters())

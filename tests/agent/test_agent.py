@@ -55,7 +55,17 @@ async def heard(coordinator, kind, worker):
 
 
 def start(job_dir, worker):
-    return encode(m.StartWorker(worker, 0, str(job_dir / "sleeper.py"), (), False, str(job_dir), {}))
+    return encode(
+        m.StartWorker(
+            worker=worker,
+            slot=0,
+            script=str(job_dir / "sleeper.py"),
+            args=(),
+            module=False,
+            cwd=str(job_dir),
+            env={},
+        )
+    )
 
 
 async def hello(coordinator):

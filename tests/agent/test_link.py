@@ -14,13 +14,23 @@ from holdfast.protocol.frames import Codec, encode
 from holdfast.protocol.phases import Spent
 from holdfast.protocol.snapshots import Key
 
-HELLO = m.Hello(m.PROTOCOL_VERSION, "n0", "s", "n0", 1, 1)
+HELLO = m.Hello(version=m.PROTOCOL_VERSION, node="n0", session="s", host="n0", slots=1, pid=1)
 CODEC: Codec = Codec(m.AgentMessage)
 
 
 def progress(step):
     spent = (Spent(step, 1, 0.0, 0.1, 0.1, 0.0, 0.0, 0.0),)
-    return m.FromWorker("w", m.Progress(1, step + 1, 0.1, ((step, 2.5, 0.1),), ((step, {"x": 1.0}),), spent))
+    return m.FromWorker(
+        "w",
+        m.Progress(
+            generation=1,
+            committed=step + 1,
+            median_s=0.1,
+            losses=((step, 2.5, 0.1),),
+            figures=((step, {"x": 1.0}),),
+            spent=spent,
+        ),
+    )
 
 
 class Coordinator:
@@ -118,7 +128,7 @@ def test_a_full_queue_keeps_what_is_new_on_a_new_connection(tmp_path):
             for step in range(repeated):
                 link.send(progress(step))
             await coordinator.hears(0, m.Hello, *[m.FromWorker] * repeated)
-            link._lost = lambda: [link.send(m.Exited(f"w{number}", 1)) for number in range(full)]
+            link._lost = lambda: [link.send(m.Exited(worker=f"w{number}", code=1)) for number in range(full)]
             await coordinator.connection.close()
             async with coordinator.news:
                 all_came = coordinator.news.wait_for(lambda: sum(map(len, coordinator.said[1:])) > full)
@@ -130,7 +140,7 @@ def test_a_full_queue_keeps_what_is_new_on_a_new_connection(tmp_path):
 
 
 def test_an_order_that_raises_ends_neither_the_link_nor_the_waiting_for_it(tmp_path):
-    start = m.StartWorker("w1", 0, "x.py", (), False, ".", {})
+    start = m.StartWorker(worker="w1", slot=0, script="x.py", args=(), module=False, cwd=".", env={})
     obeyed, links = [], []
 
     def take(order):

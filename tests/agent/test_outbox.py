@@ -6,11 +6,11 @@ from holdfast.protocol import messages as m
 
 def progress(step: int, loss: float | None = None) -> m.FromWorker:
     losses = () if loss is None else ((step, loss, 0.1),)
-    return m.FromWorker("w", m.Progress(1, step + 1, 0.1, losses))
+    return m.FromWorker("w", m.Progress(generation=1, committed=step + 1, median_s=0.1, losses=losses))
 
 
 def exited(number: int) -> m.Exited:
-    return m.Exited(f"w{number}", 1)
+    return m.Exited(worker=f"w{number}", code=1)
 
 
 def everything(outbox: Outbox) -> list[m.AgentMessage]:

@@ -71,9 +71,20 @@ class Desk:
         port: int = 7000,
     ) -> None:
         """An agent says hello. port: of its snapshot memory; 0 when it has none."""
-        ports = (29500, 29501)
-        identity = (m.PROTOCOL_VERSION, name, f"{name}-{session}", name, slots, 1, ports)
-        self.do(e.NodeJoined(m.Hello(*identity, workers, port, copies, rack)))
+        hello = m.Hello(
+            version=m.PROTOCOL_VERSION,
+            node=name,
+            session=f"{name}-{session}",
+            host=name,
+            slots=slots,
+            pid=1,
+            ports=(29500, 29501),
+            workers=workers,
+            snapshot_port=port,
+            copies=copies,
+            rack=rack,
+        )
+        self.do(e.NodeJoined(hello))
 
     def lose(self, name: str) -> None:
         """An agent's connection closes."""
@@ -85,7 +96,7 @@ class Desk:
 
     def exits(self, worker: str, code: int, killed: bool = False) -> list[e.Action]:
         """A worker's process ends. killed: by its agent."""
-        said = m.Exited(worker, code, ("last line",), "log", killed)
+        said = m.Exited(worker=worker, code=code, tail=("last line",), log="log", killed=killed)
         return self.do(e.NodeSays(worker.partition(".")[0], said))
 
     def started(self, worker: str) -> None:
@@ -105,21 +116,34 @@ class Desk:
         """It has built its model, for the shard that it was told, or another."""
         asked = self.known(worker).position % (shape[0] * shape[1]) if position is None else position
         host = worker.partition(".")[0]
-        self.says(worker, m.Ready(digest, host, 1, 2, shape=shape, position=asked))
+        self.says(
+            worker, m.Ready(digest=digest, host=host, vote_port=1, data_port=2, shape=shape, position=asked)
+        )
 
     def parks(self, worker: str, committed: int | None, prepared: bool = False) -> None:
         """A member is out of the newest generation."""
-        self.says(worker, m.Parked(self.state.number, committed, prepared))
+        self.says(worker, m.Parked(generation=self.state.number, committed=committed, prepared=prepared))
 
     def commit(self, committed: int) -> None:
         """Every member commits."""
         for worker in self.members():
-            self.says(worker, m.Progress(self.state.number, committed, 0.1))
+            self.says(worker, m.Progress(generation=self.state.number, committed=committed, median_s=0.1))
 
     def fails(self, worker: str, step: int, error: str = "ValueError", where: str = "train.py:7") -> None:
         """User code raises in a step."""
         trace = f"Traceback\n{error}: bad"
-        self.says(worker, m.Failed(self.state.number, step, int(Phase.FORWARD), error, "bad", trace, where))
+        self.says(
+            worker,
+            m.Failed(
+                generation=self.state.number,
+                step=step,
+                phase=int(Phase.FORWARD),
+                error=error,
+                message="bad",
+                traceback=trace,
+                where=where,
+            ),
+        )
 
     def crash(self, away_s: float = 1.0) -> None:
         """A new coordinator process takes over from the state as it was written."""
@@ -150,7 +174,15 @@ class Desk:
         place = Place(self.state.number if inside else 0, known.committed or 0, int(Phase.FORWARD))
         formed = self.state.number if inside else 0
         view = m.WorkerView(
-            worker, known.slot, 1, formed, place, "S", 0.0, known.ready, known.ready is not None
+            worker=worker,
+            slot=known.slot,
+            pid=1,
+            formed=formed,
+            place=place,
+            process="S",
+            idle_s=0.0,
+            ready=known.ready,
+            attached=known.ready is not None,
         )
         return msgspec.structs.replace(view, **changes)
 
@@ -193,7 +225,7 @@ class Desk:
                 continue
             bits = "a" if self.state.positions == 1 else f"p{order.key.rank}"
             shard = copy_of(order.key.step, rank=order.key.rank, bits=bits).shard
-            said = m.Stored(tier, order.key, None if reason else shard, reason or "")
+            said = m.Stored(tier=tier, key=order.key, shard=None if reason else shard, reason=reason or "")
             self.do(e.NodeSays(node, said))
         if publishes and (orders := self.sent(m.Publish, newest=True)):
             node, publish = orders[0]

@@ -56,7 +56,17 @@ class Agent:
     async def join(self) -> None:
         """Connects and says hello."""
         self.line = await self.plane.session.ws_connect(f"{self.plane.url}/agent")
-        await self._send(m.Hello(m.PROTOCOL_VERSION, self.name, f"s-{self.name}", "127.0.0.1", 1, 1, (1, 2)))
+        await self._send(
+            m.Hello(
+                version=m.PROTOCOL_VERSION,
+                node=self.name,
+                session=f"s-{self.name}",
+                host="127.0.0.1",
+                slots=1,
+                pid=1,
+                ports=(1, 2),
+            )
+        )
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._beat())]
 
     async def leave(self) -> None:
@@ -73,7 +83,9 @@ class Agent:
         """Its worker commits one more step."""
         self.committed += 1
         losses = ((self.committed - 1, 1.0, 0.1),) if self.name == "n0" else ()
-        await self.says(m.Progress(self.generation, self.committed, 0.1, losses))
+        await self.says(
+            m.Progress(generation=self.generation, committed=self.committed, median_s=0.1, losses=losses)
+        )
 
     async def told(self, kind: type, count: int = 1) -> Any:
         """The latest order of this kind, when so many have come."""
@@ -103,15 +115,15 @@ class Agent:
                 self.worker = said.worker
                 await self._send(m.Started(said.worker, 1, "log"))
                 await self.says(m.Attached())
-                await self.says(m.Ready("d", "127.0.0.1", 1, 2))
+                await self.says(m.Ready(digest="d", host="127.0.0.1", vote_port=1, data_port=2))
             elif isinstance(said, m.Form):
                 self.generation, self.committed = said.generation.number, said.generation.start
                 await self.says(m.Joined(self.generation, 0.01))
             elif isinstance(said, m.Break | m.Yield):
-                await self.says(m.Parked(said.generation, self.committed))
+                await self.says(m.Parked(generation=said.generation, committed=self.committed))
             elif isinstance(said, m.Stop):
-                await self.says(m.Done(self.committed, "bits", 1.0))
-                await self._send(m.Exited(self.worker, 0))
+                await self.says(m.Done(committed=self.committed, params_xxh3="bits", loss=1.0))
+                await self._send(m.Exited(worker=self.worker, code=0))
             await self.heard.add(said)
             if isinstance(said, m.Shutdown):
                 await self.line.close()

@@ -48,7 +48,16 @@ def marked(desk: Desk) -> list[str]:
 def come_back(
     desk: Desk, name: str, *past: Remembered, identity: str = "M1", session: str = "x", **more: object
 ) -> None:
-    hello = m.Hello(m.PROTOCOL_VERSION, name, f"{name}-{session}", name, 1, 1, identity=identity, **more)  # type: ignore[arg-type]
+    hello = m.Hello(
+        version=m.PROTOCOL_VERSION,
+        node=name,
+        session=f"{name}-{session}",
+        host=name,
+        slots=1,
+        pid=1,
+        identity=identity,
+        **more,
+    )  # type: ignore[arg-type]
     desk.do(e.NodeJoined(hello, past))
 
 

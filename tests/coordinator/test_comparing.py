@@ -20,7 +20,17 @@ def train(desk, blocks, own_s, first=0):
         step = first + number * BLOCK_STEPS
         for worker in desk.members():
             block = spent(step, own_s.get(worker, 0.1))
-            desk.says(worker, m.Progress(desk.state.number, step + BLOCK_STEPS, 0.2, (), {}, (block,)))
+            desk.says(
+                worker,
+                m.Progress(
+                    generation=desk.state.number,
+                    committed=step + BLOCK_STEPS,
+                    median_s=0.2,
+                    losses=(),
+                    figures={},
+                    spent=(block,),
+                ),
+            )
 
 
 def running(nodes=3, slots=1, **spec):
@@ -99,7 +109,17 @@ def test_shares_of_different_sizes_are_not_compared():
         step = number * BLOCK_STEPS
         for rank, worker in enumerate(desk.members()):
             block = spent(step, 0.15 if rank == 0 else 0.1, micros=3 if rank == 0 else 2)
-            desk.says(worker, m.Progress(1, step + BLOCK_STEPS, 0.2, (), {}, (block,)))
+            desk.says(
+                worker,
+                m.Progress(
+                    generation=1,
+                    committed=step + BLOCK_STEPS,
+                    median_s=0.2,
+                    losses=(),
+                    figures={},
+                    spent=(block,),
+                ),
+            )
     assert findings(desk) == []
 
 
@@ -110,7 +130,17 @@ def test_a_member_that_says_nothing_holds_nobody_up():
         step = number * BLOCK_STEPS
         for worker in desk.members()[:3]:
             block = spent(step, 0.15 if worker == desk.members()[1] else 0.1)
-            desk.says(worker, m.Progress(1, step + BLOCK_STEPS, 0.2, (), {}, (block,)))
+            desk.says(
+                worker,
+                m.Progress(
+                    generation=1,
+                    committed=step + BLOCK_STEPS,
+                    median_s=0.2,
+                    losses=(),
+                    figures={},
+                    spent=(block,),
+                ),
+            )
     assert [f["subject"] for f in findings(desk)] == ["rank 1"]
     assert silent not in desk.core.transient(Peers).blocks
     assert len(desk.core.transient(Peers).blocks) <= 4

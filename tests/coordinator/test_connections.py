@@ -37,7 +37,19 @@ class Service:
 
     async def agent(self, session: str, node: str = "n0") -> Socket:
         link = await self._session.ws_connect(f"{self._url}/agent")
-        await link.send_bytes(encode(m.Hello(m.PROTOCOL_VERSION, node, session, "127.0.0.1", 1, 1, (1, 2))))
+        await link.send_bytes(
+            encode(
+                m.Hello(
+                    version=m.PROTOCOL_VERSION,
+                    node=node,
+                    session=session,
+                    host="127.0.0.1",
+                    slots=1,
+                    pid=1,
+                    ports=(1, 2),
+                )
+            )
+        )
         return link
 
     async def watch(self) -> None:
@@ -125,7 +137,11 @@ def test_an_agent_that_connects_again_is_neither_lost_nor_ended(tmp_path, monkey
         new = await there.agent("A")
         assert not any(isinstance(order, m.Shutdown) for order in await rest(old))
         await old.close()
-        await new.send_bytes(encode(m.Hello(m.PROTOCOL_VERSION, "n0", "B", "127.0.0.1", 1, 1)))
+        await new.send_bytes(
+            encode(
+                m.Hello(version=m.PROTOCOL_VERSION, node="n0", session="B", host="127.0.0.1", slots=1, pid=1)
+            )
+        )
         await there.until("node-joined", 2)
         assert there.kinds("node-lost") == ["node-lost"]  # A, which says itself that it is B now
         await new.close()
@@ -171,7 +187,11 @@ def test_a_connection_speaks_for_one_node(tmp_path, monkeypatch):
     async def act(there: Service) -> None:
         link = await there.agent("A")
         await there.until("node-joined", 1)
-        await link.send_bytes(encode(m.Hello(m.PROTOCOL_VERSION, "n1", "B", "127.0.0.1", 1, 1)))
+        await link.send_bytes(
+            encode(
+                m.Hello(version=m.PROTOCOL_VERSION, node="n1", session="B", host="127.0.0.1", slots=1, pid=1)
+            )
+        )
         await rest(link)
         await there.until("node-lost", 1)
         assert set(there.coordinator._core.state.nodes) == {"n0"}

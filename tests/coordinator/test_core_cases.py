@@ -180,7 +180,7 @@ def test_a_late_word_about_an_earlier_step_does_not_change_what_a_parked_worker_
     desk = running(3)
     desk.exits("n1.0#2", -9)
     desk.parks("n0.0#1", 7)
-    desk.says("n0.0#1", m.Progress(1, 6, 0.1), age_s=0.5)
+    desk.says("n0.0#1", m.Progress(generation=1, committed=6, median_s=0.1), age_s=0.5)
     desk.parks("n2.0#3", 6, prepared=True)
     assert desk.state.generation.start == 7
     assert desk.told("n2.0#3", m.Form)[-1].apply
@@ -228,7 +228,11 @@ def test_a_new_agent_on_the_same_machine_is_not_released_with_the_old_one():
 
 def test_an_agent_of_another_version_is_refused():
     desk = running(2)
-    desk.do(e.NodeJoined(m.Hello(m.PROTOCOL_VERSION + 1, "n9", "s", "n9", 1, 1)))
+    desk.do(
+        e.NodeJoined(
+            m.Hello(version=m.PROTOCOL_VERSION + 1, node="n9", session="s", host="n9", slots=1, pid=1)
+        )
+    )
     assert [n for n, _ in desk.sent(m.Shutdown)] == ["n9"]
     assert "n9" not in desk.state.nodes
     assert desk.records("node-refused")
@@ -304,7 +308,7 @@ def test_user_code_that_raises_is_retried_then_restarted_then_blamed():
     desk.parks("n1.0#2", 5)
     assert desk.members() == ["n1.0#2"]
     desk.ready("n0.0#3")
-    desk.says("n1.0#2", m.Progress(3, 6, 0.1))
+    desk.says("n1.0#2", m.Progress(generation=3, committed=6, median_s=0.1))
     desk.parks("n1.0#2", 6)
     assert desk.members() == ["n1.0#2", "n0.0#3"]
     desk.fails("n0.0#3", 5)
@@ -341,7 +345,16 @@ def test_not_a_number_again_is_the_scripts():
     for attempt in (1, 2):
         for worker in desk.members():
             desk.says(
-                worker, m.Failed(attempt, 5, int(Phase.UPDATE), "NonFiniteGradient", "nan", "", "step.py:1")
+                worker,
+                m.Failed(
+                    generation=attempt,
+                    step=5,
+                    phase=int(Phase.UPDATE),
+                    error="NonFiniteGradient",
+                    message="nan",
+                    traceback="",
+                    where="step.py:1",
+                ),
             )
         for worker in desk.members():
             desk.parks(worker, 5)
@@ -386,7 +399,12 @@ def test_a_spare_that_cannot_start_does_not_disturb_the_job():
     for attempt in range(3):
         worker = desk.worker_on("n2")
         desk.started(worker)
-        desk.says(worker, m.Failed(0, None, 0, "CudaError", "ECC", "CudaError: ECC"))
+        desk.says(
+            worker,
+            m.Failed(
+                generation=0, step=None, phase=0, error="CudaError", message="ECC", traceback="CudaError: ECC"
+            ),
+        )
         desk.exits(worker, 1)
         desk.wait(5.0)
         assert (desk.state.nodes["n2"].alive, desk.state.outcome) == (attempt < 2, None)
@@ -415,7 +433,17 @@ def test_the_same_error_before_the_first_step_on_two_nodes_is_the_scripts():
     for worker in desk.workers():
         desk.started(worker)
     for worker in desk.workers():
-        desk.says(worker, m.Failed(0, None, 0, "KeyError", "'x'", "Traceback\nKeyError: 'x'"))
+        desk.says(
+            worker,
+            m.Failed(
+                generation=0,
+                step=None,
+                phase=0,
+                error="KeyError",
+                message="'x'",
+                traceback="Traceback\nKeyError: 'x'",
+            ),
+        )
         desk.exits(worker, 1)
     assert desk.state.outcome == "failed"
     assert str(desk.state.blame.cause) == "KeyError: 'x'"
@@ -480,7 +508,16 @@ def stall(desk: Desk, worker: str, **views: m.WorkerView) -> None:
 def at(desk: Desk, worker: str, phase: Phase, idle_s: float = 5.0, process: str = "S") -> m.WorkerView:
     number = desk.state.number
     median = desk.known(worker).median_s
-    return m.WorkerView(worker, 0, 1, number, Place(number, 5, int(phase)), process, idle_s, median_s=median)
+    return m.WorkerView(
+        worker=worker,
+        slot=0,
+        pid=1,
+        formed=number,
+        place=Place(number, 5, int(phase)),
+        process=process,
+        idle_s=idle_s,
+        median_s=median,
+    )
 
 
 def test_who_holds_the_others_up_is_taken_out():
@@ -503,7 +540,16 @@ def joining(desk: Desk, phase: Phase = Phase.JOIN, **waits_for: int) -> dict[str
         node, last = worker.partition(".")[0], worker == desk.members()[-1]
         place = Place(number, 0 if last else 5, int(phase if last else Phase.JOIN), 0 if last else 3)
         place = msgspec.structs.replace(place, waits_for=waits_for.get(node, -1))
-        views[node] = m.WorkerView(worker, 0, 1, number, place, "S", 5.0, median_s=None if last else 0.1)
+        views[node] = m.WorkerView(
+            worker=worker,
+            slot=0,
+            pid=1,
+            formed=number,
+            place=place,
+            process="S",
+            idle_s=5.0,
+            median_s=None if last else 0.1,
+        )
     return views
 
 
@@ -735,7 +781,7 @@ def test_a_generation_that_nobody_heard_of_is_told_again():
     desk = running(3)
     lose_worker_and_park(desk, "n1.0#2", 5, prepared=True)
     desk.crash()
-    desk.back("n0", n0={"formed": 1, "parked": m.Parked(1, 5, True)})
+    desk.back("n0", n0={"formed": 1, "parked": m.Parked(generation=1, committed=5, prepared=True)})
     form = desk.told("n0.0#1", m.Form, newest=True)[0]
     assert form.apply
     assert form.generation.number == 2
@@ -770,7 +816,7 @@ def test_a_stop_that_nobody_heard_of_is_told_again():
     desk.parks("n0.0#1", 6)
     desk.parks("n1.0#2", 6)
     desk.crash()
-    desk.back("n0", n0={"parked": m.Parked(1, 6)})
+    desk.back("n0", n0={"parked": m.Parked(generation=1, committed=6)})
     assert desk.told("n0.0#1", m.Stop, newest=True)[0].save_to == TIER
 
 
@@ -811,7 +857,10 @@ def test_steps_that_were_done_while_no_coordinator_listened_are_not_done_again()
     desk = running(2)
     desk.crash()
     for name, worker in (("n0", "n0.0#1"), ("n1", "n1.0#2")):
-        desk.node(name, workers=(desk.view(worker, process="X", done=m.Done(40, "end", 0.1)),))
+        desk.node(
+            name,
+            workers=(desk.view(worker, process="X", done=m.Done(committed=40, params_xxh3="end", loss=0.1)),),
+        )
         desk.exits(worker, 0)
     assert desk.state.outcome == "finished"
     assert desk.state.committed == 40
@@ -819,7 +868,7 @@ def test_steps_that_were_done_while_no_coordinator_listened_are_not_done_again()
 
 def test_the_end_is_told_again_by_a_successor():
     desk = running(1)
-    desk.says("n0.0#1", m.Done(6, "end", 0.1))
+    desk.says("n0.0#1", m.Done(committed=6, params_xxh3="end", loss=0.1))
     desk.exits("n0.0#1", 0)
     assert [a.outcome for a in desk.did(e.End)] == ["finished"]
     desk.crash()
@@ -848,7 +897,7 @@ def stopped(desk: Desk) -> None:
             committed = desk.known(worker).committed + stop[0].apply
             if stop[0].save_to:
                 desk.says(worker, m.Saved(committed, "checkpoint"))
-            desk.says(worker, m.Done(committed, "bits", None, stopped=True))
+            desk.says(worker, m.Done(committed=committed, params_xxh3="bits", loss=None, stopped=True))
     for worker in desk.workers(WorkerPhase.DONE):
         desk.exits(worker, 0)
 
@@ -935,7 +984,7 @@ def test_nothing_is_saved_when_nothing_was_trained():
 def test_all_done_is_finished():
     desk = running(2, spares=1)
     for worker in desk.members():
-        desk.says(worker, m.Done(9, "bits", 0.5))
+        desk.says(worker, m.Done(committed=9, params_xxh3="bits", loss=0.5))
     assert desk.killed() == {"n2.0#3"}
     for worker in desk.members():
         desk.exits(worker, 0)
@@ -945,11 +994,11 @@ def test_all_done_is_finished():
 
 def test_one_is_done_and_the_others_only_prepared():
     desk = running(3)
-    desk.says("n0.0#1", m.Done(6, "bits", 0.5))
+    desk.says("n0.0#1", m.Done(committed=6, params_xxh3="bits", loss=0.5))
     desk.exits("n1.0#2", -9)
     desk.parks("n2.0#3", 5, prepared=True)
     assert desk.told("n2.0#3", m.Stop)[0].apply
-    desk.says("n2.0#3", m.Done(6, "bits", 0.5, stopped=True))
+    desk.says("n2.0#3", m.Done(committed=6, params_xxh3="bits", loss=0.5, stopped=True))
     desk.exits("n2.0#3", 0)
     desk.exits("n0.0#1", 0)
     assert desk.state.outcome == "finished"
@@ -959,7 +1008,7 @@ def test_one_is_done_and_the_others_only_prepared():
 def test_a_script_that_fails_after_its_last_step_is_told_apart_from_a_machine_that_does():
     for code, outcome in ((1, "failed"), (-9, "finished")):
         desk = running(1)
-        desk.says("n0.0#1", m.Done(6, "bits", 0.5))
+        desk.says("n0.0#1", m.Done(committed=6, params_xxh3="bits", loss=0.5))
         desk.exits("n0.0#1", code)
         assert desk.state.outcome == outcome
 

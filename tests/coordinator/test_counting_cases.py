@@ -24,7 +24,7 @@ def steps(desk: Desk) -> tuple[int | None, int | None, int | None]:
 
 def trains(desk: Desk, count: int) -> None:
     for worker in desk.members():
-        desk.says(worker, m.Progress(desk.state.number, count, 0.1))
+        desk.says(worker, m.Progress(generation=desk.state.number, committed=count, median_s=0.1))
 
 
 def gives(desk: Desk, step: int, count: int) -> None:
@@ -48,7 +48,7 @@ def fails(desk: Desk, last: int = 0) -> None:
 def e_exited(worker: str, code: int, count: int):
     from holdfast.coordinator.kernel import events as e
 
-    return e.NodeSays(worker.partition(".")[0], m.Exited(worker, code, steps=count))
+    return e.NodeSays(worker.partition(".")[0], m.Exited(worker=worker, code=code, steps=count))
 
 
 def test_one_start_is_counted_and_nothing_was_lost():

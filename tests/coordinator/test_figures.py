@@ -19,7 +19,10 @@ from holdfast.protocol import messages as m
 
 def tell(desk, step, generation=None, **values):
     number = desk.state.number if generation is None else generation
-    desk.says(desk.members()[0], m.Progress(number, step + 1, 0.1, figures=((step, values),)))
+    desk.says(
+        desk.members()[0],
+        m.Progress(generation=number, committed=step + 1, median_s=0.1, figures=((step, values),)),
+    )
 
 
 def test_the_newest_value_of_each_name_is_shown_everywhere():
@@ -82,7 +85,7 @@ def test_a_ledger_from_before_there_were_figures_can_be_read(tmp_path):
 
 def test_an_agent_tells_them_again_after_a_lost_connection():
     outbox = Outbox(kept=16, repeated=8)
-    said = m.FromWorker("w", m.Progress(1, 3, 0.1, figures=((2, {"a": 1.0}),)))
+    said = m.FromWorker("w", m.Progress(generation=1, committed=3, median_s=0.1, figures=((2, {"a": 1.0}),)))
     outbox.put(said, 0.0)
     outbox.sent(outbox.take())
     outbox.repeat()

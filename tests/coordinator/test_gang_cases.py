@@ -25,7 +25,12 @@ def end(desk: Desk, code: int = -15) -> None:
 
 def raises(desk: Desk, worker: str, error: str = "KeyError: 'x'") -> None:
     kind, _, message = error.partition(": ")
-    desk.says(worker, m.Failed(0, None, 0, kind, message, f"Traceback\n{error}"))
+    desk.says(
+        worker,
+        m.Failed(
+            generation=0, step=None, phase=0, error=kind, message=message, traceback=f"Traceback\n{error}"
+        ),
+    )
     desk.exits(worker, 1)
 
 
@@ -81,7 +86,7 @@ def test_progress_closes_the_incident():
     desk = launched(2)
     desk.exits("n1.0#2", -9)
     end(desk)
-    desk.says("n0.0#3", m.Progress(2, 1, 0.1))
+    desk.says("n0.0#3", m.Progress(generation=2, committed=1, median_s=0.1))
     assert not desk.incidents()[0].open
 
 
@@ -162,7 +167,10 @@ def test_a_syntax_error_is_the_scripts_fault_and_the_first_one_is_shown():
 def test_two_deaths_far_apart_are_no_fault_of_the_script():
     desk = launched(2)
     for attempt in range(6):
-        desk.says(desk.members()[0], m.Progress(desk.state.number, 10 * (attempt + 1), 0.1))
+        desk.says(
+            desk.members()[0],
+            m.Progress(generation=desk.state.number, committed=10 * (attempt + 1), median_s=0.1),
+        )
         desk.exits(desk.members()[attempt % 2], -9)
         end(desk)
     assert desk.state.outcome is None
@@ -251,7 +259,7 @@ def test_who_was_told_to_end_is_no_member_at_level_2():
     desk = launched(2)
     desk.exits("n0.0#1", -9)
     desk.says("n1.0#2", m.Attached())  # its last words were on the way already
-    desk.says("n1.0#2", m.Ready("d", "n1", 1, 2))
+    desk.says("n1.0#2", m.Ready(digest="d", host="n1", vote_port=1, data_port=2))
     assert desk.state.level == 2
     assert not desk.told("n1.0#2", m.Form)
     for worker in desk.workers():

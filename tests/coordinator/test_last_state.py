@@ -17,7 +17,7 @@ def done(nodes: int = 2, **spec: object) -> Desk:
     desk = running(nodes, **spec)
     desk.commit(LAST)
     for worker in desk.members():
-        desk.says(worker, m.Done(LAST, "bits", 0.5, held=True))
+        desk.says(worker, m.Done(committed=LAST, params_xxh3="bits", loss=0.5, held=True))
     for worker in desk.members():
         desk.exits(worker, 0)
     return desk
@@ -52,7 +52,7 @@ def test_it_waits_for_an_older_one_that_is_being_written():
     desk.snapshot(7, "n0", "n1")
     desk.commit(LAST)
     for worker in desk.members():
-        desk.says(worker, m.Done(LAST, "bits", 0.5, held=True))
+        desk.says(worker, m.Done(committed=LAST, params_xxh3="bits", loss=0.5, held=True))
     desk.snapshot(LAST, "n0", "n1")
     assert [x.step for x in desk.state.storing] == [7]
     desk.stores()
@@ -129,7 +129,7 @@ def test_without_a_durable_tier_nothing_is_waited_for():
     desk = running(2, saving=Saving(tiers=()))
     desk.commit(LAST)
     for worker in desk.members():
-        desk.says(worker, m.Done(LAST, "bits", 0.5))
+        desk.says(worker, m.Done(committed=LAST, params_xxh3="bits", loss=0.5))
         desk.exits(worker, 0)
     assert outcome(desk) == "finished"
 

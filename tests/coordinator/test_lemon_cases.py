@@ -100,7 +100,17 @@ def test_what_kills_two_workers_of_one_lemon_among_others_is_no_fault_of_the_scr
     for _ in range(2):
         worker = desk.worker_on("n0")
         desk.started(worker)
-        desk.says(worker, m.Failed(0, None, 0, "CudaError", "ECC", "Traceback\nCudaError: ECC"))
+        desk.says(
+            worker,
+            m.Failed(
+                generation=0,
+                step=None,
+                phase=0,
+                error="CudaError",
+                message="ECC",
+                traceback="Traceback\nCudaError: ECC",
+            ),
+        )
         desk.exits(worker, 1)
     assert desk.state.outcome is None
 

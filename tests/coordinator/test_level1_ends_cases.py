@@ -85,7 +85,7 @@ def test_a_shard_that_is_being_summed_up_is_waited_for():
     late = copy_of(9, 1, 1, 2, "a")
     desk.do(e.StopRequested("interrupted"))
     desk.exits("n0.0#1", -15)
-    desk.do(e.NodeSays("n1", m.Exited("n1.0#2", -15, summing=(late.key,))))
+    desk.do(e.NodeSays("n1", m.Exited(worker="n1.0#2", code=-15, summing=(late.key,))))
     assert not desk.records("saving-last")
     desk.holds("n1", late)
     assert [r["step"] for r in desk.records("saving-last")] == [9, 9]
@@ -97,7 +97,7 @@ def test_one_that_never_comes_is_not_waited_for(how):
     late = copy_of(9, 1, 1, 2, "a")
     desk.do(e.StopRequested("interrupted"))
     desk.exits("n0.0#1", -15)
-    desk.do(e.NodeSays("n1", m.Exited("n1.0#2", -15, summing=(late.key,))))
+    desk.do(e.NodeSays("n1", m.Exited(worker="n1.0#2", code=-15, summing=(late.key,))))
     if how == "lost":
         desk.holds("n0", copy_of(5, 1, 1, 2, "a"))
         desk.lose("n1")

@@ -47,8 +47,10 @@ def test_what_comes_many_times_a_second_costs_the_same_at_any_size(said):
         number, losses = job.core.state.number, ((2, 1.0, 0.5),)
         event = {
             "heartbeat": e.NodeSays(worker.node, m.Heartbeat()),
-            "the same step": says(worker, m.Progress(number, 1, 0.5)),
-            "a new step": says(worker, m.Progress(number, 3, 0.5, losses)),
+            "the same step": says(worker, m.Progress(generation=number, committed=1, median_s=0.5)),
+            "a new step": says(
+                worker, m.Progress(generation=number, committed=3, median_s=0.5, losses=losses)
+            ),
         }[said]
         job.do(e.NodeSays(worker.node, m.Heartbeat()))  # one more look at what the last change brought about
         counts.append(lines(job, event))
@@ -76,11 +78,11 @@ def test_a_form_that_was_missed_is_told_again_as_it_was():
     last = state.workers[state.generation.members[-1].worker]
     job.do(e.NodeLost(last.node, state.nodes[last.node].session))
     left = [w for w in state.workers.values() if w.node != last.node]
-    told = job.do(*(says(w, m.Parked(1, w.committed)) for w in left))
+    told = job.do(*(says(w, m.Parked(generation=1, committed=w.committed)) for w in left))
     forms = {a.message.worker: a.message for a in told if isinstance(a, e.Send) and _form(a)}
     assert len(forms) == 6
     worker = left[0]
-    view = WorkerView(worker.name, worker.slot, 1, 1, Place(), attached=True)
+    view = WorkerView(worker=worker.name, slot=worker.slot, pid=1, formed=1, place=Place(), attached=True)
     number = int(worker.node.removeprefix("node-"))
     again = job.do(e.NodeJoined(msgspec.structs.replace(hello(number, 2), workers=(view,))))
     assert forms[worker.name] in [a.message for a in again if isinstance(a, e.Send)]
@@ -107,7 +109,7 @@ async def _lost_and_formed(job_dir: Path, nodes: int, nproc: int) -> tuple[int, 
     assert state.number == 1
     for worker in workers:
         coordinator.handle(says(worker, m.Joined(1, 0.01)))
-        coordinator.handle(says(worker, m.Progress(1, 5, 0.5)))
+        coordinator.handle(says(worker, m.Progress(generation=1, committed=5, median_s=0.5)))
     await coordinator.effect(e.Tick())
     handle_all, last = coordinator._core.handle_all, workers[-1].node
     coordinator._core.handle_all = lambda events, now: (batches.append(len(events)), handle_all(events, now))[
@@ -117,7 +119,7 @@ async def _lost_and_formed(job_dir: Path, nodes: int, nproc: int) -> tuple[int, 
     left = [w for w in workers if w.node != last]
     for worker in left:
         coordinator.handle(e.NodeSays(worker.node, m.Heartbeat()))
-        coordinator.handle(says(worker, m.Parked(1, 5)))
+        coordinator.handle(says(worker, m.Parked(generation=1, committed=5)))
         await asyncio.sleep(0)  # each comes by a connection of its own
     await coordinator.effect(e.Tick())
     deciding.cancel()

@@ -77,7 +77,9 @@ def test_settle_loses_no_commit_and_leaves_nobody_without_a_source(held):
 
 
 def generation(*workers: str) -> Generation:
-    return Generation(1, tuple(Member(r, w, "n", 0) for r, w in enumerate(workers)))
+    return Generation(
+        number=1, members=tuple(Member(rank=r, worker=w, node="n", slot=0) for r, w in enumerate(workers))
+    )
 
 
 def test_a_newcomer_takes_the_hole_at_the_same_size():
@@ -119,7 +121,7 @@ def test_ranks_are_a_permutation_that_moves_nobody_without_need(before, data):
 
 def view(worker: str, phase: Phase, idle_s: float = 10.0, process: str = "S", **place: int) -> WorkerView:
     where = Place(**({"generation": 3, "committed": 7, "collectives": 0} | place), phase=int(phase))
-    return WorkerView(worker, 0, 1, 3, where, process, idle_s)
+    return WorkerView(worker=worker, slot=0, pid=1, formed=3, place=where, process=process, idle_s=idle_s)
 
 
 def culprits(
@@ -286,8 +288,10 @@ def test_exits_in_words():
 
 def test_a_signature_is_the_exception_or_how_the_process_ended():
     assert (
-        failure_signature(Blame("x", traceback="Traceback\n  ...\nKeyError: 'a'\n"), Exited("w", 1))
+        failure_signature(
+            Blame("x", traceback="Traceback\n  ...\nKeyError: 'a'\n"), Exited(worker="w", code=1)
+        )
         == "KeyError: 'a'"
     )
-    assert failure_signature(Blame("x"), Exited("w", -11)) == "signal 11"
-    assert failure_signature(Blame("x"), Exited("w", 2)) == "exit code 2"
+    assert failure_signature(Blame("x"), Exited(worker="w", code=-11)) == "signal 11"
+    assert failure_signature(Blame("x"), Exited(worker="w", code=2)) == "exit code 2"

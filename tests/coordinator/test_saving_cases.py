@@ -522,7 +522,7 @@ def test_a_checkpoint_is_shards_and_then_a_manifest():
     copy = desk.snapshot(6, "n0", "n1")
     node, order = desk.sent(m.StoreShard)[0]
     assert (node, order) == ("n0", m.StoreShard("checkpoint", copy.key))
-    desk.do(e.NodeSays(node, m.Stored("checkpoint", copy.key, copy.shard)))
+    desk.do(e.NodeSays(node, m.Stored(tier="checkpoint", key=copy.key, shard=copy.shard)))
     assert desk.sent(m.Publish) == [("n0", m.Publish(EVERY_WHOLE, 6, (copy.shard,)))]
     assert desk.state.durable is None
     desk.do(e.NodeSays("n0", m.Published("checkpoint", 6)))
@@ -534,7 +534,7 @@ def test_a_word_said_twice_changes_nothing():
     desk = running(2, saving=Saving(tiers=(EVERY_WHOLE,)))
     copy = desk.snapshot(6, "n0", "n1")
     for _ in range(2):
-        desk.do(e.NodeSays("n0", m.Stored("checkpoint", copy.key, copy.shard)))
+        desk.do(e.NodeSays("n0", m.Stored(tier="checkpoint", key=copy.key, shard=copy.shard)))
     for _ in range(2):
         desk.do(e.NodeSays("n0", m.Published("checkpoint", 6)))
     assert (len(desk.sent(m.Publish)), len(desk.records("saved"))) == (1, 1)
@@ -638,7 +638,7 @@ def test_going_back_stops_storing():
     assert desk.state.generation.start == 0
     desk.snapshot(5, "n0")
     assert [order.key.step for _, order in desk.sent(m.StoreShard)] == [6]
-    desk.do(e.NodeSays("n0", m.Stored("checkpoint", old.key, old.shard)))
+    desk.do(e.NodeSays("n0", m.Stored(tier="checkpoint", key=old.key, shard=old.shard)))
     assert not desk.sent(m.Publish)
     new = desk.snapshot(6, "n0", bits="b")
     assert desk.sent(m.StoreShard)[-1] == ("n0", m.StoreShard("checkpoint", new.key))
@@ -742,7 +742,7 @@ def test_a_lost_order_to_store_is_given_again():
     desk.crash()
     desk.back()
     assert desk.sent(m.StoreShard)[1:] == [("n0", m.StoreShard("checkpoint", copy.key))]
-    desk.do(e.NodeSays("n0", m.Stored("checkpoint", copy.key, copy.shard)))
+    desk.do(e.NodeSays("n0", m.Stored(tier="checkpoint", key=copy.key, shard=copy.shard)))
     desk.crash()
     desk.back()
     assert len(desk.sent(m.Publish)) == 2
@@ -783,7 +783,7 @@ def test_those_who_save_stand_in_different_racks():
 def test_a_refusal_that_comes_before_anybody_holds_the_last_state_is_not_waited_for():
     desk = running(2)
     for worker in desk.members():
-        desk.says(worker, m.Done(6, "p0", 0.1, held=True))
+        desk.says(worker, m.Done(committed=6, params_xxh3="p0", loss=0.1, held=True))
     desk.refuses("n0", copy_of(6), "its row went bad")
     for worker in list(desk.workers()):
         desk.exits(worker, 0)

@@ -13,10 +13,17 @@ def generation(seating: Seating, positions: int) -> Generation:
     complete = len(seating.rows) * positions
     places = dict(seating.beside) | {w: p for row in seating.rows for p, w in enumerate(row)}
     members = tuple(
-        Member(r, w, w, 0, replica=r // positions if r < complete else -1, position=places[w])
+        Member(
+            rank=r,
+            worker=w,
+            node=w,
+            slot=0,
+            replica=r // positions if r < complete else -1,
+            position=places[w],
+        )
         for r, w in enumerate(seating.workers)
     )
-    return Generation(1, members, shape=(positions, 1))
+    return Generation(number=1, members=members, shape=(positions, 1))
 
 
 @st.composite

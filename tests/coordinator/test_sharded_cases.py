@@ -40,7 +40,7 @@ def test_what_a_worker_said_before_it_was_told_to_be_rebuilt_is_out_of_date():
 def test_an_agent_that_did_not_hear_of_it_is_told_again():
     desk = sharded(4, 1)
     spare = rebuilt(desk)
-    before = m.Ready("d0", "n4", 1, 2, shape=(2, 1), position=0)
+    before = m.Ready(digest="d0", host="n4", vote_port=1, data_port=2, shape=(2, 1), position=0)
     desk.crash()
     desk.back("n4", n4={"ready": before})
     assert desk.told(spare, m.Rebuild, newest=True) == [m.Rebuild(1)]
@@ -169,7 +169,7 @@ def test_who_computes_nothing_is_compared_with_nobody():
         for rank, worker in enumerate(desk.members()):
             own_s = 0.001 * (5 if rank == 3 else 1) if rank > 1 else 0.1
             spent = Spent(block * BLOCK_STEPS, 0 if rank > 1 else 4, 0.0, own_s, 0.0, 0.1, 0.0, 0.0, None)
-            desk.says(worker, m.Progress(1, 6 + block, 0.1, spent=(spent,)))
+            desk.says(worker, m.Progress(generation=1, committed=6 + block, median_s=0.1, spent=(spent,)))
     assert desk.state.slow == []
     assert not any(SLOW_RANK in str(r) for r in desk.records("finding"))
     assert desk.state.phase is JobPhase.RUNNING

@@ -29,7 +29,7 @@ def keepers(desk: Desk) -> list[str]:
 
 def leaves(desk: Desk, node: str, held: bool, step: int = 6) -> None:
     worker = desk.worker_on(node)
-    desk.says(worker, m.Done(step, "bits", 0.5, stopped=True, held=held))
+    desk.says(worker, m.Done(committed=step, params_xxh3="bits", loss=0.5, stopped=True, held=held))
     desk.exits(worker, 0)
 
 

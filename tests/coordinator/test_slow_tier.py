@@ -99,7 +99,7 @@ def test_at_the_end_it_is_given_up_after_the_time_of_a_start():
     desk = stuck()
     desk.commit(9)
     for worker in desk.members():
-        desk.says(worker, m.Done(9, "bits", 0.5, held=True))
+        desk.says(worker, m.Done(committed=9, params_xxh3="bits", loss=0.5, held=True))
     desk.snapshot(9, "n0", "n1")
     for worker in desk.members():
         desk.exits(worker, 0)

@@ -69,7 +69,15 @@ def test_a_node_whose_agent_only_starves_is_not_given_up_and_one_that_is_stopped
 
     async def story() -> None:
         async with serving(tmp_path, detection_s) as plane:
-            hello = m.Hello(m.PROTOCOL_VERSION, "n0", "s", "127.0.0.1", 1, starved.pid, kernel=kernel_id())
+            hello = m.Hello(
+                version=m.PROTOCOL_VERSION,
+                node="n0",
+                session="s",
+                host="127.0.0.1",
+                slots=1,
+                pid=starved.pid,
+                kernel=kernel_id(),
+            )
             line = await plane.session.ws_connect(f"{plane.url}/agent")
             await line.send_bytes(encode(hello))
             await plane.event("node-joined")
@@ -86,5 +94,5 @@ def test_a_node_whose_agent_only_starves_is_not_given_up_and_one_that_is_stopped
 
 
 def test_a_hello_of_before_says_nothing_of_where_its_process_is():
-    old = encode(m.Hello(m.PROTOCOL_VERSION, "n0", "s", "h", 1, 1))
+    old = encode(m.Hello(version=m.PROTOCOL_VERSION, node="n0", session="s", host="h", slots=1, pid=1))
     assert msgspec.msgpack.decode(old, type=m.Hello).kernel == ""

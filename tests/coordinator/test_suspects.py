@@ -13,7 +13,10 @@ from holdfast.protocol.phases import BLOCK_STEPS, Phase
 def lose(desk, first, losses):
     for step, loss in enumerate(losses, first):
         entry = ((step, loss, 0.1),)
-        desk.says(desk.members()[0], m.Progress(desk.state.number, step + 1, 0.1, entry))
+        desk.says(
+            desk.members()[0],
+            m.Progress(generation=desk.state.number, committed=step + 1, median_s=0.1, losses=entry),
+        )
 
 
 def test_a_jump_of_the_loss_is_written_down_and_blames_nobody():
@@ -34,17 +37,17 @@ def not_finite(desk, rank, step):
     desk.says(
         worker,
         m.Failed(
-            number,
-            step,
-            int(Phase.BACKWARD),
-            "NonFiniteGradient",
-            f"own of {step}",
+            generation=number,
+            step=step,
+            phase=int(Phase.BACKWARD),
+            error="NonFiniteGradient",
+            message=f"own of {step}",
             where="step.py:1",
             own=True,
         ),
     )
     for name in desk.members():
-        desk.says(name, m.Parked(number, step))
+        desk.says(name, m.Parked(generation=number, committed=step))
     for name in desk.members():
         desk.says(name, m.Joined(desk.state.number, 0.01))
     desk.commit(step + 1)
@@ -85,6 +88,16 @@ def test_a_part_of_the_loss_that_is_off_again_and_again_is_its_nodes(replace):
         for rank, worker in enumerate(desk.members()):
             off = rank == 2 and number in (30, 40, 50)
             block = spent(step, 0.1, loss=50.0 if off else 2.0 + (rank + number) % 5 / 100)
-            desk.says(worker, m.Progress(desk.state.number, step + BLOCK_STEPS, 0.2, (), {}, (block,)))
+            desk.says(
+                worker,
+                m.Progress(
+                    generation=desk.state.number,
+                    committed=step + BLOCK_STEPS,
+                    median_s=0.2,
+                    losses=(),
+                    figures={},
+                    spent=(block,),
+                ),
+            )
     found = [f for f in findings(desk) if f["rule"] == "part-apart"]
     assert [(f["subject"], f["remedy"]) for f in found] == [("rank 2", "replace" if replace else "ask")]

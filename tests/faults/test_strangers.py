@@ -142,7 +142,17 @@ def left_to(folder, port):
 def test_an_agent_tells_a_stranger_nothing_and_obeys_no_order_of_his(job, tmp_path):
     came = tmp_path / "came"
     (tmp_path / "theirs.py").write_text(f"open({str(came)!r}, 'w')")
-    order = encode(m.StartWorker("w0", 0, str(tmp_path / "theirs.py"), (), False, str(tmp_path), {}))
+    order = encode(
+        m.StartWorker(
+            worker="w0",
+            slot=0,
+            script=str(tmp_path / "theirs.py"),
+            args=(),
+            module=False,
+            cwd=str(tmp_path),
+            env={},
+        )
+    )
     assert len(order) < 1 << 16
     frame = b"\x82\x7e" + len(order).to_bytes(2, "big") + order
     arguments = agent_arguments(spec_of(tmp_path), job.path, "n0", "127.0.0.1", tmp_path / "memory")

@@ -22,8 +22,8 @@ def state(training: int = 1, spares: int = 3, same_host: bool = False) -> CoreSt
     for i, name in enumerate(names):
         host = "10.0.0.1" if same_host else f"10.0.0.{i}"
         made.nodes[name] = Node(name, "s", host, 1, 0.0, ports=(7000 + i, 8000 + i))
-    members = tuple(m.Member(i, f"w{i}", names[i], 0) for i in range(training))
-    made.generation = m.Generation(1, members)
+    members = tuple(m.Member(rank=i, worker=f"w{i}", node=names[i], slot=0) for i in range(training))
+    made.generation = m.Generation(number=1, members=members)
     return made
 
 

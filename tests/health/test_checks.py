@@ -193,7 +193,7 @@ def test_an_order_that_is_repeated_meanwhile_is_carried_out_once(tmp_path):
 
     async def ask():
         ours = NodeChecks("n", "127.0.0.1", 1, tmp_path, tmp_path, sent.append)
-        await asyncio.gather(*(ours.answer(m.RunChecks(n)) for n in (1, 1, 2)))
+        await asyncio.gather(*(ours.answer(m.RunChecks(request=n)) for n in (1, 1, 2)))
 
     asyncio.run(ask())
     assert [s.request for s in sent] == [1, 2]

@@ -10,7 +10,7 @@ from holdfast.protocol import messages as m
 from holdfast.protocol.frames import Codec
 
 CODEC: Codec[m.WorkerMessage] = Codec(m.WorkerMessage)
-READY = msgspec.msgpack.encode(m.Ready("digest", "host", 1, 2))
+READY = msgspec.msgpack.encode(m.Ready(digest="digest", host="host", vote_port=1, data_port=2))
 
 
 @pytest.mark.parametrize(

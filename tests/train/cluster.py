@@ -18,9 +18,16 @@ class Cluster:
     def generation(self, number: int, ranks=None) -> Generation:
         ranks = range(self.size) if ranks is None else ranks
         return Generation(
-            number,
-            tuple(
-                Member(i, f"w{r}", f"n{r}", 0, "127.0.0.1", self.listeners[r].port)
+            number=number,
+            members=tuple(
+                Member(
+                    rank=i,
+                    worker=f"w{r}",
+                    node=f"n{r}",
+                    slot=0,
+                    host="127.0.0.1",
+                    vote_port=self.listeners[r].port,
+                )
                 for i, r in enumerate(ranks)
             ),
         )

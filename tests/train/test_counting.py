@@ -22,7 +22,22 @@ def agent():
     ours, theirs = socket.socketpair()
     page = ProgressPage()
     link = Link(
-        theirs, m.Start("w", "train.py", (), False, {}, ".", "", "", "", "", "127.0.0.1"), page, "token"
+        theirs,
+        m.Start(
+            worker="w",
+            script="train.py",
+            args=(),
+            module=False,
+            env={},
+            cwd=".",
+            log="",
+            page="",
+            stacks="",
+            token_file="",
+            host="127.0.0.1",
+        ),
+        page,
+        "token",
     )
     faults = FaultPlan(link)
     before = set(

@@ -174,7 +174,10 @@ def test_a_donor_that_is_killed_in_the_middle_is_replaced_by_another(donors, ove
     try:
         ports = [ours.recv(), donors[1].port]
         members = tuple(
-            Member(r, f"n{r}", f"node{r}", 0, "127.0.0.1", 0, port) for r, port in enumerate(ports)
+            Member(
+                rank=r, worker=f"n{r}", node=f"node{r}", slot=0, host="127.0.0.1", vote_port=0, data_port=port
+            )
+            for r, port in enumerate(ports)
         )
         target, moved = Big(1), []
 
@@ -184,7 +187,9 @@ def test_a_donor_that_is_killed_in_the_middle_is_replaced_by_another(donors, ove
                 os.kill(process.pid, signal.SIGKILL)
                 process.join()
 
-        image = Fetch(Generation(4, members, start=7), (0, 1), TOKEN, seen).run({"big": target})
+        image = Fetch(Generation(number=4, members=members, start=7), (0, 1), TOKEN, seen).run(
+            {"big": target}
+        )
         state.load({"big": target}, image)
         assert digest(target) == digest(Big(0))
         assert sum(moved) == image.index.nbytes

@@ -200,9 +200,11 @@ def test_a_member_whose_machine_is_silent_does_not_hold_the_others_after_a_break
         code = ctypes.create_string_buffer(ignore_all)
         program = struct.pack("HxxxxxxP", 1, ctypes.addressof(code))
         deaf.setsockopt(socket.SOL_SOCKET, 26, program)  # SO_ATTACH_FILTER
-        first = Member(0, "w0", "n0", 0, "127.0.0.1", deaf.getsockname()[1])
+        first = Member(
+            rank=0, worker="w0", node="n0", slot=0, host="127.0.0.1", vote_port=deaf.getsockname()[1]
+        )
         rest = cluster.generation(3).members[1:]
-        group = cluster.group(Generation(3, (first, *rest), 0), 1)
+        group = cluster.group(Generation(number=3, members=(first, *rest), start=0), 1)
         waiting = cluster.pool.submit(group.join, TOKEN)
         while [_tcp_state(sock) for sock in group.mesh.sockets()] != [SYN_SENT]:
             threading.Event().wait(0.001)  # the kernel tells nobody when it has sent it

@@ -209,8 +209,10 @@ def test_who_listens_in_a_members_place_is_shown_nothing_of_use(cluster, says):
 
     with impostor() as server, ThreadPoolExecutor(1) as pool:
         listening = pool.submit(listen, server)
-        first = Member(0, "w0", "n0", 0, "127.0.0.1", server.getsockname()[1])
-        mesh = Mesh(Generation(1, (first, *cluster.generation(1).members[1:])), 1)
+        first = Member(
+            rank=0, worker="w0", node="n0", slot=0, host="127.0.0.1", vote_port=server.getsockname()[1]
+        )
+        mesh = Mesh(Generation(number=1, members=(first, *cluster.generation(1).members[1:])), 1)
         with pytest.raises(CollectiveFailed, match=r"cannot reach rank 0 on n0.*where w0 listened"):
             mesh.connect(cluster.listeners[1], TOKEN)
         listening.result()
@@ -224,8 +226,10 @@ def test_who_listens_in_a_members_place_is_shown_nothing_of_use(cluster, says):
 
 def test_a_break_frees_who_waits_for_an_answer(cluster):
     with impostor() as server:
-        first = Member(0, "w0", "n0", 0, "127.0.0.1", server.getsockname()[1])
-        mesh = Mesh(Generation(1, (first, *cluster.generation(1).members[1:])), 1)
+        first = Member(
+            rank=0, worker="w0", node="n0", slot=0, host="127.0.0.1", vote_port=server.getsockname()[1]
+        )
+        mesh = Mesh(Generation(number=1, members=(first, *cluster.generation(1).members[1:])), 1)
         joining = cluster.pool.submit(mesh.connect, cluster.listeners[1], TOKEN)
         sock, _ = server.accept()
         with sock:

@@ -195,11 +195,14 @@ def test_placements_survive_a_file(sharding):
 
 def generation(shape, rows, beside=()):
     size = shape[0] * shape[1]
-    members = [Member(r, f"w{r}", "n", 0, replica=r // size, position=r % size) for r in range(rows * size)]
+    members = [
+        Member(rank=r, worker=f"w{r}", node="n", slot=0, replica=r // size, position=r % size)
+        for r in range(rows * size)
+    ]
     for position in beside:
         rank = len(members)
-        members.append(Member(rank, f"w{rank}", "n", 0, replica=-1, position=position))
-    return Generation(1, tuple(members), 0, shape, (1,) * rows)
+        members.append(Member(rank=rank, worker=f"w{rank}", node="n", slot=0, replica=-1, position=position))
+    return Generation(number=1, members=tuple(members), start=0, shape=shape, rows=(1,) * rows)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -229,7 +232,7 @@ def test_the_size_of_the_world_is_that_of_those_that_compute():
     form = generation((2, 1), 2, beside=[1])
     assert (len(form.members), form.strength) == (5, 4)
     worker = Replica.__new__(Replica)
-    worker._micro_batches, worker.form = 0, Form(form, 4)
+    worker._micro_batches, worker.form = 0, Form(generation=form, rank=4)
     assert (worker.world_size, worker.world.size) == (4, 4)
     assert (worker.world.rank, worker.world.replica) == (4, -1)
 

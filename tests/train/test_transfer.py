@@ -44,9 +44,18 @@ def donors():
 
 def generation_of(donors, number=4):
     members = tuple(
-        Member(rank, f"n{rank}", f"node{rank}", 0, "127.0.0.1", 0, d.port) for rank, d in enumerate(donors)
+        Member(
+            rank=rank,
+            worker=f"n{rank}",
+            node=f"node{rank}",
+            slot=0,
+            host="127.0.0.1",
+            vote_port=0,
+            data_port=d.port,
+        )
+        for rank, d in enumerate(donors)
     )
-    return Generation(number, members, start=7)
+    return Generation(number=number, members=members, start=7)
 
 
 def fetch(generation, ranks, objects, seen=lambda nbytes, total: None, token=TOKEN):
@@ -300,8 +309,12 @@ def test_a_flood_of_silent_connections_leaves_a_process_room_and_readers_a_way_i
             flood.append(socket.create_connection(("127.0.0.1", port), timeout=10))
         ours.send(True)
         assert ours.recv() == "room"
-        members = (Member(0, "n0", "node0", 0, "127.0.0.1", 0, port),)
-        image = Fetch(Generation(4, members, start=7), (0,), TOKEN, lambda *_: None).run({"big": Big(1)})
+        members = (
+            Member(rank=0, worker="n0", node="node0", slot=0, host="127.0.0.1", vote_port=0, data_port=port),
+        )
+        image = Fetch(Generation(number=4, members=members, start=7), (0,), TOKEN, lambda *_: None).run(
+            {"big": Big(1)}
+        )
         assert image.index.step == 7
     finally:
         process.kill()

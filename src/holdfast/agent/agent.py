@@ -203,18 +203,18 @@ class Agent:
         config = self._config
         views = tuple(w.view() for w in self._workers.values() if not w.gone)
         return m.Hello(
-            m.PROTOCOL_VERSION,
-            config.node,
-            self._session,
-            config.host,
-            config.slots,
-            os.getpid(),
-            self._ports,
-            views,
-            self._keeper.port if self._keeper else 0,
-            self._keeper.copies() if self._keeper else (),
-            config.rack,
-            self._leaving,
+            version=m.PROTOCOL_VERSION,
+            node=config.node,
+            session=self._session,
+            host=config.host,
+            slots=config.slots,
+            pid=os.getpid(),
+            ports=self._ports,
+            workers=views,
+            snapshot_port=self._keeper.port if self._keeper else 0,
+            copies=self._keeper.copies() if self._keeper else (),
+            rack=config.rack,
+            leaving=self._leaving,
             identity=self._identity,
             devices=self._devices,
             checks=self._found_before,
@@ -292,7 +292,7 @@ class Agent:
         early = self._starting.pop(order.worker)
         if order.worker in self._unwanted:
             os.kill(warm.pid, signal.SIGKILL)
-            self._link.send(m.Exited(order.worker, -signal.SIGKILL, killed=True))
+            self._link.send(m.Exited(worker=order.worker, code=-signal.SIGKILL, killed=True))
             return
         worker = WorkerProcess(
             order.worker, order.slot, warm, self._logs, config.timing, self._said, self._stalled, self._exited
@@ -304,17 +304,17 @@ class Agent:
         env["HOLDFAST_NODE"] = config.node
         worker.tell(
             m.Start(
-                order.worker,
-                order.script,
-                order.args,
-                order.module,
-                env,
-                order.cwd,
-                str(worker.log),
-                worker.page.path,
-                str(worker.stacks),
-                str(self._token_file),
-                config.host,
+                worker=order.worker,
+                script=order.script,
+                args=order.args,
+                module=order.module,
+                env=env,
+                cwd=order.cwd,
+                log=str(worker.log),
+                page=worker.page.path,
+                stacks=str(worker.stacks),
+                token_file=str(self._token_file),
+                host=config.host,
             )
         )
         for message in early:

@@ -15,15 +15,15 @@ from holdfast.protocol.health import CheckResult, Condition
 def refusal(order: m.ToAgent, why: str) -> m.AgentMessage | None:
     """The outcome of an order that failed; None: nothing waits for one, or not for longer than its deadline."""
     match order:
-        case m.StartWorker(worker):
-            return m.Exited(worker, -signal.SIGKILL, tail=(why,), killed=True)
+        case m.StartWorker(worker=worker):
+            return m.Exited(worker=worker, code=-signal.SIGKILL, tail=(why,), killed=True)
         case m.Replicate(copy):
             return m.NotHeld(copy.key, why)
         case m.StoreShard(tier, key):
-            return m.Stored(tier, key, None, why)
+            return m.Stored(tier=tier, key=key, shard=None, reason=why)
         case m.Publish(tier, step):
             return m.Published(tier.url, step, why)
-        case m.RunChecks(request):
+        case m.RunChecks(request=request):
             return m.Checked(request, (CheckResult("agent", Condition.UNKNOWN, why),))
         case m.Repair(request):
             return m.Repaired(request, why)

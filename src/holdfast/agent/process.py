@@ -152,7 +152,9 @@ class WorkerProcess:
         place = self.page.read()
         steps = 0 if place.generation else place.committed
         tail, log = tuple(self.tail()), str(self.log)
-        self._exited(self, m.Exited(self.name, code, tail, log, self._killed, steps=steps))
+        self._exited(
+            self, m.Exited(worker=self.name, code=code, tail=tail, log=log, killed=self._killed, steps=steps)
+        )
         self.page.close()
         if self.stacks.exists() and self.stacks.stat().st_size == 0:
             self.stacks.unlink()
@@ -179,19 +181,19 @@ class WorkerProcess:
         """What is known of it now."""
         place = self.page.read() if not self.gone else Place()
         return m.WorkerView(
-            self.name,
-            self.slot,
-            self.pid,
-            self.formed,
-            place,
-            process_state(self.pid),
-            time.monotonic() - place.beat_s if place.beat_s else 0.0,
-            self.ready,
-            self.attached,
-            self.parked,
-            self.done,
-            self.median_s,
-            self._busy,
+            worker=self.name,
+            slot=self.slot,
+            pid=self.pid,
+            formed=self.formed,
+            place=place,
+            process=process_state(self.pid),
+            idle_s=time.monotonic() - place.beat_s if place.beat_s else 0.0,
+            ready=self.ready,
+            attached=self.attached,
+            parked=self.parked,
+            done=self.done,
+            median_s=self.median_s,
+            busy=self._busy,
         )
 
     def check_stopped(self) -> None:

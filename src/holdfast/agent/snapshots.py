@@ -247,7 +247,7 @@ class SnapshotKeeper:
         try:
             slot = held.enter_context(self.pool.reading(order.key))
         except HoldfastError as error:
-            return self._answer(m.Stored(order.tier, order.key, None, str(error)))
+            return self._answer(m.Stored(tier=order.tier, key=order.key, shard=None, reason=str(error)))
         return self._store_held(order, slot, held)
 
     async def _answer(self, message: m.AgentMessage) -> None:
@@ -260,9 +260,17 @@ class SnapshotKeeper:
             try:
                 shard = await self._run(self._storing, self._store, order, slot, loop)
             except Exception as error:  # noqa: BLE001 - whatever it is, the coordinator waits for an answer
-                self._send(m.Stored(order.tier, order.key, None, str(error)))
+                self._send(m.Stored(tier=order.tier, key=order.key, shard=None, reason=str(error)))
             else:
-                self._send(m.Stored(order.tier, order.key, shard, "", time.monotonic() - began_s))
+                self._send(
+                    m.Stored(
+                        tier=order.tier,
+                        key=order.key,
+                        shard=shard,
+                        reason="",
+                        took_s=time.monotonic() - began_s,
+                    )
+                )
 
     @contextmanager
     def _counted(self) -> Iterator[None]:

@@ -18,7 +18,7 @@ from holdfast.protocol.snapshots import Copy, DurableTier, Holder, Key, Lack, Sh
 PROTOCOL_VERSION = 5
 
 
-class Member(msgspec.Struct, frozen=True):
+class Member(msgspec.Struct, frozen=True, kw_only=True):
     """One worker of a generation, and where the others reach it.
 
     replica: its number; -1: the worker's replica is not complete, so it computes nothing but keeps its shard current.
@@ -36,7 +36,7 @@ class Member(msgspec.Struct, frozen=True):
     position: int = 0
 
 
-class Generation(msgspec.Struct, frozen=True):
+class Generation(msgspec.Struct, frozen=True, kw_only=True):
     """One version of the membership. Members are in the order of their ranks: replica by replica, in each by position,
     then those whose replica is not complete.
 
@@ -87,7 +87,7 @@ class Attached(msgspec.Struct, frozen=True, tag="attached"):
     """The script called `holdfast.start`: this job is at level 2."""
 
 
-class Ready(msgspec.Struct, frozen=True, tag="ready"):
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """The script reached `run.steps`: model built, nothing missing but the membership (and the state).
 
     digest: xxh3 of the protected state as built, so that equal starts need no transfer. micro_batches: in a global
@@ -127,7 +127,7 @@ FIGURE_NAME = 64
 """Characters of the longest of them."""
 
 
-class Progress(msgspec.Struct, frozen=True, tag="progress"):
+class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
     """Steps were committed. Sent at most 20 times a second, and always for a generation's first commit.
 
     losses: (step, loss, seconds it took) of the commits since the last message (rank 0 only). figures: what the script
@@ -142,7 +142,7 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
     spent: tuple[Spent, ...] = ()
 
 
-class Parked(msgspec.Struct, frozen=True, tag="parked"):
+class Parked(msgspec.Struct, frozen=True, kw_only=True, tag="parked"):
     """The worker is out of a generation that broke or was ended, and waits for the next.
 
     committed: None when it holds no usable state (it never had it, or an update was torn).
@@ -164,7 +164,7 @@ class Halted(msgspec.Struct, frozen=True, tag="halted"):
     begun: int
 
 
-class Failed(msgspec.Struct, frozen=True, tag="failed"):
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     """User code raised. In a step the worker parks next; outside of one it exits. own: this rank's own part of the gradient
     or the loss is not finite."""
 
@@ -211,7 +211,7 @@ class Saved(msgspec.Struct, frozen=True, tag="saved"):
     error: str | None = None
 
 
-class Done(msgspec.Struct, frozen=True, tag="done"):
+class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
     """The worker has all its steps. params_xxh3: over the parameters of every protected module.
 
     held: its agent has the last state, and will say Held or NotHeld.
@@ -301,7 +301,7 @@ WorkerMessage = (
 # ---------------------------------------------------------------- agent -> worker
 
 
-class Start(msgspec.Struct, frozen=True, tag="start"):
+class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     """What a warm process becomes."""
 
     worker: str
@@ -317,7 +317,7 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     host: str
 
 
-class Form(msgspec.Struct, frozen=True, tag="form"):
+class Form(msgspec.Struct, frozen=True, kw_only=True, tag="form"):
     """Join this generation.
 
     apply: apply the prepared gradient first (the step counts after all).
@@ -434,7 +434,7 @@ ToWorker = (
 # ---------------------------------------------------------------- agent -> coordinator
 
 
-class WorkerView(msgspec.Struct, frozen=True):
+class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     """What an agent knows of a worker: enough for a coordinator that starts from nothing.
 
     state: the message that describes the worker's situation now (Ready, Parked, Done or Attached).
@@ -466,7 +466,7 @@ class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
     within_s: float
 
 
-class Hello(msgspec.Struct, frozen=True, tag="hello"):
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """An agent connects, for the first time or again. `session` is new for every agent process.
 
     identity: of the machine, the same whenever it comes back (its serial number, else its machine-id). devices: lasting
@@ -515,7 +515,7 @@ class Started(msgspec.Struct, frozen=True, tag="started"):
     log: str
 
 
-class Exited(msgspec.Struct, frozen=True, tag="exited"):
+class Exited(msgspec.Struct, frozen=True, kw_only=True, tag="exited"):
     """A worker's process ended. code: exit status, negative for a signal (as subprocess does). killed: by its agent.
 
     summing: shards that it left complete in memory, whose checksums the agent still computes: Held or NotHeld follows.
@@ -573,7 +573,7 @@ class Spoiled(msgspec.Struct, frozen=True, tag="spoiled"):
     reason: str
 
 
-class Stored(msgspec.Struct, frozen=True, tag="stored"):
+class Stored(msgspec.Struct, frozen=True, kw_only=True, tag="stored"):
     """A shard is in a durable tier; `shard` None: it could not be written, and why."""
 
     tier: str
@@ -645,7 +645,7 @@ AgentMessage = (
 # ---------------------------------------------------------------- coordinator -> agent
 
 
-class StartWorker(msgspec.Struct, frozen=True, tag="start-worker"):
+class StartWorker(msgspec.Struct, frozen=True, kw_only=True, tag="start-worker"):
     """Start a worker from a warm process."""
 
     worker: str
@@ -750,7 +750,7 @@ class Peer(msgspec.Struct, frozen=True):
     port: int
 
 
-class RunChecks(msgspec.Struct, frozen=True, tag="run-checks"):
+class RunChecks(msgspec.Struct, frozen=True, kw_only=True, tag="run-checks"):
     """Check this node and answer with Checked. only: names of checks; empty: all that concern the node alone.
 
     peers: of checks between nodes: the other one of `pair`, the whole group of `all-reduce` in the order of ranks.

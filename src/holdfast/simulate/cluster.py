@@ -202,7 +202,9 @@ class Cluster:
         core = self.core
         if self.steps.untold and (sayer := self.sayer()):
             self.steps.untold = False
-            said = m.Progress(self.generation, self.steps.committed, self.steps.step_s)
+            said = m.Progress(
+                generation=self.generation, committed=self.steps.committed, median_s=self.steps.step_s
+            )
             age_s = self.now - self.steps.halted_s if not self.steps.running else 0.0
             events = [self.word(sayer, said, age_s), *events]
         if self.one_by_one and self.generation:  # who is ready first at the very start decides who is a spare
@@ -280,7 +282,7 @@ class Cluster:
 
     def obey(self, machine: Machine, message: m.ToAgent) -> None:
         match message:
-            case m.StartWorker(name):
+            case m.StartWorker(worker=name):
                 machine.worker, machine.ready = name, False
                 self.at(self.now + self.scenario.start_s, self.started, machine, name)
             case m.KillWorker(name):
@@ -294,12 +296,12 @@ class Cluster:
                     self.leave(machine)
             case m.StoreShard(tier, key, _):
                 if machine.up:
-                    stored = m.Stored(tier, key, _SHARD, took_s=self.scenario.store_s)
+                    stored = m.Stored(tier=tier, key=key, shard=_SHARD, took_s=self.scenario.store_s)
                     self.at(self.now + self.scenario.store_s, self.say, machine, stored)
             case m.Publish(tier, step):
                 if machine.up:
                     self.at(self.now + HOP_S, self.say, machine, m.Published(tier.url, step))
-            case m.RunChecks(request):
+            case m.RunChecks(request=request):
                 if machine.up:
                     self.at(self.now + 1.0, self.say, machine, m.Checked(request, ()))
             case m.Repair(request):
@@ -321,7 +323,15 @@ class Cluster:
             machine.up, machine.worker, machine.ready, machine.hung_s = True, None, False, None
             machine.sessions += 1
             session = f"{machine.name}/{self.job_starts}.{machine.sessions}"
-            hello = m.Hello(m.PROTOCOL_VERSION, machine.name, session, machine.name, 1, 1, snapshot_port=1)
+            hello = m.Hello(
+                version=m.PROTOCOL_VERSION,
+                node=machine.name,
+                session=session,
+                host=machine.name,
+                slots=1,
+                pid=1,
+                snapshot_port=1,
+            )
             hellos.append(e.NodeJoined(hello))
         self.tell(hellos, starting=True)
 
@@ -332,7 +342,9 @@ class Cluster:
         while True:
             if machine.up and machine.worker == name and machine.hung_s is None:
                 machine.ready = True
-                events.append(self.word(machine, m.Ready("0", machine.name, 1, 1)))
+                events.append(
+                    self.word(machine, m.Ready(digest="0", host=machine.name, vote_port=1, data_port=1))
+                )
             if not (heap and heap[0][0] == self.now and heap[0][2] == self.started):
                 break
             machine, name = heapq.heappop(heap)[3]
@@ -423,8 +435,8 @@ class Cluster:
         if generation != self.generation:
             return
         events: list[e.Event] = []
-        holds = m.Parked(generation, self.steps.committed)
-        nothing = m.Parked(generation, None)
+        holds = m.Parked(generation=generation, committed=self.steps.committed)
+        nothing = m.Parked(generation=generation, committed=None)
         for machine in machines:
             if machine.up and machine.worker and machine.hung_s is None:
                 events.append(self.word(machine, nothing if machine.name in self.restoring else holds))
@@ -481,7 +493,11 @@ class Cluster:
             if token == self.steps.token
             else self.steps.committed
         )
-        said = m.Progress(generation, max(self.steps.committed, self.steps.base + 1), self.steps.step_s)
+        said = m.Progress(
+            generation=generation,
+            committed=max(self.steps.committed, self.steps.base + 1),
+            median_s=self.steps.step_s,
+        )
         known = self.core.state.workers
         fresh = [x for x in self.members if x.worker and known[x.worker].median_s is None]
         sayer = self.sayer()
@@ -555,7 +571,11 @@ class Cluster:
             events: list[e.Event] = []
             if stop.save_to is not None:
                 events.append(self.word(machine, m.Saved(self.steps.committed, stop.save_to.url)))
-            events.append(self.word(machine, m.Done(self.steps.committed, "0", None, stopped=True)))
+            events.append(
+                self.word(
+                    machine, m.Done(committed=self.steps.committed, params_xxh3="0", loss=None, stopped=True)
+                )
+            )
             self.tell(events)
             strikes.end_worker(self, machine, name, 0)
 

@@ -128,7 +128,7 @@ def exit_all(cluster: TrialView, pairs: list[tuple[Machine, str]]) -> None:
     for machine, name in pairs:
         if machine.up and machine.worker == name:
             machine.worker = None
-            events.append(e.NodeSays(machine.name, m.Exited(name, SIGKILL)))
+            events.append(e.NodeSays(machine.name, m.Exited(worker=name, code=SIGKILL)))
     cluster.tell(events)
 
 
@@ -136,7 +136,7 @@ def end_worker(cluster: TrialView, machine: Machine, name: str, code: int = SIGK
     """The agent sees a process end."""
     if machine.up and machine.worker == name:
         machine.worker = None
-        cluster.tell([e.NodeSays(machine.name, m.Exited(name, code))])
+        cluster.tell([e.NodeSays(machine.name, m.Exited(worker=name, code=code))])
 
 
 def stalled(cluster: TrialView, machine: Machine, name: str) -> None:
@@ -168,7 +168,13 @@ def view(cluster: TrialView, machine: Machine) -> m.WorkerView:
     place = Place(cluster.generation, cluster.steps.committed, int(phase))
     idle_s = cluster.now - (machine.hung_s if machine.hung_s is not None else cluster.steps.halted_s)
     return m.WorkerView(
-        machine.worker or "", 0, 1, cluster.generation, place, idle_s=idle_s, median_s=cluster.steps.step_s
+        worker=machine.worker or "",
+        slot=0,
+        pid=1,
+        formed=cluster.generation,
+        place=place,
+        idle_s=idle_s,
+        median_s=cluster.steps.step_s,
     )
 
 
@@ -178,7 +184,7 @@ def found_slow(cluster: TrialView, machine: Machine, severity: Severity, remedy:
         done = cluster.steps.base
         if cluster.steps.running:
             done += math.floor((cluster.now - cluster.steps.since_s) / cluster.steps.step_s)
-        said = m.Progress(cluster.generation, done, cluster.steps.step_s)
+        said = m.Progress(generation=cluster.generation, committed=done, median_s=cluster.steps.step_s)
         finding = Finding("slow-node", severity, remedy, "peers", evidence="slower than its peers")
         cluster.tell([cluster.word(machine, said), e.NodeSays(machine.name, m.Found((finding,)))])
 

@@ -50,7 +50,7 @@ class StepCounter:
             self._sent = now
             median = statistics.median(self._durations) if self._durations else None
             generation = int(self._link.start.env.get("HOLDFAST_GENERATION", "0"))
-            self._link.send(Progress(generation, self._steps, median))
+            self._link.send(Progress(generation=generation, committed=self._steps, median_s=median))
         self._faults.poison = lambda: _poison(optimizer)
         for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE, Phase.COMMIT):
             self._faults.reach(phase, self._steps)

@@ -220,7 +220,17 @@ class Replica:
         host, ports = self.link.start.host, (self._listener.port, self._donor.port)
         sharding = self.sharding
         shape, position = (sharding.shape, sharding.position) if sharding else ((1, 1), 0)
-        self.link.send(m.Ready(digest, host, *ports, micro_batches, shape, position))
+        self.link.send(
+            m.Ready(
+                digest=digest,
+                host=host,
+                vote_port=ports[0],
+                data_port=ports[1],
+                micro_batches=micro_batches,
+                shape=shape,
+                position=position,
+            )
+        )
         self.join_next()
 
     def join_next(self) -> None:
@@ -344,7 +354,11 @@ class Replica:
         held = None if step is not None and step.stage is Stage.TORN else self.committed
         self.committed = held
         self._flush_losses()
-        self.link.send(m.Parked(number, held, prepared, tuple(self._losses), begun))
+        self.link.send(
+            m.Parked(
+                generation=number, committed=held, prepared=prepared, losses=tuple(self._losses), begun=begun
+            )
+        )
 
     def _leave(self, order: m.Stop) -> None:
         self._settle(order.apply)
@@ -483,7 +497,16 @@ class Replica:
         self._figures = {}
         median = statistics.median(self._durations) if self._durations else None
         spent, self._spent = tuple(self._spent), []
-        self.link.send(m.Progress(self.generation, self.committed or 0, median, losses, figures, spent))
+        self.link.send(
+            m.Progress(
+                generation=self.generation,
+                committed=self.committed or 0,
+                median_s=median,
+                losses=losses,
+                figures=figures,
+                spent=spent,
+            )
+        )
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Figures of a committed step, sent with the next word of progress.
@@ -558,14 +581,14 @@ class Replica:
         where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
         self.link.send(
             m.Failed(
-                self.generation,
-                step.index,
-                int(self._page.phase),
-                type(error).__name__,
-                str(error),
-                "".join(traceback.format_exception(error)),
-                where,
-                isinstance(error, NonFiniteGradient) and error.own,
+                generation=self.generation,
+                step=step.index,
+                phase=int(self._page.phase),
+                error=type(error).__name__,
+                message=str(error),
+                traceback="".join(traceback.format_exception(error)),
+                where=where,
+                own=isinstance(error, NonFiniteGradient) and error.own,
             )
         )
 
@@ -590,5 +613,13 @@ class Replica:
         self._page.enter(Phase.DONE)
         self.link.unguard()
         digest = state.parameters_digest(self._protected)
-        self.link.send(m.Done(self.committed or 0, digest, self.last_loss, stopped, held))
+        self.link.send(
+            m.Done(
+                committed=self.committed or 0,
+                params_xxh3=digest,
+                loss=self.last_loss,
+                stopped=stopped,
+                held=held,
+            )
+        )
         self._donor.publish(self.generation + 1, None)

@@ -88,7 +88,19 @@ def alone() -> Attachment:
     """A job of one: the messages go to a thread of this process that plays agent and coordinator."""
     ours, theirs = socket.socketpair()
     page = ProgressPage()
-    start = m.Start("alone", "", (), False, {}, ".", "", page.path, "", "", "127.0.0.1")
+    start = m.Start(
+        worker="alone",
+        script="",
+        args=(),
+        module=False,
+        env={},
+        cwd=".",
+        log="",
+        page=page.path,
+        stacks="",
+        token_file="",
+        host="127.0.0.1",
+    )
     link = Link(ours, start, page, "alone")
     player = threading.Thread(target=_play_coordinator, args=(theirs,), name="holdfast-alone", daemon=True)
     player.start()
@@ -103,9 +115,15 @@ def _play_coordinator(sock: socket.socket) -> None:
         while (message := codec.read(sock)) is not None:
             if isinstance(message, m.Ready):
                 member = m.Member(
-                    0, "alone", "localhost", 0, message.host, message.vote_port, message.data_port
+                    rank=0,
+                    worker="alone",
+                    node="localhost",
+                    slot=0,
+                    host=message.host,
+                    vote_port=message.vote_port,
+                    data_port=message.data_port,
                 )
-                sock.sendall(pack(m.Form(m.Generation(1, (member,)), 0)))
+                sock.sendall(pack(m.Form(generation=m.Generation(number=1, members=(member,)), rank=0)))
 
 
 def become(sock: socket.socket) -> int:
@@ -237,7 +255,17 @@ def _report(error: BaseException, link: Link) -> None:
     where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames[first:] else ""
     message = str(error)
     link.failed = True
-    link.send(m.Failed(0, None, int(link.page.phase), type(error).__name__, message, text, where))
+    link.send(
+        m.Failed(
+            generation=0,
+            step=None,
+            phase=int(link.page.phase),
+            error=type(error).__name__,
+            message=message,
+            traceback=text,
+            where=where,
+        )
+    )
 
 
 def _count_steps(link: Link, faults: FaultPlan) -> None:

@@ -97,22 +97,27 @@ class SimAgent:
         """What a coordinator must have heard: how workers ended, and who waits for a Break."""
         for worker in self.workers.values():
             if worker.name in self._ended:
-                connection.up.send(m.Exited(worker.name, worker.code or 0, killed=worker.killed))
+                connection.up.send(m.Exited(worker=worker.name, code=worker.code or 0, killed=worker.killed))
             elif worker.trouble is not None:
                 connection.up.send(m.FromWorker(worker.name, worker.trouble))
 
     def _hello(self) -> m.Hello:
         views = tuple(self.view(w) for w in self.workers.values() if w.alive or self.cluster.plan.repeats)
         slots = self.cluster.plan.spec.nproc
-        identity = (m.PROTOCOL_VERSION, self.name, self.session, self.host, slots, 1, (29500, 29501))
         return m.Hello(
-            *identity,
-            views,
-            self.memory.port,
-            self.memory.copies(),
-            self.rack,
-            self.leaving,
-            self.identity,
+            version=m.PROTOCOL_VERSION,
+            node=self.name,
+            session=self.session,
+            host=self.host,
+            slots=slots,
+            pid=1,
+            ports=(29500, 29501),
+            workers=views,
+            snapshot_port=self.memory.port,
+            copies=self.memory.copies(),
+            rack=self.rack,
+            leaving=self.leaving,
+            identity=self.identity,
             checks=self.cluster.ailments.basic_checks(self),
         )
 
@@ -178,25 +183,25 @@ class SimAgent:
     def _tell_exit(self, worker: SimWorker, code: int) -> None:
         if self.workers.get(worker.name) is worker:
             self._ended.add(worker.name)
-            self.send(m.Exited(worker.name, code, killed=worker.killed))
+            self.send(m.Exited(worker=worker.name, code=code, killed=worker.killed))
 
     def view(self, worker: SimWorker) -> m.WorkerView:
         """What this agent knows of a worker."""
         said = self._said.get(worker.name, {})
         ready, parked, done = said.get("Ready"), said.get("Parked"), said.get("Done")
         return m.WorkerView(
-            worker.name,
-            worker.slot,
-            1,
-            self._formed.get(worker.name, 0),
-            worker.place(),
-            worker.process,
-            self.cluster.clock.now - worker.moved_s,
-            ready if isinstance(ready, m.Ready) else None,
-            "Attached" in said,
-            parked if isinstance(parked, m.Parked) else None,
-            done if isinstance(done, m.Done) else None,
-            self.cluster.plan.step_s if "Progress" in said else None,
+            worker=worker.name,
+            slot=worker.slot,
+            pid=1,
+            formed=self._formed.get(worker.name, 0),
+            place=worker.place(),
+            process=worker.process,
+            idle_s=self.cluster.clock.now - worker.moved_s,
+            ready=ready if isinstance(ready, m.Ready) else None,
+            attached="Attached" in said,
+            parked=parked if isinstance(parked, m.Parked) else None,
+            done=done if isinstance(done, m.Done) else None,
+            median_s=self.cluster.plan.step_s if "Progress" in said else None,
         )
 
     def _beat(self) -> None:
@@ -293,7 +298,7 @@ class SimAgent:
         if not self.alive or session != self.session or message.worker in self.workers:
             return
         if message.worker in self._unwanted:
-            self.send(m.Exited(message.worker, SIGKILL, killed=True))
+            self.send(m.Exited(worker=message.worker, code=SIGKILL, killed=True))
             return
         self.cluster.checks.worker_started(self, message)
         kind = Trainer if self.cluster.plan.level == 2 else Script

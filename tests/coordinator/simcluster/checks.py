@@ -616,7 +616,7 @@ def brief(value: Any) -> Any:
     if not isinstance(value, msgspec.Struct):
         return value
     match value:
-        case m.StartWorker(worker):
+        case m.StartWorker(worker=worker):
             return f"StartWorker({worker})"
         case m.WorkerView():
             place = value.place
@@ -624,7 +624,7 @@ def brief(value: Any) -> Any:
                 f"g{place.generation} c{place.committed} {Phase(place.phase).name} idle {value.idle_s:.1f}"
             )
             return f"[{value.worker} {value.process} formed {value.formed} {state} median {value.median_s}]"
-        case m.Generation(number, members, start):
+        case m.Generation(number=number, members=members, start=start):
             return f"g{number} from {start}: {' '.join(x.worker for x in members)}"
         case _:
             parts = []

@@ -160,7 +160,9 @@ class SimMemory:
         """Writes a shard to a durable tier."""
         slot = self._find(order.key)
         if slot is None:
-            self.agent.send(m.Stored(order.tier, order.key, None, "it is not held here"))
+            self.agent.send(
+                m.Stored(tier=order.tier, key=order.key, shard=None, reason="it is not held here")
+            )
             return
         slot.users += 1
         self._later(self._stored, order, slot)
@@ -171,11 +173,13 @@ class SimMemory:
             return
         assert slot.bits is not None
         if self._tier_fails():
-            self.agent.send(m.Stored(order.tier, order.key, None, "the tier does not answer"))
+            self.agent.send(
+                m.Stored(tier=order.tier, key=order.key, shard=None, reason="the tier does not answer")
+            )
             return
         shard = copy_of(order.key, slot.bits).shard
         self.cluster.files[(order.tier, shard.row.name)] = slot.bits
-        self.agent.send(m.Stored(order.tier, order.key, shard))
+        self.agent.send(m.Stored(tier=order.tier, key=order.key, shard=shard))
 
     def publish(self, order: m.Publish) -> None:
         """The checkpoint exists from now on."""

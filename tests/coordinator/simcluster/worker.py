@@ -103,7 +103,17 @@ class SimWorker:
     def fail_to_start(self) -> None:
         """User code raises before anything else happened."""
         error = self.cluster.start_error(self)
-        self.agent.relay(self, m.Failed(0, None, Phase.STARTUP, "CudaError", error, f"CudaError: {error}"))
+        self.agent.relay(
+            self,
+            m.Failed(
+                generation=0,
+                step=None,
+                phase=Phase.STARTUP,
+                error="CudaError",
+                message=error,
+                traceback=f"CudaError: {error}",
+            ),
+        )
         self.die(1)
 
 
@@ -160,7 +170,16 @@ class Trainer(SimWorker):
     def _get_ready(self) -> None:
         self.enter(Phase.IDLE)
         shape = self.cluster.plan.shape
-        self.say(m.Ready(f"{self.init:x}", self.agent.host, 1, 2, shape=shape, position=self.position))
+        self.say(
+            m.Ready(
+                digest=f"{self.init:x}",
+                host=self.agent.host,
+                vote_port=1,
+                data_port=2,
+                shape=shape,
+                position=self.position,
+            )
+        )
         self.cluster.moment("ready", self)
 
     def _rebuild(self, position: int) -> None:
@@ -307,7 +326,7 @@ class Trainer(SimWorker):
             self.plane.gone(self)
         self.enter(Phase.PARKED)
         held = self.held[0] if self.held else None
-        self.say(m.Parked(self.seen, held, self.prepared, begun=self.begun))
+        self.say(m.Parked(generation=self.seen, committed=held, prepared=self.prepared, begun=self.begun))
         self.cluster.moment("parked", self)
 
     def _stop(self, stop: m.Stop) -> None:
@@ -342,7 +361,15 @@ class Trainer(SimWorker):
         self.enter(Phase.DONE)
         if self.held is not None:
             kept = self.kept or (not stopped and self._save_last(*self.held))
-            self.say(m.Done(self.held[0], f"{self.held[1]:x}", None, stopped, kept))
+            self.say(
+                m.Done(
+                    committed=self.held[0],
+                    params_xxh3=f"{self.held[1]:x}",
+                    loss=None,
+                    stopped=stopped,
+                    held=kept,
+                )
+            )
         self.cluster.moment("done", self)
         self.later(self.cluster.rng.uniform(0.0, 0.5), self.die, 0)
 
@@ -538,7 +565,17 @@ class Trainer(SimWorker):
         self.plane.arrive(("vote", step, 0), self, self.yields_in == self.seen)
 
     def _raise(self, step: int, phase: Phase, error: str, where: str) -> None:
-        self._part(m.Failed(self.seen, step, int(phase), error, "simulated", f"{error}: simulated", where))
+        self._part(
+            m.Failed(
+                generation=self.seen,
+                step=step,
+                phase=int(phase),
+                error=error,
+                message="simulated",
+                traceback=f"{error}: simulated",
+                where=where,
+            )
+        )
 
     def _update(self) -> None:
         assert self.held is not None
@@ -552,7 +589,7 @@ class Trainer(SimWorker):
         self.cluster.checks.committed(self)
         self.enter(Phase.COMMIT)
         self.trained = True
-        self.say(m.Progress(self.seen, step + 1, self.cluster.plan.step_s))
+        self.say(m.Progress(generation=self.seen, committed=step + 1, median_s=self.cluster.plan.step_s))
         if self.agreed or self.broken:
             self._park()
         elif step + 1 >= self.cluster.until:
@@ -601,5 +638,15 @@ class Script(SimWorker):
 
     def crash(self, error: str) -> None:
         """User code raises."""
-        self.agent.relay(self, m.Failed(0, None, Phase.FORWARD, error, "simulated", f"{error}: simulated"))
+        self.agent.relay(
+            self,
+            m.Failed(
+                generation=0,
+                step=None,
+                phase=Phase.FORWARD,
+                error=error,
+                message="simulated",
+                traceback=f"{error}: simulated",
+            ),
+        )
         self.die(1)

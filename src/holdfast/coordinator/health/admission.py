@@ -90,7 +90,7 @@ def _check(core: Context, node: Node, why: str) -> None:
 def repeat(core: Context, node: Node) -> None:
     """Sends the order (again) whose answer is not there."""
     if node.checking is not None:
-        core.send(node.name, m.RunChecks(node.checking.request, deep=True))
+        core.send(node.name, m.RunChecks(request=node.checking.request, deep=True))
 
 
 def checked(core: Context, node: Node, message: m.Checked) -> None:

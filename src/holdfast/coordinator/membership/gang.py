@@ -130,8 +130,8 @@ def _start_all(core: Context, chosen: list[Node]) -> None:
             env["MASTER_PORT"] = str(ports[s.master_uses % len(ports)])
             worker = nodes.start_worker(core, node, slot, env)
             transitions.enter(core, worker, WorkerPhase.MEMBER)
-            members.append(m.Member(rank, worker.name, node.name, slot, node.host))
-    s.generation, s.grows = m.Generation(s.number, tuple(members)), False
+            members.append(m.Member(rank=rank, worker=worker.name, node=node.name, slot=slot, host=node.host))
+    s.generation, s.grows = m.Generation(number=s.number, members=tuple(members)), False
     s.generation_committed = 0
     s.committed = 0
     transitions.enter_job(core, JobPhase.RUNNING)

@@ -234,7 +234,7 @@ def _form(core: Context, survivors: list[Worker], kept: list[Worker], fresh: lis
     members = tuple(
         _member(r, s.workers[w], r // s.positions if r < complete else -1) for r, w in enumerate(ranks)
     )
-    s.generation = m.Generation(s.number, members, start, s.shape, connected)
+    s.generation = m.Generation(number=s.number, members=members, start=start, shape=s.shape, rows=connected)
     live = durable is None and snapshot is None
     savers = storage.savers(core, s.generation)
     givers, served = [], []
@@ -323,8 +323,8 @@ def form(state: CoreState, worker: Worker) -> m.Form:
     assert state.generation is not None
     seat = state.seats[worker.name]
     return m.Form(
-        state.generation,
-        seat.rank,
+        generation=state.generation,
+        rank=seat.rank,
         apply=seat.apply,
         restore=seat.restore,
         serve=seat.serve,
@@ -363,15 +363,15 @@ def _differs(core: Context, name: str, other: str) -> bool:
 def _member(rank: int, worker: Worker, replica: int) -> m.Member:
     ready = worker.ready
     return m.Member(
-        rank,
-        worker.name,
-        worker.node,
-        worker.slot,
-        ready.host if ready else "",
-        ready.vote_port if ready else 0,
-        ready.data_port if ready else 0,
-        replica,
-        worker.position,
+        rank=rank,
+        worker=worker.name,
+        node=worker.node,
+        slot=worker.slot,
+        host=ready.host if ready else "",
+        vote_port=ready.vote_port if ready else 0,
+        data_port=ready.data_port if ready else 0,
+        replica=replica,
+        position=worker.position,
     )
 
 

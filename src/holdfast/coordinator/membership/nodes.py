@@ -299,7 +299,18 @@ def start_worker(core: Context, node: Node, slot: int, env: dict[str, str]) -> W
     s.workers[worker.name] = worker
     if slot not in node.used:
         node.used.append(slot)
-    core.send(node.name, m.StartWorker(worker.name, slot, spec.script, spec.args, spec.module, spec.cwd, env))
+    core.send(
+        node.name,
+        m.StartWorker(
+            worker=worker.name,
+            slot=slot,
+            script=spec.script,
+            args=spec.args,
+            module=spec.module,
+            cwd=spec.cwd,
+            env=env,
+        ),
+    )
     return worker
 
 

@@ -111,7 +111,14 @@ class CheckRuns:
         try:
             self._send(
                 node,
-                m.RunChecks(key[1], order.deep, order.peers, order.only, order.port, order.seconds),
+                m.RunChecks(
+                    request=key[1],
+                    deep=order.deep,
+                    peers=order.peers,
+                    only=order.only,
+                    port=order.port,
+                    seconds=order.seconds,
+                ),
             )
             async with asyncio.timeout(patience_s):
                 return await self._asked[key]
@@ -226,7 +233,7 @@ class _Run:
                 self._tell(name, m.Found(findings))
 
     async def _alone(self, name: str) -> None:
-        order = m.RunChecks(0, self._wish.deep, seconds=self._wish.seconds)
+        order = m.RunChecks(request=0, deep=self._wish.deep, seconds=self._wish.seconds)
         self._add(name, await self._ask(name, order, ANSWER_S), "answer")
         await self._say(self._doing, self._waiting - {name})
 
@@ -279,8 +286,10 @@ class _Run:
         seconds = self._wish.seconds
         to_caller = m.Peer(caller.name, caller.host, 0)
         to_listener = m.Peer(listener.name, listener.host, port)
-        there = m.RunChecks(0, True, (to_caller,), (check,), port, seconds)
-        here = m.RunChecks(0, True, (to_listener,), (check,), 0, seconds)
+        there = m.RunChecks(
+            request=0, deep=True, peers=(to_caller,), only=(check,), port=port, seconds=seconds
+        )
+        here = m.RunChecks(request=0, deep=True, peers=(to_listener,), only=(check,), port=0, seconds=seconds)
         at_listener, at_caller = await asyncio.gather(
             self._ask(listener.name, there, PAIR_ANSWER_S), self._ask(caller.name, here, PAIR_ANSWER_S)
         )
@@ -300,7 +309,9 @@ class _Run:
         await self._say("all-reduce over all", group)
         port = self._nodes[group[0]].ports[COMMON]
         peers = tuple(m.Peer(n, self._nodes[n].host, port) for n in group)
-        order = m.RunChecks(0, True, peers, ("all-reduce",), 0, self._wish.seconds)
+        order = m.RunChecks(
+            request=0, deep=True, peers=peers, only=("all-reduce",), port=0, seconds=self._wish.seconds
+        )
         answers = await asyncio.gather(*(self._ask(n, order, PAIR_ANSWER_S) for n in group))
         for name, answer in zip(group, answers, strict=True):
             self._add(name, answer, "all-reduce")
