@@ -16,8 +16,8 @@ import msgspec
 
 from bench.machine import describe
 from holdfast.coordinator.kernel import events as e
-from holdfast.coordinator.kernel.machine import Core
 from holdfast.coordinator.kernel.state import JobPhase, Worker, WorkerPhase
+from holdfast.coordinator.machine import Core
 from holdfast.protocol import messages as m
 from holdfast.protocol.frames import encode
 from holdfast.protocol.job import JobSpec

@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from holdfast.coordinator.kernel import events as e
-from holdfast.coordinator.kernel.machine import Core
 from holdfast.coordinator.kernel.state import CoreState, Incident, JobPhase, Worker, WorkerPhase
+from holdfast.coordinator.machine import Core
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.page import Phase, Place

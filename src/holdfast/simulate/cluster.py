@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from holdfast.coordinator.kernel import events as e
-from holdfast.coordinator.kernel.machine import Core
 from holdfast.coordinator.kernel.state import CoreState, JobPhase
+from holdfast.coordinator.machine import Core
 from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import HealthSpec

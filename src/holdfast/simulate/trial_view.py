@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from holdfast.coordinator.kernel import events as e
-from holdfast.coordinator.kernel.machine import Core
+from holdfast.coordinator.machine import Core
 from holdfast.protocol import messages as m
 from holdfast.simulate.arrivals import Source
 from holdfast.simulate.machine import Machine

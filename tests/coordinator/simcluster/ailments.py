@@ -18,7 +18,7 @@ from holdfast.protocol import messages as m
 from holdfast.protocol.health import CheckResult, Condition, Finding, Remedy, Severity
 
 if TYPE_CHECKING:
-    from holdfast.coordinator.kernel.machine import Core
+    from holdfast.coordinator.machine import Core
     from simcluster.agent import SimAgent
     from simcluster.cluster import Cluster
 

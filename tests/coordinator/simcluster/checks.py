@@ -9,10 +9,10 @@ import msgspec
 from holdfast.coordinator.health.admission import CHECKS_S
 from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel import incidents
-from holdfast.coordinator.kernel.machine import Core
 from holdfast.coordinator.kernel.state import CoreState, JobPhase, WorkerPhase
 from holdfast.coordinator.kernel.validate import validate
-from holdfast.coordinator.membership import generations, nodes
+from holdfast.coordinator.machine import Core
+from holdfast.coordinator.membership import nodes, queries
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import Durable
 from holdfast.protocol.phases import Phase
@@ -314,7 +314,7 @@ class Checks:
             self.require(len(there) < generation.positions, "step %d is held whole and given up", newest)
 
     def _check_donors(self, state: CoreState, generation: m.Generation) -> None:
-        forms = {name: generations.form(state, state.workers[name]) for name in state.seats}
+        forms = {name: queries.form(state, state.workers[name]) for name in state.seats}
         for form in forms.values():
             if not form.restore:
                 continue

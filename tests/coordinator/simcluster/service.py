@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from holdfast.coordinator.kernel import events as e
-from holdfast.coordinator.kernel.machine import Core
 from holdfast.coordinator.kernel.state import CoreState
+from holdfast.coordinator.machine import Core
 from holdfast.protocol import messages as m
 from simcluster.agent import Connection
 from simcluster.clock import Timer

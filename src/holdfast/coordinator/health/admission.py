@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from holdfast.coordinator.health import blast_radius, queries, triage
+from holdfast.coordinator.health import blast_radius, queries
 from holdfast.coordinator.kernel import history
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.events import MarkNode, Remember
@@ -157,7 +157,6 @@ def cleared(core: Context, machine: str, rule: str) -> None:
     quarantine for something else than that rule stands."""
     health = core.state.health
     names = {n.name for n in core.state.nodes.values() if n.machine == machine}
-    triage.cleared(core, names, rule)
     health.asks[:] = [a for a in health.asks if a.node not in names or rule not in ("", a.rule)]
     if rule and machine in health.quarantine and health.quarantine_rules.get(machine) != rule:
         return

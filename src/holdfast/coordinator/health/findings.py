@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import msgspec
 
-from holdfast.coordinator.health import blast_radius, escalation, triage
+from holdfast.coordinator.health import blast_radius, escalation, notes, triage
 from holdfast.coordinator.kernel import incidents
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.health_state import (
@@ -190,4 +190,4 @@ def _not_faulty(core: Context, node: Node, finding: Finding) -> None:
     if core.now - since_s >= UNKNOWN_S:
         node.unknown[finding.rule] = core.now
         told = f"{finding.rule} could not be told for {core.now - since_s:.0f} s: {finding.evidence}"
-        triage.ask(core, node, finding.rule, told)
+        notes.ask(core, node, finding.rule, told)

@@ -8,9 +8,8 @@ from __future__ import annotations
 from holdfast.coordinator.health import blast_radius
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.health_state import Act, count
-from holdfast.coordinator.kernel.requests import DrainNode
+from holdfast.coordinator.kernel.requests import DrainNode, JoinAfter
 from holdfast.coordinator.kernel.state import JobPhase, Node, WorkerPhase
-from holdfast.coordinator.membership import queries as membership
 from holdfast.protocol import ledger
 from holdfast.protocol.health import Remedy
 
@@ -78,7 +77,7 @@ def _from_s(core: Context, lemon: Node) -> float:
     newcomers cost more than their share of the time."""
     health = core.state.health
     swapped_s = max((a.at_s for a in health.acts if a.rule == LEMON and not a.earlier), default=None)
-    waits = [membership.join_after_s(core, sum(w.node != lemon.name for w in core.members()))]
+    waits = [core.request(JoinAfter(sum(w.node != lemon.name for w in core.members())))]
     if swapped_s is not None:
         waits.append(swapped_s + core.spec.health.blast_window_s)
     if not blast_radius.may_act(core, lemon.machine):

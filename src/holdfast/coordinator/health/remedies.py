@@ -6,13 +6,21 @@ What is planned happens when the node has left the job at a step's edge (`Node.t
 
 from __future__ import annotations
 
-from holdfast.coordinator.health import admission, blast_radius, queries, triage
+from holdfast.coordinator.health import admission, blast_radius, notes, queries
 from holdfast.coordinator.kernel import incidents, transitions
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.events import MarkNode, RebootNode, ReleaseNode
 from holdfast.coordinator.kernel.health_state import Act
 from holdfast.coordinator.kernel.history import Kind
-from holdfast.coordinator.kernel.requests import AwaitReturn, DrainNode, DropCopies, EvictWorkers, RemoveNode
+from holdfast.coordinator.kernel.requests import (
+    AwaitReturn,
+    DecideIncident,
+    DrainNode,
+    DropCopies,
+    Escalate,
+    EvictWorkers,
+    RemoveNode,
+)
 from holdfast.coordinator.kernel.state import Incident, Node, Worker, WorkerPhase
 from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
@@ -33,7 +41,7 @@ def begin(core: Context, node: Node, incident: Incident, remedy: Remedy, planned
     act = Act(core.now, node.machine, node.name, incident.rule, remedy, incident.id, incident.device)
     blast_radius.entered(core, act)
     if not incident.injected:
-        triage.remember(core, node, Kind.ACTED, incident, remedy.value)
+        notes.remember(core, node, Kind.ACTED, incident, remedy.value)
     if remedy is Remedy.RESTART_WORKER:
         _restart(core, node, incident, act)
     elif planned:
@@ -133,7 +141,7 @@ def _stays_away(core: Context, node: Node) -> None:
     told = f"it did not come back within {core.spec.health.reboot_s:g} s of its reboot"
     incident = core.state.incidents[node.boots_for - 1] if node.boots_for else None
     if incident is not None:
-        triage.escalated(core, node, incident, Remedy.REPLACE, told)
+        core.request(Escalate(node, incident, Remedy.REPLACE, told))
     _replace(core, node, incident, told)
 
 
@@ -234,9 +242,9 @@ def repaired(core: Context, node: Node, request: int, error: str | None) -> None
         return
     node.held = f"{act.remedy.value} did not work: {error}"
     incident.severity, incident.does = Severity.FATAL, None
-    triage.decide(core, incident)
+    core.request(DecideIncident(incident))
     if node.alive and node.held is not None:
-        triage.ask(core, node, incident.rule, node.held, incident)
+        notes.ask(core, node, incident.rule, node.held, incident)
         settle(core, incident)
 
 

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import msgspec
 
-from holdfast.coordinator.health import blast_radius, escalation, remedies
+from holdfast.coordinator.health import blast_radius, escalation, notes, remedies
 from holdfast.coordinator.health.escalation import Decision
 from holdfast.coordinator.kernel.context import Context
-from holdfast.coordinator.kernel.events import Remember
 from holdfast.coordinator.kernel.health_state import (
     KEPT_ASKS,
     KEPT_SIGHTINGS,
     SEVERITIES,
-    TEXT_CHARS,
     Act,
-    Ask,
     count,
     stronger,
 )
@@ -146,8 +143,9 @@ def well_again(core: Context, node: Node, rule: str) -> None:
             _withhold(core, node, incident, Decision(Remedy.WATCH, "it is well again", "well"))
 
 
-def cleared(core: Context, nodes: set[str], rule: str) -> None:
-    """A person says that these nodes are well, or that a rule was wrong about them: what is left to do is not done."""
+def cleared(core: Context, machine: str, rule: str) -> None:
+    """A person says that a machine is well, or that a rule was wrong about it: what is left to do is not done."""
+    nodes = {n.name for n in core.state.nodes.values() if n.machine == machine}
     for incident in _undecided(core):
         node = core.state.nodes.get(incident.node or "")
         if node is not None and node.name in nodes and rule in ("", incident.rule):
@@ -182,7 +180,7 @@ def decide(core: Context, incident: Incident) -> None:
     if decision.does is Remedy.ASK:
         incident.does = Remedy.ASK
         _verdict(core, node, incident, decision, Remedy.ASK)
-        ask(core, node, incident.rule, str(incident.cause), incident)
+        notes.ask(core, node, incident.rule, str(incident.cause), incident)
         return
     if node.then is not None:
         doing = any(a.node == node.name and a.request and not a.done for a in core.state.health.acts)
@@ -196,7 +194,7 @@ def decide(core: Context, incident: Incident) -> None:
     incident.does = decision.does
     count(core.state.health.totals.acts, decision.does)
     if not incident.injected:
-        remember(core, node, Kind.INCIDENT, incident)
+        notes.remember(core, node, Kind.INCIDENT, incident)
     remedies.begin(core, node, incident, decision.does, planned=not fatal)
 
 
@@ -205,14 +203,7 @@ def escalated(core: Context, node: Node, incident: Incident, does: Remedy, reaso
     incident.does = does
     _verdict(core, node, incident, Decision(does, reason), does)
     if not incident.injected:
-        remember(core, node, Kind.ACTED, incident, does.value)
-
-
-def remember(core: Context, node: Node, kind: Kind, incident: Incident, remedy: str = "") -> None:
-    """For later jobs, of machines that can be told again."""
-    if node.identity:
-        text = str(incident.cause)[:TEXT_CHARS]
-        core.act(Remember(node.identity, kind, node.name, incident.rule, incident.device, text, remedy))
+        notes.remember(core, node, Kind.ACTED, incident, does.value)
 
 
 def _withhold(core: Context, node: Node, incident: Incident, decision: Decision) -> None:
@@ -235,7 +226,7 @@ def _withhold(core: Context, node: Node, incident: Incident, decision: Decision)
                 ledger.BlastLimit(node=node.name, nodes=done, of=size, limit=limit, within_s=window_s)
             )
     if decision.against == "budget":
-        ask(core, node, incident.rule, str(incident.cause), incident)
+        notes.ask(core, node, incident.rule, str(incident.cause), incident)
 
 
 def _verdict(core: Context, node: Node, incident: Incident, decision: Decision, does: Remedy) -> None:
@@ -286,16 +277,6 @@ def _say(core: Context, what: str) -> None:
     said[what] = core.now
     while len(said) > KEPT_SIGHTINGS:
         del said[next(iter(said))]
-
-
-def ask(core: Context, node: Node, rule: str, text: str, incident: Incident | None = None) -> None:
-    """A person is to look at something."""
-    asks = core.state.health.asks
-    number = incident.id if incident else 0
-    asks[:] = [a for a in asks if (a.node, a.rule) != (node.name, rule)]
-    asks.append(Ask(core.now, node.name, rule, text[:TEXT_CHARS], number))
-    del asks[:-KEPT_ASKS]
-    core.record(ledger.Asked(node=node.name, rule=rule, text=text, incident=number or None))
 
 
 # ---------------------------------------------------------------- what is decided

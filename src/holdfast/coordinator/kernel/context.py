@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 from holdfast.coordinator.kernel import incidents
 from holdfast.coordinator.kernel.events import (
@@ -23,6 +23,7 @@ from holdfast.coordinator.kernel.requests import NoteStrike, R, Request
 from holdfast.coordinator.kernel.state import CoreState, Incident, Node, Worker, WorkerPhase
 from holdfast.protocol import causes, ledger
 from holdfast.protocol import messages as m
+from holdfast.protocol.causes import Cause
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.ledger import LedgerEvent
 
@@ -53,6 +54,11 @@ class Context(ABC):
     def request(self, request: Request[R]) -> R:
         """Asks another part for something. It is done when this returns: what is decided afterwards is decided on the state
         as it is then."""
+
+    @property
+    @abstractmethod
+    def mode(self) -> Mode:
+        """How the job goes on after a fault, at its level."""
 
     def transient(self, kind: type[T]) -> T:
         """A part's own memory of this class, made at the first call. It is no part of the state: a successor of this process
@@ -139,3 +145,73 @@ class Context(ABC):
     def budget_spent(self) -> bool:
         """No worker may be started again."""
         return self.state.restarts_used > self.spec.max_restarts
+
+
+class Mode(Protocol):
+    """What an exit, a lost worker, a lost node or a stall means.
+
+    At level 0 and 1 the script is unmodified: all workers end, and all start again. At level 2 the survivors keep their
+    processes, and one worker is replaced.
+
+    Attributes:
+        replaces_one: a worker can be replaced while the others stay.
+    """
+
+    replaces_one: bool
+
+    def on_attached(self, core: Context) -> None:
+        """A worker's script called `holdfast.start`."""
+        ...
+
+    def on_exit(self, core: Context, worker: Worker, message: m.Exited) -> None:
+        """The process of a worker ended that was not known to be gone."""
+        ...
+
+    def on_worker_lost(
+        self, core: Context, worker: Worker, was: WorkerPhase, cause: Cause, message: m.Exited | None
+    ) -> None:
+        """A worker is gone without having been asked to go. message: how it ended, where that is known."""
+        ...
+
+    def on_never_started(self, core: Context, worker: Worker) -> None:
+        """The order to start a worker was lost."""
+        ...
+
+    def explain_earlier(
+        self, core: Context, node: Node, workers: list[Worker], cause: Cause
+    ) -> Incident | None:
+        """A node with these members is gone: the incident that it explains, if others have reported one already."""
+        ...
+
+    def on_node_lost(self, core: Context, workers: list[Worker], cause: Cause) -> None:
+        """A node with these members is gone; its incident is open."""
+        ...
+
+    def evict(self, core: Context, node: Node, workers: list[Worker], cause: Cause) -> None:
+        """Workers of a node are to end now."""
+        ...
+
+    def on_stall(self, core: Context, culprits: list[Worker], reason: str, allowed: dict[str, float]) -> None:
+        """The job stands still. culprits: who holds it up, as far as that is known; allowed: for how many seconds each
+        worker may stand still where it is."""
+        ...
+
+    def change_members(self, core: Context) -> None:
+        """Members are to leave, or more can be there."""
+        ...
+
+    def on_out_of_time(self, core: Context) -> None:
+        """The time for the job to end is over."""
+        ...
+
+    def deadlines(self, core: Context) -> list[float]:
+        """When workers should be ready."""
+        ...
+
+    def due(self, core: Context) -> None:
+        """Ends workers that are not ready in time."""
+        ...
+
+    def advance(self, core: Context) -> None:
+        """After every batch of events: what comes next."""
+        ...

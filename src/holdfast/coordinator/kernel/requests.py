@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from holdfast.coordinator.kernel.history import Remembered
-from holdfast.coordinator.kernel.state import Incident, Node, Worker
+from holdfast.coordinator.kernel.state import Blame, Incident, Node, Worker
 from holdfast.protocol import messages as m
 from holdfast.protocol.causes import Cause
+from holdfast.protocol.health import Remedy
 from holdfast.protocol.job import Durable
 from holdfast.protocol.snapshots import Copy
 
@@ -52,12 +53,55 @@ class DrainNode(Request[None]):
 
 
 @dataclass(frozen=True)
+class JoinAfter(Request[float]):
+    """From when on newcomers may join so many workers that stay: seconds on the core's clock."""
+
+    staying: int
+
+
+@dataclass(frozen=True)
 class EvictWorkers(Request[None]):
     """Workers of a node are to end now, and others to take their places."""
 
     node: Node
     workers: list[Worker]
     cause: Cause
+
+
+@dataclass(frozen=True)
+class LeaveSoon(Request[None]):
+    """A node reports that it is to leave, within a time if that is limited."""
+
+    node: str
+    reason: str
+    within_s: float | None
+
+
+@dataclass(frozen=True)
+class HandleReport(Request[None]):
+    """What a worker reported may have been missed: it is handled as if it came now."""
+
+    worker: Worker
+    message: m.WorkerMessage
+
+
+@dataclass(frozen=True)
+class EndGeneration(Request[None]):
+    """Every member leaves the generation and reports what it holds."""
+
+    cause: Cause
+
+
+@dataclass(frozen=True)
+class StopJob(Request[None]):
+    """The job ends at the next commit, with what was committed.
+
+    outcome: "stopped" or "failed". blame: who or what is at fault, if nobody is named yet.
+    """
+
+    reason: str
+    outcome: str
+    blame: Blame | None = None
 
 
 @dataclass(frozen=True)
@@ -194,10 +238,32 @@ class ApplyRemedy(Request[None]):
 
 
 @dataclass(frozen=True)
+class DecideIncident(Request[None]):
+    """What was done about an incident did not work: it is decided again."""
+
+    incident: Incident
+
+
+@dataclass(frozen=True)
+class Escalate(Request[None]):
+    """The next remedy is taken for an incident, because the last one did not work."""
+
+    node: Node
+    incident: Incident
+    does: Remedy
+    reason: str
+
+
+@dataclass(frozen=True)
 class NoteStrike(Request[None]):
     """What a rule found has now ended a worker or more."""
 
     incident: Incident
+
+
+@dataclass(frozen=True)
+class SwapLemons(Request[None]):
+    """The job trains and lacks nobody: a machine with a bad history may be replaced by a better one."""
 
 
 @dataclass(frozen=True)

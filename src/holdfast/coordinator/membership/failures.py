@@ -6,10 +6,21 @@ from collections.abc import Callable, Iterable
 
 from holdfast.coordinator.kernel import incidents, transitions
 from holdfast.coordinator.kernel.context import Context
-from holdfast.coordinator.kernel.requests import AwaitChecksums, NoteNonFinite
+from holdfast.coordinator.kernel.requests import (
+    AwaitChecksums,
+    EndGeneration,
+    NoteNonFinite,
+    RefuseNode,
+    StopJob,
+)
 from holdfast.coordinator.kernel.script_fault import script_fault
-from holdfast.coordinator.kernel.state import Blame, Failure, Injection, JobPhase, Node, Worker, WorkerPhase
-from holdfast.coordinator.membership import counting, gang, generations, nodes, policy, shutdown
+from holdfast.coordinator.kernel.state import Blame, Failure, Injection, JobPhase, Worker, WorkerPhase
+from holdfast.coordinator.membership import (
+    counting,
+    policy,
+    processes,
+    queries,
+)
 from holdfast.errors import NonFiniteGradient, StateChanged
 from holdfast.protocol import causes, ledger
 from holdfast.protocol import messages as m
@@ -50,8 +61,8 @@ def failed(core: Context, worker: Worker, message: m.Failed) -> None:
     )
     if message.error == StateChanged.__name__:
         # No machine does this, and a worker in its place would run the same script: another attempt proves nothing.
-        generations.break_generation(core, cause)
-        shutdown.give_up(core, "the script changes protected state outside of the commit", blame)
+        core.request(EndGeneration(cause))
+        core.request(StopJob("the script changes protected state outside of the commit", "failed", blame))
         return
     if message.step is None or current is None or worker.phase is not WorkerPhase.MEMBER:
         return
@@ -62,8 +73,8 @@ def failed(core: Context, worker: Worker, message: m.Failed) -> None:
         core.request(NoteNonFinite(worker, message))
     verdict = script_fault(s.failures)
     if verdict is not None:
-        generations.break_generation(core, cause)
-        shutdown.give_up(core, verdict.reason, first_blame(core, message.signature) or blame)
+        core.request(EndGeneration(cause))
+        core.request(StopJob(verdict.reason, "failed", first_blame(core, message.signature) or blame))
         return
     if s.phase is JobPhase.RUNNING or s.yielding:
         again = _failed_before(core, worker, message)
@@ -76,8 +87,8 @@ def failed(core: Context, worker: Worker, message: m.Failed) -> None:
             needs_newcomer=again,
         )
         if again:
-            end_worker(core, worker)
-    generations.break_generation(core, cause)
+            processes.end_worker(core, worker)
+    core.request(EndGeneration(cause))
 
 
 def _failed_before(core: Context, worker: Worker, message: m.Failed) -> bool:
@@ -131,55 +142,29 @@ def exited(core: Context, message: m.Exited) -> None:
     counting.exited(s, worker.name, message.steps)
     if worker.phase is WorkerPhase.GONE:
         return
-    if s.level != 2:
-        gang.exited(core, worker, message)
-    elif worker.phase is WorkerPhase.DONE:
-        transitions.enter(core, worker, WorkerPhase.GONE)
-        if message.code > 0 and s.outcome is None:  # a signal is the machine's fault, and its steps are done
-            shutdown.give_up(core, "the script failed after its last step", blame)
-    else:
-        cause = blame.cause if blame.traceback else causes.ProcessEnded(message.code)
-        lose_worker(core, worker, cause, message)
+    core.mode.on_exit(core, worker, message)
 
 
 def lose_worker(core: Context, worker: Worker, cause: causes.Cause, message: m.Exited | None = None) -> None:
     """A worker is gone without having been asked to go. message: how it ended, where that is known."""
-    s = core.state
     was, worker.vanished_s = worker.phase, None
     transitions.enter(core, worker, WorkerPhase.GONE)
-    if s.level != 2:
-        gang.lost(core, worker, cause)
-        return
-    if s.phase is JobPhase.STOPPING or was is WorkerPhase.DONE:
-        return
-    s.restarts_used += 1
-    member = was in (WorkerPhase.MEMBER, WorkerPhase.PARKED)
-    early = was in (WorkerPhase.STARTING, WorkerPhase.ATTACHED)
-    injected = False
-    if member or s.number == 0:
-        incident = core.open_incident(cause, node=worker.node, workers=[worker.name])
-        injected = incident.injected and not str(incident.fault).startswith(LIKE_A_SCRIPT)
-    if message is not None and (member or early) and not injected:
-        _judge_exit(core, worker, message, early)
-    if member:
-        generations.break_generation(core, cause)
-    if early and message is not None:
-        _did_not_start(core, worker, cause)
+    core.mode.on_worker_lost(core, worker, was, cause, message)
 
 
-def _judge_exit(core: Context, worker: Worker, message: m.Exited, early: bool) -> None:
+def judge_exit(core: Context, worker: Worker, message: m.Exited, early: bool) -> None:
     s = core.state
     blame = s.blames[worker.name]
     blame.rank = blame.rank if s.generation is None else s.generation.rank_of(worker.name)
     signature = policy.failure_signature(blame, message)
     note_failure(core, None if early else s.committed, signature, worker, s.number)
-    verdict = script_fault(s.failures, trained=s.number > 0, nodes=nodes.hoped_for(core))
+    verdict = script_fault(s.failures, trained=s.number > 0, nodes=queries.hoped_for(core))
     if verdict is not None:
-        generations.break_generation(core, blame.cause)
-        shutdown.give_up(core, verdict.reason, first_blame(core, signature))
+        core.request(EndGeneration(blame.cause))
+        core.request(StopJob(verdict.reason, "failed", first_blame(core, signature)))
 
 
-def _did_not_start(core: Context, worker: Worker, cause: causes.Cause) -> None:
+def did_not_start(core: Context, worker: Worker, cause: causes.Cause) -> None:
     """One more that did not get ready. Workers that were started together count once."""
     s, node = core.state, core.state.nodes.get(worker.node)
     if worker.started_s >= s.bad_start_at_s:
@@ -190,7 +175,7 @@ def _did_not_start(core: Context, worker: Worker, cause: causes.Cause) -> None:
     if node is not None and worker.started_s >= node.struck_at_s:
         node.strikes, node.struck_at_s = node.strikes + 1, core.now
         if node.alive and node.strikes >= STRIKES:
-            nodes.give_up(core, node, causes.WorkersDoNotStart(str(cause)))
+            core.request(RefuseNode(node, causes.WorkersDoNotStart(str(cause))))
 
 
 def started_well(core: Context, worker: Worker) -> None:
@@ -201,22 +186,6 @@ def started_well(core: Context, worker: Worker) -> None:
 
 
 # ---------------------------------------------------------------- processes that are ended
-
-
-def end_worker(core: Context, worker: Worker, counts: bool = True) -> None:
-    """Takes a worker out of the job, whatever its process does. counts: it is a restart."""
-    worker.told_to_end = True
-    transitions.enter(core, worker, WorkerPhase.GONE)
-    core.state.restarts_used += counts
-    core.send(worker.node, m.KillWorker(worker.name))
-
-
-def evict(core: Context, node: Node, workers: list[Worker], cause: causes.Cause) -> None:
-    """Workers of a node are to end now; at level 0 all start again, unless they do so anyway."""
-    if core.state.level == 2:
-        condemn(core, workers, cause)
-    elif workers and core.state.phase is JobPhase.RUNNING:
-        gang.taken_out(core, workers, node.name, cause)
 
 
 def condemn(core: Context, workers: Iterable[Worker], cause: causes.Cause) -> None:
@@ -239,9 +208,9 @@ def condemn(core: Context, workers: Iterable[Worker], cause: causes.Cause) -> No
         for worker in ours:
             rank = s.generation.rank_of(worker.name) if s.generation else None
             s.blames[worker.name] = Blame(cause, rank, node, s.committed, log=worker.log)
-            end_worker(core, worker)
+            processes.end_worker(core, worker)
     if breaks:
-        generations.break_generation(core, cause)
+        core.request(EndGeneration(cause))
 
 
 def end_late_starters(core: Context) -> None:
@@ -252,7 +221,7 @@ def end_late_starters(core: Context) -> None:
     cause = causes.NotReady(limit_s)
     condemn(core, late, cause)
     for worker in late:
-        _did_not_start(core, worker, cause)
+        did_not_start(core, worker, cause)
 
 
 def end_stuck(core: Context) -> None:
@@ -298,3 +267,10 @@ def injected(core: Context, injection: Injection) -> None:
         forgive(core, lambda failure: failure.worker == injection.worker)
     else:
         incidents.expect(s, injection)
+
+
+def forget(core: Context) -> None:
+    """Keeps the state small, however long the job runs."""
+    failures = core.state.failures
+    if len(failures) > KEPT:
+        del failures[: -KEPT // 2]

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 from holdfast.coordinator.kernel import incidents, transitions
 from holdfast.coordinator.kernel.context import Context
-from holdfast.coordinator.kernel.requests import ReportUnreadable, RewindTo, SpreadCopies
-from holdfast.coordinator.kernel.state import CoreState, JobPhase, Seat, Snapshot, Worker, WorkerPhase
+from holdfast.coordinator.kernel.requests import ReportUnreadable, RewindTo, SpreadCopies, StopJob
+from holdfast.coordinator.kernel.state import JobPhase, Seat, Snapshot, Worker, WorkerPhase
 from holdfast.coordinator.membership import (
-    failures,
     nodes,
     policy,
+    processes,
+    queries,
     replica_groups,
     resize,
     shard_policy,
-    shutdown,
 )
 from holdfast.coordinator.membership.rank_assignment import Seating
 from holdfast.coordinator.storage import queries as storage
@@ -44,7 +44,7 @@ def break_generation(core: Context, cause: causes.Cause) -> None:
     """Every member leaves the generation and reports what it holds."""
     s = core.state
     draining = s.phase is JobPhase.BREAKING and s.yielding
-    if s.generation is None or s.level != 2 or not (s.phase is JobPhase.RUNNING or draining):
+    if s.generation is None or not core.mode.replaces_one or not (s.phase is JobPhase.RUNNING or draining):
         return
     transitions.enter_job(core, JobPhase.BREAKING)
     s.yielding, s.change_reason = False, None
@@ -122,7 +122,7 @@ def gather(core: Context) -> None:
         return
     s.fruitless += 1
     if s.fruitless >= MAX_ATTEMPTS:
-        shutdown.give_up(core, f"no step could be finished in {s.fruitless} attempts: {cause}", None)
+        core.request(StopJob(f"no step could be finished in {s.fruitless} attempts: {cause}", "failed"))
     elif s.fruitless > PATIENT_ATTEMPTS:
         pause_s = core.timing.heartbeat_s * 2.0 ** (s.fruitless - PATIENT_ATTEMPTS)
         s.form_after_s = core.now + min(pause_s, core.timing.form_s)
@@ -144,7 +144,7 @@ def try_form(core: Context) -> None:
     if s.unread and nothing_saved and not any(w.committed is not None for w in survivors):
         more = f" (and {len(s.unread) - 1} more)" if len(s.unread) > 1 else ""
         advice = "remove it, or choose another --job, to begin anew"
-        shutdown.give_up(core, f"no checkpoint could be loaded: {s.unread[0]}{more}; {advice}", None)
+        core.request(StopJob(f"no checkpoint could be loaded: {s.unread[0]}{more}; {advice}", "failed"))
         return
     ready = core.workers_in(WorkerPhase.READY)
     fresh = sorted(ready, key=lambda w: (bool(s.nodes[w.node].lemon), s.nodes[w.node].failures, w.node))
@@ -152,22 +152,22 @@ def try_form(core: Context) -> None:
     count = shard_policy.strength(core, kept, joining)
     if count >= s.needed:
         s.wait_deadline_s = None
-        enough = count >= s.target and not (s.snapshots and nodes.expected(core))
+        enough = count >= s.target and not (s.snapshots and queries.expected(core))
         if s.number > 0 or enough or not _worth_waiting(core):
             resize.let_go(core, [w for w in survivors if w not in kept])
             _form(core, survivors, kept, joining)
         return
     shard_policy.rebuild(core)  # also for what those held that were ended just now
-    if core.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED) or nodes.under_repair(core):
+    if core.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED) or queries.under_repair(core):
         s.wait_deadline_s = None  # they have a deadline of their own
     elif s.wait_deadline_s is None:
         s.wait_deadline_s = core.now + core.timing.wait_s
     if s.number and not s.waiting:
         s.waiting = True
         core.record(ledger.Waiting(workers=count, target=s.target))
-    if nodes.hopeless(core):
+    if queries.hopeless(core):
         why = "the restart budget is spent" if core.budget_spent() else "no more nodes may be asked for"
-        shutdown.give_up(core, why, None)
+        core.request(StopJob(why, "failed"))
 
 
 def _whole(core: Context, survivors: list[Worker]) -> bool:
@@ -181,7 +181,7 @@ def _worth_waiting(core: Context) -> bool:
     with snapshots of a run before, for all nodes: the newest may be in the memory of the last one."""
     s = core.state
     pending = core.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED)
-    missing = len(core.alive_nodes()) < s.wanted_nodes or (s.snapshots and nodes.expected(core))
+    missing = len(core.alive_nodes()) < s.wanted_nodes or (s.snapshots and queries.expected(core))
     if not (pending or s.replacing or missing):
         return False
     if s.form_deadline_s is None:
@@ -194,7 +194,7 @@ def _start_over(core: Context, survivors: list[Worker]) -> None:
     names, cause = [w.name for w in survivors], causes.NobodyHasState()
     core.record(ledger.WorkerEnded(workers=names, cause=str(cause), cause_kind=cause.kind))
     for worker in survivors:
-        failures.end_worker(core, worker)
+        processes.end_worker(core, worker)
     nodes.staff(core)
 
 
@@ -318,33 +318,13 @@ def _source(outcome: policy.Outcome, snapshot: Snapshot | None, durable: Durable
     return "memory" if snapshot else "disk" if durable else "fresh"
 
 
-def form(state: CoreState, worker: Worker) -> m.Form:
-    """What a member is told of the newest generation, at first and when it has to be told again."""
-    assert state.generation is not None
-    seat = state.seats[worker.name]
-    return m.Form(
-        generation=state.generation,
-        rank=seat.rank,
-        apply=seat.apply,
-        restore=seat.restore,
-        serve=seat.serve,
-        donors=state.givers[state.generation.members[seat.rank].position] if seat.fetches else (),
-        copy=seat.copy,
-        holders=seat.holders,
-        durable=seat.durable,
-        saves=seat.saves,
-        mtbf_s=seat.mtbf_s,
-        shards=seat.shards,
-    )
-
-
 def _enroll(core: Context, worker: Worker, seat: Seat, start: int) -> None:
     transitions.enter(core, worker, WorkerPhase.MEMBER)
     worker.prepared, worker.restored = False, None
     worker.committed = start
     core.state.blames.pop(worker.name, None)
     core.state.seats[worker.name] = seat
-    core.tell(worker, form(core.state, worker))
+    core.tell(worker, queries.form(core.state, worker))
 
 
 def _rung(core: Context, fresh: list[Worker], world: int) -> str:

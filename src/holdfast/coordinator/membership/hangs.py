@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from holdfast.coordinator.kernel.context import Context
+from holdfast.coordinator.kernel.requests import EndGeneration
 from holdfast.coordinator.kernel.state import JobPhase, Worker, WorkerPhase
-from holdfast.coordinator.membership import failures, gang, generations, policy
+from holdfast.coordinator.membership import failures, policy
 from holdfast.health import stacks
 from holdfast.protocol import causes, ledger
 from holdfast.protocol import messages as m
@@ -17,9 +18,6 @@ RETRIES = 2
 
 PATIENT_ROUNDS = 10
 """So often a hang is looked at in which nobody waits for anybody: all may be reading a slow file system."""
-
-LOOK_AGAIN = 15
-"""So many detection times after a look at level 0 that found somebody at work comes the next."""
 
 MARGIN = 0.9
 """Of the time that a worker may stand still: those that wait for it began to a little later."""
@@ -49,7 +47,7 @@ def stalled(core: Context, name: str, view: m.WorkerView) -> None:
     if worker is None or worker.phase is WorkerPhase.GONE:
         return
     running = s.phase is JobPhase.RUNNING and worker.phase is WorkerPhase.MEMBER
-    if view.process in "Tt" and not running and s.level == 2:
+    if view.process in "Tt" and not running and core.mode.replaces_one:
         failures.condemn(core, [worker], causes.ProcessStopped())
         return
     if _left_behind(core, worker, view):
@@ -110,25 +108,12 @@ def judge(core: Context) -> None:
     if verdict.one_of:  # the longest here, so that it is the other one's turn if the hang comes again
         culprits = sorted(culprits, key=lambda w: w.started_s)[:1]
     before = len(s.incidents)
-    _act(core, culprits, verdict.reason, allowed)
+    core.mode.on_stall(core, culprits, verdict.reason, allowed)
     for incident in s.incidents[before:]:
         incident.where = where
 
 
-def _act(core: Context, culprits: list[Worker], reason: str, allowed: dict[str, float]) -> None:
-    s, inspection = core.state, core.transient(Inspection)
-    if s.level != 2:
-        if _at_work(core, {w.name for w in culprits}):
-            s.look_again_s = core.now + LOOK_AGAIN * core.timing.detection_s
-            return
-        gang.stalled(core, culprits, reason)
-    elif culprits:
-        failures.condemn(core, culprits, causes.Hang(reason))
-    elif not inspection.unheard and all(v.idle_s >= allowed[v.worker] for v in inspection.views):
-        _nobody_differs(core, reason)
-
-
-def _at_work(core: Context, suspects: set[str]) -> bool:
+def at_work(core: Context, suspects: set[str]) -> bool:
     """At level 0 nobody says where in a step it is. A suspect (everyone, if none is named) that uses the processor
     may evaluate or save, for as long as a start may take."""
     views = [v for v in core.transient(Inspection).views if v.worker in suspects or not suspects]
@@ -145,7 +130,7 @@ def _allowed_s(core: Context, view: m.WorkerView) -> float:
     return MARGIN * core.timing.stall_s(view.median_s)
 
 
-def _nobody_differs(core: Context, reason: str) -> None:
+def nobody_differs(core: Context, reason: str) -> None:
     """Tries the step again, twice. After that half of the workers are replaced, and then the other half: one of
     them is at fault, and the state lives on in the rest."""
     s = core.state
@@ -156,7 +141,7 @@ def _nobody_differs(core: Context, reason: str) -> None:
     if not waiting or s.stall_rounds <= RETRIES:
         cause = causes.Hang(reason)
         core.open_incident(cause, node=None, rung="retry in process", needs_newcomer=False)
-        generations.break_generation(core, cause)
+        core.request(EndGeneration(cause))
         return
     failures.condemn(core, _half(core.inside()), causes.Hang())
 

@@ -11,23 +11,20 @@ from holdfast.coordinator.kernel.requests import (
     AdmitNode,
     CompareCopies,
     DropCopies,
+    HandleReport,
+    LeaveSoon,
     NoteNodeLost,
     RefuseAdmission,
     RepeatOrders,
 )
 from holdfast.coordinator.kernel.state import JobPhase, Node, Worker, WorkerPhase
 from holdfast.coordinator.membership import (
-    failures,
-    gang,
-    generations,
-    resize,
-    shard_policy,
-    shutdown,
-    workers,
+    environment,
+    processes,
+    queries,
 )
 from holdfast.protocol import causes, ledger
 from holdfast.protocol import messages as m
-from holdfast.protocol.health import Remedy
 from holdfast.protocol.phases import Phase
 
 KEPT_GONE = 32
@@ -71,7 +68,7 @@ def joined(core: Context, hello: m.Hello, past: tuple[Remembered, ...] = ()) -> 
     node.failures = known.failures if known else 0
     s.nodes[hello.node] = node
     if hello.leaving is not None:
-        resize.going(core, node.name, hello.leaving.reason, hello.leaving.within_s)
+        core.request(LeaveSoon(node.name, hello.leaving.reason, hello.leaving.within_s))
     s.joined += known is None
     s.replacing = max(0, s.replacing - 1)
     core.record(ledger.NodeJoined(node=hello.node, host=hello.host, slots=hello.slots))
@@ -124,8 +121,8 @@ def lose(core: Context, node: Node, cause: causes.Cause, release: bool = True) -
     part = [w for w in ours if w.phase in (WorkerPhase.MEMBER, WorkerPhase.PARKED)]
     core.record(ledger.NodeLost(node=node.name, cause=str(cause), cause_kind=cause.kind))
     incident = None
-    if s.level != 2 and node.refused is None:
-        incident = gang.came_first(core, part, node.name, cause)
+    if node.refused is None:
+        incident = core.mode.explain_earlier(core, node, part, cause)
     if incident is None and part and s.phase is not JobPhase.STOPPING:
         incident = core.open_incident(cause, node=node.name, workers=[w.name for w in part])
     core.request(NoteNodeLost(node, incident))
@@ -134,10 +131,7 @@ def lose(core: Context, node: Node, cause: causes.Cause, release: bool = True) -
     core.request(DropCopies(node))
     if release:
         core.act(ReleaseNode(node.name, str(cause)))
-    if s.level != 2:
-        gang.node_lost(core, part, cause)
-    elif part:
-        generations.break_generation(core, cause)
+    core.mode.on_node_lost(core, part, cause)
 
 
 def overslept(core: Context, away_s: float) -> None:
@@ -243,8 +237,7 @@ def _never_started(core: Context, worker: Worker) -> None:
     transitions.enter(core, worker, WorkerPhase.GONE)
     if node := core.state.nodes.get(worker.node):
         node.used = [slot for slot in node.used if slot != worker.slot]
-    if core.state.level != 2:
-        gang.lost(core, worker, causes.NeverStarted())
+    core.mode.on_never_started(core, worker)
 
 
 def _catch_up(core: Context, worker: Worker, view: m.WorkerView) -> None:
@@ -252,13 +245,13 @@ def _catch_up(core: Context, worker: Worker, view: m.WorkerView) -> None:
         worker.median_s = view.median_s
     worker.aside = view.place.phase == Phase.ASIDE
     if view.attached:
-        workers.attached(core, worker)
+        core.request(HandleReport(worker, m.Attached()))
     if view.ready:
-        workers.ready(core, worker, view.ready)
+        core.request(HandleReport(worker, view.ready))
     if view.done:
-        shutdown.done(core, worker, view.done)
+        core.request(HandleReport(worker, view.done))
     elif view.parked:
-        generations.parked(core, worker, view.parked)
+        core.request(HandleReport(worker, view.parked))
     if view.process != "X":
         _repeat(core, worker, view)
 
@@ -268,7 +261,7 @@ def _repeat(core: Context, worker: Worker, view: m.WorkerView) -> None:
     s = core.state
     if worker.told_to_end:
         core.send(worker.node, m.KillWorker(worker.name))
-    if s.level != 2:
+    if not core.mode.replaces_one:
         return
     if worker.name in s.stops and worker.phase is WorkerPhase.PARKED:
         core.tell(worker, s.stops[worker.name])
@@ -279,7 +272,7 @@ def _repeat(core: Context, worker: Worker, view: m.WorkerView) -> None:
         return
     number = s.generation.number
     if view.formed < number:
-        core.tell(worker, generations.form(s, worker))
+        core.tell(worker, queries.form(s, worker))
     if s.yielding:
         core.tell(worker, m.Yield(number))
     elif s.phase is JobPhase.BREAKING:
@@ -289,52 +282,16 @@ def _repeat(core: Context, worker: Worker, view: m.WorkerView) -> None:
 # ---------------------------------------------------------------- workers and nodes that are missing
 
 
-def start_worker(core: Context, node: Node, slot: int, env: dict[str, str]) -> Worker:
-    """A new process for one slot of a node."""
-    s, spec = core.state, core.spec
-    s.incarnations += 1
-    worker = Worker(f"{node.name}.{slot}#{s.incarnations}", node.name, slot, core.now)
-    worker.position = shard_policy.next_position(core, int(env["RANK"]))
-    env = {**env, m.POSITION_VARIABLE: str(worker.position)}
-    s.workers[worker.name] = worker
-    if slot not in node.used:
-        node.used.append(slot)
-    core.send(
-        node.name,
-        m.StartWorker(
-            worker=worker.name,
-            slot=slot,
-            script=spec.script,
-            args=spec.args,
-            module=spec.module,
-            cwd=spec.cwd,
-            env=env,
-        ),
-    )
-    return worker
-
-
 def staff(core: Context) -> None:
     """Every slot of every node has a worker, so that spares are ready before they are needed."""
-    for node, slot in free_slots(core):
+    for node, slot in queries.free_slots(core):
         if core.state.start_after_s is not None and core.now < core.state.start_after_s and slot in node.used:
             continue
         rank = len(core.alive_workers())
-        start_worker(core, node, slot, gang.environment(core, node, slot, rank, core.spec.target))
+        processes.start_worker(
+            core, node, slot, environment.environment(core, node, slot, rank, core.spec.target)
+        )
     ask(core)
-
-
-def free_slots(core: Context) -> list[tuple[Node, int]]:
-    """Slots without a worker that may get one: the first for free, later ones from the restart budget."""
-    taken = {(w.node, w.slot) for w in core.alive_workers()}
-    spent = core.budget_spent()
-    return [
-        (node, slot)
-        for node in core.alive_nodes()
-        if node.leaving is None and node.held is None
-        for slot in range(min(node.slots, core.spec.nproc))
-        if (node.name, slot) not in taken and not (spent and slot in node.used)
-    ]
 
 
 def ask(core: Context) -> None:
@@ -343,11 +300,11 @@ def ask(core: Context) -> None:
     if s.ask_after_s is not None and core.now < s.ask_after_s:
         return
     wanted = s.wanted_nodes + core.spec.spares
-    for _ in range(missing(core)):
+    for _ in range(queries.missing(core)):
         s.replacing += 1
         s.replaced += 1
         s.asked_at_s = core.now
-        core.act(ProvideNode(f"{len(_staying(core))} of {wanted} nodes are there"))
+        core.act(ProvideNode(f"{len(queries.staying_nodes(core))} of {wanted} nodes are there"))
 
 
 def ask_again_s(core: Context) -> float | None:
@@ -363,48 +320,6 @@ def write_off(core: Context) -> None:
     again_s = ask_again_s(core)
     if again_s is not None and core.now >= again_s:
         core.state.replacing = 0
-
-
-def missing(core: Context) -> int:
-    """Nodes to ask for: neither there, nor asked for, nor still expected from the start of the job."""
-    s = core.state
-    wanted = s.wanted_nodes + core.spec.spares
-    staying, coming = len(_staying(core)), s.replacing + expected(core)
-    lemons = sum(bool(n.lemon) and n.leaving is None for n in core.alive_nodes())
-    room = wanted + max(1, core.spec.spares) - staying - lemons  # an engine may have nothing but lemons
-    count = min(wanted - staying, room) - coming
-    return max(0, min(count, core.spec.max_restarts + s.unpaid - s.replaced))
-
-
-def _staying(core: Context) -> list[Node]:
-    """Nodes that are used or will be: of those that are out for a repair, those whose device is being reset; and those
-    that are checked because every new one is, or one would be asked for in the place of each."""
-    deep = core.spec.health.deep
-    there = [n for n in core.alive_nodes() if not n.lemon and n.leaving is None]
-    return [
-        n
-        for n in there
-        if n.held is None or n.then is Remedy.RESET_DEVICE or (deep and n.checking is not None)
-    ]
-
-
-def expected_until_s(core: Context) -> float:
-    """When nodes that the job was started with count as lost on the way."""
-    return core.state.began_s + core.timing.wait_s / 2
-
-
-def expected(core: Context) -> int:
-    """Nodes that the job was started with and that have not come yet."""
-    s = core.state
-    if core.now >= expected_until_s(core):
-        return 0
-    return max(0, core.spec.max_nodes + core.spec.spares - s.joined)
-
-
-def hoped_for(core: Context) -> int:
-    """Nodes that are there, lemons among them, on their way, or can be asked for."""
-    there = sum(n.leaving is None for n in core.alive_nodes())
-    return there + core.state.replacing + expected(core) + missing(core)
 
 
 def unavailable(core: Context, reason: str) -> None:
@@ -436,29 +351,6 @@ def on_its_way(core: Context) -> None:
     s.replacing, s.replaced, s.asked_at_s = s.replacing + 1, s.replaced + 1, core.now
 
 
-def hopeless(core: Context) -> bool:
-    """Nothing that could bring another worker is under way or left to try."""
-    starting = core.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED)
-    return not (starting or coming(core) or free_slots(core))
-
-
-def coming(core: Context) -> bool:
-    """Another node is on its way, or can be asked for."""
-    return bool(_mending(core) or core.state.replacing or expected(core) or missing(core))
-
-
-def under_repair(core: Context) -> bool:
-    """Nodes are checked or repaired before they are used, for which there are deadlines."""
-    return any(n.checking is not None or health.ordered(core, n) for n in core.alive_nodes())
-
-
-def _mending(core: Context) -> bool:
-    """A node is repaired or checked. One that is still to leave first brings nothing before there is training to leave."""
-    return any(
-        n.checking is not None or (n.then is not None and n.leaving is None) for n in core.alive_nodes()
-    )
-
-
 def forget(core: Context) -> None:
     """Keeps the state small, however long the job runs: the ledger has what is dropped here."""
     s = core.state
@@ -475,5 +367,3 @@ def forget(core: Context) -> None:
     if len(lost) > 2 * KEPT_GONE:
         for name in lost[:-KEPT_GONE]:
             del s.nodes[name]
-    if len(s.failures) > failures.KEPT:
-        del s.failures[: -failures.KEPT // 2]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from holdfast.coordinator.health import queries as health
 from holdfast.coordinator.kernel.context import Context
-from holdfast.coordinator.kernel.state import Worker, WorkerPhase
+from holdfast.coordinator.kernel.state import CoreState, Node, Worker, WorkerPhase
+from holdfast.protocol import messages as m
+from holdfast.protocol.health import Remedy
 
 COST_SHARE = 0.05
 """So much of the time may go into letting newcomers in that add little: after a change that stalled training for 0.5 s the
@@ -45,3 +48,101 @@ def join_after_s(core: Context, staying: int, full: int = 0) -> float:
     if about_to_join(core) and staying + len(ready) < s.target:
         after_s = max(after_s, min(w.ready_at_s for w in ready) + core.timing.gather_s)
     return after_s
+
+
+def free_slots(core: Context) -> list[tuple[Node, int]]:
+    """Slots without a worker that may get one: the first for free, later ones from the restart budget."""
+    taken = {(w.node, w.slot) for w in core.alive_workers()}
+    spent = core.budget_spent()
+    return [
+        (node, slot)
+        for node in core.alive_nodes()
+        if node.leaving is None and node.held is None
+        for slot in range(min(node.slots, core.spec.nproc))
+        if (node.name, slot) not in taken and not (spent and slot in node.used)
+    ]
+
+
+def missing(core: Context) -> int:
+    """Nodes to ask for: neither there, nor asked for, nor still expected from the start of the job."""
+    s = core.state
+    wanted = s.wanted_nodes + core.spec.spares
+    staying, coming = len(staying_nodes(core)), s.replacing + expected(core)
+    lemons = sum(bool(n.lemon) and n.leaving is None for n in core.alive_nodes())
+    room = wanted + max(1, core.spec.spares) - staying - lemons  # an engine may have nothing but lemons
+    count = min(wanted - staying, room) - coming
+    return max(0, min(count, core.spec.max_restarts + s.unpaid - s.replaced))
+
+
+def staying_nodes(core: Context) -> list[Node]:
+    """Nodes that are used or will be: of those that are out for a repair, those whose device is being reset; and those
+    that are checked because every new one is, or one would be asked for in the place of each."""
+    deep = core.spec.health.deep
+    there = [n for n in core.alive_nodes() if not n.lemon and n.leaving is None]
+    return [
+        n
+        for n in there
+        if n.held is None or n.then is Remedy.RESET_DEVICE or (deep and n.checking is not None)
+    ]
+
+
+def expected_until_s(core: Context) -> float:
+    """When nodes that the job was started with count as lost on the way."""
+    return core.state.began_s + core.timing.wait_s / 2
+
+
+def expected(core: Context) -> int:
+    """Nodes that the job was started with and that have not come yet."""
+    s = core.state
+    if core.now >= expected_until_s(core):
+        return 0
+    return max(0, core.spec.max_nodes + core.spec.spares - s.joined)
+
+
+def hoped_for(core: Context) -> int:
+    """Nodes that are there, lemons among them, on their way, or can be asked for."""
+    there = sum(n.leaving is None for n in core.alive_nodes())
+    return there + core.state.replacing + expected(core) + missing(core)
+
+
+def hopeless(core: Context) -> bool:
+    """Nothing that could bring another worker is under way or left to try."""
+    starting = core.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED)
+    return not (starting or coming(core) or free_slots(core))
+
+
+def coming(core: Context) -> bool:
+    """Another node is on its way, or can be asked for."""
+    return bool(mending(core) or core.state.replacing or expected(core) or missing(core))
+
+
+def under_repair(core: Context) -> bool:
+    """Nodes are checked or repaired before they are used, for which there are deadlines."""
+    return any(n.checking is not None or health.ordered(core, n) for n in core.alive_nodes())
+
+
+def mending(core: Context) -> bool:
+    """A node is repaired or checked. One that is still to leave first brings nothing before there is training to leave."""
+    return any(
+        n.checking is not None or (n.then is not None and n.leaving is None) for n in core.alive_nodes()
+    )
+
+
+def form(state: CoreState, worker: Worker) -> m.Form:
+    """What a member is told of the newest generation, at first and when it has to be told again."""
+    assert state.generation is not None
+    seat = state.seats[worker.name]
+    return m.Form(
+        generation=state.generation,
+        rank=seat.rank,
+        apply=seat.apply,
+        restore=seat.restore,
+        serve=seat.serve,
+        donors=state.givers[state.generation.members[seat.rank].position] if seat.fetches else (),
+        copy=seat.copy,
+        holders=seat.holders,
+        durable=seat.durable,
+        saves=seat.saves,
+        mtbf_s=seat.mtbf_s,
+        shards=seat.shards,
+    )

@@ -12,9 +12,14 @@ from holdfast.coordinator.health import queries as health
 from holdfast.coordinator.kernel import incidents, transitions
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.events import ReleaseNode
-from holdfast.coordinator.kernel.requests import ApplyRemedy, DropCopies, HandOver, NoteNodeLost
+from holdfast.coordinator.kernel.requests import ApplyRemedy, DropCopies, HandOver, NoteNodeLost, StopJob
 from holdfast.coordinator.kernel.state import Change, CoreState, JobPhase, Node, Worker, WorkerPhase
-from holdfast.coordinator.membership import failures, gang, policy, queries, shard_policy, shutdown
+from holdfast.coordinator.membership import (
+    policy,
+    processes,
+    queries,
+    shard_policy,
+)
 from holdfast.coordinator.membership.rank_assignment import Seating
 from holdfast.coordinator.storage import queries as storage
 from holdfast.errors import UsageError
@@ -73,7 +78,7 @@ def capacity(core: Context, nodes: int | None, reason: str, within_s: float | No
     core.record(ledger.Capacity(nodes=nodes, before=before, reason=reason, within_s=within_s))
     least = max(s.spec.min_nodes, s.least_nodes)
     if s.wanted_nodes < least:
-        shutdown.request(core, f"{reason}: {s.wanted_nodes} of at least {least} nodes are left", "stopped")
+        core.request(StopJob(f"{reason}: {s.wanted_nodes} of at least {least} nodes are left", "stopped"))
         return
     _resized(core, before, reason, within_s)
 
@@ -117,7 +122,7 @@ def _fit(core: Context, reason: str, within_s: float | None) -> None:
             node.leaving, node.leaves_until_s, node.excess = None, None, False
             core.record(ledger.NodeStays(node=node.name))
     trains = s.generation is not None and s.phase is JobPhase.RUNNING
-    if excess <= 0 or (s.level == 2 and not trains):
+    if excess <= 0 or (core.mode.replaces_one and not trains):
         return
     ranks = {x.node: x.rank for x in s.generation.members} if s.generation else {}
     members = sorted((n for n in there if n.name in ranks), key=lambda n: (n.failures, ranks[n.name]))
@@ -297,7 +302,7 @@ def seating(core: Context, kept: list[Worker], fresh: list[Worker]) -> Seating:
 def let_go(core: Context, workers: list[Worker]) -> None:
     """Workers that are not in the next generation. Their nodes leave, or have new ones as spares."""
     for worker in workers:
-        failures.end_worker(core, worker, counts=False)
+        processes.end_worker(core, worker, counts=False)
 
 
 def advance(core: Context) -> None:
@@ -308,24 +313,12 @@ def advance(core: Context) -> None:
     for node in [n for n in core.alive_nodes() if n.leaving is not None]:
         ours = [w for w in core.alive_workers() if w.node == node.name]
         needed = (WorkerPhase.MEMBER, WorkerPhase.PARKED, WorkerPhase.DONE)
-        if s.level == 2 and s.phase is not JobPhase.STOPPING:
+        if core.mode.replaces_one and s.phase is not JobPhase.STOPPING:
             let_go(core, [w for w in ours if w.phase not in needed])
             ours = [w for w in ours if w.phase in needed]
         if not ours and not _holds_on(core, node) and not _hands_over(core, node):
             _release(core, node)
-    if s.level != 2 and s.phase is JobPhase.RUNNING and s.generation is not None:
-        _change_gang(core)
-
-
-def _change_gang(core: Context) -> None:
-    """At level 0 a change of the membership is a restart of all: when it must be, or when a person wants it."""
-    s, members = core.state, core.members()
-    gone = [w.node for w in members if queries.leaves(core, w)]
-    full = gang.size_now(core)
-    if gone:
-        gang.restart(core, f"{gone[0]} leaves: {s.nodes[gone[0]].leaving}", counts=False)
-    elif len(members) > s.target or (s.grows and full == s.target > len(members)):
-        gang.restart(core, f"the job is resized to {s.wanted_nodes} nodes", counts=False)
+    core.mode.change_members(core)
 
 
 def _holds_on(core: Context, node: Node) -> bool:
@@ -334,7 +327,7 @@ def _holds_on(core: Context, node: Node) -> bool:
     s = core.state
     writes = storage.writes(core, node)
     saves = writes or storage.has_last(core, node)
-    if saves and (s.level != 2 or not core.alive_workers()):
+    if saves and not (core.mode.replaces_one and core.alive_workers()):
         return True  # no step has to end before it goes: all of its time is for what it saves
     if core.now >= _deadline_s(core, node):
         return False
@@ -342,7 +335,7 @@ def _holds_on(core: Context, node: Node) -> bool:
         return True
     if health.ordered(core, node):
         return True  # it answers first
-    if s.level != 2 or not s.number or s.generation is None:
+    if not core.mode.replaces_one or not s.number or s.generation is None:
         return False
     parked = core.workers_in(WorkerPhase.PARKED)
     holders = policy.settle({w.name: policy.Report(w.committed, w.prepared) for w in parked}).holders

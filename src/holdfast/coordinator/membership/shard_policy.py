@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from holdfast.coordinator.kernel import transitions
 from holdfast.coordinator.kernel.context import Context
+from holdfast.coordinator.kernel.requests import StopJob
 from holdfast.coordinator.kernel.state import Blame, Worker, WorkerPhase
-from holdfast.coordinator.membership import shutdown
 from holdfast.coordinator.membership.rank_assignment import Seating, seat, wanted
 from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
@@ -30,13 +30,12 @@ def fits(core: Context, worker: Worker, ready: m.Ready) -> bool:
             s.asked_nodes = s.least_nodes
         if s.wanted_nodes < s.least_nodes:
             reason = f"{s.wanted_nodes} of at least {s.least_nodes} nodes are left"
-            shutdown.request(core, f"{reason} for a replica of {s.positions} workers", "stopped")
+            core.request(StopJob(f"{reason} for a replica of {s.positions} workers", "stopped"))
         return True
     reason = f"{worker.name} made replicas of shard x tensor = {ready.shape}, other workers of {s.shape}"
     advice = "call run.mesh() with the same sizes everywhere"
-    shutdown.give_up(
-        core, f"{reason}: {advice}", Blame(ShapesDiffer(reason), None, worker.node, log=worker.log)
-    )
+    blame = Blame(ShapesDiffer(reason), None, worker.node, log=worker.log)
+    core.request(StopJob(f"{reason}: {advice}", "failed", blame))
     return False
 
 

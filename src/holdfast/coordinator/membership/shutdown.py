@@ -7,7 +7,10 @@ from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.events import End
 from holdfast.coordinator.kernel.requests import ForgetLast, NoteLast, ReportUnsaved, StoreLast
 from holdfast.coordinator.kernel.state import Blame, JobPhase, Worker, WorkerPhase
-from holdfast.coordinator.membership import failures, gang, generations, policy
+from holdfast.coordinator.membership import (
+    policy,
+    processes,
+)
 from holdfast.coordinator.storage import queries as storage
 from holdfast.protocol import causes, ledger
 from holdfast.protocol import messages as m
@@ -15,15 +18,10 @@ from holdfast.protocol import messages as m
 # ---------------------------------------------------------------- why
 
 
-def give_up(core: Context, reason: str, blame: Blame | None) -> None:
-    """The job cannot go on. Survivors keep what they hold, on disk."""
-    core.state.blame = core.state.blame or blame
-    request(core, reason, "failed")
-
-
-def request(core: Context, reason: str, outcome: str) -> None:
-    """The job ends at the next commit."""
+def request(core: Context, reason: str, outcome: str, blame: Blame | None = None) -> None:
+    """The job ends at the next commit. blame: who or what is at fault, if nobody is named yet."""
     s = core.state
+    s.blame = s.blame or blame
     if s.stop_reason is not None:
         return
     s.stop_reason, s.outcome = reason, s.outcome or outcome  # all steps may be done already
@@ -36,33 +34,10 @@ def due(core: Context) -> None:
     s = core.state
     if s.phase is JobPhase.GATHERING and s.wait_deadline_s is not None and core.now >= s.wait_deadline_s:
         s.wait_deadline_s = None
-        give_up(core, f"too few workers for {core.timing.wait_s:g} s", None)
+        request(core, f"too few workers for {core.timing.wait_s:g} s", "failed")
     if s.stop_deadline_s is not None and core.now >= s.stop_deadline_s:
         s.stop_deadline_s = None
-        _out_of_time(core)
-
-
-def _out_of_time(core: Context) -> None:
-    """The step in flight took too long: it is dropped and what was committed is saved, by another if need be."""
-    s = core.state
-    if s.level == 2 and s.phase is JobPhase.RUNNING:
-        generations.break_generation(core, causes.Stopping())
-    elif s.level == 2 and s.phase is JobPhase.BREAKING:
-        failures.end_stuck(core)
-    elif s.level == 2 and any(w.name not in s.stops for w in core.workers_in(WorkerPhase.PARKED)):
-        stuck = [w for w in core.workers_in(WorkerPhase.PARKED) if w.name in s.stops]
-        failures.condemn(core, stuck, causes.NotSaved())
-        core.request(ForgetLast())
-        s.stop_deadline_s = core.now + core.timing.start_s
-    elif s.level != 2 and core.alive_workers():
-        for worker in core.alive_workers():
-            failures.end_worker(core, worker, counts=False)
-        s.stop_deadline_s = core.now + core.timing.start_s  # what they gave before is still saved
-    elif s.phase is JobPhase.STOPPING and (until_s := storage.moves_until_s(core)) > core.now:
-        s.stop_deadline_s = until_s
-    elif s.level != 2 or s.phase is JobPhase.STOPPING:
-        gang.end_all(core, grace_s=0.0)
-        end(core)
+        core.mode.on_out_of_time(core)
 
 
 # ---------------------------------------------------------------- what workers say
@@ -112,12 +87,12 @@ def finishing(core: Context) -> bool:
             within_s = core.timing.start_s if saves else core.timing.stall_s(core.median_s())
             s.break_deadline_s = max(s.break_deadline_s or 0.0, core.now + within_s)
         else:
-            failures.end_worker(core, worker, counts=False)
+            processes.end_worker(core, worker, counts=False)
     if core.workers_in(WorkerPhase.PARKED):
         return True
     s.break_deadline_s = None
     for worker in core.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED, WorkerPhase.READY):
-        failures.end_worker(core, worker, counts=False)
+        processes.end_worker(core, worker, counts=False)
     if not core.request(StoreLast()) and not core.workers_in(WorkerPhase.DONE):
         s.outcome = "failed" if s.outcome == "failed" else "finished"
         end(core)
@@ -150,7 +125,7 @@ def _undone(core: Context, ended: list[Worker]) -> None:
     for worker in ended:
         worker.digest = None
         if worker.phase is not WorkerPhase.GONE:
-            failures.end_worker(core, worker, counts=False)
+            processes.end_worker(core, worker, counts=False)
     core.request(ForgetLast())
 
 
@@ -164,7 +139,7 @@ def begin(core: Context) -> None:
     s.wait_deadline_s, s.form_deadline_s = None, None
     s.stop_deadline_s = core.now + core.timing.start_s  # a large state takes its time to reach the disk
     for worker in core.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED, WorkerPhase.READY):
-        failures.end_worker(core, worker, counts=False)
+        processes.end_worker(core, worker, counts=False)
     advance(core)
 
 
@@ -191,7 +166,7 @@ def _save(core: Context, waiting: list[Worker]) -> None:
     holders = [w for w in waiting if w.name in outcome.holders]
     for worker in waiting:
         if worker not in holders:
-            failures.end_worker(core, worker, counts=False)
+            processes.end_worker(core, worker, counts=False)
     for worker in holders[:1] if todo else holders:
         apply = worker.name in outcome.apply
         _stop(core, worker, m.Stop(apply=apply, save_to=tier if todo else None))
@@ -206,7 +181,7 @@ def _keep(core: Context, waiting: list[Worker]) -> None:
     last = s.last_step
     for worker in [w for w in waiting if not _comes_to(w, last)]:
         waiting.remove(worker)
-        failures.end_worker(core, worker, counts=False)
+        processes.end_worker(core, worker, counts=False)
     missing = [p for p in range(s.positions) if p not in storage.kept_positions(core, last)]
     todo = core.spec.saving.tiers and last and (s.durable is None or s.durable.step < last)
     able = {w.position for w in waiting if s.nodes[w.node].snapshot_port}

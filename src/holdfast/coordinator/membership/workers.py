@@ -6,16 +6,14 @@ from holdfast.coordinator.kernel import incidents, transitions
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.requests import CompareSteps
 from holdfast.coordinator.kernel.state import Worker, WorkerPhase
-from holdfast.coordinator.membership import failures, figures, gang, resize, shard_policy
+from holdfast.coordinator.membership import failures, figures, resize, shard_policy
 from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
 
 
 def attached(core: Context, worker: Worker) -> None:
-    """The script called `holdfast.start`: the job is at level 2, and `gang` has no more part in it."""
-    if core.state.level != 2:
-        gang.give_over(core)
-        core.record(ledger.Level(level=2))
+    """The script called `holdfast.start`: the job is at level 2 from now on."""
+    core.mode.on_attached(core)
     if worker.phase is WorkerPhase.STARTING:
         transitions.enter(core, worker, WorkerPhase.ATTACHED)
 

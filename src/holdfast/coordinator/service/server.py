@@ -23,8 +23,8 @@ import msgspec
 from aiohttp import WSCloseCode, WSMsgType, web
 
 from holdfast.coordinator.kernel import events as ev
-from holdfast.coordinator.kernel.machine import Core
 from holdfast.coordinator.kernel.validate import validate
+from holdfast.coordinator.machine import Core
 from holdfast.coordinator.membership import figures, resize
 from holdfast.coordinator.service.checking import CheckRuns, check_routes
 from holdfast.coordinator.service.clock import Anchor, CoreClock

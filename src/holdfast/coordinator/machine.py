@@ -21,7 +21,7 @@ from holdfast.coordinator.health import (
     triage,
 )
 from holdfast.coordinator.kernel import incidents, requests
-from holdfast.coordinator.kernel.context import Context
+from holdfast.coordinator.kernel.context import Context, Mode
 from holdfast.coordinator.kernel.events import (
     Action,
     DurableFound,
@@ -50,16 +50,17 @@ from holdfast.coordinator.kernel.state import (
 from holdfast.coordinator.membership import (
     counting,
     failures,
-    gang,
     generations,
     hangs,
     nodes,
+    queries,
     replica_groups,
     resize,
-    shard_policy,
     shutdown,
     workers,
 )
+from holdfast.coordinator.membership.in_process import InProcess
+from holdfast.coordinator.membership.restart import Restart
 from holdfast.coordinator.storage import durable_checkpoints, memory_snapshots
 from holdfast.protocol import causes, ledger
 from holdfast.protocol import messages as m
@@ -73,6 +74,7 @@ class Core(Context):
 
     def __init__(self, spec: JobSpec, state: CoreState | None = None) -> None:
         super().__init__(spec, state)
+        self._restart, self._in_process = Restart(), InProcess()
         self.moved = True
         """Whether the newest events may have changed when a Tick is due."""
         self._unsettled = True
@@ -99,6 +101,7 @@ class Core(Context):
                 self._check_deadlines()
                 self._advance()
                 nodes.forget(self)
+                failures.forget(self)
                 admission.forget(self)
                 self._unsettled = self.moved or len(self._out) > queued
                 self.moved = True
@@ -151,14 +154,12 @@ class Core(Context):
         times += [
             w.vanished_s + self.timing.detection_s for w in self.alive_workers() if w.vanished_s is not None
         ]
-        if s.level == 2:
-            starting = self.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED)
-            times += [w.started_s + self.timing.start_s for w in starting]
+        times += self.mode.deadlines(self)
         due = (s.break_deadline_s, s.stop_deadline_s, s.inspect_deadline_s, nodes.ask_again_s(self))
         times += [d for d in due if d is not None]
         if s.phase is JobPhase.GATHERING and s.wait_deadline_s is not None:
             times.append(s.wait_deadline_s)
-        expected_s = nodes.expected_until_s(self)
+        expected_s = queries.expected_until_s(self)
         waits = (s.form_deadline_s, s.form_after_s, s.ask_after_s, s.start_after_s, expected_s)
         times += [d for d in waits if d is not None and d > self.now]
         times += resize.deadlines(self)
@@ -167,13 +168,18 @@ class Core(Context):
         times += lemons.deadlines(self)
         return min(times, default=None)
 
+    @property
+    def mode(self) -> Mode:
+        """See `Context.mode`."""
+        return self._in_process if self.state.level == 2 else self._restart
+
     # ------------------------------------------------------------ what parts ask of each other
 
     def request(self, request: Request[R]) -> R:
         """See `Context.request`."""
         return cast(R, self._serve(request))
 
-    def _serve(self, request: Request[Any]) -> bool | None:
+    def _serve(self, request: Request[Any]) -> object:
         match request:
             case requests.RemoveNode(node, cause):
                 nodes.lose(self, node, cause)
@@ -181,8 +187,20 @@ class Core(Context):
                 nodes.give_up(self, node, cause)
             case requests.DrainNode(node, reason):
                 resize.leave(self, node, reason)
+            case requests.JoinAfter(staying):
+                return queries.join_after_s(self, staying)
             case requests.EvictWorkers(node, evicted, cause):
-                failures.evict(self, node, evicted, cause)
+                self.mode.evict(self, node, evicted, cause)
+            case requests.LeaveSoon(name, reason, within_s):
+                resize.going(self, name, reason, within_s)
+            case requests.HandleReport(worker, report):
+                self._worker_says(worker, report, 0.0)
+            case requests.EndGeneration(cause):
+                generations.break_generation(self, cause)
+            case requests.StopJob(reason, outcome, blame):
+                shutdown.request(self, reason, outcome, blame)
+            case requests.SwapLemons():
+                lemons.advance(self)
             case requests.CompareCopies(node, hello):
                 memory_snapshots.joined(self, node, hello)
             case requests.DropCopies(node):
@@ -217,6 +235,10 @@ class Core(Context):
                 remedies.lost(self, node)
             case requests.ApplyRemedy(node):
                 remedies.left(self, node)
+            case requests.DecideIncident(incident):
+                triage.decide(self, incident)
+            case requests.Escalate(node, incident, does, reason):
+                triage.escalated(self, node, incident, does, reason)
             case requests.NoteStrike(incident):
                 triage.struck(self, incident)
             case requests.CompareSteps(worker, message):
@@ -265,6 +287,7 @@ class Core(Context):
             case ResizeRequested(count, reason):
                 resize.resize(self, count, reason)
             case MachineCleared(machine, rule):
+                triage.cleared(self, machine, rule)
                 admission.cleared(self, machine, rule)
             case DurableFound():
                 durable_checkpoints.found(self, event)
@@ -375,8 +398,7 @@ class Core(Context):
         if s.inspect_deadline_s is not None and now >= s.inspect_deadline_s:
             hangs.judge(self)
         durable_checkpoints.look(self)
-        if s.level == 2:
-            failures.end_late_starters(self)
+        self.mode.due(self)
         if s.break_deadline_s is not None and now >= s.break_deadline_s:
             failures.end_stuck(self)
         shutdown.due(self)
@@ -387,32 +409,4 @@ class Core(Context):
             return
         remedies.advance(self)
         resize.advance(self)
-        if s.level != 2:
-            gang.advance(self)
-            return
-        if s.phase is JobPhase.STOPPING:
-            shutdown.advance(self)
-            return
-        if shutdown.finishing(self):
-            return
-        replica_groups.give_up(self)
-        if s.phase is JobPhase.BREAKING and not self.inside():
-            generations.gather(self)
-            nodes.write_off(self)  # which comes sooner now that nobody trains
-        if s.stop_reason is None:
-            nodes.staff(self)
-        if s.phase is JobPhase.RUNNING:
-            if s.stop_reason is not None:
-                generations.end_at_commit(self, "stop")
-            else:
-                lemons.advance(self)
-                shard_policy.rebuild(self)  # for those that are to leave since just now: they wait for it
-                if (reason := resize.change_due(self)) is not None:
-                    generations.end_at_commit(self, reason)
-        if s.stop_reason is None:
-            shard_policy.rebuild(self)
-        if s.phase is JobPhase.GATHERING:
-            if s.stop_reason is None:
-                generations.try_form(self)
-            if s.stop_reason is not None:  # asked for before, or given up just now
-                shutdown.begin(self)
+        self.mode.advance(self)

@@ -1,0 +1,49 @@
+"""Worker processes are started and ended here."""
+
+from __future__ import annotations
+
+from holdfast.coordinator.kernel import transitions
+from holdfast.coordinator.kernel.context import Context
+from holdfast.coordinator.kernel.state import Node, Worker, WorkerPhase
+from holdfast.coordinator.membership import shard_policy
+from holdfast.protocol import messages as m
+
+
+def start_worker(core: Context, node: Node, slot: int, env: dict[str, str]) -> Worker:
+    """A new process for one slot of a node."""
+    s, spec = core.state, core.spec
+    s.incarnations += 1
+    worker = Worker(f"{node.name}.{slot}#{s.incarnations}", node.name, slot, core.now)
+    worker.position = shard_policy.next_position(core, int(env["RANK"]))
+    env = {**env, m.POSITION_VARIABLE: str(worker.position)}
+    s.workers[worker.name] = worker
+    if slot not in node.used:
+        node.used.append(slot)
+    core.send(
+        node.name,
+        m.StartWorker(
+            worker=worker.name,
+            slot=slot,
+            script=spec.script,
+            args=spec.args,
+            module=spec.module,
+            cwd=spec.cwd,
+            env=env,
+        ),
+    )
+    return worker
+
+
+def end_worker(core: Context, worker: Worker, counts: bool = True) -> None:
+    """Takes a worker out of the job, whatever its process does. counts: it is a restart."""
+    worker.told_to_end = True
+    transitions.enter(core, worker, WorkerPhase.GONE)
+    core.state.restarts_used += counts
+    core.send(worker.node, m.KillWorker(worker.name))
+
+
+def ask_all_to_end(core: Context, grace_s: float) -> None:
+    """Asks every worker's process to end, when it has completed the copy of its state that it is at."""
+    for worker in core.alive_workers():
+        worker.told_to_end = True
+        core.send(worker.node, m.KillWorker(worker.name, grace_s))
