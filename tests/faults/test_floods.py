@@ -1,5 +1,6 @@
 """Strangers on every port of every worker, and one worker is killed: recovery takes what it takes, and nobody else is ended."""
 
+import asyncio
 import contextlib
 import encodings.idna  # noqa: F401 - another user cannot import it any more
 import os
@@ -16,6 +17,7 @@ import msgspec
 from harness import TINY, finish, leftovers, start, wait_for
 from stranger import needs_root, stranger
 
+from holdfast.engines.client import JobClient
 from holdfast.protocol.sockets import MOST_DESCRIPTORS
 
 SILENT, TRICKLING = 20, 5
@@ -97,11 +99,22 @@ def few_descriptors():
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+async def until_all_are_there(home):
+    """Its members train, so all of them listen for gloo, and the spare is ready."""
+    async with JobClient(home / "jobs" / "job") as client:
+        async for told in client.watch():
+            if told.kind != "status" or told.value["phase"] != "running":
+                continue
+            if (told.value["step"] or 0) > 3 and any(w["state"] == "ready" for w in told.value["workers"]):
+                return
+
+
 @needs_root
 def test_a_flood_on_all_ports_and_one_kill_cost_one_worker(tmp_path):
     with few_descriptors():
         launcher = start(tmp_path, "--nnodes", 3, "--spares", 1, TINY, 1_000_000)
     wait_for(launcher, "generation 1")
+    asyncio.run(until_all_are_there(tmp_path))
     found = workers(tmp_path)
     assert sorted(map(len, found.values())) == [2, 3, 3, 3]
     limits = soft_limits(tmp_path)
