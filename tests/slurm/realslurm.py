@@ -47,13 +47,19 @@ def as_user(node: str, home: Path) -> tuple[str, ...]:
     return (CLUSTER, "exec", node, *drop, "env", f"HOME={home}")
 
 
+def in_another(path: Path, others: list[Path]) -> bool:
+    """Whether one of these folders has it in it."""
+    return any(other in path.parents for other in others)
+
+
 def open_to_others(node: str) -> None:
     """Python and this project may be in a home that only root can enter. On this node they are all that is in it, and
     everybody can."""
     needed = sorted({p.resolve() for p in (Path(sys.base_prefix), Path(sys.prefix), ROOT)})
     closed = {p: next((c for c in reversed(p.parents) if not c.stat().st_mode & 0o001), None) for p in needed}
     for home in set(filter(None, closed.values())):
-        inside = [str(p) for p, c in closed.items() if c == home]
+        # What lies in another one comes with it; mounted by itself it would be gone when that is unmounted.
+        inside = [str(p) for p, c in closed.items() if c == home and not in_another(p, needed)]
         cluster("exec", node, "bash", "-ec", OPEN, "bash", str(home), *inside)
 
 
