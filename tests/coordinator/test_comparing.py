@@ -14,23 +14,21 @@ def spent(first, own_s, step_s=0.2, micros=4, loss=None):
     return Spent(first, micros, 0.0, own_s, 0.0, step_s - own_s, 0.0, 0.0, loss)
 
 
+def spends(desk, worker, block):
+    """A worker reports where the time of a block of steps went."""
+    committed = block.first + BLOCK_STEPS
+    desk.says(
+        worker, m.Progress(generation=desk.state.number, committed=committed, median_s=0.2, spent=(block,))
+    )
+
+
 def train(desk, blocks, own_s, first=0):
     """Blocks of steps; own_s: by worker, else 0.1 s."""
     for number in range(blocks):
         step = first + number * BLOCK_STEPS
         for worker in desk.members():
             block = spent(step, own_s.get(worker, 0.1))
-            desk.says(
-                worker,
-                m.Progress(
-                    generation=desk.state.number,
-                    committed=step + BLOCK_STEPS,
-                    median_s=0.2,
-                    losses=(),
-                    figures={},
-                    spent=(block,),
-                ),
-            )
+            spends(desk, worker, block)
 
 
 def running(nodes=3, slots=1, **spec):
@@ -109,17 +107,7 @@ def test_shares_of_different_sizes_are_not_compared():
         step = number * BLOCK_STEPS
         for rank, worker in enumerate(desk.members()):
             block = spent(step, 0.15 if rank == 0 else 0.1, micros=3 if rank == 0 else 2)
-            desk.says(
-                worker,
-                m.Progress(
-                    generation=1,
-                    committed=step + BLOCK_STEPS,
-                    median_s=0.2,
-                    losses=(),
-                    figures={},
-                    spent=(block,),
-                ),
-            )
+            spends(desk, worker, block)
     assert findings(desk) == []
 
 
@@ -130,17 +118,7 @@ def test_a_member_that_says_nothing_holds_nobody_up():
         step = number * BLOCK_STEPS
         for worker in desk.members()[:3]:
             block = spent(step, 0.15 if worker == desk.members()[1] else 0.1)
-            desk.says(
-                worker,
-                m.Progress(
-                    generation=1,
-                    committed=step + BLOCK_STEPS,
-                    median_s=0.2,
-                    losses=(),
-                    figures={},
-                    spent=(block,),
-                ),
-            )
+            spends(desk, worker, block)
     assert [f["subject"] for f in findings(desk)] == ["rank 1"]
     assert silent not in desk.core.transient(Peers).blocks
     assert len(desk.core.transient(Peers).blocks) <= 4

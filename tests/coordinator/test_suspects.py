@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from test_comparing import findings, running, spent
+from test_comparing import findings, running, spends, spent
 
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import HealthSpec
@@ -88,16 +88,6 @@ def test_a_part_of_the_loss_that_is_off_again_and_again_is_its_nodes(replace):
         for rank, worker in enumerate(desk.members()):
             off = rank == 2 and number in (30, 40, 50)
             block = spent(step, 0.1, loss=50.0 if off else 2.0 + (rank + number) % 5 / 100)
-            desk.says(
-                worker,
-                m.Progress(
-                    generation=desk.state.number,
-                    committed=step + BLOCK_STEPS,
-                    median_s=0.2,
-                    losses=(),
-                    figures={},
-                    spent=(block,),
-                ),
-            )
+            spends(desk, worker, block)
     found = [f for f in findings(desk) if f["rule"] == "part-apart"]
     assert [(f["subject"], f["remedy"]) for f in found] == [("rank 2", "replace" if replace else "ask")]

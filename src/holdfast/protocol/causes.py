@@ -13,6 +13,8 @@ from typing import ClassVar
 
 import msgspec
 
+from holdfast.protocol.naming import kebab
+
 
 class CauseKind(StrEnum):
     """The label `kind` of `holdfast_incidents_total`, see `docs/metrics.md`."""
@@ -45,12 +47,7 @@ class CauseKind(StrEnum):
     """An older version wrote it, in words that are not known."""
 
 
-def _tag(name: str) -> str:
-    """`ProcessEnded` becomes `process-ended`."""
-    return re.sub(r"(?<!^)(?=[A-Z])", "-", name).lower()
-
-
-class _Cause(msgspec.Struct, frozen=True, tag=_tag):
+class _Cause(msgspec.Struct, frozen=True, tag=kebab):
     KIND: ClassVar[CauseKind]
 
     @property

@@ -6,7 +6,7 @@ begins. So every version reads what older ones wrote, and shows what later ones 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, get_args
 
@@ -178,80 +178,14 @@ __all__ = [
 VERSION = 1
 """Of these structs, kept as SQLite's `user_version` of a ledger. It grows when a kind or a field is added."""
 
-EVENTS: dict[str, type[LedgerEvent]] = {
-    event.kind: event
-    for event in (
-        Asked,
-        BlastLimit,
-        Broke,
-        Capacity,
-        Changed,
-        CheckpointSkipped,
-        CheckpointUnread,
-        ChecksUnknown,
-        CollectiveError,
-        Ended,
-        Failed,
-        FaultInjected,
-        FaultNotFired,
-        FewCopies,
-        Finding,
-        Formed,
-        History,
-        IncidentClosed,
-        IncidentExplained,
-        IncidentJoined,
-        IncidentOpened,
-        IncidentResumed,
-        IncidentSettled,
-        LedgerBack,
-        LedgerFailed,
-        Lemon,
-        LemonLeaves,
-        Level,
-        NodeHeld,
-        NodeJoined,
-        NodeLeaving,
-        NodeLeft,
-        NodeLost,
-        NodeRefused,
-        NodeStays,
-        NodeTaken,
-        NodeTrainsOn,
-        NodeUnavailable,
-        OnlyInMemory,
-        Readmitted,
-        Rebooted,
-        Rebooting,
-        Rebuild,
-        Repaired,
-        Repairing,
-        Resize,
-        Restart,
-        Saved,
-        SavingLast,
-        Snapshot,
-        SnapshotBack,
-        SnapshotSkipped,
-        SnapshotSpoiled,
-        SnapshotUnreadable,
-        StallJudged,
-        Stalled,
-        Started,
-        StopRequested,
-        Storm,
-        TierFailed,
-        TierSlow,
-        Verdict,
-        Waiting,
-        WorkerDone,
-        WorkerEnded,
-        WorkerExited,
-        WorkerReady,
-        WorkerStarted,
-        Yield,
-    )
-}
+
+def _kinds(event: type[LedgerEvent]) -> Iterator[type[LedgerEvent]]:
+    """The kinds below a class: those that no other one is made of."""
+    for below in event.__subclasses__():
+        yield from _kinds(below) if below.__subclasses__() else [below]
+
+
+EVENTS: dict[str, type[LedgerEvent]] = {event.kind: event for event in _kinds(LedgerEvent)}
 """Every kind of event."""
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import ClassVar
 
 import msgspec
+
+from holdfast.protocol.naming import kebab
 
 
 class LedgerEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -20,4 +21,4 @@ class LedgerEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        cls.kind = re.sub(r"(?<!^)(?=[A-Z])", "-", cls.__name__).lower()
+        cls.kind = kebab(cls.__name__)
