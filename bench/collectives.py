@@ -1,7 +1,7 @@
 """`python -m bench.collectives`: what a sharded replica's collectives take on the CPU, and connections within a machine.
 
 Gloo's own all-gather and reduce-scatter, and those that are put together from its broadcasts and exchanges
-(`holdfast.train.wires`), in turns in the same processes; then the bandwidth of two loopback connections under each way of
+(`holdfast.train.gloo_group`), in turns in the same processes; then the bandwidth of two loopback connections under each way of
 congestion control that this system has.
 """
 
@@ -27,8 +27,8 @@ from rich.table import Table
 
 from bench.machine import ForeignCpu, conclude, introduce
 from bench.recovery.environments import versions
-from holdfast.train.scratch import Scratch
-from holdfast.train.wires import Wires
+from holdfast.train.buffer_pool import Scratch
+from holdfast.train.gloo_group import Wires
 
 BLOCK_BYTES = 4 << 20
 STREAMS = 2

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.checkpoint.archive import Archive
-from holdfast.checkpoint.flat import Leaf
-from holdfast.checkpoint.found import Found, find_in_archive
+from holdfast.checkpoint.checksums import sums_of
+from holdfast.checkpoint.flatten import Leaf
 from holdfast.checkpoint.layout import encode_head
 from holdfast.checkpoint.loading import regions_of
+from holdfast.checkpoint.located import Found, find_in_archive
 from holdfast.checkpoint.regions import read_regions
-from holdfast.checkpoint.sums import sums_of
 from holdfast.tensors.index import Index, TensorSpec
 
 LARGE = 306

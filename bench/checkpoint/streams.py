@@ -23,11 +23,11 @@ import torch.distributed.checkpoint as dcp
 
 from holdfast.checkpoint.memory import SlotPool
 from holdfast.checkpoint.pages import PAGE
-from holdfast.checkpoint.peers import SnapshotServer
-from holdfast.checkpoint.pull import Pull, replicate
+from holdfast.checkpoint.range_server import SnapshotServer
+from holdfast.checkpoint.replicate import Pull, replicate
 from holdfast.protocol.snapshots import Holder, Key
 from holdfast.protocol.sockets import unpace
-from holdfast.train import durable, state
+from holdfast.train import checkpoint_restore, state_image
 from holdfast.train.snapshots import copy_into
 
 TOKEN, KEY = "bench", Key(1, 1, 0, 1)
@@ -53,7 +53,7 @@ class Tensors:
 def hold(mib: int, folder: Path) -> None:
     """The other process: a pool with one snapshot, its server, and plain sockets that send the same bytes."""
     pool = SlotPool(folder, 4 * mib << 20)
-    image = state.capture({"state": Tensors(mib, 7.0)}, 1)
+    image = state_image.capture({"state": Tensors(mib, 7.0)}, 1)
     slot = pool.begin(KEY, image.index.nbytes)
     copy_into(slot.row, image)
     pool.seal(slot, image.index)
@@ -137,8 +137,8 @@ def measure(root: Path, served: Holder, plain: int, nbytes: int, mib: int, repet
 
     def recovered() -> None:
         pull = Pull(KEY, holders, TOKEN)
-        image = durable.pull_image({"state": mine}, pull, None, lambda *_: None)
-        state.load({"state": mine}, image)
+        image = checkpoint_restore.pull_image({"state": mine}, pull, None, lambda *_: None)
+        state_image.load({"state": mine}, image)
 
     def dcp_loaded() -> None:
         dcp.load({"state": mine.state_dict()}, storage_reader=dcp.FileSystemReader(saved))

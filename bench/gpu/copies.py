@@ -15,7 +15,7 @@ import torch
 
 from holdfast.checkpoint.pages import PAGE, SlotMaps
 from holdfast.tensors import staging
-from holdfast.train import snapshots, state
+from holdfast.train import snapshots, state_image
 
 TENSOR_BYTES = 64 << 20
 MEMORY = Path("/dev/shm")
@@ -57,7 +57,7 @@ def measure(nbytes: int, device: torch.device, repetitions: int, product: int) -
         OSError: no room in the host's memory.
     """
     things = Tensors(nbytes, device)
-    image = state.capture({"state": things}, 1)
+    image = state_image.capture({"state": things}, 1)
     found = Copies(image.index.nbytes)
     with tempfile.NamedTemporaryFile(prefix="bench-gpu-", dir=MEMORY) as file:
         file.truncate(PAGE + image.index.nbytes)

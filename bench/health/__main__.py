@@ -21,11 +21,11 @@ from rich.table import Table
 import holdfast
 from bench.health.rig import build, build_gpus
 from bench.machine import ForeignCpu, conclude, introduce
-from holdfast.agent.polling import Poller
-from holdfast.health.book import RuleBook
+from holdfast.agent.source_poller import Poller
 from holdfast.health.machine import machine_sources
-from holdfast.health.readings import Line, Reading
+from holdfast.health.rule_engine import RuleBook
 from holdfast.health.ruleset import load_rules
+from holdfast.health.samples import Line, Reading
 from holdfast.health.sources import Place, Source
 from holdfast.protocol.health import Finding
 

@@ -1,7 +1,7 @@
 """`python -m bench.overhead.unchanged`: what it costs to see that only commits change the protected state.
 
 One process trains the model of the other benchmarks with an average of its weights, on one thread, and the time spent in
-`holdfast.train.unchanged` is taken out of every step after the first ones, in which all content is read. It is the
+`holdfast.train.state_guard` is taken out of every step after the first ones, in which all content is read. It is the
 processor's time of that thread, which does not grow when others use the machine.
 """
 
@@ -25,7 +25,7 @@ from bench import machine
 from bench.recovery import model as job
 from bench.recovery.analyse import Spread, spread
 from bench.recovery.environments import versions
-from holdfast.train.unchanged import FIRST_LOOKS, Unchanged
+from holdfast.train.state_guard import FIRST_LOOKS, Unchanged
 
 WARM_UP = 5
 WIDTH = 100

@@ -13,8 +13,8 @@ from bench.recovery.events import CommitLog, StateLog
 from bench.recovery.gate import Gate
 from bench.recovery.settings import Settings
 from bench.recovery.train_holdfast import FOR_EVER
-from holdfast.train.state import Image, Protected
-from holdfast.train.transfer import Fetch
+from holdfast.train.peer_transfer import Fetch
+from holdfast.train.state_image import Image, Protected
 
 
 def count_fetches(states: StateLog) -> None:

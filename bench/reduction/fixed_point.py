@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.distributed as dist
 
-from holdfast.train.group import Group
+from holdfast.train.generation_group import Group
+from holdfast.train.gloo_group import GLOO_TIMEOUT
 from holdfast.train.reduction import Gradients, clip, grouped, scale_and_square
-from holdfast.train.wires import GLOO_TIMEOUT
 
 BITS = 62
 DRIFT_BITS = 8

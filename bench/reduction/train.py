@@ -12,11 +12,11 @@ from torch.nn.functional import cross_entropy
 from bench.recovery import model as job
 from bench.reduction.fixed_point import AheadSum, FixedPointSum
 from holdfast.protocol.messages import Generation, Member
+from holdfast.train.control_channel import MeshListener
 from holdfast.train.exact import ExactSum
-from holdfast.train.group import Group
-from holdfast.train.mesh import MeshListener
+from holdfast.train.generation_group import Group
 from holdfast.train.reduction import Gradients, GradientSum
-from holdfast.train.tree import share
+from holdfast.train.summation_order import share
 
 KINDS: dict[str, type[Gradients]] = {
     "fast": GradientSum,

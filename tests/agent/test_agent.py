@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
-from test_link import serving
+from test_coordinator_link import serving
 
 from holdfast.protocol import messages as m
 from holdfast.protocol.frames import encode

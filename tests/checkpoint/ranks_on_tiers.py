@@ -6,9 +6,9 @@ import msgspec
 import torch
 
 from holdfast.checkpoint.archive import Archive
-from holdfast.checkpoint.flat import Flat, flatten
+from holdfast.checkpoint.checksums import sums_of_pieces
+from holdfast.checkpoint.flatten import Flat, flatten
 from holdfast.checkpoint.layout import encode_head
-from holdfast.checkpoint.sums import sums_of_pieces
 from holdfast.tensors.index import Index, TensorSpec
 from holdfast.tensors.tree import buffer_of
 

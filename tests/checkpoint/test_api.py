@@ -17,12 +17,12 @@ from rows_on_tiers import flip
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from holdfast.checkpoint import api, places
+from holdfast.checkpoint import api, backends
 from holdfast.checkpoint.api import flush, load, save, wait_for_copy
 from holdfast.checkpoint.archive import Archive
-from holdfast.checkpoint.flat import SMALL_BYTES
+from holdfast.checkpoint.flatten import SMALL_BYTES
 from holdfast.errors import StateError, UsageError
-from holdfast.observe import bytecount
+from holdfast.observe import transfer_progress
 from holdfast.protocol import messages as m
 
 LARGE = SMALL_BYTES // 4 + 100  # float32s that go into the row
@@ -31,7 +31,7 @@ LARGE = SMALL_BYTES // 4 + 100  # float32s that go into the row
 @pytest.fixture(autouse=True)
 def memory(monkeypatch, tmp_path_factory):
     """Every test has places of its own, in memory of its own that nothing is left of."""
-    root = places.Path("/dev/shm") / f"holdfast-test-{uuid.uuid4().hex}"
+    root = backends.Path("/dev/shm") / f"holdfast-test-{uuid.uuid4().hex}"
     monkeypatch.setenv("HOLDFAST_MEMORY", str(root))
     monkeypatch.delenv("HOLDFAST_CHECKPOINT", raising=False)
     monkeypatch.setattr(api, "_places", {})
@@ -506,14 +506,14 @@ def test_no_memory_skips_a_snapshot_and_says_so(to, monkeypatch, capsys):
 def test_memory_that_went_bad_before_it_was_stored_replaces_nothing(to, monkeypatch, capsys):
     state = {"w": torch.ones(LARGE)}
     later(f"{to},keep=1", state, 5)
-    real = places.SlotPool.received
+    real = backends.SlotPool.received
 
     def received(self, slot, head, sums):
         real(self, slot, head, sums)
         with slot.row as row:
             row[100] ^= 1
 
-    monkeypatch.setattr(places.SlotPool, "received", received)
+    monkeypatch.setattr(backends.SlotPool, "received", received)
     later(f"{to},keep=1", state, 6)
     assert "changed in memory" in capsys.readouterr().err
     assert Archive(to).verify(5).step == 5
@@ -531,7 +531,7 @@ def test_steps_and_retention(to):
 
 def test_times(to, monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr(places.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(backends.time, "monotonic", lambda: now[0])
     for number in range(1, 10):
         now[0] += 4
         later(f"{to},every=10s,keep=9", {"w": torch.ones(LARGE)}, number)
@@ -789,7 +789,7 @@ def test_a_step_that_is_saved_again_is_of_one_piece(tmp_path):
 def save_by_time(to):
     """Rank 1's clock says otherwise: rank 0's counts. Saves follow each other closely, each rank at its own pace."""
     if dist.get_rank():
-        places.time.monotonic = lambda: 0.0
+        backends.time.monotonic = lambda: 0.0
     for number in range(1, 30):
         save({"w": torch.full((LARGE,), float(number))}, number, to=to)
     flush()
@@ -837,9 +837,9 @@ class Heard:
 
 def test_under_an_agent_the_coordinator_is_told_how_far_a_load_is(monkeypatch, capsys):
     now = [100.0]
-    monkeypatch.setattr(bytecount.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(transfer_progress.time, "monotonic", lambda: now[0])
     link = Heard()
-    with places.AgentPlace(link).loading("step 5 in the memory of node1", 3_000_000) as seen:
+    with backends.AgentPlace(link).loading("step 5 in the memory of node1", 3_000_000) as seen:
         now[0] += 2.5
         seen(1_000_000)
     assert link.said == [m.Restoring(3, 1_000_000, 3_000_000), m.Restoring(3, 3_000_000, 3_000_000)]

@@ -8,7 +8,6 @@ import pytest
 from rows_on_tiers import flip, head_of, in_pieces, loaded, newest_whole, replaced, row_of, save
 
 from holdfast.checkpoint.archive import Archive
-from holdfast.checkpoint.found import find_in_archive
 from holdfast.checkpoint.layout import (
     CHUNK_BYTES,
     FORMAT,
@@ -20,6 +19,7 @@ from holdfast.checkpoint.layout import (
     encode_manifest,
     folder_of,
 )
+from holdfast.checkpoint.located import find_in_archive
 from holdfast.checkpoint.policy import Retention
 from holdfast.errors import ChecksumError, StateError, UnreadError
 

@@ -10,7 +10,7 @@ from holdfast.checkpoint.policy import Retention
 from holdfast.engines.jobs import JobFolder
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.snapshots import DurableTier, Saving
-from holdfast.train import durable, state
+from holdfast.train import checkpoint_restore, state_image
 
 
 def spec(folder):
@@ -29,8 +29,8 @@ def saved(home):
     folder = JobFolder("done")
     folder.prepare(spec(folder))
     for step in (4, 8):
-        image = state.capture({"net": torch.nn.Linear(3, 2)}, step)
-        durable.save(image, str(folder.path / "checkpoint"), Retention())
+        image = state_image.capture({"net": torch.nn.Linear(3, 2)}, step)
+        checkpoint_restore.save(image, str(folder.path / "checkpoint"), Retention())
     folder.close()
     return folder.path / "checkpoint"
 
@@ -125,8 +125,8 @@ def two_tiers(home, tmp_path):
         JobSpec("done", "train.py", saving=Saving(tiers=tuple(DurableTier(str(t)) for t in tiers)))
     )
     for step, tier in ((4, 1), (8, 0), (8, 1)):
-        image = state.capture({"net": torch.nn.Linear(3, 2)}, step)
-        durable.save(image, str(tiers[tier]), Retention())
+        image = state_image.capture({"net": torch.nn.Linear(3, 2)}, step)
+        checkpoint_restore.save(image, str(tiers[tier]), Retention())
     folder.close()
     return tiers
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from holdfast.cli import data
-from holdfast.observe import bytecount
+from holdfast.observe import transfer_progress
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_progress_begins_after_two_seconds(monkeypatch, stream):
     monkeypatch.setattr(sys, "stderr", stream)
     with data._Bar() as bar:
         bar.show("reading", 10**6, 10**7)
-        clock[0] += bytecount.SILENT_S - 0.1
+        clock[0] += transfer_progress.SILENT_S - 0.1
         bar.show("reading", 2 * 10**6, 10**7)
         assert stream.getvalue() == ""
         clock[0] += 0.2

@@ -1,4 +1,4 @@
-"""`holdfast checkpoint export` and `import`; what is in the files is tested in tests/checkpoint/test_portable.py."""
+"""`holdfast checkpoint export` and `import`; what is in the files is tested in tests/checkpoint/test_convert.py."""
 
 import sys
 
@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 import holdfast as hf
 from holdfast.checkpoint.archive import Archive
 from holdfast.engines.jobs import JobFolder
-from holdfast.observe import bytecount
+from holdfast.observe import transfer_progress
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.snapshots import DurableTier, Saving
 
@@ -140,7 +140,7 @@ def test_imports_that_are_refused(holdfast, tiers, tmp_path, arguments, why):
 
 
 def test_long_work_shows_progress(holdfast, tiers, tmp_path, monkeypatch):
-    monkeypatch.setattr(bytecount, "SILENT_S", 0.0)
+    monkeypatch.setattr(transfer_progress, "SILENT_S", 0.0)
     assert "exporting: 20.0 kB" in holdfast("checkpoint", "export", "out").err
     said = holdfast("checkpoint", "import", "out", "tier", "--step", "1")
     assert "reading: 20.0 kB" in said.err

@@ -11,7 +11,7 @@ from holdfast.coordinator.kernel.state import CoreState, Incident, JobPhase, Wor
 from holdfast.coordinator.machine import Core
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import JobSpec
-from holdfast.protocol.page import Phase, Place
+from holdfast.protocol.progress_page import Phase, Place
 from holdfast.protocol.snapshots import Copy, DurableTier, Holder, Key, Part, Saving, Shard
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ import holdfast
 from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel.incidents import kind_of
 from holdfast.coordinator.kernel.state import CoreState
-from holdfast.coordinator.service.older import state_of
+from holdfast.coordinator.service.older_states import state_of
 from holdfast.coordinator.service.store import Store
 from holdfast.protocol import causes
 from holdfast.protocol import messages as m

@@ -8,7 +8,7 @@ from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel.state import JobPhase, WorkerPhase
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import Durable
-from holdfast.protocol.page import Phase, Place
+from holdfast.protocol.progress_page import Phase, Place
 
 
 def lose_worker_and_park(desk: Desk, worker: str, committed: int, prepared: bool = False) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 from desk import TIER, Desk, copy_of
-from test_saving_cases import at_level_0
+from test_memory_snapshot_cases import at_level_0
 
 from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel.state import JobPhase

@@ -19,7 +19,7 @@ from holdfast.coordinator.membership.policy import (
 )
 from holdfast.protocol.causes import ProcessEnded
 from holdfast.protocol.messages import Exited, Generation, Member, WorkerView
-from holdfast.protocol.page import Phase, Place
+from holdfast.protocol.progress_page import Phase, Place
 
 # ---------------------------------------------------------------- settle
 

@@ -1,7 +1,7 @@
 """The fault `slow`: how it is written, and whom it strikes."""
 
 import pytest
-from test_comparing import running
+from test_straggler_cases import running
 
 from holdfast.coordinator.service.injector import Injector
 from holdfast.errors import UsageError

@@ -5,8 +5,8 @@ from desk import TIER, Desk, running
 from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel.state import JobPhase
 from holdfast.coordinator.service.report import build_status
-from holdfast.observe.board import saved_line
-from holdfast.observe.wording import event_line
+from holdfast.observe.dashboard import saved_line
+from holdfast.observe.event_text import event_line
 from holdfast.protocol import messages as m
 from holdfast.protocol.snapshots import DurableTier, Saving
 

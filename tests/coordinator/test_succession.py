@@ -23,7 +23,7 @@ from holdfast.coordinator.service.clock import Anchor, CoreClock
 from holdfast.coordinator.service.server import Coordinator
 from holdfast.coordinator.service.store import FIRST, Store, newest_ledger, own_ledger, succeed
 from holdfast.protocol.job import JobSpec, Resume
-from holdfast.protocol.tenure import claim_term, newest_term
+from holdfast.protocol.leadership import claim_term, newest_term
 
 
 def test_a_term_is_claimed_once(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from holdfast.coordinator.service.store import Store
-from holdfast.protocol.tenure import newest_term
+from holdfast.protocol.leadership import newest_term
 
 job_dir, until = Path(sys.argv[1]), int(sys.argv[2])
 store = Store(job_dir / "job.sqlite", shared=True)

@@ -10,7 +10,7 @@ import torch
 
 import holdfast as hf
 from holdfast.data.batches import DatasetBatches
-from holdfast.data.making import on_device, packed, unpacked
+from holdfast.data.collate import on_device, packed, unpacked
 from holdfast.data.order import SampleOrder
 from holdfast.errors import DataError, UsageError
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import holdfast as hf
-from holdfast.data import build, units
+from holdfast.data import build, build_units
 from holdfast.data.build import Wanted, describe
 from holdfast.data.files import TokenFile
 from holdfast.data.options import Documents, Format, Kind, Reading
@@ -445,7 +445,7 @@ def test_worker_processes_end_with_their_parent():
 
 
 def test_a_document_that_is_too_long(tmp_path, monkeypatch):
-    monkeypatch.setattr(units, "MOST_TOKENS", 5)
+    monkeypatch.setattr(build_units, "MOST_TOKENS", 5)
     with pytest.raises(DataError, match="has 6 tokens; the most is 5"):
         make(jsonl(tmp_path / "in.jsonl", ["abcdef"]), prefix=tmp_path / "out")
 

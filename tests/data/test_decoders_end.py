@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.data.collate import Maker
 from holdfast.data.decoding import Decoders
-from holdfast.data.making import Maker
 
 SCRIPT = """
 import os, sys, threading

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron_files import write_megatron
 
-from holdfast.data import TokenDataset, cuts
+from holdfast.data import TokenDataset, packing
 
 
 def padded_plainly(documents, seq_len, pad):
@@ -43,7 +43,7 @@ def pairs(data, ids=None):
 def test_padded_documents(tmp_path_factory, lengths, seq_len, pad, at_once):
     documents = numbered(lengths)
     prefix = write_megatron(tmp_path_factory.mktemp("padded") / "corpus", [[d] for d in documents])
-    with patch.object(cuts, "_BLOCKS_AT_ONCE", at_once):
+    with patch.object(packing, "_BLOCKS_AT_ONCE", at_once):
         data = TokenDataset(prefix, seq_len, documents="padded", pad_token=pad)
     assert pairs(data) == list(padded_plainly(documents, seq_len, pad))
 

@@ -17,10 +17,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from holdfast.checkpoint.archive import Archive
-from holdfast.checkpoint.portable import export_safetensors
+from holdfast.checkpoint.convert import export_safetensors
 from holdfast.data.build import Wanted, build
 from holdfast.tensors.dtensor_shards import forget_meshes, local_of
-from holdfast.train.state import capture
+from holdfast.train.state_image import capture
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "mathstral"
 

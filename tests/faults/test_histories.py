@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from harness import TINY, Ran, finish, start, wait_for
 
-from holdfast.agent.standin import append_kernel_lines, xid_line
+from holdfast.agent.simulated_sources import append_kernel_lines, xid_line
 from holdfast.coordinator.kernel.history import Standing, standing
 from holdfast.coordinator.service.history_store import FILE_NAME, History, now_s
 from holdfast.engines.client import JobClient

@@ -8,10 +8,10 @@ import sys
 import pytest
 from harness import leftovers
 
-from holdfast.agent.pool import WarmPool
+from holdfast.agent.warm_pool import WarmPool
 from holdfast.data.build import Wanted, build
+from holdfast.data.collate import Maker
 from holdfast.data.decoding import Decoders
-from holdfast.data.making import Maker
 from holdfast.health.checks.check import Task
 from holdfast.health.checks.child import check_in_child
 from holdfast.protocol.health import Condition

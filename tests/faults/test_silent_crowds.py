@@ -15,12 +15,12 @@ import snapshots_in_memory as snapshots
 from stranger import needs_root, stranger
 
 from holdfast.checkpoint.memory import SlotPool
-from holdfast.checkpoint.peers import SnapshotServer
-from holdfast.checkpoint.pull import Pull, replicate
+from holdfast.checkpoint.range_server import SnapshotServer
+from holdfast.checkpoint.replicate import Pull, replicate
 from holdfast.engines.agents import agent_arguments
 from holdfast.engines.client import JobClient
 from holdfast.engines.jobs import JobFolder
-from holdfast.protocol.door import BACKLOG
+from holdfast.protocol.authentication import BACKLOG
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.snapshots import Holder
 

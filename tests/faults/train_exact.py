@@ -8,7 +8,7 @@ import sys
 import torch
 
 import holdfast as hf
-from holdfast.train.state import parameters_digest
+from holdfast.train.state_image import parameters_digest
 
 WIDTH = 48
 

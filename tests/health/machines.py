@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from holdfast.health.readings import Line, Reading
+from holdfast.health.samples import Line, Reading
 
 
 def write(root: Path, files: dict[str, str]) -> None:

@@ -2,9 +2,9 @@
 
 import pytest
 
-from holdfast.health.book import RuleBook
-from holdfast.health.readings import Line
+from holdfast.health.rule_engine import RuleBook
 from holdfast.health.ruleset import catalogue
+from holdfast.health.samples import Line
 from holdfast.protocol.health import Remedy, Severity
 
 RULES = catalogue()

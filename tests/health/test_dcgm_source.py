@@ -6,7 +6,7 @@ from machines import lines, values
 
 from holdfast.health import dcgm
 from holdfast.health.dcgm import URL_VARIABLE, Dcgm, dcgm_sources, fetch_page
-from holdfast.health.readings import Reading
+from holdfast.health.samples import Reading
 from holdfast.health.sources import Place
 
 LABELS = 'gpu="0",UUID="GPU-aa",pci_bus_id="00000000:5D:00.0",device="nvidia0",modelName="NVIDIA H100",Hostname="a\\"b"'

@@ -18,12 +18,12 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import UsageError
-from holdfast.health.book import RuleBook
 from holdfast.health.kmsg import Kmsg, KmsgFile, format_record, journal_text
-from holdfast.health.matching import NAME_CHARS, begins_with_a_name, literals
-from holdfast.health.readings import Line
+from holdfast.health.log_matching import NAME_CHARS, begins_with_a_name, literals
+from holdfast.health.rule_engine import RuleBook
 from holdfast.health.rules import Rule, make_rule
 from holdfast.health.ruleset import RuleSet, catalogue
+from holdfast.health.samples import Line
 from holdfast.protocol.health import Remedy, acts_on_node
 
 RULES = list(catalogue())

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli.healthspec import HealthOptions, parse_share, plan_health
+from holdfast.cli.health_options import HealthOptions, parse_share, plan_health
 from holdfast.errors import UsageError
 from holdfast.protocol.health import HealthSpec
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from machines import Hand, values, write
 
-from holdfast.health.guard import Guard, NoAnswerError
+from holdfast.health.bounded_call import Guard, NoAnswerError
 from holdfast.health.mounts import Mounts, parse_mounts
 from holdfast.health.sources import Place
 

@@ -6,8 +6,8 @@ import pytest
 from gpus import HEALTHY, forget, stand_in, xid
 from machines import Hand, lines, values, write
 
-from holdfast.health.book import RuleBook
 from holdfast.health.nvml import Nvml, load_nvml, nvml_sources
+from holdfast.health.rule_engine import RuleBook
 from holdfast.health.ruleset import load_rules
 from holdfast.health.sources import Place
 

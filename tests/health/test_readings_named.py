@@ -8,9 +8,9 @@ from pathlib import Path
 from machines import Hand
 from test_network_source import interface, port
 
-from holdfast.health.book import RuleBook
 from holdfast.health.network import Interfaces
 from holdfast.health.rdma import Rdma
+from holdfast.health.rule_engine import RuleBook
 from holdfast.health.ruleset import load_rules
 from holdfast.health.sources import Place
 

@@ -3,9 +3,9 @@
 import pytest
 
 from holdfast.errors import UsageError
-from holdfast.health.book import RuleBook
-from holdfast.health.readings import Line
+from holdfast.health.rule_engine import RuleBook
 from holdfast.health.ruleset import catalogue, load_rules
+from holdfast.health.samples import Line
 from holdfast.protocol.health import Remedy, Severity
 
 XID_43 = "NVRM: Xid (PCI:0000:05:00): 43, pid=1, name=python, Ch 00000010"

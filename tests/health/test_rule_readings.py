@@ -2,10 +2,10 @@
 
 import pytest
 
-from holdfast.health.book import RuleBook
-from holdfast.health.readings import Reading
+from holdfast.health.rule_engine import RuleBook
 from holdfast.health.rules import make_rule
 from holdfast.health.ruleset import catalogue
+from holdfast.health.samples import Reading
 from holdfast.protocol.health import Condition, Remedy, Severity
 
 

@@ -5,12 +5,12 @@ import string
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from holdfast.health import book as book_module
-from holdfast.health.book import RuleBook
-from holdfast.health.matching import Matchers, literals
-from holdfast.health.readings import Line, Reading
+from holdfast.health import rule_engine as book_module
+from holdfast.health.log_matching import Matchers, literals
+from holdfast.health.rule_engine import RuleBook
 from holdfast.health.rules import make_rule
 from holdfast.health.ruleset import catalogue
+from holdfast.health.samples import Line, Reading
 from holdfast.protocol.health import EVIDENCE_CHARS, Condition
 
 RULES = list(catalogue())

@@ -4,7 +4,7 @@ import pytest
 from bench.health import rig
 
 from holdfast.health.machine import machine_sources
-from holdfast.health.readings import Reading
+from holdfast.health.samples import Reading
 from holdfast.health.sources import Place
 
 CONTENTS = (b"", b"-1\n", b"9" * 40, b"\xff\xfe\x00 b c\n" * 3, b": :\n( ) D\n")

@@ -8,13 +8,13 @@ import threading
 
 import pytest
 
-from holdfast.agent import health, polling, standin
+from holdfast.agent import health, simulated_sources, source_poller
 from holdfast.agent.health import Watcher
-from holdfast.health.book import RuleBook
 from holdfast.health.kmsg import Kmsg
 from holdfast.health.machine import machine_sources
-from holdfast.health.readings import Line, Reading
+from holdfast.health.rule_engine import RuleBook
 from holdfast.health.ruleset import catalogue
+from holdfast.health.samples import Line, Reading
 from holdfast.health.sources import Place
 from holdfast.protocol.faults import ArmedFault, FaultKind
 from holdfast.protocol.health import Condition, HealthSpec, Remedy, Severity
@@ -42,7 +42,7 @@ class Node:
         return finding
 
     def says(self, *lines):
-        standin.append_kernel_lines(self.folder / "kmsg", lines)
+        simulated_sources.append_kernel_lines(self.folder / "kmsg", lines)
 
 
 @pytest.fixture
@@ -241,7 +241,7 @@ class Scripted:
 def test_a_driver_that_hangs_is_unknown_and_holds_nobody_up(on_a_node, tmp_path, monkeypatch):
     rules = tmp_path / "rules.toml"
     rules.write_text('[[rule]]\nid = "source-silent"\nholds = 0\n')
-    monkeypatch.setattr(polling, "MIN_GRACE_S", 0.05)
+    monkeypatch.setattr(source_poller, "MIN_GRACE_S", 0.05)
     hung, other = Scripted(), Scripted()
     other.name = "other"
     monkeypatch.setattr(health, "machine_sources", lambda place: [hung, other])
@@ -279,7 +279,7 @@ def test_a_source_that_breaks_is_unknown(on_a_node, tmp_path, monkeypatch):
 def test_a_watch_that_ended_is_said_and_begun_again(on_a_node, tmp_path, monkeypatch):
     rules = tmp_path / "rules.toml"
     rules.write_text('[[rule]]\nid = "source-silent"\nholds = 0\n')
-    monkeypatch.setattr(polling, "MIN_GRACE_S", 0.05)
+    monkeypatch.setattr(source_poller, "MIN_GRACE_S", 0.05)
     sick = threading.Event()
 
     class Sick(Scripted):
@@ -324,14 +324,14 @@ def test_the_machine_is_read_in_an_agent_that_was_started_under_nice(nice, tmp_p
                     seen.set()
                     return []
 
-            polling.Poller((), lambda findings: None).add([Once()])
+            source_poller.Poller((), lambda findings: None).add([Once()])
             seen.wait(WITHIN_S)
         finally:
             os._exit(0)
     os.close(child_end)
     try:
         with os.fdopen(answer) as said:
-            assert said.read(2) == f"{max(nice, polling.NICE)}"
+            assert said.read(2) == f"{max(nice, source_poller.NICE)}"
     finally:
         os.waitpid(pid, 0)
 
@@ -351,7 +351,7 @@ def test_the_machine_is_read_in_an_agent_that_was_started_under_nice(nice, tmp_p
 )
 def test_faults_of_a_machine(fault, rule, remedy, on_a_node):
     async def test(node):
-        await standin.strike(node.watcher, fault)
+        await simulated_sources.strike(node.watcher, fault)
         assert (await node.hears(rule)).remedy is remedy
 
     on_a_node(test)
@@ -361,7 +361,7 @@ def test_faults_of_a_machine(fault, rule, remedy, on_a_node):
 def test_the_sources_of_a_real_machine_see_it_in_the_stand_in(kind, rule, tmp_path):
     """Read by hand, for their periods are long."""
     place = Place(tmp_path / "machine")
-    standin.write_files(place.root, standin.HEALTHY)
+    simulated_sources.write_files(place.root, simulated_sources.HEALTHY)
     book = RuleBook(catalogue())
     sources = machine_sources(place)
 
@@ -371,7 +371,7 @@ def test_the_sources_of_a_real_machine_see_it_in_the_stand_in(kind, rule, tmp_pa
 
     try:
         assert read(0.0) == []
-        standin.write_files(place.root, standin.BROKEN[kind])
+        simulated_sources.write_files(place.root, simulated_sources.BROKEN[kind])
         found = [rule for at in (10.0, 20.0, 31.0) for rule in read(at)]
         assert rule in found
     finally:

@@ -6,7 +6,7 @@ import importlib
 from gpus import forget, stand_in, xid
 
 from holdfast.agent.health import Watcher
-from holdfast.agent.standin import append_kernel_lines
+from holdfast.agent.simulated_sources import append_kernel_lines
 from holdfast.health.sources import Place
 from holdfast.protocol.health import HealthSpec
 

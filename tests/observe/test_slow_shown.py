@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from holdfast.observe.board import board
+from holdfast.observe.dashboard import board
 from holdfast.observe.tables import print_report
 
 SLOW = {

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from holdfast.observe.live import LiveView, terminal
-from holdfast.observe.plain import PlainView
+from holdfast.observe.plain_view import PlainView
 from holdfast.protocol.job import JobSpec
 
 SPEC = JobSpec("demo", "train.py", max_nodes=2)

@@ -3,8 +3,8 @@
 from concurrent.futures import ThreadPoolExecutor
 
 from holdfast.protocol.messages import Generation, Member
-from holdfast.train.group import Group
-from holdfast.train.mesh import MeshListener
+from holdfast.train.control_channel import MeshListener
+from holdfast.train.generation_group import Group
 
 TOKEN = "secret"
 

@@ -17,12 +17,12 @@ from cluster import Cluster
 import holdfast as hf
 from holdfast.errors import CollectiveFailed, UsageError
 from holdfast.train import exact
+from holdfast.train.data_cursor import Position
 from holdfast.train.exact import ExactSum, prepare
 from holdfast.train.outcome import Stage
-from holdfast.train.position import Position
 from holdfast.train.reduction import GradientSum
 from holdfast.train.step import Step
-from holdfast.train.tree import Seat, share, shares
+from holdfast.train.summation_order import Seat, share, shares
 
 WIDTH = 12
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ class Worker:
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         self.gradients = kind(dict.fromkeys(model.parameters()), lambda: None)
         self.norms = []
-        self.unchanged = SimpleNamespace(before_update=self.nothing)  # tests/train/test_unchanged.py
+        self.unchanged = SimpleNamespace(before_update=self.nothing)  # tests/train/test_state_guard.py
 
     def join(self, group):
         self.group, self.rank, self.world_size, self.generation = (

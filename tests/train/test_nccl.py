@@ -9,8 +9,8 @@ from torch.distributed import HashStore
 
 from holdfast.errors import CollectiveFailed
 from holdfast.train import nccl
-from holdfast.train.mesh import MeshStore
-from holdfast.train.wires import Wires
+from holdfast.train.control_channel import MeshStore
+from holdfast.train.gloo_group import Wires
 
 GPU = torch.device("cuda", 0)
 

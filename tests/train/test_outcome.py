@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from holdfast.errors import CollectiveFailed
+from holdfast.train.data_cursor import Position
 from holdfast.train.outcome import Stage
-from holdfast.train.position import Position
 from holdfast.train.step import Step
-from holdfast.train.tree import Seat
+from holdfast.train.summation_order import Seat
 
 
 def nothing(*_):

@@ -10,16 +10,16 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from holdfast.checkpoint.archive import Archive
+from holdfast.checkpoint.checksums import sums_of_pieces
 from holdfast.checkpoint.layout import encode_head
-from holdfast.checkpoint.sums import sums_of_pieces
 from holdfast.errors import CollectiveFailed, StateError, UsageError
 from holdfast.protocol.messages import Form, Generation, Member
 from holdfast.tensors.dtensor_shards import like, local_of, parsed, piece_of, placed
-from holdfast.train import durable, state
+from holdfast.train import checkpoint_restore, state_image
+from holdfast.train.reconnectable_group import Row
 from holdfast.train.replica import Replica
 from holdfast.train.sharding import Sharding
-from holdfast.train.switched import Row
-from holdfast.train.tree import seat, weighs, words
+from holdfast.train.summation_order import seat, weighs, words
 
 WIDTH, OUT = 10, 7
 SHAPES = [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)]
@@ -64,7 +64,7 @@ def trained(place):
 
 def whole(place, objects, into):
     """Puts the pieces of one position into whole tensors."""
-    image = state.capture(objects, 0)
+    image = state_image.capture(objects, 0)
     for spec, tensor in zip(image.index.tensors, image.tensors, strict=True):
         target = into.setdefault(spec.path, torch.full(spec.whole or spec.shape, torch.nan))
         start = spec.start or (0,) * len(spec.shape)
@@ -79,7 +79,7 @@ def saved(sharding, shape, url):
         place = sharding(shape, position)
         objects = trained(place)
         whole(place, objects, content)
-        image = state.capture(objects, 5)
+        image = state_image.capture(objects, 5)
         total = image.index.nbytes
         sums = sums_of_pieces(image.pieces(0, total))
         head = encode_head(image.index, sums)
@@ -101,7 +101,7 @@ def test_a_checkpoint_loads_into_any_sharding(sharding, tmp_path, before, after)
             for p in model.parameters():
                 local_of(p).zero_()
         objects = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
-        durable.restore(objects, str(tmp_path), 5, place=(position, size), submesh=place.submesh)
+        checkpoint_restore.restore(objects, str(tmp_path), 5, place=(position, size), submesh=place.submesh)
         whole(place, objects, found)
     assert found.keys() == content.keys()
     for path, tensor in content.items():
@@ -114,7 +114,7 @@ def test_another_model_is_refused(sharding, tmp_path):
     other = torch.nn.Linear(4, 4)
     fully_shard(other, mesh=place.mesh["shard"])
     with pytest.raises((StateError, UsageError)):
-        durable.restore({"model": other}, str(tmp_path), 5, place=(0, 3), submesh=place.submesh)
+        checkpoint_restore.restore({"model": other}, str(tmp_path), 5, place=(0, 3), submesh=place.submesh)
 
 
 def test_the_mesh_has_one_replica_in_it(sharding):

@@ -10,7 +10,7 @@ import torch
 from holdfast.checkpoint.api import copy_tensors
 from holdfast.checkpoint.pages import PAGE, SlotMaps
 from holdfast.tensors import staging
-from holdfast.train import snapshots, state
+from holdfast.train import snapshots, state_image
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def row_of(thing: Some) -> bytes:
 
 
 def test_pieces_pass_through_two_buffers_in_their_order(far):
-    image = state.capture({"some": Some(0)}, 1)
+    image = state_image.capture({"some": Some(0)}, 1)
     assert not image.near
     row = row_of(Some(0))
     for low, high in [(0, len(row)), (5, 2817), (2811, 2812), (2900, len(row) - 3)]:
@@ -59,20 +59,20 @@ def test_a_piece_is_whole_until_the_next_is_asked_for(far):
 
 def test_what_is_filled_is_in_the_tensors_afterwards(far):
     source, target = Some(0), Some(1)
-    image = state.targets({"some": target}, state.capture({"some": source}, 1).index)
+    image = state_image.targets({"some": target}, state_image.capture({"some": source}, 1).index)
     row = row_of(source)
     for low in range(0, len(row), 1500):
         with image.filling(low, min(low + 1500, len(row))) as pieces:
             for piece in pieces:
                 piece[:] = row[low : low + len(piece)]
                 low += len(piece)
-    state.load({"some": target}, image)
+    state_image.load({"some": target}, image)
     assert row_of(target) == row
 
 
 @pytest.mark.parametrize("pinned", [True, False])
 def test_a_snapshot_is_copied_whole(far, pinned):
-    image = state.capture({"some": Some(3)}, 1)
+    image = state_image.capture({"some": Some(3)}, 1)
     row = memoryview(bytearray(image.index.nbytes))
     snapshots.copy_into(row, image, pinned)
     assert bytes(row) == row_of(Some(3))

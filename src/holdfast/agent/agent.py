@@ -17,17 +17,17 @@ from typing import Any
 
 import msgspec
 
-from holdfast.agent import standin
+from holdfast.agent import simulated_sources
 from holdfast.agent.checks import NodeChecks
-from holdfast.agent.follow import LogFollower
+from holdfast.agent.coordinator_link import CoordinatorLink
 from holdfast.agent.health import Watcher
 from holdfast.agent.hooks import HookRun, Hooks
-from holdfast.agent.link import CoordinatorLink
-from holdfast.agent.pool import WarmPool
+from holdfast.agent.log_tailer import LogFollower
 from holdfast.agent.process import WorkerProcess
 from holdfast.agent.repairs import Repairs
 from holdfast.agent.snapshots import SnapshotKeeper
 from holdfast.agent.stacks import innermost
+from holdfast.agent.warm_pool import WarmPool
 from holdfast.agent.zygote import Zygote
 from holdfast.errors import TierError
 from holdfast.health.identity import devices, identity
@@ -35,8 +35,8 @@ from holdfast.protocol import messages as m
 from holdfast.protocol.faults import MACHINE_FAULTS, NODE_FAULTS, ArmedFault, FaultKind
 from holdfast.protocol.health import CheckResult, Condition, Finding, HealthSpec, Remedy, Severity
 from holdfast.protocol.job import JobSpec, Timing
-from holdfast.protocol.kernel import kernel_id
-from holdfast.protocol.page import STACKS_SIGNAL
+from holdfast.protocol.processes import kernel_id
+from holdfast.protocol.progress_page import STACKS_SIGNAL
 
 _PR_SET_CHILD_SUBREAPER = 36
 PORTS_OFFERED = 16
@@ -457,7 +457,7 @@ class Agent:
     async def _node_fault(self, fault: ArmedFault) -> None:
         kind = fault.kind
         if kind in MACHINE_FAULTS:
-            await standin.strike(self._watcher, fault)
+            await simulated_sources.strike(self._watcher, fault)
             return
         if kind is FaultKind.PREEMPT_NODE:
             self._terminated()

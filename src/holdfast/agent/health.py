@@ -14,16 +14,16 @@ from typing import TypeVar
 
 import msgspec
 
-from holdfast.agent.polling import Poller
+from holdfast.agent.source_poller import Poller
 from holdfast.errors import UsageError
-from holdfast.health.book import RuleBook
 from holdfast.health.identity import gpu_uuids
 from holdfast.health.kmsg import Journal, Kmsg, KmsgFile, open_kernel_log
 from holdfast.health.logs import LogTail
 from holdfast.health.machine import machine_sources
-from holdfast.health.readings import Line
+from holdfast.health.rule_engine import RuleBook
 from holdfast.health.rules import Rule
 from holdfast.health.ruleset import catalogue, load_rules
+from holdfast.health.samples import Line
 from holdfast.health.sources import Place
 from holdfast.observe.inotify import MODIFIED, Inotify
 from holdfast.protocol import messages as m

@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from holdfast.agent.pool import WarmProcess
+from holdfast.agent.warm_pool import WarmProcess
 from holdfast.errors import ProtocolError
 from holdfast.protocol import messages as m
 from holdfast.protocol.frames import Codec, pack
 from holdfast.protocol.job import Timing
-from holdfast.protocol.page import ProgressPage
 from holdfast.protocol.phases import SLOW_PHASES, WAITING_PHASES, Phase, Place
+from holdfast.protocol.progress_page import ProgressPage
 
 _codec: Codec[m.WorkerMessage] = Codec(m.WorkerMessage)
 TAIL_LINES = 20

@@ -20,14 +20,14 @@ import xxhash
 
 from holdfast.agent.background import stand_back
 from holdfast.checkpoint.archive import Archive
+from holdfast.checkpoint.checksums import damaged
 from holdfast.checkpoint.layout import parts_of
 from holdfast.checkpoint.memory import Slot, SlotPool, default_budget
-from holdfast.checkpoint.peers import SnapshotServer
 from holdfast.checkpoint.policy import Retention
-from holdfast.checkpoint.pull import Pull, replicate
-from holdfast.checkpoint.sums import damaged
+from holdfast.checkpoint.range_server import SnapshotServer
+from holdfast.checkpoint.replicate import Pull, replicate
 from holdfast.errors import HoldfastError, MemoryShort, SlotsTaken, StateError, TierError
-from holdfast.observe.bytecount import HowFar
+from holdfast.observe.transfer_progress import HowFar
 from holdfast.protocol import messages as m
 from holdfast.protocol.snapshots import Copy, DurableTier, Key, Lack, Shard
 from holdfast.tensors.index import decode_index

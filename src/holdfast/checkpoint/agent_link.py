@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from holdfast.protocol import messages as m
-from holdfast.protocol.page import ProgressPage
+from holdfast.protocol.progress_page import ProgressPage
 from holdfast.protocol.snapshots import Key
 
 

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from holdfast.checkpoint import agent_link
-from holdfast.checkpoint.flat import flatten
-from holdfast.checkpoint.found import Found
+from holdfast.checkpoint.backends import AgentPlace, LonePlace, Place, say
+from holdfast.checkpoint.flatten import flatten
 from holdfast.checkpoint.loading import check, give, read
-from holdfast.checkpoint.places import AgentPlace, LonePlace, Place, say
+from holdfast.checkpoint.located import Found
 from holdfast.checkpoint.tier import parse_tier
 from holdfast.errors import HoldfastError, StateError, UnreadError, UsageError
 from holdfast.tensors import staging

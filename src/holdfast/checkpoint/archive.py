@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 
+from holdfast.checkpoint.checksums import damaged
 from holdfast.checkpoint.layout import (
     BEING_REMOVED,
     CHUNK_BYTES,
@@ -24,8 +25,7 @@ from holdfast.checkpoint.layout import (
     step_of,
 )
 from holdfast.checkpoint.policy import Retention
-from holdfast.checkpoint.rows import WINDOW_BYTES, Row, TierSource
-from holdfast.checkpoint.sums import damaged
+from holdfast.checkpoint.sources import WINDOW_BYTES, Row, TierSource
 from holdfast.checkpoint.tier import Tier, open_tier
 from holdfast.errors import ChecksumError, StateError, TierError
 from holdfast.protocol.snapshots import Shard

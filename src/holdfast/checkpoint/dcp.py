@@ -34,9 +34,9 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from holdfast.checkpoint.api import copy_tensors, place_for, wait_for_copy
-from holdfast.checkpoint.flat import inlined
-from holdfast.checkpoint.found import Found
-from holdfast.checkpoint.places import say
+from holdfast.checkpoint.backends import say
+from holdfast.checkpoint.flatten import inlined
+from holdfast.checkpoint.located import Found
 from holdfast.checkpoint.regions import Region, read_regions
 from holdfast.errors import StateError, TierError, UnreadError
 from holdfast.tensors import staging

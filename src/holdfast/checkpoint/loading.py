@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from holdfast.checkpoint.flat import LARGE, leaf_of, plain, rebuild
-from holdfast.checkpoint.found import Found
-from holdfast.checkpoint.places import Place
+from holdfast.checkpoint.backends import Place
+from holdfast.checkpoint.flatten import LARGE, leaf_of, plain, rebuild
+from holdfast.checkpoint.located import Found
 from holdfast.checkpoint.regions import Region, read_regions
 from holdfast.errors import StateError, TierError, UnreadError, UsageError
 from holdfast.tensors.dtensor_shards import Leaf

@@ -31,9 +31,9 @@ from pathlib import Path
 import xxhash
 
 from holdfast.checkpoint import pages
+from holdfast.checkpoint.checksums import damaged, sums_of
 from holdfast.checkpoint.layout import CHUNK_BYTES, Head, decode_head, encode_head
 from holdfast.checkpoint.pages import PAGE
-from holdfast.checkpoint.sums import damaged, sums_of
 from holdfast.errors import ChecksumError, MemoryShort, SlotsTaken, StateError, TierError
 from holdfast.protocol.snapshots import Key, Part
 from holdfast.tensors.index import Index

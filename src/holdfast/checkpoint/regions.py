@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from holdfast.checkpoint.found import Found
 from holdfast.checkpoint.layout import CHUNK_BYTES
-from holdfast.checkpoint.rows import Row
+from holdfast.checkpoint.located import Found
+from holdfast.checkpoint.sources import Row
 from holdfast.errors import StateError
 from holdfast.tensors.index import TensorSpec
 from holdfast.tensors.tree import dtype_of

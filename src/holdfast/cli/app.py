@@ -10,6 +10,7 @@ import typer
 from holdfast.cli import (
     check,
     checkpoint,
+    convert,
     data,
     events,
     fault,
@@ -18,7 +19,6 @@ from holdfast.cli import (
     metrics,
     node,
     plan,
-    portable,
     report,
     resize,
     run,
@@ -52,8 +52,8 @@ app.command("resize")(resize.resize)
 app.command("drain")(resize.drain)
 app.command("stop")(stop.stop)
 app.command("why")(why.why)
-checkpoint.app.command("export")(portable.export)
-checkpoint.app.command("import")(portable.import_)
+checkpoint.app.command("export")(convert.export)
+checkpoint.app.command("import")(convert.import_)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(data.app, name="data")
 app.add_typer(site.app, name="slurm")

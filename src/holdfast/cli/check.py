@@ -138,7 +138,7 @@ class _Doing:
     def __init__(self) -> None:
         import time
 
-        from holdfast.observe.bytecount import SILENT_S
+        from holdfast.observe.transfer_progress import SILENT_S
 
         self._clock: Callable[[], float] = time.monotonic
         self._silence_s = SILENT_S
@@ -169,7 +169,7 @@ class _Doing:
         return task.result()
 
     def _show(self) -> None:
-        from holdfast.observe.bytecount import LONGEST_SILENCE_S
+        from holdfast.observe.transfer_progress import LONGEST_SILENCE_S
 
         now_s = self._clock()
         if now_s - self._said_s < self._silence_s:

@@ -95,7 +95,7 @@ def _piece(spec: Any) -> str:
 def verify(place: Place = None, job: JobName = None, as_json: AsJson = False) -> None:
     """Reads every byte of every checkpoint. The exit code is 1 if one of them is not whole."""
     from holdfast.errors import StateError, TierError
-    from holdfast.observe.bytecount import ByteCount
+    from holdfast.observe.transfer_progress import ByteCount
 
     results: list[dict[str, Any]] = []
     unreadable: list[str] = []
@@ -172,7 +172,7 @@ def free(job: JobName = None) -> None:
 def _check_newest(archive: Archive) -> None:
     """Raises StateError when the newest checkpoint is not whole: older ones may be the only whole ones."""
     from holdfast.errors import StateError
-    from holdfast.observe.bytecount import ByteCount
+    from holdfast.observe.transfer_progress import ByteCount
 
     step = archive.steps()[-1]
     try:

@@ -146,7 +146,7 @@ def show(prefix: Dataset, dtype: RawDtype = None, as_json: AsJson = False) -> No
 @app.command("verify")
 def verify(prefix: Dataset, dtype: RawDtype = None) -> None:
     """Reads all of a data set. The exit code is 1 if it is not whole."""
-    from holdfast.observe.bytecount import ByteCount
+    from holdfast.observe.transfer_progress import ByteCount
     from holdfast.observe.units import count
 
     with _usage_errors():
@@ -219,7 +219,7 @@ class _Bar:
 
     def show(self, what: str, done: int, total: int) -> None:
         """So much is done."""
-        from holdfast.observe.bytecount import SILENT_S
+        from holdfast.observe.transfer_progress import SILENT_S
         from holdfast.observe.units import size
 
         now = time.monotonic()

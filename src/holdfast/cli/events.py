@@ -63,7 +63,7 @@ class _Printer:
 
             keys = ("seq", "t_s", "utc", "kind", "fields")
             return msgspec.json.encode({k: entry[k] for k in keys}).decode()
-        from holdfast.observe.wording import event_line
+        from holdfast.observe.event_text import event_line
 
         begin = f"{entry['t_s']:9.2f} s  {entry['kind']:17}  "
         return begin + event_line(entry, everything=True, width=self._width - len(begin))
@@ -73,7 +73,7 @@ def _kinds(chosen: list[str] | None) -> frozenset[str] | None:
     if not chosen:
         return None
     from holdfast.errors import UsageError
-    from holdfast.observe.wording import KINDS
+    from holdfast.observe.event_text import KINDS
 
     for kind in chosen:
         if kind not in KINDS:

@@ -12,7 +12,7 @@ from holdfast.cli.common import JobName, ledger
 
 if TYPE_CHECKING:
     from holdfast.cli.sources import LogSources
-    from holdfast.observe.tail import Write
+    from holdfast.observe.log_tail import Write
 
 LINES = 20
 
@@ -62,7 +62,7 @@ def logs(
 
 def _print(path: Path, label: str, lines: int, write: Write) -> bool:
     """Whether there was anything to print."""
-    from holdfast.observe.tail import last_lines
+    from holdfast.observe.log_tail import last_lines
 
     try:
         with path.open("rb") as file:
@@ -77,7 +77,7 @@ def _print(path: Path, label: str, lines: int, write: Write) -> bool:
 async def _follow(folder: Path, sources: LogSources, seq: int, lines: int, write: Write) -> None:
     """The logs as they grow; workers that come later are shown from their first line on."""
     from holdfast.engines.client import JobClient
-    from holdfast.observe.tail import Tail
+    from holdfast.observe.log_tail import Tail
 
     tail = Tail(write)
     try:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from holdfast.cli import calibrate, planrun, simulate
+from holdfast.cli import calibrate, plan_run, simulate
 from holdfast.cli.common import AsJson, write_json
 
 SHOWN = 3
@@ -18,7 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-app.command("run")(planrun.run)
+app.command("run")(plan_run.run)
 app.command("simulate")(simulate.simulate)
 app.command("calibrate")(calibrate.calibrate)
 app.command("validate")(calibrate.validate)

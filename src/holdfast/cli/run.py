@@ -11,7 +11,7 @@ import typer
 if TYPE_CHECKING:
     from holdfast.engines.jobs import JobFolder
     from holdfast.observe.live import LiveView
-    from holdfast.observe.plain import PlainView
+    from holdfast.observe.plain_view import PlainView
     from holdfast.protocol.job import JobSpec
 
 CONTEXT = {"allow_interspersed_args": False, "ignore_unknown_options": False}
@@ -158,7 +158,7 @@ def run(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Slurm: show the batch script and end.")] = False,
 ) -> None:
     """Runs a training script on several nodes and keeps it running through failures."""
-    from holdfast.cli.healthspec import HealthOptions
+    from holdfast.cli.health_options import HealthOptions
     from holdfast.cli.spec import Options, plan
     from holdfast.protocol.job import SlurmOptions
 
@@ -271,7 +271,7 @@ def _view(spec: JobSpec, job_dir: Path, no_ui: bool) -> LiveView | PlainView:
 
         if (console := terminal(sys.stderr)) is not None:
             return LiveView(spec, job_dir, console)
-    from holdfast.observe.plain import PlainView
+    from holdfast.observe.plain_view import PlainView
 
     return PlainView(spec, job_dir)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from holdfast.cli.common import AsJson, write_json
-from holdfast.cli.planrun import Text, days, field, read_yaml
+from holdfast.cli.plan_run import Text, days, field, read_yaml
 
 if TYPE_CHECKING:
     from holdfast.simulate.scenario import Scenario

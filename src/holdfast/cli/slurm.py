@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from holdfast.cli.sources import LogSources
-from holdfast.observe.tail import Tail
+from holdfast.observe.log_tail import Tail
 
 if TYPE_CHECKING:
     from holdfast.engines.jobs import JobFolder

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.cli.healthspec import HealthOptions, plan_health
+from holdfast.cli.health_options import HealthOptions, plan_health
 from holdfast.cli.memory import check_memory
-from holdfast.cli.saving import plan_saving
+from holdfast.cli.save_options import plan_saving
 from holdfast.data.cache import absolute_cache
 from holdfast.engines import jobs
 from holdfast.errors import UsageError

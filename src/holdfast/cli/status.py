@@ -62,7 +62,7 @@ def stored_status(folder: Path) -> dict[str, Any]:
 def _show(shown: dict[str, Any]) -> None:
     from rich.console import Console
 
-    from holdfast.observe.board import board, headline
+    from holdfast.observe.dashboard import board, headline
 
     console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
     if shown["running"]:

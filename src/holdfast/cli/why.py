@@ -20,7 +20,7 @@ def why(
 
     from holdfast.engines import jobs
     from holdfast.errors import UsageError
-    from holdfast.observe.story import story, unheeded
+    from holdfast.observe.incident_report import story, unheeded
 
     folder = jobs.existing(job)
     with ledger(folder) as store:
@@ -40,7 +40,7 @@ def why(
 
 
 def _list(entries: list[dict[str, Any]], ignored: list[str], as_json: bool) -> None:
-    from holdfast.observe.wording import does
+    from holdfast.observe.event_text import does
 
     causes = {e["fields"]["id"]: e["fields"] for e in entries if e["kind"] == "incident-opened"}
     for entry in entries:

@@ -48,7 +48,6 @@ from holdfast.coordinator.kernel.state import (
     WorkerPhase,
 )
 from holdfast.coordinator.membership import (
-    counting,
     failures,
     generations,
     hangs,
@@ -57,6 +56,7 @@ from holdfast.coordinator.membership import (
     replica_groups,
     resize,
     shutdown,
+    step_accounting,
     workers,
 )
 from holdfast.coordinator.membership.in_process import InProcess
@@ -373,9 +373,9 @@ class Core(Context):
             case m.Saved():
                 durable_checkpoints.saved(self, worker, message)
             case m.Gave(generation, step, steps):
-                counting.gave(self.state, generation, step, steps)
+                step_accounting.gave(self.state, generation, step, steps)
             case m.Loaded(generation, step, steps):
-                counting.loaded(self, generation, step, steps)
+                step_accounting.loaded(self, generation, step, steps)
             case m.SnapshotSought(request):
                 memory_snapshots.sought(self, worker, request)
             case m.Done():

@@ -12,11 +12,11 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from holdfast.data.ahead import Ahead, Key
+from holdfast.data.collate import Ids, Maker, describe, on_device, unpacked
 from holdfast.data.decoding import Decoders
-from holdfast.data.making import Ids, Maker, describe, on_device, unpacked
 from holdfast.data.mapstyle import Shuffled, check_dataset
 from holdfast.data.order import SampleOrder
+from holdfast.data.prefetch import Ahead, Key
 from holdfast.data.samples import SampleLedger
 from holdfast.errors import DataError, UsageError
 

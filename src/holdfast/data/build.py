@@ -28,11 +28,11 @@ import msgspec
 import numpy as np
 import xxhash
 
+from holdfast.data.build_units import Made, Recipe, find_unit, make_unit, writing
 from holdfast.data.encoding import Encoder, load_encoder
 from holdfast.data.inputs import Unit, find_files, plan_units
 from holdfast.data.megatron import CODES, write_index
 from holdfast.data.options import Format, Reading
-from holdfast.data.units import Made, Recipe, find_unit, make_unit, writing
 from holdfast.errors import DataError, UsageError
 
 UNIT_BYTES = 4 << 20

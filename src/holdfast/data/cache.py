@@ -28,7 +28,7 @@ import xxhash
 
 from holdfast.data.version import Changed, Version
 from holdfast.errors import DataError, UsageError
-from holdfast.observe.bytecount import ByteCount
+from holdfast.observe.transfer_progress import ByteCount
 from holdfast.protocol.job import CACHE_VARIABLE
 from holdfast.protocol.sizes import parse_size
 

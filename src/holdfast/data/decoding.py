@@ -21,7 +21,7 @@ from multiprocessing import popen_spawn_posix, spawn
 from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Any
 
-from holdfast.data.making import Ids, Maker, describe, packed
+from holdfast.data.collate import Ids, Maker, describe, packed
 from holdfast.errors import DataError, UsageError
 
 _END_WITH_PARENT = "import ctypes, os; ctypes.CDLL(None).prctl({option}, {signal}); os.getppid() == {parent} or os._exit(1); "

@@ -20,7 +20,7 @@ from obstore.exceptions import BaseError, PermissionDeniedError, PreconditionErr
 from holdfast.checkpoint.objects import CREDENTIALS, FAMILIES, advice_for, open_store, short
 from holdfast.data.version import Changed, Version
 from holdfast.errors import DataError, UsageError
-from holdfast.observe.bytecount import ByteCount
+from holdfast.observe.transfer_progress import ByteCount
 
 SCHEMES = ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "http", "https")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.data.making import Collate, describe
+from holdfast.data.collate import Collate, describe
 from holdfast.errors import UsageError
 from holdfast.protocol.sizes import parse_size
 

@@ -17,8 +17,8 @@ import xxhash
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from holdfast.data.cuts import Packed, Padded
 from holdfast.data.files import TOKEN_DTYPES, TokenFile
+from holdfast.data.packing import Packed, Padded
 
 __all__ = ["TOKEN_DTYPES", "TokenDataset"]
 

@@ -15,7 +15,7 @@ import msgspec
 from holdfast.engines import jobs
 from holdfast.errors import UsageError
 from holdfast.protocol.endpoint import Endpoint, read_endpoint
-from holdfast.protocol.proven import Unproven, proving
+from holdfast.protocol.http_client import Unproven, proving
 
 RETRY_S = 0.05
 PATIENCE_S = 10.0

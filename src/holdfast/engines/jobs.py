@@ -18,7 +18,7 @@ from holdfast.checkpoint.archive import Archive
 from holdfast.checkpoint.memory import memory_base, remove_memory
 from holdfast.coordinator.service.store import FIRST
 from holdfast.errors import HoldfastError, UsageError
-from holdfast.observe.bytecount import ByteCount
+from holdfast.observe.transfer_progress import ByteCount
 from holdfast.protocol.job import Durable, JobSpec, Resume
 
 KEEP_LEDGERS = 5

@@ -18,7 +18,7 @@ from holdfast.engines.base import Engine
 from holdfast.engines.client import Announcement, JobClient
 from holdfast.engines.pulse import Silence, heard, look
 from holdfast.errors import HoldfastError, UsageError
-from holdfast.protocol.door import BACKLOG
+from holdfast.protocol.authentication import BACKLOG
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.python import python_module
 
@@ -52,7 +52,7 @@ class Launcher(ABC):
     """Runs one job. A subclass says where its nodes come from.
 
     Attributes:
-        host, port: where the coordinator listens. term: see `protocol.tenure`.
+        host, port: where the coordinator listens. term: see `protocol.leadership`.
         inherited: file descriptors that the coordinator keeps open.
     """
 

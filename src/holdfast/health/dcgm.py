@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from holdfast.health.bounded_call import Guard, NoAnswerError
 from holdfast.health.files import unknown
-from holdfast.health.guard import Guard, NoAnswerError
 from holdfast.health.nvml import load_nvml
-from holdfast.health.readings import Line, Reading
+from holdfast.health.samples import Line, Reading
 from holdfast.health.sources import Place
 from holdfast.health.xids import xid_line
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import msgspec
 
+from holdfast.health.bounded_call import Guard, NoAnswerError
 from holdfast.health.files import names, number, text, unknown
-from holdfast.health.guard import Guard, NoAnswerError
-from holdfast.health.readings import Reading
+from holdfast.health.samples import Reading
 from holdfast.health.sources import Place
 
 DISKS_S = 60.0

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from holdfast.health.readings import Reading
+from holdfast.health.samples import Reading
 
 READ_BYTES = 65_536
 ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ENODEV, errno.ENXIO, errno.EOPNOTSUPP, errno.EINVAL, errno.ESRCH}

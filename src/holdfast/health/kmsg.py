@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from holdfast.health.readings import Line
+from holdfast.health.samples import Line
 
 SOURCE = "kmsg"
 RECORD_BYTES = 8192

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import BinaryIO
 
-from holdfast.health.readings import Line
+from holdfast.health.samples import Line
 
 SOURCE = "log"
 CHUNK_BYTES = 1 << 20

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from holdfast.health.files import attempt, names, number, quiet, text
-from holdfast.health.readings import Reading
+from holdfast.health.samples import Reading
 from holdfast.health.sources import Place
 
 NETWORK_S = 30.0

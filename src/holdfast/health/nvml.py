@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from holdfast.health.bounded_call import Guard, NoAnswerError
 from holdfast.health.files import names, unknown
 from holdfast.health.gpu import Gpu
-from holdfast.health.guard import Guard, NoAnswerError
 from holdfast.health.pcie import has_nvidia_gpu
-from holdfast.health.readings import Line, Reading
+from holdfast.health.samples import Line, Reading
 from holdfast.health.sources import Place
 from holdfast.health.xids import XidEvents
 

@@ -10,7 +10,7 @@ import msgspec
 
 from holdfast.health.files import names, quiet, text, unknown
 from holdfast.health.identity import gpu_uuids
-from holdfast.health.readings import Reading
+from holdfast.health.samples import Reading
 from holdfast.health.sources import Place
 
 PCIE_S = 60.0

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from holdfast.health.files import attempt, keyed, names, number, quiet, text, unknown
-from holdfast.health.readings import Reading
+from holdfast.health.samples import Reading
 from holdfast.health.sources import Place
 
 PRESSURE_S = 15.0

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from holdfast.health.files import names, number, quiet, text, unknown
-from holdfast.health.readings import Reading
+from holdfast.health.samples import Reading
 from holdfast.health.sources import Place
 
 RDMA_S = 15.0

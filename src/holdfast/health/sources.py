@@ -13,7 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from holdfast.health.readings import Line, Reading
+from holdfast.health.samples import Line, Reading
 
 
 class Source(Protocol):

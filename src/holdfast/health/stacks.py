@@ -20,13 +20,13 @@ _INSTALLED = re.compile(
 
 _PLACES: tuple[tuple[str, str, str, bool], ...] = (
     ("torch/distributed/distributed_c10d.py", "", "", True),
-    ("holdfast/train/mesh.py", "_hear_one", "the words of the others", True),
-    ("holdfast/train/mesh.py", "", "connecting", True),
-    ("holdfast/train/group.py", "wait", "a reduction", True),
-    ("holdfast/train/group.py", "", "connecting", True),
+    ("holdfast/train/control_channel.py", "_hear_one", "the words of the others", True),
+    ("holdfast/train/control_channel.py", "", "connecting", True),
+    ("holdfast/train/generation_group.py", "wait", "a reduction", True),
+    ("holdfast/train/generation_group.py", "", "connecting", True),
     ("holdfast/train/link.py", "next_order", "the next generation", True),
     ("holdfast/train/link.py", "wait_broken", "the end of the generation", True),
-    ("holdfast/train/transfer.py", "", "fetching the state", False),
+    ("holdfast/train/peer_transfer.py", "", "fetching the state", False),
     ("torch/utils/data/", "", "a data loader", False),
     ("holdfast/data/", "", "loading data", False),
     ("holdfast/checkpoint/", "", "a checkpoint", False),

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from holdfast.health.gpu import Gpu
-from holdfast.health.readings import Line
+from holdfast.health.samples import Line
 
 WAIT_MS = 2000
 """How long a closed one may still wait."""

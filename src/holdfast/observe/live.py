@@ -11,11 +11,11 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from holdfast.observe.board import board, steps_done
+from holdfast.observe.dashboard import board, steps_done
+from holdfast.observe.event_text import event_line
 from holdfast.observe.progress import progress_line
 from holdfast.observe.rate import Rate
 from holdfast.observe.units import clock
-from holdfast.observe.wording import event_line
 from holdfast.protocol.job import JobSpec
 
 WIDTH, STAMP_WIDTH = 100, 12

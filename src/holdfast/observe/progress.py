@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from holdfast.observe.board import step_words, written
+from holdfast.observe.dashboard import step_words, written
 from holdfast.observe.units import count, loss, plural, size
 from holdfast.observe.units import rate as speed
 from holdfast.protocol.job import JobSpec

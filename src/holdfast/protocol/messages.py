@@ -472,7 +472,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     identity: of the machine, the same whenever it comes back (its serial number, else its machine-id). devices: lasting
     identities of its devices. checks: what the basic checks found before it joined. snapshot_server: the name by which
     `protocol.proof` knows whoever listens at snapshot_port. summing: as in Exited, of all its workers. kernel: where pid is
-    a process, as `protocol.kernel` says.
+    a process, as `protocol.processes` says.
     """
 
     version: int

@@ -1,6 +1,6 @@
 """The exact reduction: the same bits however the micro-batches are spread over workers.
 
-Every micro-batch's gradient is a leaf of one tree of additions (`tree.py`). A worker adds up its subtrees bucket by
+Every micro-batch's gradient is a leaf of one tree of additions (`summation_order.py`). A worker adds up its subtrees bucket by
 bucket, with a stack, while it computes; autograd makes the sum of two neighbouring leaves itself. Then each worker
 receives one slice of every subtree of all workers, adds these up in the order of the tree and sends the slice of the
 sum to all. That moves as many bytes as an all-reduce where every worker has one subtree, and up to
@@ -22,9 +22,9 @@ import torch
 
 from holdfast.errors import UsageError
 from holdfast.tensors.dtensor_shards import like, local_of
-from holdfast.train.group import Group
+from holdfast.train.generation_group import Group
 from holdfast.train.reduction import Gradients, clip, grouped, is_large, scale_and_square, watch
-from holdfast.train.tree import folds, shares, subtrees
+from holdfast.train.summation_order import folds, shares, subtrees
 
 Reduction = Literal["fast", "exact"]
 

@@ -15,8 +15,8 @@ from typing import Any
 from holdfast.protocol.faults import ArmedFault, FaultKind
 from holdfast.protocol.messages import FaultFired
 from holdfast.protocol.phases import Phase
+from holdfast.train.gloo_group import sockets_here
 from holdfast.train.link import Link
-from holdfast.train.wires import sockets_here
 
 DEFAULT_PHASE = Phase.BACKWARD
 _COMPUTES = frozenset({Phase.FORWARD, Phase.BACKWARD})

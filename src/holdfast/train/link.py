@@ -16,7 +16,7 @@ from holdfast.errors import GenerationBroken
 from holdfast.protocol import messages as m
 from holdfast.protocol.faults import ArmedFault
 from holdfast.protocol.frames import Codec, pack
-from holdfast.protocol.page import ProgressPage
+from holdfast.protocol.progress_page import ProgressPage
 from holdfast.protocol.snapshots import Key
 
 _orders: Codec[m.ToWorker] = Codec(m.ToWorker)

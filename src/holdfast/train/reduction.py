@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from holdfast.tensors.dtensor_shards import like, local_of
-from holdfast.train.group import Group
+from holdfast.train.generation_group import Group
 
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20

@@ -24,21 +24,21 @@ from holdfast.errors import (
 from holdfast.protocol import messages as m
 from holdfast.protocol.phases import Phase, Spent
 from holdfast.protocol.snapshots import DurableTier, tiers_of
-from holdfast.train import durable, state
-from holdfast.train.buffers import Buffers
+from holdfast.train import checkpoint_restore, state_image
+from holdfast.train.control_channel import MeshListener
+from holdfast.train.data_cursor import NAME, Position
 from holdfast.train.faults import FaultPlan
-from holdfast.train.group import Group
-from holdfast.train.laps import Laps
+from holdfast.train.generation_group import Group
 from holdfast.train.link import Link
-from holdfast.train.mesh import MeshListener
+from holdfast.train.module_buffers import Buffers
 from holdfast.train.outcome import CommittedStep, Stage, StepOutcome
-from holdfast.train.position import NAME, Position
+from holdfast.train.peer_transfer import DonorServer
 from holdfast.train.reduction import Gradients
-from holdfast.train.restoring import Restoring
+from holdfast.train.restore import Restoring
 from holdfast.train.snapshots import Snapshots
-from holdfast.train.transfer import DonorServer
-from holdfast.train.tree import Seat, seat, weighs, words
-from holdfast.train.unchanged import Unchanged
+from holdfast.train.state_guard import Unchanged
+from holdfast.train.step_timing import Laps
+from holdfast.train.summation_order import Seat, seat, weighs, words
 
 if TYPE_CHECKING:
     from holdfast.train.sharding import Sharding
@@ -112,7 +112,7 @@ class Replica:
         self,
         link: Link,
         faults: FaultPlan,
-        protected: state.Protected,
+        protected: state_image.Protected,
         gradients: Gradients,
         device: torch.device,
         alone: bool = False,
@@ -136,7 +136,7 @@ class Replica:
         host = link.start.host
         endpoint = endpoint or Endpoint(host, link.token, link.start.worker)
         self._listener, self._donor = endpoint.listener, endpoint.donor
-        self._buffers = Buffers(state.buffers_of(protected))
+        self._buffers = Buffers(state_image.buffers_of(protected))
         self.unchanged = Unchanged({name: thing for name, thing in protected.items() if name != NAME})
         self._snapshots = Snapshots(link, faults, device)
         self._restoring = Restoring(link, protected, sharding)
@@ -215,7 +215,7 @@ class Replica:
     def announce(self, micro_batches: int) -> None:
         """Says that this worker is ready, and waits until it is a member. micro_batches: in a global batch."""
         self._micro_batches = micro_batches
-        digest = state.digest(self._protected)
+        digest = state_image.digest(self._protected)
         self._page.enter(Phase.IDLE)
         host, ports = self.link.start.host, (self._listener.port, self._donor.port)
         sharding = self.sharding
@@ -309,8 +309,8 @@ class Replica:
         self.link.send(m.Joined(generation.number, join_s, restore_s, restored))
         self.unchanged.note(self.committed or 0, from_peer=form.restore and bool(form.donors))
 
-    def _image(self) -> state.Image:
-        return state.capture(self._protected, self.committed or 0, self._buffers.copy_of)
+    def _image(self) -> state_image.Image:
+        return state_image.capture(self._protected, self.committed or 0, self._buffers.copy_of)
 
     def _restore(self, form: m.Form) -> tuple[int, float]:
         """Fetches the state of the generation's start; until it is whole this worker holds none."""
@@ -377,7 +377,7 @@ class Replica:
             return False
         self._page.enter(Phase.TIER)
         saves = ordered or self._snapshots.saves
-        held = saves and self._snapshots.last(step, lambda: state.capture(self._protected, step))
+        held = saves and self._snapshots.last(step, lambda: state_image.capture(self._protected, step))
         if not held and not self.rank and self.form is not None and self.form.generation.positions == 1:
             for tier in tiers:
                 self._save(tier, step)
@@ -386,8 +386,8 @@ class Replica:
     def _save(self, tier: DurableTier, step: int) -> None:
         error = None
         try:
-            durable.save(
-                state.capture(self._protected, step),
+            checkpoint_restore.save(
+                state_image.capture(self._protected, step),
                 tier.url,
                 Retention(tier.keep, tier.keep_every),
                 lambda nbytes: self._page.beat(),
@@ -612,7 +612,7 @@ class Replica:
         held = self._kept or (not stopped and bool(self.committed) and self._save_last(self.committed or 0))
         self._page.enter(Phase.DONE)
         self.link.unguard()
-        digest = state.parameters_digest(self._protected)
+        digest = state_image.parameters_digest(self._protected)
         self.link.send(
             m.Done(
                 committed=self.committed or 0,

@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from holdfast.data.batches import DatasetBatches
 from holdfast.data.decoding import is_decoder
 from holdfast.errors import UsageError
-from holdfast.train import state, worker
+from holdfast.train import state_image, worker
+from holdfast.train.data_cursor import NAME, BatchChanged, Position
 from holdfast.train.exact import ExactSum, Reduction, prepare
 from holdfast.train.faults import FaultPlan
-from holdfast.train.position import NAME, BatchChanged, Position
 from holdfast.train.reduction import GradientSum
 from holdfast.train.replica import Rebuilt, Replica, World
 from holdfast.train.sharding import Sharding
@@ -149,7 +149,7 @@ class Run:
             raise UsageError(
                 f"run.protect({NAME}=...): the name is taken by the position in the data; choose another"
             )
-        state.check_protected(objects)
+        state_image.check_protected(objects)
         self._protected.update(objects)
 
     def steps(

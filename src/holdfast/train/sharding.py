@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from holdfast.errors import StateError, UsageError
 from holdfast.protocol.messages import POSITION_VARIABLE
 from holdfast.tensors.dtensor_shards import forget_meshes
-from holdfast.train.kept import keep
-from holdfast.train.switched import Row
+from holdfast.train.fsdp_buffers import keep
+from holdfast.train.reconnectable_group import Row
 
 DIMENSIONS = ("replicate", "shard", "tensor")
 SHOWN = 5

@@ -29,7 +29,7 @@ from holdfast.protocol.snapshots import Key
 from holdfast.tensors.staging import Pinning, copy_whole
 from holdfast.train.faults import FaultPlan
 from holdfast.train.link import Link
-from holdfast.train.state import Image
+from holdfast.train.state_image import Image
 
 CPU = torch.device("cpu")
 

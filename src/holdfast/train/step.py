@@ -18,8 +18,8 @@ from holdfast.tensors import staging
 from holdfast.train.outcome import CommittedStep, Stage, StepOutcome
 
 if TYPE_CHECKING:
-    from holdfast.train.mesh import Word
-    from holdfast.train.position import Position
+    from holdfast.train.control_channel import Word
+    from holdfast.train.data_cursor import Position
     from holdfast.train.replica import Replica
 
 

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, NoReturn
 from holdfast.checkpoint import agent_link
 from holdfast.protocol import messages as m
 from holdfast.protocol.frames import Codec, pack
-from holdfast.protocol.page import STACKS_SIGNAL, ProgressPage
 from holdfast.protocol.phases import Phase
+from holdfast.protocol.progress_page import STACKS_SIGNAL, ProgressPage
 from holdfast.protocol.sockets import raise_descriptor_limit
 from holdfast.train.faults import FaultPlan
 from holdfast.train.link import Link
@@ -274,6 +274,6 @@ def _count_steps(link: Link, faults: FaultPlan) -> None:
         return
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    from holdfast.train.counting import StepCounter
+    from holdfast.train.level0_hook import StepCounter
 
     register_optimizer_step_post_hook(StepCounter(link, faults))

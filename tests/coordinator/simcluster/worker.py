@@ -9,7 +9,7 @@ from holdfast.protocol import messages as m
 from holdfast.protocol.phases import Phase, Place
 from holdfast.protocol.snapshots import DurableTier
 from holdfast.protocol.snapshots import Key as SnapshotKey
-from holdfast.train import tree
+from holdfast.train import summation_order
 
 if TYPE_CHECKING:
     from simcluster.agent import SimAgent
@@ -537,7 +537,7 @@ class Trainer(SimWorker):
         elif self.beside:
             self._reduce(step, ())
         else:
-            share = tree.seat(total, generation, rank).micro_batches
+            share = summation_order.seat(total, generation, rank).micro_batches
             self.begun += 1
             self.plane.arrive(("row", step, generation.members[rank].replica), self, share)
 

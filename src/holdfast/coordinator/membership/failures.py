@@ -16,10 +16,10 @@ from holdfast.coordinator.kernel.requests import (
 from holdfast.coordinator.kernel.script_fault import script_fault
 from holdfast.coordinator.kernel.state import Blame, Failure, Injection, JobPhase, Worker, WorkerPhase
 from holdfast.coordinator.membership import (
-    counting,
     policy,
     processes,
     queries,
+    step_accounting,
 )
 from holdfast.errors import NonFiniteGradient, StateChanged
 from holdfast.protocol import causes, ledger
@@ -139,7 +139,7 @@ def exited(core: Context, message: m.Exited) -> None:
     blame.tail, blame.log = list(message.tail), message.log
     core.record(ledger.WorkerExited(worker=worker.name, node=worker.node, code=message.code, log=message.log))
     core.request(AwaitChecksums(worker, message))
-    counting.exited(s, worker.name, message.steps)
+    step_accounting.exited(s, worker.name, message.steps)
     if worker.phase is WorkerPhase.GONE:
         return
     core.mode.on_exit(core, worker, message)

@@ -12,7 +12,6 @@ from holdfast.coordinator.kernel.requests import RefuseNode, StopJob
 from holdfast.coordinator.kernel.script_fault import ScriptFault
 from holdfast.coordinator.kernel.state import Blame, Incident, JobPhase, Node, Worker, WorkerPhase
 from holdfast.coordinator.membership import (
-    counting,
     environment,
     failures,
     hangs,
@@ -21,6 +20,7 @@ from holdfast.coordinator.membership import (
     processes,
     queries,
     shutdown,
+    step_accounting,
 )
 from holdfast.coordinator.storage import queries as storage
 from holdfast.protocol import causes, ledger
@@ -205,7 +205,7 @@ def _start_all(core: Context, chosen: list[Node]) -> None:
     s, spec = core.state, core.spec
     world = len(chosen) * spec.nproc
     s.number += 1
-    counting.starts(s)
+    step_accounting.starts(s)
     s.master_uses += 1
     members = []
     for index, node in enumerate(chosen):

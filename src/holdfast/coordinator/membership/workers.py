@@ -6,7 +6,7 @@ from holdfast.coordinator.kernel import incidents, transitions
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.requests import CompareSteps
 from holdfast.coordinator.kernel.state import Worker, WorkerPhase
-from holdfast.coordinator.membership import failures, figures, resize, shard_policy
+from holdfast.coordinator.membership import failures, resize, script_metrics, shard_policy
 from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
 
@@ -42,7 +42,7 @@ def progress(core: Context, worker: Worker, message: m.Progress, age_s: float) -
     worker.median_s = message.median_s if message.median_s is not None else worker.median_s
     if message.losses and message.losses[-1][0] + 1 >= s.committed:
         worker.loss = message.losses[-1][1]
-    figures.heard(s, message)
+    script_metrics.heard(s, message)
     current = s.generation
     if current is None or message.generation != current.number:
         return

@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from holdfast.coordinator.kernel.incidents import kind_of, stall_s
 from holdfast.coordinator.kernel.state import CoreState, JobPhase, Snapshot, WorkerPhase
-from holdfast.coordinator.membership import counting
+from holdfast.coordinator.membership import step_accounting
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -61,7 +61,7 @@ class _Job(Collector):
         yield phase
         if s.step is not None:
             yield _gauge("holdfast_step", "Committed steps of the state that training is at.", s.step)
-        steps = counting.shown(s, self._steps)
+        steps = step_accounting.shown(s, self._steps)
         if s.level == 2 or self._steps:
             steps["committed"] = self._steps
         if steps["committed"] is not None:

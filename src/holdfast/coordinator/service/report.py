@@ -10,7 +10,7 @@ import msgspec
 from holdfast.coordinator.health import stragglers
 from holdfast.coordinator.kernel import incidents
 from holdfast.coordinator.kernel.state import Blame, CoreState, Worker, WorkerPhase
-from holdfast.coordinator.membership import counting, figures, resize
+from holdfast.coordinator.membership import resize, script_metrics, step_accounting
 from holdfast.coordinator.service.store import StepRow
 from holdfast.coordinator.storage.queries import has_all, how_far
 from holdfast.plan.division import idle_share
@@ -39,11 +39,11 @@ def build_report(state: CoreState, steps: list[StepRow], now: float) -> dict[str
             "micro_batches": state.micro_batches,
             "idle": _idle(state),
         },
-        "steps": counting.shown(state, len(steps)) | {"median_s": _median_s(state, took)},
+        "steps": step_accounting.shown(state, len(steps)) | {"median_s": _median_s(state, took)},
         "incidents": [incidents.shown(state, i) for i in state.incidents],
         "changes": [msgspec.structs.asdict(resize.describe(state, c)) for c in state.changes],
         "slow": [stragglers.shown(x) for x in state.slow],
-        "figures": figures.shown(state),
+        "figures": script_metrics.shown(state),
         "goodput": {
             "wall_s": round(wall_s, 3),
             "productive_s": None if productive_s is None else round(productive_s, 3),
@@ -101,7 +101,7 @@ def build_status(state: CoreState, now: float) -> dict[str, Any]:
         "world": state.generation.strength if state.generation else 0,
         "target": state.target,
         "step": state.step,
-        "steps": counting.shown(state),
+        "steps": step_accounting.shown(state),
         "loss": losses[-1] if losses else None,
         "median_s": max(medians, default=None),
         "t_s": round(now - state.began_s, 3),
@@ -131,7 +131,7 @@ def build_status(state: CoreState, now: float) -> dict[str, Any]:
         ],
         "incidents": [incidents.shown(state, i) for i in state.incidents[-INCIDENTS_SHOWN:]],
         "slow": [stragglers.shown(x) for x in state.slow if x.until_step is None],
-        "figures": figures.shown(state),
+        "figures": script_metrics.shown(state),
         "blame": shown_blame(state.blame) if state.blame else None,
         "saving": _saving(state, now),
     }

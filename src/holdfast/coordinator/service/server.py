@@ -25,10 +25,10 @@ from aiohttp import WSCloseCode, WSMsgType, web
 from holdfast.coordinator.kernel import events as ev
 from holdfast.coordinator.kernel.validate import validate
 from holdfast.coordinator.machine import Core
-from holdfast.coordinator.membership import figures, resize
+from holdfast.coordinator.membership import resize, script_metrics
+from holdfast.coordinator.service.authentication import Entrance, authorized, give_proof
 from holdfast.coordinator.service.checking import CheckRuns, check_routes
 from holdfast.coordinator.service.clock import Anchor, CoreClock
-from holdfast.coordinator.service.door import Entrance, authorized, give_proof
 from holdfast.coordinator.service.history_store import FILE_NAME
 from holdfast.coordinator.service.history_writer import Memory
 from holdfast.coordinator.service.inbox import Inbox, Waiting
@@ -36,7 +36,7 @@ from holdfast.coordinator.service.injector import Injector, Planned, Strike
 from holdfast.coordinator.service.ledger import Ledger, SideThread, Unreadable
 from holdfast.coordinator.service.metrics import CONTENT_TYPE, metrics_text
 from holdfast.coordinator.service.report import build_report, build_status, shown_blame
-from holdfast.coordinator.service.starving import Starving
+from holdfast.coordinator.service.starvation import Starving
 from holdfast.coordinator.service.store import SNAPSHOT, LedgerEntry, Page, Said, StepRow, Store, own_ledger
 from holdfast.errors import ProtocolError, UsageError
 from holdfast.protocol import ledger
@@ -46,8 +46,8 @@ from holdfast.protocol.endpoint import Endpoint, write_endpoint
 from holdfast.protocol.faults import NODE_FAULTS, FaultKind, check_watched, node_name, parse_fault
 from holdfast.protocol.frames import Codec, encode
 from holdfast.protocol.job import JobSpec, Resume
+from holdfast.protocol.leadership import LOOK_S, newest_term
 from holdfast.protocol.ledger import LedgerEvent
-from holdfast.protocol.tenure import LOOK_S, newest_term
 
 _engine_says = msgspec.json.Decoder(Availability)
 _codec: Codec[m.AgentMessage] = Codec(m.AgentMessage)
@@ -200,7 +200,7 @@ class Coordinator:
             )
 
     async def _hold_office(self) -> None:
-        """Looks whether another took over: see `protocol.tenure`. The folder may hang without this process doing so."""
+        """Looks whether another took over: see `protocol.leadership`. The folder may hang without this process doing so."""
         while await self._folder.do(newest_term, self._job_dir) <= self._term:  # noqa: ASYNC110 - another machine's file
             await asyncio.sleep(LOOK_S)
         self.deposed = True
@@ -329,7 +329,7 @@ class Coordinator:
             made_in = before or state.generation
             if said is not None and made_in is not None:
                 t_s = round(now - state.began_s - _age_s(event), 4)
-                logged = figures.rows(state, said) if isinstance(said, m.Progress) else ()
+                logged = script_metrics.rows(state, said) if isinstance(said, m.Progress) else ()
                 page.steps.append(Said(t_s, said.losses, said.generation, len(made_in.members), logged))
         return page
 

@@ -19,7 +19,7 @@ from urllib.parse import quote
 import msgspec
 
 from holdfast.coordinator.kernel.state import CoreState
-from holdfast.coordinator.service.older import state_of
+from holdfast.coordinator.service.older_states import state_of
 from holdfast.protocol import ledger
 
 _SCHEMA = """
@@ -258,7 +258,7 @@ FIRST = "job.sqlite"
 LOCK_S = 1.0
 """A lock that is not given back for so long is held by who writes, is stopped, or is gone."""
 QUIET_S = 0.5
-"""Two looks of a coordinator that is deposed, see `protocol.tenure`: one that lives and is about to write has ended."""
+"""Two looks of a coordinator that is deposed, see `protocol.leadership`: one that lives and is about to write has ended."""
 
 
 def newest_ledger(job_dir: Path) -> Path:

@@ -11,7 +11,7 @@ from pathlib import Path
 from holdfast.agent.hooks import timeout_s
 from holdfast.checkpoint.memory import hand_on, remove_memory
 from holdfast.engines.agents import agent_arguments
-from holdfast.engines.local.nursery import AgentProcess, Nursery
+from holdfast.engines.local.fork_server import AgentProcess, Nursery
 from holdfast.protocol.job import JobSpec
 
 HOST = "127.0.0.1"

@@ -11,9 +11,9 @@ from holdfast.engines.launcher import Deposed
 from holdfast.engines.slurm.commands import Slurm
 from holdfast.engines.slurm.entry import enter
 from holdfast.engines.slurm.launcher import SlurmLauncher
-from holdfast.engines.slurm.place import find_place
+from holdfast.engines.slurm.locate import find_place
 from holdfast.errors import HoldfastError
-from holdfast.observe.plain import PlainView
+from holdfast.observe.plain_view import PlainView
 from holdfast.protocol.job import JobSpec
 
 

@@ -17,12 +17,12 @@ from holdfast.engines.jobs import Allocation, JobFolder
 from holdfast.engines.launcher import Launcher, View
 from holdfast.engines.slurm.commands import SlurmError
 from holdfast.engines.slurm.engine import KNOWN, SlurmEngine
+from holdfast.engines.slurm.locate import Place
 from holdfast.engines.slurm.parse import JobLine
-from holdfast.engines.slurm.place import Place
 from holdfast.errors import UsageError
 from holdfast.protocol.availability import Availability
 from holdfast.protocol.job import JobSpec
-from holdfast.protocol.tenure import claim_term, newest_term
+from holdfast.protocol.leadership import claim_term, newest_term
 
 ROSTER = "roster.json"
 SCRIPT_GONE = frozenset({"JobLaunchFailure", "NonZeroExitCode"})

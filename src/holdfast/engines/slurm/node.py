@@ -13,7 +13,7 @@ from pathlib import Path
 
 import aiohttp
 
-from holdfast.agent.link import give_up_when_gone
+from holdfast.agent.coordinator_link import give_up_when_gone
 from holdfast.checkpoint.memory import remove_memory
 from holdfast.coordinator.service.store import succeed
 from holdfast.engines import jobs
@@ -22,13 +22,13 @@ from holdfast.engines.launcher import Deposed
 from holdfast.engines.slurm.commands import Slurm, SlurmError
 from holdfast.engines.slurm.entry import enter
 from holdfast.engines.slurm.launcher import SlurmLauncher, read_roster
-from holdfast.engines.slurm.place import Place, find_place
-from holdfast.observe.plain import PlainView
+from holdfast.engines.slurm.locate import Place, find_place
+from holdfast.observe.plain_view import PlainView
 from holdfast.protocol.endpoint import read_endpoint
+from holdfast.protocol.http_client import proving
 from holdfast.protocol.job import JobSpec
-from holdfast.protocol.proven import proving
+from holdfast.protocol.leadership import GRACE_S, claim_term, newest_term
 from holdfast.protocol.python import python_module
-from holdfast.protocol.tenure import GRACE_S, claim_term, newest_term
 
 RETRY_S = 0.3
 TURN_S = 0.5

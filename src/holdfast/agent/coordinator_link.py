@@ -1,0 +1,225 @@
+"""The agent's connection to the coordinator: one WebSocket, built again whenever it breaks.
+
+While there is no coordinator, messages wait here with the time of their arrival; training does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import aiohttp
+import msgspec
+
+from holdfast.agent.orders import refusal
+from holdfast.agent.outbox import Letter, Outbox
+from holdfast.errors import ProtocolError
+from holdfast.protocol import messages as m
+from holdfast.protocol.endpoint import Endpoint, read_endpoint
+from holdfast.protocol.frames import Codec, encode
+from holdfast.protocol.health import Finding, Remedy, Severity
+from holdfast.protocol.http_client import Unproven, proving
+
+
+def give_up_when_gone(websocket: aiohttp.ClientWebSocketResponse, within_s: float) -> None:
+    """Has the kernel end the connection when the other machine's kernel is silent for so long. A process there that is
+    only busy is not taken for gone."""
+    raw = websocket.get_extra_info("socket")
+    if raw is not None:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(within_s * 1000))
+
+
+_codec: Codec[m.ToAgent] = Codec(m.ToAgent)
+RETRY_S = (0.02, 0.05, 0.1, 0.2, 0.5)
+ANSWER_S = 10.0
+"""For a coordinator to take a connection. The launcher's socket accepts it while there is none."""
+
+
+class CoordinatorLink:
+    """Connects, says hello, passes messages both ways, and does so again until closed."""
+
+    def __init__(
+        self,
+        job_dir: Path,
+        token: str,
+        hello: Callable[[], m.Hello],
+        take: Callable[[m.ToAgent], None],
+        orphan_s: float,
+        orphaned: Callable[[], None],
+        heartbeat_s: float,
+        lost: Callable[[], None],
+    ) -> None:
+        """lost: called when a connection has ended."""
+        self._job_dir, self._token = job_dir, token
+        self._hello, self._take = hello, take
+        self._orphan_s, self._orphaned = orphan_s, orphaned
+        self._heartbeat_s, self._lost = heartbeat_s, lost
+        self.connected = False
+        self._outbox = Outbox()
+        self._news = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._silent = False
+        self._unproven: Endpoint | None = None
+        self._said_so = False
+
+    def send(self, message: m.AgentMessage) -> None:
+        """Sends as soon as there is a coordinator."""
+        self._outbox.put(message, time.monotonic())
+        self._idle.clear()
+        self._news.set()
+
+    async def flushed(self) -> None:
+        """Waits until everything was handed to the kernel."""
+        await self._idle.wait()
+
+    def go_silent(self) -> None:
+        """Injected: nothing is sent or read any more, and nothing is closed."""
+        self._silent = True
+
+    async def run(self) -> None:
+        """Runs until cancelled."""
+        lost_at = time.monotonic()
+        attempt = 0
+        # A machine that is gone does not refuse a connection: it lets one wait. A coordinator that is being started lets
+        # it wait for an answer; the connection is then served as soon as it listens.
+        limit = aiohttp.ClientTimeout(total=ANSWER_S, sock_connect=4 * self._heartbeat_s)
+        while True:
+            where = read_endpoint(self._job_dir)
+            if where is not None and await self._converse(where, limit):
+                self._lost()
+                lost_at, attempt = time.monotonic(), 0
+            elif time.monotonic() - lost_at > self._orphan_s:
+                self._orphaned()
+                return
+            if read_endpoint(self._job_dir) == where:
+                # There is no event for "a process on another machine listens again": try, ever slower.
+                await asyncio.sleep(RETRY_S[min(attempt, len(RETRY_S) - 1)])
+                attempt += 1
+
+    async def _converse(self, where: Endpoint, limit: aiohttp.ClientTimeout) -> bool:
+        """One connection from hello to its end; False when there was none."""
+        async with aiohttp.ClientSession(timeout=limit, middlewares=[proving(self._token, where)]) as session:
+            try:
+                link = await session.ws_connect(
+                    f"{where.url}/agent",
+                    max_msg_size=16 << 20,
+                    autoping=True,
+                    timeout=aiohttp.ClientWSTimeout(ws_close=0.1),  # type: ignore[call-arg, unused-ignore]
+                )
+            except Unproven as error:
+                self._not_believed(where, str(error))
+                return False
+            except (aiohttp.ClientError, OSError, TimeoutError):
+                return False
+            return await self._talk(link)
+
+    def _not_believed(self, where: Endpoint, why: str) -> None:
+        """Says so once: not at the first time, which may be a new coordinator that has just begun."""
+        if self._unproven == where and not self._said_so:
+            self._said_so = True
+            print(f"holdfast agent: {why}; it is told nothing, and is tried again", flush=True)
+        elif self._unproven != where:
+            self._unproven, self._said_so = where, False
+
+    async def _talk(self, link: aiohttp.ClientWebSocketResponse) -> bool:
+        give_up_when_gone(link, 4 * self._heartbeat_s)
+        async with link:
+            try:
+                await link.send_bytes(encode(self._hello()))
+            except (OSError, aiohttp.ClientError):
+                return False
+            self.connected = True
+            self._outbox.repeat()
+            try:
+                async with asyncio.TaskGroup() as group:
+                    sender = group.create_task(self._sending(link))
+                    pulse = group.create_task(self._beating())
+                    await self._receiving(link)
+                    sender.cancel()
+                    pulse.cancel()
+            finally:
+                self.connected = False
+        return True
+
+    async def _receiving(self, link: aiohttp.ClientWebSocketResponse) -> None:
+        async for frame in link:
+            if self._silent:
+                await asyncio.Event().wait()
+            if frame.type is aiohttp.WSMsgType.BINARY:
+                try:
+                    order = _codec.decode(frame.data)
+                except ProtocolError as error:
+                    print(f"holdfast agent: {error}", flush=True)
+                else:
+                    self._carry_out(order)
+
+    def _carry_out(self, order: m.ToAgent) -> None:
+        try:
+            self._take(order)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the orders after it are to be heard
+            self.failed(order, error)
+
+    def failed(self, order: m.ToAgent, error: BaseException) -> None:
+        """An order could not be carried out: says so to people, and to the core, which waits for its outcome."""
+        why = self.complain(f"{type(order).__name__} failed in the agent", error)
+        if (answer := refusal(order, why)) is not None:
+            self.send(answer)
+
+    def complain(self, what: str, error: BaseException) -> str:
+        """Something in the agent broke that ends neither it nor its workers. Returns what is said of it."""
+        why = f"{what}: {type(error).__name__}: {error}"
+        print(f"holdfast agent: {why}", file=sys.stderr, flush=True)
+        traceback.print_exception(error)
+        finding = Finding("agent-broke", Severity.WARNING, Remedy.WATCH, "agent", evidence=why)
+        self.send(m.Found((finding,)))
+        return why
+
+    async def _beating(self) -> None:
+        """Says that the agent lives: the clock is the event. What waits to be sent says so, too, and comes no sooner for
+        a heartbeat behind it."""
+        while True:
+            await asyncio.sleep(self._heartbeat_s)
+            if not self._outbox:
+                self.send(m.Heartbeat())
+
+    async def _sending(self, link: aiohttp.ClientWebSocketResponse) -> None:
+        while True:
+            if not self._outbox:
+                self._idle.set()
+                self._news.clear()
+                await self._news.wait()
+            if self._silent:
+                await asyncio.Event().wait()
+            letter = self._outbox.take()
+            try:
+                await link.send_bytes(encode(_dated(letter)))
+            except (OSError, aiohttp.ClientError):
+                self._outbox.put_back(letter)
+                return
+            except asyncio.CancelledError:  # the connection ended meanwhile
+                self._outbox.put_back(letter)
+                raise
+            self._outbox.sent(letter)
+
+
+def _dated(letter: Letter) -> m.AgentMessage:
+    """The message, with how long it has waited where that matters."""
+    message, waited_s = letter.message, time.monotonic() - letter.arrived_s
+    if isinstance(message, m.FromWorker):
+        return msgspec.structs.replace(message, age_s=waited_s)
+    return _aged(message, waited_s) if isinstance(message, m.Found) else message
+
+
+def _aged(found: m.Found, waited_s: float) -> m.Found:
+    """Findings that waited for a coordinator are older by that."""
+    return m.Found(
+        tuple(msgspec.structs.replace(f, age_s=round(f.age_s + waited_s, 3)) for f in found.findings)
+    )

@@ -1,0 +1,113 @@
+"""The nursery: a process that has imported the heavy modules and forks agents, for engines whose nodes share a machine.
+
+Importing takes two seconds of a processor, for every node; a fork takes milliseconds. An agent forked here forks its
+zygote from itself, before it does anything else, so that workers descend from their agent as they do elsewhere.
+
+One packet asks for one agent: its node and its arguments, one a line, with its output and its lifeline attached. The answer is a pidfd.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import sys
+
+from holdfast.agent import zygote
+
+PACKET_BYTES = 65536
+
+
+def main() -> int:
+    """`python -m holdfast.agent.fork_server FD MODULE,...`: serves until the engine's end of FD closes."""
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    zygote.import_modules(sys.argv[2].split(","))
+    from holdfast.agent.__main__ import main as agent_main
+    from holdfast.health.ruleset import catalogue
+
+    catalogue()  # as with the modules: its agents need not read it
+    os.environ["SPT_NOENV"] = (
+        "1"  # a name may be as long as this command line, and leaves the environment readable
+    )
+    from setproctitle import setproctitle
+
+    setproctitle("holdfast.agent.fork_server")
+    del os.environ["SPT_NOENV"]
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, lambda number, frame: _reap())
+    gc.freeze()
+    if not _say(channel, b"ready"):
+        return 0
+    while True:
+        packet, fds = _hear(channel)
+        if not packet:
+            return 0
+        arguments = packet.decode().split("\n")
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # not reaped before it is held
+        if pid := os.fork():
+            held = os.pidfd_open(pid)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+            _say(channel, str(pid).encode(), held)
+            for fd in (held, *fds):
+                os.close(fd)
+        else:
+            channel.close()
+            _settle(*fds)
+            code = 1
+            try:
+                setproctitle(f"holdfast worker of {arguments[0]}")
+                warm = zygote.fork_zygote()
+                setproctitle(f"holdfast.agent {arguments[1]}")
+                code = agent_main([*arguments[1:], f"--lifeline={fds[1]}"], warm)
+            except Exception:  # noqa: BLE001 - into the output that the launcher reads, before the process ends
+                sys.excepthook(*sys.exc_info())
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)  # with torch imported the interpreter's own end takes a second
+
+
+def _say(channel: socket.socket, word: bytes, *fds: int) -> bool:
+    """False: the engine is gone meanwhile, and its agents end with it."""
+    try:
+        socket.send_fds(channel, [word], fds)
+    except OSError:
+        return False
+    return True
+
+
+def _hear(channel: socket.socket) -> tuple[bytes, list[int]]:
+    """The next request; empty when the engine is gone."""
+    try:
+        packet, fds, _, _ = socket.recv_fds(channel, PACKET_BYTES, 2)
+    except ConnectionError:  # it had not read all
+        return b"", []
+    return packet, list(fds)
+
+
+def _reap() -> None:
+    """Agents that have ended; whoever started them holds their pidfd."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return
+
+
+def _settle(output: int, lifeline: int) -> None:
+    """In the agent: what `subprocess` does for a process of its own."""
+    os.setsid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for fd, to in ((nothing, 0), (output, 1), (output, 2)):
+        os.dup2(fd, to)
+    os.close(nothing)
+    os.close(output)
+
+
+if __name__ == "__main__":
+    os._exit(main())

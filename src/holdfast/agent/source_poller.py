@@ -1,0 +1,212 @@
+"""Reads the machine's sources on a thread of their own, as seldom as they allow, and judges what they say."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+from holdfast.agent.background import stand_back
+from holdfast.health.rule_engine import RuleBook
+from holdfast.health.rules import Rule
+from holdfast.health.samples import Line, Reading
+from holdfast.health.sources import Source
+from holdfast.protocol.health import Condition, Finding, Remedy, Severity
+
+NICE = 10
+"""Nothing on this thread is worth a worker's time slice."""
+GRACE_PERIODS = 3.0
+MIN_GRACE_S = 5.0
+ANSWER = "answer"
+WATCH_ENDED = "watch-ended"
+"""What is found when nothing is read any more: then nothing is found either, and that is no sign of health."""
+
+
+class _Polled:
+    """One source and when it is read next. fd: readable when the source has news before its time; -1: it never does."""
+
+    def __init__(self, source: Source, now_s: float) -> None:
+        self.source = source
+        self.next_s = now_s
+        self.began_s: float | None = None
+        self.fd: int = getattr(source, "fileno", lambda: -1)()
+
+    @property
+    def grace_s(self) -> float:
+        return max(MIN_GRACE_S, GRACE_PERIODS * self.source.every_s)
+
+
+class Poller:
+    """Owns the sources. `found` and `said` are called on the poller's thread; `said` gets the lines that sources have,
+    to be judged together with those from elsewhere: a burst is one, however it is heard of."""
+
+    def __init__(
+        self,
+        rules: Iterable[Rule],
+        found: Callable[[list[Finding]], None],
+        said: Callable[[list[Line]], None] = lambda lines: None,
+    ) -> None:
+        self._book = RuleBook(rules)
+        self._found, self._said = found, said
+        self._polled: list[_Polled] = []
+        self._hung: list[_Polled] = []
+        self._lock = threading.Lock()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._ended = ""
+        self._said_ended = False
+        self._read_all = threading.Event()
+
+    def add(self, sources: Iterable[Source]) -> None:
+        """More sources; they are read soon."""
+        now = time.monotonic()
+        with self._lock:
+            self._polled += [_Polled(source, now) for source in sources]
+        if self._thread is None and self._polled:
+            self._start()
+        self._nudge()
+
+    def read_once(self, within_s: float) -> None:
+        """Waits until everything was read for the first time."""
+        self._read_all.wait(within_s if self._polled else 0.0)
+
+    def use(self, rules: Iterable[Rule]) -> None:
+        """Other rules from now on."""
+        with self._lock:
+            self._book.use(rules)
+
+    def watch_yourself(self) -> float | None:
+        """Whether a source hangs, asked now and then from another thread: the others go on without it on a new
+        thread. So they do when the thread ended by itself, which is said. Returns when to ask again; None: there is
+        nothing to watch."""
+        if self._thread is None:
+            return None
+        now = time.monotonic()
+        ended, self._ended = self._ended, ""
+        self._say_ended(ended, now)
+        with self._lock:
+            stuck = [p for p in self._polled if p.began_s is not None and now - p.began_s > p.grace_s]
+            for polled in stuck:
+                self._polled.remove(polled)
+                self._hung.append(polled)
+            self._judge(
+                [
+                    _silent(p.source.name, now - (p.began_s or now))
+                    for p in self._hung
+                    if p.began_s is not None
+                ],
+                now,
+            )
+            least = min((p.grace_s for p in (*self._polled, *self._hung)), default=MIN_GRACE_S)
+        if stuck or ended:
+            self._start()
+        return least
+
+    def _say_ended(self, why: str, now_s: float) -> None:
+        """Nothing is known of any source until it is read again. Said once, and once more when it is over."""
+        if why:
+            with self._lock:
+                told = f"the thread that reads it ended: {why}"
+                self._judge([Reading(p.source.name, ANSWER, None, why=told) for p in self._polled], now_s)
+        if bool(why) is self._said_ended:
+            return
+        self._said_ended = bool(why)
+        text = f"the machine is not watched: {why}; begun again" if why else "the machine is watched again"
+        condition = Condition.UNKNOWN if why else Condition.HEALTHY
+        severity = Severity.WARNING if why else Severity.INFO
+        self._found([Finding(WATCH_ENDED, severity, Remedy.WATCH, "agent", condition, evidence=text)])
+
+    def close(self) -> None:
+        """Ends the thread unless a source holds it, and gives back what idle sources hold."""
+        self._closed = True
+        self._nudge()
+        if self._thread is not None:
+            self._thread.join(timeout=1.0)
+        if self._thread is None or not self._thread.is_alive():
+            os.close(self._wake)
+            for polled in self._polled:
+                polled.source.close()
+
+    # ------------------------------------------------------------ the thread
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="health", daemon=True)
+        self._thread.start()
+
+    def _nudge(self) -> None:
+        os.eventfd_write(self._wake, 1)
+
+    def _run(self) -> None:
+        stand_back(NICE)
+        try:
+            self._read_on()
+        except Exception as error:  # noqa: BLE001 - whatever ends the watching must be said, else it passes for health
+            self._ended = f"{type(error).__name__}: {error}"
+
+    def _read_on(self) -> None:
+        me = threading.current_thread()
+        while not self._closed and self._thread is me:
+            due = self._await_due()
+            for polled in due:
+                if self._closed or not self._read(polled, me):
+                    return
+            if due:
+                self._read_all.set()
+
+    def _await_due(self) -> list[_Polled]:
+        """Waits until something is due. Periods of whole seconds from a common beginning share their wake-ups."""
+        waiter = select.poll()
+        waiter.register(self._wake, select.POLLIN)
+        with self._lock:
+            polled = list(self._polled)
+        for p in polled:
+            if p.fd >= 0:
+                waiter.register(p.fd, select.POLLIN)
+        delay_s = min((p.next_s for p in polled), default=time.monotonic() + 3600) - time.monotonic()
+        ready = dict(waiter.poll(max(0.0, delay_s) * 1000 + 1))
+        for p in polled:
+            if ready.get(p.fd, 0) & (select.POLLNVAL | select.POLLHUP):
+                p.fd = -1  # it is closed: nothing comes from there any more
+        if self._wake in ready:
+            os.eventfd_read(self._wake)
+        now = time.monotonic()
+        return [p for p in polled if p.next_s <= now or p.fd in ready]
+
+    def _read(self, polled: _Polled, me: threading.Thread) -> bool:
+        """Reads one source; False when it took so long that another thread does the rest now."""
+        polled.began_s = now = time.monotonic()
+        try:
+            readings = list(polled.source.read())
+        except Exception as error:  # noqa: BLE001 - a source that breaks is unknown, whatever broke it
+            readings = [Reading(polled.source.name, ANSWER, None, why=f"{type(error).__name__}: {error}")]
+        with self._lock:
+            polled.began_s = None
+            if now >= polled.next_s:
+                polled.next_s += polled.source.every_s * (1 + (now - polled.next_s) // polled.source.every_s)
+            if self._thread is not me:
+                self._hung.remove(polled)
+                self._polled.append(polled)  # it answers again
+                self._nudge()
+                return False
+            self._judge(readings, time.monotonic())
+        return True
+
+    def _judge(self, readings: Iterable[Reading | Line], now_s: float) -> None:
+        findings: list[Finding] = []
+        lines: list[Line] = []
+        for said in readings:
+            if isinstance(said, Line):
+                lines.append(said)
+            else:
+                findings += self._book.reading(said, now_s)
+        if lines:
+            self._said(lines)
+        if findings:
+            self._found(findings)
+
+
+def _silent(source: str, since_s: float) -> Reading:
+    return Reading(source, ANSWER, None, why=f"no answer for {since_s:.0f} s")

@@ -1,0 +1,447 @@
+"""Where a rank keeps its shard: with the node's agent, or, without a job, in memory of its own."""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import itertools
+import os
+import queue
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from holdfast.checkpoint.agent_link import AgentLink
+from holdfast.checkpoint.archive import Archive
+from holdfast.checkpoint.checksums import sums_of
+from holdfast.checkpoint.layout import encode_head
+from holdfast.checkpoint.located import Found, find_in_archive, find_in_memory
+from holdfast.checkpoint.memory import (
+    Slot,
+    SlotPool,
+    default_budget,
+    memory_base,
+    own_folder,
+    remove_memory,
+)
+from holdfast.checkpoint.pages import SlotMaps
+from holdfast.checkpoint.policy import Retention, parse_cadence
+from holdfast.checkpoint.rank_exchange import Ranks
+from holdfast.errors import HoldfastError, StateError, TierError
+from holdfast.observe.transfer_progress import ByteCount, HowFar
+from holdfast.protocol import messages as m
+from holdfast.protocol.snapshots import DurableTier, Key, Shard, tiers_of
+from holdfast.tensors.index import Index
+
+SLOT_WAIT_S = 60.0
+"""The first slot of a large shard takes its time: the agent brings its pages in."""
+
+ASK_S = 30.0
+Copy = Callable[[memoryview], None]
+Count = Callable[[int], None]
+"""Told of bytes as they are read, from several threads."""
+
+
+class Place(Protocol):
+    """A rank's place. rank, world: of those that save together. ranks: how they agree on what to load."""
+
+    rank: int
+    world: int
+    ranks: Ranks
+
+    def begin(self, index: Index) -> Callable[[Copy], bool]:
+        """Asks for room, so that the state counts from now on; returns `put` without its first argument."""
+
+    def put(self, index: Index, copy: Copy) -> bool:
+        """Calls `copy` with the row to fill, and keeps what it is filled with. False: skipped, and said why."""
+
+    def candidates(self, passed_over: Callable[[str], None]) -> Iterator[Found]:
+        """Whole checkpoints, the newest first, of one step the nearest first."""
+
+    def loading(self, where: str, total_bytes: int) -> AbstractContextManager[Count]:
+        """Counts what is read from `where`; if it takes longer than two seconds, people see how far it is."""
+
+    def loaded(self, step: int | None) -> None:
+        """The script goes on from this state; None: it looked for the newest, and there is none."""
+
+    def flush(self) -> None:
+        """Waits until what was put is where it is to be."""
+
+    def why_not(self, step: int) -> str:
+        """After a flush: why a step that was put is not in a durable tier that was to have it; else empty."""
+
+
+def say(text: str) -> None:
+    """To whoever reads the script's output."""
+    sys.stderr.write(f"[holdfast] {text}\n")
+
+
+def progress(rank: int, where: str, total_bytes: int) -> ByteCount:
+    """A load that takes longer than two seconds is said by rank 0, for all."""
+    return ByteCount(say if rank == 0 else lambda text: None, f"loading {where}", total_bytes)
+
+
+def in_archives(urls: list[str], passed_over: Callable[[str], None], ranks: Ranks) -> Iterator[Found]:
+    """The checkpoints of durable tiers, the newest first. Each of the ranks looks at its share of the shards."""
+    there: list[tuple[int, int, Archive]] = []
+    for order, url in enumerate(urls):
+        try:
+            archive = Archive(url)
+            there += [(step, -order, archive) for step in archive.steps()]
+        except HoldfastError as error:
+            passed_over(f"{url}: {error}")
+    for step, _, archive in sorted(there, key=lambda x: x[:2], reverse=True):
+        try:
+            yield find_in_archive(archive, step, passed_over, *ranks.share)
+        except (StateError, TierError) as error:
+            passed_over(str(error))
+
+
+_requests = itertools.count(1)
+
+
+class AgentPlace:
+    """Under `holdfast run`: the agent keeps the shard, sends it to its buddies and to the durable tiers."""
+
+    def __init__(self, link: AgentLink, store: Any = None) -> None:
+        """store: a torch.distributed.Store of all ranks. Without one they cannot agree on what to load: each takes
+        the newest that it can read."""
+        env = link.start.env
+        self.rank, self.world = int(env.get("RANK", "0")), int(env.get("WORLD_SIZE", "1"))
+        self.ranks = Ranks("agent", self.rank, self.world if store is not None else 1, store)
+        self.store = store
+        self._node = env.get("HOLDFAST_NODE", "")
+        self._generation = int(env.get("HOLDFAST_GENERATION", "0"))
+        self._tiers = [tier.url for tier in tiers_of(env)]
+        self._link = link
+        self._maps = SlotMaps()
+        self._skipping = False
+
+    def begin(self, index: Index) -> Callable[[Copy], bool]:
+        """The agent ends this process only when the copy is complete: it knows of it before the script goes on."""
+        key = Key(index.step, self._generation, self.rank, self.world)
+        self._link.send(m.SlotWanted(key, index.nbytes))
+        if self.rank == 0:
+            self._link.send(m.Gave(self._generation, index.step, self._link.page.committed))
+        return partial(self._fill, key, index)
+
+    def put(self, index: Index, copy: Copy) -> bool:
+        """Copies into a slot of the agent's."""
+        return self.begin(index)(copy)
+
+    def _fill(self, key: Key, index: Index, copy: Copy) -> bool:
+        began_s = time.perf_counter()
+        given = self._link.wait_slot(key, SLOT_WAIT_S)
+        if given is None or given.path is None:
+            reason = given.reason if given else f"the agent gave no memory within {SLOT_WAIT_S:g} s"
+            if not self._skipping:
+                say(f"rank {self.rank}: no snapshot of step {index.step}: {reason}")
+            self._skipping = True
+            return False
+        self._skipping = False
+        done: bytes | None = None
+        try:
+            with self._maps.row(given.path, index.nbytes) as row:
+                copy(row)
+            done = msgspec.msgpack.encode(index)
+        except TierError as error:
+            say(f"rank {self.rank}: no snapshot of step {index.step}: {error}")
+            return False
+        finally:
+            self._link.send(m.SlotFilled(key, done, time.perf_counter() - began_s))
+        return True
+
+    def candidates(self, passed_over: Callable[[str], None]) -> Iterator[Found]:
+        """First what the coordinator knows to be in memory, then the durable tiers."""
+        request = next(_requests)
+        self._link.send(m.SnapshotSought(request))
+        found = self._link.wait_found(request, ASK_S)
+        if found is None:
+            passed_over(f"the coordinator did not say within {ASK_S:g} s what is in memory")
+        if found is not None and found.copies:
+            try:
+                share = self.ranks.share
+                yield find_in_memory(found.copies, self._link.token, passed_over, self._node, *share)
+            except StateError as error:
+                passed_over(str(error))
+        yield from in_archives(self._tiers, passed_over, self.ranks)
+
+    @contextmanager
+    def loading(self, where: str, total_bytes: int) -> Iterator[Count]:
+        """In the script's output, and, for every rank, wherever the job is looked at."""
+        far = HowFar(lambda nbytes, total: self._link.send(m.Restoring(self._generation, nbytes, total)))
+        with progress(self.rank, where, total_bytes) as count:
+
+            def seen(nbytes: int) -> None:
+                count.add(nbytes)
+                far.add(nbytes, total_bytes)
+
+            try:
+                yield seen
+            finally:
+                far.over(total_bytes)
+
+    def loaded(self, step: int | None) -> None:
+        """The coordinator counts what is done again."""
+        if self.rank == 0:
+            self._link.send(m.Loaded(self._generation, step, self._link.page.committed))
+
+    def flush(self) -> None:
+        """The agent does the rest, whatever becomes of this process."""
+
+    def why_not(self, step: int) -> str:
+        """Never known here: the coordinator says it to whoever looks after the job."""
+        return ""
+
+
+@dataclass
+class _Job:
+    """What the saving thread is to do. slot None: there is nothing to save, and why."""
+
+    number: int
+    index: Index
+    tiers: list[DurableTier]
+    slot: Slot | None = None
+    why_not: str = ""
+
+
+class LonePlace:
+    """Without a job: a memory of this process's own, which ends with it, and durable tiers.
+
+    One thread brings what was copied to the tiers. With torch.distributed every rank writes its own shard and rank 0
+    the manifest; they tell each other through the process group's store. Every rank answers for every checkpoint,
+    also one that it could not keep: the others wait for it.
+    """
+
+    def __init__(
+        self, tiers: tuple[DurableTier, ...], rank: int, world: int, store: Any = None, name: str = ""
+    ) -> None:
+        """store: a torch.distributed.Store of all ranks; needed when there are several. name: of this place among
+        those that share the store.
+
+        Raises:
+            TierError: no memory to copy into.
+        """
+        self.rank, self.world = rank, world
+        self.ranks = Ranks(f"place/{name}", rank, world, store)
+        self._savers = Ranks(f"savers/{name}", rank, world, store)
+        self.store, self._tiers = store, tiers
+        self._archives = {t.url: Archive(t.url) for t in tiers}
+        self._last: dict[str, float] = {t.url: time.monotonic() for t in tiers}
+        self._process = os.getpid()
+        self._owned, folder = _own_memory()
+        self._pool = SlotPool(folder, 0)
+        self._pool.budget_bytes = default_budget(folder)
+        self._todo: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._lock = threading.Condition()
+        self._numbers = itertools.count(1)
+        self._pending = 0
+        self._failing: dict[str, tuple[int, str]] = {}
+        self._thread = threading.Thread(target=self._work, name="holdfast-saver", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+        Finalize(None, self.close, exitpriority=10)  # processes of multiprocessing end without atexit
+
+    def begin(self, index: Index) -> Callable[[Copy], bool]:
+        """Room is made as the copy begins."""
+        return partial(self.put, index)
+
+    def put(self, index: Index, copy: Copy) -> bool:
+        """Copies into a slot of this process's; durable tiers whose time has come follow behind."""
+        job = _Job(next(self._numbers), index, [])
+        job.tiers = self._due(job)
+        slot = None
+        try:
+            slot = self._pool.begin(Key(index.step, 1, self.rank, self.world), index.nbytes)
+            with slot.row as row:
+                copy(row)
+        except TierError as error:
+            say(f"rank {self.rank}: no snapshot of step {index.step}: {error}")
+            job.why_not = str(error)
+            return False
+        except BaseException as error:
+            if slot is not None:
+                self._pool.drop(slot)
+            job.why_not = f"its copy failed: {error!r}"
+            raise
+        else:
+            job.slot = slot
+            return True
+        finally:
+            with self._lock:
+                self._pending += 1
+            self._todo.put(job)
+
+    def _due(self, job: _Job) -> list[DurableTier]:
+        """Steps are the same on all ranks; of time rank 0 is the judge, so that all save the same."""
+        now = time.monotonic()
+        due = []
+        for tier in self._tiers:
+            every = parse_cadence(tier.every)
+            passed = every.steps == 1 or every.due(job.index.step, now - self._last[tier.url], AUTO_S)
+            if every.auto or every.seconds:
+                passed = self.ranks.from_first(f"{job.number}/{tier.url}", passed)
+            if passed:
+                due.append(tier)
+                self._last[tier.url] = now
+        return due
+
+    def candidates(self, passed_over: Callable[[str], None]) -> Iterator[Found]:
+        """What is in the durable tiers: the memory of a process that ended is gone."""
+        self.flush()
+        yield from in_archives([t.url for t in self._tiers], passed_over, self.ranks)
+
+    @contextmanager
+    def loading(self, where: str, total_bytes: int) -> Iterator[Count]:
+        """In the script's output."""
+        with progress(self.rank, where, total_bytes) as count:
+            yield count.add
+
+    def loaded(self, step: int | None) -> None:
+        """Nobody counts."""
+
+    def flush(self) -> None:
+        """Waits until what was put is in the durable tiers."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._pending == 0 or not self._thread.is_alive())
+
+    def why_not(self, step: int) -> str:
+        """After a flush: why a step that was put is not in a durable tier that was to have it; else empty."""
+        return "; ".join(why for failed, why in self._failing.values() if failed == step)
+
+    def close(self) -> None:
+        """Flushes, ends the thread and gives the memory back. A forked child has neither."""
+        atexit.unregister(self.close)
+        if os.getpid() != self._process or not self._thread.is_alive():
+            return
+        self.flush()
+        self._todo.put(None)
+        self._thread.join()
+        self._pool.close()
+        os.close(self._owned)
+
+    # ------------------------------------------------------------ the saving thread
+
+    def _work(self) -> None:
+        while (job := self._todo.get()) is not None:
+            try:
+                self._seal(job)
+                for tier in job.tiers:
+                    self._store_in(tier, job)
+                self._pool.whole(job.index.step)
+            except Exception as error:  # noqa: BLE001 - without this thread nothing would be saved any more
+                say(f"rank {self.rank}: step {job.index.step} was not saved: {error!r}")
+            finally:
+                with self._lock:
+                    self._pending -= 1
+                    self._lock.notify_all()
+
+    def _seal(self, job: _Job) -> None:
+        if job.slot is None:
+            return
+        try:
+            with job.slot.row as row:
+                sums = sums_of(row)
+            self._pool.received(job.slot, encode_head(job.index, sums), sums)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for an answer
+            self._pool.drop(job.slot)
+            job.slot, job.why_not = None, str(error)
+            if not job.tiers:
+                say(f"rank {self.rank}: step {job.index.step}: {error}")
+
+    def _store_in(self, tier: DurableTier, job: _Job) -> None:
+        archive, step, about = self._archives[tier.url], job.index.step, f"{job.number}/{tier.url}"
+        try:
+            said = self._savers.gather(f"{about}/shards", self._stored_shard(archive, job))
+            why_not = next((f"rank {r}: {x['error']}" for r, x in enumerate(said) if "error" in x), "")
+            if not why_not:
+                done = self._commit(archive, tier, step, said)
+                why_not = self._savers.from_first(f"{about}/done", done)
+        except TierError as error:
+            why_not = str(error)
+        if not why_not:
+            self._failing.pop(tier.url, None)
+            return
+        if tier.url not in self._failing and (not self.rank or job.why_not):
+            say(f"step {step} was not saved in {tier.url}: {why_not}")
+        self._failing[tier.url] = (step, why_not)
+
+    def _stored_shard(self, archive: Archive, job: _Job) -> dict[str, Any]:
+        """This rank's part, as the tier has it; or why not."""
+        slot = job.slot
+        if slot is None:
+            return {"error": job.why_not}
+        try:
+            with self._pool.reading(slot.key):
+                head, sums, nbytes = slot.head, slot.sums, slot.row_bytes
+                shard = archive.save_shard(job.index.step, self.rank, head, sums, slot.pieces(), nbytes)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for an answer
+            return {"error": str(error)}
+        return {"shard": msgspec.to_builtins(shard)}
+
+    def _commit(self, archive: Archive, tier: DurableTier, step: int, said: list[dict[str, Any]]) -> str:
+        """On rank 0: from now on the checkpoint exists. Returns why not."""
+        if self.rank:
+            return ""
+        try:
+            archive.commit(step, [msgspec.convert(x["shard"], Shard) for x in said])
+        except HoldfastError as error:
+            return str(error)
+        try:
+            archive.prune(Retention(tier.keep, tier.keep_every), spare=step)
+        except HoldfastError as error:
+            say(f"step {step} was saved, but older ones could not be removed: {error}")
+        return ""
+
+
+AUTO_S = 60.0
+"""What `auto` means where nobody measures failures."""
+
+
+def _own_memory() -> tuple[int, Path]:
+    """A folder that is this process's for as long as it holds the lock on the file descriptor, which it keeps. Gives
+    back what processes left that were killed. (Not told by their ids: memory may be shared by several containers.)
+
+    Raises:
+        TierError: there can be no memory here.
+    """
+    root = memory_base() / "alone"
+    while True:
+        folder = root / uuid.uuid4().hex
+        own_folder(folder)
+        try:
+            lock = os.open(folder / LOCK, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise TierError(f"no snapshot memory in {folder}: {error.strerror}") from error
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if (folder / LOCK).exists():
+            break
+        os.close(lock)  # somebody who gives back what others left was here before the lock
+    for other in root.glob(f"*/{LOCK}"):
+        if other.parent != folder and _is_free(other):
+            remove_memory(other.parent)
+    return lock, folder
+
+
+LOCK = "owner.lock"
+
+
+def _is_free(lock: Path) -> bool:
+    try:
+        with lock.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

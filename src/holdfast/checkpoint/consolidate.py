@@ -1,0 +1,413 @@
+"""A checkpoint of any number of ranks as one state: pieces put together, what ranks saved alike named once.
+
+A name is the dotted path in the state. Where ranks have something different under the same name, it is the lowest
+rank's, and the others' are called `rank-N.` and the name.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from holdfast.checkpoint.checksums import SUM_BYTES
+from holdfast.checkpoint.dcp import BYTES
+from holdfast.checkpoint.flatten import inlined
+from holdfast.checkpoint.layout import CHUNK_BYTES
+from holdfast.checkpoint.loading import regions_of
+from holdfast.checkpoint.located import Found
+from holdfast.checkpoint.regions import Region, read_regions
+from holdfast.errors import StateError, UsageError
+from holdfast.tensors.dtensor_shards import Leaf
+from holdfast.tensors.index import TensorSpec
+from holdfast.tensors.tree import dtype_of, leaves, pack
+
+RANK_NAME = re.compile(r"rank-(\d+)")
+Plain = bool | int | float | str | None
+Tree = Any
+"""A tree of `holdfast.tensors.tree` whose leaves are ["T", name of a tensor] and ["x", name of a value]."""
+
+Seen = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A tensor of the merged state, put together when it is read."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    _leaf: _Leaf
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass
+class Merged:
+    """A checkpoint as one state.
+
+    tensors, values: by name, in the order of the state. trees: of every rank's state, by top-level name; a single
+    one when all ranks' are alike.
+    """
+
+    found: Found
+    tensors: dict[str, Whole]
+    values: dict[str, Plain]
+    trees: list[dict[str, Tree]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.nbytes for t in self.tensors.values())
+
+    def read(self, wholes: Sequence[Whole]) -> list[torch.Tensor]:
+        """These tensors, contiguous and in host memory; every byte is verified.
+
+        Raises:
+            StateError: bytes were changed, or pieces do not cover a tensor.
+            TierError: the tier cannot be read.
+        """
+        return _read(self.found, [w._leaf for w in wholes])
+
+    def stripped(self, prefix: str) -> Merged:
+        """The same without `prefix` at the beginning of names. Other names stay.
+
+        Raises:
+            UsageError: nothing is left of a name.
+        """
+        if prefix in self.tensors or prefix in self.values:
+            raise UsageError(f"nothing would be left of the name {prefix!r}: end --only at a dot")
+
+        def short(name: str) -> str:
+            return name.removeprefix(prefix)
+
+        def shortened(tree: Tree) -> Tree:
+            kind, value = tree
+            if kind == "d":
+                return [kind, [[key, shortened(part)] for key, part in value]]
+            return [kind, [shortened(part) for part in value] if kind in ("l", "t") else short(value)]
+
+        return Merged(
+            self.found,
+            {short(name): replace(whole, name=short(name)) for name, whole in self.tensors.items()},
+            {short(name): value for name, value in self.values.items()},
+            [{name: shortened(part) for name, part in tree.items()} for tree in self.trees],
+        )
+
+
+def merge(found: Found, only: str = "", seen: Seen = lambda nbytes: None) -> Merged:
+    """Finds out what a checkpoint holds. Tensors are read only where checksums cannot tell whether two ranks' are
+    equal; `seen` is told of those bytes.
+
+    Args:
+        only: nothing but names that begin so; they keep their names.
+
+    Raises:
+        UsageError: no name begins with `only`, or a name of the state is one that stands for ranks.
+        StateError: two values have the same dotted name, pieces are missing, or an object is no plain value.
+    """
+    states = _states(found)
+    taken = next((n for s in states for n in s.tree if RANK_NAME.fullmatch(n)), None)
+    if taken is not None:
+        raise UsageError(
+            f"{found.where}: the name {taken!r} stands for a rank's own state; save it as another"
+        )
+    firsts: dict[str, _Leaf] = {}
+    trees: list[dict[str, Tree]] = []
+    named: dict[str, _Leaf] = {}
+    for rank, state in enumerate(states):
+        names: dict[str, tuple[str, str]] = {}
+        for path, leaf in state.leaves(only).items():
+            first = firsts.setdefault(path, leaf)
+            alike = first is leaf or _alike(found, path, first, leaf, seen)
+            name = path if alike else f"rank-{rank}.{path}"
+            names[path] = ("T" if leaf.is_tensor else "x", name)
+            named[name] = first if alike else leaf
+        trees.append(state.named(names, only))
+    if only and not named:
+        there = ", ".join(sorted({n.partition(".")[0] for s in states for n in s.tree}))
+        raise UsageError(f"no name in {found.where} begins with {only!r}; there are {there}")
+    return Merged(
+        found,
+        {name: _whole(found, name, leaf) for name, leaf in named.items() if leaf.is_tensor},
+        {name: leaf.value for name, leaf in named.items() if not leaf.is_tensor},
+        trees[:1] if all(t == trees[0] for t in trees) else trees,
+    )
+
+
+def build(tree: Tree, leaf: Callable[[str, Any], Any]) -> Any:
+    """The nested state of a tree; leaf(kind, name) gives what is at its leaves.
+
+    Raises:
+        StateError: no such tree.
+    """
+    kind, value = tree
+    match kind:
+        case "d":
+            return {k: build(v, leaf) for k, v in value}
+        case "l":
+            return [build(v, leaf) for v in value]
+        case "t":
+            return tuple(build(v, leaf) for v in value)
+        case "T" | "x":
+            return leaf(kind, value)
+        case _:
+            raise StateError(f"a state tree of another version: {kind!r}")
+
+
+def union(trees: Iterable[Mapping[str, Tree]]) -> dict[str, Tree]:
+    """One tree of all ranks': of what several have, the lowest rank's."""
+    all_of: Tree = ["d", []]
+    for tree in trees:
+        all_of = _united(all_of, ["d", [[k, v] for k, v in tree.items()]])
+    return dict(all_of[1])
+
+
+def _united(first: Tree, second: Tree) -> Tree:
+    if first[0] != "d" or second[0] != "d":
+        return first
+    theirs = dict(second[1])
+    mine = [[k, _united(v, theirs.pop(k)) if k in theirs else v] for k, v in first[1]]
+    return ["d", mine + [[k, v] for k, v in theirs.items()]]
+
+
+# ---------------------------------------------------------------- a rank's state
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """A plain value; or a tensor: where it is saved (rank, spec), or itself (local) where it went with the values."""
+
+    value: Plain = None
+    rank: int = 0
+    spec: TensorSpec | None = None
+    local: torch.Tensor | None = None
+
+    @property
+    def is_tensor(self) -> bool:
+        return self.spec is not None or self.local is not None
+
+
+@dataclass
+class _State:
+    """tree: as it was saved. tensors: what its numbers mean."""
+
+    where: str
+    tree: dict[str, Any]
+    tensors: list[_Leaf]
+
+    def leaves(self, only: str) -> dict[str, _Leaf]:
+        """By dotted path."""
+        found: dict[str, _Leaf] = {}
+        for name, tree in self.tree.items():
+            for path, kind, value in leaves(tree, name):
+                if not path.startswith(only):
+                    continue
+                if path in found:
+                    raise StateError(
+                        f"{self.where}: two entries are called {path}: an exported name could mean either; "
+                        "leave them out with --only, or save them under other keys"
+                    )
+                found[path] = self._leaf(kind, value)
+        return found
+
+    def named(self, names: Mapping[str, tuple[str, str]], only: str) -> dict[str, Tree]:
+        """The tree with what `names` has for them at its leaves, of what begins with `only`."""
+        trees = {name: _kept(tree, name, names, only) for name, tree in self.tree.items()}
+        return {name: tree for name, tree in trees.items() if tree is not None}
+
+    def _leaf(self, kind: str, value: Any) -> _Leaf:
+        match kind:
+            case "T":
+                leaf: _Leaf = self.tensors[value]
+                return leaf
+            case "b":
+                return self._small(value)
+            case "x":
+                return _Leaf(value)
+            case _:
+                raise StateError(f"{self.where} has a state tree of another version: {kind!r}")
+
+    def _small(self, saved: Any) -> _Leaf:
+        try:
+            value = inlined(saved)
+        except (AttributeError, RuntimeError, ValueError, TypeError) as error:
+            raise StateError(
+                f"{self.where} has a small value that this torch cannot read: {error}"
+            ) from error
+        return _Leaf(local=value) if isinstance(value, torch.Tensor) else _Leaf(value)
+
+
+def _kept(tree: Any, path: str, names: Mapping[str, tuple[str, str]], only: str) -> Tree | None:
+    """A list of which only some is kept becomes a dict by number, so that paths stay what they are."""
+    kind, value = tree
+    if kind not in ("d", "l", "t"):
+        return [*names[path]] if path in names else None
+    pairs = value if kind == "d" else list(enumerate(value))
+    parts = [(key, _kept(part, f"{path}.{key}", names, only)) for key, part in pairs]
+    kept = [[key, part] for key, part in parts if part is not None]
+    if not kept and not path.startswith(only):
+        return None
+    if kind == "d" or len(kept) < len(parts):
+        return ["d", kept]
+    return [kind, [part for _, part in kept]]
+
+
+def _states(found: Found) -> list[_State]:
+    """Every rank's state; one of all ranks together for what torch.distributed.checkpoint saved, where a name means
+    the same on every rank."""
+    if not any(head.index.tree for head in found.heads) and found.paths():
+        return [_flat_state(found)]
+    return [
+        _State(found.where, head.index.tree, [_Leaf(rank=rank, spec=spec) for spec in head.index.tensors])
+        for rank, head in enumerate(found.heads)
+    ]
+
+
+def _flat_state(found: Found) -> _State:
+    """Names to tensors and objects; how they were nested is not saved."""
+    tree: dict[str, Any] = {}
+    tensors: list[_Leaf] = []
+    for path in found.paths():
+        rank, spec = found.pieces(path)[0]
+        if spec.dtype != BYTES:
+            tree[path] = ["T", len(tensors)]
+            tensors.append(_Leaf(rank=rank, spec=spec))
+            continue
+        inner: list[tuple[str, torch.Tensor]] = []
+        tree[path] = _shifted(pack(_object(found, rank, spec), path, inner), len(tensors))
+        tensors += [_Leaf(local=tensor.detach().contiguous()) for _, tensor in inner]
+    return _State(found.where, tree, tensors)
+
+
+def _object(found: Found, rank: int, spec: TensorSpec) -> Any:
+    """What was saved as an object, through torch's unpickler of plain values and tensors."""
+    data = torch.empty(spec.nbytes, dtype=torch.uint8)
+    stream = TensorSpec(spec.path, "uint8", (spec.nbytes,), spec.offset, spec.nbytes)
+    read_regions(found, [Region(rank, stream, (0,), data)])
+    try:
+        value = torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
+        pack(value, spec.path, [])
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, UsageError) as error:
+        raise StateError(
+            f"{found.where}: {spec.path} is an object and no plain value, so it cannot be exported: leave it out "
+            f"with --only, or save its state_dict() ({str(error).splitlines()[0]})"
+        ) from error
+    return value
+
+
+def _shifted(tree: Any, by: int) -> Any:
+    kind, value = tree
+    match kind:
+        case "T":
+            return ["T", value + by]
+        case "d":
+            return ["d", [[k, _shifted(v, by)] for k, v in value]]
+        case "l" | "t":
+            return [kind, [_shifted(v, by) for v in value]]
+        case _:
+            return tree
+
+
+# ---------------------------------------------------------------- tensors
+
+
+def _whole(found: Found, name: str, leaf: _Leaf) -> Whole:
+    spec = leaf.spec
+    if spec is None:
+        assert leaf.local is not None
+        return Whole(name, leaf.local.dtype, tuple(leaf.local.shape), leaf)
+    shape = spec.whole or spec.shape
+    if spec.whole:
+        there = sum(math.prod(s.shape) for _, s in found.pieces(spec.path))
+        if there != math.prod(shape):
+            raise StateError(
+                f"{found.where}: {spec.path}: the ranks' pieces have {there} elements, the whole {math.prod(shape)}"
+            )
+    return Whole(name, dtype_of(spec), shape, leaf)
+
+
+def _read(found: Found, leaves: Sequence[_Leaf]) -> list[torch.Tensor]:
+    tensors: list[torch.Tensor] = []
+    regions: list[Region] = []
+    for leaf in leaves:
+        spec = leaf.spec
+        if spec is None:
+            assert leaf.local is not None
+            tensors.append(leaf.local)
+            continue
+        target = torch.empty(spec.whole or spec.shape, dtype=dtype_of(spec))
+        tensors.append(target)
+        if spec.whole:
+            regions += regions_of(
+                found, Leaf(spec.path, target, spec.whole, (0,) * len(spec.whole)), leaf.rank, []
+            )
+        else:
+            regions.append(Region(leaf.rank, spec, (0,) * len(spec.shape), target))
+    read_regions(found, regions)
+    return tensors
+
+
+def _alike(found: Found, path: str, first: _Leaf, other: _Leaf, seen: Seen) -> bool:
+    """Whether two ranks saved the same under a path."""
+    if not first.is_tensor or not other.is_tensor:
+        return (
+            first.is_tensor == other.is_tensor
+            and type(first.value) is type(other.value)
+            and repr(first.value) == repr(other.value)  # also where NaN is no equal of itself
+        )
+    if first.spec is not None and other.spec is not None:
+        if first.spec.dtype != other.spec.dtype:
+            return False
+        if first.spec.whole or other.spec.whole:
+            if first.spec.whole == other.spec.whole:
+                return True
+            raise StateError(
+                f"{found.where}: {path} is a piece of {first.spec.whole} on rank {first.rank} and of "
+                f"{other.spec.whole} on rank {other.rank}: they cannot be put together"
+            )
+        if first.spec.shape != other.spec.shape:
+            return False
+        told = _told_by_sums(found, first, first.spec, other, other.spec)
+        if told is not None:
+            return told
+    elif first.local is None or other.local is None:
+        return False  # one is too large to go with the plain values, the other is not
+    mine, theirs = _read(found, [first, other])
+    seen(2 * mine.nbytes)
+    return (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape) and torch.equal(
+        mine.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8)
+    )
+
+
+def _told_by_sums(
+    found: Found, first: _Leaf, mine: TensorSpec, other: _Leaf, theirs: TensorSpec
+) -> bool | None:
+    """Whether two tensors' bytes are equal, from the checksums of the chunks that they lie in; None: those do not
+    tell."""
+    if mine.offset != theirs.offset:
+        return None
+    end = mine.offset + mine.nbytes
+    sums = [found.heads[leaf.rank].sums for leaf in (first, other)]
+
+    def of_chunks(low: int, high: int) -> list[bytes]:
+        return [s[low * SUM_BYTES : high * SUM_BYTES] for s in sums]
+
+    around = of_chunks(mine.offset // CHUNK_BYTES, -(-end // CHUNK_BYTES))
+    if around[0] == around[1]:
+        return True
+    low, high = -(-mine.offset // CHUNK_BYTES), end // CHUNK_BYTES
+    if low < high:
+        inside = of_chunks(low, high)
+        if inside[0] != inside[1]:
+            return False
+    return None

@@ -1,0 +1,196 @@
+"""A checkpoint that was found: what is in it, and how to read its rows from the nearest who has them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import overload
+
+from holdfast.checkpoint.archive import Archive
+from holdfast.checkpoint.layout import Head, digest
+from holdfast.checkpoint.range_server import peer_of
+from holdfast.checkpoint.replicate import Pull
+from holdfast.checkpoint.sources import Row
+from holdfast.errors import StateError, TierError, UnreadError
+from holdfast.protocol.snapshots import Copy, Holder, Shard
+from holdfast.tensors.index import TensorSpec
+
+Said = Callable[[str], None]
+
+
+class Heads(Sequence[Head]):
+    """The heads of all ranks, each fetched when it is first asked for. Thread-safe.
+
+    Each of N ranks that load what N ranks saved needs but its own: all of them would be N squared requests.
+    """
+
+    def __init__(self, count: int, fetch: Callable[[int], Head]) -> None:
+        """fetch: a rank's head; may raise StateError and TierError."""
+        self._fetch = fetch
+        self._there: list[Head | None] = [None] * count
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._there)
+
+    @overload
+    def __getitem__(self, rank: int) -> Head: ...
+    @overload
+    def __getitem__(self, rank: slice) -> list[Head]: ...
+    def __getitem__(self, rank: int | slice) -> Head | list[Head]:
+        """Raises UnreadError when it cannot be had."""
+        if isinstance(rank, slice):
+            return [self[i] for i in range(*rank.indices(len(self)))]
+        with self._lock:
+            head = self._there[rank]
+            if head is None:
+                try:
+                    head = self._there[rank] = self._fetch(rank)
+                except (StateError, TierError) as error:
+                    raise UnreadError(str(error)) from error
+            return head
+
+    def check(self, reader: int, readers: int) -> None:
+        """Fetches a reader's share of them: together the readers see whether all are there.
+
+        Raises:
+            UnreadError: one is not.
+        """
+        for rank in range(reader, len(self), readers):
+            self[rank]
+
+
+@dataclass
+class Found:
+    """A whole checkpoint. heads: by rank. open_row: a rank's row over connections of its own, to be closed.
+
+    identity: of what was saved, wherever it is read from.
+    fetched_bytes: what was read of its rows.
+    """
+
+    step: int
+    where: str
+    heads: Sequence[Head]
+    open_row: Callable[[int], Row]
+    identity: str = ""
+    fetched_bytes: int = 0
+    _own: dict[int, dict[str, TensorSpec]] = field(default_factory=dict)
+
+    @cached_property
+    def _pieces(self) -> dict[str, list[tuple[int, TensorSpec]]]:
+        pieces: dict[str, list[tuple[int, TensorSpec]]] = {}
+        for rank, head in enumerate(self.heads):
+            for spec in head.index.tensors:
+                pieces.setdefault(spec.path, []).append((rank, spec))
+        return pieces
+
+    @property
+    def world(self) -> int:
+        """Ranks that saved it."""
+        return len(self.heads)
+
+    def nearest(self, reader: int) -> int:
+        """The rank whose plain values and whole tensors a reader takes: its own, where there is one."""
+        return reader % self.world
+
+    def own(self, path: str, reader: int) -> TensorSpec | None:
+        """The piece of a tensor that the nearest rank saved; needs no other rank's head."""
+        rank = self.nearest(reader)
+        if rank not in self._own:
+            self._own[rank] = {t.path: t for t in self.heads[rank].index.tensors}
+        return self._own[rank].get(path)
+
+    def paths(self) -> list[str]:
+        """Every tensor's path, in the order of the ranks."""
+        return list(self._pieces)
+
+    def pieces(self, path: str, reader: int = 0) -> list[tuple[int, TensorSpec]]:
+        """The pieces of a tensor, each once, and the rank that saved it.
+
+        Where several ranks saved the same piece, a reader of the same rank reads its own; others spread over them.
+        """
+        by_place: dict[tuple[int, ...], list[tuple[int, TensorSpec]]] = {}
+        there = self._pieces.get(path, [])
+        # A rank that has nothing of a tensor may say that it begins where another one's piece does.
+        for rank, spec in [p for p in there if p[1].nbytes] or there:
+            by_place.setdefault(spec.start, []).append((rank, spec))
+        return [
+            next((p for p in same if p[0] == reader), same[reader % len(same)]) for same in by_place.values()
+        ]
+
+
+def find_in_archive(
+    archive: Archive, step: int, passed_over: Said = lambda why: None, reader: int = 0, readers: int = 1
+) -> Found:
+    """The checkpoint of a step in a durable tier.
+
+    Args:
+        reader, readers: of so many readers that tell each other, this one looks at its share of the shards.
+
+    Raises:
+        StateError: not there, or not whole as far as its manifest and heads tell.
+        TierError: the tier cannot be read.
+    """
+    manifest = archive.manifest(step)
+
+    def fetch(rank: int) -> Head:
+        head = archive.head(manifest.shards[rank])
+        archive.check_size(manifest.shards[rank], head)
+        return head
+
+    heads = Heads(manifest.world, fetch)
+    heads.check(reader, readers)
+    return Found(
+        step,
+        archive.where(step),
+        heads,
+        lambda rank: archive.row(manifest.shards[rank], heads[rank], passed_over),
+        _identity(manifest.shards),
+    )
+
+
+def find_in_memory(
+    shards: Sequence[tuple[Copy, tuple[Holder, ...]]],
+    token: str,
+    passed_over: Said = lambda why: None,
+    own_node: str = "",
+    reader: int = 0,
+    readers: int = 1,
+) -> Found:
+    """A snapshot in the memory of agents; of each shard the holders, nearest first. own_node: the reader's. reader,
+    readers: as above.
+
+    Raises:
+        StateError: a shard's head cannot be had from any of its holders.
+    """
+    ordered = sorted(shards, key=lambda s: s[0].key.rank)
+    if [c.key.rank for c, _ in ordered] != list(range(ordered[0][0].key.world)):
+        raise StateError(f"the snapshot of step {ordered[0][0].key.step} is not whole in memory")
+
+    def fetch(rank: int) -> Head:
+        copy, holders = ordered[rank]
+        return Pull(copy.key, holders, token).head(copy.shard.head)[1]
+
+    heads = Heads(len(ordered), fetch)
+    heads.check(reader, readers)
+
+    def open_row(rank: int) -> Row:
+        copy, holders = ordered[rank]
+        peers = [peer_of(h, token, copy.key, own_node) for h in holders]
+        return Row(peers, heads[rank].sums, heads[rank].index.nbytes, passed_over)
+
+    step = ordered[0][0].key.step
+    nodes = sorted({h.node for _, holders in ordered for h in holders[:1]})
+    return Found(
+        step,
+        f"step {step} in the memory of {', '.join(nodes)}",
+        heads,
+        open_row,
+        _identity([c.shard for c, _ in ordered]),
+    )
+
+
+def _identity(shards: Sequence[Shard]) -> str:
+    return digest("".join(s.head.xxh3 for s in shards).encode())

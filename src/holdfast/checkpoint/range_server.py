@@ -1,0 +1,341 @@
+"""Snapshots over the network: every agent serves its slots, peers and workers read them.
+
+Plain HTTP, straight out of the shared memory, for those who prove that they know the job's token; the server proves it
+too, see `protocol.proof`. `curl` can read it with the token itself:
+
+    GET /snapshots                                            what is held here, JSON
+    GET /snapshots/STEP/GENERATION/RANK/WORLD/head            msgpack, see `layout.Head`
+    GET /snapshots/STEP/GENERATION/RANK/WORLD/row  Range: ... bytes
+    GET /snapshots/STEP/GENERATION/RANK/WORLD/hold            the slot's file; it stays as it is until you close
+
+The reader verifies the row against the sums in the head, and the head against the digest that its agent reported.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import re
+import secrets
+import select
+import socket
+import threading
+
+import msgspec
+
+from holdfast.checkpoint.layout import Head, decode_head, digest
+from holdfast.checkpoint.memory import Slot, SlotPool
+from holdfast.checkpoint.pages import PAGE
+from holdfast.errors import StateError, TierError
+from holdfast.protocol import http_server
+from holdfast.protocol.proof import ANSWER_HEADER, Question, answer_to_header, bears
+from holdfast.protocol.snapshots import Holder, Key, Part
+from holdfast.protocol.sockets import unpace
+
+CONNECT_S = 5.0
+STALL_S = 20.0
+"""A peer that sends nothing for so long is given up; the next source is read."""
+
+
+WAKE_BYTES = 1 << 20
+"""A stream's reader is woken when so much has come: woken for every packet, two ends that share a machine's processors
+spend a sixth of their time on changing places."""
+
+SEND_BYTES = 4 << 20
+"""Given to the kernel at once. Out of the mapped slot: sendfile from tmpfs saves a copy, and is slower all the same,
+because it hands over one page of 4 KiB after the other."""
+
+
+class SnapshotServer:
+    """Serves a pool's sealed slots until closed. Owns its threads.
+
+    Attributes:
+        name: by which `protocol.proof` knows it; no other server ever has it.
+    """
+
+    def __init__(self, pool: SlotPool, host: str, token: str) -> None:
+        self.name = f"snapshots {secrets.token_hex(8)}"
+        self._pool, self._token = pool, token
+        self._open: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._door = http_server.HttpDoor(host, "holdfast-snapshots", self._handler())
+        self.port = self._door.port
+
+    def close(self) -> None:
+        """Ends every transfer, and takes no more."""
+        with self._lock:
+            self._closed = True
+            for connection in self._open:
+                _shut(connection)
+        self._door.close()
+
+    def _handler(self) -> type[http_server.Handler]:
+        server = self
+
+        class Handler(http_server.Handler):
+            timeout = STALL_S
+            _proof: str | None = None
+
+            def setup(self) -> None:
+                super().setup()
+                self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                unpace(self.connection)
+                with server._lock:
+                    server._open.add(self.connection)
+                    if server._closed:
+                        _shut(self.connection)
+
+            def finish(self) -> None:
+                with server._lock:
+                    server._open.discard(self.connection)
+                super().finish()
+
+            def do_GET(self) -> None:
+                given = self.headers.get("Authorization", "")
+                self._proof = answer_to_header(given, server._token, server.name, "GET", self.path)
+                if self._proof is None and not bears(given, server._token):
+                    self.send_error(401, "send the job's token: Authorization: Bearer TOKEN")
+                    return
+                if self.path == "/snapshots":
+                    self._send(msgspec.json.encode([s.key for s in server._pool.held()]))
+                    return
+                wanted = re.fullmatch(r"/snapshots/(\d+)/(-?\d+)/(\d+)/(\d+)/(head|row|hold)", self.path)
+                if not wanted:
+                    self.send_error(404)
+                    return
+                key = Key(*(int(wanted[i]) for i in range(1, 5)))
+                try:
+                    with server._pool.reading(key) as slot:
+                        if wanted[5] == "head":
+                            self._send(slot.head)
+                        elif wanted[5] == "hold":
+                            self._send(str(slot.path).encode())
+                            self._wait_for_close()
+                        else:
+                            self._send_row(slot)
+                except StateError as error:
+                    self.send_error(410, str(error))
+
+            def _send(self, body: bytes) -> None:
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def _wait_for_close(self) -> None:
+                self.close_connection = True
+                self.connection.settimeout(None)
+                self.connection.recv(1)
+
+            def _send_row(self, slot: Slot) -> None:
+                wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+                start, stop = (int(wanted[1]), int(wanted[2]) + 1) if wanted else (0, slot.row_bytes)
+                if not 0 <= start < stop <= slot.row_bytes:
+                    self.send_error(416)
+                    return
+                self.send_response(206)
+                self.send_header("Content-Length", str(stop - start))
+                self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{slot.row_bytes}")
+                self.end_headers()
+                self.wfile.flush()
+                with slot.row as row:
+                    while start < stop:
+                        start += _send(self.connection, row, start, stop)
+
+            def end_headers(self) -> None:
+                if self._proof is not None:
+                    self.send_header(ANSWER_HEADER, self._proof)
+                super().end_headers()
+
+        return Handler
+
+
+def _shut(connection: socket.socket) -> None:
+    """Whoever waits in it, in any thread, goes on with an error."""
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return
+
+
+def _is_readable(connection: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(connection.fileno(), select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _send(connection: socket.socket, row: memoryview, start: int, stop: int) -> int:
+    """Sends what the kernel takes now of the bytes from `start` on; waits until it takes something."""
+    return connection.send(row[start : min(start + SEND_BYTES, stop)])
+
+
+class Peer:
+    """One agent's snapshot of one shard, read over one connection that is kept. Not thread-safe: one for every thread.
+
+    Attributes:
+        ahead: where a reader that goes on from byte to byte will end: so far is asked for at once.
+    """
+
+    def __init__(self, holder: Holder, token: str, key: Key) -> None:
+        self.where = f"the memory of {holder.node}"
+        self._server = holder.server
+        self._path = f"/snapshots/{key.step}/{key.generation}/{key.rank}/{key.world}"
+        self._token = token
+        self._connection = http.client.HTTPConnection(holder.host, holder.port, timeout=CONNECT_S)
+        self._coming: tuple[http.client.HTTPResponse, int, int] | None = None  # from byte to byte, exclusive
+        self._aborted = False
+        self._wakes_at = 1
+        self.ahead = 0
+
+    def head(self, part: Part | None = None) -> tuple[bytes, Head]:
+        """The shard's head. part: what it must be.
+
+        Raises:
+            TierError: the peer does not answer, or does not hold it.
+            ChecksumError: it is another.
+        """
+        try:
+            data = self._answer("head", {}).read()
+        except (OSError, http.client.HTTPException) as error:
+            self.close()
+            raise TierError(f"{self.where} does not answer: {error}") from error
+        part = part or Part("", len(data), digest(data))
+        return data, decode_head(data, part, self.where)
+
+    def read_into(self, low: int, view: memoryview) -> None:
+        """Fills `view` with the row's bytes from `low` on.
+
+        Raises:
+            TierError: the peer does not answer, or does not hold it any more.
+        """
+        high = low + len(view)
+        if not len(view):
+            return
+        try:
+            if self._coming is None or self._coming[1] != low or self._coming[2] < high:
+                self._ask(low, max(high, self.ahead))
+            assert self._coming is not None
+            response, _, end = self._coming
+            self._wake_at(WAKE_BYTES if end - high >= WAKE_BYTES else 1)
+            while view:
+                got = response.readinto(view)
+                if not got:
+                    raise TierError(f"{self.where} closed the connection")
+                view = view[got:]
+            self._coming = (response, high, end) if high < end else None
+        except (OSError, http.client.HTTPException) as error:
+            self.close()
+            raise TierError(f"{self.where} does not answer: {error}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def _ask(self, low: int, high: int) -> None:
+        if self._coming is not None:  # what is still to come of another range is not wanted any more
+            self.close()
+        self._coming = self._answer("row", {"Range": f"bytes={low}-{high - 1}"}), low, high
+
+    def _wake_at(self, nbytes: int) -> None:
+        """Sleep until so much has come. As much must be on its way beyond what is wanted, or nobody wakes us."""
+        sock = self._connection.sock
+        if sock is not None and nbytes != self._wakes_at:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
+            self._wakes_at = nbytes
+
+    def _answer(self, what: str, headers: dict[str, str]) -> http.client.HTTPResponse:
+        path = f"{self._path}/{what}"
+        question = Question(self._token, self._server, "GET", path)
+        headers["Authorization"] = question.authorization
+        self._connect()
+        self._connection.request("GET", path, headers=headers)
+        response = self._response()
+        if not question.proves(response.getheader(ANSWER_HEADER, "")):
+            self.close()
+            raise TierError(f"{self.where} answered {response.status} and did not prove to be of this job")
+        if response.status not in (200, 206):
+            response.read()
+            raise TierError(f"{self.where} answered {response.status} {response.reason}")
+        return response
+
+    def _response(self) -> http.client.HTTPResponse:
+        """Its head. The time is for all of it: a stranger could send one byte after the other for ever."""
+        limit = threading.Timer(STALL_S, _shut, (self._connection.sock,))
+        limit.daemon = True
+        limit.start()
+        try:
+            return self._connection.getresponse()
+        finally:
+            limit.cancel()
+
+    def _connect(self) -> None:
+        """A connection that nothing was sent over for a while may have been closed at the other end."""
+        sock = self._connection.sock
+        if sock is not None and _is_readable(sock):
+            self.close()
+            sock = None
+        if sock is None and not self._aborted:
+            self._connection.connect()
+            self._connection.sock.settimeout(STALL_S)
+            self._wakes_at = 1
+        if self._aborted:
+            raise TierError(f"the transfer from {self.where} was ended")
+
+    def abort(self) -> None:
+        """Ends a read that another thread waits in, and every later one."""
+        self._aborted = True
+        sock = self._connection.sock
+        if sock is not None:
+            _shut(sock)
+
+    def close(self) -> None:
+        """Closes the connection; the next read makes it anew."""
+        self._coming = None
+        self._connection.close()
+
+
+class OwnNode(Peer):
+    """The agent of this node: it keeps the slot as it is while the connection is open, and its file is read instead."""
+
+    _file: int | None = None
+    _reachable = True
+
+    def read_into(self, low: int, view: memoryview) -> None:
+        """Fills `view` with the row's bytes from `low` on."""
+        if self._file is None and self._reachable:
+            self._hold()
+        if self._file is None:
+            super().read_into(low, view)
+            return
+        if self._aborted:
+            raise TierError(f"the transfer from {self.where} was ended")
+        while view:
+            got = os.preadv(self._file, [view], PAGE + low)
+            if not got:
+                raise TierError(f"{self.where} is cut short")
+            low, view = low + got, view[got:]
+
+    def _hold(self) -> None:
+        try:
+            path = self._answer("hold", {}).read().decode()
+        except (OSError, http.client.HTTPException) as error:
+            self.close()
+            raise TierError(f"{self.where} does not answer: {error}") from error
+        try:
+            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:  # worker and agent see different folders: over the network, then
+            self._reachable = False
+            self.close()
+
+    def close(self) -> None:
+        """Closes the connection and lets the slot go; the next read takes both anew."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+        super().close()
+
+
+def peer_of(holder: Holder, token: str, key: Key, own_node: str = "") -> Peer:
+    """The way to a holder's memory. own_node: the name of the reader's."""
+    kind = OwnNode if holder.node == own_node else Peer
+    return kind(holder, token, key)

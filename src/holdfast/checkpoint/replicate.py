@@ -1,0 +1,162 @@
+"""Bringing a row here over several connections at once: into a slot, or wherever the caller puts its bytes."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from holdfast.checkpoint.layout import Head
+from holdfast.checkpoint.memory import Slot, SlotPool
+from holdfast.checkpoint.range_server import Peer, peer_of
+from holdfast.checkpoint.sources import WINDOW_BYTES, Row
+from holdfast.errors import HoldfastError, StateError
+from holdfast.protocol.snapshots import Holder, Key, Part
+
+STREAMS = 4
+"""Connections of one transfer between machines, where one is often held to a part of what the network carries."""
+
+LOOPBACK_STREAMS = 2
+"""Within one machine two fill what memory carries; more only take processor time."""
+
+
+@dataclass(eq=False)
+class Pull:
+    """One transfer of one shard from its holders, nearest first. `abort` ends it from another thread.
+
+    streams: connections; 0: as many as its way needs. own_node: the name of the reader's, if it may read from a file.
+    """
+
+    key: Key
+    holders: Sequence[Holder]
+    token: str
+    streams: int = 0
+    own_node: str = ""
+    fetched_bytes: int = 0
+    passed_over: Callable[[str], None] = lambda why: None
+    _peers: set[Peer] = field(default_factory=set)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _aborted: bool = False
+
+    def head(self, part: Part | None = None) -> tuple[bytes, Head]:
+        """The shard's head, as bytes and decoded. part: what it must be.
+
+        Raises:
+            StateError: nobody gives it.
+        """
+        reasons = []
+        peers = self._connect(0)
+        try:
+            for peer in peers:
+                try:
+                    return peer.head(part)
+                except HoldfastError as error:
+                    self._check_aborted()
+                    reasons.append(str(error))
+        finally:
+            for peer in peers:
+                self._let_go(peer)
+        raise StateError("; ".join(reasons) or f"nobody holds the snapshot of step {self.key.step}")
+
+    def run(self, head: Head, take: Callable[[Row, int, int], None]) -> None:
+        """Calls `take(row, low, high)` for every window, from several threads; it reads these bytes from the row. Each
+        thread has a stripe of its own, so that one request serves all of it.
+
+        Raises:
+            StateError: no holder has them whole, or the transfer was aborted.
+        """
+        nbytes = head.index.nbytes
+        windows = -(-nbytes // WINDOW_BYTES)
+        count = max(1, min(max(self.streams or self._enough(), len(self.holders)), windows))
+        edges = [windows * i // count * WINDOW_BYTES for i in range(count)] + [nbytes]
+        failed = threading.Event()  # then the others need not go on
+
+        def stream(number: int) -> None:
+            low, end = edges[number], edges[number + 1]
+            peers = self._connect(number)
+            row = Row(peers, head.sums, nbytes, self._pass_over)
+            for peer in peers:
+                peer.ahead = end
+            try:
+                while low < end and not failed.is_set():
+                    self._check_aborted()
+                    take(row, low, min(low + WINDOW_BYTES, end))
+                    low += WINDOW_BYTES
+            except BaseException:
+                failed.set()
+                self._check_aborted()  # its connections were shut: what they say of it is no fault of a holder's
+                raise
+            finally:
+                with self._lock:
+                    self.fetched_bytes += row.fetched_bytes
+                for peer in peers:
+                    self._let_go(peer)
+
+        if count == 1:
+            stream(0)
+            return
+        with ThreadPoolExecutor(count, thread_name_prefix="holdfast-pull") as pool:
+            for job in [pool.submit(stream, i) for i in range(count)]:
+                job.result()
+
+    def abort(self) -> None:
+        """Ends the transfer at once."""
+        with self._lock:
+            self._aborted = True
+            for peer in self._peers:
+                peer.abort()
+
+    def _enough(self) -> int:
+        local = all(h.host.startswith("127.") or h.host in ("localhost", "::1") for h in self.holders)
+        return LOOPBACK_STREAMS if local else STREAMS
+
+    def _connect(self, first: int) -> list[Peer]:
+        """A connection to every holder, made when it is used; the streams begin with different ones."""
+        with self._lock:
+            self._check_aborted()
+            order = list(itertools.islice(itertools.cycle(self.holders), first, first + len(self.holders)))
+            peers = [peer_of(h, self.token, self.key, self.own_node) for h in order]
+            self._peers.update(peers)
+            return peers
+
+    def _check_aborted(self) -> None:
+        if self._aborted:
+            raise StateError("the transfer was ended")
+
+    def _pass_over(self, why: str) -> None:
+        if not self._aborted:
+            self.passed_over(why)
+
+    def _let_go(self, peer: Peer) -> None:
+        with self._lock:
+            self._peers.discard(peer)
+        peer.close()
+
+
+def replicate(pool: SlotPool, pull: Pull, part: Part | None) -> Slot:
+    """Brings a snapshot into a slot of this node's. Blocks for as long as the transfer takes.
+
+    Args:
+        part: the head that its owner reported.
+
+    Raises:
+        TierError: no memory for it here.
+        StateError: no holder has it whole.
+    """
+    data, head = pull.head(part)
+    slot = pool.begin(pull.key, head.index.nbytes)
+    try:
+        with slot.row as target:
+
+            def take(row: Row, low: int, high: int) -> None:
+                with target[low:high] as view:
+                    row.fetch_into(low, view)
+
+            pull.run(head, take)
+        pool.received(slot, data, head.sums)
+    except BaseException:
+        pool.drop(slot)
+        raise
+    return slot

@@ -1,0 +1,120 @@
+"""Reading a row of bytes from whoever has it: verified, from the nearest source, going on at the next."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from holdfast.checkpoint.checksums import damaged, whole_chunks
+from holdfast.checkpoint.tier import Tier
+from holdfast.errors import HoldfastError, StateError
+
+WINDOW_BYTES = 8 << 20
+"""So much is read at once; a multiple of a checksum's chunk. Smaller ones cost more turns of the interpreter than they
+save by being summed while they are in the cache."""
+
+
+class Source(Protocol):
+    """Someone who has a row. where: for people."""
+
+    where: str
+
+    def read_into(self, low: int, view: memoryview) -> None:
+        """Fills `view` with the row's bytes from `low` on; raises a HoldfastError when it cannot."""
+
+
+class TierSource:
+    """A row in a durable tier."""
+
+    def __init__(self, tier: Tier, name: str) -> None:
+        self._tier, self._name = tier, name
+        self.where = f"{tier.url}/{name}"
+
+    def read_into(self, low: int, view: memoryview) -> None:
+        """Fills `view` with the row's bytes from `low` on."""
+        self._tier.read_into(self._name, low, view)
+
+
+class Row:
+    """One row and its sources, nearest first. Thread-safe.
+
+    Attributes:
+        fetched_bytes: what was read so far, from any source.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        sums: bytes,
+        nbytes: int,
+        passed_over: Callable[[str], None] = lambda why: None,
+    ) -> None:
+        """passed_over: told, once for each source, why it is not used any more."""
+        self.nbytes = nbytes
+        self.fetched_bytes = 0
+        self._sums = sums
+        self._sources = list(sources)
+        self._all = tuple(sources)
+        self._passed_over = passed_over
+        self._lock = threading.Lock()
+
+    def fetch(self, low: int, high: int) -> memoryview:
+        """The bytes [low, high), verified.
+
+        Raises:
+            StateError: no source has them whole; the message has every source's reason. Or the row has no such bytes.
+        """
+        if not 0 <= low <= high <= self.nbytes:
+            raise StateError(f"bytes {low} to {high} are not within a row of {self.nbytes}")
+        if low == high:
+            return memoryview(b"")
+        begin, end = whole_chunks(low, high, self.nbytes)
+        view = memoryview(bytearray(end - begin))
+        self._fill(begin, view)
+        return view[low - begin : high - begin]
+
+    def fetch_into(self, low: int, view: memoryview) -> None:
+        """The same, into `view`; bytes that are damaged everywhere may be left in it."""
+        begin, end = whole_chunks(low, low + len(view), self.nbytes)
+        if begin == low and end == low + len(view):
+            if len(view):
+                self._fill(low, view)
+        else:
+            view[:] = self.fetch(low, low + len(view))
+
+    def close(self) -> None:
+        """Closes the sources that have a connection."""
+        for source in self._all:
+            close = getattr(source, "close", None)
+            if close is not None:
+                close()
+
+    def _fill(self, low: int, view: memoryview) -> None:
+        reasons = []
+        for source in self._usable():
+            try:
+                source.read_into(low, view)
+            except HoldfastError as error:
+                why = f"{source.where}: {error}"
+            else:
+                with self._lock:
+                    self.fetched_bytes += len(view)
+                bad = next(damaged(view, low, self._sums), None)
+                if bad is None:
+                    return
+                why = f"{source.where}: bytes {bad[0]} to {bad[1]} were changed"
+            reasons.append(why)
+            self._drop(source, why)
+        raise StateError("; ".join(reasons) or "no source is left that has these bytes")
+
+    def _usable(self) -> list[Source]:
+        with self._lock:
+            return list(self._sources)
+
+    def _drop(self, source: Source, why: str) -> None:
+        with self._lock:
+            if source not in self._sources:
+                return
+            self._sources.remove(source)
+        self._passed_over(why)

@@ -1,0 +1,179 @@
+"""`holdfast checkpoint export` and `import`: checkpoints for other programs, and theirs for us."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from holdfast.cli import checkpoint
+from holdfast.cli.common import JobName
+
+if TYPE_CHECKING:
+    from holdfast.checkpoint.archive import Archive
+    from holdfast.checkpoint.convert import Exported, Seen
+
+TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt")
+MOST_NAMED = 5
+
+
+class Format(StrEnum):
+    """What an export is."""
+
+    SAFETENSORS = "safetensors"
+    TORCH = "torch"
+
+
+def export(
+    places: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[PLACE] OUT",
+            help="PLACE: a folder or URL of checkpoints, or one checkpoint; without it all tiers of the job. OUT: a "
+            "new folder of safetensors, or a new file of torch.save.",
+        ),
+    ],
+    job: JobName = None,
+    kind: Annotated[
+        Format | None,
+        typer.Option("--format", help=f"By default torch if OUT ends in {', '.join(TORCH_ENDINGS)}."),
+    ] = None,
+    max_shard_size: Annotated[
+        str, typer.Option("--max-shard-size", help="The most of tensors in one safetensors file: 500M, 5G.")
+    ] = "5G",
+    only: Annotated[
+        str, typer.Option("--only", help="Only names that begin so, such as model. (they keep it).")
+    ] = "",
+    strip: Annotated[
+        bool,
+        typer.Option(
+            "--strip", help="Names lose what --only says: a module's own names, as other programs know them."
+        ),
+    ] = False,
+    step: Annotated[int | None, typer.Option("--step", min=0, help="By default the newest.")] = None,
+) -> None:
+    """Writes a checkpoint for other programs: as safetensors, or as a file of torch.save.
+
+    Sharded tensors are put together, and what ranks saved alike is written once. What another rank saved otherwise
+    is called rank-N. and its name in safetensors, which have plain values beside them, in values.json; a file of
+    torch.save then has every rank's state as rank-N too.
+    """
+    from holdfast.errors import UsageError
+    from holdfast.protocol.sizes import parse_size
+
+    if len(places) > 2:
+        raise UsageError(f"{len(places)} places are named, give one or none, and OUT: [PLACE] OUT")
+    file_bytes = parse_size("--max-shard-size", max_shard_size)
+    out = Path(places[-1])
+    as_torch = kind is Format.TORCH or (kind is None and out.suffix in TORCH_ENDINGS)
+    if strip and (as_torch or not only):
+        raise UsageError("--strip is for safetensors, and needs --only: what names are to lose")
+    archives, chosen = _chosen(places[0] if len(places) == 2 else None, job, step)
+    _need_torch()
+    from holdfast.checkpoint.convert import export_safetensors, export_torch
+
+    def write(archive: Archive) -> Exported:
+        with _progress() as seen:
+            if as_torch:
+                return export_torch(archive, chosen, out, only, seen)
+            return export_safetensors(archive, chosen, out, only, file_bytes, seen, strip=strip)
+
+    _tell(_first_whole(archives, write), chosen, out)
+
+
+def import_(
+    source: Annotated[
+        Path,
+        typer.Argument(help="A folder or file of safetensors, or a file of torch.save.", metavar="SOURCE"),
+    ],
+    place: Annotated[
+        str, typer.Argument(help="The folder or URL of checkpoints that it goes to.", metavar="PLACE")
+    ],
+    step: Annotated[int, typer.Option("--step", min=0, help="The step of the new checkpoint.")],
+) -> None:
+    """Makes a checkpoint of safetensors or of a file of torch.save. Nothing in it is run."""
+    _need_torch()
+    from holdfast.checkpoint.archive import Archive
+    from holdfast.checkpoint.convert import import_checkpoint
+    from holdfast.observe.units import plural, size
+
+    archive = Archive(place)
+    with _progress() as seen:
+        world, nbytes = import_checkpoint(source, archive, step, seen)
+    sys.stdout.write(f"step {step}: {size(nbytes)} of {plural(world, 'rank')} in {archive.where(step)}\n")
+
+
+def _chosen(place: str | None, job: str | None, step: int | None) -> tuple[list[Archive], int]:
+    """The tiers that have the wanted checkpoint, in the job's order; and its step."""
+    from holdfast.errors import UsageError
+
+    found = checkpoint.find(place, job)
+    steps = sorted({s for _, s in found})
+    chosen = steps[-1] if step is None else step
+    if chosen not in steps:
+        raise UsageError(f"there is no checkpoint of step {step}; there are {', '.join(map(str, steps))}")
+    return [archive for archive, s in found if s == chosen], chosen
+
+
+def _first_whole(archives: list[Archive], write: Callable[[Archive], Exported]) -> Exported:
+    """From the first tier that has it whole.
+
+    Raises:
+        StateError: none has; the message has every tier's reason.
+    """
+    from holdfast.errors import StateError
+
+    reasons: list[str] = []
+    for archive in archives:
+        try:
+            return write(archive)
+        except StateError as error:
+            reasons.append(str(error))
+    raise StateError(
+        f"{'; '.join(reasons)}. Nothing was exported; `holdfast checkpoint verify` says which checkpoints are whole, "
+        "and --step takes another"
+    )
+
+
+def _tell(exported: Exported, step: int, out: Path) -> None:
+    from holdfast.observe.units import plural, size
+
+    sys.stdout.write(
+        f"step {step}: {plural(exported.tensors, 'tensor')} of {size(exported.nbytes)} and "
+        f"{plural(exported.values, 'value')}, {plural(len(exported.files), 'file')}: {out}\n"
+    )
+    if exported.of_ranks:
+        more = len(exported.of_ranks) - MOST_NAMED
+        named = ", ".join(exported.of_ranks[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+        sys.stdout.write(f"ranks differ in {named}\n")
+
+
+@contextmanager
+def _progress() -> Iterator[Seen]:
+    """Says what is being done after two seconds of it."""
+    from holdfast.observe.transfer_progress import ByteCount
+
+    with ExitStack() as stack:
+        counts: dict[str, ByteCount] = {}
+
+        def seen(what: str, nbytes: int) -> None:
+            if what not in counts:
+                stack.close()  # the line of what was done before
+                counts[what] = stack.enter_context(ByteCount(sys.stderr, what))
+            counts[what].add(nbytes)
+
+        yield seen
+
+
+def _need_torch() -> None:
+    from holdfast.errors import UsageError
+
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        raise UsageError(f"this needs PyTorch: pip install 'holdfast[train,export]' ({error})") from error

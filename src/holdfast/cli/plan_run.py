@@ -1,0 +1,249 @@
+"""`holdfast plan run`: ways to survive failures, side by side, and what the best one depends on."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from holdfast.cli.common import AsJson, write_json
+
+if TYPE_CHECKING:
+    from holdfast.plan.candidates import Candidate
+    from holdfast.plan.inputs import Inputs
+
+
+def field(text: str, *names: str) -> Any:
+    """A flag for a field that YAML has too: text, checked with the field's name."""
+    return typer.Option(*names, help=text, show_default=False)
+
+
+Text = str | None
+
+
+def run(
+    config: Annotated[Path | None, typer.Argument(help="YAML with the same fields as the flags.")] = None,
+    nodes: Annotated[Text, field("Nodes that train.", "--nodes")] = None,
+    gpus_per_node: Annotated[Text, field("By default 8.", "--gpus-per-node")] = None,
+    gpu_hours: Annotated[Text, field("The work: 10M.", "--gpu-hours")] = None,
+    tokens: Annotated[Text, field("Or: 15T, with --tokens-per-gpu-s.", "--tokens")] = None,
+    tokens_per_gpu_s: Annotated[Text, field("Throughput of a GPU.", "--tokens-per-gpu-s")] = None,
+    rate: Annotated[Text, field("Failures per node-hour: 0.016%.", "--rate")] = None,
+    mtbf: Annotated[Text, field("Or: time between failures of the job: 3h.", "--mtbf")] = None,
+    preset: Annotated[
+        Text, field("self-managed, managed-cloud, checkpointless, or holdfast with --report.", "--preset")
+    ] = None,
+    report: Annotated[Path | None, field("A job's report.json, for --preset holdfast.", "--report")] = None,
+    detect: Annotated[Text, field("Until a failure is known: 90s.", "--detect")] = None,
+    replace: Annotated[Text, field("Until a new node is there: 15m.", "--replace")] = None,
+    spare: Annotated[Text, field("Until a spare takes the place: 1m.", "--spare")] = None,
+    resume: Annotated[Text, field("Start again from storage: 24m.", "--resume")] = None,
+    resume_memory: Annotated[Text, field("Start again from memory: 5m.", "--resume-memory")] = None,
+    peer: Annotated[Text, field("Survivors go on after: 2m.", "--peer")] = None,
+    checkpoint_cost: Annotated[
+        Text, field("A save to storage stalls training: 30s.", "--checkpoint-cost")
+    ] = None,
+    memory_cost: Annotated[Text, field("A snapshot in memory stalls it: 1s.", "--memory-cost")] = None,
+    checkpoint_size: Annotated[Text, field("840GB.", "--checkpoint-size")] = None,
+    step: Annotated[Text, field("A step: 10s.", "--step")] = None,
+    price: Annotated[Text, field("Of a GPU-hour: 2.5.", "--price")] = None,
+    spares: Annotated[Text, field("At most: 4.", "--spares")] = None,
+    repair: Annotated[
+        Text, field("Until a spare that was used is made up for; by default as --replace.", "--repair")
+    ] = None,
+    plot: Annotated[
+        Path | None, field("Draw the pictures into this folder, with matplotlib.", "--plot")
+    ] = None,
+    svg: Annotated[bool, typer.Option("--svg", help="With --plot: SVG instead of PNG.")] = False,
+    chart: Annotated[bool, typer.Option("--chart", help="Draw the pictures into the terminal.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compares ways to survive failures: wall time, cost, goodput, their spread, and what the answer depends on."""
+    given = {
+        k: v
+        for k, v in locals().items()
+        if v is not None and k not in ("config", "report", "as_json", "plot", "svg", "chart")
+    }
+    from holdfast.plan import candidates as c
+    from holdfast.plan.inputs import read
+
+    inputs = read((read_yaml(config) if config else {}) | given, _report(report))
+    ways = c.candidates(inputs)
+    best = next(w for w in ways if w.best)
+    rows = c.sensitivity(inputs, best)
+    losses = c.waterfall(inputs, best)
+    commands = c.next_commands(inputs, best)
+    if as_json:
+        import msgspec
+
+        built = msgspec.to_builtins
+        write_json(
+            {
+                "inputs": built(inputs) | {"mtbf_s": inputs.mtbf_s},
+                "candidates": [built(w) | {"name": w.name} for w in ways],
+                "best": best.name,
+                "sensitivity": built(rows),
+                "waterfall": built(losses),
+                "next": commands,
+            }
+        )
+    else:
+        _print(inputs, ways, best, rows, losses, commands)
+    if chart:
+        _chart(inputs, best)
+    if plot is not None:
+        _draw(inputs, best, plot, "svg" if svg else "png")
+
+
+def _chart(inputs: Inputs, best: Candidate) -> None:
+    from holdfast.observe.plan_plots import print_curves
+    from holdfast.plan import series
+
+    by_size = series.goodput_by_size(inputs, best.spares, best.waits)
+    print_curves(sys.stdout, "goodput against cluster size (doubling)", by_size, "nodes", percent=True)
+    print_curves(sys.stdout, "cost against spares", series.cost_by_spares(inputs), "spares")
+    by_interval = series.goodput_by_interval(inputs, best.recovery_s)
+    print_curves(sys.stdout, "goodput against the interval (log)", by_interval, "s", percent=True)
+
+
+def _draw(inputs: Inputs, best: Candidate, folder: Path, kind: str) -> None:
+    from holdfast.observe.plan_plots import draw_curves, draw_waterfall
+    from holdfast.plan import candidates, series
+
+    by_size = series.goodput_by_size(inputs, best.spares, best.waits)
+    draw_curves(
+        folder / f"goodput-by-size.{kind}",
+        "goodput against cluster size",
+        by_size,
+        "nodes",
+        "goodput",
+        log=True,
+        percent=True,
+    )
+    unit = "cost" if inputs.price else "GPU-days"
+    draw_curves(
+        folder / f"cost-by-spares.{kind}",
+        "cost against spares",
+        series.cost_by_spares(inputs),
+        "spares",
+        unit,
+    )
+    draw_curves(
+        folder / f"interval.{kind}",
+        "goodput against the time between saves",
+        series.goodput_by_interval(inputs, best.recovery_s),
+        "seconds",
+        "goodput",
+        log=True,
+        percent=True,
+    )
+    parts = [(x.part, x.seconds / 86400) for x in candidates.waterfall(inputs, best)]
+    draw_waterfall(folder / f"waterfall.{kind}", f"where the time goes: {best.name}", parts, "days")
+    sys.stderr.write(f"the pictures are in {folder}\n")
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A mapping of fields. Raises UsageError where it is none."""
+    import msgspec
+
+    from holdfast.errors import UsageError
+
+    try:
+        found = msgspec.yaml.decode(path.read_bytes())
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+    except (msgspec.DecodeError, ValueError) as error:
+        raise UsageError(f"{path} is no YAML: {error}") from error
+    except ImportError:
+        raise UsageError("reading YAML needs PyYAML: pip install pyyaml") from None
+    if not isinstance(found, dict):
+        raise UsageError(f"{path}: fields are missing; for example\nnodes: 256\ngpu_hours: 10M\nrate: 0.016%")
+    return {str(k): v for k, v in found.items()}
+
+
+def _report(path: Path | None) -> dict[str, Any] | None:
+    if path is None:
+        return None
+    import msgspec
+
+    from holdfast.errors import UsageError
+
+    try:
+        found = msgspec.json.decode(path.read_bytes())
+    except OSError as error:
+        raise UsageError(f"--report {path} cannot be read: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise UsageError(f"--report {path} is no report: {error}") from error
+    if not isinstance(found, dict) or "incidents" not in found:
+        raise UsageError(f"--report {path} is no report of a job: it has no incidents")
+    return found
+
+
+def _print(
+    inputs: Inputs, ways: list[Candidate], best: Candidate, rows: Any, losses: Any, commands: Any
+) -> None:
+    from holdfast.observe import units
+    from holdfast.observe.tables import print_table
+
+    out = sys.stdout
+    out.write(
+        f"{inputs.nodes} nodes x {inputs.gpus_per_node} GPUs, {days(inputs.work_s)} without failures; one failure every "
+        f"{units.seconds(inputs.mtbf_s)} ({100 * inputs.rate:.4g}% per node-hour)\n"
+        f"times: {inputs.times.source}\n\n"
+    )
+    heads = ["", "way", "spares", "then", "days", "10%", "50%", "90%", "goodput", "save every"]
+    heads += ["cost"] if inputs.price else []
+    table = []
+    for way in ways:
+        finishes = way.goodput >= 0.02
+        spread = [days(s, "") for s in way.percentiles_s] or ["–"] * 3
+        row = [
+            "►" if way.best else "",
+            way.strategy,
+            str(way.spares),
+            "wait" if way.waits else "smaller",
+            days(way.wall_s, "") if finishes else "never",
+            *spread,
+            units.share(way.goodput),
+            units.seconds(way.interval_s),
+        ]
+        table.append(row + ([units.amount(way.cost)] if inputs.price else []))
+    print_table(out, heads, table)
+    if not best.percentiles_s:
+        out.write("percentiles need numpy: pip install 'holdfast[plan]'\n")
+    out.write(f"\n► {best.name}: where its {days(best.wall_s)} go\n")
+    print_table(
+        out,
+        ("", "days", "share", ""),
+        [
+            (
+                x.part,
+                days(x.seconds, ""),
+                units.share(x.seconds / best.wall_s),
+                "█" * round(50 * x.seconds / best.wall_s),
+            )
+            for x in losses
+        ],
+    )
+    out.write("\nif the failure rate is another\n")
+    print_table(
+        out,
+        ("rate", "goodput of ►", "best then", "its goodput"),
+        [
+            (
+                f"x {r.factor:g}",
+                units.share(r.chosen_goodput),
+                "the same" if r.best == best.name else r.best,
+                units.share(r.best_goodput),
+            )
+            for r in rows
+        ],
+    )
+    out.write("\nnext\n" + "".join(f"  {command}\n" for command in commands))
+
+
+def days(seconds: float, unit: str = " days") -> str:
+    """`54.2 days`."""
+    return f"{seconds / 86400:.1f}{unit}" if seconds < 1e12 else "never"

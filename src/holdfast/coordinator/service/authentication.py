@@ -1,0 +1,108 @@
+"""Who may speak with the coordinator: those who prove that they know the job's token.
+
+They are heard at a door (`protocol.authentication`) in a thread of its own; a connection is the web server's from there on, and costs
+its loop nothing before. The web server checks it again, request by request, since a connection may bring several.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+
+from holdfast.protocol.authentication import Door
+from holdfast.protocol.endpoint import Endpoint
+from holdfast.protocol.http_server import head_missing
+from holdfast.protocol.proof import ANSWER_HEADER, answer_to_header, bears
+
+_PROOF: Any = getattr(web, "RequestKey", lambda name, kind: name)("proof", str)
+"""Newer versions of aiohttp warn of keys that are mere texts."""
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+_REFUSAL = "send the job's token: Authorization: Bearer TOKEN\n"
+_REFUSED = (
+    f"HTTP/1.1 401 Unauthorized\r\nContent-Length: {len(_REFUSAL)}\r\nConnection: close\r\n\r\n{_REFUSAL}"
+)
+
+
+def authorized(token: str, where: Endpoint) -> Any:
+    """Turns away who does not know the token; who proves that he does without showing it gets the proof that we do."""
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "")
+        answer = answer_to_header(given, token, where.name, request.method, request.raw_path)
+        if answer is None and not bears(given, token):
+            return web.Response(status=401, text=_REFUSAL)
+        request[_PROOF] = answer
+        return await handler(request)
+
+    return check
+
+
+async def give_proof(request: web.Request, response: web.StreamResponse) -> None:
+    """Goes before everything that a caller hears who has proven himself: also before the first byte of a WebSocket."""
+    if answer := request.get(_PROOF):
+        response.headers[ANSWER_HEADER] = answer
+
+
+class Entrance:
+    """Where connections come in, until it is closed."""
+
+    def __init__(
+        self, listener: socket.socket, token: str, where: Endpoint, server: Callable[[], asyncio.Protocol]
+    ) -> None:
+        """server: makes the protocol of a connection in the loop that runs now."""
+        self._token, self._name, self._server = token, where.name, server
+        self._loop = asyncio.get_running_loop()
+        self._coming: set[asyncio.Task[None]] = set()
+        self._door = Door(listener, "holdfast-door", head_missing, self._enter)
+
+    def close(self) -> None:
+        """Nobody is let in any more."""
+        self._door.close()
+
+    def _enter(self, sock: socket.socket, head: bytes) -> bool:
+        """In the door's thread: strangers do not come as far as the loop."""
+        if not self._is_proven(head):
+            sock.send(_REFUSED.encode())
+            return False
+        self._loop.call_soon_threadsafe(self._take, sock, head)
+        return True
+
+    def _is_proven(self, head: bytes) -> bool:
+        first, *lines = head.partition(b"\r\n\r\n")[0].decode("latin-1").split("\r\n")
+        method, _, rest = first.partition(" ")
+        path, _, _ = rest.rpartition(" ")
+        headers = (line.partition(":") for line in lines)
+        given = next((value.strip() for name, _, value in headers if name.lower() == "authorization"), "")
+        return answer_to_header(given, self._token, self._name, method, path) is not None or bears(
+            given, self._token
+        )
+
+    def _take(self, sock: socket.socket, head: bytes) -> None:
+        task = self._loop.create_task(self._hand_over(sock, head))
+        self._coming.add(task)
+        task.add_done_callback(self._coming.discard)
+
+    async def _hand_over(self, sock: socket.socket, head: bytes) -> None:
+        try:
+            await self._loop.connect_accepted_socket(lambda: _HeardFirst(self._server(), head), sock)
+        except OSError:  # the caller is gone meanwhile
+            sock.close()
+
+
+class _HeardFirst(asyncio.Protocol):
+    """Gives the server's protocol what was heard at the door, before the transport reads on, and makes room for it."""
+
+    def __init__(self, protocol: asyncio.Protocol, head: bytes) -> None:
+        self._protocol, self._head = protocol, head
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport.set_protocol(self._protocol)
+        self._protocol.connection_made(transport)
+        self._protocol.data_received(self._head)

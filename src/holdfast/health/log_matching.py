@@ -1,0 +1,143 @@
+"""Which rules a line matches: one search per pattern, and none where a fixed part of the pattern is missing."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+from holdfast.health.rules import Rule
+from holdfast.health.samples import Line
+from holdfast.protocol.health import acts_on_node
+
+MATCHED_CHARS = 2000
+"""So much of a line is looked at: a user's pattern on a line of a megabyte would hold everything else up."""
+UNKNOWN_CODE = "unknown"
+
+NAME_CHARS = 15
+"""So long is the name that a process gives itself (TASK_COMM_LEN less the zero): any characters."""
+_BY_NAME = re.compile(
+    rf"\A.{{1,{NAME_CHARS}}}(?:\[\d+\]| ?\(\d+\)|: (?:attempt to|page allocation|vmalloc|potentially)| invoked oom-| use[sd] )",
+    re.DOTALL,
+)
+"""How the kernel's lines go on that begin with the name of a process (`NAME[12]: segfault at ...`)."""
+_NAMED = re.compile(rf"\bname=.{{0,{NAME_CHARS}}}, ")
+"""The process in an Xid's line; the name may hold anything, also what tells one variant of a code from another."""
+_SET = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
+_COUNT = re.compile(r"\{(?:\d+(?:,\d*)?|,\d*)\}")
+"""A set of characters; a repetition. A brace that begins none is a character."""
+
+
+class Matcher:
+    """The rules over lines of one source that share a pattern: one rule, or a family of codes."""
+
+    def __init__(self, rules: list[Rule]) -> None:
+        first = rules[0]
+        self.pattern = re.compile(first.pattern)
+        # What takes a node out of the job must stand where the kernel puts it, at the line's beginning: further on stand
+        # names of processes, files and groups, which anybody chooses.
+        self._severe = first.source == "kmsg" and any(acts_on_node(r.remedy) for r in rules)
+        self._hints = literals(first.pattern)
+        self._variant = re.compile(first.variant) if first.variant else None
+        self._rules = rules if not first.family else []
+        self._codes: dict[str, list[Rule]] = defaultdict(list)
+        for rule in rules:
+            if rule.family:
+                self._codes[rule.code].append(rule)
+
+    def may_match(self, text: str) -> bool:
+        """Whether it is worth a search."""
+        return any(hint in text for hint in self._hints)
+
+    def match(self, text: str, by_name: bool) -> re.Match[str] | None:
+        """by_name: the line begins with a name that a process gave itself."""
+        if not self._severe:
+            return self.pattern.search(text)
+        return None if by_name else self.pattern.match(text)
+
+    def rules(self, text: str, match: re.Match[str]) -> list[Rule]:
+        """Those that a match is of: of a family the code's, for its variant if there is one."""
+        if not self._codes:
+            return self._rules
+        code = match["code"]
+        variant = None
+        rest = _NAMED.sub("", text[match.end("code") :], count=1)
+        if self._variant is not None and (found := self._variant.search(rest)):
+            variant = found.lastgroup or next((g for g in found.groups() if g), "").lower()
+        if code not in self._codes:
+            code = UNKNOWN_CODE
+        for name in (f"{code}-{variant}", code):
+            if name in self._codes:
+                return self._codes[name]
+        return []
+
+
+class Matchers:
+    """The matchers of a set of rules, by source."""
+
+    def __init__(self, rules: Iterable[Rule]) -> None:
+        groups: dict[tuple[str, str, str], list[Rule]] = defaultdict(list)
+        for rule in rules:
+            if rule.pattern:
+                own = "" if rule.family else rule.id
+                groups[rule.source, rule.pattern, own].append(rule)
+        self._by_source: dict[str, list[Matcher]] = defaultdict(list)
+        for (source, _, _), same in groups.items():
+            if any(rule.enabled for rule in same):
+                self._by_source[source].append(Matcher(same))
+
+    def find(self, line: Line) -> Iterator[tuple[Rule, re.Match[str]]]:
+        """Every enabled rule that the line matches."""
+        text = line.text[:MATCHED_CHARS]
+        by_name = begins_with_a_name(text)
+        for matcher in self._by_source.get(line.source, ()):
+            if matcher.may_match(text) and (match := matcher.match(text, by_name)):
+                for rule in matcher.rules(text, match):
+                    if rule.enabled:
+                        yield rule, match
+
+
+def begins_with_a_name(text: str) -> bool:
+    """Whether a line of the kernel's begins with the name of a process, so that its first words are no words of the
+    kernel's."""
+    return _BY_NAME.match(text) is not None
+
+
+def literals(pattern: str) -> tuple[str, ...]:
+    """Texts of which every match holds one: the longest plain run of each alternative. An empty one: it is not plain to
+    see. Looks at the top level only."""
+    if re.search(r"\(\?[a-zA-Z-]*[ix]", pattern):
+        return ("",)
+    alternatives: list[list[str]] = [[""]]
+    depth = i = 0
+    while i < len(pattern):
+        c = pattern[i]
+        step, plain = 1, ""
+        if c == "\\":
+            step = 2
+            escaped = pattern[i + 1 : i + 2]
+            if escaped in ("x", "u", "U", "N") or escaped.isdigit():
+                return ("",)
+            plain = "" if escaped.isalnum() else escaped
+        elif c == "[":
+            found = _SET.match(pattern, i)
+            step = len(found[0]) if found else len(pattern)
+        elif c == "{":
+            found = _COUNT.match(pattern, i)
+            step = len(found[0]) if found else 1
+        elif c in "()":
+            depth += 1 if c == "(" else -1
+        elif c not in ".^$*+?}|":
+            plain = c
+        runs = alternatives[-1]
+        following = pattern[i + step : i + step + 1]
+        if c == "|" and not depth:
+            alternatives.append([""])
+        elif depth or not plain or following in ("*", "?", "{"):
+            runs.append("")
+        else:
+            runs[-1] += plain
+            if following == "+":
+                runs.append("")
+        i += step
+    return tuple(max(runs, key=len) for runs in alternatives)

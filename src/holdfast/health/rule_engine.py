@@ -1,0 +1,195 @@
+"""Judges lines and readings by the rules. No clock, no I/O: times come with the calls, and memory has bounds."""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+
+from holdfast.health.absence import Presence
+from holdfast.health.log_matching import Matchers
+from holdfast.health.rules import Rule
+from holdfast.health.samples import Line, Reading
+from holdfast.health.thresholds import Levels
+from holdfast.protocol.health import EVIDENCE_CHARS, Condition, Finding, Remedy, Severity
+
+KEYS_KEPT = 4096
+"""Subjects times rules that are remembered; the one that was quiet longest is forgotten first."""
+_SEVERITIES, _REMEDIES = list(Severity), list(Remedy)
+
+
+class Burst:
+    """When something last occurred on one subject, and the worst that was said of it."""
+
+    __slots__ = ("last_s", "said")
+
+    def __init__(self) -> None:
+        self.last_s = float("-inf")
+        self.said: tuple[int, int] | None = None
+
+
+class RuleBook:
+    """Rules and what they remember. Give it every line and reading, and ask `due` at `next_due_s`."""
+
+    def __init__(self, rules: Iterable[Rule]) -> None:
+        self._bursts: OrderedDict[tuple[str, str], Burst] = OrderedDict()
+        self._matches: OrderedDict[tuple[str, str], deque[float]] = OrderedDict()
+        self._levels = Levels()
+        self._presence = Presence()
+        self.use(rules)
+
+    def use(self, rules: Iterable[Rule]) -> None:
+        """Other rules from now on; what is remembered for rules of the same name stays."""
+        kept = list(rules)
+        self._matchers = Matchers(kept)
+        self._levels.use(r for r in kept if r.enabled and (r.reading or r.unknown))
+        self._presence.use(r for r in kept if r.enabled and r.absence)
+        self.reads_logs = any(r.enabled and r.source == "log" for r in kept)
+
+    # ------------------------------------------------------------ lines
+
+    def line(self, line: Line, now_s: float) -> list[Finding]:
+        """What the rules say to a line. now_s: since any moment, never backward."""
+        found = []
+        at_s = now_s - line.age_s
+        for rule, match in self._matchers.find(line):
+            subject = subject_of(rule, match, line.worker)
+            if rule.absence:
+                self._presence.seen(rule, line.worker, now_s)
+                continue
+            if line.worker and not self._presence.counts(rule, line.worker, now_s):
+                continue
+            if not _over(rule, match):
+                if rule.window == 0:
+                    self._matches.pop((rule.id, subject), None)  # `count` in a row
+                continue
+            count = self._counted(rule, subject, at_s)
+            if count >= rule.count and self._news(rule, subject, at_s):
+                found.append(
+                    finding(rule, subject, line.text, count=count, worker=line.worker, age_s=line.age_s)
+                )
+        return found
+
+    def _counted(self, rule: Rule, subject: str, at_s: float) -> int:
+        """How often the rule matched within its window, this time included."""
+        if rule.count == 1 and not rule.window:
+            return 1
+        key = (rule.id, subject)
+        times = self._matches.pop(key, None) or deque()
+        self._matches[key] = times
+        _bound(self._matches)
+        if not times or at_s - times[-1] >= rule.apart:
+            times.append(at_s)
+        while len(times) > rule.count or (rule.window and times[0] < at_s - rule.window):
+            times.popleft()
+        return len(times)
+
+    def _news(self, rule: Rule, subject: str, at_s: float) -> bool:
+        """Not said yet in this burst. Codes of one family on one subject are one burst, in which only worse is news:
+        an Xid brings others with it."""
+        group = rule.family if rule.family and not rule.dry_run else rule.id
+        key = (group, subject)
+        burst = self._bursts.pop(key, None) or Burst()
+        self._bursts[key] = burst
+        _bound(self._bursts)
+        if at_s - burst.last_s > rule.quiet:
+            burst.said = None
+        burst.last_s = max(burst.last_s, at_s)
+        rank = (_SEVERITIES.index(rule.severity), _REMEDIES.index(rule.remedy))
+        if burst.said is not None and rank <= burst.said:
+            return False
+        burst.said = rank
+        return True
+
+    # ------------------------------------------------------------ readings
+
+    def reading(self, reading: Reading, now_s: float) -> list[Finding]:
+        """What the rules say to a reading. A condition that is over gives a finding with condition healthy."""
+        found = []
+        for rule, condition, evidence, count in self._levels.judge(reading, now_s):
+            about = "" if rule.unknown else reading.subject
+            if rule.changes and not self._news(rule, about, now_s):
+                continue
+            found.append(
+                finding(rule, about, evidence, count=count, device=reading.device, condition=condition)
+            )
+        return found
+
+    # ------------------------------------------------------------ lines that do not come
+
+    def begins(self, worker: str, rank: int, now_s: float) -> None:
+        """A worker begins to train: from now on its log must show what the rules expect."""
+        self._presence.begins(worker, rank, now_s)
+
+    def pauses(self, worker: str) -> None:
+        """A worker does not train for now, or is gone."""
+        self._presence.pauses(worker)
+
+    def next_due_s(self) -> float | None:
+        """When `due` has something to say if nothing happens before."""
+        return self._presence.next_due_s()
+
+    def due(self, now_s: float) -> list[Finding]:
+        """Lines that should have come by now."""
+        return [
+            finding(rule, worker, evidence, worker=worker)
+            for rule, worker, evidence in self._presence.due(now_s)
+        ]
+
+
+def subject_of(rule: Rule, match: re.Match[str], worker: str) -> str:
+    """What a match is about: the rule's words with the match's groups in them; in a log, the worker. PCI addresses are
+    written alike by all."""
+    if not rule.subject:
+        return worker
+    groups = {k: v or "" for k, v in match.groupdict().items()}
+    return rule.subject.format(**groups | {k: v.lower() for k, v in groups.items() if k == "pci"})
+
+
+def finding(
+    rule: Rule,
+    subject: str,
+    evidence: str,
+    *,
+    count: int = 1,
+    device: str = "",
+    worker: str = "",
+    age_s: float = 0.0,
+    condition: Condition = Condition.FAULTY,
+) -> Finding:
+    """A finding in the rule's name."""
+    if rule.unknown and condition is Condition.FAULTY:
+        condition = Condition.UNKNOWN
+    return Finding(
+        rule=rule.id,
+        severity=rule.severity,
+        remedy=rule.remedy,
+        source=rule.source,
+        condition=condition,
+        subject=subject,
+        device=device,
+        worker=worker,
+        evidence=evidence[:EVIDENCE_CHARS],
+        count=count,
+        shared=rule.shared,
+        dry_run=rule.dry_run,
+        age_s=round(age_s, 3),
+        firm=rule.firm,
+    )
+
+
+def _over(rule: Rule, match: re.Match[str]) -> bool:
+    """The number in the line is beyond the rule's threshold; true where the rule has none."""
+    if rule.above is None and rule.below is None:
+        return True
+    text = match["value"] if "value" in match.re.groupindex else match[1]
+    try:
+        value = float(text)
+    except (TypeError, ValueError):
+        return False
+    return (rule.above is None or value > rule.above) and (rule.below is None or value < rule.below)
+
+
+def _bound(kept: OrderedDict[tuple[str, str], Burst] | OrderedDict[tuple[str, str], deque[float]]) -> None:
+    while len(kept) > KEYS_KEPT:
+        kept.popitem(last=False)

@@ -1,0 +1,167 @@
+"""An incident as a short story, out of the ledger: what was seen, what was weighed, what was done, what it cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from holdfast.observe import units
+from holdfast.observe.event_text import does, event_line, phases
+
+Entry = Mapping[str, Any]
+
+AROUND_S = 5.0
+"""So long after its end still belongs to an incident."""
+
+_ITS_OWN = frozenset({"finding", "verdict", "asked", "repairing", "repaired"})
+_BY_ID = frozenset(
+    f"incident-{what}" for what in ("opened", "joined", "explained", "resumed", "closed", "settled")
+)
+_OF_THE_NODE = frozenset(
+    {
+        "worker-exited",
+        "failed",
+        "stalled",
+        "node-lost",
+        "node-leaving",
+        "node-left",
+        "node-stays",
+        "node-trains-on",
+        "node-held",
+        "node-refused",
+        "rebooting",
+        "rebooted",
+        "readmitted",
+        "fault-injected",
+    }
+)
+_OF_THE_JOB = frozenset(
+    {"broke", "formed", "started", "restart", "changed", "storm", "blast-limit", "waiting"}
+)
+
+
+def story(number: int, entries: Sequence[Entry]) -> list[str]:
+    """Lines for a person. Empty: the ledger has no such incident."""
+    mine = [e for e in entries if _belongs(e, number)]
+    opened = next((e for e in mine if e["kind"] == "incident-opened"), None)
+    if opened is None:
+        return []
+    told = dict(opened["fields"])
+    for entry in mine:
+        if entry["kind"] in ("incident-resumed", "incident-closed", "incident-settled"):
+            told |= entry["fields"]
+        elif entry["kind"] == "incident-explained":
+            told |= {k: v for k, v in entry["fields"].items() if k in ("cause", "node", "ranks")}
+    last_s = max(e["t_s"] for e in mine)
+    began_s = opened["fields"]["t_s"] if told.get("earlier_stalls") else told["t_s"]
+    around = [
+        e
+        for e in entries
+        if e not in mine
+        and began_s - 1.0 <= e["t_s"] <= last_s + AROUND_S
+        and (
+            (e["kind"] in _OF_THE_NODE and e["fields"].get("node") == told.get("node"))
+            or (e["kind"] in _OF_THE_JOB and e["t_s"] <= last_s + 0.001)
+        )
+    ]
+    lines = [_headline(number, told), ""]
+    lines += _seen(mine)
+    lines += _weighed(mine)
+    lines += _happened([*mine, *around], began_s)
+    lines += _cost(told)
+    return lines
+
+
+def unheeded(entries: Sequence[Entry]) -> list[str]:
+    """Decisions about rules on trial, which are no incidents."""
+    return [
+        f"{units.clock(e['t_s'])}  {event_line(e, everything=True, width=1000)}"
+        for e in entries
+        if e["kind"] == "verdict" and e["fields"].get("incident") is None
+    ]
+
+
+def _belongs(entry: Entry, number: int) -> bool:
+    fields = entry["fields"]
+    if entry["kind"] in _ITS_OWN:
+        return bool(fields.get("incident") == number)
+    return entry["kind"] in _BY_ID and bool(fields.get("id") == number)
+
+
+def _headline(number: int, told: Entry) -> str:
+    where = [told["node"]] if told.get("node") else []
+    where += [f"rank {units.ranks(told['ranks'])}"] if told.get("ranks") else []
+    place = f" on {', '.join(where)}" if where else ""
+    injected = f" (injected: {told['fault']})" if told.get("injected") else ""
+    step = "" if told.get("at_step") is None else f", at step {told['at_step']}"
+    return f"Incident {number}{place}{step}: {told['cause']}{injected}"
+
+
+def _seen(mine: Sequence[Entry]) -> list[str]:
+    lines = []
+    for entry in mine:
+        f = entry["fields"]
+        if entry["kind"] == "finding":
+            about = f" ({f['subject']})" if f.get("subject") else ""
+            asks = f"{f['severity']}, asks for {f['remedy']}"
+            lines.append(
+                f"  the rule {f['rule']}{about} by {f['source']}: {f['evidence'] or 'no text'} [{asks}]"
+            )
+        elif entry["kind"] == "incident-joined":
+            lines.append(f"  and then, on {f['node'] or 'some node'}: {f['cause']}")
+        elif entry["kind"] == "incident-explained":
+            lines.append(f"  what was seen first: {f['was']}")
+    if not lines:
+        return ["No rule found anything: it was known by its effect alone."]
+    return ["What was seen:", *lines]
+
+
+def _weighed(mine: Sequence[Entry]) -> list[str]:
+    lines = []
+    for entry in mine:
+        if entry["kind"] != "verdict":
+            continue
+        f = entry["fields"]
+        lines.append(f"  {does(f['does'])}, because {f['reason']}")
+        if f.get("against") and f["would"] != f["does"]:
+            lines.append(f"    without that: {does(f['would'])}")
+        if f.get("again_s") is not None:
+            lines.append(f"    decided again after {units.seconds(f['again_s'])}, if it still stands")
+        lines += [f"    weighed: {w}" for w in f.get("weighed") or []]
+    return ["", "What was decided:", *lines] if lines else []
+
+
+def _happened(entries: Sequence[Entry], began_s: float) -> list[str]:
+    lines = []
+    for entry in sorted(entries, key=lambda e: e["seq"]):
+        if entry["kind"] in ("finding", "verdict"):
+            continue
+        line = event_line(entry, width=1000)
+        if line:
+            lines.append(f"  {entry['t_s'] - began_s:+9.3f} s  {line}")
+    return ["", "What happened:", *lines] if lines else []
+
+
+def _cost(told: Entry) -> list[str]:
+    lines = ["", "What it cost:"]
+    if told.get("quiet"):
+        took = told.get("full_strength_s")
+        settled = f" It was settled after {units.seconds(took)}." if took is not None else ""
+        return [*lines, f"  Nothing: training was not disturbed.{settled}"]
+    if before := told.get("earlier_stalls"):
+        stood = units.seconds(told["earlier_stall_s"])
+        lines.append(f"  training stood for {stood} before, in {units.plural(before, 'stall')}")
+    if told.get("stall_s") is None:
+        return [*lines, "  Not known: no step was committed after it."]
+    lost = told.get("lost_steps")
+    again = "how many steps are done again is not known"
+    if lost is not None:
+        again = f"{units.plural(lost, 'step')} to be done again"
+    lines.append(f"  training stood for {units.seconds(told['stall_s'])}; {again}")
+    if told.get("full_strength_s") is not None:
+        lines.append(
+            f"  full strength after {units.seconds(told['full_strength_s'])} ({told.get('rung') or 'by itself'})"
+        )
+    if known := phases(told):
+        lines.append(f"  of which {known}")
+    return lines

@@ -1,0 +1,92 @@
+"""HTTP behind a door: a request has a thread only when its head is whole, see `door`.
+
+`http.server` gives every connection a thread and waits for its words there, without a bound in time or number.
+"""
+
+from __future__ import annotations
+
+import io
+import socket
+import threading
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler
+from typing import Any
+
+from holdfast.errors import ProtocolError
+from holdfast.protocol.authentication import BACKLOG, Door
+
+HEAD_BYTES = 8192
+
+
+class HttpDoor:
+    """Serves HTTP until closed: the first request of a connection is heard at the door, the others where it is answered."""
+
+    def __init__(self, host: str, name: str, handler: type[Handler]) -> None:
+        """name: of the thread at the door."""
+        server = socket.create_server((host, 0), backlog=BACKLOG)
+        self.port: int = server.getsockname()[1]
+        self._name, self._handler = name, handler
+        self._door = Door(server, name, head_missing, self._enter)
+
+    def close(self) -> None:
+        """Lets nobody in any more. Requests that are being answered go on."""
+        self._door.close()
+
+    def _enter(self, sock: socket.socket, head: bytes) -> bool:
+        threading.Thread(
+            target=self._handle, args=(sock, head), name=f"{self._name}-request", daemon=True
+        ).start()
+        return True
+
+    def _handle(self, sock: socket.socket, head: bytes) -> None:
+        sock.setblocking(True)
+        with sock, suppress(OSError):  # a reader that leaves is no news
+            self._handler(sock, head)
+            sock.shutdown(socket.SHUT_RDWR)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers the requests of one connection. Whoever shows no knowledge of the token gets one answer and no second request."""
+
+    protocol_version = "HTTP/1.1"
+
+    def __init__(self, sock: socket.socket, head: bytes) -> None:
+        self._head = head
+        super().__init__(sock, sock.getpeername(), None)  # type: ignore[arg-type]  # there is no socketserver
+
+    def setup(self) -> None:
+        """Reads what was heard at the door first."""
+        super().setup()
+        self.rfile.close()
+        self.rfile = io.BufferedReader(_HeardFirst(self._head, self.connection))
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Says nothing: a flood of requests is no flood of lines."""
+        return
+
+
+class _HeardFirst(io.RawIOBase):
+    """What was read of a socket, then the rest of it."""
+
+    def __init__(self, heard: bytes, sock: socket.socket) -> None:
+        self._heard = memoryview(heard)
+        self._sock = sock
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if not self._heard:
+            return self._sock.recv_into(buffer)
+        count = min(len(buffer), len(self._heard))
+        buffer[:count], self._heard = self._heard[:count], self._heard[count:]
+        return count
+
+
+def head_missing(said: bytearray) -> int:
+    """See `door.Missing`: of the head of an HTTP request, with whatever came with it."""
+    if b"\r\n\r\n" in said:
+        return 0
+    if len(said) >= HEAD_BYTES:
+        raise ProtocolError(f"the head of a request has more than {HEAD_BYTES} bytes")
+    return HEAD_BYTES - len(said)

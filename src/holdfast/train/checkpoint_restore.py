@@ -1,0 +1,148 @@
+"""Live tensors to and from a durable tier, without a detour over snapshot memory.
+
+For the one checkpoint that a job writes when it ends early, and for a start from a tier.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from holdfast.checkpoint.archive import Archive
+from holdfast.checkpoint.checksums import sums_of_pieces
+from holdfast.checkpoint.layout import encode_head
+from holdfast.checkpoint.located import find_in_archive
+from holdfast.checkpoint.policy import Retention
+from holdfast.checkpoint.replicate import Pull
+from holdfast.checkpoint.sources import WINDOW_BYTES, Row
+from holdfast.errors import StateError, UnreadError
+from holdfast.observe.transfer_progress import Seen
+from holdfast.protocol.snapshots import Part
+from holdfast.tensors.dtensor_shards import Submesh
+from holdfast.train import reshard
+from holdfast.train.state_image import Image, Protected, lies_alike, load, targets
+
+READERS = 4
+"""Windows that are read from a tier at once."""
+
+
+def save(
+    image: Image, url: str, retention: Retention, seen: Callable[[int], None] = lambda nbytes: None
+) -> str:
+    """Writes the image as a checkpoint of one shard; returns its place. Prunes what need not be kept.
+
+    Raises:
+        TierError: the tier cannot take it.
+    """
+    archive = Archive(url)
+    index = image.index
+    sums = sums_of_pieces(image.pieces(0, index.nbytes))
+    shard = archive.save_shard(
+        index.step, 0, encode_head(index, sums), sums, image.pieces(0, index.nbytes), index.nbytes, seen
+    )
+    archive.commit(index.step, [shard])
+    archive.prune(retention, spare=index.step)
+    return archive.where(index.step)
+
+
+def restore(
+    objects: Protected,
+    url: str,
+    step: int,
+    seen: Seen = lambda nbytes, total: None,
+    place: tuple[int, int] = (0, 1),
+    submesh: Submesh | None = None,
+) -> int:
+    """Loads one shard of a checkpoint into the objects; returns its bytes. Every one of them is verified.
+
+    Args:
+        place: which shard, of how many; what was saved with another number is put together from its pieces.
+        submesh: of the replica, if it has several workers.
+
+    Raises:
+        UnreadError: unreadable, cut short or changed; another checkpoint may do.
+        StateError: it is of other objects.
+        TierError: the tier does not answer.
+    """
+    archive = Archive(url)
+    try:
+        manifest = archive.manifest(step)
+        shard = manifest.shards[place[0] % manifest.world]
+        head = archive.head(shard)
+        if manifest.world != place[1] or not lies_alike(objects, head.index):
+            found = find_in_archive(archive, step, reader=place[0], readers=place[1])
+            return reshard.load(objects, found, place[0], submesh, seen)
+        archive.check_size(shard, head)
+        image = targets(objects, head.index)
+        fill(image, archive.row(shard, head), lambda nbytes: seen(nbytes, head.index.nbytes))
+    except StateError as error:
+        raise UnreadError(str(error)) from error
+    load(objects, image, submesh)
+    return head.index.nbytes
+
+
+def pull_image(objects: Protected, pull: Pull, part: Part | None, seen: Seen) -> Image:
+    """A snapshot from memory, into the live tensors where they fit.
+
+    Raises:
+        StateError: no holder has it whole.
+    """
+    _, head = pull.head(part)
+    if not lies_alike(objects, head.index):
+        raise StateError("the snapshot in memory was taken with another sharding of as many pieces")
+    image = targets(objects, head.index)
+    scratch = threading.local()
+
+    def take(row: Row, low: int, high: int) -> None:
+        if not hasattr(scratch, "buffer"):
+            scratch.buffer = memoryview(bytearray(WINDOW_BYTES))
+        window = scratch.buffer[: high - low]
+        row.fetch_into(low, window)
+        _put(image, low, window)
+        seen(high - low, head.index.nbytes)
+
+    pull.run(head, take)
+    return image
+
+
+def fill(image: Image, row: Row, seen: Callable[[int], None] = lambda nbytes: None) -> None:
+    """Brings a row's bytes into an image, several windows at once: an object store answers each after a while."""
+    lows = iter(range(0, row.nbytes, WINDOW_BYTES))
+    lock = threading.Lock()
+    failed = threading.Event()  # then the others need not go on
+
+    def work() -> None:
+        buffer = memoryview(bytearray(min(WINDOW_BYTES, row.nbytes)))
+        try:
+            while not failed.is_set():
+                with lock:
+                    low = next(lows, None)
+                if low is None:
+                    return
+                window = buffer[: min(WINDOW_BYTES, row.nbytes - low)]
+                row.fetch_into(low, window)
+                _put(image, low, window)
+                seen(len(window))
+        except BaseException:
+            failed.set()
+            raise
+
+    count = min(READERS, -(-row.nbytes // WINDOW_BYTES))
+    if count <= 1:
+        work()
+        return
+    with ThreadPoolExecutor(count, thread_name_prefix="holdfast-restore") as pool:
+        for job in [pool.submit(work) for _ in range(count)]:
+            job.result()
+
+
+def _put(image: Image, low: int, window: memoryview) -> None:
+    """Copies without holding the GIL: other streams go on meanwhile."""
+    at = 0
+    with image.filling(low, low + len(window)) as pieces:
+        for piece in pieces:
+            np.copyto(np.frombuffer(piece, np.uint8), np.frombuffer(window[at : at + len(piece)], np.uint8))
+            at += len(piece)

@@ -1,0 +1,353 @@
+"""The mesh: one TCP connection between every two members of a generation, for messages of a few bytes.
+
+It carries what must be quick and exact: the weights of the micro-batches, the vote that closes a step, and
+the addresses from which gloo builds its own connections. A tiny all-reduce over gloo costs milliseconds when
+the ranks share few cores; a message here costs one hop. Its addresses arrive with the generation, so there is
+no store server to lose and no key of another generation to read.
+"""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import msgspec
+import torch.distributed as dist
+
+from holdfast.errors import CollectiveFailed, ProtocolError
+from holdfast.protocol.authentication import BACKLOG, Door
+from holdfast.protocol.frames import Codec, body_of, missing, pack, read_exactly
+from holdfast.protocol.messages import Generation, Member
+from holdfast.protocol.proof import ANSWER_CHARS, Question, answer_to
+
+CONNECT_S = 5.0
+"""Never waited for in full: a break ends the wait. It bounds a break that comes in the very moment before it."""
+
+Word = tuple[float, float, float]
+_WORD = struct.Struct("<Qddd")  # step, three numbers
+_TAG_KEY, _TAG_END = 1, 2
+_HEAD = struct.Struct("<BI")
+
+
+class _MeshHello(msgspec.Struct, frozen=True):
+    credential: str
+    generation: int
+    rank: int
+
+
+_hellos: Codec[_MeshHello] = Codec(_MeshHello)
+_HELLO_BYTES = 1024
+
+
+def _server_name(worker: str) -> str:
+    """For the proof: a worker's name is that of one process."""
+    return f"mesh {worker}"
+
+
+class MeshListener:
+    """Accepts the connections of members with higher ranks. One for the life of the worker."""
+
+    def __init__(self, host: str, token: str, worker: str) -> None:
+        """worker: this one's name, by which the others know it."""
+        self._token = token
+        self._name = _server_name(worker)
+        server = socket.create_server((host, 0), backlog=BACKLOG)
+        self.port: int = server.getsockname()[1]
+        self._arrived: dict[tuple[int, int], socket.socket] = {}
+        self._news = threading.Condition()
+        self._broken = 0
+        self._door = Door(server, "holdfast-mesh", lambda said: missing(said, _HELLO_BYTES), self._enter)
+
+    def _enter(self, sock: socket.socket, frame: bytes) -> bool:
+        """Whoever shows in its hello that it knows the token is a member, and is shown the same."""
+        hello = _hellos.decode(body_of(frame))
+        answer = answer_to(hello.credential, self._token, self._name, str(hello.generation), str(hello.rank))
+        if answer is None:
+            raise ProtocolError("a hello without the token")
+        with self._news:
+            if hello.generation <= self._broken:
+                return False
+            sock.send(answer.encode())  # the first bytes of a connection: there is room for all of them
+            sock.setblocking(True)
+            if (older := self._arrived.pop((hello.generation, hello.rank), None)) is not None:
+                older.close()
+            self._arrived[hello.generation, hello.rank] = sock
+            self._news.notify_all()
+        return True
+
+    def take(self, generation: int, rank: int) -> socket.socket:
+        """The connection from a member. Raises CollectiveFailed when the generation breaks first."""
+        with self._news:
+            self._news.wait_for(lambda: (generation, rank) in self._arrived or self._broken >= generation)
+            if self._broken >= generation:
+                raise CollectiveFailed("the generation broke while its members connected")
+            return self._arrived.pop((generation, rank))
+
+    def close(self) -> None:
+        """Accepts nobody any more."""
+        self._door.close()
+
+    def release(self, generation: int) -> None:
+        """Nobody waits for members of this or an older generation any more."""
+        with self._news:
+            self._broken = max(self._broken, generation)
+            for key in [k for k in self._arrived if k[0] <= generation]:
+                self._arrived.pop(key).close()
+            self._news.notify_all()
+
+
+class Mesh:
+    """The connections of one generation.
+
+    Every member calls the same methods in the same order. A peer that is gone raises CollectiveFailed in
+    whoever waits for it; `abort` (from another thread) raises it at once.
+
+    Attributes:
+        waits: called with the rank that is waited for, and with -1 when nobody is. While members connect, those of lower
+            rank are called, and of higher rank awaited.
+        reached: called when one more member is connected.
+        fails_late: what cannot be said raises nothing; hearing from that peer will.
+    """
+
+    def __init__(self, generation: Generation, rank: int) -> None:
+        self._generation = generation
+        self.rank = rank
+        self.size = len(generation.members)
+        self.waits: Callable[[int], None] = lambda rank: None
+        self.reached: Callable[[], None] = lambda: None
+        self._peers: dict[int, socket.socket] = {}
+        self._aborted = False
+        self.fails_late = False
+
+    def connect(self, listener: MeshListener, token: str) -> None:
+        """Connects to the lower ranks and waits for the higher ones.
+
+        Raises:
+            CollectiveFailed: one cannot be reached, or does not prove that it is this member.
+        """
+        number = self._generation.number
+        asked = []
+        for member in self._generation.members[: self.rank]:
+            question = Question(token, _server_name(member.worker), str(number), str(self.rank))
+            with self._calling(member):
+                sock = self._call(member)
+                sock.sendall(pack(_MeshHello(question.credential, number, self.rank)))
+            asked.append((member, sock, question))
+        for member, sock, question in asked:  # all are at work on their answers by now
+            with self._calling(member):
+                answer = read_exactly(sock, ANSWER_CHARS, CONNECT_S)
+                if answer is None or not question.proves(answer.decode("latin-1")):
+                    sock.close()
+                    who = f"{member.host} port {member.vote_port}, where {member.worker} listened,"
+                    raise OSError(f"{who} does not show that it is this worker; is another process there?")
+                sock.settimeout(None)
+            self.reached()
+        for rank in range(self.rank + 1, self.size):
+            self.waits(rank)
+            self._add(rank, listener.take(number, rank))
+            self.reached()
+        self.waits(-1)
+
+    @contextmanager
+    def _calling(self, member: Member) -> Iterator[None]:
+        self.waits(member.rank)
+        try:
+            yield
+        except OSError as error:
+            raise CollectiveFailed(f"cannot reach rank {member.rank} on {member.node}: {error}") from error
+
+    def _call(self, member: Member) -> socket.socket:
+        address = (member.host, member.vote_port)
+        family, kind, protocol, _, target = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, protocol)
+        self._add(member.rank, sock)  # before it is connected: `abort` frees a call to a silent node
+        sock.settimeout(CONNECT_S)
+        sock.connect(target)
+        return sock
+
+    def _add(self, rank: int, sock: socket.socket) -> None:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._peers[rank] = sock
+        if self._aborted:
+            raise CollectiveFailed("the generation broke while its members connected")
+
+    def sockets(self) -> list[socket.socket]:
+        """Every connection of the mesh."""
+        return list(self._peers.values())
+
+    def abort(self) -> None:
+        """Frees whoever waits for a peer; nothing can be sent afterwards. Safe from any thread."""
+        self._aborted = True
+        for sock in self.sockets():
+            try:
+                sock.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                continue
+
+    def close(self) -> None:
+        """Gives the descriptors back."""
+        for sock in self.sockets():
+            sock.close()
+
+    # ------------------------------------------------------------ words
+
+    def say(self, step: int, *words: Word) -> None:
+        """Sends words of three numbers for this step to every peer."""
+        data = b"".join(_WORD.pack(step, *word) for word in words)
+        for rank, sock in self._peers.items():
+            try:
+                sock.sendall(data)
+            except OSError as error:
+                if not self.fails_late:
+                    raise CollectiveFailed(f"lost rank {rank}: {error}") from error
+
+    def hear(self, step: int, own: Sequence[Word], counts: Sequence[int] | None = None) -> list[Word]:
+        """What every member said for this step, in the order of the ranks: so all add it up alike.
+
+        Args:
+            own: what this member said.
+            counts: how many words each member said; one, if not given.
+        """
+        words: list[Word] = []
+        for rank in range(self.size):
+            if rank == self.rank:
+                words += own
+            else:
+                self.waits(rank)
+                words += [self._hear_one(rank, step) for _ in range(counts[rank] if counts else 1)]
+        self.waits(-1)
+        return words
+
+    def _hear_one(self, rank: int, step: int) -> Word:
+        try:
+            word = self._peers[rank].recv(_WORD.size, socket.MSG_WAITALL)
+        except OSError as error:
+            raise CollectiveFailed(f"lost rank {rank}: {error}") from error
+        if len(word) < _WORD.size:
+            raise CollectiveFailed(f"lost rank {rank}: its connection closed")
+        said, a, b, c = _WORD.unpack(word)
+        if said != step:
+            raise CollectiveFailed(f"rank {rank} is at step {said}, this rank at {step}")
+        return a, b, c
+
+
+class MeshStore(dist.Store):  # type: ignore[misc, name-defined, unused-ignore]
+    """A torch.distributed Store whose keys travel over the mesh and live no longer than one generation.
+
+    After `finish` the mesh carries words: a key that a process group sets later (NCCL's watchdog may) stays here.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self._mesh = mesh
+        self._finished = False
+        self._values: dict[str, bytes] = {}
+        self._ended: set[int] = set()
+        self._unsent: dict[int, memoryview] = {}
+        self._unread: dict[int, bytearray] = {rank: bytearray() for rank in mesh._peers}
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """Sends the value to every peer."""
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        self._values[key] = data
+        if self._finished:
+            return
+        name = key.encode()
+        body = struct.pack("<H", len(name)) + name + data
+        self._send(_HEAD.pack(_TAG_KEY, len(body)) + body)
+
+    def get(self, key: str) -> bytes:
+        """Waits for the value."""
+        self._move_until(lambda: key in self._values)
+        return self._values[key]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Waits for the keys. The timeout is not needed: a generation that breaks ends the wait."""
+        self._move_until(lambda: all(k in self._values for k in keys))
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether the keys have arrived."""
+        return all(k in self._values for k in keys)
+
+    def finish(self) -> None:
+        """Tells the peers that no key follows, and waits until all have said so: the mesh is clear again."""
+        self._finished = True
+        self._send(_HEAD.pack(_TAG_END, 0))
+        self._move_until(lambda: len(self._ended) == self._mesh.size - 1)
+
+    def _send(self, data: bytes) -> None:
+        for rank in self._mesh._peers:
+            self._unsent[rank] = memoryview(data)
+            self._write(rank)
+        self._move_until(lambda: not self._unsent)
+
+    def _move_until(self, done: Callable[[], bool]) -> None:
+        """Sends and reads side by side: of two members that set large values, each would else wait until the other reads."""
+        if done():
+            return
+        with selectors.DefaultSelector() as selector:
+            for rank, sock in self._mesh._peers.items():
+                if wants := self._wants(rank):
+                    selector.register(sock, wants, rank)
+            while not done():
+                if not selector.get_map():
+                    raise CollectiveFailed("a key was asked for that nobody has set")
+                for key, events in selector.select():
+                    if events & selectors.EVENT_WRITE:
+                        self._write(key.data)
+                    if events & selectors.EVENT_READ:
+                        self._read(key.data)
+                    wants = self._wants(key.data)
+                    if not wants:
+                        selector.unregister(key.fileobj)
+                    elif wants != key.events:
+                        selector.modify(key.fileobj, wants, key.data)
+
+    def _wants(self, rank: int) -> int:
+        reads = selectors.EVENT_READ if rank not in self._ended else 0
+        return reads | (selectors.EVENT_WRITE if rank in self._unsent else 0)
+
+    def _write(self, rank: int) -> None:
+        """As much as the connection takes now."""
+        data = self._unsent[rank]
+        try:
+            data = data[self._mesh._peers[rank].send(data, socket.MSG_DONTWAIT) :]
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise CollectiveFailed(f"lost rank {rank}: {error}") from error
+        if data:
+            self._unsent[rank] = data
+        else:
+            del self._unsent[rank]
+
+    def _read(self, rank: int) -> None:
+        """What has come of a peer's next frame, and nothing behind it: after the last one the mesh's words follow."""
+        frame = self._unread[rank]
+        size = _HEAD.unpack_from(frame)[1] if len(frame) >= _HEAD.size else 0
+        try:
+            data = self._mesh._peers[rank].recv(_HEAD.size + size - len(frame), socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise CollectiveFailed(f"lost rank {rank}: {error}") from error
+        if not data:
+            raise CollectiveFailed(f"lost rank {rank}: its connection closed")
+        frame += data
+        if len(frame) < _HEAD.size:
+            return
+        tag, size = _HEAD.unpack_from(frame)
+        if len(frame) < _HEAD.size + size:
+            return
+        self._unread[rank] = bytearray()
+        if tag == _TAG_END:
+            self._ended.add(rank)
+            return
+        length: int = struct.unpack_from("<H", frame, _HEAD.size)[0]
+        name = _HEAD.size + 2
+        self._values[frame[name : name + length].decode()] = bytes(frame[name + length :])

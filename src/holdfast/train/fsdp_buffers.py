@@ -1,0 +1,47 @@
+"""FSDP2's own collectives, in memory that is used again.
+
+FSDP2 takes new memory for what it gathers and scatters in every layer of every step, which on the CPU the kernel has to clear
+each time. It lets one say where else such memory comes from (`FSDPModule.set_custom_all_gather`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
+from holdfast.train.buffer_pool import Scratch
+
+
+class _Kept:
+    def __init__(self, scratch: Scratch) -> None:
+        self._scratch = scratch
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """As FSDP2 asks for it."""
+        if device.type != "cpu":
+            return torch.empty(*size, dtype=dtype, device=device)
+        return self._scratch.take(math.prod(map(int, size)), dtype).view(*size)
+
+
+class KeptAllGather(_Kept, DefaultAllGather):
+    """What it gathers lies in kept memory."""
+
+
+class KeptReduceScatter(_Kept, DefaultReduceScatter):
+    """What it scatters lies in kept memory."""
+
+
+def keep(module: FSDPModule, scratch: Scratch) -> None:
+    """This module's collectives take their memory from here, unless the script has said where from."""
+    groups = module._get_fsdp_state()._fsdp_param_groups
+    if len(groups) != 1:
+        return  # FSDP2 takes no such wish where a module has parameters on several meshes
+    if type(groups[0]._all_gather_comm) is DefaultAllGather:
+        module.set_custom_all_gather(KeptAllGather(scratch))
+    if type(groups[0]._reduce_scatter_comm) is DefaultReduceScatter:
+        module.set_custom_reduce_scatter(KeptReduceScatter(scratch))

@@ -1,0 +1,454 @@
+"""One process group: built, waited for and freed so that nobody waits for gloo without an end. (NCCL: see `nccl`.)
+
+`ProcessGroupGloo.abort` does not free a call that waits for a silent peer, and gloo's own time-out is minutes
+long. Shutting down this process's own sockets of the group does, within milliseconds, and needs no privilege.
+They are told by their addresses: gloo's members tell each other where they listen through the store, as the kernel
+writes addresses (`Told`). Whatever else the process connects meanwhile (a store of objects, a tracker, a loader) has
+others, and is left alone.
+
+It does not free all of them: gloo tells a closed connection to the operations that are still queued, but not
+to one whose bytes are half sent or half received (`Pair::signalException` in gloo/transport/tcp/pair.cc looks
+at neither `rx_` nor the unbound buffers in `tx_`), and a connection that is still being made has no socket to
+shut down. Nobody may wait for those, so the main thread waits for gloo in a way that an abort ends too, and
+what gloo still holds then is left to it: see `wait` and `drain`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import stat
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from holdfast.errors import CollectiveFailed
+from holdfast.protocol.sockets import unpace
+from holdfast.train import nccl
+from holdfast.train.buffer_pool import Scratch
+
+GLOO_TIMEOUT = timedelta(minutes=30)
+"""Never waited for: the coordinator breaks a generation that stands still long before."""
+
+CONNECT_TIMEOUT = timedelta(seconds=20)
+"""How long gloo may connect. Not waited for after an abort."""
+
+WAIT_SLICE = timedelta(milliseconds=50)
+"""How late the main thread may notice an abort of which gloo did not tell it. Gloo has no wait that another
+thread can end; a slice costs 0.1 to 0.2 ms of a core."""
+
+SIGN_S = 0.5
+"""How often somebody who connects shows that it lives."""
+
+SUM_BLOCK = 1 << 16
+"""Elements that are added up at a time, so that the sum so far stays in the cache."""
+
+DRAIN = timedelta(milliseconds=200)
+"""How long gloo may take to let go of a tensor once its sockets are shut down (its loop ticks every 10 ms)."""
+
+T = TypeVar("T")
+
+
+class Wires:
+    """The connections between the members of one group. Built in two parts, so that `abort` works during `connect`.
+
+    Attributes:
+        waits: called now and then while `connect` waits; may raise to end it.
+    """
+
+    def __init__(self, rank: int, size: int, host: str, device: torch.device | None = None) -> None:
+        """device: where the tensors are."""
+        self.rank = rank
+        self.size = size
+        self._host = host
+        self._wanted = device
+        self._device: torch.device | None = None  # the GPU, once the members have agreed on NCCL
+        self._told: Told | None = None
+        self._before: set[int] = set()
+        self._sockets: dict[int, int] | None = None  # once all are there: an address may be another's later
+        self._group: Any = None
+        self._stuck = False
+        self._aborted = self._freed = False
+        self._news = threading.Condition()
+        self.waits: Callable[[], None] = lambda: None
+
+    @property
+    def aborted(self) -> bool:
+        """Whether `abort` was called: nothing more comes."""
+        return self._aborted
+
+    @property
+    def queues(self) -> bool:
+        """Whether a collective that was waited for is only queued: with NCCL."""
+        return self._device is not None
+
+    def connect(self, store: Any) -> None:
+        """Connects to every member. Raises CollectiveFailed when one is gone or `abort` is called."""
+        self._before = set(sockets_here())
+        self._told = Told(store)
+        self._group = self._built(self._told)
+        self._sockets = self._found()
+        for fd in self._connections():
+            with_socket(fd, unpace)
+        if self._aborted:
+            self.abort()
+            raise CollectiveFailed("the generation broke while its members connected")
+
+    def _built(self, store: Any) -> Any:
+        """The process group. A thread makes it, because nothing frees one that waits for a lost peer."""
+        results: list[Any] = []
+
+        def build() -> None:
+            result: Any = CollectiveFailed("nothing was built")
+            try:
+                if nccl.agreed(store, self.rank, self.size, self._wanted):
+                    assert self._wanted is not None
+                    self._device = self._wanted
+                    result = nccl.build(
+                        store, self.rank, self.size, self._wanted, GLOO_TIMEOUT, self._abortable
+                    )
+                else:
+                    result = _gloo(store, self.rank, self.size, self._host)
+            except Exception as error:  # noqa: BLE001 - gloo's or, through the store, the mesh's; told below
+                result = error
+            finally:
+                with self._news:
+                    results.append(result)
+                    self._news.notify_all()
+
+        threading.Thread(target=build, name="holdfast-connect", daemon=True).start()
+        with self._news:
+            while not self._news.wait_for(lambda: results or self._aborted, SIGN_S):
+                self.waits()
+        if not results:
+            raise CollectiveFailed("the generation broke while its members connected")
+        if isinstance(results[0], Exception):
+            raise CollectiveFailed(f"cannot connect: {first_line(results[0])}") from results[0]
+        return results[0]
+
+    def _abortable(self, group: Any) -> None:
+        """From the thread that builds: NCCL's group is there, and its kernels may wait for a peer."""
+        with self._news:
+            self._group = group
+            late = self._aborted
+        if late:
+            self._free(group)
+            raise CollectiveFailed("the generation broke while its members connected")
+
+    def _free(self, group: Any) -> None:
+        """Ends NCCL's kernels, once."""
+        with self._news:
+            already, self._freed = self._freed, True
+        if not already:
+            nccl.abort(group)
+
+    def start(self, call: Callable[[Any], Any]) -> Any:
+        """Starts a collective: `call` is given gloo's process group and returns its Work.
+
+        Raises:
+            CollectiveFailed: a peer is gone, or `abort` was called.
+        """
+        if self._aborted or self._group is None:
+            raise CollectiveFailed("the generation broke")
+        try:
+            return call(self._group)
+        except RuntimeError as error:
+            raise CollectiveFailed(first_line(error)) from error
+
+    def allreduce(self, tensor: torch.Tensor) -> Any:
+        """Starts the sum of `tensor` over all members, in place; returns a Work for `wait`."""
+        options = dist.AllreduceOptions()
+        options.timeout = GLOO_TIMEOUT
+        return self.start(lambda gloo: gloo.allreduce([tensor], options))
+
+    def exchange(
+        self, received: torch.Tensor, counts: list[int], sent: torch.Tensor, shares: list[int]
+    ) -> Any:
+        """Starts sending every member its part of `sent`, and receiving one from each; returns a Work for `wait`.
+
+        Args:
+            counts: elements that come from each member; the parts are one after the other in `received`.
+            shares: elements that go to each member, in the same way.
+        """
+        options = dist.AllToAllOptions()
+        options.timeout = GLOO_TIMEOUT
+        return self.start(lambda gloo: gloo.alltoall_base(received, sent, counts, shares, options))
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Any:
+        """Starts making `tensor` everywhere what it is at the root; returns a Work for `wait`."""
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        options.timeout = GLOO_TIMEOUT
+        return self.start(lambda gloo: gloo.broadcast([tensor], options))
+
+    def gather(self, out: torch.Tensor, mine: torch.Tensor) -> None:
+        """Brings every member's tensor here: `out`, contiguous, has them one after the other. Gloo's own all-gather goes
+        through a copy in new memory and took four times as long.
+
+        Raises:
+            CollectiveFailed: a peer is gone, or `abort` was called.
+        """
+        parts = out.view(self.size, -1)
+        if parts[self.rank].data_ptr() != mine.data_ptr():
+            parts[self.rank].copy_(mine.view(-1))
+        self._all([partial(self.broadcast, part, root) for root, part in enumerate(parts)])
+
+    def scatter_sum(self, out: torch.Tensor, mine: torch.Tensor, scratch: Scratch) -> None:
+        """The sum over all members of this member's part of `mine`, contiguous. Added up in the order of the ranks, in single
+        precision at least, rounded once. Gloo's own reduce-scatter is an all-reduce of everything. scratch: for what
+        the others send.
+
+        Raises:
+            CollectiveFailed: a peer is gone, or `abort` was called.
+        """
+        parts = mine.view(self.size, -1)
+        received = scratch.take(mine.numel(), mine.dtype).view(self.size, -1)
+        calls = []
+        for distance in range(1, self.size):
+            there, back = (self.rank + distance) % self.size, (self.rank - distance) % self.size
+            counts, shares = [0] * self.size, [0] * self.size
+            counts[back] = shares[there] = out.numel()
+            calls.append(partial(self.exchange, received[back], counts, parts[there], shares))
+        self._all(calls)
+        add_up(out.view(-1), [parts[r] if r == self.rank else received[r] for r in range(self.size)])
+
+    def _all(self, calls: Sequence[Callable[[], Any]]) -> None:
+        """Starts collectives, all members the same in the same order, and waits for them."""
+        works: list[Any] = []
+        try:
+            for call in calls:
+                works.append(call())
+            for work in works:
+                self.wait(work)
+        except CollectiveFailed:
+            for work in works:
+                self.drain(work)
+            raise
+
+    def wait(self, work: Any) -> None:
+        """Waits for what was started.
+
+        Raises:
+            CollectiveFailed: a peer is gone, or `abort` was called.
+        """
+        if self._device is not None:  # queued: whether it came to its end shows in `intact`
+            work.wait()
+            self.intact()
+            return
+        while True:
+            try:
+                work.wait(WAIT_SLICE)
+                return
+            except RuntimeError as error:
+                if not work.is_completed():
+                    if self._aborted:
+                        raise CollectiveFailed("the generation broke") from error
+                    continue
+            try:
+                work.wait()  # it ended, perhaps well and just after the slice: now it says how
+                return
+            except RuntimeError as error:
+                raise CollectiveFailed(first_line(error)) from error
+
+    def intact(self) -> None:
+        """For results of NCCL, once the device has come to the end of them: raises CollectiveFailed when they may be
+        garbage."""
+        if self._device is not None and self._aborted:
+            raise CollectiveFailed("the generation broke")
+
+    def drain(self, work: Any) -> bool:
+        """After `abort`: waits until gloo has let go of the tensor. False if it never will: the tensor is lost."""
+        try:
+            if self._device is not None:
+                work.wait()  # the abort ends the kernel; what is queued from now on comes after it
+                return True
+            work.wait(DRAIN)
+        except RuntimeError:
+            if self._device is not None:
+                return False
+            if not work.is_completed():
+                self._stuck = True
+                return False
+        return True
+
+    def abort(self) -> None:
+        """Frees every call that waits for a peer. Safe from any thread, more than once."""
+        with self._news:
+            self._aborted = True
+            group = self._group
+            self._news.notify_all()
+        if self._device is not None:
+            if group is not None:
+                self._free(group)
+            return
+        for fd in self._connections():
+            with_socket(fd, shut_down)
+
+    def _connections(self) -> list[int]:
+        """Descriptors of the group's connections, as far as they are there."""
+        found = self._found() if self._sockets is None else self._sockets
+        return [fd for inode, fd in list(found.items()) if is_socket(fd, inode)]
+
+    def _found(self) -> dict[int, int]:
+        told, now = self._told, sockets_here()
+        if told is None:
+            return {}
+        return {i: fd for i, fd in now.items() if i not in self._before and with_socket(fd, told.has)}
+
+    def close(self) -> None:
+        """Gives everything back, after `abort` or when no member needs the group any more."""
+        with self._news:
+            self._aborted = True
+            group, self._group = self._group, None
+        if self._stuck:
+            abandon(group)
+        elif group is not None and self._device is not None:
+            self._free(group)
+        elif group is not None:
+            group.abort()
+
+
+class Told(dist.Store):  # type: ignore[misc, name-defined, unused-ignore]
+    """A group's store, which remembers what its members told each other: where gloo listens, among other things.
+
+    Gloo listens once in every process. So the connections that it accepted have the address that this member told, and
+    those that it made lead to one that another member told.
+    """
+
+    def __init__(self, store: Any) -> None:
+        super().__init__()
+        self._store = store
+        self._mine: set[bytes] = set()
+        self._theirs: set[bytes] = set()
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """As the store has it."""
+        self._mine |= _addresses(value.encode() if isinstance(value, str) else bytes(value))
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """As the store has it."""
+        value = bytes(self._store.get(key))
+        self._theirs |= _addresses(value) - self._mine
+        return value
+
+    def wait(self, keys: list[str], timeout: timedelta = CONNECT_TIMEOUT) -> None:
+        """As the store has it."""
+        self._store.wait(keys, timeout)
+
+    def check(self, keys: list[str]) -> bool:
+        """As the store has it."""
+        return bool(self._store.check(keys))
+
+    def has(self, sock: socket.socket) -> bool:
+        """Whether this is a connection of the group."""
+        try:
+            near, far = sock.getsockname(), sock.getpeername()
+        except OSError:
+            return False  # it is not connected
+        return _key(sock.family, near) in self._mine or _key(sock.family, far) in self._theirs
+
+
+HOSTS = {socket.AF_INET: (4, 4), socket.AF_INET6: (8, 16)}
+"""Where in the kernel's form of an address, after family and port, the host begins, and its bytes."""
+
+
+def _addresses(value: bytes) -> set[bytes]:
+    """All that may be addresses in what gloo tells: family, port and host. More than there are does no harm."""
+    found = set()
+    for family, (begin, size) in HOSTS.items():
+        mark = struct.pack("=H", family)
+        at = value.find(mark)
+        while at >= 0:
+            found.add(value[at : at + 4] + value[at + begin : at + begin + size])
+            at = value.find(mark, at + 1)
+    return found
+
+
+def _key(family: int, address: Any) -> bytes:
+    if family not in HOSTS:
+        return b""
+    host = socket.inet_pton(family, address[0].partition("%")[0])
+    return struct.pack("=H", family) + struct.pack(">H", address[1]) + host
+
+
+def add_up(out: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    """out = the sum of the parts, from the first to the last, in single precision at least, rounded once."""
+    if len(parts) == 2:
+        torch.add(parts[0], parts[1], out=out)
+        return
+    wide = torch.promote_types(out.dtype, torch.float32)
+    for low in range(0, out.numel(), SUM_BLOCK):
+        total = parts[0][low : low + SUM_BLOCK].to(wide, copy=True)
+        for part in parts[1:]:
+            total += part[low : low + SUM_BLOCK]
+        out[low : low + SUM_BLOCK].copy_(total)
+
+
+def _gloo(store: Any, rank: int, size: int, host: str) -> Any:
+    backend: Any = dist.ProcessGroupGloo
+    options = backend._Options()
+    options._devices = [backend.create_device(hostname=host)]
+    options._timeout = CONNECT_TIMEOUT
+    group = backend(store, rank, size, options)
+    group._set_default_timeout(GLOO_TIMEOUT)
+    return group
+
+
+def sockets_here() -> dict[int, int]:
+    """This process's sockets: inode to descriptor."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - there may be thousands, and a generation waits for this
+        try:
+            status = os.fstat(int(name))
+        except OSError:
+            continue  # closed meanwhile, as the listing's own is
+        if stat.S_ISSOCK(status.st_mode):
+            found[status.st_ino] = int(name)
+    return found
+
+
+def is_socket(fd: int, inode: int) -> bool:
+    """Whether a descriptor still is that socket, which somebody else owns and may have closed."""
+    try:
+        status = os.fstat(fd)
+    except OSError:
+        return False
+    return stat.S_ISSOCK(status.st_mode) and status.st_ino == inode
+
+
+def with_socket(fd: int, act: Callable[[socket.socket], T]) -> T | None:
+    """Calls `act` with the socket of a descriptor that somebody else owns; None when it was closed."""
+    try:
+        sock = socket.socket(fileno=os.dup(fd))
+    except OSError:
+        return None
+    with sock:
+        return act(sock)
+
+
+def shut_down(sock: socket.socket) -> None:
+    """Ends a connected TCP socket under whoever waits on it; listening and Unix sockets are left alone."""
+    with suppress(OSError):
+        if sock.family in (socket.AF_INET, socket.AF_INET6):
+            sock.getpeername()
+            sock.shutdown(socket.SHUT_RDWR)
+
+
+def abandon(group: object) -> None:
+    """Keeps a process group for ever, also when Python ends: destroying it would wait for its operations."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def first_line(error: BaseException) -> str:
+    """The part of a torch error that a person reads."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__

@@ -1,0 +1,326 @@
+"""State from GPU to GPU: a stripe goes out of a donor's live tensors into a newcomer's, past both hosts' memory.
+
+The newcomer asks a donor for its stripe over HTTP as ever (`transfer`), at another path. The answer turns the connection into
+a *line*, over which the two build a process group of their own, and then say what each chunk's bytes add up to. Both copy on a
+stream of their own, so the donor's next forward pass goes on. When the line closes, whoever closed it, the group is aborted:
+a pair fails alone and at once, and what it had not brought comes over HTTP.
+
+A chunk is a broadcast of two members. It moves the same bytes as send and recv; gloo closes all its connections when a recv
+is waited for with a time-out, and NCCL's watchdog does not know of sends. With gloo all of it runs over CPU tensors.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import queue
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from holdfast.errors import ChecksumError, CollectiveFailed, ProtocolError, StateError
+from holdfast.protocol.frames import Codec, pack
+from holdfast.tensors.staging import Lane
+from holdfast.train import nccl
+from holdfast.train.gloo_group import Wires
+from holdfast.train.state_image import Image
+
+CHOICE = "HOLDFAST_DIRECT"
+"""`auto` (where NCCL can), `never`, or `always`: then over gloo between CPUs, too."""
+
+WORTH_BYTES = 256 << 20
+"""Less is quicker over HTTP than NCCL makes a communicator."""
+
+CHUNK_BYTES = 32 << 20
+AHEAD = 2
+"""Chunks that are under way before one is looked at."""
+
+CONNECT_S = 20.0
+"""Then the stripe comes over HTTP."""
+
+LISTENING = "listening"
+"""The newcomer's first word. What the donor said before it could be lost: whoever reads the headers of its answer may read on."""
+
+BLOCK_WORDS = 1 << 20
+FACTOR = 6364136223846793005
+"""Odd, so that no block's sum is lost in what the next ones add."""
+
+DONOR, NEWCOMER = 0, 1
+
+Moved = Callable[[int], None]
+"""Told of bytes that are there, and of 0 now and then while it is waited for; may raise to end the transfer."""
+
+
+class _Key(msgspec.Struct, frozen=True, tag="key"):
+    """From which the two make their group."""
+
+    name: str
+    value: bytes
+
+
+class _Sum(msgspec.Struct, frozen=True, tag="sum"):
+    """What the bytes up to `stop` of one chunk add up to."""
+
+    stop: int
+    words: tuple[int, int]
+
+
+_frames: Codec[_Key | _Sum] = Codec(_Key | _Sum)
+
+
+def possible(image: Image) -> bool:
+    """Whether this worker takes part in such transfers of a state."""
+    choice = os.environ.get(CHOICE, "auto")
+    if choice != "auto":
+        return choice == "always"
+    on_gpu = not image.near and dist.is_nccl_available() and os.environ.get(nccl.CHOICE) != "gloo"
+    return on_gpu and image.index.nbytes >= WORTH_BYTES
+
+
+class Line(dist.Store):  # type: ignore[misc, name-defined, unused-ignore]
+    """The connection between a donor and a newcomer: the store of their group, then the sums of what moved."""
+
+    def __init__(self, sock: socket.socket, closed: Callable[[], None]) -> None:
+        """closed: called when there is nobody at the other end any more."""
+        super().__init__()
+        sock.settimeout(None)
+        self._sock = sock
+        self._values: dict[str, bytes] = {}
+        self._sums: queue.SimpleQueue[_Sum | None] = queue.SimpleQueue()
+        self._news = threading.Condition()
+        self._over = False
+        self._closed = closed
+        self._reader = threading.Thread(target=self._read, name="holdfast-line", daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        try:
+            while (frame := _frames.read(self._sock)) is not None:
+                if isinstance(frame, _Sum):
+                    self._sums.put(frame)
+                    continue
+                with self._news:
+                    self._values[frame.name] = frame.value
+                    self._news.notify_all()
+        except (OSError, ProtocolError):
+            pass  # as good as closed
+        with self._news:
+            self._over = True
+            self._news.notify_all()
+        self._sums.put(None)
+        self._closed()
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """Sends the value to the other end."""
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        with self._news:
+            self._values[key] = data
+        self._send(pack(_Key(key, data)))
+
+    def get(self, key: str) -> bytes:
+        """Waits for the value."""
+        self.wait([key])
+        return self._values[key]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Waits for the keys, or for the end of the line."""
+        with self._news:
+            self._news.wait_for(lambda: self._over or all(k in self._values for k in keys))
+            if not all(k in self._values for k in keys):
+                raise CollectiveFailed("the other end closed the line")
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether the keys have arrived."""
+        return all(k in self._values for k in keys)
+
+    def say(self, stop: int, words: list[int]) -> None:
+        """The donor: what the chunk that ends here adds up to."""
+        self._send(pack(_Sum(stop, (words[0], words[1]))))
+
+    def hear(self) -> _Sum:
+        """The newcomer: what the donor said of the next chunk."""
+        said = self._sums.get()
+        if said is None:
+            raise CollectiveFailed("the donor closed the line")
+        return said
+
+    def _send(self, frame: bytes) -> None:
+        try:
+            self._sock.sendall(frame)
+        except OSError as error:
+            raise CollectiveFailed(f"the other end closed the line: {error}") from error
+
+    def join(self) -> None:
+        """Waits until the other end has closed the line."""
+        self._reader.join()
+
+    def close(self) -> None:
+        """Frees whoever waits, at both ends. Safe from any thread, more than once."""
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return
+
+
+def send(sock: socket.socket, image: Image, low: int, stop: int, opened: Callable[[Line], None]) -> None:
+    """The donor's part of one stripe; returns when the newcomer has closed the line. opened: given the line, whose `close`
+    ends this.
+
+    Raises:
+        CollectiveFailed: the newcomer is gone, or they cannot be connected.
+    """
+    device = image.device
+    pair = Wires(DONOR, 2, sock.getsockname()[0], device)
+    line = Line(sock, pair.abort)
+    said: deque[tuple[int, torch.Tensor, object]] = deque()
+
+    def say() -> None:
+        end, words, mark = said.popleft()
+        Lane.wait(mark)
+        line.say(end, words.tolist())
+
+    try:
+        opened(line)
+        line.wait([LISTENING])
+        pair.connect(line)
+        with _lane(image, pair) as lane:
+            for begin in range(low, stop, CHUNK_BYTES):
+                end = min(begin + CHUNK_BYTES, stop)
+                parts = [p.to(device) for p in image.parts(begin, end)]
+                row = parts[0] if len(parts) == 1 else torch.cat(parts)
+                said.append((end, *_on_host(lane, fingerprint(row))))
+                _move(pair, row)
+                if len(said) > AHEAD:
+                    say()
+            while said:
+                say()
+        line.join()  # what it has not received yet may still be on its way
+    finally:
+        line.close()
+        line.join()
+        pair.close()
+
+
+def receive(sock: socket.socket, image: Image, low: int, stop: int, moved: Moved) -> None:
+    """The newcomer's part of one stripe. Of what `moved` was told every byte is as the donor has it.
+
+    Raises:
+        StateError: the rest has to come another way; the message says why.
+    """
+    device = image.device
+    pair = Wires(NEWCOMER, 2, sock.getsockname()[0], device)
+    line = Line(sock, pair.abort)
+    coming: deque[tuple[int, int, torch.Tensor, object]] = deque()
+    late_s = time.monotonic() + CONNECT_S
+
+    def waits() -> None:
+        moved(0)
+        if time.monotonic() > late_s:
+            raise CollectiveFailed(f"no connection within {CONNECT_S:g} s")
+
+    def confirm() -> None:
+        begin, end, words, mark = coming.popleft()
+        Lane.wait(mark)
+        said = line.hear()
+        pair.intact()
+        if (said.stop, said.words) != (end, tuple(words.tolist())):
+            raise ChecksumError(f"bytes {begin} to {end} are damaged")
+        moved(end - begin)
+
+    pair.waits = waits
+    try:
+        line.set(LISTENING, b"")
+        pair.connect(line)
+        with _lane(image, pair) as lane:
+            for begin in range(low, stop, CHUNK_BYTES):
+                end = min(begin + CHUNK_BYTES, stop)
+                parts = list(image.parts(begin, end))
+                # Gloo may write into what it was given after an abort; what NCCL does has an end that is waited for.
+                whole = len(parts) == 1 and parts[0].device == device and pair.queues
+                row = parts[0] if whole else torch.empty(end - begin, dtype=torch.uint8, device=device)
+                _move(pair, row)
+                coming.append((begin, end, *_on_host(lane, fingerprint(row))))
+                if not whole:
+                    for part, got in zip(parts, torch.split(row, [p.numel() for p in parts]), strict=True):
+                        part.copy_(got)
+                if len(coming) > AHEAD:
+                    confirm()
+            while coming:
+                confirm()
+    except (CollectiveFailed, RuntimeError) as error:
+        raise StateError(f"not from GPU to GPU: {error}") from error
+    finally:
+        line.close()
+        line.join()
+        pair.close()
+
+
+@contextmanager
+def _lane(image: Image, pair: Wires) -> Iterator[Lane]:
+    """For one stripe: on a stream that no other one uses meanwhile, or they would wait for each other. On leaving nothing of
+    it is read or written any more."""
+    try:
+        number = _idle.pop()
+    except IndexError:
+        number = next(_numbers)
+    lane = Lane(image.device, image.ready, f"direct {number}")
+    try:
+        with lane.on():
+            yield lane
+    except BaseException:
+        pair.abort()
+        raise
+    finally:
+        Lane.wait(lane.mark())
+        _idle.append(number)
+
+
+_numbers = itertools.count()
+_idle: list[int] = []
+
+
+def _move(pair: Wires, row: torch.Tensor) -> None:
+    """One chunk, from the donor to the newcomer. With NCCL it is queued."""
+    work = pair.broadcast(row, DONOR)
+    try:
+        pair.wait(work)
+    except CollectiveFailed:
+        pair.drain(work)
+        raise
+
+
+def _on_host(lane: Lane, words: torch.Tensor) -> tuple[torch.Tensor, object]:
+    """Two numbers on their way to the host, and the mark after which they are there."""
+    into = lane.buffer(words.numel() * words.element_size()).view(torch.int64)
+    return into, lane.copy(into, words)
+
+
+def fingerprint(row: torch.Tensor) -> torch.Tensor:
+    """Two sums over a row of bytes, modulo 2^64, computed where it is. Every changed word changes them: the weights are odd.
+    The second one, of the upper halves, sees two flipped signs, which the first may not. Additions of whole numbers have no
+    order, so every device finds the same."""
+    if row.data_ptr() % 8 or row.storage_offset() % 8:
+        row = row.clone()
+    count = row.numel() // 8
+    rest = torch.zeros(8, dtype=torch.uint8, device=row.device)
+    rest[: row.numel() - 8 * count] = row[8 * count :]
+    total = torch.zeros(2, dtype=torch.int64, device=row.device)
+    for words in (*torch.split(row[: 8 * count].view(torch.int64), BLOCK_WORDS), rest.view(torch.int64)):
+        weights = _weights(row.device)[: words.numel()]
+        sums = torch.stack([(words * weights).sum(), ((words >> 32) * weights).sum()])
+        total = total * FACTOR + sums
+    return total
+
+
+@cache
+def _weights(device: torch.device) -> torch.Tensor:
+    return torch.arange(1, 2 * BLOCK_WORDS, 2, dtype=torch.int64, device=device)

@@ -1,0 +1,386 @@
+"""State from peers: a newcomer reads stripes of it from several donors at once, each chunk with a checksum.
+
+Donors serve plain HTTP, straight from their live tensors, to those who prove that they know the job's token; the donor
+proves it too, see `protocol.proof`. `curl` can read it with the token itself:
+
+    GET /state/index?generation=7            the index, JSON
+    GET /state/bytes?generation=7  Range: ...   chunks of at most CHUNK_BYTES, each followed by its xxh3_64
+    GET /state/direct?generation=7  Range: ...  the same bytes from GPU to GPU, where both can (`direct`)
+
+Serving needs no pause: until the newcomer has its state it cannot vote, and no donor can change a parameter
+before that vote.
+"""
+
+from __future__ import annotations
+
+import http.client
+import re
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from urllib.parse import parse_qs, urlsplit
+
+import msgspec
+import xxhash
+
+from holdfast.errors import ChecksumError, CollectiveFailed, StateError
+from holdfast.observe.transfer_progress import Seen
+from holdfast.protocol import http_server
+from holdfast.protocol.messages import Generation, Member
+from holdfast.protocol.proof import ANSWER_HEADER, Question, answer_to_header, bears
+from holdfast.protocol.sockets import unpace
+from holdfast.tensors.index import Index, decode_index_of_peer
+from holdfast.train import gpu_transfer
+from holdfast.train.state_image import Image, Protected, targets
+
+CHUNK_BYTES = 4 << 20
+DIGEST_BYTES = 8
+MIN_STRIPE_BYTES = 8 << 20
+PUBLISH_WAIT_S = 2.0
+"""A request for a state that a donor does not have yet is held for so long; then the reader asks again, which shows that
+it lives. A donor may be reading it from a durable tier."""
+CONNECT_S = 5.0
+
+
+def _server_name(worker: str) -> str:
+    """For the proof: a worker's name is that of one process."""
+    return f"state {worker}"
+
+
+class DonorServer:
+    """Serves this worker's state to newcomers of the generation for which it was published."""
+
+    def __init__(self, host: str, token: str, worker: str) -> None:
+        """worker: this one's name, by which the others know it."""
+        self._token = token
+        self._name = _server_name(worker)
+        self._news = threading.Condition()
+        self._generation = 0
+        self._image: Image | None = None
+        self._lines: set[gpu_transfer.Line] = set()
+        self._door = http_server.HttpDoor(host, "holdfast-donor", self._handler())
+        self.port = self._door.port
+
+    def close(self) -> None:
+        """Stops serving; requests that wait are answered with 'gone'."""
+        self.publish(1 << 62, None)
+        self._door.close()
+
+    def publish(self, generation: int, image: Image | None) -> None:
+        """From now on requests for this generation are answered (None: with 'gone'); older ones fail."""
+        with self._news:
+            self._generation, self._image = generation, image
+            self._news.notify_all()
+            for line in self._lines:
+                line.close()
+
+    def _is_to_come(self, generation: int) -> bool:
+        return self._generation < generation
+
+    def _wait(self, generation: int) -> Image | None:
+        with self._news:
+            self._news.wait_for(lambda: self._generation >= generation, timeout=PUBLISH_WAIT_S)
+            return self._image if self._generation == generation else None
+
+    def _current(self, generation: int) -> bool:
+        return self._generation == generation
+
+    @contextmanager
+    def _open(self, generation: int) -> Iterator[Callable[[gpu_transfer.Line], None]]:
+        """While a stripe goes from GPU to GPU: the end of the generation ends it."""
+        own: list[gpu_transfer.Line] = []
+
+        def opened(line: gpu_transfer.Line) -> None:
+            with self._news:
+                if self._generation != generation:
+                    raise CollectiveFailed("the generation ended")
+                own.append(line)
+                self._lines.add(line)
+
+        try:
+            yield opened
+        finally:
+            with self._news:
+                self._lines.difference_update(own)
+
+    def _handler(self) -> type[http_server.Handler]:
+        donor = self
+
+        class Handler(http_server.Handler):
+            _proof: str | None = None
+
+            def do_GET(self) -> None:
+                self.close_connection = True
+                self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                unpace(self.connection)
+                given = self.headers.get("Authorization", "")
+                self._proof = answer_to_header(given, donor._token, donor._name, "GET", self.path)
+                if self._proof is None and not bears(given, donor._token):
+                    self.send_error(401, "send the job's token: Authorization: Bearer TOKEN")
+                    return
+                url = urlsplit(self.path)
+                number = parse_qs(url.query).get("generation", [""])[0]
+                image = donor._wait(int(number)) if number.isdecimal() else None
+                if image is None and number.isdecimal() and donor._is_to_come(int(number)):
+                    self.send_error(503, "this generation is not served yet: ask again")
+                elif image is None:
+                    self.send_error(410, "this generation is not served here")
+                elif url.path == "/state/index":
+                    self._send(msgspec.json.encode(image.index))
+                elif url.path == "/state/bytes":
+                    self._send_range(image, int(number))
+                elif url.path == "/state/direct" and gpu_transfer.possible(image):
+                    self._send_directly(image, int(number))
+                else:
+                    self.send_error(404)
+
+            def _send(self, body: bytes) -> None:
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def _range(self, image: Image) -> tuple[int, int] | None:
+                wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+                start, stop = (int(wanted[1]), int(wanted[2]) + 1) if wanted else (0, image.index.nbytes)
+                if 0 <= start < stop <= image.index.nbytes:
+                    return start, stop
+                self.send_error(416)
+                return None
+
+            def _send_directly(self, image: Image, generation: int) -> None:
+                if (span := self._range(image)) is None:
+                    return
+                self.send_response(101)
+                self.send_header("Connection", "Upgrade")
+                self.send_header("Upgrade", "holdfast-direct")
+                self.end_headers()
+                self.wfile.flush()
+                with donor._open(generation) as opened, suppress(CollectiveFailed):  # it comes another way
+                    gpu_transfer.send(self.connection, image, *span, opened)
+
+            def _send_range(self, image: Image, generation: int) -> None:
+                if (span := self._range(image)) is None:
+                    return
+                start, stop = span
+                chunks = -(-(stop - start) // CHUNK_BYTES)
+                self.send_response(206)
+                self.send_header("Content-Length", str(stop - start + chunks * DIGEST_BYTES))
+                self.send_header("X-Holdfast-Chunk", str(CHUNK_BYTES))
+                self.end_headers()
+                self.wfile.flush()
+                for low in range(start, stop, CHUNK_BYTES):
+                    if not donor._current(generation):
+                        return
+                    row = xxhash.xxh3_64()
+                    for piece in image.pieces(low, min(low + CHUNK_BYTES, stop)):
+                        row.update(piece)
+                        self.connection.sendall(piece)
+                    self.connection.sendall(row.digest())
+
+            def end_headers(self) -> None:
+                if self._proof is not None:
+                    self.send_header(ANSWER_HEADER, self._proof)
+                super().end_headers()
+
+        return Handler
+
+
+class _NotYetError(StateError):
+    """A donor does not have the state yet."""
+
+
+class Fetch:
+    """One transfer: the state at a generation's start, from its donors in parallel stripes."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        donors: tuple[int, ...],
+        token: str,
+        seen: Seen,
+        waits: Callable[[int], None] = lambda rank: None,
+    ) -> None:
+        """`seen` is told after every chunk, and of 0 bytes now and then while there are none yet; it may raise to end the
+        transfer. `waits` is told the rank of a donor that was called and has not answered; -1: all have."""
+        self._generation = generation.number
+        self._members = [generation.members[rank] for rank in donors]
+        self._token = token
+        self._seen = seen
+        self._waits = waits
+        self._called: list[int] = []
+        self._open: set[http.client.HTTPConnection] = set()
+        self._lock = threading.Lock()
+        self._aborted = False
+
+    def abort(self) -> None:
+        """Ends the transfer at once. Safe from any thread."""
+        with self._lock:
+            self._aborted = True
+            for connection in self._open:
+                if connection.sock is not None:
+                    try:
+                        connection.sock.shutdown(socket.SHUT_RDWR)
+                    except OSError:
+                        continue
+
+    def busy(self) -> bool:
+        """Whether a connection to a donor is open."""
+        with self._lock:
+            return any(c.sock is not None for c in self._open)
+
+    def run(self, objects: Protected) -> Image:
+        """Receives the whole image, into the live tensors of `objects` where they fit.
+
+        Raises:
+            StateError: no donor could give it, with the last donor's reason.
+        """
+        index = self._index()
+        image = targets(objects, index)
+        stripes = _stripes(index.nbytes, len(self._members))
+        if not stripes:
+            return image
+        with ThreadPoolExecutor(len(stripes), thread_name_prefix="holdfast-fetch") as pool:
+            jobs = [
+                pool.submit(self._stripe, self._members[i:] + self._members[:i], image, stripe)
+                for i, stripe in enumerate(stripes)
+            ]
+            for job in jobs:
+                job.result()
+        return image
+
+    def _index(self) -> Index:
+        while True:
+            reasons, to_come = [], False
+            for member in self._members:
+                try:
+                    with self._get(member, "/state/index") as response:
+                        return decode_index_of_peer(response.read())
+                except _NotYetError:
+                    to_come = True
+                except (OSError, http.client.HTTPException, StateError, msgspec.MsgspecError) as error:
+                    reasons.append(f"rank {member.rank} on {member.node}: {error}")
+            if not to_come:
+                raise StateError(f"no donor gave its state: {'; '.join(reasons)}")
+            self._seen(0, 0)
+
+    def _stripe(self, members: list[Member], image: Image, stripe: tuple[int, int]) -> None:
+        """Reads one stripe, going on at the next donor where one fails."""
+        low, stop = stripe
+        reason: Exception | None = None
+        if gpu_transfer.possible(image):
+            low = self._directly(members[0], image, low, stop)
+        if low == stop:
+            return
+        for member in members:
+            try:
+                with self._get(member, "/state/bytes", (low, stop)) as response:
+                    while low < stop:
+                        high = min(low + CHUNK_BYTES, stop)
+                        _read_chunk(response, image, low, high, member)
+                        self._seen(high - low, image.index.nbytes)
+                        low = high
+                return
+            except (OSError, http.client.HTTPException, StateError) as error:
+                reason = error
+        raise StateError(f"bytes {low} to {stop} of the state: the last donor said: {reason}")
+
+    def _directly(self, member: Member, image: Image, low: int, stop: int) -> int:
+        """From GPU to GPU; returns up to where that went well."""
+        far = low
+
+        def moved(nbytes: int) -> None:
+            nonlocal far
+            far += nbytes
+            self._seen(nbytes, image.index.nbytes if nbytes else 0)
+
+        try:
+            with self._connected(member, "/state/direct", (low, stop)) as (connection, response):
+                if response.status == http.HTTPStatus.SWITCHING_PROTOCOLS:
+                    gpu_transfer.receive(connection.sock, image, low, stop, moved)
+        except (OSError, http.client.HTTPException, StateError) as error:
+            if not self._aborted:
+                who = f"rank {member.rank} on {member.node}"
+                sys.stderr.write(f"holdfast: {who}: {error}; bytes {far} to {stop} come over HTTP\n")
+        return far
+
+    @contextmanager
+    def _get(
+        self, member: Member, path: str, span: tuple[int, int] | None = None
+    ) -> Iterator[http.client.HTTPResponse]:
+        with self._connected(member, path, span) as (_, response):
+            if response.status == http.HTTPStatus.SERVICE_UNAVAILABLE:
+                raise _NotYetError("it does not have the state yet")
+            if response.status not in (200, 206):
+                raise StateError(f"it answered {response.status} {response.reason}")
+            yield response
+
+    @contextmanager
+    def _waiting_for(self, rank: int) -> Iterator[None]:
+        """Several threads call at a time."""
+        with self._lock:
+            self._called.append(rank)
+            self._waits(rank)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._called.remove(rank)
+                self._waits(self._called[-1] if self._called else -1)
+
+    @contextmanager
+    def _connected(
+        self, member: Member, path: str, span: tuple[int, int] | None
+    ) -> Iterator[tuple[http.client.HTTPConnection, http.client.HTTPResponse]]:
+        connection = http.client.HTTPConnection(member.host, member.data_port, timeout=CONNECT_S)
+        path = f"{path}?generation={self._generation}"
+        question = Question(self._token, _server_name(member.worker), "GET", path)
+        headers = {"Authorization": question.authorization, "Connection": "close"}
+        if span:
+            headers["Range"] = f"bytes={span[0]}-{span[1] - 1}"
+        with self._lock:
+            if self._aborted:
+                raise StateError("the generation broke")
+            self._open.add(connection)
+        try:
+            with self._waiting_for(member.rank):
+                connection.request("GET", path, headers=headers)
+                response = connection.getresponse()
+            with response:
+                if not question.proves(response.getheader(ANSWER_HEADER, "")):
+                    who = f"{member.host} port {member.data_port}, where {member.worker} listened,"
+                    raise StateError(
+                        f"{who} answered {response.status} and does not show that it is this worker"
+                    )
+                yield connection, response
+        finally:
+            with self._lock:
+                self._open.discard(connection)
+            connection.close()
+
+
+def _stripes(nbytes: int, donors: int) -> list[tuple[int, int]]:
+    count = max(1, min(donors, nbytes // MIN_STRIPE_BYTES))
+    size = -(-nbytes // count)
+    size = -(-size // CHUNK_BYTES) * CHUNK_BYTES
+    return [(low, min(low + size, nbytes)) for low in range(0, nbytes, size)]
+
+
+def _read_chunk(
+    response: http.client.HTTPResponse, image: Image, low: int, high: int, member: Member
+) -> None:
+    row = xxhash.xxh3_64()
+    with image.filling(low, high) as pieces:
+        for piece in pieces:
+            view = piece
+            while view:
+                got = response.readinto(view)
+                if not got:
+                    raise StateError(f"rank {member.rank} on {member.node} closed the connection")
+                view = view[got:]
+            row.update(piece)
+    if response.read(DIGEST_BYTES) != row.digest():
+        raise ChecksumError(f"bytes {low} to {high} from rank {member.rank} on {member.node} are damaged")

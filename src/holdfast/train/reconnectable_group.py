@@ -1,0 +1,350 @@
+"""Process groups inside a replica whose connections can be exchanged under the wrappers that use them.
+
+FSDP2, tensor parallelism and `DeviceMesh` keep the process groups with which they were made for ever. These groups are
+shells: torch.distributed makes them before anybody is connected, and every generation gives them new connections. So
+after a fault neither a wrapper nor a compiled graph has to be made again.
+
+Torch has one default process group. Here it is the replica: its rank is the worker's position in the replica.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partialmethod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
+from torch.distributed import HashStore  # type: ignore[attr-defined, unused-ignore]
+
+from holdfast.errors import CollectiveFailed, UsageError
+from holdfast.train.buffer_pool import Scratch
+from holdfast.train.gloo_group import Wires
+
+BACKEND = "holdfast"
+
+StoreOf = Callable[[str], Any]
+"""The store through which a group, named, finds its members."""
+
+
+class Row:
+    """All process groups of one replica, as one of its workers has them.
+
+    Attributes:
+        scratch: memory for its collectives.
+    """
+
+    def __init__(
+        self,
+        position: int,
+        size: int,
+        host: str,
+        called: Callable[[bool], None],
+        device: torch.device | None = None,
+    ) -> None:
+        """called: told whenever a collective begins (True) or has ended. device: where the tensors are."""
+        self.position, self.size = position, size
+        self.device = device
+        self.host = host
+        self.called = called
+        self.scratch = Scratch()
+        self._groups: list[SwitchedGroup] = []
+        self._aborted = False
+        self.connected_in = 0
+        self.beside = False
+        self._news = threading.Condition()
+        self._begun = 0
+        self._halting = False
+        self._limit: int | None = None
+
+    def open(self) -> None:
+        """Makes torch's default process group a shell of this row's.
+
+        Raises:
+            UsageError: the script has made one.
+        """
+        if dist.is_initialized():
+            raise UsageError(
+                "run.mesh() came after torch.distributed.init_process_group(): leave that to Holdfast, which makes "
+                "the process groups of a replica and connects them anew after a fault"
+            )
+        if BACKEND not in dist.Backend.backend_list:
+            dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
+        _row[:] = [self]
+        dist.init_process_group(BACKEND, store=HashStore(), rank=self.position, world_size=self.size)
+
+    def shut(self) -> None:
+        """Torch forgets the groups: `main` is about to be run again."""
+        self.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self._groups.clear()
+
+    def add(self, rank: int, size: int, name: str) -> SwitchedGroup:
+        """One more group, which torch asked for."""
+        group = SwitchedGroup(self, rank, size, name)
+        self._groups.append(group)
+        return group
+
+    def renew(self, beside: bool) -> None:
+        """The connections are of no use to the next generation: it makes new ones, or none where this worker is beside the
+        replicas. Before anybody may call `halt` or `abort` for that generation."""
+        self.close()
+        self.beside = beside
+        with self._news:
+            self._aborted = self._halting = False
+            self._limit, self._begun = None, 0
+
+    def connect(self, store_of: StoreOf, generation: int) -> None:
+        """Connects every group of more than one worker; all workers of the replica have them in the same order.
+
+        Raises:
+            CollectiveFailed: one is gone, or `abort` was called.
+        """
+        for group in self._groups:
+            if group.size() > 1:
+                group.wires = Wires(group.rank(), group.size(), self.host, self.device)
+                if self._aborted:
+                    raise CollectiveFailed("the generation broke while its members connected")
+                group.wires.connect(store_of(group.label))
+        self.connected_in = generation
+
+    @property
+    def aborted(self) -> bool:
+        """Whether the groups were aborted since they were connected."""
+        return self._aborted
+
+    def abort(self) -> None:
+        """Frees every call that waits for a worker of the replica. Safe from any thread, more than once."""
+        with self._news:
+            self._aborted = True
+            self._news.notify_all()
+        for group in self._groups:
+            if group.size() > 1 and group.wires is not None:
+                group.wires.abort()
+
+    def close(self) -> None:
+        """Gives the connections back, after `abort` or when nobody needs them any more."""
+        for group in self._groups:
+            if group.size() > 1 and group.wires is not None:
+                group.wires.close()
+                group.wires = None
+        self.connected_in = 0
+
+    # ------------------------------------------------------------ leaving a step together
+
+    def halt(self) -> int:
+        """The generation broke, and this replica is whole: no further collective begins before `run_to`. Returns how many
+        have begun. From the link's thread."""
+        with self._news:
+            self._halting, self._limit = True, None
+            self._news.notify_all()
+            return self._begun
+
+    def run_to(self, begun: int) -> None:
+        """The step is left when so many collectives have begun. From the link's thread."""
+        with self._news:
+            self._limit = begun
+            self._news.notify_all()
+
+    def begin(self) -> None:
+        """Before every collective of the replica.
+
+        Raises:
+            CollectiveFailed: the step is to be left here.
+        """
+        with self._news:
+            if self._halting:
+                self._news.wait_for(lambda: self._aborted or self._limit is not None)
+            if self._aborted or (self._limit is not None and self._begun >= self._limit):
+                raise CollectiveFailed("the generation broke")
+            self._begun += 1
+
+    def leave(self, broken: bool) -> int:
+        """The main thread has left the step. Returns how many collectives have begun, all of them complete; -1 when the
+        groups are of no use any more. broken: the generation is, so `halt` or `abort` has been called or is about to be."""
+        with self._news:
+            if broken:
+                self._news.wait_for(lambda: self._aborted or (self._halting and self._limit is not None))
+            whole = not self._aborted and self._limit in (None, self._begun) and self.connected_in > 0
+            if whole:
+                self._halting, self._limit = False, None
+                return self._begun
+        self.abort()
+        self.close()
+        return -1
+
+
+_row: list[Row] = []
+"""Whose groups torch makes: this process is in one replica."""
+
+
+def _create(common: Any, options: Any) -> SwitchedGroup:
+    """What torch calls for every new group."""
+    return _row[0].add(common.group_rank, common.group_size, common.group_id)
+
+
+_ProcessGroup: Any = dist.ProcessGroup
+
+
+class SwitchedGroup(_ProcessGroup):  # type: ignore[misc]
+    """A process group whose connections come with the generation and go with it.
+
+    A collective returns when it is done (with NCCL: when it is queued before all that follows): with gloo nothing is gained
+    by waiting later, and only here is a wait ended by an abort. A group of one worker has its own connection to itself for ever.
+    """
+
+    def __init__(self, row: Row, rank: int, size: int, name: str) -> None:
+        super().__init__(rank, size)
+        self._row, self._place, self._members = row, rank, size
+        self.label = name
+        self.wires: Wires | None = None
+        if size == 1:
+            self.wires = Wires(0, 1, row.host)
+            self.wires.connect(HashStore())
+
+    def _run(self, name: str, *args: Any, **options: Any) -> Any:
+        if self._members == 1 and name in BY_ITSELF:
+            return self._run_beside(name, *args)  # gloo would copy it, of a GPU to host memory and back
+        wires = self.wires
+        if wires is None:
+            if self._row.beside:
+                return self._run_beside(name, *args)
+            if self._row.aborted:
+                raise CollectiveFailed("the generation broke")
+            raise UsageError(
+                f"{name} before the first step: the workers of a replica are connected when run.steps() begins. Build "
+                "the model without communication: every worker from the same seed, distribute_tensor and "
+                "parallelize_module with src_data_rank=None"
+            )
+        if self._members > 1:
+            self._row.begin()
+        self._row.called(True)
+        work = self._ran_better(wires, name, *args)
+        if work is None:
+            work = wires.start(lambda gloo: getattr(gloo, name)(*args, **options))
+            try:
+                wires.wait(work)
+            except CollectiveFailed:
+                wires.drain(work)
+                raise
+        self._row.called(False)
+        return work
+
+    def _ran_better(self, wires: Wires, name: str, *args: Any) -> Any:
+        """FSDP2's two collectives where gloo's own are slow. None: as gloo has it. All members decide alike: by what is called
+        and with what."""
+        if name not in ("_allgather_base", "_reduce_scatter_base") or self._members == 1:
+            return None
+        out, mine = args[:2]
+        if out.device.type != "cpu" or out.dtype != mine.dtype:
+            return None
+        if not (out.is_contiguous() and mine.is_contiguous()):
+            return None
+        if name == "_allgather_base":
+            wires.gather(out, mine)
+        elif out.is_floating_point() and len(args) > 2 and args[2].reduceOp == dist.ReduceOp.SUM:
+            wires.scatter_sum(out, mine, self._row.scratch)
+        else:
+            return None
+        return _ended()
+
+    def _run_beside(self, name: str, *args: Any) -> Any:
+        """What a collective leaves here without anybody else: all that there is to do in a group of one. Where this worker's
+        replica is not complete, work of the script's own between two steps so comes to its end, and means nothing."""
+        if name == "_allgather_base":
+            args[0].view(self._members, -1).copy_(args[1].reshape(1, -1))
+        elif name == "_reduce_scatter_base":
+            args[0].copy_(args[1].view(self._members, -1)[self._place].view_as(args[0]))
+        elif name not in BY_ITSELF:
+            raise UsageError(
+                f"{name}: this worker's replica is not complete (run.world.replica is -1): skip it here"
+            )
+        return _ended()
+
+    def _run_each(self, name: str, outputs: list[Any], inputs: list[Any], options: Any) -> Any:
+        return [self._run(name, out, into, options) for out, into in zip(outputs, inputs, strict=True)][-1]
+
+    # Names as torch.distributed has them; those of the collectives follow below.
+
+    def getBackendName(self) -> str:
+        """As `dist.get_backend` shows it."""
+        return BACKEND
+
+    def rank(self) -> int:
+        """This worker's rank in the group."""
+        return self._place
+
+    def size(self) -> int:
+        """Workers in the group."""
+        return self._members
+
+    @property
+    def group_name(self) -> str:
+        """What functional collectives find the group by."""
+        return self.label
+
+    def _set_group_name(self, name: str) -> None:
+        self.label = name
+
+
+BY_ITSELF = {
+    "allreduce",
+    "allreduce_coalesced",
+    "broadcast",
+    "barrier",
+    "_allgather_base",
+    "_reduce_scatter_base",
+}
+"""Collectives for which a worker needs nobody else, see `_run_beside`."""
+
+
+def _ended() -> Any:
+    """A Work that has come to its end."""
+    done: torch.futures.Future[None] = torch.futures.Future()
+    done.set_result(None)
+    return _create_work_from_future(done)
+
+
+SAME = [
+    "allreduce",
+    "allreduce_coalesced",
+    "broadcast",
+    "reduce",
+    "barrier",
+    "allgather",
+    "allgather_coalesced",
+    "reduce_scatter",
+    "alltoall",
+    "gather",
+    "scatter",
+    "send",
+    "recv",
+]
+OTHERWISE = {
+    "_allgather_base": "_allgather_base",
+    "all_gather_single": "_allgather_base",
+    "_reduce_scatter_base": "_reduce_scatter_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "alltoall_base": "alltoall_base",
+    "all_to_all_single": "alltoall_base",
+}
+ONE_BY_ONE = {
+    "all_gather_single_coalesced": "_allgather_base",
+    "allgather_into_tensor_coalesced": "_allgather_base",
+    "reduce_scatter_single_coalesced": "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced": "_reduce_scatter_base",
+}
+"""Torch's names for collectives, the newer and the older ones, and gloo's."""
+
+
+def _forward() -> None:
+    for name, of_gloo in {**{name: name for name in SAME}, **OTHERWISE}.items():
+        setattr(SwitchedGroup, name, partialmethod(SwitchedGroup._run, of_gloo))
+    for name, of_gloo in ONE_BY_ONE.items():
+        setattr(SwitchedGroup, name, partialmethod(SwitchedGroup._run_each, of_gloo))
+
+
+_forward()

@@ -1,0 +1,89 @@
+"""State that was saved with another number of shards, into the pieces that this worker has."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import zeros
+
+from holdfast.checkpoint.loading import regions_of
+from holdfast.checkpoint.located import Found
+from holdfast.checkpoint.regions import Region, read_regions
+from holdfast.errors import StateError
+from holdfast.tensors.dtensor_shards import Submesh, parsed, piece_of
+from holdfast.tensors.index import TensorSpec
+from holdfast.tensors.tree import dtype_of, pack
+from holdfast.train.state_image import Protected, give
+
+MOMENT = re.compile(r"\.state\.(\d+)\.[^.]+$")
+"""The path of a tensor that an optimizer keeps for its parameter of this number."""
+
+
+def load(
+    objects: Protected,
+    found: Found,
+    position: int,
+    submesh: Submesh | None,
+    seen: Callable[[int, int], None] = lambda nbytes, total: None,
+) -> int:
+    """Reads only what this worker's pieces need; returns its bytes.
+
+    Args:
+        position: the worker's in its replica.
+        submesh: of its replica, if it has several workers.
+        seen: told of bytes that came in, and of how many there are, from several threads.
+
+    Raises:
+        StateError: no source has all of it, or it is of other objects.
+    """
+    index = found.heads[found.nearest(position)].index
+    live: list[tuple[str, torch.Tensor]] = []
+    for name, thing in objects.items():
+        pack(thing.state_dict(), name, live)
+    there = dict(live)
+    tensors: list[torch.Tensor] = []
+    regions: list[Region] = []
+    late: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for spec in index.tensors:
+        target = _target(objects, there, spec, submesh)
+        tensors.append(target)
+        regions += regions_of(found, piece_of(spec.path, target), position, late)
+    total = sum(r.target.numel() * r.target.element_size() for r in regions)
+    read_regions(found, regions, seen=lambda nbytes: seen(nbytes, total))
+    with torch.no_grad():
+        for ours, staged in late:
+            ours.copy_(staged)
+    give(objects, index.tree, tensors)
+    return total
+
+
+def _target(
+    objects: Protected, there: dict[str, torch.Tensor], spec: TensorSpec, submesh: Submesh | None
+) -> torch.Tensor:
+    """What is to receive a saved tensor: the live one, or a new one that lies as its parameter does."""
+    whole = spec.whole or spec.shape
+    live = there.get(spec.path)
+    if live is not None and tuple(live.shape) == whole and live.dtype == dtype_of(spec):
+        return live.detach()
+    parameter = _parameter(objects, spec.path)
+    if parameter is not None and tuple(parameter.shape) == whole:
+        return torch.zeros_like(parameter, dtype=dtype_of(spec), requires_grad=False)
+    if not spec.placed:
+        return torch.empty(whole, dtype=dtype_of(spec))
+    if submesh is None:
+        raise StateError(f"{spec.path} was saved in pieces, and nothing here says which are wanted")
+    names, placements = parsed(spec.placed)
+    return zeros(whole, dtype=dtype_of(spec), device_mesh=submesh(names), placements=placements)
+
+
+def _parameter(objects: Protected, path: str) -> torch.Tensor | None:
+    """The parameter for which an optimizer keeps this tensor."""
+    number = MOMENT.search(path)
+    optimizer: Any = objects.get(path.split(".", 1)[0])
+    if number is None or not isinstance(optimizer, torch.optim.Optimizer):
+        return None
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return parameters[int(number[1])] if int(number[1]) < len(parameters) else None

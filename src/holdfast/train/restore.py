@@ -1,0 +1,115 @@
+"""Where a worker's state comes from when it has none: peers, snapshot memory, a durable tier."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from holdfast.checkpoint.located import find_in_memory
+from holdfast.checkpoint.replicate import Pull
+from holdfast.errors import CollectiveFailed, StateError, StateLost, TierError, UnreadError
+from holdfast.observe.transfer_progress import HowFar, Seen
+from holdfast.protocol import messages as m
+from holdfast.protocol.phases import Phase
+from holdfast.tensors.dtensor_shards import Submesh
+from holdfast.train import checkpoint_restore, reshard, state_image
+from holdfast.train.link import Link
+from holdfast.train.peer_transfer import Fetch
+
+if TYPE_CHECKING:
+    from holdfast.train.sharding import Sharding
+
+
+class Restoring:
+    """Brings the state of a generation's start into the protected objects, as the coordinator says."""
+
+    def __init__(self, link: Link, objects: state_image.Protected, sharding: Sharding | None) -> None:
+        """sharding: of a replica of several workers."""
+        self.link = link
+        self._page = link.page
+        self._objects = objects
+        self._sharding = sharding
+
+    def bring(self, form: m.Form) -> int:
+        """Returns the bytes that came.
+
+        Raises:
+            CollectiveFailed: it could not be had from there; another generation tries again.
+            StateLost: that checkpoint is damaged.
+            GenerationBroken: the generation broke meanwhile.
+        """
+        if form.donors:
+            return self._load(form, self._fetch(form))
+        if form.copy is not None:
+            return self._load(form, self._from_memory(form))
+        return self._from_shards(form) if form.shards else self._from_tier(form)
+
+    def _fetch(self, form: m.Form) -> state_image.Image:
+        fetch = Fetch(form.generation, form.donors, self.link.token, self._seen(form), self._page.wait_for)
+        self.link.guard(form.generation.number, fetch.abort)
+        try:
+            return fetch.run(self._objects)
+        except StateError as error:
+            raise CollectiveFailed(str(error)) from error
+
+    def _load(self, form: m.Form, image: state_image.Image) -> int:
+        self.link.check(form.generation.number)
+        state_image.load(self._objects, image, self._submesh)
+        return image.index.nbytes
+
+    def _from_memory(self, form: m.Form) -> state_image.Image:
+        """The snapshot, from this node's memory or another's."""
+        assert form.copy is not None
+        own_node = self.link.start.env.get("HOLDFAST_NODE", "")
+        pull = Pull(form.copy.key, form.holders, self.link.token, own_node=own_node)
+        self.link.guard(form.generation.number, pull.abort)
+        try:
+            return checkpoint_restore.pull_image(self._objects, pull, form.copy.shard.head, self._seen(form))
+        except (StateError, TierError) as error:
+            raise CollectiveFailed(str(error)) from error
+
+    def _from_shards(self, form: m.Form) -> int:
+        """The snapshot, which was taken with another number of shards."""
+        own_node = self.link.start.env.get("HOLDFAST_NODE", "")
+        position, positions = self._place(form)
+        try:
+            found = find_in_memory(
+                form.shards, self.link.token, own_node=own_node, reader=position, readers=positions
+            )
+            return reshard.load(self._objects, found, position, self._submesh, self._seen(form))
+        except (StateError, TierError) as error:
+            raise CollectiveFailed(str(error)) from error
+
+    def _place(self, form: m.Form) -> tuple[int, int]:
+        """Which shard this worker holds, of how many."""
+        return form.generation.members[form.rank].position, form.generation.positions
+
+    @property
+    def _submesh(self) -> Submesh | None:
+        return self._sharding.submesh if self._sharding else None
+
+    def _from_tier(self, form: m.Form) -> int:
+        """The checkpoint, from its durable tier."""
+        assert form.durable is not None
+        self._page.enter(Phase.TIER)
+        try:
+            seen, place = self._seen(form), self._place(form)
+            return checkpoint_restore.restore(
+                self._objects, form.durable.url, form.durable.step, seen, place, self._submesh
+            )
+        except UnreadError as error:
+            raise StateLost(str(error)) from error
+        except TierError as error:
+            raise CollectiveFailed(str(error)) from error
+
+    def _seen(self, form: m.Form) -> Seen:
+        """A sign of life for all that comes in, and an end to it when the generation has ended."""
+        number = form.generation.number
+        restoring = HowFar(lambda nbytes, total: self.link.send(m.Restoring(number, nbytes, total)))
+
+        def seen(nbytes: int, total: int) -> None:
+            self._page.beat()
+            self.link.check(number)
+            if nbytes:
+                restoring.add(nbytes, total)
+
+        return seen

@@ -1,0 +1,389 @@
+"""Whether the protected state is still what the commit left: between two commits nothing may change it.
+
+Why: where a fault strikes after the vote, the step is committed while the worker waits for the next generation, and the
+rest of the script's step is never run there; and a newcomer fetches the state as the commit left it. A change that the
+script makes elsewhere is therefore made by some workers and not by others, or twice where a step is dropped and computed
+again. All replicas would agree on the wrong state, so no comparison of replicas finds it. It is looked for without any
+fault, in every step.
+
+Only content proves a change: weights that were swapped for an evaluation and back are no change, nor is what FSDP does
+to its parameters. Reading all content in every step would cost too much. So content is read whole in a job's first steps,
+where a wrong script shows itself, and in the step after a sign of a change: torch counts writes into a tensor, and a new
+tensor lies elsewhere. Writes that torch does not count (`.data`, numpy) show in the bytes of one tensor of every object,
+another one in every step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import xxhash
+
+from holdfast.errors import StateChanged
+from holdfast.tensors import staging
+from holdfast.tensors.dtensor_shards import local_of
+from holdfast.tensors.tree import buffer_of, pack
+from holdfast.train.state_image import Protected
+
+SHARE = 0.0005
+"""Of the training thread's processor time goes into this at most: where a look takes longer than that, not every step is looked at."""
+
+FIRST_LOOKS = 3
+"""So many times at a job's start the content is read, whatever that costs: before step 0, and after steps 0 and 1."""
+
+HEAD_BYTES = 1 << 20
+"""So much of every tensor is read then. After a sign of a change all of it is."""
+
+WINDOW_BYTES = 4096
+
+
+class Unchanged:
+    """Compares the protected objects with what the newest commit left. Local to this worker, and without collectives."""
+
+    def __init__(self, objects: Protected) -> None:
+        self._watched: list[_Watched] = []
+        for name, thing in objects.items():
+            if isinstance(thing, torch.nn.Module):
+                some = next(thing.parameters(), None) is not None
+                self._watched.append(_Parameters(name, thing) if some else _Buffers(name, thing))
+            elif isinstance(thing, torch.optim.Optimizer):
+                self._watched.append(_Optimizer(name, thing))
+            else:
+                self._watched.append(_Other(name, thing))
+        self._in_steps = [w for w in self._watched if w.in_steps]
+        self._committed = 0
+        self._turn = 0
+        self._first_looks = FIRST_LOOKS
+        self._on = False
+        self._began_s = self._due_s = 0.0
+        self._spent_s = 0.0
+
+    def note(self, committed: int, from_peer: bool = False) -> None:
+        """The state is what a commit left, or a transfer brought. from_peer: the job has been training, so others have
+        had their first looks at the script, and wait for this worker."""
+        if from_peer:
+            self._first_looks = 0
+        # The processor's time of this thread: waiting for others is no work of which this could be a share.
+        began_s = time.thread_time()
+        self._committed = committed
+        self._on = self._first_looks > 0 or began_s >= self._due_s
+        if not self._on:
+            return
+        self._began_s = began_s
+        self._turn += 1
+        for watched in self._watched:
+            watched.note(self._turn, bool(self._first_looks))
+        self._spent_s = time.thread_time() - began_s
+
+    def after_step(self) -> None:
+        """The script has left the step and asks for the next one.
+
+        Raises:
+            StateChanged: something changed since the commit.
+        """
+        if self._on and (found := self._look(self._watched)):
+            c = self._committed
+            when = f"between step {c - 1}'s commit and step {c}" if c else "before step 0"
+            raise _error(*found, when, "some workers would make this change after a fault, and others not")
+
+    def before_update(self, step: int) -> None:
+        """The step is about to be reduced.
+
+        Raises:
+            StateChanged: something changed since the commit, other than buffers (the forward pass may) and what an
+                optimizer is set to (a learning rate that is set anew in every step).
+        """
+        if not self._on:
+            return
+        if found := self._look(self._in_steps):
+            why = "a step that a fault strikes is computed again, and would make this change twice"
+            raise _error(*found, f"in step {step} before step.apply", why)
+        for watched in self._watched:
+            watched.stepped()
+
+    def release(self) -> None:
+        """The state is about to change, as it may."""
+        if not self._on:
+            return
+        self._on = False
+        for watched in self._watched:
+            watched.release()
+        if self._first_looks:
+            self._first_looks -= 1
+        else:
+            self._due_s = self._began_s + self._spent_s / SHARE
+
+    def _look(self, among: list[_Watched]) -> tuple[_Watched, str] | None:
+        """The first that changed, and the path of what did."""
+        began_s = time.thread_time()
+        found = next(((w, path) for w in among if (path := w.change()) is not None), None)
+        self._spent_s += time.thread_time() - began_s
+        return found
+
+
+def _error(watched: _Watched, path: str, when: str, why: str) -> StateChanged:
+    return StateChanged(
+        f"{path} changed {when}: {why}. Put it into the commit: {watched.remedy}; or leave `{watched.name}` out of "
+        "run.protect if it need not survive"
+    )
+
+
+class _Watched:
+    """One protected object, or a part of it, and what was seen of it after the commit.
+
+    Attributes:
+        in_steps: nothing changes it during a step, either.
+    """
+
+    in_steps = True
+
+    def __init__(self, name: str, thing: Any) -> None:
+        self.name, self._thing = name, thing
+        self._sign = False
+        self.release()
+
+    def read(self) -> tuple[list[torch.Tensor], Any]:
+        """Its tensors as they are now, always in the same order, and its plain values."""
+        raise NotImplementedError
+
+    def path(self, index: int) -> str:
+        """What the tensor with this index in `read` is called."""
+        raise NotImplementedError
+
+    @property
+    def remedy(self) -> str:
+        """What to write instead."""
+        raise NotImplementedError
+
+    def stepped(self) -> None:
+        """A step's forward and backward passes are done."""
+
+    def release(self) -> None:
+        """Forgets what was noted. No tensor is held meanwhile: a `state_dict` may have made it for us."""
+        self._digests: list[int] | None = None
+        self._window: tuple[int, int, bytes] | None = None
+
+    def note(self, turn: int, first: bool) -> None:
+        """Remembers what there is. turn: chooses whose bytes are looked at. first: its content is read."""
+        tensors, self._plain = self.read()
+        self._versions, self._pointers = _versions(tensors), [t.data_ptr() for t in tensors]
+        self._limit = None if self._sign else HEAD_BYTES
+        self._digests = self._read_all(tensors) if first or self._sign else None
+        self._window = None if self._digests is not None else _window(tensors, turn)
+        self._sign = False
+
+    def change(self) -> str | None:
+        """The path of something that is not as it was noted."""
+        tensors, plain = self.read()
+        if (path := _difference(self._plain, plain, self.name)) is not None:
+            return path
+        if len(tensors) != len(self._pointers):
+            return self.name
+        pointers = [t.data_ptr() for t in tensors]
+        if pointers != self._pointers or _versions(tensors) != self._versions:
+            self._sign = True
+        if self._digests is not None:
+            now = self._read_all(tensors)
+            return next((self.path(i) for i, was in enumerate(self._digests) if now[i] != was), None)
+        if self._window is not None:
+            index, start, was = self._window
+            tensor = tensors[index]
+            if not _readable(tensor) or _bytes(tensor, start, len(was)) != was:
+                return self.path(index)
+        return None
+
+    def _read_all(self, tensors: list[torch.Tensor]) -> list[int]:
+        return [_digest(t, self._limit) for t in tensors]
+
+
+class _Parameters(_Watched):
+    """A module's, without its buffers: a forward pass may change those, in an evaluation too. Which there are is found out once: FSDP2 shows others while it has gathered them."""
+
+    def __init__(self, name: str, thing: torch.nn.Module) -> None:
+        named = list(thing.named_parameters())
+        self._names = [n for n, _ in named]
+        self._held = [local_of(p) for _, p in named]
+        super().__init__(name, thing)
+
+    def read(self) -> tuple[list[torch.Tensor], Any]:
+        return self._held, None
+
+    def path(self, index: int) -> str:
+        return f"{self.name}.{self._names[index]}"
+
+    @property
+    def remedy(self) -> str:
+        update = f"{self.name}.update_parameters(model)"
+        return _also(update if hasattr(self._thing, "update_parameters") else f"update({self.name})")
+
+
+class _Buffers(_Watched):
+    """Those of a module that has no parameters, such as an average of another's. What a step's forward pass changes stays
+    each worker's own, and is not looked at from then on."""
+
+    in_steps = False
+
+    def __init__(self, name: str, thing: torch.nn.Module) -> None:
+        self._named = [
+            (f"{at}.{n}" if at else n, local_of(b))
+            for at, module in thing.named_modules()
+            for n, b in module.named_buffers(recurse=False)
+            if n not in module._non_persistent_buffers_set
+        ]
+        super().__init__(name, thing)
+
+    def read(self) -> tuple[list[torch.Tensor], Any]:
+        return [b for _, b in self._named], None
+
+    def change(self) -> str | None:
+        found = super().change()
+        self._versions = _versions(self.read()[0])  # from here on the forward pass may
+        return found
+
+    def stepped(self) -> None:
+        now = zip(self._named, _versions(self.read()[0]), self._versions, strict=True)
+        self._named = [entry for entry, version, was in now if version == was]
+
+    def path(self, index: int) -> str:
+        return f"{self.name}.{self._named[index][0]}"
+
+    @property
+    def remedy(self) -> str:
+        return _also(f"update({self.name})")
+
+
+class _Optimizer(_Watched):
+    """Its moments, and what it is set to. In a step nobody looks: a script may set the learning rate before each update.
+
+    What changes its moments changes all of them, or parameters too: those of one parameter, another one in every step, are
+    enough for a sign.
+    """
+
+    in_steps = False
+
+    def note(self, turn: int, first: bool) -> None:
+        states = max(1, len(self._thing.state))
+        self._only = None if first or self._sign else turn % states
+        super().note(turn + turn // states, first)
+
+    def read(self) -> tuple[list[torch.Tensor], Any]:
+        plain = [
+            {k: v._version if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
+            for group in self._thing.param_groups
+        ]
+        return [t for _, t in self._moments()], {"param_groups": plain}
+
+    def path(self, index: int) -> str:
+        return next(itertools.islice((path for path, _ in self._moments()), index, None), self.name)
+
+    def _moments(self) -> Iterator[tuple[str, torch.Tensor]]:
+        only = (0, None) if self._only is None else (self._only, self._only + 1)
+        states = self._thing.state.values()
+        for number, state in enumerate(itertools.islice(states, *only), only[0]):
+            if isinstance(state, dict):
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor):
+                        yield f"{self.name}.state.{number}.{key}", local_of(value)
+
+    @property
+    def remedy(self) -> str:
+        return (
+            f"step.apply({self.name}, scheduler=scheduler) for a schedule, or {_also(f'update({self.name})')}"
+        )
+
+
+class _Other(_Watched):
+    """Anything with a `state_dict`: that alone says what of it is state."""
+
+    def read(self) -> tuple[list[torch.Tensor], Any]:
+        tensors: list[torch.Tensor] = []
+        plain = _split(self._thing.state_dict(), tensors)
+        return tensors, plain
+
+    def path(self, index: int) -> str:
+        named: list[tuple[str, torch.Tensor]] = []
+        pack(self._thing.state_dict(), self.name, named)
+        return named[index][0]
+
+    @property
+    def remedy(self) -> str:
+        kinds = torch.optim.lr_scheduler
+        if isinstance(self._thing, kinds.LRScheduler) and not isinstance(
+            self._thing, kinds.ReduceLROnPlateau
+        ):
+            return f"step.apply(optimizer, scheduler={self.name})"
+        known = next((f"{self.name}.{m}(...)" for m in ("update", "step") if hasattr(self._thing, m)), None)
+        return _also(known or f"update({self.name})")
+
+
+def _also(call: str) -> str:
+    return f"step.apply(optimizer, also=lambda: {call})"
+
+
+def _split(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """A copy of the plain values; tensors go into the list."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(local_of(value))
+        return None
+    if isinstance(value, Mapping):
+        return {k: _split(v, tensors) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_split(v, tensors) for v in value]
+    return value
+
+
+def _difference(was: Any, now: Any, path: str) -> str | None:
+    """Where two copies of plain values differ; NaN is NaN."""
+    if was is now:
+        return None
+    if isinstance(was, dict) and isinstance(now, dict) and was.keys() == now.keys():
+        return next((p for k in was if (p := _difference(was[k], now[k], f"{path}.{k}"))), None)
+    if isinstance(was, list) and isinstance(now, list) and len(was) == len(now):
+        pairs = enumerate(zip(was, now, strict=True))
+        return next((p for i, (a, b) in pairs if (p := _difference(a, b, f"{path}.{i}"))), None)
+    return None if was == now or (was != was and now != now) else path
+
+
+def _versions(tensors: list[torch.Tensor]) -> list[int]:
+    """How often torch has written into each."""
+    try:
+        return [t._version for t in tensors]
+    except RuntimeError:  # made in inference mode, where torch does not count
+        return [-1 if t.is_inference() else t._version for t in tensors]
+
+
+def _readable(tensor: torch.Tensor) -> bool:
+    return _near(tensor) and tensor.is_contiguous() and tensor.numel() > 0
+
+
+def _near(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and not staging.is_far(tensor)
+
+
+def _bytes(tensor: torch.Tensor, start: int, size: int) -> bytes:
+    return ctypes.string_at(tensor.data_ptr() + start, size)
+
+
+def _window(tensors: list[torch.Tensor], turn: int) -> tuple[int, int, bytes] | None:
+    """Some bytes of one tensor; in the course of many turns all bytes of all."""
+    if not tensors:
+        return None
+    index = turn % len(tensors)
+    tensor = tensors[index]
+    if not _readable(tensor):
+        return None
+    nbytes = tensor.numel() * tensor.element_size()
+    start = turn // len(tensors) * WINDOW_BYTES % nbytes
+    return index, start, _bytes(tensor, start, min(WINDOW_BYTES, nbytes - start))
+
+
+def _digest(tensor: torch.Tensor, limit: int | None) -> int:
+    row = staging.flat(tensor.detach().contiguous())[:limit]
+    if not _near(row):
+        return int(row.sum(dtype=torch.int64))  # computed where it is; the host waits for one number
+    return xxhash.xxh3_64_intdigest(buffer_of(row))

@@ -1,0 +1,167 @@
+"""An agent and its coordinator: what is said again after a reconnection, what is lost, what an order breaks."""
+
+import asyncio
+import socket
+from contextlib import asynccontextmanager
+
+from aiohttp import WSMsgType, web
+
+from holdfast.agent.coordinator_link import CoordinatorLink
+from holdfast.coordinator.service.authentication import authorized, give_proof
+from holdfast.protocol import messages as m
+from holdfast.protocol.endpoint import Endpoint, write_endpoint
+from holdfast.protocol.frames import Codec, encode
+from holdfast.protocol.phases import Spent
+from holdfast.protocol.snapshots import Key
+
+HELLO = m.Hello(version=m.PROTOCOL_VERSION, node="n0", session="s", host="n0", slots=1, pid=1)
+CODEC: Codec = Codec(m.AgentMessage)
+
+
+def progress(step):
+    spent = (Spent(step, 1, 0.0, 0.1, 0.1, 0.0, 0.0, 0.0),)
+    return m.FromWorker(
+        "w",
+        m.Progress(
+            generation=1,
+            committed=step + 1,
+            median_s=0.1,
+            losses=((step, 2.5, 0.1),),
+            figures=((step, {"x": 1.0}),),
+            spent=spent,
+        ),
+    )
+
+
+class Coordinator:
+    """Takes connections, and what is said on each of them."""
+
+    def __init__(self):
+        self.said = []
+        self.news = asyncio.Condition()
+        self.connection = None
+
+    async def serve(self, request):
+        socket = self.connection = web.WebSocketResponse()
+        await socket.prepare(request)
+        heard = []
+        self.said.append(heard)
+        async for frame in socket:
+            assert frame.type is WSMsgType.BINARY
+            heard.append(CODEC.decode(frame.data))
+            async with self.news:
+                self.news.notify_all()
+        return socket
+
+    async def hears(self, connection, *kinds):
+        """Waits until these kinds of messages, and no others but heartbeats, have come on a connection."""
+
+        def there():
+            if len(self.said) <= connection:
+                return False
+            return [type(x) for x in self.said[connection] if not isinstance(x, m.Heartbeat)] == [*kinds]
+
+        async with self.news:
+            await asyncio.wait_for(self.news.wait_for(there), 30)
+        return [x for x in self.said[connection] if not isinstance(x, m.Heartbeat)]
+
+
+NOTHING = lambda *_: None  # noqa: E731
+
+
+@asynccontextmanager
+async def serving(job_dir):
+    coordinator = Coordinator()
+    listening = socket.create_server(("127.0.0.1", 0))
+    where = Endpoint("127.0.0.1", listening.getsockname()[1], 1, "first")
+    app = web.Application(middlewares=[authorized("token", where)])
+    app.on_response_prepare.append(give_proof)
+    app.add_routes([web.get("/agent", coordinator.serve)])
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.SockSite(runner, listening).start()
+    write_endpoint(job_dir, where)
+    try:
+        yield coordinator
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def linked(job_dir, take=NOTHING):
+    link = CoordinatorLink(job_dir, "token", lambda: HELLO, take, 60.0, NOTHING, 0.5, NOTHING)
+    async with serving(job_dir) as coordinator:
+        running = asyncio.create_task(link.run())
+        try:
+            yield coordinator, link
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+
+async def talk(job_dir):
+    async with linked(job_dir) as (coordinator, link):
+        link.send(progress(7))
+        link.send(m.NotHeld(Key(7, 1, 0, 1), "no memory"))
+        link.send(progress(8))
+        await coordinator.hears(0, m.Hello, m.FromWorker, m.NotHeld, m.FromWorker)
+        await coordinator.connection.close()
+        link.send(progress(9))
+        return await coordinator.hears(1, m.Hello, m.FromWorker, m.FromWorker, m.FromWorker)
+
+
+def test_losses_that_a_dead_coordinator_may_not_have_written_are_said_again(tmp_path):
+    _, *again = asyncio.run(talk(tmp_path))
+    assert [x.message.losses for x in again] == [((step, 2.5, 0.1),) for step in (7, 8, 9)]
+    assert [x.message.figures for x in again] == [((step, {"x": 1.0}),) for step in (7, 8, 9)]
+    assert [x.message.spent for x in again[:2]] == [(), ()]  # what is counted is not counted twice
+    assert again[2].message.spent
+    assert all(x.age_s > 0 for x in again)
+
+
+def test_a_full_queue_keeps_what_is_new_on_a_new_connection(tmp_path):
+    """The last steps' losses are told again only as far as there is room."""
+    repeated, full = 512, 10_000
+
+    async def heard():
+        async with linked(tmp_path) as (coordinator, link):
+            for step in range(repeated):
+                link.send(progress(step))
+            await coordinator.hears(0, m.Hello, *[m.FromWorker] * repeated)
+            link._lost = lambda: [link.send(m.Exited(worker=f"w{number}", code=1)) for number in range(full)]
+            await coordinator.connection.close()
+            async with coordinator.news:
+                all_came = coordinator.news.wait_for(lambda: sum(map(len, coordinator.said[1:])) > full)
+                await asyncio.wait_for(all_came, 60)
+            return coordinator.said[1]
+
+    exits = [x.worker for x in asyncio.run(heard()) if isinstance(x, m.Exited)]
+    assert exits == [f"w{number}" for number in range(full)]
+
+
+def test_an_order_that_raises_ends_neither_the_link_nor_the_waiting_for_it(tmp_path):
+    start = m.StartWorker(worker="w1", slot=0, script="x.py", args=(), module=False, cwd=".", env={})
+    obeyed, links = [], []
+
+    def take(order):
+        if isinstance(order, m.StartWorker):
+            raise OSError(30, "Read-only file system")
+        obeyed.append(order)
+        links[0].send(m.Views(order.request, ()))
+
+    async def answered():
+        async with linked(tmp_path, take) as (coordinator, link):
+            links.append(link)
+            await coordinator.hears(0, m.Hello)
+            await coordinator.connection.send_bytes(encode(start))
+            _, found, exited = await coordinator.hears(0, m.Hello, m.Found, m.Exited)
+            await coordinator.connection.send_bytes(encode(m.Inspect(3)))
+            await coordinator.hears(0, m.Hello, m.Found, m.Exited, m.Views)
+            return found, exited
+
+    found, exited = asyncio.run(answered())
+    assert "StartWorker" in found.findings[0].evidence
+    assert "Read-only file system" in found.findings[0].evidence
+    assert (exited.worker, exited.killed) == ("w1", True)
+    assert "Read-only file system" in exited.tail[0]
+    assert obeyed == [m.Inspect(3)]

@@ -1,0 +1,93 @@
+"""Jumps of the loss and wrong parts of it, through the core."""
+
+import math
+
+import pytest
+from test_straggler_cases import findings, running, spends, spent
+
+from holdfast.protocol import messages as m
+from holdfast.protocol.health import HealthSpec
+from holdfast.protocol.phases import BLOCK_STEPS, Phase
+
+
+def lose(desk, first, losses):
+    for step, loss in enumerate(losses, first):
+        entry = ((step, loss, 0.1),)
+        desk.says(
+            desk.members()[0],
+            m.Progress(generation=desk.state.number, committed=step + 1, median_s=0.1, losses=entry),
+        )
+
+
+def test_a_jump_of_the_loss_is_written_down_and_blames_nobody():
+    desk = running()
+    lose(desk, 0, [2.0 + step % 3 / 100 for step in range(40)])
+    assert findings(desk) == []
+    lose(desk, 40, [math.nan, 2.0, 2.0])
+    (found,) = findings(desk)
+    assert (found["rule"], found["shared"], found["remedy"]) == ("loss-jump", True, "watch")
+    assert found["evidence"] == "the loss of step 40 is nan, of the steps before 2.01"
+    assert desk.state.incidents == []
+
+
+def not_finite(desk, rank, step):
+    """One rank's own gradient is not finite; the step is tried again and counts."""
+    number = desk.state.number
+    worker = desk.members()[rank]
+    desk.says(
+        worker,
+        m.Failed(
+            generation=number,
+            step=step,
+            phase=int(Phase.BACKWARD),
+            error="NonFiniteGradient",
+            message=f"own of {step}",
+            where="step.py:1",
+            own=True,
+        ),
+    )
+    for name in desk.members():
+        desk.says(name, m.Parked(generation=number, committed=step))
+    for name in desk.members():
+        desk.says(name, m.Joined(desk.state.number, 0.01))
+    desk.commit(step + 1)
+
+
+def asked(desk):
+    return [(f["node"], f["remedy"]) for f in findings(desk) if f["rule"] == "part-not-finite"]
+
+
+def test_a_node_that_alone_brings_what_is_not_finite_is_for_a_person_to_look_at():
+    desk = running()
+    node = desk.state.workers[desk.members()[1]].node
+    for step in (5, 9, 30):
+        not_finite(desk, 1, step)
+    assert asked(desk) == [(node, "watch"), (node, "watch"), (node, "ask")]
+    assert "holdfast check --deep" in findings(desk)[-1]["evidence"]
+
+
+def test_it_is_replaced_where_that_is_wanted():
+    desk = running(health=HealthSpec(replace_suspect=True))
+    for step in (5, 9, 30):
+        not_finite(desk, 1, step)
+    assert asked(desk)[-1][1] == "replace"
+
+
+def test_what_several_nodes_bring_is_the_datas_or_the_scripts():
+    desk = running()
+    for rank, step in ((1, 5), (2, 9), (1, 30), (1, 40)):
+        not_finite(desk, rank, step)
+    assert {remedy for _, remedy in asked(desk)} == {"watch"}
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_a_part_of_the_loss_that_is_off_again_and_again_is_its_nodes(replace):
+    desk = running(nodes=4, health=HealthSpec(replace_suspect=replace))
+    for number in range(60):
+        step = number * BLOCK_STEPS
+        for rank, worker in enumerate(desk.members()):
+            off = rank == 2 and number in (30, 40, 50)
+            block = spent(step, 0.1, loss=50.0 if off else 2.0 + (rank + number) % 5 / 100)
+            spends(desk, worker, block)
+    found = [f for f in findings(desk) if f["rule"] == "part-apart"]
+    assert [(f["subject"], f["remedy"]) for f in found] == [("rank 2", "replace" if replace else "ask")]

@@ -1,0 +1,118 @@
+"""A running job in characters."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from holdfast.observe.dashboard import board, headline, saved_line
+from holdfast.observe.progress import progress_line
+from holdfast.observe.rate import Rate
+from holdfast.protocol.job import JobSpec
+
+
+def drawn(picture, width=100):
+    stream = io.StringIO()
+    Console(file=stream, width=width).print(picture)
+    return stream.getvalue()
+
+
+def test_it_shows_ranks_spares_and_lost_nodes(status):
+    lines = [line.split() for line in drawn(board(status)).splitlines()]
+    assert ["0", "node0", "node0.0#1", "training", "1,234"] in lines
+    assert ["1", "node2", "node2.0#3", "training", "1,234"] in lines
+    assert ["–", "node3", "node3.0#4", "spare,", "warm", "–"] in lines
+    assert ["–", "node4", "–", "spare", "–"] in lines
+    assert ["–", "node1", "–", "lost", "–"] in lines
+    order = [line[0] for line in lines if line and line[0] in ("0", "1")]
+    assert order[0] == "0"
+
+
+def test_it_fits_100_columns(status):
+    status["job"] = "a-rather-long-name-of-a-job"
+    assert max(map(len, drawn(board(status)).splitlines())) <= 100
+
+
+def test_the_headline_has_the_state_of_training(status):
+    text = headline(status).plain
+    for words in (
+        "training",
+        "step 1,234",
+        "loss 2.6190",
+        "5.00 steps/s",
+        "generation 2",
+        "2 of 2 workers",
+        "1:01",
+    ):
+        assert words in text
+    assert "4.20 steps/s" in headline(status, 4.2).plain
+
+
+def test_an_open_incident_counts_up(status, incident):
+    status["incidents"] = [incident | {"stall_s": None, "full_strength_s": None}]
+    assert "0:19 …" in drawn(board(status))
+
+
+def test_many_ranks_are_summed_up(status):
+    status["workers"] = [
+        {"worker": f"node{i}.0#{i}", "node": f"node{i}", "rank": i, "state": "member", "step": 1, "log": ""}
+        for i in range(100)
+    ]
+    status["nodes"] = []
+    text = drawn(board(status, rows=10))
+    assert "… and 90 more" in text
+
+
+def test_it_says_what_is_saved_and_how_old_it_is(status):
+    assert saved_line(status) is None
+    status["saving"] = {
+        "snapshot": {"step": 1200, "nodes": 2, "nbytes": 5, "took_s": 0.1, "age_s": 1.2},
+        "tiers": [
+            {"url": "/scratch/run", "step": 1000, "age_s": 45.0, "failing": False, "under_way": None},
+            {"url": "s3://bucket/run", "step": None, "age_s": None, "failing": True, "under_way": None},
+        ],
+    }
+    said = saved_line(status).plain
+    assert "step 1,200 in the memory of 2 nodes, 0:01 ago" in said
+    assert "step 1,000 in /scratch/run, 0:45 ago; s3://bucket/run FAILS" in said
+    assert max(map(len, drawn(board(status)).splitlines())) <= 100
+    status["saving"]["tiers"][0] |= {"under_way": 1200, "written": [300_000_000, 4_000_000_000]}
+    assert "step 1,200 on its way to /scratch/run: 300 MB of 4.00 GB" in saved_line(status).plain
+    status["workers"] = []
+    assert progress_line(SPEC, status) == "saving step 1,200 in /scratch/run: 300 MB of 4.00 GB"
+
+
+def test_unknown_is_a_dash(status):
+    status |= {"loss": None, "median_s": None}
+    assert "loss –  – steps/s" in headline(status).plain
+
+
+SPEC = JobSpec("demo", "train.py", max_nodes=2, spares=1, preload=("torch", "numpy"))
+
+
+def test_progress_before_there_is_any():
+    assert progress_line(SPEC, None) == "nodes warming up: importing torch, numpy (0 of 3 are here)"
+
+
+def test_progress_while_workers_start(status):
+    workers = [w | {"state": "starting"} for w in status["workers"]]
+    here = [n | {"alive": True} for n in status["nodes"][:3]]
+    line = progress_line(SPEC, status | {"generation": 0, "workers": workers, "nodes": here})
+    assert line == "workers start the script (0 of 2 workers ready)"
+
+
+def test_progress_while_it_trains(status):
+    assert progress_line(SPEC, status, 4.9) == (
+        "training: step 1,234, loss 2.6190, 4.90 steps/s, 2 of 2 workers"
+    )
+    assert progress_line(SPEC, status | {"phase": "gathering"}).startswith("waiting for workers: 2 of 2")
+
+
+def test_rate_over_a_window():
+    rate = Rate()
+    assert rate.per_s() is None
+    for second in range(30):
+        rate.add(float(second), second * 4)
+    assert rate.per_s() == pytest.approx(4.0)
+    rate.add(31.0, 50)  # lost work: begins anew
+    assert rate.per_s() is None

@@ -1,0 +1,195 @@
+"""Every event has a sentence, and every sentence fits."""
+
+import typing
+from pathlib import Path
+
+import pytest
+
+from holdfast.coordinator.service.store import Store
+from holdfast.observe import event_text
+from holdfast.observe.event_text import DROPPED, KINDS, LINE_WIDTH, event_line
+from holdfast.protocol import ledger
+
+INCIDENT = {
+    "id": 3, "fault": "kill-node:rank=1", "injected": True, "node": "node1", "ranks": [1], "at_step": 120,
+    "t_s": 41.2, "detect_s": 2.161, "decide_s": 0.0143, "replace_s": 0.48, "join_s": 0.057, "restore_s": 0.048,
+    "first_step_s": 0.21, "stall_s": 2.93, "full_strength_s": 3.2, "lost_steps": 0, "rung": "spare",
+    "cause": "its agent's connection closed", "cause_kind": "node", "earlier_stalls": 0, "earlier_stall_s": 0.0,
+    "rule": None, "quiet": False, "verdict": None, "where": None,
+}  # fmt: skip
+LONG = (
+    "/a/rather/long/home/of/someone/who/likes/folders/jobs/train-1121-093015-ab12/logs/node12/node12.0-34.log"
+)
+SAMPLES = {
+    "node-joined": {"node": "node1", "host": "127.0.0.1", "slots": 1},
+    "node-lost": {"node": "node1", "cause": "its agent's connection closed"},
+    "node-refused": {"node": "node1", "reason": "protocol version 7"},
+    "node-unavailable": {"reason": "the engine has none"},
+    "node-leaving": {"node": "node1", "reason": "spot interruption", "within_s": 120.0},
+    "node-left": {"node": "node1", "reason": "spot interruption"},
+    "node-taken": {"node": "n7", "reason": "Slurm took it away"},
+    "node-stays": {"node": "node1"},
+    "resize": {"nodes": 2, "before": 4, "reason": "holdfast resize"},
+    "capacity": {"nodes": 2, "before": 4, "reason": "preempted by job 17, priority 100", "within_s": 30.0},
+    "changed": {"id": 2, "reason": "a newcomer is ready", "t_s": 41.2, "at_step": 120, "from_world": 3,
+                "to_world": 4, "joined": 1, "join_s": 0.057, "restore_s": 0.048, "stall_s": 0.021},
+    "worker-ready": {"worker": "node1.0#1", "node": "node1"},
+    "started": {"generation": 2, "world": 4, "workers": ["node1.0#1"]},
+    "formed": {"generation": 3, "start": 120, "world": 4, "workers": ["node1.0#1"], "restore": ["node1.0#1"],
+               "applied": True, "source": "live"},
+    "broke": {"generation": 2, "step": 120, "reason": "hang: stands still in backward while others wait for it"},
+    "yield": {"generation": 2, "reason": "a newcomer is ready"},
+    "fault-not-fired": {"fault": "kill-node:rank=1,step=120"},
+    "fault-injected": {"fault": "kill-node:rank=1,step=120", "fault_kind": "kill-node", "node": "node1",
+                       "worker": None, "rank": None, "step": 120},
+    "incident-opened": INCIDENT | {"decide_s": None, "stall_s": None, "full_strength_s": None},
+    "incident-resumed": INCIDENT | {"full_strength_s": None},
+    "incident-closed": INCIDENT,
+    "failed": {"worker": "node1.0#1", "rank": 1, "node": "node1", "step": 12, "cause": "ValueError: " + "x" * 200},
+    "worker-exited": {"worker": "node1.0#1", "node": "node1", "code": 3, "log": LONG},
+    "worker-ended": {"workers": ["node1.0#1"], "cause": "not ready within 300 s"},
+    "stalled": {"worker": "node1.0#1", "node": "node1", "step": 120},
+    "stall-judged": {"workers": ["node1.0#1"], "reason": "its process is stopped", "where": ""},
+    "saved": {"step": 120, "url": LONG, "worker": "node1.0#1"},
+    "saving-last": {"step": 120, "url": LONG, "there": 80},
+    "only-in-memory": {"step": 120, "kept": True, "saved": None},
+    "snapshot-skipped": {"step": 120, "node": "node1", "rank": 0, "reason": "no memory for a snapshot of 90 MiB"},
+    "few-copies": {"nodes": 1, "wanted": 2},
+    "checkpoint-unread": {"step": 120, "url": LONG, "reason": f"{LONG}: bytes 0 to 32768 were changed",
+                          "instead": f"{LONG}/step-80"},
+    "snapshot-spoiled": {"step": 120, "rank": 3, "node": "node1", "reason": "bytes 0 to 32768 changed in memory"},
+    "snapshot-unreadable": {"step": 120, "generation": 3},
+    "snapshot-back": {"step": 120, "generation": 3},
+    "checkpoint-skipped": {"step": 140, "url": LONG, "older": 120},
+    "tier-slow": {"step": 120, "url": LONG, "silent_s": 30.0, "nbytes": 3 << 28, "total_bytes": 3 << 30},
+    "tier-failed": {"step": 120, "url": LONG, "reason": "the disk is full: make room"},
+    "waiting": {"workers": 1, "target": 4},
+    "restart": {"generation": 2, "reason": "killed by signal 9 (SIGKILL)"},
+    "finding": {"node": "node2", "subject": "gpu 0", "rule": "xid-79", "dry_run": False, "evidence": "Xid 79",
+                "incident": 3, "severity": "fatal", "remedy": "reboot", "source": "kmsg", "condition": "faulty", "device": "",
+                "worker": "", "count": 1, "shared": False, "age_s": 0.0, "firm": False},
+    "verdict": {"incident": 3, "node": "node2", "rule": "xid-79", "asked": "reboot", "does": "replace",
+                "would": "replace", "against": "", "reason": "xid-79 asks for reboot, which was tried: reboot, reboot",
+                "weighed": ["done before"]},
+    "storm": {"rule": "link-down", "nodes": 5, "of": 8, "within_s": 9.8},
+    "blast-limit": {"node": "node5", "nodes": 2, "of": 8, "limit": 2, "within_s": 600.0},
+    "asked": {"node": "node2", "rule": "xid-142", "text": "xid-142: unknown error", "incident": 3},
+    "node-held": {"node": "node2", "reason": "deep checks: it was replaced for xid-79"},
+    "node-trains-on": {"node": "node2", "reason": "replace for ecc: 3 errors"},
+    "repairing": {"node": "node2", "remedy": "reset-device", "device": "GPU-1", "incident": 3},
+    "repaired": {"node": "node2", "remedy": "reset-device", "error": "the driver is busy", "took_s": 4.0, "incident": 3},
+    "rebooting": {"node": "node2", "reason": "xid-79: fallen off the bus"},
+    "readmitted": {"node": "node2", "checks": ["memory", "disk"], "was": "xid-79"},
+    "lemon": {"node": "node2", "reason": "4 incidents in 3 jobs within 30 days"},
+    "lemon-leaves": {"node": "node2", "reason": "4 incidents in 3 jobs within 30 days", "instead": "node7"},
+    "rebooted": {"node": "node2", "took_s": 412.5},
+    "rebuild": {"worker": "node4.0#5", "position": 1, "before": 0},
+    "checks-unknown": {"node": "node2", "checks": ["nvml"]},
+    "ledger-failed": {"reason": "database or disk is full"},
+    "ledger-back": {"failed_s": 61.5},
+    "history": {"reason": "postgresql://h/db: connection refused"},
+    "incident-joined": {"id": 3, "node": "node2", "cause": "killed by signal 9 (SIGKILL)"},
+    "incident-explained": {"id": 3, "node": "node2", "cause": "xid-79: Xid 79", "was": "killed by signal 9"},
+    "incident-settled": INCIDENT,
+    "stop-requested": {"reason": "interrupted", "outcome": "stopped"},
+    "ended": {"outcome": "finished", "reason": None, "step": 200},
+}  # fmt: skip
+
+
+def line(kind, fields=None, **more):
+    return event_line({"kind": kind, "fields": SAMPLES.get(kind, {}) if fields is None else fields}, **more)
+
+
+def test_every_event_is_worded_or_dropped_on_purpose():
+    assert set(ledger.EVENTS) == KINDS, "give a new event a sentence in observe/event_text.py"
+
+
+@pytest.mark.parametrize("kind", sorted(SAMPLES))
+def test_samples_are_events_as_they_are_written(kind):
+    event = ledger.read(kind, SAMPLES[kind])
+    assert event is not None
+    assert event.kind == kind
+
+
+def test_a_sentence_takes_the_event_that_it_is_of():
+    for kind, sentence in event_text._SENTENCES.items():
+        (event,) = typing.get_type_hints(sentence, vars(event_text) | {"ledger": ledger}).items() - {
+            ("return", str)
+        }
+        assert event[1] is ledger.EVENTS[kind]
+
+
+def test_there_is_a_sample_of_every_sentence():
+    assert set(SAMPLES) == KINDS - DROPPED
+
+
+@pytest.mark.parametrize("kind", sorted(SAMPLES))
+def test_a_sentence_fits_and_holds_no_raw_field(kind):
+    said = line(kind)
+    assert said
+    assert len(said) <= LINE_WIDTH
+    assert "None" not in said
+    assert "=" not in said or "kill-node:rank=1" in said
+
+
+def test_incidents_tell_their_times():
+    assert line("incident-opened").endswith("found after 2.16 s: its agent's connection closed")
+    assert "training again after 2.93 s (detect 2.16 s, decide 14 ms)" in line("incident-resumed")
+    assert "full strength after 3.20 s, spare (replace 0.48 s, restore 48 ms)" in line("incident-closed")
+
+
+def test_unknown_phases_are_left_out():
+    quick = {k: None if k in ("detect_s", "decide_s") else v for k, v in INCIDENT.items()}
+    assert line("incident-resumed", quick) == "incident 3: training again after 2.93 s"
+
+
+def test_lost_steps_are_told():
+    assert ", 2 steps lost" in line("incident-resumed", INCIDENT | {"lost_steps": 2})
+
+
+def test_workers_that_were_ended_on_purpose_say_nothing():
+    fields = SAMPLES["worker-exited"]
+    assert line("worker-exited", fields | {"code": 0}) == ""
+    assert line("worker-exited", fields | {"code": -9}) == ""
+    assert "ended with exit code 3" in line("worker-exited")
+    assert line("worker-exited", fields | {"code": -11}).startswith("node1.0#1 was ended by SIGSEGV")
+
+
+def test_a_path_keeps_its_end():
+    assert line("worker-exited").endswith("node12.0-34.log")
+    assert line("saved").startswith("step 120 is saved in …")
+
+
+def test_what_is_dropped_is_there_for_who_wants_everything():
+    for kind in DROPPED:
+        assert line(kind, {"worker": "node1.0#1"}) == ""
+        assert "node1.0#1" in line(kind, {"worker": "node1.0#1"}, everything=True)
+
+
+def test_a_snapshot_is_told_to_who_wants_everything():
+    fields = {"step": 40, "generation": 3, "world": 2, "nbytes": 5 << 20, "nodes": 2, "took_s": 0.02}
+    said = line("snapshot", fields, everything=True)
+    assert said == "snapshot of step 40: in the memory of 2 nodes, 5.24 MB after 20 ms"
+
+
+def test_a_ledger_of_another_version_is_shown_as_it_is():
+    assert line("quantum-leap", {"where": "node1"}) == "quantum-leap: where=node1"
+    assert line("formed", {"world": 4}) == "formed: world=4"
+
+
+def test_newlines_in_a_cause_stay_on_one_line():
+    assert "\n" not in line("failed", SAMPLES["failed"] | {"cause": "ValueError: a\nb\nc"})
+
+
+def test_every_entry_of_an_older_ledger_is_worded():
+    recorded = Path(__file__).parents[1] / "coordinator" / "recorded" / "job.sqlite"
+    store = Store(recorded, read_only=True)
+    try:
+        entries = [{"kind": e.kind, "fields": e.fields} for e in store.events()]
+    finally:
+        store.close()
+    for entry in entries:
+        said = event_line(entry, everything=True)
+        assert said
+        silent = entry["kind"] in DROPPED or entry["fields"].get("code") in (0, -9, -15)
+        assert silent or not said.startswith(f"{entry['kind']}: "), said

@@ -1,0 +1,87 @@
+"""An incident told from its ledger."""
+
+from __future__ import annotations
+
+from holdfast.observe.incident_report import story, unheeded
+
+INCIDENT = {
+    "id": 1, "fault": None, "injected": False, "node": "n1", "ranks": [1], "at_step": 12, "t_s": 4.0, "detect_s": None,
+    "decide_s": None, "replace_s": None, "join_s": None, "restore_s": None, "first_step_s": None, "stall_s": None,
+    "full_strength_s": None, "lost_steps": None, "rung": None, "cause": "xid-79: fallen off the bus",
+    "rule": "xid-79", "quiet": False, "verdict": None,
+}  # fmt: skip
+FINDING = {
+    "node": "n1", "incident": 1, "rule": "xid-79", "severity": "fatal", "remedy": "reboot", "source": "kmsg",
+    "subject": "gpu 0", "evidence": "Xid (PCI:0000:18:00): 79", "dry_run": False,
+}  # fmt: skip
+VERDICT = {
+    "incident": 1, "node": "n1", "rule": "xid-79", "asked": "reboot", "does": "replace", "would": "replace",
+    "against": "", "reason": "xid-79 asks for reboot, which was tried: reboot, reboot",
+    "weighed": ["done before for xid-79 on M1: reboot, reboot", "nodes acted on in 600 s: 0 of 1 (4 in all)"],
+}  # fmt: skip
+
+
+def ledger(*told: tuple[float, str, dict[str, object]]) -> list[dict[str, object]]:
+    return [{"seq": i, "t_s": t, "kind": kind, "fields": fields} for i, (t, kind, fields) in enumerate(told)]
+
+
+def test_a_finding_and_what_came_of_it():
+    entries = ledger(
+        (4.0, "incident-opened", INCIDENT),
+        (4.0, "finding", FINDING),
+        (4.0, "verdict", VERDICT),
+        (4.0, "node-lost", {"node": "n1", "cause": "xid-79: fallen off the bus"}),
+        (4.0, "node-lost", {"node": "n7", "cause": "another"}),
+        (4.1, "incident-joined", {"id": 1, "node": "n1", "cause": "killed by signal 9 (SIGKILL)"}),
+        (5.0, "incident-closed", INCIDENT | {"stall_s": 0.9, "full_strength_s": 1.0, "rung": "spare", "lost_steps": 0,
+                                             "detect_s": 0.1, "decide_s": 0.2}),
+    )  # fmt: skip
+    text = "\n".join(story(1, entries))
+    assert text.startswith("Incident 1 on n1, rank 1, at step 12: xid-79: fallen off the bus")
+    assert "the rule xid-79 (gpu 0) by kmsg: Xid (PCI:0000:18:00): 79 [fatal, asks for reboot]" in text
+    assert "it is replaced, because xid-79 asks for reboot, which was tried: reboot, reboot" in text
+    assert "weighed: nodes acted on in 600 s: 0 of 1 (4 in all)" in text
+    assert "and then, on n1: killed by signal 9" in text
+    assert "n1 is lost" in text
+    assert "n7" not in text
+    assert "training stood for 0.90 s; 0 steps to be done again" in text
+    assert "full strength after 1.00 s (spare)" in text
+    assert "of which detect 0.10 s, decide 0.20 s" in text
+
+
+def test_an_incident_that_no_rule_found():
+    entries = ledger(
+        (4.0, "incident-opened", INCIDENT | {"rule": None, "cause": "killed by signal 9 (SIGKILL)"})
+    )
+    text = "\n".join(story(1, entries))
+    assert "No rule found anything" in text
+    assert "Not known: no step was committed after it." in text
+
+
+def test_a_decision_not_to_act():
+    withheld = VERDICT | {
+        "does": "watch",
+        "would": "replace",
+        "against": "blast",
+        "reason": "2 of 8 nodes were acted on",
+    }
+    entries = ledger((4.0, "incident-opened", INCIDENT | {"quiet": True}), (4.0, "verdict", withheld))
+    text = "\n".join(story(1, entries))
+    assert "nothing is done, because 2 of 8 nodes were acted on" in text
+    assert "without that: it is replaced" in text
+    assert "Nothing: training was not disturbed." in text
+
+
+def test_there_is_no_such_incident():
+    assert story(7, ledger((4.0, "incident-opened", INCIDENT))) == []
+
+
+def test_rules_on_trial_are_told_apart():
+    trial = VERDICT | {
+        "incident": None,
+        "does": "watch",
+        "against": "trial",
+        "reason": "the rule is on trial",
+    }
+    [line] = unheeded(ledger((65.0, "verdict", trial)))
+    assert line == "1:05  n1: nothing is done: the rule is on trial"

@@ -1,0 +1,93 @@
+"""Level 0: what an optimizer's steps tell of a script that does not know of Holdfast."""
+
+import socket
+import threading
+
+import pytest
+import torch
+
+from holdfast.protocol import messages as m
+from holdfast.protocol.faults import ArmedFault, FaultKind
+from holdfast.protocol.frames import Codec, pack
+from holdfast.protocol.phases import Phase
+from holdfast.protocol.progress_page import ProgressPage
+from holdfast.train.faults import FaultPlan
+from holdfast.train.level0_hook import StepCounter
+from holdfast.train.link import Link
+
+
+@pytest.fixture
+def agent():
+    """The agent's end of a worker's socket, and the counter at the other."""
+    ours, theirs = socket.socketpair()
+    page = ProgressPage()
+    link = Link(
+        theirs,
+        m.Start(
+            worker="w",
+            script="train.py",
+            args=(),
+            module=False,
+            env={},
+            cwd=".",
+            log="",
+            page="",
+            stacks="",
+            token_file="",
+            host="127.0.0.1",
+        ),
+        page,
+        "token",
+    )
+    faults = FaultPlan(link)
+    before = set(
+        threading.enumerate()
+    )  # a job of one, of a test in the same process, has a thread of the same name
+    link.listen()
+    yield ours, StepCounter(link, faults), faults, page
+    ours.shutdown(socket.SHUT_WR)  # ends the thread that reads
+    for thread in set(threading.enumerate()) - before:
+        if thread.name == "holdfast-link":
+            thread.join()
+    ours.close()
+    theirs.close()
+    page.close()
+
+
+def train(counter: StepCounter, steps: int) -> torch.nn.Parameter:
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for _ in range(steps):
+        weight.grad = torch.ones(3)
+        optimizer.step()
+        counter(optimizer, (), {})
+    return weight
+
+
+def test_steps_are_counted_and_told(agent):
+    ours, counter, _, page = agent
+    counter.every_s = 3600.0
+    train(counter, 5)
+    codec: Codec[m.WorkerMessage] = Codec(m.WorkerMessage)
+    first, second = codec.read(ours), codec.read(ours)
+    assert isinstance(first, m.Progress)
+    assert isinstance(second, m.Progress)
+    assert (first.committed, first.median_s) == (1, None)
+    assert second.committed == 2
+    assert second.median_s is not None  # a worker that stops right after must be found
+    assert page.read().committed == 5
+
+
+def test_a_second_optimizer_does_not_count(agent):
+    _, counter, _, page = agent
+    train(counter, 2)
+    train(counter, 5)
+    assert page.read().committed == 2
+
+
+def test_nan_poisons_this_rank_at_its_step(agent):
+    ours, counter, faults, _ = agent
+    faults.arm((ArmedFault("1/0", FaultKind.NAN, step=2, phase=int(Phase.BACKWARD)),))
+    ours.sendall(pack(m.Ack("1/0")))  # the agent's answer, which the worker waits for before a fault happens
+    weight = train(counter, 2)
+    assert weight.isnan().tolist() == [True, False, False]

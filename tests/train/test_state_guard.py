@@ -1,0 +1,358 @@
+"""Protected state changes in commits only: what is found, what is no change, and what also= does."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+
+import holdfast as hf
+from holdfast.errors import StateChanged, UsageError
+from holdfast.tensors import staging
+from holdfast.train import state_guard
+
+
+class Points:
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, i):
+        rng = torch.Generator().manual_seed(i)
+        return torch.randn(4, generator=rng), torch.tensor(i % 3)
+
+
+class Count:
+    """State of the script's own."""
+
+    def __init__(self):
+        self.seen, self.best, self.row = 0, float("nan"), torch.zeros(3)
+
+    def state_dict(self):
+        return {"seen": self.seen, "best": float(self.best), "row": self.row}
+
+    def load_state_dict(self, state):
+        self.seen, self.best, self.row = state["seen"], state["best"], state["row"]
+
+
+class Copies(Count):
+    """Its `state_dict` gives copies."""
+
+    def state_dict(self):
+        return {"seen": self.seen, "row": self.row.clone()}
+
+
+class Things:
+    """What a script has, and where it may do something to it."""
+
+    def __init__(self, network=None, optimizer=torch.optim.AdamW, **options):
+        torch.manual_seed(0)
+        self.model = network or torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 3))
+        self.optimizer = optimizer(self.model.parameters(), lr=0.1, **options)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
+        average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+        self.average = average.requires_grad_(False)
+        self.count, self.copies = Count(), Copies()
+        self.more = {}
+
+    def protected(self):
+        names = ("model", "optimizer", "scheduler", "average", "count", "copies")
+        return {name: getattr(self, name) for name in names} | self.more
+
+
+def nothing(things, step):
+    """The script does nothing there."""
+
+
+def train(
+    things, top=nothing, before=nothing, after=nothing, bottom=nothing, until=8, run=lambda run: None, also=()
+):
+    """A job of one. Each place is called with the things and the number of the step."""
+
+    def main(r):
+        run(r)
+        r.protect(**things.protected())
+        for step in r.steps(Points(), global_batch=8, micro_batch=4, until=until):
+            top(things, step.index)
+            with step:
+                for x, y in step:
+                    step.backward(cross_entropy(things.model(x), y, reduction="sum"), weight=len(x))
+                before(things, step.index)
+                step.apply(things.optimizer, scheduler=things.scheduler, also=also)
+                after(things, step.index)
+            bottom(things, step.index)
+
+    hf.start(main)
+
+
+@pytest.fixture(autouse=True)
+def every_step(monkeypatch):
+    """These steps take a millisecond, of which a look takes more than its share."""
+    monkeypatch.setattr(state_guard, "SHARE", 1e9)
+
+
+def average_by_data(things, step):
+    for mine, theirs in zip(things.average.parameters(), things.model.parameters(), strict=True):
+        mine.data.mul_(0.9).add_(theirs.data, alpha=0.1)
+
+
+def average_through_numpy(things, step):
+    np.multiply(next(things.average.parameters()).numpy(), 0.9, out=next(things.average.parameters()).numpy())
+
+
+def average_by_torch(things, step):
+    things.average.update_parameters(things.model)
+
+
+def one_row(things, step):
+    with torch.no_grad():
+        next(things.model.parameters())[7].mul_(0.5)
+
+
+def count(things, step):
+    things.count.seen += 1
+
+
+def replace(things, step):
+    things.count.row = things.count.row + 1
+
+
+def replace_where_copies_are_given(things, step):
+    things.copies.row = things.copies.row + 1
+
+
+def schedule(things, step):
+    if step:  # torch warns of one that is before the optimizer's first
+        things.scheduler.step()
+
+
+def set_rate(things, step):
+    things.optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
+
+
+def moments(things, step):
+    next(iter(things.optimizer.state.values()))["exp_avg"].mul_(0.5)
+
+
+CHANGES = [
+    (average_by_torch, "average.module.0.weight", "average.update_parameters(model)"),
+    (average_by_data, "average.module.", "also=lambda: average.update_parameters(model)"),
+    (average_through_numpy, "average.module.0.weight", "also="),
+    (one_row, "model.0.weight", "also="),
+    (count, "count.seen", "also=lambda: update(count)"),
+    (replace, "count.row", "also="),
+    (replace_where_copies_are_given, "copies.row", "also="),
+    (schedule, "", "step.apply(optimizer, scheduler=scheduler)"),
+]
+
+
+@pytest.mark.parametrize(("change", "path", "remedy"), CHANGES, ids=lambda x: getattr(x, "__name__", None))
+@pytest.mark.parametrize("place", ["before", "bottom"])
+def test_a_change_outside_of_the_commit_is_found_in_the_first_steps(change, path, remedy, place):
+    # The average's first update copies the weights that it was made of: in step 0 that changes nothing.
+    with pytest.raises(StateChanged) as caught:
+        train(Things(), **{place: change}, until=3)
+    text = str(caught.value)
+    assert text.startswith(path)
+    assert remedy in text
+    if place == "bottom":
+        first = 1 if change is schedule else 0
+        assert f"changed between step {first}'s commit and step {first + 1}" in text
+    else:
+        assert "before step.apply" in text
+
+
+@pytest.mark.parametrize("change", [set_rate, moments])
+def test_what_an_optimizer_holds_does_not_change_after_the_commit(change):
+    with pytest.raises(StateChanged, match=r"optimizer\.(param_groups\.0\.lr|state\.0\.exp_avg) changed"):
+        train(Things(), after=change, until=3)
+
+
+def test_a_change_before_the_with_is_found():
+    with pytest.raises(StateChanged, match=r"count\.seen changed in step 0 before step\.apply"):
+        train(Things(), top=count, until=3)
+
+
+@pytest.mark.parametrize(
+    "change", [average_by_torch, average_by_data, one_row, count, replace], ids=lambda x: x.__name__
+)
+def test_a_change_that_begins_late_is_found_too(change):
+    def late(things, step):
+        if step >= 20:
+            change(things, step)
+
+    with pytest.raises(StateChanged, match=r"step (20|21|22|23)'s commit"):
+        train(Things(), bottom=late, until=60)
+
+
+def swap(things, step):
+    kept = [p.detach().clone() for p in things.model.parameters()]
+    with torch.no_grad():
+        for p, q in zip(things.model.parameters(), things.average.parameters(), strict=True):
+            p.copy_(q)
+        for p, old in zip(things.model.parameters(), kept, strict=True):
+            p.copy_(old)
+
+
+def swap_by_data(things, step):
+    for p, q in zip(things.model.parameters(), things.average.parameters(), strict=True):
+        p.data, q.data = q.data, p.data
+    for p, q in zip(things.model.parameters(), things.average.parameters(), strict=True):
+        p.data, q.data = q.data, p.data
+
+
+def evaluate(things, step):
+    things.model.eval()
+    with torch.no_grad():
+        things.model(torch.randn(5, 4))
+        things.average(torch.randn(5, 4))
+    things.model.train()
+
+
+def norms():
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3))
+
+
+class Tally(torch.nn.Module):
+    """Counts what it sees, in a buffer: as routers of experts do."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("cache", torch.zeros(3), persistent=False)
+        self.inner = torch.nn.Linear(4, 3)
+
+    def forward(self, x):
+        self.seen += len(x)
+        self.cache += 1
+        return self.inner(x)
+
+
+@pytest.mark.parametrize(
+    ("network", "options", "places"),
+    [
+        (None, {}, {"bottom": evaluate}),
+        (None, {}, {"bottom": swap}),
+        (None, {}, {"top": swap_by_data}),
+        (None, {}, {"top": set_rate}),
+        (None, {}, {"before": set_rate}),
+        (None, {"fused": True}, {}),
+        (None, {"foreach": True}, {}),
+        (norms, {}, {"bottom": evaluate}),
+        (norms, {}, {"bottom": lambda things, step: things.model(torch.randn(5, 4))}),
+        (norms, {}, {"bottom": lambda things, step: update_bn([torch.randn(5, 4)], things.average)}),
+        (Tally, {}, {"bottom": evaluate}),
+    ],
+)
+def test_a_correct_script_is_left_alone(network, options, places):
+    things = Things(network and network(), **options)
+    train(things, **places, also=lambda: things.average.update_parameters(things.model), until=8)
+    assert int(things.average.n_averaged) == 8
+
+
+class Rows(torch.nn.Module):
+    """State without parameters: an average in buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("row", torch.zeros(3))
+
+    def change(self, things, step):
+        self.row += 1
+
+
+def test_buffers_of_a_module_without_parameters_are_state_unless_steps_change_them():
+    things = Things()
+    things.more["rows"] = Rows()
+    with pytest.raises(StateChanged, match=r"rows\.row changed between step 0's commit and step 1"):
+        train(things, bottom=things.more["rows"].change, until=3)
+    things = Things()
+    things.more["rows"] = Rows()
+    train(things, before=things.more["rows"].change, bottom=things.more["rows"].change, until=3)
+
+
+def test_where_a_look_takes_longer_than_its_share_only_some_steps_are_looked_at(monkeypatch):
+    monkeypatch.setattr(state_guard, "SHARE", 1e-9)
+    looked = []
+    noted = state_guard._Parameters.note
+    monkeypatch.setattr(
+        state_guard._Parameters, "note", lambda self, *args: (looked.append(1), noted(self, *args))
+    )
+    train(Things(), until=20)
+    modules = 2
+    assert len(looked) == modules * (state_guard.FIRST_LOOKS + 1)
+
+
+def test_also_is_called_once_for_every_step_in_its_order_after_the_scheduler():
+    things, called = Things(), []
+
+    def first():
+        called.append(("first", things.scheduler.last_epoch, float(torch.rand(()))))
+
+    def run():
+        things, drawn = Things(), []
+        train(things, also=[lambda: drawn.append(float(torch.rand(()))), things.count.__init__], until=3)
+        return drawn
+
+    train(things, also=[first, lambda: called.append("second")], until=3)
+    assert [c if isinstance(c, str) else c[:2] for c in called] == [
+        ("first", 1),
+        "second",
+        ("first", 2),
+        "second",
+        ("first", 3),
+        "second",
+    ]
+    assert run() == run() == [c[2] for c in called if c != "second"]
+
+
+@pytest.mark.parametrize("change", [average_by_data, one_row, replace], ids=lambda x: x.__name__)
+def test_what_lies_on_an_accelerator_is_added_up_there(change, monkeypatch):
+    monkeypatch.setattr(staging, "FAR", {"cpu"})  # as if it were a GPU's
+    with pytest.raises(StateChanged, match="between step 0's commit and step 1"):
+        train(Things(), bottom=change, until=3)
+    things = Things()
+    train(things, bottom=swap, also=lambda: things.average.update_parameters(things.model), until=8)
+
+
+def test_what_cannot_be_called_is_refused_with_an_example():
+    things = Things()
+    with pytest.raises(
+        UsageError, match=r"step\.apply\(also=\.\.\.\): a float cannot be called; give a func"
+    ):
+        train(things, also=[1.0])
+
+
+def test_an_error_in_also_is_the_scripts():
+    things = Things()
+
+    def fail():
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        train(things, also=fail)
+
+
+def test_two_optimizers_may_take_turns_or_step_together():
+    def main(run):
+        torch.manual_seed(0)
+        made = [torch.nn.Linear(4, 3), torch.nn.Linear(3, 3)]
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in made]
+        run.protect(a=made[0], b=made[1], c=optimizers[0], d=optimizers[1])
+        was = copy.deepcopy(made)
+        for step in run.steps(Points(), global_batch=8, micro_batch=4, until=3):
+            with step:
+                for x, y in step:
+                    loss = cross_entropy(made[1](made[0](x)), y, reduction="sum")
+                    step.backward(loss, weight=len(x))
+                if step.index < 2:
+                    step.apply(optimizers[step.index])
+                else:
+                    step.apply(optimizers[0], also=optimizers[1].step)
+            now = [not torch.equal(m.weight, w.weight) for m, w in zip(made, was, strict=True)]
+            changed.append(now)
+
+    changed = []
+    hf.start(main)
+    assert changed == [[True, False], [True, True], [True, True]]
