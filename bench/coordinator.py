@@ -108,7 +108,7 @@ def measure(nodes: int, nproc: int) -> list[str]:
     left = [w for w in workers if w.phase is WorkerPhase.MEMBER]
     told = job.do(*(says(w, m.Parked(generation=number, committed=w.committed)) for w in left))
     formed_s = time.process_time() - began
-    forms = [a.message for a in told if isinstance(a, e.Send) and isinstance(a.message, m.Tell)]
+    forms = [a.message for a in told if isinstance(a, e.Send) and isinstance(a.message, m.Relay)]
     gc.unfreeze()
     assert len(forms) == len(left), (len(forms), len(left))
     return [

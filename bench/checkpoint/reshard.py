@@ -15,7 +15,7 @@ from holdfast.checkpoint.checksums import sums_of
 from holdfast.checkpoint.flatten import Leaf
 from holdfast.checkpoint.layout import encode_head
 from holdfast.checkpoint.loading import regions_of
-from holdfast.checkpoint.located import Found, find_in_archive
+from holdfast.checkpoint.located import Located, find_in_archive
 from holdfast.checkpoint.regions import read_regions
 from holdfast.tensors.index import Index, TensorSpec
 
@@ -63,7 +63,7 @@ def measure(mib: int, savers: int, readers: int) -> Resharded:
 
 
 def _read(
-    found: Found, whole: dict[str, torch.Tensor], rows: int, columns: int, rank: int, world: int
+    found: Located, whole: dict[str, torch.Tensor], rows: int, columns: int, rank: int, world: int
 ) -> int:
     low, high = rows * rank // world, rows * (rank + 1) // world
     mine = {name: torch.empty(high - low, columns) for name in whole}

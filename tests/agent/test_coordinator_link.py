@@ -102,9 +102,9 @@ async def linked(job_dir, take=NOTHING):
 async def talk(job_dir):
     async with linked(job_dir) as (coordinator, link):
         link.send(progress(7))
-        link.send(m.NotHeld(Key(7, 1, 0, 1), "no memory"))
+        link.send(m.SnapshotRejected(Key(7, 1, 0, 1), "no memory"))
         link.send(progress(8))
-        await coordinator.hears(0, m.Hello, m.FromWorker, m.NotHeld, m.FromWorker)
+        await coordinator.hears(0, m.Hello, m.FromWorker, m.SnapshotRejected, m.FromWorker)
         await coordinator.connection.close()
         link.send(progress(9))
         return await coordinator.hears(1, m.Hello, m.FromWorker, m.FromWorker, m.FromWorker)
@@ -147,16 +147,16 @@ def test_an_order_that_raises_ends_neither_the_link_nor_the_waiting_for_it(tmp_p
         if isinstance(order, m.StartWorker):
             raise OSError(30, "Read-only file system")
         obeyed.append(order)
-        links[0].send(m.Views(order.request, ()))
+        links[0].send(m.InspectReply(order.request, ()))
 
     async def answered():
         async with linked(tmp_path, take) as (coordinator, link):
             links.append(link)
             await coordinator.hears(0, m.Hello)
             await coordinator.connection.send_bytes(encode(start))
-            _, found, exited = await coordinator.hears(0, m.Hello, m.Found, m.Exited)
+            _, found, exited = await coordinator.hears(0, m.Hello, m.FindingsReported, m.Exited)
             await coordinator.connection.send_bytes(encode(m.Inspect(3)))
-            await coordinator.hears(0, m.Hello, m.Found, m.Exited, m.Views)
+            await coordinator.hears(0, m.Hello, m.FindingsReported, m.Exited, m.InspectReply)
             return found, exited
 
     found, exited = asyncio.run(answered())

@@ -155,7 +155,7 @@ def test_what_dcp_saved(tmp_path):
 
 
 def test_a_file_is_what_the_library_writes(archive, tmp_path):
-    dtypes = [*convert.safefile.DTYPES]
+    dtypes = [*convert.safetensors_io.DTYPES]
     tensors = {f"m.t{i}": (large(i, 50 + i) * 9).to(dtype) for i, dtype in enumerate(dtypes)}
     tensors |= {"m.größe": large(1), "m.scalar": torch.tensor(2), "m.none": torch.empty(3, 0)}
     save_states(archive, 4, [{"m": {k[2:]: v for k, v in tensors.items()}}])

@@ -57,7 +57,7 @@ class Node:
     async def held(self, key, nbytes=100_000, worker="w0"):
         """A snapshot that counts; returns its copy."""
         await self.fill(key, nbytes, worker)
-        return self.last(m.Held).copy
+        return self.last(m.SnapshotStored).copy
 
     async def close(self):
         await self.keeper.close()
@@ -86,7 +86,7 @@ def test_a_copy_that_is_complete_counts_and_its_digests_are_right():
         async with nodes("a") as (a,):
             key = key_of(10, rank=3, world=8)
             await a.fill(key)
-            held = a.last(m.Held)
+            held = a.last(m.SnapshotStored)
             sums = sums_of(memoryview(row_of(10, 3)))
             slot = a.keeper.pool.held()[0]
             assert held.copy == Copy(key, parts_of(10, 3, slot.head, sums, 100_000))
@@ -115,7 +115,7 @@ def test_a_worker_that_ends_in_between_leaves_a_free_slot():
         async with nodes("a") as (a,):
             given = await a.begin(key_of(10))
             a.keeper.gone("w0")
-            assert a.last(m.NotHeld).key == key_of(10)
+            assert a.last(m.SnapshotRejected).key == key_of(10)
             a.keeper.gone("w0")  # said once
             await a.keeper.slot_filled("w0", m.SlotFilled(key_of(10), b"", 0.0))
             assert [len(a.said), a.keeper.copies(), a.keeper.pool.writing()] == [1, (), []]
@@ -133,7 +133,7 @@ def test_a_worker_that_ends_before_it_has_its_slot():
             a.keeper.gone("w0")
             given = await wish
             assert [given.path, given.reason] == [None, "taken back"]
-            assert a.last(m.NotHeld).key == key_of(10)
+            assert a.last(m.SnapshotRejected).key == key_of(10)
             assert a.keeper.pool.writing() == []
 
     run(scenario())
@@ -144,7 +144,7 @@ def test_a_worker_that_wants_another_slot_gave_up_the_first():
         async with nodes("a") as (a,):
             await a.begin(key_of(10))
             await a.fill(key_of(20))
-            assert [type(x) for x in a.said] == [m.NotHeld, m.Held]
+            assert [type(x) for x in a.said] == [m.SnapshotRejected, m.SnapshotStored]
             await a.keeper.slot_filled("w0", m.SlotFilled(key_of(10), b"", 0.0))  # too late
             assert [len(a.said), steps_of(a.keeper.pool)] == [2, [20]]
 
@@ -161,7 +161,7 @@ def test_a_copy_whose_index_does_not_fit_does_not_count(given):
                 "nbytes": msgspec.msgpack.encode(index_of(10, 5)),
             }.get(given, given)
             await a.keeper.slot_filled("w0", m.SlotFilled(key_of(10), index, 0.0))
-            assert a.last(m.NotHeld).key == key_of(10)
+            assert a.last(m.SnapshotRejected).key == key_of(10)
             assert [a.keeper.copies(), a.keeper.pool.writing()] == [(), []]
             await a.held(key_of(20))
 
@@ -172,7 +172,7 @@ def test_no_memory_is_said_to_both_sides():
     async def scenario():
         a = Node(budget=1 << 20)
         given = await a.begin(key_of(10), 5 << 20)
-        assert [given.path, given.reason] == [None, a.last(m.NotHeld).reason]
+        assert [given.path, given.reason] == [None, a.last(m.SnapshotRejected).reason]
         assert "does not fit" in given.reason
         await a.close()
 
@@ -187,12 +187,12 @@ def test_a_copy_of_another_nodes_shard():
         async with nodes("a", "b", "c") as (a, b, c):
             copy = await a.held(key_of(10), LARGE)
             await b.keeper.replicate(m.Replicate(copy, (a.holder,)))
-            assert b.last(m.Held).copy == copy
-            assert b.last(m.Held).stall_s == 0
+            assert b.last(m.SnapshotStored).copy == copy
+            assert b.last(m.SnapshotStored).stall_s == 0
             flip(a.keeper.pool.held()[0], LARGE - 1)
             flip(a.keeper.pool.held()[0], 1)
             await c.keeper.replicate(m.Replicate(copy, (a.holder, b.holder)))
-            assert c.last(m.Held).copy == copy
+            assert c.last(m.SnapshotStored).copy == copy
             with c.keeper.pool.held()[0].row as row:
                 assert bytes(row) == row_of(10, 0, LARGE)
 
@@ -210,7 +210,7 @@ def test_a_copy_that_cannot_be_had_is_said_and_takes_no_slot():
                 m.Replicate(copy, ()),
             ):
                 await b.keeper.replicate(order)
-                assert b.last(m.NotHeld).key == order.copy.key
+                assert b.last(m.SnapshotRejected).key == order.copy.key
             assert [b.keeper.copies(), b.keeper.pool.nbytes] == [(), 0]
 
     run(scenario())
@@ -223,7 +223,7 @@ def test_an_order_that_is_repeated_is_answered_without_a_transfer():
             await b.keeper.replicate(m.Replicate(copy, (a.holder,)))
             await a.keeper.close()
             await b.keeper.replicate(m.Replicate(copy, (a.holder,)))
-            assert [type(x) for x in b.said] == [m.Held, m.Held]
+            assert [type(x) for x in b.said] == [m.SnapshotStored, m.SnapshotStored]
             assert len(b.keeper.copies()) == 1
 
     run(scenario())
@@ -235,7 +235,7 @@ def test_an_order_that_is_repeated_while_it_is_carried_out_is_answered_once():
             copy = await a.held(key_of(10), LARGE)
             order = m.Replicate(copy, (a.holder,))
             await asyncio.gather(b.keeper.replicate(order), b.keeper.replicate(order))
-            assert [[type(x) for x in b.said], len(b.keeper.copies())] == [[m.Held], 1]
+            assert [[type(x) for x in b.said], len(b.keeper.copies())] == [[m.SnapshotStored], 1]
 
     run(scenario())
 
@@ -365,7 +365,7 @@ def test_tiers_that_do_not_answer_hold_up_no_snapshot(tmp_path, monkeypatch):
             await a.held(key_of(20))
             other = await b.held(key_of(10, rank=1))
             await a.keeper.replicate(m.Replicate(other, (b.holder,)))
-            assert a.last(m.Held).copy == other
+            assert a.last(m.SnapshotStored).copy == other
             gate.open.set()
             await asyncio.gather(*stores)
             assert copy.key == key_of(10)
@@ -472,7 +472,7 @@ def test_a_fault_that_nobody_foresaw_is_an_answer_too(tmp_path, monkeypatch):
             monkeypatch.setattr(Archive, "save_shard", broken)
             monkeypatch.setattr(Archive, "commit", broken)
             await b.keeper.replicate(m.Replicate(copy, (a.holder,)))
-            assert "a bug" in b.last(m.NotHeld).reason
+            assert "a bug" in b.last(m.SnapshotRejected).reason
             assert "a bug" in (await store(a, tmp_path, key_of(10))).reason
             await a.keeper.publish(m.Publish(tier_of(tmp_path), 10, (copy.shard,)))
             assert "a bug" in a.last(m.Published).error
@@ -508,7 +508,7 @@ def test_close_ends_what_is_under_way_and_leaves_nothing(tmp_path, monkeypatch):
         assert slot_files(b.folder) == 0
         go.set()
         await asyncio.gather(*tasks, return_exceptions=True)
-        assert any(isinstance(x, m.NotHeld) and x.key == copy.key for x in b.said)
+        assert any(isinstance(x, m.SnapshotRejected) and x.key == copy.key for x in b.said)
         await a.close()
 
     run(scenario())
@@ -541,7 +541,7 @@ def test_what_an_agent_left_that_was_killed_is_adopted_and_told(tmp_path):
         assert adopted == tuple(copies)  # of the same run: they still go with what other nodes hold
         third = Node("b")
         await third.keeper.replicate(m.Replicate(adopted[0], (second.holder,)))
-        assert third.last(m.Held).copy == adopted[0]
+        assert third.last(m.SnapshotStored).copy == adopted[0]
         shards = []
         for c in adopted:
             await second.keeper.store(m.StoreShard(str(tmp_path), c.key))
@@ -591,13 +591,13 @@ def test_what_went_bad_in_memory_is_found_said_and_can_be_copied_anew():
             slot = next(s for s in a.keeper.pool.held() if s.key == copy.key)
             flip(slot, 70_000)
             await a.keeper.look_through()
-            spoiled = a.last(m.Spoiled)
+            spoiled = a.last(m.SnapshotCorrupt)
             assert [spoiled.key, spoiled.reason] == [copy.key, "bytes 65536 to 98304 changed in memory"]
             assert a.keeper.copies() == (other,)
             await a.keeper.replicate(m.Replicate(copy, (b.holder,)))
-            assert a.last(m.Held).copy == copy
+            assert a.last(m.SnapshotStored).copy == copy
             await a.keeper.look_through()
-            assert isinstance(a.said[-1], m.Held)
+            assert isinstance(a.said[-1], m.SnapshotStored)
 
     run(scenario())
 
@@ -609,9 +609,9 @@ def test_nothing_is_looked_through_while_there_is_work():
             flip(next(s for s in a.keeper.pool.held() if s.key == copy.key), 0)
             await a.begin(key_of(20))
             await a.keeper.look_through()
-            a.last(m.Held)
+            a.last(m.SnapshotStored)
             a.keeper.gone("w0")
             await a.keeper.look_through()
-            assert a.last(m.Spoiled).key == copy.key
+            assert a.last(m.SnapshotCorrupt).key == copy.key
 
     run(scenario())

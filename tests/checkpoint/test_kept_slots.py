@@ -91,7 +91,7 @@ def test_an_agent_says_what_it_lacks(kept, lack):
                 await node.held(key_of(step))
             node.keeper.pool.whole(10 if kept is None else 20, kept)
             assert (await node.begin(key_of(30))).path is None
-            assert node.last(m.NotHeld).lack is lack
+            assert node.last(m.SnapshotRejected).lack is lack
             assert steps_of(node.keeper.pool) == [10, 20]
         finally:
             await node.close()
@@ -140,7 +140,7 @@ class Cluster:
             case m.Replicate(copy, holders):
                 there = tuple(self.nodes[h.node].holder for h in holders)
                 await keeper.replicate(m.Replicate(copy, there))
-            case m.SnapshotWhole(step, kept):
+            case m.SnapshotComplete(step, kept):
                 keeper.pool.whole(step, kept)
             case m.ForgetSnapshots(step, until):
                 keeper.pool.forget(step, until)
@@ -168,7 +168,7 @@ def test_real_memories_keep_what_the_core_keeps_until_a_newer_one_has_all_its_co
                 assert cluster.both_hold(6)
             await cluster.saves(14)
             assert cluster.both_hold(14)
-            assert cluster.desk.sent(m.SnapshotWhole)[-1][1] == m.SnapshotWhole(14)
+            assert cluster.desk.sent(m.SnapshotComplete)[-1][1] == m.SnapshotComplete(14)
             for step in (16, 18):
                 await cluster.saves(step)
                 assert cluster.both_hold(step)

@@ -15,7 +15,7 @@ from holdfast.checkpoint.checksums import sums_of
 from holdfast.checkpoint.flatten import Leaf
 from holdfast.checkpoint.layout import CHUNK_BYTES, Head
 from holdfast.checkpoint.loading import regions_of
-from holdfast.checkpoint.located import Found
+from holdfast.checkpoint.located import Located
 from holdfast.checkpoint.regions import Region, read_regions
 from holdfast.checkpoint.sources import Row
 from holdfast.errors import StateError, TierError
@@ -123,7 +123,7 @@ def found_of(states):
     def open_row(rank):
         return Row([Bytes(sources[rank])], heads[rank].sums, len(sources[rank]))
 
-    return Found(1, "here", heads, open_row)
+    return Located(1, "here", heads, open_row)
 
 
 DTYPES = [
@@ -228,7 +228,7 @@ def test_a_thread_that_fails_ends_the_others():
         opened.append(source)
         return Row([source], found.heads[0].sums, found.heads[0].index.nbytes)
 
-    bad = Found(1, "here", found.heads, open_row)
+    bad = Located(1, "here", found.heads, open_row)
     regions = [
         Region(0, s, (0,), torch.empty(s.shape, dtype=torch.float64)) for s in found.heads[0].index.tensors
     ]

@@ -191,12 +191,12 @@ class Desk:
     def holds(self, node: str, *copies: Copy) -> list[e.Action]:
         """A node has shards in its memory."""
         for copy in copies:
-            self.do(e.NodeSays(node, m.Held(copy)))
+            self.do(e.NodeSays(node, m.SnapshotStored(copy)))
         return self.newest
 
     def refuses(self, node: str, copy: Copy, reason: str = "no memory") -> list[e.Action]:
         """A node could not keep a shard."""
-        return self.do(e.NodeSays(node, m.NotHeld(copy.key, reason)))
+        return self.do(e.NodeSays(node, m.SnapshotRejected(copy.key, reason)))
 
     def shards(self, step: int, *nodes: str) -> None:
         """Workers on these nodes save the shards that they hold."""
@@ -240,8 +240,8 @@ class Desk:
         return [x.step for x in self.state.snapshots if x.whole]
 
     def holders(self, node: str = "") -> tuple[Holder, ...]:
-        """Where the newest Form of a node's worker says that the snapshot is."""
-        return self.told(self.worker_on(node), m.Form)[-1].holders
+        """Where the newest JoinGeneration of a node's worker says that the snapshot is."""
+        return self.told(self.worker_on(node), m.JoinGeneration)[-1].holders
 
     # ------------------------------------------------------------ what is there
 
@@ -277,7 +277,7 @@ class Desk:
             a.message.message
             for a in (self.newest if newest else self.actions)
             if isinstance(a, e.Send)
-            and isinstance(a.message, m.Tell)
+            and isinstance(a.message, m.Relay)
             and a.message.worker == worker
             and isinstance(a.message.message, kind)
         ]

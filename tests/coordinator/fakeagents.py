@@ -110,16 +110,16 @@ class Agent:
     async def _read(self) -> None:
         async for frame in self.line:
             order = _codec.decode(frame.data)
-            said = order.message if isinstance(order, m.Tell) else order
+            said = order.message if isinstance(order, m.Relay) else order
             if isinstance(said, m.StartWorker):
                 self.worker = said.worker
                 await self._send(m.Started(said.worker, 1, "log"))
                 await self.says(m.Attached())
                 await self.says(m.Ready(digest="d", host="127.0.0.1", vote_port=1, data_port=2))
-            elif isinstance(said, m.Form):
+            elif isinstance(said, m.JoinGeneration):
                 self.generation, self.committed = said.generation.number, said.generation.start
                 await self.says(m.Joined(self.generation, 0.01))
-            elif isinstance(said, m.Break | m.Yield):
+            elif isinstance(said, m.Break | m.EndAtCommit):
                 await self.says(m.Parked(generation=said.generation, committed=self.committed))
             elif isinstance(said, m.Stop):
                 await self.says(m.Done(committed=self.committed, params_xxh3="bits", loss=1.0))
@@ -156,7 +156,7 @@ class Plane:
         """Two that train, and have committed three steps."""
         first, second = await self.agent("n0"), await self.agent("n1")
         for agent in (first, second):
-            await agent.told(m.Form)
+            await agent.told(m.JoinGeneration)
         for _ in range(3):
             await first.step()
             await second.step()

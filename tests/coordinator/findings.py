@@ -22,7 +22,7 @@ def finding(
 
 
 def finds(desk: Desk, node: str, *args: object, **more: object) -> list[e.Action]:
-    return desk.do(e.NodeSays(node, m.Found((finding(*args, **more),))))  # type: ignore[arg-type]
+    return desk.do(e.NodeSays(node, m.FindingsReported((finding(*args, **more),))))  # type: ignore[arg-type]
 
 
 def park_all(desk: Desk) -> None:

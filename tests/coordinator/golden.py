@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 
 from holdfast.coordinator.kernel.events import Record
+from holdfast.protocol.messages import Hello
 
 PLAIN, SHARDED = 4_000, 1_000
 """Schedules of each kind that are recorded. About one plain one in eight is at level 0."""
@@ -32,7 +33,20 @@ SHARDED_FROM = 10_000_000
 HASH_SEED = "0"
 """Sets of strings are walked in an order that depends on it, in the simulated cluster."""
 
-RENAMED: dict[str, str] = {}
+RENAMED: dict[str, str] = {
+    "JoinGeneration": "Form",
+    "EndAtCommit": "Yield",
+    "Relay": "Tell",
+    "OffStep": "Aside",
+    "SnapshotStored": "Held",
+    "SnapshotRejected": "NotHeld",
+    "SnapshotCorrupt": "Spoiled",
+    "FindSnapshot": "SnapshotSought",
+    "SnapshotComplete": "SnapshotWhole",
+    "InspectReply": "Views",
+    "FindingsReported": "Found",
+    "StateServed": "Gave",
+}
 """Name of a class, field, kind or value today to the one that was recorded. One name has one meaning, so one table will
 do."""
 
@@ -65,6 +79,9 @@ PROSE = frozenset(
     ]
 )
 """Fields that hold words for people. What they say may change; what is decided may not."""
+
+RECORDED_PROTOCOL = 5
+"""What agents said in their Hello when the digests were recorded. The names of messages have changed since."""
 
 ADDED = frozenset(["cause_kind"])
 """Fields of the ledger that are younger than the recording: what they hold follows from others."""
@@ -103,6 +120,8 @@ def canonical(value: Any) -> Any:
         return ["Record", *canonical({"kind": value.kind, "fields": value.fields})]
     if isinstance(value, msgspec.Struct):
         fields = {name: getattr(value, name) for name in value.__struct_fields__}
+        if isinstance(value, Hello):
+            fields["version"] = RECORDED_PROTOCOL
         return [_recorded(type(value).__name__), *canonical(fields)]
     if isinstance(value, dict):
         known = {_recorded(str(k)): v for k, v in value.items()}

@@ -24,8 +24,8 @@ def lose_worker_and_park(desk: Desk, worker: str, committed: int, prepared: bool
 def test_all_nodes_are_there_and_one_generation_forms():
     desk = running(3, committed=0)
     assert desk.members() == ["n0.0#1", "n1.0#2", "n2.0#3"]
-    assert [f.rank for w in desk.members() for f in desk.told(w, m.Form)] == [0, 1, 2]
-    assert not any(f.restore or f.apply for w in desk.members() for f in desk.told(w, m.Form))
+    assert [f.rank for w in desk.members() for f in desk.told(w, m.JoinGeneration)] == [0, 1, 2]
+    assert not any(f.restore or f.apply for w in desk.members() for f in desk.told(w, m.JoinGeneration))
 
 
 def test_models_that_were_built_differently_take_the_state_of_rank_0():
@@ -34,7 +34,7 @@ def test_models_that_were_built_differently_take_the_state_of_rank_0():
     desk.node("n1")
     for worker in desk.workers():
         desk.ready(worker, digest=worker)
-    first, second = (desk.told(w, m.Form)[0] for w in desk.members())
+    first, second = (desk.told(w, m.JoinGeneration)[0] for w in desk.members())
     assert first.serve
     assert not first.restore
     assert second.restore
@@ -91,7 +91,7 @@ def test_a_checkpoint_on_disk_is_where_a_new_job_goes_on(nodes, nproc, readers):
         desk.node(f"n{i}", slots=nproc)
     for worker in desk.workers():
         desk.ready(worker)
-    forms = [desk.told(w, m.Form)[0] for w in desk.members()]
+    forms = [desk.told(w, m.JoinGeneration)[0] for w in desk.members()]
     assert len(forms) == nodes * nproc
     assert all(f.restore and f.generation.start == 40 for f in forms)
     assert [f.rank for f in forms if f.durable] == readers
@@ -123,7 +123,7 @@ def test_a_spare_takes_the_rank_of_the_dead_at_an_unchanged_world_size():
     desk.parks("n0.0#1", 5)
     desk.parks("n2.0#3", 5)
     assert desk.members() == ["n0.0#1", "n3.0#4", "n2.0#3"]
-    newcomer = desk.told("n3.0#4", m.Form)[0]
+    newcomer = desk.told("n3.0#4", m.JoinGeneration)[0]
     assert newcomer.restore
     assert newcomer.donors == (0, 2)
     assert desk.did(e.ReleaseNode)[0].node == "n1"
@@ -140,13 +140,13 @@ def test_without_a_spare_it_goes_on_smaller_and_grows_by_a_yield():
     desk.ready("n1.0#4")
     assert desk.members() == ["n0.0#1", "n2.0#3"]  # not before this generation was worth its start
     desk.commit(6)
-    assert desk.told("n0.0#1", m.Yield)[0].generation == 2
+    assert desk.told("n0.0#1", m.EndAtCommit)[0].generation == 2
     assert desk.incidents()[0].open
     desk.parks("n0.0#1", 7)
     assert not desk.told("n2.0#3", m.Break, newest=True)
     desk.parks("n2.0#3", 7)
     assert desk.members() == ["n0.0#1", "n2.0#3", "n1.0#4"]
-    assert desk.told("n1.0#4", m.Form)[0].generation.start == 7
+    assert desk.told("n1.0#4", m.JoinGeneration)[0].generation.start == 7
     desk.commit(8)
     assert not desk.incidents()[0].open
 
@@ -162,7 +162,7 @@ def test_wait_for_spare_never_trains_smaller():
 def test_a_step_that_everyone_prepared_counts():
     desk = running(3)
     lose_worker_and_park(desk, "n1.0#2", 5, prepared=True)
-    forms = [desk.told(w, m.Form)[-1] for w in desk.members()]
+    forms = [desk.told(w, m.JoinGeneration)[-1] for w in desk.members()]
     assert [(f.apply, f.restore, f.generation.start) for f in forms] == [(True, False, 6)] * 2
 
 
@@ -171,9 +171,9 @@ def test_one_that_committed_gives_to_one_that_did_not():
     desk.exits("n1.0#2", -9)
     desk.parks("n0.0#1", 6)
     desk.parks("n2.0#3", 5)
-    assert desk.told("n2.0#3", m.Form)[-1].restore
-    assert desk.told("n2.0#3", m.Form)[-1].donors == (0,)
-    assert desk.told("n0.0#1", m.Form)[-1].serve
+    assert desk.told("n2.0#3", m.JoinGeneration)[-1].restore
+    assert desk.told("n2.0#3", m.JoinGeneration)[-1].donors == (0,)
+    assert desk.told("n0.0#1", m.JoinGeneration)[-1].serve
 
 
 def test_a_late_word_about_an_earlier_step_does_not_change_what_a_parked_worker_holds():
@@ -183,7 +183,7 @@ def test_a_late_word_about_an_earlier_step_does_not_change_what_a_parked_worker_
     desk.says("n0.0#1", m.Progress(generation=1, committed=6, median_s=0.1), age_s=0.5)
     desk.parks("n2.0#3", 6, prepared=True)
     assert desk.state.generation.start == 7
-    assert desk.told("n2.0#3", m.Form)[-1].apply
+    assert desk.told("n2.0#3", m.JoinGeneration)[-1].apply
 
 
 def test_a_death_while_a_generation_yields_frees_the_others():
@@ -245,7 +245,7 @@ def test_torn_survivors_without_any_state_start_as_new_processes():
     assert desk.killed() == {"n1.0#2"}
     for worker in desk.workers(WorkerPhase.STARTING):
         desk.ready(worker)
-    forms = [desk.told(w, m.Form)[0] for w in desk.members()]
+    forms = [desk.told(w, m.JoinGeneration)[0] for w in desk.members()]
     assert [(f.generation.start, f.restore) for f in forms] == [(0, False)] * len(forms)
     assert desk.state.lost_steps == 5
     assert desk.state.committed == 0
@@ -256,7 +256,7 @@ def test_torn_survivors_go_on_from_the_disk_if_a_checkpoint_is_there():
     desk.do(e.DurableFound(Durable(3, "kept")))
     desk.exits("n0.0#1", -9)
     desk.parks("n1.0#2", None)
-    assert desk.told("n1.0#2", m.Form)[-1].durable == Durable(3, "kept")
+    assert desk.told("n1.0#2", m.JoinGeneration)[-1].durable == Durable(3, "kept")
     assert desk.state.lost_steps == 2
 
 
@@ -502,7 +502,7 @@ def stall(desk: Desk, worker: str, **views: m.WorkerView) -> None:
     desk.do(e.NodeSays(worker.partition(".")[0], m.Stalled(worker, views[worker.partition(".")[0]])))
     request = desk.sent(m.Inspect)[-1][1].request
     for node, view in views.items():
-        desk.do(e.NodeSays(node, m.Views(request, (view,))))
+        desk.do(e.NodeSays(node, m.InspectReply(request, (view,))))
 
 
 def at(desk: Desk, worker: str, phase: Phase, idle_s: float = 5.0, process: str = "S") -> m.WorkerView:
@@ -623,14 +623,14 @@ def test_a_first_step_may_compile_while_others_wait():
 
 def test_work_of_the_scripts_own_is_no_hang_however_its_stack_differs():
     desk = running(3)
-    desk.says("n0.0#1", m.Aside(True))
+    desk.says("n0.0#1", m.OffStep(True))
     views = {"n0": at(desk, "n0.0#1", Phase.ASIDE, idle_s=60.0)}
     views |= {n: at(desk, w, Phase.REDUCE, idle_s=60.0) for n, w in (("n1", "n1.0#2"), ("n2", "n2.0#3"))}
     desk.do(e.NodeSays("n1", m.Stalled("n1.0#2", views["n1"])))
     request = desk.sent(m.Inspect)[-1][1].request
     stacks = {"n0": "evaluate", "n1": "wait", "n2": "wait"}
     for node, view in views.items():
-        desk.do(e.NodeSays(node, m.Views(request, (view,), {view.worker: stacks[node]})))
+        desk.do(e.NodeSays(node, m.InspectReply(request, (view,), {view.worker: stacks[node]})))
     assert desk.records("stall-judged")[-1]["reason"] == "some are at work: aside"
     assert desk.state.phase is JobPhase.RUNNING
     assert not desk.killed()
@@ -639,7 +639,7 @@ def test_work_of_the_scripts_own_is_no_hang_however_its_stack_differs():
 def test_work_of_the_scripts_own_may_last_after_a_break_but_not_for_ever():
     desk = running(3)
     desk.wait(1000.0)
-    desk.says("n0.0#1", m.Aside(True))
+    desk.says("n0.0#1", m.OffStep(True))
     desk.exits("n2.0#3", -9)
     desk.parks("n1.0#2", 5)
     desk.ready(desk.worker_on("n2"))
@@ -655,11 +655,11 @@ def test_work_of_the_scripts_own_may_last_after_a_break_but_not_for_ever():
 
 def test_work_of_the_scripts_own_that_ends_lets_the_others_go_on():
     desk = running(3)
-    desk.says("n0.0#1", m.Aside(True))
+    desk.says("n0.0#1", m.OffStep(True))
     desk.exits("n2.0#3", -9)
     desk.parks("n1.0#2", 5)
     desk.wait(60.0)
-    desk.says("n0.0#1", m.Aside(False))
+    desk.says("n0.0#1", m.OffStep(False))
     desk.parks("n0.0#1", 5)
     assert desk.members() == ["n0.0#1", "n1.0#2"]
 
@@ -745,8 +745,8 @@ def test_no_verdict_while_a_node_does_not_answer():
     desk = running(3)
     view = at(desk, "n0.0#1", Phase.VOTE)
     desk.do(e.NodeSays("n0", m.Stalled("n0.0#1", view)))
-    desk.do(e.NodeSays("n0", m.Views(1, (view,))))
-    desk.do(e.NodeSays("n1", m.Views(1, (at(desk, "n1.0#2", Phase.REDUCE),))))
+    desk.do(e.NodeSays("n0", m.InspectReply(1, (view,))))
+    desk.do(e.NodeSays("n1", m.InspectReply(1, (at(desk, "n1.0#2", Phase.REDUCE),))))
     desk.wait(desk.core.timing.inspect_s + 0.1)
     assert desk.records("stall-judged")[0]["reason"] == "not every worker was seen"
     assert desk.state.phase is JobPhase.RUNNING
@@ -761,7 +761,7 @@ def test_a_new_coordinator_adopts_the_running_generation():
     assert desk.newest == [a for a in desk.newest if isinstance(a, e.Record)]
     desk.back()
     assert desk.state.number == 1
-    assert not desk.told("n0.0#1", m.Form, newest=True)
+    assert not desk.told("n0.0#1", m.JoinGeneration, newest=True)
     desk.commit(6)
     incident = desk.incidents()[0]
     assert (incident.rung, incident.fault, incident.open) == ("coordinator", "kill-coordinator", False)
@@ -782,7 +782,7 @@ def test_a_generation_that_nobody_heard_of_is_told_again():
     lose_worker_and_park(desk, "n1.0#2", 5, prepared=True)
     desk.crash()
     desk.back("n0", n0={"formed": 1, "parked": m.Parked(generation=1, committed=5, prepared=True)})
-    form = desk.told("n0.0#1", m.Form, newest=True)[0]
+    form = desk.told("n0.0#1", m.JoinGeneration, newest=True)[0]
     assert form.apply
     assert form.generation.number == 2
 
@@ -794,7 +794,7 @@ def test_a_yield_that_nobody_heard_of_is_told_again():
     desk.commit(6)
     desk.crash()
     desk.back("n0")
-    assert desk.told("n0.0#1", m.Yield, newest=True)
+    assert desk.told("n0.0#1", m.EndAtCommit, newest=True)
     assert not desk.told("n0.0#1", m.Break, newest=True)
 
 
@@ -905,7 +905,7 @@ def stopped(desk: Desk) -> None:
 def test_stop_while_running_ends_at_a_commit_and_saves_once():
     desk = running(3)
     desk.do(e.StopRequested("enough"))
-    assert all(desk.told(w, m.Yield) for w in desk.members())
+    assert all(desk.told(w, m.EndAtCommit) for w in desk.members())
     for worker in desk.members():
         desk.parks(worker, 6)
     saving = [w for w in desk.members() if desk.told(w, m.Stop)]

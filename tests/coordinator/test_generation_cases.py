@@ -226,8 +226,8 @@ def test_a_stopped_worker_restarts_all():
     desk = launched(2)
     view = desk.view("n1.0#2", process="T")
     desk.do(e.NodeSays("n1", m.Stalled("n1.0#2", view)))
-    desk.do(e.NodeSays("n0", m.Views(1, (desk.view("n0.0#1"),))))
-    desk.do(e.NodeSays("n1", m.Views(1, (view,))))
+    desk.do(e.NodeSays("n0", m.InspectReply(1, (desk.view("n0.0#1"),))))
+    desk.do(e.NodeSays("n1", m.InspectReply(1, (view,))))
     assert desk.killed() == {"n0.0#1", "n1.0#2"}
     assert desk.incidents()[0].ranks == [1]
 
@@ -261,7 +261,7 @@ def test_who_was_told_to_end_is_no_member_at_level_2():
     desk.says("n1.0#2", m.Attached())  # its last words were on the way already
     desk.says("n1.0#2", m.Ready(digest="d", host="n1", vote_port=1, data_port=2))
     assert desk.state.level == 2
-    assert not desk.told("n1.0#2", m.Form)
+    assert not desk.told("n1.0#2", m.JoinGeneration)
     for worker in desk.workers():
         assert worker not in ("n0.0#1", "n1.0#2")
         desk.ready(worker)

@@ -16,7 +16,7 @@ def sharded(step: int = 6) -> Desk:
     begins(desk, step)
     copies_come(desk, step)
     assert desk.whole() == [step]
-    assert told(desk) == m.SnapshotWhole(step)
+    assert told(desk) == m.SnapshotComplete(step)
     return desk
 
 
@@ -32,7 +32,7 @@ def copies_come(desk: Desk, step: int) -> None:
 
 
 def refuses(desk: Desk, node: str, copy: Copy, lack: Lack | None) -> None:
-    desk.do(e.NodeSays(node, m.NotHeld(copy.key, "so it is", lack)))
+    desk.do(e.NodeSays(node, m.SnapshotRejected(copy.key, "so it is", lack)))
 
 
 def copies_fail(desk: Desk, step: int, lack: Lack | None = None) -> None:
@@ -40,9 +40,9 @@ def copies_fail(desk: Desk, step: int, lack: Lack | None = None) -> None:
         refuses(desk, f"n{1 - position}", desk.shard(step, position), lack)
 
 
-def told(desk: Desk) -> m.SnapshotWhole:
+def told(desk: Desk) -> m.SnapshotComplete:
     """What agents know now: all the same."""
-    last = dict(desk.sent(m.SnapshotWhole))
+    last = dict(desk.sent(m.SnapshotComplete))
     assert len(set(last.values())) == 1
     return last["n0"]
 
@@ -79,10 +79,10 @@ def test_a_node_without_a_slot_now_is_asked_again_when_it_has_one():
     before = len(asked(desk))
     copies_come(desk, 8)
     assert asked(desk)[before:] == [("n1", 10), ("n0", 10)]
-    assert told(desk) == m.SnapshotWhole(8)
+    assert told(desk) == m.SnapshotComplete(8)
     copies_come(desk, 10)
     assert desk.whole()[-1] == 10
-    assert told(desk) == m.SnapshotWhole(10)
+    assert told(desk) == m.SnapshotComplete(10)
 
 
 def test_it_is_asked_again_too_when_what_was_on_its_way_failed():
@@ -95,7 +95,7 @@ def test_it_is_asked_again_too_when_what_was_on_its_way_failed():
     refuses(desk, "n0", desk.shard(8, 1), None)
     assert ("n0", 10) in asked(desk, newest=True)
     copies_come(desk, 10)
-    assert told(desk) == m.SnapshotWhole(10)
+    assert told(desk) == m.SnapshotComplete(10)
 
 
 def test_where_nothing_will_make_room_it_is_whole_as_it_is_and_the_older_one_stays():
@@ -103,7 +103,7 @@ def test_where_nothing_will_make_room_it_is_whole_as_it_is_and_the_older_one_sta
     begins(desk, 8)
     copies_fail(desk, 8, Lack.SLOT)
     assert desk.whole() == [6, 8]
-    assert told(desk) == m.SnapshotWhole(8, kept=6)
+    assert told(desk) == m.SnapshotComplete(8, kept=6)
 
 
 def test_a_snapshot_with_fewer_copies_is_whole_and_the_one_with_all_is_kept():
@@ -113,7 +113,7 @@ def test_a_snapshot_with_fewer_copies_is_whole_and_the_one_with_all_is_kept():
         copies_fail(desk, step)
         assert desk.state.snapshots[-1].step == step
         assert desk.state.snapshots[-1].whole
-        assert told(desk) == m.SnapshotWhole(step, kept=6)
+        assert told(desk) == m.SnapshotComplete(step, kept=6)
     assert 6 in remembered(desk)
     assert len(remembered(desk)) <= 3
     assert desk.records("few-copies")
@@ -125,7 +125,7 @@ def test_when_one_has_as_many_again_the_older_one_goes():
     copies_fail(desk, 8)
     begins(desk, 10)
     copies_come(desk, 10)
-    assert told(desk) == m.SnapshotWhole(10)
+    assert told(desk) == m.SnapshotComplete(10)
     assert 6 not in remembered(desk)
 
 
@@ -153,7 +153,7 @@ def test_the_newest_is_gone_on_from_while_it_is_there():
 def test_an_older_one_with_no_more_copies_than_the_newest_is_not_kept():
     desk = sharded()
     desk.lose("n1")  # each shard of 6 has one holder now
-    assert told(desk) == m.SnapshotWhole(6)
+    assert told(desk) == m.SnapshotComplete(6)
     desk.node("n2")
     assert ("n2", 6) in asked(desk, newest=True)
 
@@ -163,7 +163,7 @@ def test_for_want_of_memory_there_are_fewer_copies_and_nothing_older_is_kept():
     desk = sharded()
     begins(desk, 8)
     copies_fail(desk, 8, Lack.MEMORY)
-    assert told(desk) == m.SnapshotWhole(8)
+    assert told(desk) == m.SnapshotComplete(8)
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -171,7 +171,7 @@ def test_what_is_kept_gives_way_when_the_next_one_does_not_fit_beside_it(own):
     desk = sharded()
     begins(desk, 8)
     copies_fail(desk, 8)
-    assert told(desk) == m.SnapshotWhole(8, kept=6)
+    assert told(desk) == m.SnapshotComplete(8, kept=6)
     if own:
         refuses(desk, "n0", desk.shard(10, 0), Lack.MEMORY)
     else:
@@ -179,10 +179,10 @@ def test_what_is_kept_gives_way_when_the_next_one_does_not_fit_beside_it(own):
         before = len(asked(desk))
         refuses(desk, "n1", desk.shard(10, 0), Lack.MEMORY)
         assert asked(desk)[before:] == [("n1", 10)]  # now it fits
-    assert told(desk) == m.SnapshotWhole(8)
+    assert told(desk) == m.SnapshotComplete(8)
     begins(desk, 12)
     copies_come(desk, 12)
-    assert told(desk) == m.SnapshotWhole(12)
+    assert told(desk) == m.SnapshotComplete(12)
 
 
 def test_an_agent_that_comes_back_is_told_what_is_kept():
@@ -192,7 +192,7 @@ def test_an_agent_that_comes_back_is_told_what_is_kept():
     desk.crash()
     desk.actions.clear()
     desk.back()
-    assert told(desk) == m.SnapshotWhole(8, kept=6)
+    assert told(desk) == m.SnapshotComplete(8, kept=6)
 
 
 def test_a_saver_without_a_slot_now_gets_a_copy_from_the_other_later():
@@ -201,8 +201,8 @@ def test_a_saver_without_a_slot_now_gets_a_copy_from_the_other_later():
     copy = desk.snapshot(6, "n0", "n1")
     other = desk.snapshot(8, "n0")
     refuses(desk, "n1", other, Lack.SLOT)
-    assert told(desk) == m.SnapshotWhole(8, kept=6)
+    assert told(desk) == m.SnapshotComplete(8, kept=6)
     assert ("n1", 8) in asked(desk, newest=True)  # nothing is kept there but 6, which has a slot of its own
     desk.holds("n1", other)
-    assert told(desk) == m.SnapshotWhole(8)
+    assert told(desk) == m.SnapshotComplete(8)
     assert copy.key.step == 6

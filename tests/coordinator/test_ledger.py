@@ -86,7 +86,7 @@ def test_training_goes_on_while_the_ledger_fails_and_nothing_is_missing_afterwar
             assert not any(isinstance(x, m.Break) for x in first.heard.all), "it is not written yet"
             await first.step()
             mend()
-            form = await first.told(m.Form, 2)
+            form = await first.told(m.JoinGeneration, 2)
             assert [x.node for x in form.generation.members] == ["n0"]
             assert form.generation.start == first.committed
             await first.step()

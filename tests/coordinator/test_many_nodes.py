@@ -89,7 +89,7 @@ def test_a_form_that_was_missed_is_told_again_as_it_was():
 
 
 def _form(action: e.Send) -> bool:
-    return isinstance(action.message, m.Tell) and isinstance(action.message.message, m.Form)
+    return isinstance(action.message, m.Relay) and isinstance(action.message.message, m.JoinGeneration)
 
 
 async def _lost_and_formed(job_dir: Path, nodes: int, nproc: int) -> tuple[int, int, list[int]]:

@@ -25,11 +25,11 @@ def lose_all_workers(desk: Desk) -> None:
         desk.exits(worker, -9)
 
 
-def start_again(desk: Desk) -> list[m.Form]:
+def start_again(desk: Desk) -> list[m.JoinGeneration]:
     """Workers are ready again; returns what the members are told."""
     for worker in desk.workers(WorkerPhase.STARTING):
         desk.ready(worker)
-    return [desk.told(w, m.Form)[-1] for w in desk.members()]
+    return [desk.told(w, m.JoinGeneration)[-1] for w in desk.members()]
 
 
 def at_level_0(nodes: int = 3, **spec: object) -> Desk:
@@ -48,12 +48,12 @@ def at_level_0(nodes: int = 3, **spec: object) -> Desk:
 
 def test_two_members_that_save_the_same_need_nothing_sent():
     desk = running(3)
-    assert [desk.told(w, m.Form)[0].saves for w in desk.members()] == [True, True, False]
+    assert [desk.told(w, m.JoinGeneration)[0].saves for w in desk.members()] == [True, True, False]
     desk.snapshot(6, "n0")
     assert desk.whole() == []
     desk.snapshot(6, "n1")
     assert desk.whole() == [6]
-    assert {node for node, said in desk.sent(m.SnapshotWhole) if said.step == 6} == {"n0", "n1", "n2"}
+    assert {node for node, said in desk.sent(m.SnapshotComplete) if said.step == 6} == {"n0", "n1", "n2"}
     assert not asked(desk)
     assert desk.records("snapshot")[0] | {"took_s": 0.0} == {
         "step": 6,
@@ -123,7 +123,7 @@ def test_a_member_without_snapshot_memory_is_no_saver():
     desk.node("n1", port=0)
     for worker in desk.workers():
         desk.ready(worker)
-    assert [desk.told(w, m.Form)[0].saves for w in desk.members()] == [True, False]
+    assert [desk.told(w, m.JoinGeneration)[0].saves for w in desk.members()] == [True, False]
     desk.snapshot(6, "n0")
     assert desk.whole() == [6]
 
@@ -162,7 +162,7 @@ def test_too_few_nodes_is_said_once():
 
 def test_no_copies_are_wanted():
     desk = running(3, saving=Saving(copies=0))
-    assert [desk.told(w, m.Form)[0].saves for w in desk.members()] == [True, False, False]
+    assert [desk.told(w, m.JoinGeneration)[0].saves for w in desk.members()] == [True, False, False]
     desk.snapshot(6, "n0")
     assert desk.whole() == [6]
     assert not desk.records("few-copies")
@@ -196,7 +196,7 @@ def test_a_latecomer_hears_that_a_newer_one_is_whole():
     desk = running(2)
     desk.snapshot(7, "n0", "n1")
     desk.holds("n0", copy_of(6))
-    assert desk.sent(m.SnapshotWhole, newest=True) == [("n0", m.SnapshotWhole(7))]
+    assert desk.sent(m.SnapshotComplete, newest=True) == [("n0", m.SnapshotComplete(7))]
     assert [x.step for x in desk.state.snapshots] == [7]
 
 
@@ -358,7 +358,7 @@ def test_live_state_before_anything_saved():
     desk.commit(8)
     desk.exits("n0.0#1", -9)
     desk.parks("n1.0#2", 8)
-    form = desk.told("n2.0#3", m.Form)[-1]
+    form = desk.told("n2.0#3", m.JoinGeneration)[-1]
     assert (form.generation.start, form.copy, bool(form.donors)) == (8, None, True)
 
 
@@ -375,13 +375,13 @@ def test_its_own_memory_is_the_first_source():
 def test_a_script_is_told_what_there_is():
     desk = at_level_0(2, saving=Saving(copies=0))
     worker = desk.worker_on("n1")
-    desk.says(worker, m.SnapshotSought(1))
+    desk.says(worker, m.FindSnapshot(1))
     assert desk.told(worker, m.SnapshotFound) == [m.SnapshotFound(1)]
     copies = [copy_of(6, rank=rank, world=2) for rank in range(2)]
     for rank, copy in enumerate(copies):
         desk.holds(f"n{rank}", copy)
     desk.do(e.DurableFound(Durable(5, "kept")))
-    desk.says(worker, m.SnapshotSought(2))
+    desk.says(worker, m.FindSnapshot(2))
     found = desk.told(worker, m.SnapshotFound)[-1]
     assert [(copy, [h.node for h in holders]) for copy, holders in found.copies] == [
         (copies[0], ["n0"]),
@@ -389,7 +389,7 @@ def test_a_script_is_told_what_there_is():
     ]
     assert found.durable == Durable(5, "kept")
     desk.do(e.DurableFound(Durable(7, "kept")))
-    desk.says(worker, m.SnapshotSought(3))
+    desk.says(worker, m.FindSnapshot(3))
     assert desk.told(worker, m.SnapshotFound)[-1] == m.SnapshotFound(3, (), Durable(7, "kept"))
 
 
@@ -498,7 +498,7 @@ def test_a_job_goes_on_from_what_its_agents_adopted():
         desk.node(f"n{i}", copies=(copy_of(40, generation=0),))
     for worker in desk.workers():
         desk.ready(worker)
-    form = desk.told(desk.members()[0], m.Form)[0]
+    form = desk.told(desk.members()[0], m.JoinGeneration)[0]
     assert (form.generation.start, form.copy) == (40, copy_of(40, generation=0))
 
 
@@ -755,7 +755,7 @@ def test_an_agent_hears_again_which_snapshot_is_whole():
     desk.snapshot(6, "n0", "n1")
     desk.crash()
     desk.back("n1")
-    assert ("n1", m.SnapshotWhole(6)) in desk.sent(m.SnapshotWhole, newest=True)
+    assert ("n1", m.SnapshotComplete(6)) in desk.sent(m.SnapshotComplete, newest=True)
 
 
 # ---------------------------------------------------------------- racks
@@ -777,7 +777,7 @@ def test_when_the_buddy_cannot_another_rack_is_still_the_first_choice():
 
 def test_those_who_save_stand_in_different_racks():
     desk = running(3, racks=("a", "a", "b"))
-    assert [desk.told(w, m.Form)[0].saves for w in desk.members()] == [True, False, True]
+    assert [desk.told(w, m.JoinGeneration)[0].saves for w in desk.members()] == [True, False, True]
 
 
 def test_a_refusal_that_comes_before_anybody_holds_the_last_state_is_not_waited_for():

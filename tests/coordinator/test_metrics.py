@@ -58,7 +58,7 @@ def test_incidents_by_what_was_seen_of_them():
 def test_snapshots_their_copies_and_what_they_cost():
     desk = running(1, spares=1)
     copy = copy_of(6)
-    desk.do(e.NodeSays("n0", m.Held(copy, stall_s=0.25)))
+    desk.do(e.NodeSays("n0", m.SnapshotStored(copy, stall_s=0.25)))
     seen = figures(desk)
     assert seen[("holdfast_saved_step", "memory")] == 6
     assert ("holdfast_saved_step", "peer") not in seen
@@ -68,7 +68,7 @@ def test_snapshots_their_copies_and_what_they_cost():
     assert seen[("holdfast_replication_lag_seconds",)] == pytest.approx(1.5)
     assert seen[("holdfast_saved_age_seconds", "memory")] == pytest.approx(1.5)
     desk.holds("n1", copy)
-    desk.do(e.NodeSays("n0", m.Held(copy_of(9))))
+    desk.do(e.NodeSays("n0", m.SnapshotStored(copy_of(9))))
     seen = figures(desk)
     expected = {
         ("holdfast_saved_step", "memory"): 9, ("holdfast_saved_step", "peer"): 6,
@@ -128,10 +128,10 @@ def test_nodes_of_which_something_cannot_be_told():
     unknown = Finding(
         "watch-ended", Severity.WARNING, Remedy.WATCH, "agent", Condition.UNKNOWN, evidence="its thread"
     )
-    desk.do(e.NodeSays("n1", m.Found((unknown,))))
+    desk.do(e.NodeSays("n1", m.FindingsReported((unknown,))))
     assert figures(desk)[("holdfast_unwatched_nodes",)] == 1
     told = {n["node"]: n.get("unknown") for n in build_status(desk.state, desk.now)["nodes"]}
     assert told == {"n0": None, "n1": ["watch-ended"], "n2": None}
     well = msgspec.structs.replace(unknown, condition=Condition.HEALTHY)
-    desk.do(e.NodeSays("n1", m.Found((well,))))
+    desk.do(e.NodeSays("n1", m.FindingsReported((well,))))
     assert figures(desk)[("holdfast_unwatched_nodes",)] == 0

@@ -32,12 +32,12 @@ def left(desk: Desk) -> list[object]:
 def test_a_smaller_job_lets_its_highest_ranks_go_at_a_commit():
     desk = running(4)
     desk.do(e.ResizeRequested(2, "night"))
-    assert {w for w in desk.members() if desk.told(w, m.Yield, newest=True)} == set(desk.members())
+    assert {w for w in desk.members() if desk.told(w, m.EndAtCommit, newest=True)} == set(desk.members())
     assert not desk.did(e.ReleaseNode)  # not before the step is done
     park_all(desk, 6)
     assert desk.members() == ["n0.0#1", "n1.0#2"]
     assert desk.state.generation.start == 6
-    assert not any(desk.told(w, m.Form)[-1].restore for w in desk.members())
+    assert not any(desk.told(w, m.JoinGeneration)[-1].restore for w in desk.members())
     assert desk.killed() == {"n2.0#3", "n3.0#4"}
     assert not left(desk)  # their memory may be needed until the new generation has committed
     desk.commit(7)
@@ -57,7 +57,7 @@ def test_a_larger_job_asks_for_nodes_beside_the_restart_budget():
         desk.ready(worker)
     park_all(desk, 9)
     assert [w.partition(".")[0] for w in desk.members()] == ["n0", "n1", "n8", "n9"]
-    assert desk.told("n9.0#6", m.Form)[-1].donors == (0, 1)
+    assert desk.told("n9.0#6", m.JoinGeneration)[-1].donors == (0, 1)
 
 
 def test_newcomers_that_are_almost_ready_are_waited_for_and_join_together():
@@ -70,9 +70,9 @@ def test_newcomers_that_are_almost_ready_are_waited_for_and_join_together():
     first, second = desk.workers(WorkerPhase.STARTING)
     desk.ready(first)
     desk.commit(8)
-    assert not desk.told("n0.0#1", m.Yield)[1:]
+    assert not desk.told("n0.0#1", m.EndAtCommit)[1:]
     desk.ready(second)
-    assert len(desk.told("n0.0#1", m.Yield)) == 2
+    assert len(desk.told("n0.0#1", m.EndAtCommit)) == 2
     park_all(desk, 9)
     assert len(desk.members()) == 4
 
@@ -86,7 +86,7 @@ def test_a_newcomer_does_not_wait_long_for_others():
     desk.node("n9")
     desk.ready(desk.workers(WorkerPhase.STARTING)[0])
     desk.wait(desk.core.timing.gather_s + 0.1)
-    assert len(desk.told("n0.0#1", m.Yield)) == 2
+    assert len(desk.told("n0.0#1", m.EndAtCommit)) == 2
 
 
 def test_joining_is_held_back_when_it_costs_too_much_of_the_time():
@@ -100,7 +100,7 @@ def test_joining_is_held_back_when_it_costs_too_much_of_the_time():
         desk.commit(desk.state.committed + 1)
         desk.node(name)
         desk.ready(desk.worker_on(name))
-        yields = len(desk.told("n0.0#1", m.Yield))
+        yields = len(desk.told("n0.0#1", m.EndAtCommit))
         assert yields == 1  # the second waits
         if count == 0:
             park_all(desk)
@@ -110,9 +110,9 @@ def test_joining_is_held_back_when_it_costs_too_much_of_the_time():
     assert stall_s == pytest.approx(0.5, abs=0.1)
     third = GAIN_SHARE / 3  # of what one more beside two adds
     desk.wait(stall_s / third - 1.0)
-    assert len(desk.told("n0.0#1", m.Yield)) == 1
+    assert len(desk.told("n0.0#1", m.EndAtCommit)) == 1
     desk.wait(1.1)
-    assert len(desk.told("n0.0#1", m.Yield)) == 2
+    assert len(desk.told("n0.0#1", m.EndAtCommit)) == 2
 
 
 def test_a_size_outside_the_bounds_is_refused_with_a_way_out():
@@ -153,7 +153,7 @@ def test_a_drained_member_is_replaced_by_the_spare_in_one_change():
     desk.do(e.NodeGoing("n1", "maintenance"))
     park_all(desk, 6)
     assert desk.members() == ["n0.0#1", "n3.0#4", "n2.0#3"]  # the rank of the one that leaves
-    assert desk.told("n3.0#4", m.Form)[0].donors == (0, 2)
+    assert desk.told("n3.0#4", m.JoinGeneration)[0].donors == (0, 2)
     assert len(desk.did(e.ProvideNode)) == 1  # a new spare
     desk.commit(7)
     assert left(desk) == ["n1"]
@@ -168,17 +168,17 @@ def test_without_a_deadline_a_node_trains_on_until_its_replacement_is_ready():
     desk.do(e.NodeGoing("n1", "maintenance"))
     assert len(desk.did(e.ProvideNode)) == 1
     desk.commit(6)
-    assert not desk.told("n0.0#1", m.Yield)
+    assert not desk.told("n0.0#1", m.EndAtCommit)
     desk.node("n7")
     desk.ready(desk.worker_on("n7"))
-    assert desk.told("n0.0#1", m.Yield)
+    assert desk.told("n0.0#1", m.EndAtCommit)
 
 
 def test_without_a_replacement_the_job_goes_on_smaller_after_a_while():
     desk = running(3)
     desk.do(e.NodeGoing("n1", "maintenance"))
     desk.wait(desk.core.timing.form_s + 1.0)
-    assert desk.told("n0.0#1", m.Yield)
+    assert desk.told("n0.0#1", m.EndAtCommit)
     park_all(desk)
     assert len(desk.members()) == 2
 
@@ -188,23 +188,23 @@ def test_a_deadline_is_kept_with_time_for_a_step():
     desk.do(e.NodeGoing("n1", "spot interruption", 10.0))
     margin_s = desk.core.timing.detection_s + 3 * 0.1
     desk.wait(10.0 - margin_s - 0.5)
-    assert not desk.told("n0.0#1", m.Yield)
+    assert not desk.told("n0.0#1", m.EndAtCommit)
     desk.wait(1.0)
-    assert desk.told("n0.0#1", m.Yield)
+    assert desk.told("n0.0#1", m.EndAtCommit)
 
 
 def test_the_agent_says_itself_that_its_node_is_taken_away():
     desk = running(3, spares=1)
     desk.do(e.NodeSays("n1", m.Leaving("SIGTERM", 30.0)))
     assert desk.records("node-leaving")[0]["reason"] == "SIGTERM"
-    assert desk.told("n0.0#1", m.Yield)
+    assert desk.told("n0.0#1", m.EndAtCommit)
 
 
 def test_below_the_minimum_nobody_leaves_before_its_time():
     desk = running(2, min_nodes=2)
     desk.do(e.NodeGoing("n1", "maintenance"))
     desk.wait(60.0)
-    assert not desk.told("n0.0#1", m.Yield)
+    assert not desk.told("n0.0#1", m.EndAtCommit)
     desk.node("n7")
     desk.ready(desk.worker_on("n7"))
     park_all(desk)
@@ -216,7 +216,7 @@ def test_the_only_member_gives_its_state_to_the_newcomer_before_it_leaves():
     desk.do(e.NodeGoing("n0", "maintenance"))
     park_all(desk, 6)
     assert desk.members() == ["n0.0#1", "n1.0#2"]
-    assert desk.told("n1.0#2", m.Form)[0].donors == (0,)
+    assert desk.told("n1.0#2", m.JoinGeneration)[0].donors == (0,)
     desk.commit(7)
     park_all(desk, 8)
     assert desk.members() == ["n1.0#2"]
@@ -232,14 +232,14 @@ def test_a_survivor_that_alone_committed_stays_though_it_is_to_leave():
     desk.parks("n1.0#2", 6)
     assert "n0.0#1" in desk.members()
     assert desk.state.generation.start == 7
-    assert desk.told("n1.0#2", m.Form)[-1].restore
+    assert desk.told("n1.0#2", m.JoinGeneration)[-1].restore
 
 
 def test_a_spare_leaves_at_once():
     desk = running(2, spares=1)
     desk.do(e.NodeGoing("n2", "maintenance"))
     assert left(desk) == ["n2"]
-    assert not desk.told("n0.0#1", m.Yield)
+    assert not desk.told("n0.0#1", m.EndAtCommit)
 
 
 def test_a_node_that_left_and_missed_it_is_told_again():

@@ -83,7 +83,7 @@ def test_the_nodes_that_stay_make_up_whole_replicas():
     staying = [n.name for n in desk.core.alive_nodes() if n.leaving is None]
     assert {desk.known(desk.worker_on(n)).position for n in staying} == {0, 1}
     assert "n1" not in staying
-    assert all(desk.told(w, m.Yield) for w in desk.members())
+    assert all(desk.told(w, m.EndAtCommit) for w in desk.members())
 
 
 def test_with_less_room_than_a_replica_needs_the_job_stops():
@@ -113,12 +113,12 @@ def test_who_is_to_leave_gives_its_shard_to_the_one_in_its_place_and_goes():
     desk.gets_ready(spare, (2, 1), position=0)
     leaver, other = desk.members()
     for worker in (leaver, other):
-        assert desk.told(worker, m.Yield)
+        assert desk.told(worker, m.EndAtCommit)
         desk.parks(worker, 6)
     assert desk.members() == [spare, other, leaver]
     assert desk.state.generation is not None
     assert desk.state.generation.members[2].replica == -1
-    assert desk.told(spare, m.Form)[-1].donors == (2,)
+    assert desk.told(spare, m.JoinGeneration)[-1].donors == (2,)
     desk.commit(7)
     for worker in desk.members():
         desk.parks(worker, 7)
@@ -185,4 +185,4 @@ def test_a_newcomer_that_fills_one_of_two_places_waits_for_the_other():
     desk.commit(7)
     desk.wait(5.0)
     assert desk.state.replacing
-    assert not any(desk.told(w, m.Yield) for w in desk.members())
+    assert not any(desk.told(w, m.EndAtCommit) for w in desk.members())

@@ -35,7 +35,7 @@ def test_a_node_that_comes_back_with_its_shard_makes_the_snapshot_whole_again():
     assert (desk.whole(), remembered(desk)) == ([], [6])
     comes_back(desk, "n1", shard)
     assert desk.whole() == [6]
-    assert ("n1", m.SnapshotWhole(6)) in desk.sent(m.SnapshotWhole, newest=True)
+    assert ("n1", m.SnapshotComplete(6)) in desk.sent(m.SnapshotComplete, newest=True)
     assert desk.records("snapshot-back") == [{"step": 6, "generation": 1}]
     assert desk.state.totals.snapshots == len(desk.records("snapshot")) == 1
 
@@ -50,7 +50,7 @@ def test_plain_fsdp_goes_on_from_what_came_back():
     for worker in desk.workers():
         if worker not in desk.members():
             desk.ready(worker)
-    form = desk.told(desk.worker_on("n1"), m.Form)[-1]
+    form = desk.told(desk.worker_on("n1"), m.JoinGeneration)[-1]
     assert (form.generation.start, form.copy) == (6, shard)
 
 
@@ -96,7 +96,7 @@ def test_while_it_waits_nothing_of_it_is_copied_or_given_up():
 
 def test_a_shard_that_went_bad_does_not_come_back():
     desk = saved()
-    desk.do(e.NodeSays("n1", m.Spoiled(desk.shard(6, 1).key, "bytes changed")))
+    desk.do(e.NodeSays("n1", m.SnapshotCorrupt(desk.shard(6, 1).key, "bytes changed")))
     assert remembered(desk) == []
 
 
@@ -244,6 +244,6 @@ def test_a_spare_that_becomes_what_is_missing_is_waited_for():
     assert desk.told(spare, m.Rebuild) == [m.Rebuild(1)]
     desk.commit(7)
     desk.wait(2 * desk.core.timing.form_s)
-    assert not any(desk.told(w, m.Yield) for w in desk.members())
+    assert not any(desk.told(w, m.EndAtCommit) for w in desk.members())
     desk.gets_ready(spare, (2, 1), position=1)
-    assert all(desk.told(w, m.Yield) for w in desk.members())
+    assert all(desk.told(w, m.EndAtCommit) for w in desk.members())

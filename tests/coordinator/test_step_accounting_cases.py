@@ -29,7 +29,7 @@ def trains(desk: Desk, count: int) -> None:
 
 def gives(desk: Desk, step: int, count: int) -> None:
     """Rank 0's script gives a state, and all ranks' parts of it are in memory."""
-    desk.says(desk.members()[0], m.Gave(desk.state.number, step, count))
+    desk.says(desk.members()[0], m.StateServed(desk.state.number, step, count))
     for rank in (0, 1):
         desk.holds(f"n{rank}", copy_of(step, desk.state.number, rank, 2))
 

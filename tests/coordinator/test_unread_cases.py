@@ -32,8 +32,8 @@ def cannot_load(desk: Desk, lost: bool, detail: str = "bytes 0 to 9 were changed
             desk.parks(worker, None)
 
 
-def newest_form(desk: Desk) -> m.Form:
-    return desk.told(desk.members()[0], m.Form)[-1]
+def newest_form(desk: Desk) -> m.JoinGeneration:
+    return desk.told(desk.members()[0], m.JoinGeneration)[-1]
 
 
 def test_a_damaged_one_is_not_tried_again():
@@ -129,13 +129,13 @@ def test_a_failed_collective_of_a_step_says_nothing_of_the_checkpoint():
 def test_a_copy_that_went_bad_is_made_anew():
     desk = running(2)
     copy = desk.snapshot(6, "n0", "n1")
-    desk.do(e.NodeSays("n0", m.Spoiled(copy.key, "bytes 0 to 9 changed in memory")))
+    desk.do(e.NodeSays("n0", m.SnapshotCorrupt(copy.key, "bytes 0 to 9 changed in memory")))
     assert [(n, o.copy, [h.node for h in o.holders]) for n, o in desk.sent(m.Replicate)] == [
         ("n0", copy, ["n1"])
     ]
     assert desk.whole() == [6]
     desk.holds("n0", copy)
-    desk.do(e.NodeSays("n1", m.Spoiled(copy.key, "again")))
+    desk.do(e.NodeSays("n1", m.SnapshotCorrupt(copy.key, "again")))
     assert desk.sent(m.Replicate)[-1][0] == "n1"
 
 
@@ -143,6 +143,6 @@ def test_a_snapshot_goes_with_its_last_good_copy():
     desk = running(2)
     copy = desk.snapshot(6, "n0", "n1")
     for node in ("n0", "n1"):
-        desk.do(e.NodeSays(node, m.Spoiled(copy.key, "bytes 0 to 9 changed in memory")))
+        desk.do(e.NodeSays(node, m.SnapshotCorrupt(copy.key, "bytes 0 to 9 changed in memory")))
     assert desk.state.snapshots == []
     assert len(desk.records("snapshot-spoiled")) == 2

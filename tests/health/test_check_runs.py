@@ -34,7 +34,7 @@ class Fleet:
         self.rdma, self.slow_rdma = set(rdma), set(slow_rdma)
         self.slow, self.faulty, self.silent, self.gone = set(slow), set(faulty), set(silent), set(gone)
         self.orders: list[tuple[str, m.RunChecks]] = []
-        self.found: dict[str, m.Found] = {}
+        self.found: dict[str, m.FindingsReported] = {}
         self.at_once = self.most_at_once = 0
         self.runs = CheckRuns(self.send, self.found.__setitem__)
 

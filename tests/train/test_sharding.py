@@ -13,7 +13,7 @@ from holdfast.checkpoint.archive import Archive
 from holdfast.checkpoint.checksums import sums_of_pieces
 from holdfast.checkpoint.layout import encode_head
 from holdfast.errors import CollectiveFailed, StateError, UsageError
-from holdfast.protocol.messages import Form, Generation, Member
+from holdfast.protocol.messages import Generation, JoinGeneration, Member
 from holdfast.tensors.dtensor_shards import like, local_of, parsed, piece_of, placed
 from holdfast.train import checkpoint_restore, state_image
 from holdfast.train.reconnectable_group import Row
@@ -232,7 +232,7 @@ def test_the_size_of_the_world_is_that_of_those_that_compute():
     form = generation((2, 1), 2, beside=[1])
     assert (len(form.members), form.strength) == (5, 4)
     worker = Replica.__new__(Replica)
-    worker._micro_batches, worker.form = 0, Form(generation=form, rank=4)
+    worker._micro_batches, worker.form = 0, JoinGeneration(generation=form, rank=4)
     assert (worker.world_size, worker.world.size) == (4, 4)
     assert (worker.world.rank, worker.world.replica) == (4, -1)
 

@@ -194,7 +194,7 @@ class Agent:
             told = run.told(self._config.node)
             print(f"holdfast agent {self._config.node}: {told}", flush=True)
             finding = Finding(f"hook-{hook}", Severity.WARNING, Remedy.WATCH, "hook", evidence=told)
-            self._link.send(m.Found((finding,)))
+            self._link.send(m.FindingsReported((finding,)))
         return run
 
     # ------------------------------------------------------------ the coordinator's wishes
@@ -235,7 +235,7 @@ class Agent:
                     self._save_stacks_then_kill(worker, grace_s)
                 else:
                     self._unwanted.add(name)
-            case m.Tell(name, message):
+            case m.Relay(name, message):
                 if worker := self._workers.get(name):
                     self._tell(worker, message)
                 elif name in self._starting:
@@ -250,7 +250,7 @@ class Agent:
                 self._spawn(self._keeper.store(order), order)
             case m.Publish() if self._keeper:
                 self._spawn(self._keeper.publish(order), order)
-            case m.SnapshotWhole(step, kept) if self._keeper:
+            case m.SnapshotComplete(step, kept) if self._keeper:
                 self._keeper.pool.whole(step, kept)
             case m.ForgetSnapshots(step, until) if self._keeper:
                 self._keeper.pool.forget(step, until)
@@ -271,7 +271,7 @@ class Agent:
         if isinstance(message, m.Arm):
             self._armed |= {f.id: f for f in message.faults}
         worker.tell(message)  # before what may fail: nothing that only looks on may keep it from the worker
-        if isinstance(message, m.Form):
+        if isinstance(message, m.JoinGeneration):
             self._watcher.trains(worker.name, message.rank, worker.log)
             if message.rank == 0:
                 self._follower.follow(worker.log)
@@ -360,14 +360,14 @@ class Agent:
     async def _give_slot(self, worker: WorkerProcess, message: m.SlotWanted) -> None:
         if self._keeper is None:
             reason = "this node has no snapshot memory"
-            self._link.send(m.NotHeld(message.key, reason))
+            self._link.send(m.SnapshotRejected(message.key, reason))
             worker.tell(m.SlotGiven(message.key, None, reason))
             return
         try:
             answer = await self._keeper.slot_wanted(worker.name, message)
         except Exception as error:  # noqa: BLE001 - whatever it is, the worker waits for an answer
             reason = self._link.complain("no slot could be given", error)
-            self._link.send(m.NotHeld(message.key, reason))
+            self._link.send(m.SnapshotRejected(message.key, reason))
             answer = m.SlotGiven(message.key, None, reason)
         worker.tell(answer)
 
@@ -395,7 +395,7 @@ class Agent:
         workers = [w for w in self._workers.values() if not w.gone]
         stacks = await self._save_stacks(workers)
         views = tuple(w.view() for w in workers)
-        self._link.send(m.Views(request, views, stacks))
+        self._link.send(m.InspectReply(request, views, stacks))
 
     async def _save_stacks(self, workers: list[WorkerProcess]) -> dict[str, str]:
         sizes = {w.name: w.stacks.stat().st_size if w.stacks.exists() else 0 for w in workers}
@@ -474,7 +474,7 @@ class Agent:
     def _files_changed(self) -> None:
         self._watcher.files_changed()
 
-    def _tell_found(self, found: m.Found) -> None:
+    def _tell_found(self, found: m.FindingsReported) -> None:
         self._link.send(found)
 
     # ------------------------------------------------------------ the end

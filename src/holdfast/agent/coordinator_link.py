@@ -179,7 +179,7 @@ class CoordinatorLink:
         print(f"holdfast agent: {why}", file=sys.stderr, flush=True)
         traceback.print_exception(error)
         finding = Finding("agent-broke", Severity.WARNING, Remedy.WATCH, "agent", evidence=why)
-        self.send(m.Found((finding,)))
+        self.send(m.FindingsReported((finding,)))
         return why
 
     async def _beating(self) -> None:
@@ -215,11 +215,11 @@ def _dated(letter: Letter) -> m.AgentMessage:
     message, waited_s = letter.message, time.monotonic() - letter.arrived_s
     if isinstance(message, m.FromWorker):
         return msgspec.structs.replace(message, age_s=waited_s)
-    return _aged(message, waited_s) if isinstance(message, m.Found) else message
+    return _aged(message, waited_s) if isinstance(message, m.FindingsReported) else message
 
 
-def _aged(found: m.Found, waited_s: float) -> m.Found:
+def _aged(found: m.FindingsReported, waited_s: float) -> m.FindingsReported:
     """Findings that waited for a coordinator are older by that."""
-    return m.Found(
+    return m.FindingsReported(
         tuple(msgspec.structs.replace(f, age_s=round(f.age_s + waited_s, 3)) for f in found.findings)
     )

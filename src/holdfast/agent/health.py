@@ -46,7 +46,7 @@ class Watcher:
         folder: Path,
         spec: HealthSpec,
         shared: bool,
-        send: Callable[[m.Found], None],
+        send: Callable[[m.FindingsReported], None],
         job_dir: Path,
         inotify: Inotify | None = None,
     ) -> None:
@@ -276,7 +276,7 @@ class Watcher:
 
     def _tell(self, findings: list[Finding], shared: bool) -> None:
         if findings:
-            self._send(m.Found(tuple(self._marked(finding, shared) for finding in findings)))
+            self._send(m.FindingsReported(tuple(self._marked(finding, shared) for finding in findings)))
 
     def _marked(self, finding: Finding, shared: bool) -> Finding:
         """With what the rules cannot know: whose machine it is, and the UUID of a GPU that a line calls by its address."""
@@ -301,7 +301,11 @@ class Watcher:
         condition: Condition = Condition.UNKNOWN,
     ) -> None:
         """Something about the watching itself."""
-        self._send(m.Found((Finding(rule, severity, Remedy.WATCH, "agent", condition, evidence=evidence),)))
+        self._send(
+            m.FindingsReported(
+                (Finding(rule, severity, Remedy.WATCH, "agent", condition, evidence=evidence),)
+            )
+        )
 
 
 def _gpus_by_subject() -> dict[str, str]:

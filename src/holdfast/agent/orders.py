@@ -18,7 +18,7 @@ def refusal(order: m.ToAgent, why: str) -> m.AgentMessage | None:
         case m.StartWorker(worker=worker):
             return m.Exited(worker=worker, code=-signal.SIGKILL, tail=(why,), killed=True)
         case m.Replicate(copy):
-            return m.NotHeld(copy.key, why)
+            return m.SnapshotRejected(copy.key, why)
         case m.StoreShard(tier, key):
             return m.Stored(tier=tier, key=key, shard=None, reason=why)
         case m.Publish(tier, step):

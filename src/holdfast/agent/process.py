@@ -72,7 +72,7 @@ class WorkerProcess:
 
     def tell(self, message: m.ToWorker) -> None:
         """Sends a message; notes what a restarted coordinator will ask about."""
-        if isinstance(message, m.Form):
+        if isinstance(message, m.JoinGeneration):
             self.formed = max(self.formed, message.generation.number)
             self.parked = None
             self._watch()

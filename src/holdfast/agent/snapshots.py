@@ -151,11 +151,11 @@ class SnapshotKeeper:
             slot = await self._begin(message)
         except TierError as error:
             self._copied(worker, message.key)
-            self._send(m.NotHeld(message.key, str(error), _lack(error)))
+            self._send(m.SnapshotRejected(message.key, str(error), _lack(error)))
             return m.SlotGiven(message.key, None, str(error))
         if self._asked.get(worker) != message.key:
             self.pool.drop(slot)  # the worker ended meanwhile
-            self._send(m.NotHeld(message.key, "its worker ended before it had a slot"))
+            self._send(m.SnapshotRejected(message.key, "its worker ended before it had a slot"))
             return m.SlotGiven(message.key, None, "taken back")
         self._filling[worker] = (message.key, slot, time.monotonic())
         self._prepare(message.key.rank, message.nbytes)
@@ -187,14 +187,14 @@ class SnapshotKeeper:
             await self._run(self._own, self.pool.seal, slot, index)
         except Exception as error:  # noqa: BLE001 - whatever it is, the coordinator waits for an answer
             self.pool.drop(slot)
-            self._send(m.NotHeld(message.key, str(error)))
+            self._send(m.SnapshotRejected(message.key, str(error)))
             return
         finally:
             self._summing.pop(key, None)
-        self._send(m.Held(_copy_of(slot), message.stall_s, time.monotonic() - began_s))
+        self._send(m.SnapshotStored(_copy_of(slot), message.stall_s, time.monotonic() - began_s))
 
     def summing(self, worker: str | None = None) -> tuple[Key, ...]:
-        """Shards that a worker (None: any) has left complete here; Held or NotHeld follows."""
+        """Shards that a worker (None: any) has left complete here; SnapshotStored or SnapshotRejected follows."""
         return tuple(key for key, whose in self._summing.items() if worker in (None, whose))
 
     async def copied(self, worker: str) -> None:
@@ -215,7 +215,7 @@ class SnapshotKeeper:
         key, slot, _ = self._filling.pop(worker, (None, None, 0.0))
         if slot is not None and key is not None:
             self.pool.drop(slot)
-            self._send(m.NotHeld(key, "its worker ended before the copy was complete"))
+            self._send(m.SnapshotRejected(key, "its worker ended before the copy was complete"))
 
     # ------------------------------------------------------------ the coordinator's wishes
 
@@ -224,7 +224,7 @@ class SnapshotKeeper:
         key, part = order.copy.key, order.copy.shard.head
         have = next((c for c in self.copies() if c.key == key and c.shard.head.xxh3 == part.xxh3), None)
         if have is not None:  # asked again, by a coordinator that may not have heard the answer
-            self._send(m.Held(have))
+            self._send(m.SnapshotStored(have))
             return
         if any(p.key == key for p in self._pulls):
             return
@@ -234,9 +234,9 @@ class SnapshotKeeper:
         try:
             slot = await self._run(self._copying, replicate, self.pool, pull, part)
         except Exception as error:  # noqa: BLE001 - whatever it is, the coordinator waits for an answer
-            self._send(m.NotHeld(key, str(error), _lack(error)))
+            self._send(m.SnapshotRejected(key, str(error), _lack(error)))
         else:
-            self._send(m.Held(_copy_of(slot), 0.0, time.monotonic() - began_s))
+            self._send(m.SnapshotStored(_copy_of(slot), 0.0, time.monotonic() - began_s))
             self._prepare(key.rank, slot.row_bytes)
         finally:
             self._pulls.discard(pull)
@@ -353,7 +353,7 @@ class SnapshotKeeper:
                 if bad is not None:
                     with self.pool.reading(key) as slot:
                         self.pool.drop(slot)
-                    self._send(m.Spoiled(key, f"bytes {bad[0]} to {bad[1]} changed in memory"))
+                    self._send(m.SnapshotCorrupt(key, f"bytes {bad[0]} to {bad[1]} changed in memory"))
             except StateError:
                 continue  # replaced by a newer one meanwhile
 

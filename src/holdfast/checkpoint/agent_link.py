@@ -25,7 +25,7 @@ class AgentLink(Protocol):
         ...
 
     def wait_found(self, request: int, timeout_s: float) -> m.SnapshotFound | None:
-        """The coordinator's answer to SnapshotSought; None when it does not come in time."""
+        """The coordinator's answer to FindSnapshot; None when it does not come in time."""
         ...
 
 

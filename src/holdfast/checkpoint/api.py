@@ -17,7 +17,7 @@ from holdfast.checkpoint import agent_link
 from holdfast.checkpoint.backends import AgentPlace, LonePlace, Place, say
 from holdfast.checkpoint.flatten import flatten
 from holdfast.checkpoint.loading import check, give, read
-from holdfast.checkpoint.located import Found
+from holdfast.checkpoint.located import Located
 from holdfast.checkpoint.tier import parse_tier
 from holdfast.errors import HoldfastError, StateError, UnreadError, UsageError
 from holdfast.tensors import staging
@@ -141,7 +141,7 @@ def load(
     return None
 
 
-def _agreed(place: Place, found: Found | None, candidates: Iterator[Found], about: str) -> Found | None:
+def _agreed(place: Place, found: Located | None, candidates: Iterator[Located], about: str) -> Located | None:
     """The newest candidate, this rank's `found` or a later one, that every rank has. None when there is none."""
     for attempt in itertools.count():
         mine = [found.step, found.identity] if found is not None else [-1, ""]

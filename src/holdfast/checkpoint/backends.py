@@ -25,7 +25,7 @@ from holdfast.checkpoint.agent_link import AgentLink
 from holdfast.checkpoint.archive import Archive
 from holdfast.checkpoint.checksums import sums_of
 from holdfast.checkpoint.layout import encode_head
-from holdfast.checkpoint.located import Found, find_in_archive, find_in_memory
+from holdfast.checkpoint.located import Located, find_in_archive, find_in_memory
 from holdfast.checkpoint.memory import (
     Slot,
     SlotPool,
@@ -65,7 +65,7 @@ class Place(Protocol):
     def put(self, index: Index, copy: Copy) -> bool:
         """Calls `copy` with the row to fill, and keeps what it is filled with. False: skipped, and said why."""
 
-    def candidates(self, passed_over: Callable[[str], None]) -> Iterator[Found]:
+    def candidates(self, passed_over: Callable[[str], None]) -> Iterator[Located]:
         """Whole checkpoints, the newest first, of one step the nearest first."""
 
     def loading(self, where: str, total_bytes: int) -> AbstractContextManager[Count]:
@@ -91,7 +91,7 @@ def progress(rank: int, where: str, total_bytes: int) -> ByteCount:
     return ByteCount(say if rank == 0 else lambda text: None, f"loading {where}", total_bytes)
 
 
-def in_archives(urls: list[str], passed_over: Callable[[str], None], ranks: Ranks) -> Iterator[Found]:
+def in_archives(urls: list[str], passed_over: Callable[[str], None], ranks: Ranks) -> Iterator[Located]:
     """The checkpoints of durable tiers, the newest first. Each of the ranks looks at its share of the shards."""
     there: list[tuple[int, int, Archive]] = []
     for order, url in enumerate(urls):
@@ -132,7 +132,7 @@ class AgentPlace:
         key = Key(index.step, self._generation, self.rank, self.world)
         self._link.send(m.SlotWanted(key, index.nbytes))
         if self.rank == 0:
-            self._link.send(m.Gave(self._generation, index.step, self._link.page.committed))
+            self._link.send(m.StateServed(self._generation, index.step, self._link.page.committed))
         return partial(self._fill, key, index)
 
     def put(self, index: Index, copy: Copy) -> bool:
@@ -161,10 +161,10 @@ class AgentPlace:
             self._link.send(m.SlotFilled(key, done, time.perf_counter() - began_s))
         return True
 
-    def candidates(self, passed_over: Callable[[str], None]) -> Iterator[Found]:
+    def candidates(self, passed_over: Callable[[str], None]) -> Iterator[Located]:
         """First what the coordinator knows to be in memory, then the durable tiers."""
         request = next(_requests)
-        self._link.send(m.SnapshotSought(request))
+        self._link.send(m.FindSnapshot(request))
         found = self._link.wait_found(request, ASK_S)
         if found is None:
             passed_over(f"the coordinator did not say within {ASK_S:g} s what is in memory")
@@ -296,7 +296,7 @@ class LonePlace:
                 self._last[tier.url] = now
         return due
 
-    def candidates(self, passed_over: Callable[[str], None]) -> Iterator[Found]:
+    def candidates(self, passed_over: Callable[[str], None]) -> Iterator[Located]:
         """What is in the durable tiers: the memory of a process that ended is gone."""
         self.flush()
         yield from in_archives([t.url for t in self._tiers], passed_over, self.ranks)

@@ -21,7 +21,7 @@ from holdfast.checkpoint.dcp import BYTES
 from holdfast.checkpoint.flatten import inlined
 from holdfast.checkpoint.layout import CHUNK_BYTES
 from holdfast.checkpoint.loading import regions_of
-from holdfast.checkpoint.located import Found
+from holdfast.checkpoint.located import Located
 from holdfast.checkpoint.regions import Region, read_regions
 from holdfast.errors import StateError, UsageError
 from holdfast.tensors.dtensor_shards import Leaf
@@ -59,7 +59,7 @@ class Merged:
     one when all ranks' are alike.
     """
 
-    found: Found
+    found: Located
     tensors: dict[str, Whole]
     values: dict[str, Plain]
     trees: list[dict[str, Tree]]
@@ -104,7 +104,7 @@ class Merged:
         )
 
 
-def merge(found: Found, only: str = "", seen: Seen = lambda nbytes: None) -> Merged:
+def merge(found: Located, only: str = "", seen: Seen = lambda nbytes: None) -> Merged:
     """Finds out what a checkpoint holds. Tensors are read only where checksums cannot tell whether two ranks' are
     equal; `seen` is told of those bytes.
 
@@ -262,7 +262,7 @@ def _kept(tree: Any, path: str, names: Mapping[str, tuple[str, str]], only: str)
     return [kind, [part for _, part in kept]]
 
 
-def _states(found: Found) -> list[_State]:
+def _states(found: Located) -> list[_State]:
     """Every rank's state; one of all ranks together for what torch.distributed.checkpoint saved, where a name means
     the same on every rank."""
     if not any(head.index.tree for head in found.heads) and found.paths():
@@ -273,7 +273,7 @@ def _states(found: Found) -> list[_State]:
     ]
 
 
-def _flat_state(found: Found) -> _State:
+def _flat_state(found: Located) -> _State:
     """Names to tensors and objects; how they were nested is not saved."""
     tree: dict[str, Any] = {}
     tensors: list[_Leaf] = []
@@ -289,7 +289,7 @@ def _flat_state(found: Found) -> _State:
     return _State(found.where, tree, tensors)
 
 
-def _object(found: Found, rank: int, spec: TensorSpec) -> Any:
+def _object(found: Located, rank: int, spec: TensorSpec) -> Any:
     """What was saved as an object, through torch's unpickler of plain values and tensors."""
     data = torch.empty(spec.nbytes, dtype=torch.uint8)
     stream = TensorSpec(spec.path, "uint8", (spec.nbytes,), spec.offset, spec.nbytes)
@@ -321,7 +321,7 @@ def _shifted(tree: Any, by: int) -> Any:
 # ---------------------------------------------------------------- tensors
 
 
-def _whole(found: Found, name: str, leaf: _Leaf) -> Whole:
+def _whole(found: Located, name: str, leaf: _Leaf) -> Whole:
     spec = leaf.spec
     if spec is None:
         assert leaf.local is not None
@@ -336,7 +336,7 @@ def _whole(found: Found, name: str, leaf: _Leaf) -> Whole:
     return Whole(name, dtype_of(spec), shape, leaf)
 
 
-def _read(found: Found, leaves: Sequence[_Leaf]) -> list[torch.Tensor]:
+def _read(found: Located, leaves: Sequence[_Leaf]) -> list[torch.Tensor]:
     tensors: list[torch.Tensor] = []
     regions: list[Region] = []
     for leaf in leaves:
@@ -357,7 +357,7 @@ def _read(found: Found, leaves: Sequence[_Leaf]) -> list[torch.Tensor]:
     return tensors
 
 
-def _alike(found: Found, path: str, first: _Leaf, other: _Leaf, seen: Seen) -> bool:
+def _alike(found: Located, path: str, first: _Leaf, other: _Leaf, seen: Seen) -> bool:
     """Whether two ranks saved the same under a path."""
     if not first.is_tensor or not other.is_tensor:
         return (
@@ -390,7 +390,7 @@ def _alike(found: Found, path: str, first: _Leaf, other: _Leaf, seen: Seen) -> b
 
 
 def _told_by_sums(
-    found: Found, first: _Leaf, mine: TensorSpec, other: _Leaf, theirs: TensorSpec
+    found: Located, first: _Leaf, mine: TensorSpec, other: _Leaf, theirs: TensorSpec
 ) -> bool | None:
     """Whether two tensors' bytes are equal, from the checksums of the chunks that they lie in; None: those do not
     tell."""

@@ -36,7 +36,7 @@ from torch.futures import Future
 from holdfast.checkpoint.api import copy_tensors, place_for, wait_for_copy
 from holdfast.checkpoint.backends import say
 from holdfast.checkpoint.flatten import inlined
-from holdfast.checkpoint.located import Found
+from holdfast.checkpoint.located import Located
 from holdfast.checkpoint.regions import Region, read_regions
 from holdfast.errors import StateError, TierError, UnreadError
 from holdfast.tensors import staging
@@ -143,7 +143,7 @@ class TieredReader(StorageReader):
     def __init__(self, source: str | None = None, step: int | None = None) -> None:
         """source: without a job: the durable tier. step: this one; by default the newest, or what `checkpoint_id`
         names."""
-        self.found: Found | None = None
+        self.found: Located | None = None
         self._step, self._source = step, source
 
     def reset(self, checkpoint_id: Id = None) -> None:
@@ -264,7 +264,7 @@ class TieredReader(StorageReader):
         return step_of_id(checkpoint_id) is not None
 
 
-def metadata_of(found: Found) -> Metadata:
+def metadata_of(found: Located) -> Metadata:
     """What torch.distributed.checkpoint plans a load with."""
     entries: dict[str, Any] = {}
     for path in found.paths():
@@ -288,7 +288,7 @@ def metadata_of(found: Found) -> Metadata:
     return Metadata(entries)
 
 
-def _values(found: Found) -> dict[str, Any]:
+def _values(found: Located) -> dict[str, Any]:
     """What `holdfast.checkpoint.save` keeps with the index: plain values and small tensors, by their path."""
     values: dict[str, Any] = {}
     for name, tree in found.heads[0].index.tree.items():
@@ -306,7 +306,7 @@ def _is_plain(tree: Any) -> bool:
     return kind == "x" or (kind in ("l", "t") and all(map(_is_plain, value)))
 
 
-def _piece(found: Found, item: ReadItem, reader: int) -> tuple[int, TensorSpec]:
+def _piece(found: Located, item: ReadItem, reader: int) -> tuple[int, TensorSpec]:
     """The saved piece that an item reads from."""
     offset = tuple(item.storage_index.offset or ())
     for owner, spec in found.pieces(item.storage_index.fqn, reader):

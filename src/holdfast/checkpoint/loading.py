@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from holdfast.checkpoint.backends import Place
 from holdfast.checkpoint.flatten import LARGE, leaf_of, plain, rebuild
-from holdfast.checkpoint.located import Found
+from holdfast.checkpoint.located import Located
 from holdfast.checkpoint.regions import Region, read_regions
 from holdfast.errors import StateError, TierError, UnreadError, UsageError
 from holdfast.tensors.dtensor_shards import Leaf
@@ -26,7 +26,7 @@ from holdfast.tensors.tree import dtype_of, leaves, pack
 MOST_DIFFERENCES = 20
 
 
-def compare(state: Mapping[str, Any], found: Found, rank: int) -> list[str]:
+def compare(state: Mapping[str, Any], found: Located, rank: int) -> list[str]:
     """What a checkpoint has otherwise than a state: names, shapes, dtypes. Objects other than modules decide for
     themselves when they are given theirs."""
     index = _own_head(found, rank)
@@ -114,12 +114,12 @@ def _saved_leaves(name: str, index: Index) -> dict[str, Kind]:
     return kinds
 
 
-def _own_head(found: Found, rank: int) -> Index:
+def _own_head(found: Located, rank: int) -> Index:
     """Plain values come from the same rank where there is one."""
     return found.heads[found.nearest(rank)].index
 
 
-def check(state: Mapping[str, Any], found: Found, rank: int) -> None:
+def check(state: Mapping[str, Any], found: Located, rank: int) -> None:
     """Raises StateError when a checkpoint is of another state."""
     differences = compare(state, found, rank)
     if differences:
@@ -128,7 +128,7 @@ def check(state: Mapping[str, Any], found: Found, rank: int) -> None:
         raise StateError(f"{found.where} is of another state than this; nothing was loaded:\n  {shown}")
 
 
-def read(state: Mapping[str, Any], found: Found, place: Place) -> list[torch.Tensor]:
+def read(state: Mapping[str, Any], found: Located, place: Place) -> list[torch.Tensor]:
     """Reads everything that this rank needs; tensors that are there are filled.
 
     Raises:
@@ -170,7 +170,7 @@ def read(state: Mapping[str, Any], found: Found, place: Place) -> list[torch.Ten
     return tensors
 
 
-def give(state: MutableMapping[str, Any], found: Found, rank: int, tensors: list[torch.Tensor]) -> None:
+def give(state: MutableMapping[str, Any], found: Located, rank: int, tensors: list[torch.Tensor]) -> None:
     """Gives every object its part.
 
     Raises:
@@ -214,7 +214,7 @@ def _replaced(value: Any, loaded: Any) -> Any:
 
 
 def regions_of(
-    found: Found, leaf: Leaf, rank: int, late: list[tuple[torch.Tensor, torch.Tensor]]
+    found: Located, leaf: Leaf, rank: int, late: list[tuple[torch.Tensor, torch.Tensor]]
 ) -> list[Region]:
     """The parts of saved pieces that make up what is here of a tensor, through the planner of
     torch.distributed.checkpoint. late: gets a staged tensor for what is not in host memory.

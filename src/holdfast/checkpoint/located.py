@@ -63,7 +63,7 @@ class Heads(Sequence[Head]):
 
 
 @dataclass
-class Found:
+class Located:
     """A whole checkpoint. heads: by rank. open_row: a rank's row over connections of its own, to be closed.
 
     identity: of what was saved, wherever it is read from.
@@ -123,7 +123,7 @@ class Found:
 
 def find_in_archive(
     archive: Archive, step: int, passed_over: Said = lambda why: None, reader: int = 0, readers: int = 1
-) -> Found:
+) -> Located:
     """The checkpoint of a step in a durable tier.
 
     Args:
@@ -142,7 +142,7 @@ def find_in_archive(
 
     heads = Heads(manifest.world, fetch)
     heads.check(reader, readers)
-    return Found(
+    return Located(
         step,
         archive.where(step),
         heads,
@@ -158,7 +158,7 @@ def find_in_memory(
     own_node: str = "",
     reader: int = 0,
     readers: int = 1,
-) -> Found:
+) -> Located:
     """A snapshot in the memory of agents; of each shard the holders, nearest first. own_node: the reader's. reader,
     readers: as above.
 
@@ -183,7 +183,7 @@ def find_in_memory(
 
     step = ordered[0][0].key.step
     nodes = sorted({h.node for _, holders in ordered for h in holders[:1]})
-    return Found(
+    return Located(
         step,
         f"step {step} in the memory of {', '.join(nodes)}",
         heads,

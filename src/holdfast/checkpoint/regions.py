@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.checkpoint.layout import CHUNK_BYTES
-from holdfast.checkpoint.located import Found
+from holdfast.checkpoint.located import Located
 from holdfast.checkpoint.sources import Row
 from holdfast.errors import StateError
 from holdfast.tensors.index import TensorSpec
@@ -58,7 +58,7 @@ class _Run:
 
 
 def read_regions(
-    found: Found,
+    found: Located,
     regions: Sequence[Region],
     threads: int = THREADS,
     seen: Callable[[int], None] = lambda nbytes: None,

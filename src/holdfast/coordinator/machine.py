@@ -321,19 +321,19 @@ class Core(Context):
                 resize.going(self, name, reason, within_s)
             case m.Stalled(worker_name, view):
                 hangs.stalled(self, worker_name, view)
-            case m.Views():
+            case m.InspectReply():
                 hangs.inspected(self, message)
-            case m.Found(found):
+            case m.FindingsReported(found):
                 findings.found(self, node, found)
             case m.Repaired(request, error):
                 remedies.repaired(self, node, request, error)
             case m.Checked():
                 admission.checked(self, node, message)
-            case m.Held():
+            case m.SnapshotStored():
                 memory_snapshots.held(self, node, message)
-            case m.NotHeld(key, reason, lack):
+            case m.SnapshotRejected(key, reason, lack):
                 memory_snapshots.not_held(self, node, key, reason, lack)
-            case m.Spoiled(key, reason):
+            case m.SnapshotCorrupt(key, reason):
                 memory_snapshots.spoiled(self, node, key, reason)
             case m.Stored():
                 durable_checkpoints.stored(self, node, message)
@@ -360,7 +360,7 @@ class Core(Context):
                     worker.restored = nbytes, total_bytes
             case m.Progress():
                 workers.progress(self, worker, message, age_s)
-            case m.Aside(on):
+            case m.OffStep(on):
                 worker.aside = on
             case m.Parked():
                 generations.parked(self, worker, message)
@@ -372,11 +372,11 @@ class Core(Context):
                 generations.collective_error(self, worker, message)
             case m.Saved():
                 durable_checkpoints.saved(self, worker, message)
-            case m.Gave(generation, step, steps):
+            case m.StateServed(generation, step, steps):
                 step_accounting.gave(self.state, generation, step, steps)
             case m.Loaded(generation, step, steps):
                 step_accounting.loaded(self, generation, step, steps)
-            case m.SnapshotSought(request):
+            case m.FindSnapshot(request):
                 memory_snapshots.sought(self, worker, request)
             case m.Done():
                 shutdown.done(self, worker, message)

@@ -15,7 +15,7 @@ from holdfast.protocol.job import Durable
 from holdfast.protocol.phases import Place, Spent
 from holdfast.protocol.snapshots import Copy, DurableTier, Holder, Key, Lack, Shard
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
@@ -214,7 +214,7 @@ class Saved(msgspec.Struct, frozen=True, tag="saved"):
 class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
     """The worker has all its steps. params_xxh3: over the parameters of every protected module.
 
-    held: its agent has the last state, and will say Held or NotHeld.
+    held: its agent has the last state, and will say SnapshotStored or SnapshotRejected.
     """
 
     committed: int
@@ -224,7 +224,7 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
     held: bool = False
 
 
-class Aside(msgspec.Struct, frozen=True, tag="aside"):
+class OffStep(msgspec.Struct, frozen=True, tag="off-step"):
     """The script begins (or ends) work of its own between two steps, which may take long."""
 
     on: bool
@@ -252,7 +252,7 @@ class SlotFilled(msgspec.Struct, frozen=True, tag="slot-filled"):
     stall_s: float = 0.0
 
 
-class Gave(msgspec.Struct, frozen=True, tag="gave"):
+class StateServed(msgspec.Struct, frozen=True, tag="state-served"):
     """Rank 0's script gave the state that it calls `step` to be saved, after `steps` optimizer steps of this start."""
 
     generation: int
@@ -269,7 +269,7 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
     steps: int
 
 
-class SnapshotSought(msgspec.Struct, frozen=True, tag="snapshot-sought"):
+class FindSnapshot(msgspec.Struct, frozen=True, tag="find-snapshot"):
     """A script wants to load: which is the newest whole checkpoint, and who has it?"""
 
     request: int
@@ -278,9 +278,9 @@ class SnapshotSought(msgspec.Struct, frozen=True, tag="snapshot-sought"):
 WorkerMessage = (
     SlotWanted
     | SlotFilled
-    | Gave
+    | StateServed
     | Loaded
-    | SnapshotSought
+    | FindSnapshot
     | Warm
     | Attached
     | Ready
@@ -294,7 +294,7 @@ WorkerMessage = (
     | FaultFired
     | Saved
     | Done
-    | Aside
+    | OffStep
 )
 
 
@@ -317,7 +317,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     host: str
 
 
-class Form(msgspec.Struct, frozen=True, kw_only=True, tag="form"):
+class JoinGeneration(msgspec.Struct, frozen=True, kw_only=True, tag="join-generation"):
     """Join this generation.
 
     apply: apply the prepared gradient first (the step counts after all).
@@ -368,14 +368,14 @@ class RunTo(msgspec.Struct, frozen=True, tag="run-to"):
     begun: int
 
 
-class Yield(msgspec.Struct, frozen=True, tag="yield"):
+class EndAtCommit(msgspec.Struct, frozen=True, tag="end-at-commit"):
     """The generation ends at the next commit: finish the step together, then park."""
 
     generation: int
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """Leave `run.steps`. apply: as in Form. save_to: write a durable checkpoint there first. keep: leave the state in the
+    """Leave `run.steps`. apply: as in JoinGeneration. save_to: write a durable checkpoint there first. keep: leave the state in the
     node's memory, from where it becomes a checkpoint."""
 
     apply: bool = False
@@ -418,11 +418,11 @@ class SnapshotFound(msgspec.Struct, frozen=True, tag="snapshot-found"):
 ToWorker = (
     SlotGiven
     | SnapshotFound
-    | Form
+    | JoinGeneration
     | Rebuild
     | RunTo
     | Break
-    | Yield
+    | EndAtCommit
     | Stop
     | Arm
     | Ack
@@ -438,7 +438,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     """What an agent knows of a worker: enough for a coordinator that starts from nothing.
 
     state: the message that describes the worker's situation now (Ready, Parked, Done or Attached).
-    formed: number of the newest generation whose Form the agent passed on.
+    formed: number of the newest generation whose JoinGeneration the agent passed on.
     process: letter of /proc/PID/stat ('T' is stopped), 'X' when it is gone.
     idle_s: since the agent last saw its page move.
     busy: since then it, or a process that it started, has used the processor.
@@ -518,7 +518,7 @@ class Started(msgspec.Struct, frozen=True, tag="started"):
 class Exited(msgspec.Struct, frozen=True, kw_only=True, tag="exited"):
     """A worker's process ended. code: exit status, negative for a signal (as subprocess does). killed: by its agent.
 
-    summing: shards that it left complete in memory, whose checksums the agent still computes: Held or NotHeld follows.
+    summing: shards that it left complete in memory, whose checksums the agent still computes: SnapshotStored or SnapshotRejected follows.
     steps: optimizer steps that it made (at level 0 and 1).
     """
 
@@ -538,7 +538,7 @@ class Stalled(msgspec.Struct, frozen=True, tag="stalled"):
     view: WorkerView
 
 
-class Views(msgspec.Struct, frozen=True, tag="views"):
+class InspectReply(msgspec.Struct, frozen=True, tag="inspect-reply"):
     """The answer to Inspect: every worker of the node, stacks saved in the files named.
 
     stacks: per worker the main thread's innermost frames, for telling who differs; empty when it cannot say.
@@ -549,7 +549,7 @@ class Views(msgspec.Struct, frozen=True, tag="views"):
     stacks: dict[str, str] = {}
 
 
-class Held(msgspec.Struct, frozen=True, tag="held"):
+class SnapshotStored(msgspec.Struct, frozen=True, tag="snapshot-stored"):
     """A shard is complete in this node's memory, its checksums known. stall_s: what it cost training (0: a copy
     from a peer). took_s: from its begin on."""
 
@@ -558,7 +558,7 @@ class Held(msgspec.Struct, frozen=True, tag="held"):
     took_s: float = 0.0
 
 
-class NotHeld(msgspec.Struct, frozen=True, tag="not-held"):
+class SnapshotRejected(msgspec.Struct, frozen=True, tag="snapshot-rejected"):
     """A shard could not be kept here: no memory, or no holder gave it whole. lack: of what, where it is that."""
 
     key: Key
@@ -566,7 +566,7 @@ class NotHeld(msgspec.Struct, frozen=True, tag="not-held"):
     lack: Lack | None = None
 
 
-class Spoiled(msgspec.Struct, frozen=True, tag="spoiled"):
+class SnapshotCorrupt(msgspec.Struct, frozen=True, tag="snapshot-corrupt"):
     """A shard that was held here went bad in memory, and counts no more."""
 
     key: Key
@@ -600,7 +600,7 @@ class Published(msgspec.Struct, frozen=True, tag="published"):
     error: str | None = None
 
 
-class Found(msgspec.Struct, frozen=True, tag="found"):
+class FindingsReported(msgspec.Struct, frozen=True, tag="findings-reported"):
     """Rules matched on this node."""
 
     findings: tuple[Finding, ...]
@@ -621,12 +621,12 @@ class Repaired(msgspec.Struct, frozen=True, tag="repaired"):
 
 
 AgentMessage = (
-    Held
-    | Found
+    SnapshotStored
+    | FindingsReported
     | Checked
     | Repaired
-    | NotHeld
-    | Spoiled
+    | SnapshotRejected
+    | SnapshotCorrupt
     | Stored
     | StoreProgress
     | Published
@@ -637,7 +637,7 @@ AgentMessage = (
     | Started
     | Exited
     | Stalled
-    | Views
+    | InspectReply
     | FaultFired
 )
 
@@ -665,7 +665,7 @@ class KillWorker(msgspec.Struct, frozen=True, tag="kill-worker"):
     grace_s: float = 0.0
 
 
-class Tell(msgspec.Struct, frozen=True, tag="tell"):
+class Relay(msgspec.Struct, frozen=True, tag="relay"):
     """A message for one worker."""
 
     worker: str
@@ -711,7 +711,7 @@ class Replicate(msgspec.Struct, frozen=True, tag="replicate"):
     holders: tuple[Holder, ...]
 
 
-class SnapshotWhole(msgspec.Struct, frozen=True, tag="snapshot-whole"):
+class SnapshotComplete(msgspec.Struct, frozen=True, tag="snapshot-complete"):
     """The snapshot of this step is whole: older ones are not needed, but for `kept`, of which more nodes hold each shard."""
 
     step: int
@@ -778,13 +778,13 @@ ToAgent = (
     Replicate
     | RunChecks
     | Repair
-    | SnapshotWhole
+    | SnapshotComplete
     | ForgetSnapshots
     | StoreShard
     | Publish
     | StartWorker
     | KillWorker
-    | Tell
+    | Relay
     | Inspect
     | RunFault
     | Fence

@@ -238,7 +238,7 @@ class Cluster:
             self.tell([e.Tick()])
 
     def do(self, actions: list[e.Action]) -> None:
-        forms: list[tuple[Machine, m.Form]] = []
+        forms: list[tuple[Machine, m.JoinGeneration]] = []
         breaks: list[Machine] = []
         stops: list[tuple[Machine, m.Stop]] = []
         if actions and type(actions[-1]) is e.End:  # agents leave, their machines stay
@@ -246,13 +246,13 @@ class Cluster:
         for action in actions:
             if type(action) is e.Send:
                 machine, message = self.machines[action.node], action.message
-                if type(message) is m.Tell:
+                if type(message) is m.Relay:
                     said = message.message
-                    if type(said) is m.Form:
+                    if type(said) is m.JoinGeneration:
                         forms.append((machine, said))
                     elif type(said) is m.Break:
                         breaks.append(machine)
-                    elif type(said) is m.Yield:
+                    elif type(said) is m.EndAtCommit:
                         if self.steps.running:
                             self.end_at_commit()
                     elif type(said) is m.Stop:
@@ -443,7 +443,7 @@ class Cluster:
         if events:
             self.tell(events)
 
-    def formed(self, forms: list[tuple[Machine, m.Form]]) -> None:
+    def formed(self, forms: list[tuple[Machine, m.JoinGeneration]]) -> None:
         s = self.scenario
         first = forms[0][1]
         self.generation, start = first.generation.number, first.generation.start
@@ -558,7 +558,9 @@ class Cluster:
         if s.memory_every_s:
             step = self.steps.committed_at(BEGIN_S + passed_s // s.memory_every_s * s.memory_every_s)
             copy = Copy(Key(step, self.generation, 0, 1), _SHARD)
-            events += [e.NodeSays(x.name, m.Held(copy)) for x in self.savers if x.up] if step else []
+            events += (
+                [e.NodeSays(x.name, m.SnapshotStored(copy)) for x in self.savers if x.up] if step else []
+            )
         if events:
             self.tell(events)
 

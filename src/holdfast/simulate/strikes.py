@@ -153,7 +153,7 @@ def inspected(cluster: TrialView, machine: Machine, request: int) -> None:
     heap = cluster.heap
     while True:
         if machine.up and machine.worker:
-            events.append(e.NodeSays(machine.name, m.Views(request, (view(cluster, machine),))))
+            events.append(e.NodeSays(machine.name, m.InspectReply(request, (view(cluster, machine),))))
         if not (heap and heap[0][0] == cluster.now and heap[0][2] == inspected):
             break
         _, machine, request = heapq.heappop(heap)[3]
@@ -186,7 +186,7 @@ def found_slow(cluster: TrialView, machine: Machine, severity: Severity, remedy:
             done += math.floor((cluster.now - cluster.steps.since_s) / cluster.steps.step_s)
         said = m.Progress(generation=cluster.generation, committed=done, median_s=cluster.steps.step_s)
         finding = Finding("slow-node", severity, remedy, "peers", evidence="slower than its peers")
-        cluster.tell([cluster.word(machine, said), e.NodeSays(machine.name, m.Found((finding,)))])
+        cluster.tell([cluster.word(machine, said), e.NodeSays(machine.name, m.FindingsReported((finding,)))])
 
 
 def fast_again(cluster: TrialView, machine: Machine) -> None:

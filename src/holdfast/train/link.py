@@ -40,7 +40,7 @@ class Link:
         self._reader = threading.Thread(target=self._read, name="holdfast-link", daemon=True)
         self._sending = threading.Lock()
         self._news = threading.Condition()
-        self._order: m.Form | m.Stop | m.Rebuild | None = None
+        self._order: m.JoinGeneration | m.Stop | m.Rebuild | None = None
         self._seen = 0
         self._broken = 0
         self._broken_reason = ""
@@ -76,7 +76,7 @@ class Link:
 
     # ------------------------------------------------------------ for the main thread
 
-    def next_order(self) -> m.Form | m.Stop | m.Rebuild:
+    def next_order(self) -> m.JoinGeneration | m.Stop | m.Rebuild:
         """Waits for the next generation to join, or for the order to leave."""
         with self._news:
             self._news.wait_for(lambda: self._order is not None)
@@ -138,7 +138,7 @@ class Link:
             return given if given is not None and given.key == key else None
 
     def wait_found(self, request: int, timeout_s: float) -> m.SnapshotFound | None:
-        """The coordinator's answer to SnapshotSought; None when it does not come in time."""
+        """The coordinator's answer to FindSnapshot; None when it does not come in time."""
         with self._news:
             self._news.wait_for(lambda: self._found is not None and self._found.request == request, timeout_s)
             found = self._found
@@ -167,7 +167,7 @@ class Link:
     def _note(self, order: m.ToWorker) -> Callable[[], None] | None:
         with self._news:
             match order:
-                case m.Form(generation=generation) if generation.number > self._seen:
+                case m.JoinGeneration(generation=generation) if generation.number > self._seen:
                     self._seen = generation.number
                     self._order = order
                 case m.Stop() | m.Rebuild():
@@ -184,7 +184,7 @@ class Link:
                     return abort
                 case m.RunTo(generation, begun) if generation == self._broken and self._run_to is not None:
                     return partial(self._run_to, begun)
-                case m.Yield(generation):
+                case m.EndAtCommit(generation):
                     self._yielding = max(self._yielding, generation)
                 case m.Ack(fault):
                     self._acked.add(fault)

@@ -126,7 +126,7 @@ class Replica:
         self.device = device
         self.gradients = gradients
         self.committed: int | None = None
-        self.form: m.Form | None = None
+        self.form: m.JoinGeneration | None = None
         self.checks_local = False
         self._checked = 0
         self._faults = faults
@@ -245,7 +245,7 @@ class Replica:
                 self._leave(order)
             if isinstance(order, m.Rebuild):
                 raise Rebuilt(order.position)
-            assert isinstance(order, m.Form)
+            assert isinstance(order, m.JoinGeneration)
             self.form = order
             self._page.generation = self.generation
             self._settle(order.apply)
@@ -269,7 +269,7 @@ class Replica:
         else:
             self._roll_back()
 
-    def _join(self, form: m.Form) -> None:
+    def _join(self, form: m.JoinGeneration) -> None:
         began = time.monotonic()
         self._laps.forget()
         generation = form.generation
@@ -312,7 +312,7 @@ class Replica:
     def _image(self) -> state_image.Image:
         return state_image.capture(self._protected, self.committed or 0, self._buffers.copy_of)
 
-    def _restore(self, form: m.Form) -> tuple[int, float]:
+    def _restore(self, form: m.JoinGeneration) -> tuple[int, float]:
         """Fetches the state of the generation's start; until it is whole this worker holds none."""
         began = time.monotonic()
         self.committed = None
@@ -530,7 +530,7 @@ class Replica:
         """The script begins or ends work of its own between two steps."""
         if on and self._page.phase not in (Phase.COMMIT, Phase.JOIN):
             raise UsageError("run.aside() is for work between two steps: leave `with step` first")
-        self.link.send(m.Aside(on))
+        self.link.send(m.OffStep(on))
         self._page.enter(Phase.ASIDE if on else Phase.COMMIT)
 
     def after_commit(self) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import zeros
 
 from holdfast.checkpoint.loading import regions_of
-from holdfast.checkpoint.located import Found
+from holdfast.checkpoint.located import Located
 from holdfast.checkpoint.regions import Region, read_regions
 from holdfast.errors import StateError
 from holdfast.tensors.dtensor_shards import Submesh, parsed, piece_of
@@ -24,7 +24,7 @@ MOMENT = re.compile(r"\.state\.(\d+)\.[^.]+$")
 
 def load(
     objects: Protected,
-    found: Found,
+    found: Located,
     position: int,
     submesh: Submesh | None,
     seen: Callable[[int, int], None] = lambda nbytes, total: None,

@@ -29,7 +29,7 @@ class Restoring:
         self._objects = objects
         self._sharding = sharding
 
-    def bring(self, form: m.Form) -> int:
+    def bring(self, form: m.JoinGeneration) -> int:
         """Returns the bytes that came.
 
         Raises:
@@ -43,7 +43,7 @@ class Restoring:
             return self._load(form, self._from_memory(form))
         return self._from_shards(form) if form.shards else self._from_tier(form)
 
-    def _fetch(self, form: m.Form) -> state_image.Image:
+    def _fetch(self, form: m.JoinGeneration) -> state_image.Image:
         fetch = Fetch(form.generation, form.donors, self.link.token, self._seen(form), self._page.wait_for)
         self.link.guard(form.generation.number, fetch.abort)
         try:
@@ -51,12 +51,12 @@ class Restoring:
         except StateError as error:
             raise CollectiveFailed(str(error)) from error
 
-    def _load(self, form: m.Form, image: state_image.Image) -> int:
+    def _load(self, form: m.JoinGeneration, image: state_image.Image) -> int:
         self.link.check(form.generation.number)
         state_image.load(self._objects, image, self._submesh)
         return image.index.nbytes
 
-    def _from_memory(self, form: m.Form) -> state_image.Image:
+    def _from_memory(self, form: m.JoinGeneration) -> state_image.Image:
         """The snapshot, from this node's memory or another's."""
         assert form.copy is not None
         own_node = self.link.start.env.get("HOLDFAST_NODE", "")
@@ -67,7 +67,7 @@ class Restoring:
         except (StateError, TierError) as error:
             raise CollectiveFailed(str(error)) from error
 
-    def _from_shards(self, form: m.Form) -> int:
+    def _from_shards(self, form: m.JoinGeneration) -> int:
         """The snapshot, which was taken with another number of shards."""
         own_node = self.link.start.env.get("HOLDFAST_NODE", "")
         position, positions = self._place(form)
@@ -79,7 +79,7 @@ class Restoring:
         except (StateError, TierError) as error:
             raise CollectiveFailed(str(error)) from error
 
-    def _place(self, form: m.Form) -> tuple[int, int]:
+    def _place(self, form: m.JoinGeneration) -> tuple[int, int]:
         """Which shard this worker holds, of how many."""
         return form.generation.members[form.rank].position, form.generation.positions
 
@@ -87,7 +87,7 @@ class Restoring:
     def _submesh(self) -> Submesh | None:
         return self._sharding.submesh if self._sharding else None
 
-    def _from_tier(self, form: m.Form) -> int:
+    def _from_tier(self, form: m.JoinGeneration) -> int:
         """The checkpoint, from its durable tier."""
         assert form.durable is not None
         self._page.enter(Phase.TIER)
@@ -101,7 +101,7 @@ class Restoring:
         except TierError as error:
             raise CollectiveFailed(str(error)) from error
 
-    def _seen(self, form: m.Form) -> Seen:
+    def _seen(self, form: m.JoinGeneration) -> Seen:
         """A sign of life for all that comes in, and an end to it when the generation has ended."""
         number = form.generation.number
         restoring = HowFar(lambda nbytes, total: self.link.send(m.Restoring(number, nbytes, total)))

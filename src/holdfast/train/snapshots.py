@@ -68,7 +68,7 @@ class Snapshots:
         self._wanted = False
         self._current: _Copying | None = None
 
-    def join(self, form: m.Form) -> None:
+    def join(self, form: m.JoinGeneration) -> None:
         """A new generation: whether this worker saves, and what `auto` goes by."""
         self._saves, self._mtbf_s = form.saves, form.mtbf_s
         self._generation, self._wanted = form.generation.number, False

@@ -123,7 +123,9 @@ def _play_coordinator(sock: socket.socket) -> None:
                     vote_port=message.vote_port,
                     data_port=message.data_port,
                 )
-                sock.sendall(pack(m.Form(generation=m.Generation(number=1, members=(member,)), rank=0)))
+                sock.sendall(
+                    pack(m.JoinGeneration(generation=m.Generation(number=1, members=(member,)), rank=0))
+                )
 
 
 def become(sock: socket.socket) -> int:

@@ -135,7 +135,7 @@ class SimAgent:
             self.connection.up.send(message)
             if isinstance(message, m.Hello):
                 self.connection.session = message.session
-        elif not isinstance(message, m.Heartbeat | m.Stalled | m.Views):
+        elif not isinstance(message, m.Heartbeat | m.Stalled | m.InspectReply):
             self._pending.append((self.cluster.clock.now, message))
 
     def silence(self, silent: bool, cut: bool) -> None:
@@ -213,7 +213,7 @@ class SimAgent:
         self.cluster.clock.after(self.cluster.plan.spec.timing.heartbeat_s, self._beat)
 
     def _watch(self, worker: SimWorker) -> None:
-        """From its Form until it parks or is done, and as long as its process is stopped."""
+        """From its JoinGeneration until it parks or is done, and as long as its process is stopped."""
         said = self._said.get(worker.name, {})
         inside = worker.name in self._formed and "Parked" not in said and "Done" not in said
         if not (inside or worker.stopped):
@@ -258,18 +258,18 @@ class SimAgent:
                 elif worker.alive:
                     delay = self.cluster.rng.uniform(0.0, grace_s + 0.02)
                     self.cluster.clock.after(delay, worker.end)
-            case m.Tell(name, said):
+            case m.Relay(name, said):
                 worker = self.workers.get(name)
                 if isinstance(said, m.Rebuild):
                     self._said.setdefault(name, {}).pop("Ready", None)
-                if isinstance(said, m.Form):
+                if isinstance(said, m.JoinGeneration):
                     self._formed[name] = max(self._formed.get(name, 0), said.generation.number)
                     self._formed_s[name] = self.cluster.clock.now
                     self._said.setdefault(name, {}).pop("Parked", None)
                 if worker is not None and worker.alive:
                     worker.hear(said)
             case m.Inspect(request):
-                self.send(m.Views(request, tuple(self.view(w) for w in self.workers.values())))
+                self.send(m.InspectReply(request, tuple(self.view(w) for w in self.workers.values())))
             case m.Repair():
                 self.cluster.ailments.repair(self, message)
             case m.RunChecks():
@@ -280,7 +280,7 @@ class SimAgent:
                 self.memory.store(message)
             case m.Publish():
                 self.memory.publish(message)
-            case m.SnapshotWhole(step, kept):
+            case m.SnapshotComplete(step, kept):
                 self.memory.whole(step, kept)
             case m.ForgetSnapshots(step, until):
                 self.memory.forget(step, until)

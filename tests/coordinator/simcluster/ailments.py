@@ -144,7 +144,7 @@ class Ailments:
         if agent.alive:
             ours = agent.living() if finding.firm else []
             worker = self.rng.choice(ours).name if ours else ""
-            agent.send(m.Found((msgspec.structs.replace(finding, worker=worker),)))
+            agent.send(m.FindingsReported((msgspec.structs.replace(finding, worker=worker),)))
 
     def _kill(self, agent: SimAgent) -> None:
         if not self.over:

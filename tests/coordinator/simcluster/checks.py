@@ -126,9 +126,11 @@ class Checks:
     def _check_action(self, action: e.Action, state: CoreState) -> None:
         spec = state.spec
         match action:
-            case e.Send(node, m.Tell(name, m.Form(generation=generation))):
+            case e.Send(node, m.Relay(name, m.JoinGeneration(generation=generation))):
                 worker = state.workers.get(name)
-                self.require(worker is not None and worker.phase is not WorkerPhase.GONE, "Form to %s", name)
+                self.require(
+                    worker is not None and worker.phase is not WorkerPhase.GONE, "JoinGeneration to %s", name
+                )
                 self.require(generation == state.generation, "%s is told an old generation", name)
                 self.require(worker is not None and worker.node == node, "%s is not on %s", name, node)
             case e.ProvideNode():
@@ -379,7 +381,7 @@ class Checks:
         known = self._core.state.workers.get(name) if self._core else None
         return known is None or known.phase is WorkerPhase.GONE or known.told_to_end
 
-    def formed_worker(self, worker: Trainer, form: m.Form) -> None:
+    def formed_worker(self, worker: Trainer, form: m.JoinGeneration) -> None:
         """A worker hears of its generation: what it is told must fit what it holds."""
         me, start = form.generation.members[form.rank], form.generation.start
         self.require(me.worker == worker.name, "%s was told the rank of %s", worker.name, me.worker)

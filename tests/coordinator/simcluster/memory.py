@@ -103,7 +103,9 @@ class SimMemory:
         """A worker copies its state here, beside its next step."""
         slot = self._begin(key)
         if slot is None:
-            self.agent.send(m.NotHeld(key, "the snapshots before are still being copied", self._lack))
+            self.agent.send(
+                m.SnapshotRejected(key, "the snapshots before are still being copied", self._lack)
+            )
             return
         copy_s = self.rng.uniform(0.0, 1.0) * self.cluster.plan.copy_s
         self.cluster.clock.after(copy_s, self._copied, worker, slot, bits)
@@ -112,7 +114,9 @@ class SimMemory:
         """A worker copies its last state here, before it says that it is done."""
         slot = self._begin(key)
         if slot is None:
-            self.agent.send(m.NotHeld(key, "the snapshots before are still being copied", self._lack))
+            self.agent.send(
+                m.SnapshotRejected(key, "the snapshots before are still being copied", self._lack)
+            )
             return False
         fails = self.rng.random() < self.cluster.plan.hold_fails
         ends = (self._refuse, slot, "its row went bad") if fails else (self._seal, slot, bits)
@@ -130,13 +134,13 @@ class SimMemory:
     def _seal(self, slot: Slot, bits: int) -> None:
         if slot in self._slots and self.agent.alive:
             slot.bits = bits
-            self.agent.send(m.Held(copy_of(slot.key, bits)))
+            self.agent.send(m.SnapshotStored(copy_of(slot.key, bits)))
             self.cluster.moment("held")
 
     def _refuse(self, slot: Slot, reason: str) -> None:
         if slot in self._slots:
             self._drop(slot)
-            self.agent.send(m.NotHeld(slot.key, reason))
+            self.agent.send(m.SnapshotRejected(slot.key, reason))
 
     # ------------------------------------------------------------ orders
 
@@ -144,7 +148,7 @@ class SimMemory:
         """Keeps a copy of another node's shard."""
         slot = self._begin(order.copy.key)
         if slot is None:
-            self.agent.send(m.NotHeld(order.copy.key, "no slot", self._lack))
+            self.agent.send(m.SnapshotRejected(order.copy.key, "no slot", self._lack))
         else:
             pull_s = self.rng.uniform(0.2, 1.0) * self.cluster.plan.pull_s
             self.cluster.clock.after(pull_s, self._pulled, order, slot)

@@ -30,7 +30,7 @@ class SavedChecks:
         self._whole: list[Taken] = []
         self._safe: dict[Taken, bool] = {}
         self._short: set[Taken] = set()
-        self._said_last: m.SnapshotWhole | None = None
+        self._said_last: m.SnapshotComplete | None = None
         self._orders: dict[tuple[str, int], str] = {}
         self._refused: set[Key] = set()
         self._known: set[Taken] = set()
@@ -48,7 +48,7 @@ class SavedChecks:
             if isinstance(action, e.Record) and action.kind == "formed" and action.fields["source"] != "live":
                 self._check_start(_number(action.fields, "start"), str(action.fields["source"]))
         wholes = [
-            a.message for a in actions if isinstance(a, e.Send) and isinstance(a.message, m.SnapshotWhole)
+            a.message for a in actions if isinstance(a, e.Send) and isinstance(a.message, m.SnapshotComplete)
         ]
         self._said_last = wholes[-1] if wholes else None
         # It may come with a node that is not needed, and go with it at once.
@@ -72,10 +72,10 @@ class SavedChecks:
                 if node is not None and node.alive and node.session == hello.session:
                     self._lose(hello.node, keeps_orders=True)
                     self._holds[hello.node] = {c.key for c in hello.copies}
-            case e.NodeSays(name, m.Held(copy)) if name in self._holds:
+            case e.NodeSays(name, m.SnapshotStored(copy)) if name in self._holds:
                 self._holds[name].add(copy.key)
                 self._asked.discard((name, copy.key))
-            case e.NodeSays(name, m.NotHeld(key, _, lack)) if name in self._holds:
+            case e.NodeSays(name, m.SnapshotRejected(key, _, lack)) if name in self._holds:
                 self._asked.discard((name, key))
                 self._refused.add(key)
                 if lack is Lack.MEMORY:  # what is kept beside the newest is given up for the next one's sake
@@ -113,7 +113,7 @@ class SavedChecks:
         ]
         return min(*holders, plan.spec.saving.copies + 1)
 
-    def _check_retired(self, said: m.SnapshotWhole, state: CoreState) -> None:
+    def _check_retired(self, said: m.SnapshotComplete, state: CoreState) -> None:
         """Of the snapshots that agents may write over now, none has more copies than what they are to keep. firm (the
         values of `_safe`): agents were told to keep it, and memory was not short since."""
         if state.level != 2:
@@ -175,7 +175,9 @@ class SavedChecks:
                 self._check_asked(node, copy)
                 require(bool(holders), "%s is to copy step %d from nobody", node, copy.key.step)
                 require(node not in {h.node for h in holders}, "%s is to copy from itself", node)
-            case e.Send(_, m.SnapshotWhole(step) as said) if said == self._said_last:  # others are overtaken
+            case e.Send(_, m.SnapshotComplete(step) as said) if (
+                said == self._said_last
+            ):  # others are overtaken
                 self._check_retired(said, state)
                 known = [x for x in state.snapshots if x.step == step and x.whole]
                 require(bool(known), "step %d is called whole and is not known", step)

@@ -128,7 +128,7 @@ class Trainer(SimWorker):
         self.held: tuple[int, int] | None = None
         self.prepared = False
         self.seen = 0
-        self.form: m.Form | None = None
+        self.form: m.JoinGeneration | None = None
         self.plane: Plane | None = None
         self.waits_for: Key | None = None
         self.deaf_in: str | None = None
@@ -218,11 +218,11 @@ class Trainer(SimWorker):
     # ------------------------------------------------------------ orders
 
     def obey(self, message: m.ToWorker) -> None:
-        if self.phase is Phase.STARTUP and isinstance(message, m.Form | m.Stop | m.Rebuild):
+        if self.phase is Phase.STARTUP and isinstance(message, m.JoinGeneration | m.Stop | m.Rebuild):
             self.orders.append(message)  # only the newest is looked at
             return
         match message:
-            case m.Form():
+            case m.JoinGeneration():
                 self._form(message)
             case m.Rebuild(position):
                 self._rebuild(position)
@@ -232,14 +232,14 @@ class Trainer(SimWorker):
             case m.RunTo(number, begun):
                 if number == self.seen and self.halts:
                     self.later(self.cluster.rng.uniform(0.0, self.cluster.plan.step_s), self._run_to, begun)
-            case m.Yield(number):
+            case m.EndAtCommit(number):
                 self.yields_in = max(self.yields_in, number)
             case m.Stop():
                 self._stop(message)
             case _:
                 raise AssertionError(f"no rule for {message}")
 
-    def _form(self, form: m.Form) -> None:
+    def _form(self, form: m.JoinGeneration) -> None:
         generation = form.generation
         if generation.number <= self.seen or self.leaving:
             return
@@ -406,7 +406,7 @@ class Trainer(SimWorker):
         else:
             self.later(0.05, self._fetch)
 
-    def _load_saved(self, form: m.Form) -> None:
+    def _load_saved(self, form: m.JoinGeneration) -> None:
         """From snapshot memory, or from a durable tier."""
         if form.copy is not None:
             step, bits = form.copy.key.step, self.cluster.read_memory(self.agent, form.copy, form.holders)
@@ -596,13 +596,13 @@ class Trainer(SimWorker):
             self._finish()
         elif self.cluster.plan.asides and self.cluster.rng.random() < self.cluster.plan.asides:
             self.enter(Phase.ASIDE)
-            self.say(m.Aside(True))
+            self.say(m.OffStep(True))
             self.later(self.cluster.rng.uniform(0.1, 1.0) * self.cluster.plan.aside_s, self._come_back)
         else:
             self._begin_step()
 
     def _come_back(self) -> None:
-        self.say(m.Aside(False))
+        self.say(m.OffStep(False))
         self.enter(Phase.COMMIT)
         if self.broken:
             self._park()

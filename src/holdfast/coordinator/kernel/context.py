@@ -73,7 +73,7 @@ class Context(ABC):
 
     def tell(self, worker: Worker, message: m.ToWorker) -> None:
         """Queues a message for a worker."""
-        self.send(worker.node, m.Tell(worker.name, message))
+        self.send(worker.node, m.Relay(worker.name, message))
 
     def record(self, event: LedgerEvent) -> None:
         """Queues an entry of the ledger."""

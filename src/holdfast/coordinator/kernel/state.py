@@ -129,7 +129,7 @@ class Worker(msgspec.Struct, omit_defaults=True):
 
 
 class Seat(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A member's own part of the newest generation: what its Form says beside the generation itself, fields as there.
+    """A member's own part of the newest generation: what its JoinGeneration says beside the generation itself, fields as there.
 
     The generation is kept once, in the state. In every seat it would make the state grow with the square of the workers.
     fetches: its donors are those of its position, `CoreState.givers`.
@@ -428,7 +428,7 @@ class CoreState(msgspec.Struct):
     older: what to go on from if `durable` proves to be damaged, newest first. durable_tries: generations in a row that
     could not be restored from it. unread: why checkpoints that are there will not do. last_from: nodes
     that were given the state after the last step, and the shards of it. summing: node, shard and since when: it is complete
-    there and its worker has ended; Held or NotHeld follows. last_failed: tiers that did not take the last state.
+    there and its worker has ended; SnapshotStored or SnapshotRejected follows. last_failed: tiers that did not take the last state.
     last_step: where the job stops, once that is decided; 0: its state is not whole there. keeps_memory: the job ended, and
     the nodes' memory has a state that no durable tier has.
     doubtful: tier to the manifest that could not be written, as far as is known.

@@ -63,7 +63,7 @@ def end_at_commit(core: Context, reason: str) -> None:
     s.yielding, s.change_reason = True, reason
     core.record(ledger.Yield(generation=s.generation.number, reason=reason))
     for worker in core.inside():
-        core.tell(worker, m.Yield(s.generation.number))
+        core.tell(worker, m.EndAtCommit(s.generation.number))
 
 
 def collective_error(core: Context, worker: Worker, message: m.CollectiveError) -> None:

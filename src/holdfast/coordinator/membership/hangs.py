@@ -74,7 +74,7 @@ def _left_behind(core: Context, worker: Worker, view: m.WorkerView) -> bool:
     return view.place.phase in WAITING_PHASES and waits >= MARGIN * core.timing.stall_s(core.median_s())
 
 
-def inspected(core: Context, message: m.Views) -> None:
+def inspected(core: Context, message: m.InspectReply) -> None:
     """One node's answer; the last one leads to a verdict."""
     s, inspection = core.state, core.transient(Inspection)
     if s.inspect_deadline_s is None or message.request != s.inspect_request:

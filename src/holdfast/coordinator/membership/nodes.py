@@ -274,7 +274,7 @@ def _repeat(core: Context, worker: Worker, view: m.WorkerView) -> None:
     if view.formed < number:
         core.tell(worker, queries.form(s, worker))
     if s.yielding:
-        core.tell(worker, m.Yield(number))
+        core.tell(worker, m.EndAtCommit(number))
     elif s.phase is JobPhase.BREAKING:
         core.tell(worker, m.Break(number, "repeated"))
 

@@ -128,11 +128,11 @@ def mending(core: Context) -> bool:
     )
 
 
-def form(state: CoreState, worker: Worker) -> m.Form:
+def form(state: CoreState, worker: Worker) -> m.JoinGeneration:
     """What a member is told of the newest generation, at first and when it has to be told again."""
     assert state.generation is not None
     seat = state.seats[worker.name]
-    return m.Form(
+    return m.JoinGeneration(
         generation=state.generation,
         rank=seat.rank,
         apply=seat.apply,

@@ -35,7 +35,7 @@ LISTENING, COMMON = -1, -2
 """Which of the ports that a node offers are used for pairs, and for the meeting point of all."""
 
 Send = Callable[[str, m.RunChecks], None]
-Tell = Callable[[str, m.Found], None]
+Tell = Callable[[str, m.FindingsReported], None]
 
 
 def choose(wish: CheckWish, state: CoreState) -> list[Node]:
@@ -230,7 +230,7 @@ class _Run:
         self._results = against_fleet(self._results)
         for name, results in self._results.items():
             if findings := tuple(_finding(r) for r in results if r.condition is Condition.FAULTY):
-                self._tell(name, m.Found(findings))
+                self._tell(name, m.FindingsReported(findings))
 
     async def _alone(self, name: str) -> None:
         order = m.RunChecks(request=0, deep=self._wish.deep, seconds=self._wish.seconds)

@@ -40,9 +40,9 @@ class Waiting:
         said = event.message
         if isinstance(said, m.FromWorker):
             said = m.FromWorker(said.worker, said.message, said.age_s + waited_s)
-        elif isinstance(said, m.Found):
+        elif isinstance(said, m.FindingsReported):
             older = [msgspec.structs.replace(f, age_s=round(f.age_s + waited_s, 3)) for f in said.findings]
-            said = m.Found(tuple(older))
+            said = m.FindingsReported(tuple(older))
         return ev.NodeSays(event.node, said)
 
 

@@ -64,7 +64,7 @@ class Injector:
                 for member in self._targets(plan, state):
                     by_worker.setdefault(member.worker, []).append(_armed(plan))
         return [
-            Strike("", members[w].node, m.Tell(w, m.Arm(tuple(faults)))) for w, faults in by_worker.items()
+            Strike("", members[w].node, m.Relay(w, m.Arm(tuple(faults)))) for w, faults in by_worker.items()
         ]
 
     def due(self, state: CoreState, now: float) -> list[Strike]:
@@ -94,7 +94,9 @@ class Injector:
             strike = self._strike(plan, state)
             return [strike] if strike else []
         member = self._target(plan, state)
-        return [Strike(plan.id, member.node, m.Tell(member.worker, m.Arm((_armed(plan),))))] if member else []
+        return (
+            [Strike(plan.id, member.node, m.Relay(member.worker, m.Arm((_armed(plan),))))] if member else []
+        )
 
     def mark_running(self) -> None:
         """A new coordinator goes on with the plans of the old one; their times stand."""
@@ -149,7 +151,7 @@ class Injector:
         if plan.spec.kind is FaultKind.SLOW and plan.spec.node is not None:
             return Strike(plan.id, member.node, m.RunFault(armed))
         if plan.spec.phase is not None:
-            return Strike(plan.id, member.node, m.Tell(member.worker, m.Arm((armed,))))
+            return Strike(plan.id, member.node, m.Relay(member.worker, m.Arm((armed,))))
         return Strike(plan.id, member.node, m.RunFault(armed, member.worker))
 
     def _targets(self, plan: Planned, state: CoreState) -> list[m.Member]:

@@ -388,7 +388,7 @@ class Coordinator:
         }
         early = [s for s in strikes if getattr(s.message, "worker", None) not in begun]
         for strike in early:
-            self._strike(strike)  # before the Form: a fault may wait for the joining itself
+            self._strike(strike)  # before the JoinGeneration: a fault may wait for the joining itself
         for action in actions:
             self._do(action)
         for strike in strikes:
@@ -416,14 +416,14 @@ class Coordinator:
                 pass
 
     def _frame(self, message: m.ToAgent) -> bytes:
-        """The same generation is in every Form of a batch: it is encoded once."""
-        if not isinstance(message, m.Tell) or not isinstance(message.message, m.Form):
+        """The same generation is in every JoinGeneration of a batch: it is encoded once."""
+        if not isinstance(message, m.Relay) or not isinstance(message.message, m.JoinGeneration):
             return encode(message)
         generation = message.message.generation
         if self._formed is None or self._formed[0] is not generation:
             self._formed = generation, msgspec.Raw(encode(generation))
         form = msgspec.structs.replace(message.message, generation=self._formed[1])
-        return encode(m.Tell(message.worker, form))
+        return encode(m.Relay(message.worker, form))
 
     def _plan_tick(self) -> None:
         times = [t for t in (self._core.next_deadline(), self._injector.next_due()) if t is not None]

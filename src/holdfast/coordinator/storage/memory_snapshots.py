@@ -31,7 +31,7 @@ MAX_UNREAD = 3
 # ---------------------------------------------------------------- what agents say
 
 
-def held(core: Context, node: Node, message: m.Held) -> None:
+def held(core: Context, node: Node, message: m.SnapshotStored) -> None:
     """A node has a shard in its memory."""
     copy = message.copy
     durable_checkpoints.summed(core, node, copy.key)
@@ -236,10 +236,10 @@ def _kept(core: Context) -> Snapshot | None:
     return max(ranked, key=lambda r: r[:3])[3] if ranked else None
 
 
-def _whole_now(core: Context) -> m.SnapshotWhole:
+def _whole_now(core: Context) -> m.SnapshotComplete:
     """What agents are told of whole snapshots."""
     kept = _kept(core)
-    return m.SnapshotWhole(_newest_step(core), kept.step if kept is not None else None)
+    return m.SnapshotComplete(_newest_step(core), kept.step if kept is not None else None)
 
 
 def _snapshot(core: Context, key: Key) -> Snapshot | None:
