@@ -5,8 +5,11 @@ import sys
 
 import pytest
 
-from holdfast.cli.spec import Options, parse_nnodes, parse_nproc, plan
+from holdfast.cli.run_options import FailureOptions, NodeOptions, RunOptions
+from holdfast.cli.spec import parse_nnodes, parse_nproc, plan
 from holdfast.errors import UsageError
+from holdfast.protocol.job import JobSpec
+from holdfast.protocol.snapshots import Saving
 
 
 @pytest.mark.parametrize(("text", "both"), [("4", (4, 4)), ("2:4", (2, 4)), ("1:1", (1, 1))])
@@ -29,15 +32,13 @@ def test_nproc_like_torchrun():
 def test_a_whole_command_line(home, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     spec = plan(
-        Options(
-            "train.py",
-            ("--lr", "1"),
-            nnodes="2:4",
-            nproc_per_node="2",
-            spares=1,
+        RunOptions(
+            script="train.py",
+            args=("--lr", "1"),
             job="j",
             preload=" json, ,os ",
-            faults=("kill-node:node=4,step=3", "raise:rank=7"),
+            nodes=NodeOptions(nnodes="2:4", nproc_per_node="2", spares=1),
+            failures=FailureOptions(faults=("kill-node:node=4,step=3", "raise:rank=7")),
         )
     )
     assert (spec.min_nodes, spec.max_nodes, spec.nproc, spec.spares) == (2, 4, 2, 1)
@@ -50,4 +51,13 @@ def test_a_whole_command_line(home, monkeypatch):
 
 
 def test_without_a_name_one_is_made_from_the_script(home):
-    assert plan(Options("train.py")).name.startswith("train-")
+    assert plan(RunOptions(script="train.py")).name.startswith("train-")
+
+
+def test_what_is_not_given_is_what_a_specification_has_by_default(home):
+    """The defaults stand in two places, because a specification is also read from disk: they agree."""
+    planned = plan(RunOptions(script="train.py", job="j"))
+    tiers = planned.saving.tiers
+    assert planned == JobSpec(
+        name="j", script=planned.script, cwd=str(home.parent), saving=Saving(tiers=tiers)
+    )

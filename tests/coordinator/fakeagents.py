@@ -18,7 +18,8 @@ from holdfast.coordinator.service.server import Coordinator
 from holdfast.protocol import messages as m
 from holdfast.protocol.endpoint import read_endpoint
 from holdfast.protocol.frames import Codec, encode
-from holdfast.protocol.job import JobSpec, Resume, Timing
+from holdfast.protocol.job import JobSpec, Resume
+from holdfast.protocol.job_options import Timing
 from holdfast.protocol.snapshots import Saving
 
 _codec: Codec[m.ToAgent] = Codec(m.ToAgent)

@@ -9,7 +9,7 @@ from holdfast.coordinator.health import blast_radius
 from holdfast.coordinator.kernel import events as e
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import Condition, HealthSpec, Remedy
-from holdfast.protocol.job import Timing
+from holdfast.protocol.job_options import Timing
 
 PATIENT = Timing(detection_s=60.0)
 

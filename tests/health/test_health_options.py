@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli.health_options import HealthOptions, parse_share, plan_health
+from holdfast.cli.health_plan import parse_share, plan_health
+from holdfast.cli.run_options import HealthOptions
 from holdfast.errors import UsageError
 from holdfast.protocol.health import HealthSpec
 
@@ -43,8 +44,8 @@ def test_files_are_named_from_the_root(tmp_path, monkeypatch):
     ("given", "message"),
     [
         (HealthOptions(rules=(Path("none.toml"),)), "none.toml cannot be read"),
-        (HealthOptions(dry_run=("no-such-rule",)), "no rule is called 'no-such-rule'"),
-        (HealthOptions(watch=False, dry_run=("*",)), "--no-health"),
+        (HealthOptions(dry_run_rules=("no-such-rule",)), "no rule is called 'no-such-rule'"),
+        (HealthOptions(watch=False, dry_run_rules=("*",)), "--no-health"),
         (HealthOptions(history="mysql://x/y"), "postgresql://"),
         (HealthOptions(history="none/nodes.sqlite"), "there is no folder"),
         (HealthOptions(hooks=Path("none")), "there is no such folder"),
@@ -102,4 +103,7 @@ def test_a_slowness_that_noise_may_be_is_refused():
     with pytest.raises(UsageError, match="is told from noise"):
         plan_health(HealthOptions(replace_slow=1.05))
     assert plan_health(HealthOptions(replace_slow=1.3)).replace_slow == 1.3
-    assert plan_health(HealthOptions(dry_run=("slow-rank", "part-*"))).dry_run == ("slow-rank", "part-*")
+    assert plan_health(HealthOptions(dry_run_rules=("slow-rank", "part-*"))).dry_run == (
+        "slow-rank",
+        "part-*",
+    )

@@ -10,7 +10,8 @@ import pytest
 from holdfast.engines.slurm.script import follow_up_script, job_script
 from holdfast.engines.slurm.submit import check_options
 from holdfast.errors import UsageError
-from holdfast.protocol.job import JobSpec, SlurmOptions
+from holdfast.protocol.job import JobSpec
+from holdfast.protocol.job_options import SlurmOptions
 
 GOLDEN = Path(__file__).parent / "golden"
 HOME = Path("/shared/holdfast home")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from holdfast.agent.agent import Agent, AgentConfig
 from holdfast.agent.zygote import Zygote
-from holdfast.protocol.job import Timing
+from holdfast.protocol.job_options import Timing
 from holdfast.protocol.sockets import raise_descriptor_limit
 
 SWITCH_S = 0.0005

@@ -34,7 +34,8 @@ from holdfast.health.identity import devices, identity
 from holdfast.protocol import messages as m
 from holdfast.protocol.faults import MACHINE_FAULTS, NODE_FAULTS, ArmedFault, FaultKind
 from holdfast.protocol.health import CheckResult, Condition, Finding, HealthSpec, Remedy, Severity
-from holdfast.protocol.job import JobSpec, Timing
+from holdfast.protocol.job import JobSpec
+from holdfast.protocol.job_options import Timing
 from holdfast.protocol.processes import kernel_id
 from holdfast.protocol.progress_page import STACKS_SIGNAL
 

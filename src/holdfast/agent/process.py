@@ -14,7 +14,7 @@ from holdfast.agent.warm_pool import WarmProcess
 from holdfast.errors import ProtocolError
 from holdfast.protocol import messages as m
 from holdfast.protocol.frames import Codec, pack
-from holdfast.protocol.job import Timing
+from holdfast.protocol.job_options import Timing
 from holdfast.protocol.phases import SLOW_PHASES, WAITING_PHASES, Phase, Place
 from holdfast.protocol.progress_page import ProgressPage
 

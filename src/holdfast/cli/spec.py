@@ -1,4 +1,4 @@
-"""From the options of `holdfast run` to a job's specification; everything is checked before anything starts."""
+"""Makes a job's specification of the options of `holdfast run`, and checks everything before anything starts."""
 
 from __future__ import annotations
 
@@ -10,62 +10,34 @@ import socket
 import sys
 from pathlib import Path
 
-import msgspec
-
-from holdfast.cli.health_options import HealthOptions, plan_health
+from holdfast.cli.health_plan import plan_health
 from holdfast.cli.memory import check_memory
-from holdfast.cli.save_options import plan_saving
+from holdfast.cli.options import flags
+from holdfast.cli.run_options import RunOptions
+from holdfast.cli.save_plan import plan_saving
 from holdfast.data.cache import absolute_cache
 from holdfast.engines import jobs
 from holdfast.errors import UsageError
 from holdfast.health.capacity import available_bytes
 from holdfast.protocol.faults import FaultSpec, check_watched, parse_fault
-from holdfast.protocol.job import JobSpec, SlurmOptions, Timing
+from holdfast.protocol.job import JobSpec
+from holdfast.protocol.job_options import SlurmOptions
 
 MIN_FREE_BYTES = 256 << 20
 HOST = "127.0.0.1"
 
 
-class Options(msgspec.Struct, frozen=True):
-    """What was given on the command line."""
-
-    script: str
-    args: tuple[str, ...] = ()
-    nnodes: str = "1"
-    nproc_per_node: str = "1"
-    spares: int = 0
-    wait_for_spare: bool = False
-    engine: str = "local"
-    job: str | None = None
-    module: bool = False
-    preload: str = "torch"
-    faults: tuple[str, ...] = ()
-    report: Path | None = None
-    max_restarts: int = 100
-    detection_s: float = Timing().detection_s
-    stall_factor: float = Timing().stall_factor
-    port: int = 0
-    snapshot_every: str = "auto"
-    copies: int = 1
-    snapshot_memory: str = ""
-    racks: int = 0
-    checkpoints: tuple[str, ...] = ()
-    data_cache: str = ""
-    health: HealthOptions = HealthOptions()
-    slurm: SlurmOptions = SlurmOptions()
-    dry_run: bool = False
-
-
-def plan(given: Options) -> JobSpec:
+def plan(given: RunOptions) -> JobSpec:
     """The job that is asked for.
 
     Raises:
-        UsageError: something of it cannot work; nothing was started or written.
+        UsageError: something in it cannot work; nothing was started or written.
     """
-    low, high = parse_nnodes(given.nnodes)
-    nproc = parse_nproc(given.nproc_per_node, given.slurm.gpus_per_node)
-    _check_numbers(given)
-    faults = tuple(_fault(text, high, nproc, given.spares) for text in given.faults)
+    low, high = parse_nnodes(given.nodes.nnodes)
+    nproc = parse_nproc(given.nodes.nproc_per_node, given.slurm.gpus_per_node)
+    spares = given.nodes.spares
+    _check_engine(given)
+    faults = tuple(_fault(text, high, nproc, spares) for text in given.failures.faults)
     for fault in faults:
         check_watched(fault, given.health.watch)
     script = _find_script(given.script, given.module)
@@ -78,29 +50,26 @@ def plan(given: Options) -> JobSpec:
         min_nodes=low,
         max_nodes=high,
         nproc=nproc,
-        spares=given.spares,
-        wait_for_spare=given.wait_for_spare,
+        spares=spares,
+        wait_for_spare=given.nodes.wait_for_spare,
         engine=given.engine,
         preload=_modules(given.preload),
         faults=faults,
-        max_restarts=given.max_restarts,
+        max_restarts=given.failures.max_restarts,
         cwd=str(Path.cwd()),
-        timing=Timing(given.detection_s, given.stall_factor),
-        racks=given.racks,
-        saving=plan_saving(
-            given.snapshot_every,
-            given.copies,
-            given.snapshot_memory,
-            given.checkpoints,
-            jobs.job_dir(name) / "checkpoint",
-        ),
-        data_cache=absolute_cache(given.data_cache) if given.data_cache else "",
+        timing=given.failures.timing,
+        racks=given.nodes.racks,
+        saving=plan_saving(given.save, jobs.job_dir(name) / "checkpoint"),
+        data_cache=absolute_cache(given.save.data_cache) if given.save.data_cache else "",
         slurm=given.slurm,
         health=plan_health(given.health),
     )
     _check_report(given.report)
+    # Slurm's nodes have their own memory; only the local engine puts all of them on this machine.
     if given.engine == "local":
-        check_memory(high + given.spares, nproc, available_bytes())
+        check_memory(high + spares, nproc, available_bytes())
+    # Last, because these two look at things that change by themselves. The coordinator reports a port that another
+    # program takes between here and its start.
     _check_port(given.port)
     _check_disk(jobs.home())
     return spec
@@ -135,30 +104,11 @@ def parse_nproc(text: str, gpus_per_node: int = 0) -> int:
     return int(text)
 
 
-def _check_numbers(given: Options) -> None:
-    if given.spares < 0:
-        raise UsageError(f"--spares {given.spares}: 0 or more")
-    if given.racks < 0:
-        raise UsageError(f"--racks {given.racks}: 0 or more, for example 2")
-    if given.engine not in ("local", "slurm"):
-        raise UsageError(f"--engine {given.engine!r}: there are local and slurm")
+def _check_engine(given: RunOptions) -> None:
+    """An option that the engine would ignore is refused: whoever gives it expects something of it."""
     if given.engine != "slurm" and (given.slurm != SlurmOptions() or given.dry_run):
-        raise UsageError(
-            "--partition, --time, --account, --gpus-per-node, --sbatch-arg, --requeue, --stop-before, "
-            "--replace-command and --dry-run are for Slurm: give --engine slurm too"
-        )
-    if given.slurm.gpus_per_node < 0:
-        raise UsageError(f"--gpus-per-node {given.slurm.gpus_per_node}: 0 or more, for example 8")
-    if given.slurm.warn_s < 10:
-        raise UsageError(f"--stop-before {given.slurm.warn_s}: 10 seconds or more")
-    if given.max_restarts < 0:
-        raise UsageError(f"--max-restarts {given.max_restarts}: 0 or more")
-    if not 0.2 <= given.detection_s <= 600:
-        raise UsageError(f"--detection {given.detection_s:g}: between 0.2 and 600 seconds, for example 2")
-    if not 2 <= given.stall_factor <= 1000:
-        raise UsageError(
-            f"--stall-factor {given.stall_factor:g}: between 2 and 1000 median steps, for example 5"
-        )
+        names = ", ".join(flags(SlurmOptions))
+        raise UsageError(f"{names} and --dry-run are for Slurm: give --engine slurm too")
 
 
 def _fault(text: str, nodes: int, nproc: int, spares: int) -> FaultSpec:

@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from holdfast.protocol.job import Timing
+from holdfast.protocol.job_options import Timing
 
 READ_BYTES = 65536
 _TICKS = os.sysconf("SC_CLK_TCK")

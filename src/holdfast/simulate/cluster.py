@@ -23,7 +23,8 @@ from holdfast.coordinator.machine import Core
 from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import HealthSpec
-from holdfast.protocol.job import Durable, JobSpec, Timing
+from holdfast.protocol.job import Durable, JobSpec
+from holdfast.protocol.job_options import Timing
 from holdfast.protocol.ledger import LedgerEvent
 from holdfast.protocol.snapshots import Copy, DurableTier, Key, Part, Saving, Shard
 from holdfast.simulate import names, strikes

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from holdfast.protocol.health import HealthSpec
-from holdfast.protocol.job import JobSpec, Timing
+from holdfast.protocol.job import JobSpec
+from holdfast.protocol.job_options import Timing
 from holdfast.protocol.snapshots import DurableTier, Saving
 
 FOREVER = 1 << 40

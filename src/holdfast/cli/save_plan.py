@@ -1,4 +1,4 @@
-"""What a job saves, from the options of `holdfast run`."""
+"""Makes the part of a job's specification about snapshots and checkpoints of the options of `holdfast run`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from pathlib import Path
 
 from holdfast.checkpoint.policy import parse_cadence
 from holdfast.checkpoint.tier import open_tier, parse_tier
+from holdfast.cli.run_options import SaveOptions
 from holdfast.errors import TierError, UsageError
 from holdfast.protocol.sizes import parse_size
 from holdfast.protocol.snapshots import DurableTier, Saving
 
 
-def plan_saving(every: str, copies: int, memory: str, checkpoints: tuple[str, ...], default: Path) -> Saving:
+def plan_saving(given: SaveOptions, default: Path) -> Saving:
     """What is to be saved, how often and where.
 
     Args:
@@ -20,18 +21,19 @@ def plan_saving(every: str, copies: int, memory: str, checkpoints: tuple[str, ..
     Raises:
         UsageError: an option that cannot work; a tier that cannot be written.
     """
-    _cadence("--snapshot-every", every)
-    if copies < 0:
-        raise UsageError(f"--copies {copies}: 0 or more")
-    tiers = tuple(_tier(text) for text in checkpoints) or (DurableTier(str(default)),)
+    _cadence("--snapshot-every", given.snapshot_every)
+    tiers = tuple(_tier(text) for text in given.checkpoints) or (DurableTier(str(default)),)
+    # Two tiers of one URL would prune each other's checkpoints, each by its own retention.
     if len({t.url for t in tiers}) < len(tiers):
         raise UsageError(f"--checkpoint: the same place is named twice: {', '.join(t.url for t in tiers)}")
-    for tier in tiers if checkpoints else ():
+    # The default tier is not tried: its folder is the job's own, which does not exist before the job starts.
+    for tier in tiers if given.checkpoints else ():
         try:
             open_tier(tier.url).check()
         except TierError as error:
             raise UsageError(f"--checkpoint {tier.url}: {error}") from error
-    return Saving(every, copies, parse_size("--snapshot-memory", memory) if memory else 0, tiers)
+    memory = parse_size("--snapshot-memory", given.snapshot_memory) if given.snapshot_memory else 0
+    return Saving(given.snapshot_every, given.copies, memory, tiers)
 
 
 def _tier(text: str) -> DurableTier:

@@ -1,4 +1,4 @@
-"""What a job is told about health, from the options of `holdfast run`."""
+"""Makes the health part of a job's specification of the options of `holdfast run`."""
 
 from __future__ import annotations
 
@@ -6,38 +6,23 @@ import os
 import re
 from pathlib import Path
 
-import msgspec
-
 from holdfast.agent.hooks import check_hooks
+from holdfast.cli.run_options import HealthOptions
 from holdfast.errors import UsageError
 from holdfast.health.ruleset import load_rules
 from holdfast.health.stragglers import SLOWER
 from holdfast.protocol.health import HealthSpec
 
 
-class HealthOptions(msgspec.Struct, frozen=True):
-    """What was given on the command line."""
-
-    watch: bool = True
-    rules: tuple[Path, ...] = ()
-    dry_run: tuple[str, ...] = ()
-    history: str = ""
-    blast_radius: str = "25%"
-    deep: bool = False
-    hooks: Path | None = None
-    replace_slow: float = 0.0
-    replace_suspect: bool = False
-
-
 def plan_health(given: HealthOptions) -> HealthSpec:
     """Raises UsageError for what cannot work; nothing is written."""
-    if not given.watch and (given.rules or given.dry_run):
+    if not given.watch and (given.rules or given.dry_run_rules):
         raise UsageError(
-            "--no-health: nobody looks then, so --health-rules and --health-dry-run have no sense"
+            "--no-health turns all health rules off, so --health-rules and --health-dry-run have no effect; leave one out"
         )
     rules = tuple(str(path.resolve()) for path in given.rules)
-    if rules or given.dry_run:
-        load_rules(rules, given.dry_run)
+    if rules or given.dry_run_rules:
+        load_rules(rules, given.dry_run_rules)
     if given.hooks is not None:
         check_hooks(given.hooks)
     if given.replace_slow and given.replace_slow < SLOWER:
@@ -47,7 +32,7 @@ def plan_health(given: HealthOptions) -> HealthSpec:
     return HealthSpec(
         watch=given.watch,
         rules=rules,
-        dry_run=given.dry_run,
+        dry_run=given.dry_run_rules,
         history=_history(given.history),
         blast_share=parse_share("--blast-radius", given.blast_radius),
         deep=given.deep,

@@ -1,0 +1,223 @@
+"""What `holdfast run` can be told. `cli/spec.py` makes a job's specification of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from holdfast.protocol.job_options import SlurmOptions, Timing
+from holdfast.protocol.options import Argument, Group, Option
+
+# This module is read by `holdfast --help`, so it imports nothing that is slow to import. The modules that turn these
+# values into a specification (spec.py, health_plan.py, save_plan.py) are imported when a job starts.
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeOptions:
+    """How many nodes and workers the job has."""
+
+    nnodes: Annotated[
+        str,
+        Option(
+            metavar="N|MIN:MAX", help="Nodes. With MIN:MAX the job continues on fewer when some are lost."
+        ),
+    ] = "1"
+    nproc_per_node: Annotated[
+        str,
+        Option(
+            names=("--nproc-per-node", "--nproc_per_node"),
+            metavar="N|auto|cpu|gpu",
+            help="Workers on each node. auto: one for each GPU, or for each core if there is none.",
+        ),
+    ] = "1"
+    spares: Annotated[
+        int, Option(metavar="N", least=0, help="Nodes that are checked and ready to replace a lost one.")
+    ] = 0
+    wait_for_spare: Annotated[
+        bool, Option(help="Wait for a replacement instead of continuing on fewer nodes.")
+    ] = False
+    racks: Annotated[
+        int,
+        Option(
+            metavar="N",
+            least=0,
+            example="2",
+            help="Local engine: spread the nodes over N simulated racks. No two copies of a snapshot share a rack.",
+        ),
+    ] = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureOptions:
+    """What counts as a failure, and which are injected."""
+
+    timing: Timing = field(default_factory=Timing)
+    max_restarts: Annotated[
+        int,
+        Option(
+            names=("--max-restarts", "--max_restarts"),
+            metavar="N",
+            least=0,
+            help="Give up after this many restarts that a fault caused.",
+        ),
+    ] = 100
+    faults: Annotated[
+        tuple[str, ...],
+        Option(
+            names=("--fault",),
+            metavar="KIND[:KEY=VALUE,...]",
+            help="Inject a fault, for example kill-node:node=1,step=20. Can be repeated.",
+        ),
+    ] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveOptions:
+    """What is saved, how often and where."""
+
+    checkpoints: Annotated[
+        tuple[str, ...],
+        Option(
+            names=("--checkpoint",),
+            metavar="URL[,every=...]",
+            help="Save checkpoints to this folder or s3:// URL. Options: every=auto|STEPS|10m, keep=2, keep-every=STEPS. "
+            "Can be repeated, with a slower cadence for a slower tier.",
+        ),
+    ] = ()
+    snapshot_every: Annotated[
+        str,
+        Option(
+            metavar="auto|STEPS|TIME",
+            help="Copy the state to the memory of the nodes this often: auto, 100 (steps), 30s, or 0 for never.",
+        ),
+    ] = "auto"
+    copies: Annotated[
+        int, Option(metavar="N", least=0, help="Other nodes that keep a copy of each snapshot in memory.")
+    ] = 1
+    snapshot_memory: Annotated[
+        str,
+        Option(
+            metavar="SIZE",
+            default="half of what is free",
+            help="Memory for snapshots on each node, for example 8G.",
+        ),
+    ] = ""
+    data_cache: Annotated[
+        str,
+        Option(
+            metavar="DIR[,size=50G]",
+            help="Folder on each node that caches data files read from URLs.",
+        ),
+    ] = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealthOptions:
+    """How the nodes' health is watched, and what may be done about it."""
+
+    watch: Annotated[
+        bool,
+        Option(names=("--health/--no-health",), help="Watch the hardware and the kernel log of the nodes."),
+    ] = True
+    rules: Annotated[
+        tuple[Path, ...],
+        Option(
+            names=("--health-rules",),
+            metavar="FILE",
+            help="Health rules (TOML) that add to or change the built-in ones. Can be repeated.",
+        ),
+    ] = ()
+    dry_run_rules: Annotated[
+        tuple[str, ...],
+        Option(
+            names=("--health-dry-run",),
+            metavar="RULE",
+            help="Record what this rule finds but never act on it; * for all rules. Can be repeated.",
+        ),
+    ] = ()
+    history: Annotated[
+        str,
+        Option(
+            names=("--node-history",),
+            metavar="FILE|URL",
+            default="$HOLDFAST_HOME/health.sqlite",
+            help="Where the history of machines is kept across jobs: a SQLite file or a PostgreSQL URL.",
+        ),
+    ] = ""
+    blast_radius: Annotated[
+        str,
+        Option(metavar="SHARE", help="Take action on at most this share of the nodes within ten minutes."),
+    ] = "25%"
+    deep: Annotated[
+        bool,
+        Option(names=("--deep-checks",), help="Run the deep checks on a node before it joins the job."),
+    ] = False
+    hooks: Annotated[
+        Path | None,
+        Option(
+            metavar="DIR",
+            help="Folder of scripts that run on each node: on-create, before-join, on-drain, after-job.",
+        ),
+    ] = None
+    replace_slow: Annotated[
+        float,
+        Option(
+            metavar="FACTOR",
+            default="0: only report it",
+            help="Replace a node that computes this many times slower than its peers (for example 1.3), once it has "
+            "cost more time than a replacement would.",
+        ),
+    ] = 0.0
+    replace_suspect: Annotated[
+        bool,
+        Option(
+            names=("--replace-suspect/--ask-suspect",),
+            help="Replace a node whose local loss or gradient is repeatedly wrong, and on no other rank.",
+        ),
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What was given on the command line."""
+
+    script: Annotated[str, Argument(help="Training script, or the name of a module with -m.")]
+    args: Annotated[tuple[str, ...], Argument(help="Arguments for the script.")] = ()
+    job: Annotated[
+        str | None,
+        Option(
+            metavar="NAME",
+            default="from the script's name and the time",
+            help="The job's name. A job of the same name is resumed.",
+        ),
+    ] = None
+    module: Annotated[bool, Option(names=("-m", "--module"), help="SCRIPT is the name of a module.")] = False
+    preload: Annotated[
+        str,
+        Option(
+            metavar="MODULE,...",
+            help="Modules that warm processes import in advance, so that a replacement starts faster.",
+        ),
+    ] = "torch"
+    engine: Annotated[
+        str,
+        Option(
+            choices=("local", "slurm"), help="Where the nodes come from: processes on this machine, or Slurm."
+        ),
+    ] = "local"
+    port: Annotated[
+        int, Option(least=0, most=65535, metavar="PORT", help="The coordinator's port; 0 takes any free one.")
+    ] = 0
+    report: Annotated[
+        Path | None, Option(metavar="FILE", help="Write the report to this file as JSON when the job ends.")
+    ] = None
+    no_ui: Annotated[bool, Option(help="Print plain lines instead of the live view.")] = False
+    nodes: Annotated[NodeOptions, Group("Nodes")] = NodeOptions()
+    failures: Annotated[FailureOptions, Group("Failures")] = FailureOptions()
+    save: Annotated[SaveOptions, Group("Snapshots, checkpoints and data")] = SaveOptions()
+    health: Annotated[HealthOptions, Group("Health of the nodes")] = HealthOptions()
+    slurm: Annotated[SlurmOptions, Group("Slurm, with --engine slurm")] = field(default_factory=SlurmOptions)
+    dry_run: Annotated[
+        bool, Option(group="Slurm, with --engine slurm", help="Print the batch script and exit.")
+    ] = False
