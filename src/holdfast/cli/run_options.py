@@ -1,7 +1,5 @@
 """What `holdfast run` can be told. `cli/spec.py` makes a job's specification of it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """Parts of a job's specification that the command line gives as they are."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 

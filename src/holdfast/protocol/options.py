@@ -11,19 +11,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 from holdfast.errors import UsageError
 
 # The standard library alone: `holdfast --help` loads this module, and every agent does. A Typer option at the field would
 # need no class of ours, but then the agents, which read the same dataclasses, would import the command line's library.
+#
+# Start-up is also why `Option` and `Declared` are neither frozen nor comparable: making the methods of a dataclass costs
+# half a millisecond each, and the modules that declare options do without `from __future__ import annotations`, because
+# compiling their annotations a second time cost 5 ms.
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class Option:
     """One option of a command."""
 
@@ -49,7 +54,7 @@ class Option:
     """What holds when the option is not given, where the field's own default (None, or 0) does not show it."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class Argument(Option):
     """A value that is given by its position, without a flag."""
 
@@ -61,7 +66,7 @@ class Group:
     title: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class Declared:
     """One option, with everything that the parser needs to know."""
 
@@ -169,8 +174,8 @@ def _fields(options: Any) -> Iterator[tuple[dataclasses.Field[Any], Any, tuple[A
 
 @functools.cache
 def _hints(options: Any) -> dict[str, Any]:
-    # Evaluating the annotations of a command compiles each of them: once per process is enough.
-    return get_type_hints(options, include_extras=True)
+    # Not `get_type_hints`, which walks through every type although only the outermost `Annotated` matters here.
+    return inspect.get_annotations(options, eval_str=True)
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
