@@ -59,8 +59,8 @@ def test_skipped_lines_are_told(holdfast, corpus, tmp_path):
     assert said.code == 1
     assert said.err.startswith(f"holdfast: {tmp_path}/in.jsonl, line 2: ")
     said = holdfast("data", "build", corpus, "--out", "out", "--skip-bad", "--format", "npy")
-    assert said.out == "1 document, 1 tokens of uint8: out.npy\npassed over: 1 line that could not be read\n"
-    assert "passed over  1 line\n" in holdfast("data", "show", "out").out
+    assert said.out == "1 document, 1 tokens of uint8: out.npy\nskipped 1 line that could not be read\n"
+    assert "skipped      1 line\n" in holdfast("data", "show", "out").out
 
 
 def test_files_of_others(holdfast, home, tmp_path):
@@ -113,7 +113,7 @@ def test_ctrl_c_says_how_to_go_on(holdfast, corpus, monkeypatch):
 
     monkeypatch.setattr("holdfast.data.build.build", interrupted)
     said = holdfast("data", "build", corpus, "--out", "out")
-    assert [said.code, said.err] == [130, "holdfast: ended; the same command goes on from here\n"]
+    assert [said.code, said.err] == [130, "holdfast: interrupted; run the same command again to continue\n"]
 
 
 class Terminal(io.StringIO):

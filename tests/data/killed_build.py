@@ -10,7 +10,8 @@ import signal
 import sys
 from pathlib import Path
 
-from holdfast.data.build import Wanted, build
+from holdfast.data.build import build
+from holdfast.data.options import BuildOptions
 
 CHANGES = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir")
 
@@ -47,4 +48,4 @@ if __name__ == "__main__":  # processes of the pool import this
         kill_at_event(number, prefix)
     else:
         kill_at_size(number)
-    build(Wanted(tuple(sys.argv[5:]), Path(prefix), unit_bytes=200), workers)
+    build(BuildOptions(inputs=tuple(sys.argv[5:]), prefix=Path(prefix), unit_bytes=200), workers)

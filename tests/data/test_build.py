@@ -22,9 +22,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import holdfast as hf
 from holdfast.data import build, build_units
-from holdfast.data.build import Wanted, describe
+from holdfast.data.build import describe
 from holdfast.data.files import TokenFile
-from holdfast.data.options import Documents, Format, Kind, Reading
+from holdfast.data.options import BuildOptions, Documents, Format, Kind, Reading
 from holdfast.data.verify import verify
 from holdfast.errors import DataError, UsageError
 
@@ -32,7 +32,7 @@ LINES = Reading(documents=Documents.LINE)
 
 
 def make(*inputs, prefix, workers=1, **options):
-    return build.build(Wanted(tuple(map(str, inputs)), prefix, **options), workers)
+    return build.build(BuildOptions(inputs=tuple(map(str, inputs)), prefix=prefix, **options), workers)
 
 
 def documents_of(prefix):

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.data.build import Wanted, build
+from holdfast.data.build import build
 from holdfast.data.files import TokenFile
+from holdfast.data.options import BuildOptions
 from holdfast.data.verify import verify
 
 SCRIPT = Path(__file__).with_name("killed_build.py")
@@ -30,7 +31,7 @@ def undisturbed(tmp_path, source):
 
 
 def built(prefix, source):
-    build(Wanted((str(source),), prefix, unit_bytes=200))
+    build(BuildOptions(inputs=(str(source),), prefix=prefix, unit_bytes=200))
     return {path.name: path.read_bytes() for path in prefix.parent.iterdir()}
 
 

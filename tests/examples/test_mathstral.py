@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from holdfast.checkpoint.archive import Archive
 from holdfast.checkpoint.convert import export_safetensors
-from holdfast.data.build import Wanted, build
+from holdfast.data.build import build
+from holdfast.data.options import BuildOptions
 from holdfast.tensors.dtensor_shards import forget_meshes, local_of
 from holdfast.train.state_image import capture
 
@@ -191,7 +192,7 @@ def test_a_config_that_does_not_fit_is_refused(example, change, why):
 
 def test_data_of_another_tokenizer_is_refused(example, tmp_path):
     example.make_tiny.make_text(tmp_path / "text", 10, seed=0)
-    build(Wanted((str(tmp_path / "text"),), tmp_path / "tokens"))
+    build(BuildOptions(inputs=(str(tmp_path / "text"),), prefix=tmp_path / "tokens"))
     data = example.config.Data(str(tmp_path / "tokens"), 64)
     example.config.check_data(data, vocabulary=256, positions=64)
     with pytest.raises(ValueError, match="has tokens up to 255, and the model 200 in all"):

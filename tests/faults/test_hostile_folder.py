@@ -9,9 +9,10 @@ import pytest
 from harness import leftovers
 
 from holdfast.agent.warm_pool import WarmPool
-from holdfast.data.build import Wanted, build
+from holdfast.data.build import build
 from holdfast.data.collate import Maker
 from holdfast.data.decoding import Decoders
+from holdfast.data.options import BuildOptions
 from holdfast.health.checks.check import Task
 from holdfast.health.checks.child import check_in_child
 from holdfast.protocol.health import Condition
@@ -89,7 +90,7 @@ def make_data(folder):
     """In two processes, and one that tracks them."""
     source = folder / "in.jsonl"
     source.write_text('{"text": "abc"}\n' * 50)
-    build(Wanted((str(source),), folder / "out", unit_bytes=300), 2)
+    build(BuildOptions(inputs=(str(source),), prefix=folder / "out", unit_bytes=300), 2)
 
 
 def decode(folder):

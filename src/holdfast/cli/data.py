@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from holdfast.cli.common import AsJson, write_json
-from holdfast.data.options import Documents, Format, Kind, Reading
+from holdfast.cli.options import command
+from holdfast.data.options import BuildOptions
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -28,84 +29,43 @@ RawDtype = Annotated[str | None, typer.Option("--dtype", help="What a file witho
 
 
 @app.command("build")
+@command
 def build(
-    inputs: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="INPUT...",
-            help="Files, or folders of them: text, .jsonl, .parquet; text and .jsonl also as .gz.",
-        ),
-    ],
-    out: Annotated[Path, typer.Option("--out", help="Name of the new files, without an ending.")],
-    tokenizer: Annotated[
-        str, typer.Option("--tokenizer", help="A tokenizer.json of Hugging Face's tokenizers, or bytes.")
-    ] = "bytes",
-    field: Annotated[
-        str, typer.Option("--field", help="Where the text is: field of a JSON line, column of Parquet.")
-    ] = "text",
-    documents: Annotated[
-        Documents, typer.Option("--documents", help="What a document is in a text file.")
-    ] = Documents.FILE,
-    kind: Annotated[
-        Kind | None,
-        typer.Option("--input-format", help="What all inputs hold; by default their names say it."),
-    ] = None,
-    eod: Annotated[
-        str | None, typer.Option("--eod", help="The token that ends every document: '<|endoftext|>'.")
-    ] = None,
-    eod_id: Annotated[int | None, typer.Option("--eod-id", help="The same as a number.")] = None,
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", help="By default the smallest that holds every token.")
-    ] = None,
-    format_: Annotated[
-        Format, typer.Option("--format", help="megatron: OUT.bin and OUT.idx. npy: OUT.npy.")
-    ] = Format.MEGATRON,
+    options: BuildOptions,
     workers: Annotated[
-        int | None, typer.Option("--workers", min=1, help="Processes; by default one for each processor.")
+        int | None,
+        typer.Option(
+            "--workers", min=1, metavar="N", help="Processes to use.", show_default="one for each processor"
+        ),
     ] = None,
-    skip_bad: Annotated[
-        bool, typer.Option("--skip-bad", help="Pass over lines and rows that cannot be read, and count them.")
-    ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace other data of this name.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Turns text, JSON lines and Parquet into token files that training maps.
+    """Turns text, JSON lines and Parquet into token files that training maps into memory.
 
-    Ended or killed, it goes on where it was when the same command is run again, and the result is the same to the byte.
-    While it runs its parts are in OUT.build, which takes as much room as the result.
+    A build that was interrupted or killed continues when the same command is run again. The result is the same to the
+    byte. While it runs, finished parts are kept in PREFIX.build, which takes as much space as the result.
     """
     import msgspec
 
     from holdfast.data import build as builder
     from holdfast.observe.units import count, plural
 
-    wanted = builder.Wanted(
-        inputs=tuple(inputs),
-        prefix=out,
-        reading=Reading(field, documents, kind, skip_bad),
-        tokenizer=tokenizer,
-        eod=eod,
-        eod_id=eod_id,
-        dtype=dtype,
-        format=format_,
-        overwrite=overwrite,
-    )
     with _Bar() as bar:
         try:
-            built = builder.build(wanted, workers or len(os.sched_getaffinity(0)), bar.show)
+            built = builder.build(options, workers or len(os.sched_getaffinity(0)), bar.show)
         except KeyboardInterrupt:
             bar.close()
-            sys.stderr.write("holdfast: ended; the same command goes on from here\n")
+            sys.stderr.write("holdfast: interrupted; run the same command again to continue\n")
             raise typer.Exit(130) from None
     if as_json:
         write_json(msgspec.to_builtins(built))
         return
-    files = " and ".join(f"{out}{suffix}" for suffix in built.sums)
+    files = " and ".join(f"{options.prefix}{suffix}" for suffix in built.sums)
     sys.stdout.write(
         f"{plural(built.documents, 'document')}, {count(built.tokens)} tokens of {built.dtype}: {files}\n"
     )
     if built.skipped:
-        sys.stdout.write(f"passed over: {plural(built.skipped, 'line')} that could not be read\n")
+        sys.stdout.write(f"skipped {plural(built.skipped, 'line')} that could not be read\n")
 
 
 @app.command("show")
@@ -138,7 +98,7 @@ def show(prefix: Dataset, dtype: RawDtype = None, as_json: AsJson = False) -> No
             ("built from", f"{units.plural(len(built.inputs), 'file')}: {_named(built)}"),
         ]
         if built.skipped:
-            lines.append(("passed over", units.plural(built.skipped, "line")))
+            lines.append(("skipped", units.plural(built.skipped, "line")))
     for name, value in lines:
         sys.stdout.write(f"{name:<12} {value}\n")
 

@@ -32,7 +32,7 @@ from holdfast.data.build_units import Made, Recipe, find_unit, make_unit, writin
 from holdfast.data.encoding import Encoder, load_encoder
 from holdfast.data.inputs import Unit, find_files, plan_units
 from holdfast.data.megatron import CODES, write_index
-from holdfast.data.options import Format, Reading
+from holdfast.data.options import BuildOptions, Format
 from holdfast.errors import DataError, UsageError
 
 UNIT_BYTES = 4 << 20
@@ -82,32 +82,8 @@ class Description(msgspec.Struct, frozen=True):
 _descriptions = msgspec.json.Decoder(Description)
 
 
-class Wanted(msgspec.Struct, frozen=True):
-    """What to build.
-
-    Attributes:
-        prefix: of the files to be written.
-        tokenizer: a `tokenizer.json`, or "bytes".
-        eod, eod_id: the token that ends every document, as a word of the tokenizer's or as its number.
-        dtype: by default the smallest that holds every token.
-        overwrite: replace another data set of this name.
-        unit_bytes: input of a unit; None: 4 MiB, up to 32 MiB where that would be more than 4,096 units.
-    """
-
-    inputs: tuple[str, ...]
-    prefix: Path
-    reading: Reading = Reading()
-    tokenizer: str = "bytes"
-    eod: str | None = None
-    eod_id: int | None = None
-    dtype: str | None = None
-    format: Format = Format.MEGATRON
-    overwrite: bool = False
-    unit_bytes: int | None = None
-
-
 def build(
-    wanted: Wanted, workers: int = 1, progress: Progress = lambda what, done, total: None
+    options: BuildOptions, workers: int = 1, progress: Progress = lambda what, done, total: None
 ) -> Description:
     """Builds a data set, goes on with one that was begun, or finds that it is there.
 
@@ -115,32 +91,32 @@ def build(
         workers: processes that read and encode; with 1 this one does.
 
     Raises:
-        UsageError: something about `wanted` does not fit; before anything is read.
+        UsageError: something about `options` does not fit; before anything is read.
         DataError: a line cannot be read, or the disk cannot be written.
     """
-    if wanted.prefix.suffix in (".bin", ".idx", ".npy"):
+    if options.prefix.suffix in (".bin", ".idx", ".npy"):
         raise UsageError(
-            f"--out {wanted.prefix} has an ending; leave it out: {wanted.prefix.with_suffix('')}"
+            f"--out {options.prefix} has an ending; leave it out: {options.prefix.with_suffix('')}"
         )
-    recipe, largest = _recipe_of(wanted)
-    files = find_files(wanted.inputs)
+    recipe, largest = _recipe_of(options)
+    files = find_files(options.inputs)
     fitting = sum(file.stat().st_size for file in files) // FEW_UNITS
-    unit_bytes = wanted.unit_bytes or min(max(UNIT_BYTES, fitting), MOST_UNIT_BYTES)
-    units = plan_units(files, wanted.reading, unit_bytes)
+    unit_bytes = options.unit_bytes or min(max(UNIT_BYTES, fitting), MOST_UNIT_BYTES)
+    units = plan_units(files, options.reading, unit_bytes)
     pieces = [piece for unit in units for piece in unit.pieces]
     inputs = tuple(dict.fromkeys(Input(piece.path, piece.size, piece.changed_ns) for piece in pieces))
-    key = xxhash.xxh3_128_hexdigest("".join([wanted.format, *map(recipe.key_of, units)]).encode())
-    output = _Output(wanted.prefix, wanted.format)
+    key = xxhash.xxh3_128_hexdigest("".join([options.format, *map(recipe.key_of, units)]).encode())
+    output = _Output(options.prefix, options.format)
     with output.working():
-        there = output.finished(key, wanted.overwrite)
+        there = output.finished(key, options.overwrite)
         if there is None:
             made = _make_all(units, recipe, output.work, workers, progress)
             there = output.publish(
                 made,
                 Description(
                     key=key,
-                    format=wanted.format,
-                    tokenizer=wanted.tokenizer,
+                    format=options.format,
+                    tokenizer=options.tokenizer,
                     vocabulary=largest + 1,
                     eod=recipe.eod,
                     dtype=recipe.dtype,
@@ -163,35 +139,35 @@ def describe(prefix: Path) -> Description | None:
         return None
 
 
-def _recipe_of(wanted: Wanted) -> tuple[Recipe, int]:
+def _recipe_of(options: BuildOptions) -> tuple[Recipe, int]:
     """How to encode, and the largest token."""
-    encoder = load_encoder(wanted.tokenizer)
-    eod = _eod_of(wanted, encoder)
+    encoder = load_encoder(options.tokenizer)
+    eod = _eod_of(options, encoder)
     largest = max(encoder.largest, -1 if eod is None else eod)
-    dtype = wanted.dtype or _smallest_dtype(largest, wanted.format)
-    if dtype not in _dtypes_of(wanted.format):
+    dtype = options.dtype or _smallest_dtype(largest, options.format)
+    if dtype not in _dtypes_of(options.format):
         raise UsageError(
-            f"--dtype {dtype} is not one that {wanted.format} files can have: {', '.join(_dtypes_of(wanted.format))}"
+            f"--dtype {dtype} is not one that {options.format} files can have: {', '.join(_dtypes_of(options.format))}"
         )
     if largest > np.iinfo(dtype).max:
         raise UsageError(
             f"--dtype {dtype} holds numbers up to {np.iinfo(dtype).max}, but tokens go up to {largest}; leave --dtype "
-            f"out, or give {_smallest_dtype(largest, wanted.format)}"
+            f"out, or give {_smallest_dtype(largest, options.format)}"
         )
-    return Recipe(wanted.reading, wanted.tokenizer, encoder.key, eod, dtype), largest
+    return Recipe(options.reading, options.tokenizer, encoder.key, eod, dtype), largest
 
 
-def _eod_of(wanted: Wanted, encoder: Encoder) -> int | None:
-    if wanted.eod is not None and wanted.eod_id is not None:
+def _eod_of(options: BuildOptions, encoder: Encoder) -> int | None:
+    if options.eod is not None and options.eod_id is not None:
         raise UsageError("--eod and --eod-id name the same thing; give one")
-    if wanted.eod is None:
-        if wanted.eod_id is not None and not 0 <= wanted.eod_id < 2**31:
-            raise UsageError(f"--eod-id {wanted.eod_id} is no token; it can be 0 to {2**31 - 1}")
-        return wanted.eod_id
-    number = encoder.number_of(wanted.eod)
+    if options.eod is None:
+        if options.eod_id is not None and not 0 <= options.eod_id < 2**31:
+            raise UsageError(f"--eod-id {options.eod_id} is no token; it can be 0 to {2**31 - 1}")
+        return options.eod_id
+    number = encoder.number_of(options.eod)
     if number is None:
         raise UsageError(
-            f"the tokenizer {wanted.tokenizer} has no token {wanted.eod!r}; look into its file, or give --eod-id NUMBER"
+            f"the tokenizer {options.tokenizer} has no token {options.eod!r}; look into its file, or give --eod-id NUMBER"
         )
     return number
 

@@ -1,9 +1,16 @@
-"""What `holdfast data build` can be told about its input and its output."""
+"""What `holdfast data build` can be told about its input and its output.
 
-from __future__ import annotations
+`holdfast --help` imports this module, so it must not need numpy or msgspec. It has no `from __future__ import annotations`
+because the command line evaluates its annotations (see `protocol/options.py`).
+"""
 
+import dataclasses
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+from holdfast.protocol.options import Argument, Group, Option
 
 
 class Kind(StrEnum):
@@ -28,18 +35,69 @@ class Format(StrEnum):
     NPY = "npy"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Reading:
-    """How documents are found in files.
+    """How documents are found in files."""
 
-    Attributes:
-        field: of a JSON object, or the column.
-        documents: what a document is in a text file.
-        kind: what all files hold; None goes by their names.
-        skip_bad: pass over lines that cannot be read, and count them.
-    """
+    field: Annotated[
+        str,
+        Option(
+            metavar="NAME", help="The field of a JSON line, or the column of Parquet, that holds the text."
+        ),
+    ] = "text"
+    documents: Annotated[Documents, Option(help="What one document is in a text file.")] = Documents.FILE
+    kind: Annotated[
+        Kind | None,
+        Option(
+            names=("--input-format",),
+            default="by the files' names",
+            help="The format of all inputs.",
+        ),
+    ] = None
+    skip_bad: Annotated[bool, Option(help="Skip and count lines and rows that cannot be read.")] = False
 
-    field: str = "text"
-    documents: Documents = Documents.FILE
-    kind: Kind | None = None
-    skip_bad: bool = False
+
+@dataclass(frozen=True, kw_only=True)
+class BuildOptions:
+    """What `holdfast data build` is to build."""
+
+    inputs: Annotated[
+        tuple[str, ...],
+        Argument(
+            metavar="INPUT",
+            help="Files, or folders of them: text, .jsonl or .parquet; text and .jsonl also as .gz.",
+        ),
+    ]
+    prefix: Annotated[
+        Path, Option(names=("--out",), metavar="PREFIX", help="Name of the new files, without a suffix.")
+    ]
+    reading: Annotated[Reading, Group("Input")] = dataclasses.field(default_factory=Reading)
+    tokenizer: Annotated[
+        str,
+        Option(
+            group="Tokens",
+            metavar="FILE|bytes",
+            help="A tokenizer.json of Hugging Face's tokenizers, or bytes for one token per byte.",
+        ),
+    ] = "bytes"
+    eod: Annotated[
+        str | None,
+        Option(group="Tokens", metavar="TOKEN", help="The token that ends every document: '<|endoftext|>'."),
+    ] = None
+    eod_id: Annotated[
+        int | None, Option(group="Tokens", metavar="ID", help="The same token by its number.")
+    ] = None
+    dtype: Annotated[
+        str | None,
+        Option(
+            group="Tokens",
+            default="the smallest that holds every token",
+            help="The type of the tokens, for example uint16.",
+        ),
+    ] = None
+    format: Annotated[
+        Format, Option(help="megatron writes PREFIX.bin and PREFIX.idx; npy writes PREFIX.npy.")
+    ] = Format.MEGATRON
+    overwrite: Annotated[bool, Option(help="Replace different data of the same name.")] = False
+    unit_bytes: int | None = None
+    """Input bytes of one unit of work, for tests. None: 4 MiB, up to 32 MiB where that would be more than 4,096 units."""
