@@ -137,7 +137,13 @@ class Replica:
         endpoint = endpoint or Endpoint(host, link.token, link.start.worker)
         self._listener, self._donor = endpoint.listener, endpoint.donor
         self._buffers = Buffers(state_image.buffers_of(protected))
-        self.unchanged = Unchanged({name: thing for name, thing in protected.items() if name != NAME})
+        self.unchanged = Unchanged(
+            {
+                name: thing
+                for name, thing in protected.items()
+                if name != NAME and not getattr(thing, "changes_between_steps", False)
+            }
+        )
         self._snapshots = Snapshots(link, faults, device)
         self._restoring = Restoring(link, protected, sharding)
         self._durations: deque[float] = deque(maxlen=MEDIAN_OVER)

@@ -34,6 +34,7 @@ class Run:
     """
 
     def __init__(self, attachment: worker.Attachment) -> None:
+        self.taken = False  # by an adapter, for its only training
         self._attachment = attachment
         self._protected: dict[str, Any] = {}
         self._replica: Replica | None = None
@@ -47,6 +48,11 @@ class Run:
         self.device = torch.device("cuda", local % torch.cuda.device_count()) if cuda else torch.device("cpu")
         if cuda:
             torch.cuda.set_device(self.device)  # FSDP2 and the meshes take the current one
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no job: the script was started by plain `python`."""
+        return self._attachment.alone
 
     @property
     def rank(self) -> int:
@@ -138,7 +144,8 @@ class Run:
 
         From then on a step's commit alone changes them: the optimizer, the scheduler and `also` of `step.apply`. A change
         made elsewhere would be lost or made twice by a fault; it is found at the next step's edge and refused. Buffers
-        that forward passes change are each worker's own.
+        that forward passes change are each worker's own. An object with an attribute `changes_between_steps` that is true
+        may change between two steps as well, if it changes alike on every worker.
 
         Raises:
             UsageError: an object without these methods, or a call after `steps`.

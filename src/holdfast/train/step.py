@@ -54,12 +54,14 @@ class Step:
         index: number of the step, from 0.
         samples: how many samples were committed before it.
         loss: global mean loss (sum of losses over sum of weights); NaN until the step is reduced.
+        grad_norm: norm of the global gradient before it was clipped; NaN until the step is reduced.
     """
 
     def __init__(self, replica: Replica, batches: Batches, index: int, seed: int, position: Position) -> None:
         self.index = index
         self.samples = position.samples
         self.loss = math.nan
+        self.grad_norm = math.nan
         self._stage = Stage.OPEN
         self._began_s = time.perf_counter()
         self._replica = replica
@@ -195,6 +197,7 @@ class Step:
             self._say_weight()
         gradients.flush(replica.group)
         norm = math.sqrt(replica.over_shards(self.index, gradients.finish(self._scale)))
+        self.grad_norm = norm
         if not math.isfinite(norm):
             raise NonFiniteGradient(
                 f"the gradient of step {self.index} is {norm} (loss {self.loss:.6g}): look at this step's data, "

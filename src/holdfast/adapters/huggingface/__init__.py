@@ -1,0 +1,1 @@
+"""Hugging Face's Trainer at level 2."""

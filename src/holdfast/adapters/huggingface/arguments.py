@@ -1,0 +1,93 @@
+"""What of TrainingArguments cannot work at level 2, and what of it follows the job."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainingArguments
+
+from holdfast.errors import UsageError
+
+if TYPE_CHECKING:
+    from holdfast.train.run import Run
+
+
+def follow(args: TrainingArguments, run: Run, slot: int) -> None:
+    """Who saves and who logs follows this worker's rank in the job, which may change with every generation.
+
+    Transformers asks its arguments for that, and they ask Accelerate, which knows of this process alone. So the two
+    properties are answered here; `world_size` stays 1, because nothing may be gathered over a process group.
+    """
+    kind = type(args)
+    names = {
+        "process_index": property(lambda self: run.rank),
+        "local_process_index": property(lambda self: slot),
+        # Saved with every checkpoint of the Trainer's, to be read where there may be no Holdfast.
+        "__reduce_ex__": lambda self, protocol: (kind.__new__, (kind,), self.__getstate__()),
+        "__doc__": kind.__doc__,
+        "__module__": kind.__module__,
+    }
+    args.__class__ = type(kind.__name__, (kind,), names)
+    if args.n_gpu > 1:
+        # This process sees all GPUs of its node and has one of them. Trainer would wrap the model in DataParallel.
+        args._n_gpu = 1
+
+
+def refuse(args: TrainingArguments, dataset: Any) -> None:
+    """Refuses what cannot work, before anything is trained.
+
+    Raises:
+        UsageError: with every option that cannot work, and what to write instead.
+    """
+    wrong = [text for found, text in _checks(args, dataset) if found]
+    if wrong:
+        raise UsageError("holdfast.transformers.Trainer cannot train so:\n  " + "\n  ".join(wrong))
+
+
+def _checks(args: TrainingArguments, dataset: Any) -> list[tuple[bool, str]]:
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    return [
+        (
+            dataset is None or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"),
+            f"train_dataset is {type(dataset).__name__}, which has no length and no samples by number: use a map-style "
+            "dataset, so that every sample is trained exactly once at any number of workers",
+        ),
+        (args.fp16, "fp16=True: its loss scaler skips updates, which is not supported yet; use bf16=True"),
+        (bool(args.deepspeed), "deepspeed=...: DeepSpeed owns the step; use level 1 (docs/levels.md)"),
+        (
+            bool(args.fsdp),
+            "fsdp=...: sharded training takes holdfast.start(main) and run.mesh() (docs/sharded.md)",
+        ),
+        (
+            args.auto_find_batch_size,
+            "auto_find_batch_size=True: the global batch is fixed for a job; set per_device_train_batch_size",
+        ),
+        (
+            args.load_best_model_at_end,
+            "load_best_model_at_end=True: ranks change, so no worker knows all files; load state.best_model_checkpoint "
+            "after the job",
+        ),
+        (
+            "lomo" in optimizer or "layerwise" in optimizer,
+            f"optim={optimizer}: it updates inside of the backward pass, before the workers agree; choose another",
+        ),
+        (
+            args.include_num_input_tokens_seen not in ("no", False),
+            "include_num_input_tokens_seen: it is counted on one worker only; leave it out",
+        ),
+        (
+            getattr(args, "train_sampling_strategy", "random") not in ("random", None),
+            f"train_sampling_strategy={getattr(args, 'train_sampling_strategy', None)}: the order of samples is the "
+            "job's; leave it at random",
+        ),
+        (
+            str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+            in ("reduce_lr_on_plateau", "greedy"),
+            f"lr_scheduler_type={getattr(args.lr_scheduler_type, 'value', args.lr_scheduler_type)}: it changes the learning rate between two steps, which a fault "
+            "would undo; choose a schedule over steps",
+        ),
+        (
+            getattr(args, "parallelism_config", None) is not None,
+            "parallelism_config: a replica is one process here; take holdfast.start(main) and run.mesh()",
+        ),
+    ]

@@ -1,0 +1,94 @@
+"""Where a Trainer stands, as protected state: what of it must be the same on every worker, and survive."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.trainer_callback import ExportableState
+
+STATE_FIELDS = ("epoch", "global_step", "best_metric", "best_global_step")
+"""Of TrainerState. The others follow from the arguments, or are this process's own (`is_world_process_zero`)."""
+
+CLOCKED = ("_runtime", "_per_second")
+"""How the names of logged values end that were read from this process's clock: no two workers have the same."""
+
+
+class Progress:
+    """Protected under `trainer`.
+
+    Attributes:
+        changes_between_steps: what follows a step changes this, too: each worker does the same with the same numbers.
+        outstanding: what follows the newest committed step (callbacks, logs, evaluation, a checkpoint) was not done yet.
+        grad_norm: of the newest committed step, before clipping.
+        learning_rate: with which it was made.
+    """
+
+    changes_between_steps = True
+
+    def __init__(self, trainer: Any) -> None:
+        """trainer: a Trainer with `HoldfastMixin`."""
+        self._trainer = trainer
+        # The mark is part of the state. A snapshot is taken with the commit, so whoever goes on from one finds it set and
+        # does what follows the step; whoever fetches the state later from a survivor that has done it finds it cleared,
+        # and does not log, or count towards early stopping, a second time.
+        self.outstanding = False
+        self.grad_norm: float | None = None
+        self.learning_rate: float | None = None
+        self._losses: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values. Of callbacks it holds what they export."""
+        trainer = self._trainer
+        return {
+            "outstanding": self.outstanding,
+            "grad_norm": self.grad_norm,
+            "learning_rate": self.learning_rate,
+            "state": {name: getattr(trainer.state, name) for name in STATE_FIELDS},
+            "history": [
+                {name: value for name, value in logs.items() if not name.endswith(CLOCKED)}
+                for logs in trainer.state.log_history
+            ],
+            "losses": {
+                "since_log": float(trainer._tr_loss),
+                "before": float(trainer._total_loss_scalar),
+                "last_log": trainer._globalstep_last_logged,
+            },
+            "callbacks": [exporter.state() for exporter in self._exporters()],
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Takes over saved values.
+
+        Raises:
+            ValueError: they were saved with other callbacks.
+        """
+        trainer, exporters = self._trainer, self._exporters()
+        if len(exporters) != len(saved["callbacks"]):
+            raise ValueError(
+                f"the saved state has {len(saved['callbacks'])} callbacks that export their state, this trainer has "
+                f"{len(exporters)}: give the trainer the same callbacks, in the same order"
+            )
+        self.outstanding = saved["outstanding"]
+        self.grad_norm, self.learning_rate = saved["grad_norm"], saved["learning_rate"]
+        for name, value in saved["state"].items():
+            setattr(trainer.state, name, value)
+        trainer.state.log_history = list(saved["history"])
+        self._losses = saved["losses"]
+        self.put_losses()
+        for exporter, exported in zip(exporters, saved["callbacks"], strict=True):
+            for name, value in (exported["args"] | exported["attributes"]).items():
+                setattr(exporter, name, value)
+
+    def put_losses(self) -> None:
+        """The sums of losses that are logged next. The Trainer clears them when its loop begins, which is after the state
+        came: so they are put in once more then."""
+        trainer, losses = self._trainer, self._losses or {"since_log": 0.0, "before": 0.0, "last_log": 0}
+        trainer._tr_loss = torch.tensor(losses["since_log"], dtype=torch.float64)
+        trainer._total_loss_scalar = losses["before"]
+        trainer._globalstep_last_logged = losses["last_log"]
+        trainer._initial_global_step = 0
+
+    def _exporters(self) -> list[ExportableState]:
+        callbacks = [*self._trainer.callback_handler.callbacks, self._trainer.control]
+        return [callback for callback in callbacks if isinstance(callback, ExportableState)]

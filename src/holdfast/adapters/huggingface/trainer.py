@@ -1,0 +1,303 @@
+"""Hugging Face's Trainer as a member of a job: its own methods compute a step, the run decides what counts."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, nullcontext
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import transformers
+from torch.utils.data import DataLoader, Dataset
+from transformers.trainer_pt_utils import find_batch_size
+
+from holdfast.adapters import world
+from holdfast.adapters.huggingface import arguments
+from holdfast.adapters.huggingface.progress import Progress
+from holdfast.data.mapstyle import shuffled
+from holdfast.errors import UsageError
+
+if TYPE_CHECKING:
+    from holdfast.train.run import Run
+    from holdfast.train.step import Step
+
+OLDEST, BEFORE = (5, 20), (5, 30)
+"""Versions of transformers that are tested: from this one, up to but without this one."""
+
+
+class HoldfastMixin:
+    """Put before a Trainer's class. Only the loop over steps is replaced: `training_step`, `compute_loss`, the optimizer,
+    the scheduler, callbacks, evaluation and logging are the Trainer's or the user's own.
+
+    Attributes:
+        reduction: "fast" or "exact", see `Run.steps`; set on the class, for example by `wrap`.
+    """
+
+    reduction: Literal["fast", "exact"] = "fast"
+
+    if TYPE_CHECKING:
+        _tr_loss: torch.Tensor
+        _total_loss_scalar: float
+        _globalstep_last_logged: int
+        _initial_global_step: int
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        check_version(transformers.__version__)
+        super().__init__(*args, **kwargs)
+        self._run: Run = world.attach()
+        arguments.follow(self.args, self._run, world.slot())
+        self._before_steps: ExitStack | None = None
+        self._step: Step | None = None
+        self._weight = 1.0
+
+    # ------------------------------------------------------------ before the first step
+
+    def get_train_dataloader(self: Any) -> DataLoader[Any]:
+        """A loader over the numbers of samples, as long as that of one worker of the full job. The Trainer asks it for
+        lengths alone: what a step's samples are, the run decides."""
+        arguments.refuse(self.args, self.train_dataset)
+        own = super().get_train_dataloader()  # type: ignore[misc]
+        self._collate, self._samples = own.collate_fn, own.dataset
+        self._lengths = DataLoader(
+            _Numbers(len(own.dataset)),
+            batch_size=self._micro_batch * self._run.full_world_size,
+            drop_last=self.args.dataloader_drop_last,
+        )
+        lengths: DataLoader[Any] = self._lengths
+        return lengths
+
+    def get_total_train_batch_size(self: Any, args: Any) -> int:
+        """Samples of an optimizer step over the full job."""
+        return int(self._micro_batch * args.gradient_accumulation_steps * self._run.full_world_size)
+
+    @property
+    def _micro_batch(self: Any) -> int:
+        return int(self.args.per_device_train_batch_size)
+
+    def _init_training_state(
+        self: Any, max_steps: int, steps_per_epoch: int, epochs: int, resume: Any, trial: Any
+    ) -> tuple[int, int]:
+        """Prepares the training and joins the job; returns the epoch that it stands in."""
+        if resume is not None:
+            raise UsageError(
+                "resume_from_checkpoint: a job goes on from its newest state by itself; leave it out. To begin with the "
+                "weights of another job, give their folder to from_pretrained"
+            )
+        if trial is not None:
+            raise UsageError("hyperparameter_search(): one job is one training; start one job for each trial")
+        super()._init_training_state(max_steps, steps_per_epoch, epochs, None, None)  # type: ignore[misc]
+        # The Trainer wants to know the epoch before it makes model and optimizer ready. A newcomer knows it when it has
+        # fetched the state, which goes into these. So that part is done now, and `_prepare_for_training` hands it out.
+        self._prepared, _ = super()._prepare_for_training(max_steps, self._lengths, None)  # type: ignore[misc]
+        self.accelerator.backward = self._backward
+        self.current_gradient_accumulation_steps = 1  # the run divides by the weight of the global batch
+        self._steps_per_epoch = steps_per_epoch
+        self._progress = Progress(self)
+        self._progress.put_losses()
+        run = self._run = world.take()
+        run.protect(
+            model=self.model,
+            optimizer=_raw(self.optimizer),
+            scheduler=self.lr_scheduler,
+            trainer=self._progress,
+        )
+        self._steps = run.steps(
+            shuffled(self._samples, workers=self.args.dataloader_num_workers, collate=self._collate),
+            global_batch=self.get_total_train_batch_size(self.args),
+            micro_batch=self._micro_batch,
+            until=max_steps,
+            seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
+            reduction=self.reduction,
+        )
+        self._coming = next(self._steps, None)
+        self._reports = self.state.is_world_process_zero = self.is_world_process_zero()
+        # Callbacks that begin a training may take long, and the others wait for this worker's first step.
+        self._before_steps = ExitStack()
+        self._before_steps.enter_context(run.aside())
+        return (self.state.global_step - self._progress.outstanding) // steps_per_epoch, 0
+
+    def _prepare_for_training(self: Any, max_steps: int, loader: Any, resume: Any) -> tuple[Any, Any]:
+        return self._prepared, loader
+
+    # ------------------------------------------------------------ the loop over steps
+
+    def _run_epoch(
+        self: Any, model: Any, *, trial: Any, ignore_keys_for_eval: Any, start_time: float, **more: Any
+    ) -> None:
+        """The steps of an epoch, from where the job stands."""
+        after = (model, trial, ignore_keys_for_eval, start_time)
+        if self._before_steps is not None:
+            self._before_steps.close()
+            self._before_steps = None
+            self._progress.put_losses()
+        if self._progress.outstanding and self._follow_up(*after):
+            return
+        while (step := self._next_step()) is not None:
+            self._step, self._rate = step, self._get_learning_rate()
+            self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
+            with step:
+                for inputs in step:
+                    items = self._get_num_items_in_batch([inputs], self.args.device)
+                    self._weight = float(find_batch_size(inputs) if items is None else items)  # type: ignore[no-untyped-call]
+                    self.training_step(model, inputs, items)
+                self.control = self.callback_handler.on_pre_optimizer_step(
+                    self.args, self.state, self.control
+                )
+                step.apply(
+                    self.optimizer,
+                    max_grad_norm=self.args.max_grad_norm or None,
+                    scheduler=self.lr_scheduler,
+                    also=self._count_step,
+                )
+            if step.committed and self._follow_up(*after):
+                return
+
+    def _next_step(self: Any) -> Step | None:
+        step, self._coming = self._coming or next(self._steps, None), None
+        if step is None:  # the job was asked to stop, or it ended with the step before
+            self.control.should_training_stop = True
+        self._report_from_rank_0()
+        return step
+
+    def _backward(self: Any, loss: torch.Tensor, **options: Any) -> None:
+        """What `training_step` calls: its loss is a mean over what `_weight` counts."""
+        self._step.backward(loss * self._weight, weight=self._weight)
+
+    def _count_step(self: Any) -> None:
+        """Part of the step's commit."""
+        self.state.global_step += 1
+        self.state.epoch = self.state.global_step / self._steps_per_epoch
+        self._tr_loss += self._step.loss
+        progress = self._progress
+        progress.grad_norm, progress.learning_rate = self._step.grad_norm, self._rate
+        progress.outstanding = True
+
+    def _follow_up(self: Any, model: Any, trial: Any, ignored: Any, start_time: float) -> bool:
+        """What follows a committed step: callbacks, logs, evaluation, a checkpoint. Returns whether the epoch is over."""
+        handler, progress = self.callback_handler, self._progress
+        self.control = handler.on_optimizer_step(self.args, self.state, self.control)
+        self.control = handler.on_step_end(self.args, self.state, self.control)
+        over: bool = (
+            self.state.global_step % self._steps_per_epoch == 0
+            or self.control.should_epoch_stop
+            or self.control.should_training_stop
+        )
+        with (
+            self._run.aside()
+            if over or self.control.should_evaluate or self.control.should_save
+            else nullcontext()
+        ):
+            for end in (False, True) if over else (False,):
+                if end:
+                    self.control = handler.on_epoch_end(self.args, self.state, self.control)
+                self._maybe_log_save_evaluate(
+                    self._tr_loss,
+                    progress.grad_norm,
+                    model,
+                    trial,
+                    self.state.epoch,
+                    ignored,
+                    start_time,
+                    learning_rate=progress.learning_rate,
+                )
+        progress.outstanding = False
+        return over
+
+    # ------------------------------------------------------------ who reports, and the end
+
+    def _report_from_rank_0(self: Any) -> None:
+        """Rank 0 reports. When its worker is lost another becomes rank 0, whose reporters have not begun yet."""
+        zero = self.state.is_world_process_zero = self.is_world_process_zero()
+        if zero and not self._reports:
+            handler = self.callback_handler
+            for callback in handler.callbacks:
+                if type(callback).__module__.startswith("transformers."):
+                    callback.on_train_begin(
+                        self.args,
+                        self.state,
+                        self.control,
+                        model=self.model,
+                        processing_class=self.processing_class,
+                    )
+        self._reports = self._reports or zero
+
+    def _evaluate(
+        self: Any, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False
+    ) -> dict[str, float]:
+        if skip_scheduler and self.state.global_step:
+            return {}  # eval_on_start was done when the job began
+        metrics: dict[str, float] = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)  # type: ignore[misc]
+        return metrics
+
+    def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
+        if self.args.should_save:
+            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+
+    def _finalize_training(self: Any, trial: Any, num_train_samples: int, start_time: float) -> Any:
+        if self._next_step() is not None:  # a callback stopped the training early
+            self._steps.close()
+        return super()._finalize_training(trial, num_train_samples, start_time)  # type: ignore[misc]
+
+
+class _Numbers(Dataset[int]):
+    """As many samples as a dataset has."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def _raw(optimizer: Any) -> Any:
+    """The optimizer itself, without Accelerate's wrapper: what holds the state."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def check_version(version: str) -> None:
+    """Raises UsageError for a version of transformers that is not supported."""
+    numbers = tuple(int(part) for part in version.split(".")[:2])
+    if not OLDEST <= numbers < BEFORE:
+        low, high = (".".join(map(str, v)) for v in (OLDEST, BEFORE))
+        raise UsageError(
+            f"transformers {version} is installed, and holdfast.transformers supports {low} up to but without {high}: "
+            f"pip install 'transformers>={low},<{high}'"
+        )
+
+
+def wrap(trainer: type, reduction: Literal["fast", "exact"] = "fast") -> type:
+    """A class of trainers derived from transformers' Trainer, as a member of a job: `wrap(trl.SFTTrainer)`.
+
+    Args:
+        trainer: the class; its methods are called as before.
+        reduction: "exact": losses and parameters are those of a run on one worker, bit by bit (see `Run.steps`).
+
+    Raises:
+        UsageError: the class is not derived from Trainer, or replaces the loop over steps itself.
+    """
+    if not issubclass(trainer, transformers.Trainer):
+        raise UsageError(f"wrap({trainer.__name__}): give a class that is derived from transformers.Trainer")
+    replaced = [name for name in _OURS if getattr(trainer, name) is not getattr(transformers.Trainer, name)]
+    if replaced:
+        raise UsageError(
+            f"wrap({trainer.__name__}): it replaces {', '.join(replaced)}, which the job's loop over steps stands for; "
+            "use level 1 for it (docs/levels.md)"
+        )
+    return type(
+        trainer.__name__, (HoldfastMixin, trainer), {"reduction": reduction, "__module__": trainer.__module__}
+    )
+
+
+_OURS = (
+    "_inner_training_loop",
+    "_init_training_state",
+    "_prepare_for_training",
+    "_run_epoch",
+    "_finalize_training",
+)
+
+
+class Trainer(HoldfastMixin, transformers.Trainer):  # type: ignore[misc]
+    """transformers.Trainer as a member of a job."""

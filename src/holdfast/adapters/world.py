@@ -1,0 +1,85 @@
+"""How a script that never calls `holdfast.start` becomes a member of its job, and sees no other world than itself."""
+
+from __future__ import annotations
+
+import atexit
+import os
+
+from holdfast.errors import UsageError
+from holdfast.train import worker
+from holdfast.train.run import Run
+
+HIDDEN = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_MAX_RESTARTS",
+    "TORCHELASTIC_USE_AGENT_STORE",
+)
+"""What torchrun's habits put into a worker's environment."""
+
+_slot = int(os.environ.get("LOCAL_RANK", "0"))
+
+_runs: list[Run] = []
+"""This process's run: a worker belongs to one job for its whole life."""
+
+
+def slot() -> int:
+    """This worker's number on its node."""
+    return _slot
+
+
+def attach() -> Run:
+    """The run of this process: a member of the job under `holdfast run`, a job of one under plain `python`.
+
+    To be called when the adapter is imported, before a framework looks at the environment: then the framework sees one
+    process, and never asks torch for a process group. A group over all workers could not lose one of them, and a spare
+    that comes late would wait in it for ever.
+    """
+    if _runs:
+        return _runs[0]
+    attachment = worker.attach()
+    if attachment is None:
+        run = _alone()
+    else:
+        worker.leave_sigterm_to_the_agent()
+        run = Run(attachment)  # reads LOCAL_RANK, for this worker's GPU
+    for name in HIDDEN:
+        os.environ.pop(name, None)
+    _runs.append(run)
+    return run
+
+
+def take() -> Run:
+    """The run, for training with it. Under plain `python` every training has a run of its own.
+
+    Raises:
+        UsageError: the job's run was taken before. Its state is that of one training, and a newcomer could not know which.
+    """
+    run = attach()
+    if not run.taken:
+        run.taken = True
+        return run
+    if not run.alone:
+        raise UsageError(
+            "this job has trained before: one job is one call of train(). Start a second training as a job of its own, "
+            "with another script or another argument"
+        )
+    _runs[:] = [_alone()]
+    return take()
+
+
+def _alone() -> Run:
+    attachment = worker.alone()
+    run = Run(attachment)
+    atexit.register(attachment.close)
+    return run

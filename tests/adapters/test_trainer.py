@@ -1,0 +1,111 @@
+"""Hugging Face's Trainer at level 2: what it computes is what one undisturbed process computes, bit by bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness import end_leftovers, end_started, run
+
+SCRIPT = Path(__file__).parent / "train_trainer.py"
+STEPS = 18
+"""Of train_trainer.py: 96 samples, 16 of them in a step, 3 times."""
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(tmp_path):
+    yield
+    end_started()
+    end_leftovers(tmp_path)
+
+
+def ends(folder: Path) -> list[dict]:
+    """What the workers that came to the end wrote."""
+    return [json.loads(file.read_text()) for file in sorted(folder.glob("end-*.json"))]
+
+
+def alone(folder: Path, *options: str) -> dict:
+    """By one process, without a job: it computes all micro-batches of a step."""
+    env = dict(os.environ, OMP_NUM_THREADS="1")
+    command = [sys.executable, str(SCRIPT), str(folder), "--accumulate", "4", *options]
+    subprocess.run(command, env=env, check=True, capture_output=True, timeout=200)
+    (end,) = ends(folder)
+    return end
+
+
+def in_a_job(home: Path, *options: object, nodes: str = "2", script: tuple[str, ...] = ()) -> list[dict]:
+    """By two workers."""
+    ran = run(home, "--nnodes", nodes, *options, SCRIPT, home / "out", *script, timeout=250)
+    assert ran.code == 0, ran.output
+    return ends(home / "out")
+
+
+def without_counts(end: dict) -> dict:
+    return {name: value for name, value in end.items() if name not in ("ended", "epochs", "saves")}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> dict:
+    return alone(tmp_path_factory.mktemp("alone"))
+
+
+def test_a_killed_worker_changes_nothing(tmp_path, undisturbed):
+    ended = in_a_job(tmp_path, "--spares", 1, "--fault", "kill-worker:rank=0,step=8")
+    assert [without_counts(end) for end in ended] == 2 * [without_counts(undisturbed)]
+    first, second = sorted((end["ended"] for end in ended), key=len)
+    assert second == [*range(1, STEPS + 1)]  # the survivor's callbacks: each step once
+    assert first == second[-len(first) :]  # the newcomer's: every step from where it came in
+    assert 0 < len(first) < STEPS
+    assert [end["saves"] for end in ended].count(True) == 1
+
+
+def test_what_is_trained_is_what_the_trainer_counts(undisturbed):
+    assert undisturbed["steps"] == STEPS
+    assert undisturbed["ended"] == [*range(1, STEPS + 1)]
+    assert undisturbed["epochs"] == [1.0, 2.0, 3.0]
+    logged = [logs["step"] for logs in undisturbed["history"] if "loss" in logs]
+    assert logged == [3, 6, 9, 12, 15, 18]
+    assert [logs["step"] for logs in undisturbed["history"] if "eval_loss" in logs] == [6, 12, 18]
+    losses = [logs["loss"] for logs in undisturbed["history"] if "loss" in logs]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("phase", ["forward", "backward", "reduce", "vote", "update", "commit"])
+def test_a_kill_in_any_phase(tmp_path, undisturbed, phase):
+    ended = in_a_job(tmp_path, "--spares", 1, "--fault", f"kill-worker:rank=1,step=7,phase={phase}")
+    assert [without_counts(end) for end in ended] == 2 * [without_counts(undisturbed)]
+
+
+@pytest.mark.nightly
+def test_a_job_that_gets_smaller_and_whole_again(tmp_path, undisturbed):
+    ended = in_a_job(tmp_path, "--fault", "kill-node:node=1,step=5", nodes="1:2")
+    assert {json.dumps(without_counts(end)) for end in ended} == {json.dumps(without_counts(undisturbed))}
+
+
+@pytest.mark.nightly
+def test_early_stopping_counts_through_a_kill(tmp_path):
+    wanted = alone(tmp_path / "alone", "--patience", "1", "--epochs", "8")
+    assert wanted["steps"] < 8 * 6
+    ended = in_a_job(
+        tmp_path,
+        "--spares",
+        1,
+        "--fault",
+        "kill-worker:rank=0,step=10",
+        script=("--patience", "1", "--epochs", "8"),
+    )
+    assert [without_counts(end) for end in ended] == 2 * [without_counts(wanted)]
+
+
+@pytest.mark.nightly
+def test_a_users_own_loss(tmp_path):
+    wanted = alone(tmp_path / "alone", "--own-loss")
+    ended = in_a_job(tmp_path, "--spares", 1, "--fault", "kill-worker:rank=1,step=4", script=("--own-loss",))
+    assert [without_counts(end) for end in ended] == 2 * [without_counts(wanted)]

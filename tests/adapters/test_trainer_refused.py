@@ -1,0 +1,153 @@
+"""What holdfast.transformers refuses, before anything is trained, and the seams of transformers that it stands on."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+import transformers
+from torch.utils.data import Dataset, IterableDataset
+from transformers import TrainingArguments
+from transformers.trainer_callback import ExportableState
+
+import holdfast.transformers as adapter
+from holdfast.adapters.huggingface import arguments
+from holdfast.adapters.huggingface.trainer import check_version
+from holdfast.errors import UsageError
+
+
+class Four(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return {"x": torch.ones(2), "labels": torch.ones(1)}
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from ()
+
+
+class Line(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = torch.nn.Linear(2, 1)
+
+    def forward(self, x, labels=None):
+        return {"loss": (self.line(x) - labels).square().mean()}
+
+
+def args(folder, **options):
+    return TrainingArguments(output_dir=str(folder), use_cpu=True, report_to="none", max_steps=1, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+        (
+            {"load_best_model_at_end": True, "eval_strategy": "no", "save_strategy": "no"},
+            "load_best_model_at_end",
+        ),
+        ({"optim": "lomo"}, "optim=lomo"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"}, "lr_scheduler_type"),
+        ({"include_num_input_tokens_seen": True}, "include_num_input_tokens_seen"),
+    ],
+)
+def test_options_that_cannot_work_are_named(tmp_path, options, what):
+    with pytest.raises(UsageError, match=what):
+        arguments.refuse(args(tmp_path, **options), Four())
+
+
+def test_all_that_cannot_work_is_said_at_once(tmp_path):
+    with pytest.raises(UsageError) as error:
+        arguments.refuse(args(tmp_path, optim="lomo", auto_find_batch_size=True), Stream())
+    assert str(error.value).count("\n") == 3
+
+
+def test_a_stream_is_refused_by_train(tmp_path):
+    trainer = adapter.Trainer(model=Line(), args=args(tmp_path), train_dataset=Stream())
+    with pytest.raises(UsageError, match="map-style"):
+        trainer.train()
+
+
+def test_what_a_job_does_by_itself_is_refused(tmp_path):
+    trainer = adapter.Trainer(model=Line(), args=args(tmp_path), train_dataset=Four())
+    (tmp_path / "checkpoint-1").mkdir()
+    with pytest.raises(UsageError, match="resume_from_checkpoint"):
+        trainer._init_training_state(1, 1, 1, str(tmp_path / "checkpoint-1"), None)
+
+
+def test_a_trainer_with_a_loop_of_its_own_is_refused():
+    class Own(transformers.Trainer):
+        def _run_epoch(self, *args, **kwargs):
+            """Another loop."""
+
+    with pytest.raises(UsageError, match=r"Own.*_run_epoch"):
+        adapter.wrap(Own)
+    with pytest.raises(UsageError, match="is derived from"):
+        adapter.wrap(dict)
+
+
+@pytest.mark.parametrize("version", ["4.57.0", "5.19.1", "5.30.0", "6.0"])
+def test_other_versions_are_refused(version):
+    with pytest.raises(UsageError, match=version):
+        check_version(version)
+
+
+def test_two_trainings_of_a_script_without_a_job(tmp_path):
+    """Each is a run of its own."""
+    for _ in range(2):
+        trainer = adapter.Trainer(model=Line(), args=args(tmp_path), train_dataset=Four())
+        assert trainer.train().global_step == 1
+
+
+SEAMS = {
+    "_inner_training_loop": "self batch_size args resume_from_checkpoint trial ignore_keys_for_eval",
+    "_init_training_state": (
+        "self max_steps num_update_steps_per_epoch num_train_epochs resume_from_checkpoint trial"
+    ),
+    "_prepare_for_training": "self max_steps train_dataloader resume_from_checkpoint",
+    "_run_epoch": (
+        "self model epoch train_dataloader steps_in_epoch num_update_steps_per_epoch trial ignore_keys_for_eval "
+        "start_time resume_from_checkpoint epochs_trained steps_trained_in_current_epoch"
+    ),
+    "_maybe_log_save_evaluate": (
+        "self tr_loss grad_norm model trial epoch ignore_keys_for_eval start_time learning_rate"
+    ),
+    "_finalize_training": "self trial num_train_samples start_time",
+    "_evaluate": "self trial ignore_keys_for_eval skip_scheduler",
+    "_save_checkpoint": "self model trial",
+    "_get_num_items_in_batch": "self batch_samples device",
+    "training_step": "self model inputs num_items_in_batch",
+    "get_total_train_batch_size": "self args",
+}
+
+
+@pytest.mark.parametrize("seam", SEAMS)
+def test_a_seam_is_where_it_was(seam):
+    """The methods of Trainer that the adapter replaces or calls, with their parameters."""
+    assert " ".join(inspect.signature(getattr(transformers.Trainer, seam)).parameters) == SEAMS[seam]
+
+
+def test_the_loop_asks_in_the_order_that_the_adapter_relies_on():
+    """The state comes in `_init_training_state`, which is before the loop clears the sums of losses; and the loop hands
+    the epoch's arguments over by name."""
+    text = inspect.getsource(transformers.Trainer._inner_training_loop)
+    order = [
+        "get_train_dataloader",
+        "set_initial_training_values",
+        "_init_training_state",
+        "_prepare_for_training",
+    ]
+    order += ["_tr_loss = ", "on_train_begin", "_run_epoch(", "model=model", "_finalize_training"]
+    places = [text.index(name) for name in order]
+    assert places == sorted(places)
+    assert "self.accelerator.backward(loss" in inspect.getsource(transformers.Trainer.training_step)
+
+
+def test_callbacks_export_plain_values():
+    assert set(ExportableState.from_state.__code__.co_names) >= {"setattr"}
+    assert {"args", "attributes"} == set(transformers.TrainerControl().state())
