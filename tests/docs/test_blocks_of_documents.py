@@ -1,5 +1,5 @@
-"""README and pages: every block says what it is, every link leads somewhere, every command exists, and what is not an
-excerpt runs.
+"""README and pages: every block says what it is, every link leads somewhere, every command exists (in prose too), and what
+is not an excerpt runs.
 
 A block's first word is its language. `excerpt` after it: it is a part of something and cannot run by itself; its commands
 must exist all the same. `file=NAME`: it is written into that file, which the commands after it use. Each page has a
@@ -7,11 +7,13 @@ folder and a HOLDFAST_HOME of its own, in which its blocks run one after the oth
 """
 
 import functools
+import importlib.util
 import os
 import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,10 +34,8 @@ LANGUAGES = {"sh", "python", "toml", "yaml", "text"}
 FENCE = re.compile(r"^```(?P<info>.*)\n(?P<text>(?:.*\n)*?)^```$", re.MULTILINE)
 LINK = re.compile(r"\[[^\]]*\]\((?P<to>[^)\s]+)\)")
 COMMANDS = ("holdfast", "make")
-SHORTER = {"until=10_000": "until=60", "until=200": "until=60"}
-"""What is trained for a day on a page, and for a moment here."""
-LONG = {"docs/start.md", "docs/checkpoints.md", "docs/plan.md"}
-"""Pages that start several jobs or draw many trials: those run nightly."""
+SHORTER = {"until=10_000": "until=60", "until=200": "until=60", "days: 30": "days: 3"}
+"""What is trained for a day on a page, or simulated for a month, and what takes a moment here."""
 LIMIT_S = 100
 
 
@@ -71,10 +71,7 @@ def name_of(page: Path) -> str:
 
 def each_page(*, that_runs: bool) -> Any:
     pages = [p for p in PAGES if not that_runs or any(b.runs for b in blocks(p))]
-    marks = [pytest.mark.nightly if that_runs and name_of(p) in LONG else () for p in pages]
-    return pytest.mark.parametrize(
-        "page", [pytest.param(p, id=name_of(p), marks=m) for p, m in zip(pages, marks, strict=True)]
-    )
+    return pytest.mark.parametrize("page", [pytest.param(p, id=name_of(p)) for p in pages])
 
 
 @each_page(that_runs=False)
@@ -86,20 +83,53 @@ def test_every_block_says_what_it_is(page):
 
 
 @each_page(that_runs=False)
+def test_no_block_escapes(page):
+    """A fence that is indented, of tildes or never closed, and code that is only indented, would be seen by no other test."""
+    rest = FENCE.sub("", page.read_text())
+    assert not re.search(r"^\s*(```|~~~)", rest, re.MULTILINE)
+    assert not re.search(r"\n\n {4,}\S", rest)
+
+
+@each_page(that_runs=False)
 def test_every_link_leads_somewhere(page):
     """Sphinx looks at those of the site; these are followed where the pages are read as files."""
     for link in LINK.finditer(FENCE.sub("", page.read_text())):
-        to = link["to"].partition("#")[0]
-        if not to or "://" in to:
+        to, _, heading = link["to"].partition("#")
+        if "://" in to:
             continue
-        assert (page.parent / to).exists() or page.parent / to == MADE, link[0]
+        target = (page.parent / to) if to else page
+        assert target.exists() or target == MADE, link[0]
+        assert not heading or heading in headings(target), link[0]
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors of a page, as GitHub and MyST derive them from its headings."""
+    titles = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_every_extra_that_a_page_installs_exists():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for page in PAGES:
+        for names in re.findall(r"(?:holdfast|\.)\[([\w,]+)\]['\"]", page.read_text()):
+            assert set(names.split(",")) <= set(extras), f"{name_of(page)}: {names}"
+
+
+def test_every_variable_is_on_its_page():
+    """What the sources read from the environment, or give to workers, has a line on the page for that."""
+    sources = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    page = (ROOT / "docs" / "reference" / "environment.md").read_text()
+    assert (
+        sorted(set(re.findall(r'"(HOLDFAST_[A-Z_]+)"', sources)) - set(re.findall(r"HOLDFAST_[A-Z_]+", page)))
+        == []
+    )
 
 
 def test_every_promise_names_tests_that_exist():
-    text = (ROOT / "docs" / "promises.md").read_text()
-    named = set(re.findall(r"`(tests/[\w/.]+)`", text))
-    assert len(named) > 15
-    assert [n for n in sorted(named) if not (ROOT / n).exists()] == []
+    for page, at_least in (("promises.md", 12), ("security.md", 8)):
+        named = set(re.findall(r"`(tests/[\w/.]+)`", (ROOT / "docs" / page).read_text()))
+        assert len(named) >= at_least
+        assert [n for n in sorted(named) if not (ROOT / n).exists()] == []
 
 
 # ------------------------------------------------------------ commands
@@ -136,15 +166,21 @@ def command_line() -> Any:
     return typer.main.get_command(app)
 
 
-def parse(words: list[str]) -> None:
-    """Raises what the command line would say of a wrong command, option or number of arguments."""
+def parse(words: list[str], complete: bool = True) -> None:
+    """Raises what the command line would report of a wrong command, option or, if it is complete, number of arguments."""
     name, command, context = "holdfast", command_line(), None
     args = words[1:]
     while True:
-        context = command.make_context(name, args, parent=context)
-        if not hasattr(command, "resolve_command"):
+        try:
+            context = command.make_context(name, args, parent=context)
+        except Exception as error:
+            if complete or type(error).__name__ not in ("MissingParameter", "NoArgsIsHelpError"):
+                raise
             return
-        name, command, args = command.resolve_command(context, [*context._protected_args, *context.args])
+        rest = [*context._protected_args, *context.args] if hasattr(command, "resolve_command") else []
+        if not rest:
+            return
+        name, command, args = command.resolve_command(context, rest)
 
 
 @each_page(that_runs=False)
@@ -161,6 +197,29 @@ def test_every_command_exists(page):
                 parse(words)
             except Exception as error:
                 raise AssertionError(f"{shlex.join(words)}: {error}") from error
+
+
+@each_page(that_runs=False)
+def test_every_command_in_prose_exists(page):
+    """`holdfast resize 3` in a sentence or a table. What a reader fills in is in capitals, or in brackets."""
+    prose = FENCE.sub("", page.read_text())
+    for code in re.findall(r"`(holdfast [a-z][^`]*)`", prose.replace("\n", " ")):
+        try:
+            parse(shlex.split(re.sub(r"\[.*?\]|\.\.\.| > .*", "", code).replace(" N", " 1")), complete=False)
+        except Exception as error:
+            raise AssertionError(f"{code}: {error}") from error
+
+
+@each_page(that_runs=False)
+def test_every_benchmark_exists(page):
+    text = page.read_text().replace("\\\n", " ")
+    for module, options in re.findall(r"python -m (bench[\w.]*)([^`\n#)]*)", text):
+        spec = importlib.util.find_spec(module)
+        assert spec is not None, module
+        sources = (ROOT / "bench").rglob("*.py")
+        known = "".join(path.read_text() for path in sources)
+        for option in re.findall(r"--[\w-]+", options):
+            assert f'"{option}"' in known or option.removeprefix("--no-") in known, f"{module} {option}"
 
 
 @pytest.mark.timeout(300)

@@ -1,4 +1,4 @@
-"""The figures by which the project's sources compare with others': `python tests/structure/figures.py [PACKAGE] [README]`.
+"""The figures by which the project's sources compare with others': `python tests/structure/figures.py [PACKAGE] [README [DOCS]]`.
 
 Any tree can be measured, so the same numbers are had for an older commit and for another project:
 
@@ -12,6 +12,7 @@ Any tree can be measured, so the same numbers are had for an older commit and fo
                           and with those that only a type checker reads
     README                all its words as `wc -w` counts them, and how many a sentence of its prose has on average: code
                           blocks, tables, headings and the addresses of links are no prose
+    docs                  the same of all pages of a folder together, and the page whose sentences are longest on average
 """
 
 import ast
@@ -66,6 +67,20 @@ def words(text: str) -> int:
     return len(re.findall(r"\S*\w\S*", text))
 
 
+def sentences(page: Path) -> list[int]:
+    """How many words each sentence of a page's prose has."""
+    return [words(sentence) for sentence in prose(page.read_text())]
+
+
+def pages(docs: Path) -> list[Path]:
+    """What people wrote: the page of commands is made from `--help`, and its words are counted nowhere."""
+    return [page for page in sorted(docs.rglob("*.md")) if page.name != "commands.md"]
+
+
+def mean(values: list[int]) -> float:
+    return sum(values) / max(1, len(values))
+
+
 def show_circles(imports: list[Import], prefix: str) -> Iterator[str]:
     for label, kinds in (("on load", {LOADED}), ("at run time", AT_RUN_TIME), ("with types", EVERY)):
         modules = circles(arrows(imports, kinds))
@@ -77,7 +92,7 @@ def show_circles(imports: list[Import], prefix: str) -> Iterator[str]:
             yield f"    modules: {' '.join(name.removeprefix(prefix) for name in group)}"
 
 
-def report(package: Path, readme: Path) -> Iterator[str]:
+def report(package: Path, readme: Path, docs: Path) -> Iterator[str]:
     modules = modules_of(package)
     lines = sum(module.path.read_text().count("\n") for module in modules)
     lengths = [n for module in modules for n in function_lengths(module)]
@@ -93,16 +108,23 @@ def report(package: Path, readme: Path) -> Iterator[str]:
     yield f"{'modules that import logging':<34}{logging}"
     yield from show_circles(imports_of(modules), f"{package.name}.")
     if readme.exists():
-        text = readme.read_text()
-        sentences = prose(text)
-        mean = sum(map(words, sentences)) / max(1, len(sentences))
-        yield f"{'README words / mean sentence':<34}{len(text.split()):,} / {mean:.0f}"
+        count = len(readme.read_text().split())
+        yield f"{'README words / mean sentence':<34}{count:,} / {mean(sentences(readme)):.0f}"
+    if written := pages(docs):
+        count = sum(len(page.read_text().split()) for page in written)
+        average = mean([n for page in written for n in sentences(page)])
+        longest = max(written, key=lambda page: mean(sentences(page)))
+        yield (
+            f"{'docs words / mean sentence':<34}{count:,} / {average:.1f}, "
+            f"at most {mean(sentences(longest)):.1f} ({longest.name})"
+        )
 
 
 def main() -> None:
     package = Path(sys.argv[1] if len(sys.argv) > 1 else "src/holdfast").resolve()
     readme = Path(sys.argv[2] if len(sys.argv) > 2 else "README.md")
-    for line in report(package, readme):
+    docs = Path(sys.argv[3] if len(sys.argv) > 3 else readme.parent / "docs")
+    for line in report(package, readme, docs):
         print(line)
 
 

@@ -62,12 +62,31 @@ def test_the_report_counts_a_small_tree(tmp_path: Path) -> None:
     tree(tmp_path, a="# why\nThing(1, 2, 3, 4, 5, 6)  # noqa: X\nThing(a=1)\n\n\ndef f():\n    pass\n")
     readme = tmp_path / "README.md"
     readme.write_text("# Title\n\nOne two three. Four five six\nseven!\n\n```\nno words\n```\n")
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    (docs / "short.md").write_text("One two.\n")
+    (docs / "long.md").write_text("One two three four. Five six seven eight.\n")
+    (docs / "commands.md").write_text("This page is made, and all of its words are left out of the count.\n")
     shown = dict(
         re.split(r"\s{2,}", line, maxsplit=1)
-        for line in figures.report(tmp_path / "house", readme)
+        for line in figures.report(tmp_path / "house", readme, docs)
         if line[0] != " "
     )
     assert shown["positional calls of 6 or more"] == "500.0 per 1,000 of 2 calls of a class"
     assert shown["comments per 100 lines"] == "14.3"
     assert shown["function length p90 / p99"] == "2 / 2"
     assert shown["README words / mean sentence"] == "13 / 4"
+    assert shown["docs words / mean sentence"] == "10 / 3.3, at most 4.0 (long.md)"
+
+
+ROOT = Path(__file__).parents[2]
+WRITTEN = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *figures.pages(ROOT / "docs")]
+
+
+def test_sentences_of_the_documents_are_short() -> None:
+    """The mean over all pages at most 18 words, no page above 22, and no sentence that nobody can hold in mind."""
+    assert figures.mean([n for page in WRITTEN for n in figures.sentences(page)]) <= 18
+    assert {
+        p.name: figures.mean(figures.sentences(p)) for p in WRITTEN if figures.mean(figures.sentences(p)) > 22
+    } == {}
+    assert [s for s in figures.prose(WRITTEN[0].read_text()) if figures.words(s) > 30] == []
