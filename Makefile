@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.holdfast-ready
 
-.PHONY: setup demo test golden s3-test slurm-test lint figures docs clean
+.PHONY: setup demo test adapters-test golden s3-test slurm-test lint figures docs clean
 
 setup: $(STAMP)
 
@@ -29,6 +29,11 @@ test: setup
 # What the core decides in 5,000 random schedules, compared with what was recorded: a restructuring changes none of it.
 golden: setup
 	$(BIN)/python tests/coordinator/golden.py compare tests/coordinator/golden.txt
+
+# The adapters for other people's trainers, all cases, with the libraries that only these tests need.
+adapters-test: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[adapters]'
+	$(BIN)/python -m pytest -m "nightly or not nightly" tests/adapters
 
 # Against a real S3 server, which it starts, with its packages where they are missing (Debian 12 or newer, as root).
 s3-test: setup

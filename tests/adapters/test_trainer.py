@@ -32,8 +32,12 @@ def ends(folder: Path) -> list[dict]:
 
 def alone(folder: Path, *options: str) -> dict:
     """By one process, without a job: it computes all micro-batches of a step."""
+    return by_itself(folder, SCRIPT, folder, "--accumulate", 4, *options)
+
+
+def by_itself(folder: Path, *arguments: object) -> dict:
     env = dict(os.environ, OMP_NUM_THREADS="1")
-    command = [sys.executable, str(SCRIPT), str(folder), "--accumulate", "4", *options]
+    command = [sys.executable, *map(str, arguments)]
     subprocess.run(command, env=env, check=True, capture_output=True, timeout=200)
     (end,) = ends(folder)
     return end
@@ -109,3 +113,30 @@ def test_a_users_own_loss(tmp_path):
     wanted = alone(tmp_path / "alone", "--own-loss")
     ended = in_a_job(tmp_path, "--spares", 1, "--fault", "kill-worker:rank=1,step=4", script=("--own-loss",))
     assert [without_counts(end) for end in ended] == 2 * [without_counts(wanted)]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_trl_with_an_adapter_of_peft(tmp_path, kind):
+    """make adapters-test installs TRL and PEFT."""
+    pytest.importorskip("trl")
+    pytest.importorskip("peft")
+    script = SCRIPT.with_name("train_trl.py")
+    wanted = by_itself(tmp_path / "alone", script, kind, tmp_path / "alone", 4)
+    fault = "kill-worker:rank=1,step=3"
+    ran = run(
+        tmp_path,
+        "--nnodes",
+        2,
+        "--spares",
+        1,
+        "--fault",
+        fault,
+        script,
+        kind,
+        tmp_path / "out",
+        2,
+        timeout=250,
+    )
+    assert ran.code == 0, ran.output
+    assert ends(tmp_path / "out") == 2 * [wanted]
