@@ -3,7 +3,7 @@
 Three things drive it: the service (real life), the tests (random schedules under a virtual clock) and the
 planner's simulator. This file takes events apart and says what comes next; what is done about them lies in
 `membership` (nodes, generations, planned changes, failures, the end), `storage` (snapshots and checkpoints) and `health`
-(findings, triage, remedies). Their functions take the core first.
+(findings, triage, remedies). Their functions take the context first.
 """
 
 from __future__ import annotations

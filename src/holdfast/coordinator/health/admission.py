@@ -29,140 +29,146 @@ PAST_ACTS = 8
 """So many remedies of earlier jobs count for the next one on a machine."""
 
 
-def refuse(core: Context, hello: m.Hello, reason: str) -> None:
+def refuse(context: Context, hello: m.Hello, reason: str) -> None:
     """The engine is told, and asked for another; each time it waits longer, in case the check is what is wrong."""
-    s = core.state
+    s = context.state
     s.health.refusals += 1
-    core.act(MarkNode(hello.node, reason))
-    pause_s = core.timing.heartbeat_s * 2.0 ** min(s.health.refusals - 1, 16)
-    core.request(PauseRequests(core.now + min(pause_s, core.timing.wait_s)))
+    context.act(MarkNode(hello.node, reason))
+    pause_s = context.timing.heartbeat_s * 2.0 ** min(s.health.refusals - 1, 16)
+    context.request(PauseRequests(context.now + min(pause_s, context.timing.wait_s)))
     s.health.turned_away[hello.node] = reason
 
 
-def admit(core: Context, node: Node, hello: m.Hello, past: Sequence[Remembered]) -> None:
+def admit(context: Context, node: Node, hello: m.Hello, past: Sequence[Remembered]) -> None:
     """A node joins that is not known, or comes back as a new one."""
-    s = core.state
+    s = context.state
     s.health.turned_away.pop(node.name, None)
     node.identity, node.devices = hello.identity, hello.devices
     unsure = [c.name for c in hello.checks if c.condition is Condition.UNKNOWN]
     if unsure:
-        core.record(ledger.ChecksUnknown(node=node.name, checks=unsure))
+        context.record(ledger.ChecksUnknown(node=node.name, checks=unsure))
     known = history.standing(past, node.devices)
     node.trial, node.lemon = known.trial, known.lemon
     if not any(a.machine == node.machine for a in s.health.acts):
-        blast_radius.recalled(core, [_earlier(core, node, record) for record in known.acts[-PAST_ACTS:]])
+        blast_radius.recalled(
+            context, [_earlier(context, node, record) for record in known.acts[-PAST_ACTS:]]
+        )
     if known.quarantine and node.machine not in s.health.quarantine:
-        _give_up(core, node.machine, known.quarantine, known.by_rule)
+        _give_up(context, node.machine, known.quarantine, known.by_rule)
     if why := s.health.quarantine.get(node.machine):
-        _check(core, node, why)
-    elif core.spec.health.deep:
-        _check(core, node, NEW)
+        _check(context, node, why)
+    elif context.spec.health.deep:
+        _check(context, node, NEW)
     if node.lemon:
-        core.record(ledger.Lemon(node=node.name, reason=node.lemon))
+        context.record(ledger.Lemon(node=node.name, reason=node.lemon))
 
 
-def forget(core: Context) -> None:
+def forget(context: Context) -> None:
     """Keeps the newest of what was refused, for what such nodes still say."""
-    turned_away = core.state.health.turned_away
+    turned_away = context.state.health.turned_away
     for name in list(turned_away)[:-KEPT_REFUSED]:
         del turned_away[name]
 
 
-def _earlier(core: Context, node: Node, record: Remembered) -> Act:
+def _earlier(context: Context, node: Node, record: Remembered) -> Act:
     """A remedy of another job, on this one's clock."""
-    at_s, remedy = core.now - record.age_s, Remedy(record.remedy)
+    at_s, remedy = context.now - record.age_s, Remedy(record.remedy)
     act = Act(at_s, node.machine, node.name, record.rule, remedy, device=record.device, earlier=True)
     act.done_s = at_s
     return act
 
 
-def _check(core: Context, node: Node, why: str) -> None:
-    s = core.state
+def _check(context: Context, node: Node, why: str) -> None:
+    s = context.state
     s.health.requests += 1
     node.held = f"deep checks: {why}"
-    node.checking = Checking(s.health.requests, core.now + CHECKS_S, why)
-    core.record(
+    node.checking = Checking(s.health.requests, context.now + CHECKS_S, why)
+    context.record(
         ledger.NodeHeld(node=node.name, reason=f"not used before it has passed the deep checks: {why}")
     )
-    repeat(core, node)
+    repeat(context, node)
 
 
-def repeat(core: Context, node: Node) -> None:
+def repeat(context: Context, node: Node) -> None:
     """Sends the order (again) whose answer is not there."""
     if node.checking is not None:
-        core.send(node.name, m.RunChecks(request=node.checking.request, deep=True))
+        context.send(node.name, m.RunChecks(request=node.checking.request, deep=True))
 
 
-def checked(core: Context, node: Node, message: m.Checked) -> None:
+def checked(context: Context, node: Node, message: m.Checked) -> None:
     """An agent's answer. What was given up may be used again only if every check is well; of a new node what could not be
     told is no reason to refuse it."""
     if node.checking is None or message.request != node.checking.request:
         return
-    new = node.machine not in core.state.health.quarantine
+    new = node.machine not in context.state.health.quarantine
     fine = (Condition.HEALTHY, Condition.UNKNOWN) if new else (Condition.HEALTHY,)
     bad = [r for r in message.results if r.condition not in fine]
     if bad or not message.results:
-        turn_away(core, node, f"its deep checks did not pass: {queries.described(bad) or 'no check was run'}")
+        turn_away(
+            context, node, f"its deep checks did not pass: {queries.described(bad) or 'no check was run'}"
+        )
         return
     took = [r.name for r in message.results]
     node.checking, node.held = None, None
-    was = _take_back(core, node.machine)
-    core.record(ledger.Readmitted(node=node.name, checks=took, was=was))
+    was = _take_back(context, node.machine)
+    context.record(ledger.Readmitted(node=node.name, checks=took, was=was))
     if was and node.identity:
-        core.act(Remember(node.identity, Kind.READMITTED, node.name, text=f"passed {len(took)} deep checks"))
+        context.act(
+            Remember(node.identity, Kind.READMITTED, node.name, text=f"passed {len(took)} deep checks")
+        )
 
 
-def turn_away(core: Context, node: Node, reason: str) -> None:
+def turn_away(context: Context, node: Node, reason: str) -> None:
     """A node that was held is not used; the engine is asked for another."""
     node.checking = None
-    count(core.state.health.totals.withheld, "checks")
-    core.act(MarkNode(node.name, reason))
-    quarantine(core, node, reason, None)
-    core.record(ledger.NodeRefused(node=node.name, reason=reason))
-    core.request(RefuseNode(node, ChecksFailed(reason)))
+    count(context.state.health.totals.withheld, "checks")
+    context.act(MarkNode(node.name, reason))
+    quarantine(context, node, reason, None)
+    context.record(ledger.NodeRefused(node=node.name, reason=reason))
+    context.request(RefuseNode(node, ChecksFailed(reason)))
 
 
-def quarantine(core: Context, node: Node, reason: str, incident: Incident | None) -> None:
+def quarantine(context: Context, node: Node, reason: str, incident: Incident | None) -> None:
     """The machine is not used again, in this job and in others, before it has passed the deep checks."""
     rule, device = (incident.rule, incident.device) if incident else ("", "")
-    _give_up(core, node.machine, reason[:400], rule)
+    _give_up(context, node.machine, reason[:400], rule)
     if node.identity and not (incident and incident.injected):
-        core.act(Remember(node.identity, Kind.QUARANTINED, node.name, rule, device, reason[:400]))
+        context.act(Remember(node.identity, Kind.QUARANTINED, node.name, rule, device, reason[:400]))
 
 
-def _give_up(core: Context, machine: str, why: str, rule: str) -> None:
-    health = core.state.health
-    _take_back(core, machine)
+def _give_up(context: Context, machine: str, why: str, rule: str) -> None:
+    health = context.state.health
+    _take_back(context, machine)
     health.quarantine[machine] = why
     if rule:
         health.quarantine_rules[machine] = rule
     while len(health.quarantine) > KEPT_MACHINES:
-        _take_back(core, next(iter(health.quarantine)))
+        _take_back(context, next(iter(health.quarantine)))
 
 
-def _take_back(core: Context, machine: str) -> str | None:
+def _take_back(context: Context, machine: str) -> str | None:
     """Why it was in quarantine, if it was."""
-    core.state.health.quarantine_rules.pop(machine, None)
-    return core.state.health.quarantine.pop(machine, None)
+    context.state.health.quarantine_rules.pop(machine, None)
+    return context.state.health.quarantine.pop(machine, None)
 
 
-def lost(core: Context, node: Node, incident: Incident) -> None:
+def lost(context: Context, node: Node, incident: Incident) -> None:
     """A node was lost while it was used, and no rule says why: that counts, too."""
-    if node.identity and core.spec.engine != "local" and not incident.rule and not incident.injected:
-        core.act(Remember(node.identity, Kind.LOST, node.name, text=str(incident.cause)[:400]))
+    if node.identity and context.spec.engine != "local" and not incident.rule and not incident.injected:
+        context.act(Remember(node.identity, Kind.LOST, node.name, text=str(incident.cause)[:400]))
 
 
-def cleared(core: Context, machine: str, rule: str) -> None:
+def cleared(context: Context, machine: str, rule: str) -> None:
     """A person says that a machine is well, or that a rule was wrong about it. What was asked about it is answered. A
     quarantine for something else than that rule stands."""
-    health = core.state.health
-    names = {n.name for n in core.state.nodes.values() if n.machine == machine}
+    health = context.state.health
+    names = {n.name for n in context.state.nodes.values() if n.machine == machine}
     health.asks[:] = [a for a in health.asks if a.node not in names or rule not in ("", a.rule)]
     if rule and machine in health.quarantine and health.quarantine_rules.get(machine) != rule:
         return
-    _take_back(core, machine)
-    for node in [n for n in core.alive_nodes() if n.machine == machine]:
+    _take_back(context, machine)
+    for node in [n for n in context.alive_nodes() if n.machine == machine]:
         node.lemon = ""
         if node.held is not None and node.then is None:
             node.checking, node.held = None, None
-            core.record(ledger.Readmitted(node=node.name, checks=[], was="cleared by a person"))
+            context.record(ledger.Readmitted(node=node.name, checks=[], was="cleared by a person"))

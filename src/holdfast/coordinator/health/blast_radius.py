@@ -17,64 +17,64 @@ theirs: a switch, a file server, a driver, the script."""
 # ---------------------------------------------------------------- acted on
 
 
-def size(core: Context) -> int:
+def size(context: Context) -> int:
     """Nodes that the job has or is to have."""
-    return max(len(core.alive_nodes()), core.state.wanted_nodes + core.spec.spares)
+    return max(len(context.alive_nodes()), context.state.wanted_nodes + context.spec.spares)
 
 
-def limit(core: Context) -> int:
+def limit(context: Context) -> int:
     """So many nodes may be acted on within the window."""
-    return escalation.blast_limit(size(core), core.spec.health.blast_share)
+    return escalation.blast_limit(size(context), context.spec.health.blast_share)
 
 
-def acted_on(core: Context) -> set[str]:
+def acted_on(context: Context) -> set[str]:
     """Machines that were acted on within the window."""
-    return set(_leaves_window_s(core))
+    return set(_leaves_window_s(context))
 
 
-def may_act(core: Context, machine: str) -> bool:
+def may_act(context: Context, machine: str) -> bool:
     """Acting on this machine stays within the limit."""
-    done = acted_on(core)
-    return machine in done or len(done) < limit(core)
+    done = acted_on(context)
+    return machine in done or len(done) < limit(context)
 
 
-def may_act_at_s(core: Context) -> float:
+def may_act_at_s(context: Context) -> float:
     """When one more machine may be acted on, as far as is known now."""
-    ends = sorted(_leaves_window_s(core).values())
-    return ends[len(ends) - limit(core)] if len(ends) >= limit(core) else core.now
+    ends = sorted(_leaves_window_s(context).values())
+    return ends[len(ends) - limit(context)] if len(ends) >= limit(context) else context.now
 
 
-def _leaves_window_s(core: Context) -> dict[str, float]:
+def _leaves_window_s(context: Context) -> dict[str, float]:
     """Machines that were acted on within the window, and when each is out of it."""
-    window_s = core.spec.health.blast_window_s
+    window_s = context.spec.health.blast_window_s
     ends: dict[str, float] = {}
-    for act in core.state.health.acts:
-        if act.at_s + window_s > core.now and not act.earlier and acts_on_node(act.remedy):
+    for act in context.state.health.acts:
+        if act.at_s + window_s > context.now and not act.earlier and acts_on_node(act.remedy):
             ends[act.machine] = max(ends.get(act.machine, 0.0), act.at_s + window_s)
     return ends
 
 
-def repairs(core: Context) -> int:
+def repairs(context: Context) -> int:
     """Remedies of this job that took a node out of it."""
-    done = core.state.health.totals.acts
+    done = context.state.health.totals.acts
     return sum(n for remedy, n in done.items() if acts_on_node(Remedy(remedy)))
 
 
-def entered(core: Context, act: Act) -> None:
+def entered(context: Context, act: Act) -> None:
     """Remembers a remedy: as many as a window of this fleet may have, and all that are under way."""
-    core.state.health.acts.append(act)
-    _trim(core)
+    context.state.health.acts.append(act)
+    _trim(context)
 
 
-def recalled(core: Context, acts: list[Act]) -> None:
+def recalled(context: Context, acts: list[Act]) -> None:
     """The same for remedies of earlier jobs, oldest first."""
-    core.state.health.acts[:0] = acts
-    _trim(core)
+    context.state.health.acts[:0] = acts
+    _trim(context)
 
 
-def _trim(core: Context) -> None:
-    acts = core.state.health.acts
-    excess = len(acts) - max(KEPT_ACTS, size(core))
+def _trim(context: Context) -> None:
+    acts = context.state.health.acts
+    excess = len(acts) - max(KEPT_ACTS, size(context))
     for old in [a for a in acts if a.done][: max(0, excess)]:
         acts.remove(old)
 
@@ -82,40 +82,42 @@ def _trim(core: Context) -> None:
 # ---------------------------------------------------------------- reported
 
 
-def reported(core: Context, node: Node, rule: str) -> None:
+def reported(context: Context, node: Node, rule: str) -> None:
     """A rule matched on a machine."""
-    reports = core.state.health.reports
-    near = {m: at_s for m, at_s in reports.pop(rule, {}).items() if core.now - at_s <= STORM_S}
-    reports[rule] = near | {node.machine: core.now}
+    reports = context.state.health.reports
+    near = {m: at_s for m, at_s in reports.pop(rule, {}).items() if context.now - at_s <= STORM_S}
+    reports[rule] = near | {node.machine: context.now}
     while len(reports) > KEPT_RULES:
         del reports[next(iter(reports))]
 
 
-def _near(core: Context, rule: str) -> dict[str, float]:
+def _near(context: Context, rule: str) -> dict[str, float]:
     """Machines that reported the same lately, and when."""
-    reports = core.state.health.reports.get(rule, {})
-    return {machine: at_s for machine, at_s in reports.items() if core.now - at_s <= STORM_S}
+    reports = context.state.health.reports.get(rule, {})
+    return {machine: at_s for machine, at_s in reports.items() if context.now - at_s <= STORM_S}
 
 
-def storm(core: Context, rule: str) -> tuple[int, int, float] | None:
+def storm(context: Context, rule: str) -> tuple[int, int, float] | None:
     """Of how many machines the same is reported, of how many that could have within that time, and within what time;
     None: of few enough to be their own fault. Machines that were replaced meanwhile are on both sides."""
-    near = _near(core, rule)
-    could = {n.machine for n in core.state.nodes.values() if n.alive or core.now - n.last_seen_s <= STORM_S}
+    near = _near(context, rule)
+    could = {
+        n.machine for n in context.state.nodes.values() if n.alive or context.now - n.last_seen_s <= STORM_S
+    }
     of = len(could | set(near))
-    if len(near) < STORM_NODES or len(near) <= core.spec.health.blast_share * of:
+    if len(near) < STORM_NODES or len(near) <= context.spec.health.blast_share * of:
         return None
-    return len(near), of, core.now - min(near.values())
+    return len(near), of, context.now - min(near.values())
 
 
-def others_show_it(core: Context, node: Node, rule: str) -> int:
+def others_show_it(context: Context, node: Node, rule: str) -> int:
     """Other machines that show the same lately."""
-    return len(set(_near(core, rule)) - {node.machine})
+    return len(set(_near(context, rule)) - {node.machine})
 
 
-def follows_the_script(core: Context, rule: str) -> str | None:
+def follows_the_script(context: Context, rule: str) -> str | None:
     """The same at the same step on different nodes: what the script does there, not what they are."""
-    seen = [x for x in core.state.health.sightings if x.rule == rule]
+    seen = [x for x in context.state.health.sightings if x.rule == rule]
     if len({x.machine for x in seen}) < 2:
         return None
     verdict = script_fault([_failure(x) for x in seen])

@@ -29,38 +29,38 @@ UNKNOWN_S = 600.0
 UNKNOWN_KEPT = 16
 
 
-def found(core: Context, node: Node, findings: tuple[Finding, ...]) -> None:
+def found(context: Context, node: Node, findings: tuple[Finding, ...]) -> None:
     """Rules matched on a node."""
     for finding in findings:
-        count(core.state.health.totals.findings, finding.rule)
-        _hear(core, node, finding)
+        count(context.state.health.totals.findings, finding.rule)
+        _hear(context, node, finding)
 
 
-def _hear(core: Context, node: Node, finding: Finding) -> None:
+def _hear(context: Context, node: Node, finding: Finding) -> None:
     trial = finding.dry_run or finding.rule in node.trial
     if finding.condition is not Condition.FAULTY:
-        _write(core, node, finding, None)
-        _not_faulty(core, node, finding)
+        _write(context, node, finding, None)
+        _not_faulty(context, node, finding)
         return
     node.unknown.pop(finding.rule, None)
     if not trial:
-        _sight(core, node, finding)
+        _sight(context, node, finding)
     if not _counts(finding) or trial or not node.alive:
         if trial and _counts(finding) and node.alive:
-            _write(core, node, finding, None)
-            triage.on_trial(core, node, finding)
+            _write(context, node, finding, None)
+            triage.on_trial(context, node, finding)
         else:
-            _write(core, node, finding, _explain(core, node, finding) if not trial else None)
+            _write(context, node, finding, _explain(context, node, finding) if not trial else None)
         return
-    incident = _incident(core, node, finding)
-    new = incidents.witnessed(incident, finding.rule, finding.source, finding.evidence, core.now)
+    incident = _incident(context, node, finding)
+    new = incidents.witnessed(incident, finding.rule, finding.source, finding.evidence, context.now)
     if new:
-        _write(core, node, finding, incident)
+        _write(context, node, finding, incident)
     if not finding.shared:
         _weigh_in(incident, finding)
     if finding.worker and finding.remedy is Remedy.RESTART_WORKER and finding.worker not in incident.workers:
         incident.workers.append(finding.worker)
-    triage.consider(core, node, incident, finding)
+    triage.consider(context, node, incident, finding)
 
 
 def _counts(finding: Finding) -> bool:
@@ -68,17 +68,17 @@ def _counts(finding: Finding) -> bool:
     return not graver(Severity.ERROR, finding.severity) or finding.remedy is Remedy.ASK
 
 
-def _write(core: Context, node: Node, finding: Finding, incident: Incident | None) -> None:
+def _write(context: Context, node: Node, finding: Finding, incident: Incident | None) -> None:
     told = msgspec.structs.asdict(finding)
-    core.record(ledger.Finding(node=node.name, incident=incident.id if incident else None, **told))
+    context.record(ledger.Finding(node=node.name, incident=incident.id if incident else None, **told))
 
 
-def _sight(core: Context, node: Node, finding: Finding) -> None:
-    blast_radius.reported(core, node, finding.rule)
+def _sight(context: Context, node: Node, finding: Finding) -> None:
+    blast_radius.reported(context, node, finding.rule)
     grave = _counts(finding) or (
         finding.severity is Severity.WARNING and stronger(finding.remedy, Remedy.WATCH)
     )
-    s = core.state
+    s = context.state
     sightings = s.health.sightings
     text = finding.evidence[:TEXT_CHARS]
     sightings.append(
@@ -86,7 +86,7 @@ def _sight(core: Context, node: Node, finding: Finding) -> None:
             finding.rule,
             node.name,
             node.machine,
-            core.now,
+            context.now,
             text,
             finding.worker,
             grave and not finding.shared,
@@ -97,62 +97,64 @@ def _sight(core: Context, node: Node, finding: Finding) -> None:
     del sightings[:-KEPT_SIGHTINGS]
 
 
-def _explain(core: Context, node: Node, finding: Finding) -> Incident | None:
+def _explain(context: Context, node: Node, finding: Finding) -> Incident | None:
     """A mild finding may still be why a worker ended just before."""
-    sighting = core.state.health.sightings[-1]
-    incident = incidents.unexplained(core.state, core.now, node.name)
+    sighting = context.state.health.sightings[-1]
+    incident = incidents.unexplained(context.state, context.now, node.name)
     if incident is None or not (sighting.grave or finding.worker in incident.workers):
         return None
-    _explained(core, incident, sighting, finding)
+    _explained(context, incident, sighting, finding)
     return incident
 
 
-def _explained(core: Context, incident: Incident, sighting: Sighting, finding: Finding) -> None:
+def _explained(context: Context, incident: Incident, sighting: Sighting, finding: Finding) -> None:
     was = incident.cause
-    incidents.explain(incident, sighting, core.now)
+    incidents.explain(incident, sighting, context.now)
     incident.node = incident.node or sighting.node
     incident.source, incident.firm, incident.device = finding.source, finding.firm, finding.device
     cause = incident.cause
-    core.record(
+    context.record(
         ledger.IncidentExplained(
             id=incident.id, node=sighting.node, was=str(was), cause=str(cause), cause_kind=cause.kind
         )
     )
 
 
-def _incident(core: Context, node: Node, finding: Finding) -> Incident:
+def _incident(context: Context, node: Node, finding: Finding) -> Incident:
     """The incident that a finding belongs to: what happened to the job just before, what was found on the node a moment
     ago, or a new one."""
-    s = core.state
-    happened = incidents.unexplained(s, core.now, node.name)
+    s = context.state
+    happened = incidents.unexplained(s, context.now, node.name)
     if happened is not None:
-        _explained(core, happened, s.health.sightings[-1], finding)
+        _explained(context, happened, s.health.sightings[-1], finding)
         return happened
     for incident in reversed(s.incidents[-incidents.LOOKED_AT :]):
         if not incident.rule or incident.node != node.name:
             continue
-        if _belongs(core, incident, finding):
+        if _belongs(context, incident, finding):
             return incident
-    began_s = core.now - finding.age_s if finding.age_s > 0 else None
+    began_s = context.now - finding.age_s if finding.age_s > 0 else None
     cause = causes.RuleMatched(finding.rule, finding.evidence)
-    incident = core.open_incident(cause, node=node.name, quiet=True, fault_at_s=began_s, needs_newcomer=False)
+    incident = context.open_incident(
+        cause, node=node.name, quiet=True, fault_at_s=began_s, needs_newcomer=False
+    )
     incident.rule, incident.device = finding.rule, finding.device
     incident.source, incident.firm = finding.source, finding.firm
-    incident.full_at_s = core.now  # nothing is disturbed, and nothing is done yet
+    incident.full_at_s = context.now  # nothing is disturbed, and nothing is done yet
     return incident
 
 
-def _belongs(core: Context, incident: Incident, finding: Finding) -> bool:
+def _belongs(context: Context, incident: Incident, finding: Finding) -> bool:
     """To a burst that goes on, or to what is being dealt with, or was just now. Once more after that is a new incident."""
-    act = next((a for a in reversed(core.state.health.acts) if a.incident == incident.id), None)
+    act = next((a for a in reversed(context.state.health.acts) if a.incident == incident.id), None)
     if act is not None:
-        worker = core.state.workers.get(finding.worker)
+        worker = context.state.workers.get(finding.worker)
         if finding.firm and worker is not None and worker.started_s >= act.at_s:
             return False  # a worker that was started for it: what was done did not help
-        return act.done_s is None or core.now - act.done_s <= ECHO_S
+        return act.done_s is None or context.now - act.done_s <= ECHO_S
     if incident.device and finding.device and finding.device != incident.device:
         return False
-    return core.now - incident.heard_s <= triage.BURST_S
+    return context.now - incident.heard_s <= triage.BURST_S
 
 
 def _weigh_in(incident: Incident, finding: Finding) -> None:
@@ -179,15 +181,15 @@ def _firmer(incident: Incident, finding: Finding) -> bool:
     )
 
 
-def _not_faulty(core: Context, node: Node, finding: Finding) -> None:
+def _not_faulty(context: Context, node: Node, finding: Finding) -> None:
     if finding.condition is Condition.HEALTHY:
         node.unknown.pop(finding.rule, None)
-        triage.well_again(core, node, finding.rule)
+        triage.well_again(context, node, finding.rule)
         return
-    since_s = node.unknown.setdefault(finding.rule, core.now)
+    since_s = node.unknown.setdefault(finding.rule, context.now)
     if len(node.unknown) > UNKNOWN_KEPT:
         del node.unknown[next(iter(node.unknown))]
-    if core.now - since_s >= UNKNOWN_S:
-        node.unknown[finding.rule] = core.now
-        told = f"{finding.rule} could not be told for {core.now - since_s:.0f} s: {finding.evidence}"
-        notes.ask(core, node, finding.rule, told)
+    if context.now - since_s >= UNKNOWN_S:
+        node.unknown[finding.rule] = context.now
+        told = f"{finding.rule} could not be told for {context.now - since_s:.0f} s: {finding.evidence}"
+        notes.ask(context, node, finding.rule, told)

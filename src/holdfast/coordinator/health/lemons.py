@@ -16,70 +16,70 @@ from holdfast.protocol.health import Remedy
 LEMON = "lemon"
 
 
-def advance(core: Context) -> None:
+def advance(context: Context) -> None:
     """One lemon is to leave, if a better node is ready and the limits allow it."""
-    lemon = _trains(core)
-    if lemon is None or not (better := _better(core, lemon)) or core.now < _from_s(core, lemon):
+    lemon = _trains(context)
+    if lemon is None or not (better := _better(context, lemon)) or context.now < _from_s(context, lemon):
         return
     instead = ", ".join(n.name for n in better)
-    core.record(ledger.LemonLeaves(node=lemon.name, reason=lemon.lemon, instead=instead))
-    act = Act(core.now, lemon.machine, lemon.name, LEMON, Remedy.REPLACE, done_s=core.now)
-    blast_radius.entered(core, act)
-    count(core.state.health.totals.acts, act.remedy)
-    core.request(DrainNode(lemon, f"its history: {lemon.lemon}; {instead} takes its place"))
+    context.record(ledger.LemonLeaves(node=lemon.name, reason=lemon.lemon, instead=instead))
+    act = Act(context.now, lemon.machine, lemon.name, LEMON, Remedy.REPLACE, done_s=context.now)
+    blast_radius.entered(context, act)
+    count(context.state.health.totals.acts, act.remedy)
+    context.request(DrainNode(lemon, f"its history: {lemon.lemon}; {instead} takes its place"))
 
 
-def deadlines(core: Context) -> list[float]:
+def deadlines(context: Context) -> list[float]:
     """When the limits allow what they do not allow now."""
-    lemon = _trains(core)
-    if lemon is None or not _better(core, lemon):
+    lemon = _trains(context)
+    if lemon is None or not _better(context, lemon):
         return []
-    at_s = _from_s(core, lemon)
-    return [at_s] if core.now < at_s < float("inf") else []
+    at_s = _from_s(context, lemon)
+    return [at_s] if context.now < at_s < float("inf") else []
 
 
-def _trains(core: Context) -> Node | None:
+def _trains(context: Context) -> Node | None:
     """The lemon with the lowest rank in a job that lacks nobody and changes nothing."""
-    s = core.state
+    s = context.state
     if (
         s.phase is not JobPhase.RUNNING
         or s.yielding
         or s.stop_reason is not None
-        or not core.at_full_strength()
+        or not context.at_full_strength()
         or s.generation is None
         or s.generation_committed <= s.generation.start  # this one is to bring something first
     ):
         return None
-    if blast_radius.repairs(core) >= core.spec.max_restarts or any(
-        n.leaving is not None for n in core.alive_nodes()
+    if blast_radius.repairs(context) >= context.spec.max_restarts or any(
+        n.leaving is not None for n in context.alive_nodes()
     ):
         return None
-    members = [s.nodes[w.node] for w in core.members() if w.node in s.nodes]
+    members = [s.nodes[w.node] for w in context.members() if w.node in s.nodes]
     return next((n for n in members if n.lemon and n.alive and n.then is None), None)
 
 
-def _better(core: Context, lemon: Node) -> list[Node]:
+def _better(context: Context, lemon: Node) -> list[Node]:
     """Nodes that are ready to take its place, and of which less is known that speaks against them."""
-    s = core.state
+    s = context.state
     doubted = {s.incidents[number - 1].node for number in s.health.undecided}
-    ready = [s.nodes[w.node] for w in core.workers_in(WorkerPhase.READY)]
+    ready = [s.nodes[w.node] for w in context.workers_in(WorkerPhase.READY)]
     good = [
         n
         for n in ready
         if not n.lemon and n.held is None and n.failures <= lemon.failures and n.name not in doubted
     ]
-    needed = sum(w.node == lemon.name for w in core.members())
+    needed = sum(w.node == lemon.name for w in context.members())
     return list({n.name: n for n in good[:needed]}.values()) if len(good) >= needed else []
 
 
-def _from_s(core: Context, lemon: Node) -> float:
+def _from_s(context: Context, lemon: Node) -> float:
     """From when on it may leave: once in a window, within the limit of nodes that are acted on, and not so often that
     newcomers cost more than their share of the time."""
-    health = core.state.health
+    health = context.state.health
     swapped_s = max((a.at_s for a in health.acts if a.rule == LEMON and not a.earlier), default=None)
-    waits = [core.request(JoinAfter(sum(w.node != lemon.name for w in core.members())))]
+    waits = [context.request(JoinAfter(sum(w.node != lemon.name for w in context.members())))]
     if swapped_s is not None:
-        waits.append(swapped_s + core.spec.health.blast_window_s)
-    if not blast_radius.may_act(core, lemon.machine):
-        waits.append(blast_radius.may_act_at_s(core))
+        waits.append(swapped_s + context.spec.health.blast_window_s)
+    if not blast_radius.may_act(context, lemon.machine):
+        waits.append(blast_radius.may_act_at_s(context))
     return max(waits)

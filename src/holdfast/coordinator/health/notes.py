@@ -10,18 +10,18 @@ from holdfast.coordinator.kernel.state import Incident, Node
 from holdfast.protocol import ledger
 
 
-def remember(core: Context, node: Node, kind: Kind, incident: Incident, remedy: str = "") -> None:
+def remember(context: Context, node: Node, kind: Kind, incident: Incident, remedy: str = "") -> None:
     """For later jobs, of machines that can be told again."""
     if node.identity:
         text = str(incident.cause)[:TEXT_CHARS]
-        core.act(Remember(node.identity, kind, node.name, incident.rule, incident.device, text, remedy))
+        context.act(Remember(node.identity, kind, node.name, incident.rule, incident.device, text, remedy))
 
 
-def ask(core: Context, node: Node, rule: str, text: str, incident: Incident | None = None) -> None:
+def ask(context: Context, node: Node, rule: str, text: str, incident: Incident | None = None) -> None:
     """A person is to look at something."""
-    asks = core.state.health.asks
+    asks = context.state.health.asks
     number = incident.id if incident else 0
     asks[:] = [a for a in asks if (a.node, a.rule) != (node.name, rule)]
-    asks.append(Ask(core.now, node.name, rule, text[:TEXT_CHARS], number))
+    asks.append(Ask(context.now, node.name, rule, text[:TEXT_CHARS], number))
     del asks[:-KEPT_ASKS]
-    core.record(ledger.Asked(node=node.name, rule=rule, text=text, incident=number or None))
+    context.record(ledger.Asked(node=node.name, rule=rule, text=text, incident=number or None))

@@ -24,6 +24,6 @@ def described(results: Sequence[CheckResult]) -> str:
     return "; ".join(told) + (f" (and {len(results) - 3} more)" if len(results) > 3 else "")
 
 
-def ordered(core: Context, node: Node) -> bool:
+def ordered(context: Context, node: Node) -> bool:
     """Its agent has, or gets, an order that it has yet to answer."""
-    return any(a.node == node.name and a.request and not a.done for a in core.state.health.acts)
+    return any(a.node == node.name and a.request and not a.done for a in context.state.health.acts)

@@ -30,134 +30,136 @@ from holdfast.protocol.health import Remedy, Severity
 # ---------------------------------------------------------------- begun
 
 
-def begin(core: Context, node: Node, incident: Incident, remedy: Remedy, planned: bool) -> None:
+def begin(context: Context, node: Node, incident: Incident, remedy: Remedy, planned: bool) -> None:
     """Does what was decided."""
-    acts = core.state.health.acts
+    acts = context.state.health.acts
     for before in acts:
         if before.node == node.name and not before.done:
-            before.done_s = core.now  # what was under way there is overtaken
+            before.done_s = context.now  # what was under way there is overtaken
             if before.incident != incident.id:
-                settle(core, core.state.incidents[before.incident - 1])
-    act = Act(core.now, node.machine, node.name, incident.rule, remedy, incident.id, incident.device)
-    blast_radius.entered(core, act)
+                settle(context, context.state.incidents[before.incident - 1])
+    act = Act(context.now, node.machine, node.name, incident.rule, remedy, incident.id, incident.device)
+    blast_radius.entered(context, act)
     if not incident.injected:
-        notes.remember(core, node, Kind.ACTED, incident, remedy.value)
+        notes.remember(context, node, Kind.ACTED, incident, remedy.value)
     if remedy is Remedy.RESTART_WORKER:
-        _restart(core, node, incident, act)
+        _restart(context, node, incident, act)
     elif planned:
-        _plan(core, node, incident, remedy)
+        _plan(context, node, incident, remedy)
     else:
-        _take_out(core, node, incident, act)
+        _take_out(context, node, incident, act)
 
 
-def _restart(core: Context, node: Node, incident: Incident, act: Act) -> None:
+def _restart(context: Context, node: Node, incident: Incident, act: Act) -> None:
     """New workers on the node, for those that still run; one that ended is started again anyway."""
-    act.done_s = core.now
-    ours = [w for w in core.alive_workers() if w.node == node.name and w.phase is not WorkerPhase.DONE]
+    act.done_s = context.now
+    ours = [w for w in context.alive_workers() if w.node == node.name and w.phase is not WorkerPhase.DONE]
     named = [w for w in ours if w.name in incident.workers]
     gone = any(
-        core.state.workers[w].phase is WorkerPhase.GONE for w in incident.workers if w in core.state.workers
+        context.state.workers[w].phase is WorkerPhase.GONE
+        for w in incident.workers
+        if w in context.state.workers
     )
     if named or not gone:
-        _end(core, node, [w for w in named or ours if not w.told_to_end], incident.cause)
-    settle(core, incident)
+        _end(context, node, [w for w in named or ours if not w.told_to_end], incident.cause)
+    settle(context, incident)
 
 
-def also(core: Context, node: Node, incident: Incident, name: str) -> None:
+def also(context: Context, node: Node, incident: Incident, name: str) -> None:
     """A worker says what others of its node were ended for a moment ago: it ends, too."""
-    worker = core.state.workers.get(name)
+    worker = context.state.workers.get(name)
     if incident.does is not Remedy.RESTART_WORKER or worker is None:
         return
     if not (worker.exited or worker.told_to_end or worker.phase is WorkerPhase.DONE):
-        _end(core, node, [worker], incident.cause)
+        _end(context, node, [worker], incident.cause)
 
 
-def _plan(core: Context, node: Node, incident: Incident, remedy: Remedy) -> None:
+def _plan(context: Context, node: Node, incident: Incident, remedy: Remedy) -> None:
     if incident.quiet:
-        incidents.reopen(core.state, incident)
+        incidents.reopen(context.state, incident)
     node.then = remedy
-    if core.state.level == 2:
-        core.request(DrainNode(node, f"{remedy.value} for {incident.cause}"))
+    if context.state.level == 2:
+        context.request(DrainNode(node, f"{remedy.value} for {incident.cause}"))
     elif node.held is None:
         node.held = str(incident.cause)
-        core.record(
+        context.record(
             ledger.NodeHeld(node=node.name, reason=f"not used from the next start on: {incident.cause}")
         )
 
 
-def _take_out(core: Context, node: Node, incident: Incident, act: Act) -> None:
+def _take_out(context: Context, node: Node, incident: Incident, act: Act) -> None:
     """Now: nothing that runs on it can be trusted."""
     if incident.quiet:
-        incidents.reopen(core.state, incident)
+        incidents.reopen(context.state, incident)
     if act.remedy is Remedy.RESET_DEVICE:
         node.then, node.held = Remedy.RESET_DEVICE, f"reset for {incident.cause}"
         node.leaving = None
-        _order(core, act)
-        _end(core, node, [w for w in core.alive_workers() if w.node == node.name], incident.cause)
-        _send(core, node, act)
+        _order(context, act)
+        _end(context, node, [w for w in context.alive_workers() if w.node == node.name], incident.cause)
+        _send(context, node, act)
         return
-    act.done_s, node.then = core.now, None
+    act.done_s, node.then = context.now, None
     if act.remedy is Remedy.REBOOT:
-        core.request(RemoveNode(node, incident.cause))
-        _reboot(core, node, incident, str(incident.cause))
+        context.request(RemoveNode(node, incident.cause))
+        _reboot(context, node, incident, str(incident.cause))
     else:
-        _replace(core, node, incident, str(incident.cause))
-        core.request(RemoveNode(node, incident.cause))
-    settle(core, incident)
+        _replace(context, node, incident, str(incident.cause))
+        context.request(RemoveNode(node, incident.cause))
+    settle(context, incident)
 
 
-def _end(core: Context, node: Node, workers: list[Worker], cause: Cause) -> None:
-    core.request(EvictWorkers(node, workers, cause))
+def _end(context: Context, node: Node, workers: list[Worker], cause: Cause) -> None:
+    context.request(EvictWorkers(node, workers, cause))
 
 
-def _replace(core: Context, node: Node, incident: Incident | None, reason: str) -> None:
-    core.act(MarkNode(node.name, reason))
-    admission.quarantine(core, node, reason, incident)
+def _replace(context: Context, node: Node, incident: Incident | None, reason: str) -> None:
+    context.act(MarkNode(node.name, reason))
+    admission.quarantine(context, node, reason, incident)
 
 
-def _reboot(core: Context, node: Node, incident: Incident | None, reason: str) -> None:
+def _reboot(context: Context, node: Node, incident: Incident | None, reason: str) -> None:
     """A node that has left the job. What Slurm boots it may give to others, and it watches itself that it comes back."""
-    core.record(ledger.Rebooting(node=node.name, reason=reason))
-    core.act(RebootNode(node.name, reason))
-    core.request(AwaitReturn())
-    if core.spec.engine != "slurm":
-        node.boots_until_s = core.now + core.spec.health.reboot_s
+    context.record(ledger.Rebooting(node=node.name, reason=reason))
+    context.act(RebootNode(node.name, reason))
+    context.request(AwaitReturn())
+    if context.spec.engine != "slurm":
+        node.boots_until_s = context.now + context.spec.health.reboot_s
         node.boots_for = incident.id if incident is not None else 0
 
 
-def came_back(core: Context, node: Node, known: Node | None) -> None:
+def came_back(context: Context, node: Node, known: Node | None) -> None:
     """A node that joins may be a machine that was rebooted. known: what bore its name before."""
-    for before in [*core.state.nodes.values(), *([known] if known is not None else [])]:
+    for before in [*context.state.nodes.values(), *([known] if known is not None else [])]:
         same = before is known or before.machine == node.machine
         if same and before.boots_until_s is not None:
-            took_s = core.now - before.boots_until_s + core.spec.health.reboot_s
-            core.record(ledger.Rebooted(node=node.name, took_s=round(took_s, 3)))
+            took_s = context.now - before.boots_until_s + context.spec.health.reboot_s
+            context.record(ledger.Rebooted(node=node.name, took_s=round(took_s, 3)))
             before.boots_until_s = None
 
 
-def _stays_away(core: Context, node: Node) -> None:
+def _stays_away(context: Context, node: Node) -> None:
     """A machine did not come back from its boot: the next rung. It has left the job already."""
     node.boots_until_s = None
-    told = f"it did not come back within {core.spec.health.reboot_s:g} s of its reboot"
-    incident = core.state.incidents[node.boots_for - 1] if node.boots_for else None
+    told = f"it did not come back within {context.spec.health.reboot_s:g} s of its reboot"
+    incident = context.state.incidents[node.boots_for - 1] if node.boots_for else None
     if incident is not None:
-        core.request(Escalate(node, incident, Remedy.REPLACE, told))
-    _replace(core, node, incident, told)
+        context.request(Escalate(node, incident, Remedy.REPLACE, told))
+    _replace(context, node, incident, told)
 
 
-def settle(core: Context, incident: Incident) -> None:
+def settle(context: Context, incident: Incident) -> None:
     """What was done about a quiet incident is done."""
     if incident.quiet and incident.open:
-        incident.full_at_s = core.now
-        core.record(incidents.describe(core.state, incident, ledger.IncidentSettled))
+        incident.full_at_s = context.now
+        context.record(incidents.describe(context.state, incident, ledger.IncidentSettled))
 
 
 # ---------------------------------------------------------------- planned, and now the node has left
 
 
-def left(core: Context, node: Node) -> None:
+def left(context: Context, node: Node) -> None:
     """A node that was to leave for its health has nobody in the job any more."""
-    s = core.state
+    s = context.state
     remedy, node.then = node.then, None
     act = next((a for a in reversed(s.health.acts) if a.node == node.name and not a.done), None)
     incident = s.incidents[act.incident - 1] if act and act.incident else None
@@ -165,141 +167,143 @@ def left(core: Context, node: Node) -> None:
     if remedy is Remedy.RESET_DEVICE and act is not None:
         node.then, node.held = remedy, f"reset for {cause}"
         node.leaving, node.leaves_until_s, node.excess = None, None, False
-        _order(core, act)
-        _send(core, node, act)
+        _order(context, act)
+        _send(context, node, act)
         return
     if act is not None:
-        act.done_s = core.now
+        act.done_s = context.now
     reason = node.leaving or cause
-    core.record(ledger.NodeLeft(node=node.name, reason=reason))
-    core.send(node.name, m.Shutdown(reason))
+    context.record(ledger.NodeLeft(node=node.name, reason=reason))
+    context.send(node.name, m.Shutdown(reason))
     transitions.lose_node(node)
-    core.request(DropCopies(node))
+    context.request(DropCopies(node))
     if remedy is Remedy.REBOOT:
-        core.act(ReleaseNode(node.name, reason))
-        _reboot(core, node, incident, cause)
+        context.act(ReleaseNode(node.name, reason))
+        _reboot(context, node, incident, cause)
     else:
-        _replace(core, node, incident, cause)
-        core.act(ReleaseNode(node.name, reason))
+        _replace(context, node, incident, cause)
+        context.act(ReleaseNode(node.name, reason))
     if incident is not None:
-        settle(core, incident)
+        settle(context, incident)
 
 
-def call_off(core: Context, node: Node, incident: Incident) -> bool:
+def call_off(context: Context, node: Node, incident: Incident) -> bool:
     """What was planned is not done after all. False: nothing was, or it is under way."""
-    acts = core.state.health.acts
+    acts = context.state.health.acts
     act = next((a for a in acts if a.incident == incident.id and not a.done and not a.request), None)
     if act is None or node.then is None or not node.alive:
         return False
     acts.remove(act)
     node.then, node.leaving, node.leaves_until_s, node.held = None, None, None, None
     incident.does = None
-    core.record(ledger.NodeStays(node=node.name))
-    settle(core, incident)
+    context.record(ledger.NodeStays(node=node.name))
+    settle(context, incident)
     return True
 
 
 # ---------------------------------------------------------------- what an agent does itself
 
 
-def _order(core: Context, act: Act) -> None:
-    core.state.health.requests += 1
-    act.request = core.state.health.requests
-    act.until_s = core.now + core.timing.stop_s
+def _order(context: Context, act: Act) -> None:
+    context.state.health.requests += 1
+    act.request = context.state.health.requests
+    act.until_s = context.now + context.timing.stop_s
 
 
-def _send(core: Context, node: Node, act: Act) -> None:
+def _send(context: Context, node: Node, act: Act) -> None:
     """The order goes out once nothing of the job runs on the node."""
-    if any(w.node == node.name and not w.exited for w in core.state.workers.values()):
+    if any(w.node == node.name and not w.exited for w in context.state.workers.values()):
         return
-    act.sent, act.until_s = True, core.now + core.timing.start_s
-    core.record(ledger.Repairing(node=node.name, remedy=act.remedy, device=act.device, incident=act.incident))
-    repeat(core, node)
+    act.sent, act.until_s = True, context.now + context.timing.start_s
+    context.record(
+        ledger.Repairing(node=node.name, remedy=act.remedy, device=act.device, incident=act.incident)
+    )
+    repeat(context, node)
 
 
-def repeat(core: Context, node: Node) -> None:
+def repeat(context: Context, node: Node) -> None:
     """Sends an order (again) whose answer is not there; an agent does each number once."""
-    for act in core.state.health.acts:
+    for act in context.state.health.acts:
         if act.node == node.name and act.sent and not act.done:
-            core.send(node.name, m.Repair(act.request, act.remedy, act.device, act.rule))
+            context.send(node.name, m.Repair(act.request, act.remedy, act.device, act.rule))
 
 
-def repaired(core: Context, node: Node, request: int, error: str | None) -> None:
+def repaired(context: Context, node: Node, request: int, error: str | None) -> None:
     """An agent did what it was told, or could not."""
-    act = next((a for a in core.state.health.acts if a.request == request and a.node == node.name), None)
+    act = next((a for a in context.state.health.acts if a.request == request and a.node == node.name), None)
     if act is None or act.done:
         return
-    took_s = round(core.now - act.at_s, 4)
-    act.done_s, act.error, act.until_s = core.now, error, None
+    took_s = round(context.now - act.at_s, 4)
+    act.done_s, act.error, act.until_s = context.now, error, None
     node.then = None
-    core.record(
+    context.record(
         ledger.Repaired(node=node.name, remedy=act.remedy, error=error, incident=act.incident, took_s=took_s)
     )
-    incident = core.state.incidents[act.incident - 1]
+    incident = context.state.incidents[act.incident - 1]
     if error is None:
         node.held = None
-        settle(core, incident)
+        settle(context, incident)
         return
     node.held = f"{act.remedy.value} did not work: {error}"
     incident.severity, incident.does = Severity.FATAL, None
-    core.request(DecideIncident(incident))
+    context.request(DecideIncident(incident))
     if node.alive and node.held is not None:
-        notes.ask(core, node, incident.rule, node.held, incident)
-        settle(core, incident)
+        notes.ask(context, node, incident.rule, node.held, incident)
+        settle(context, incident)
 
 
-def lost(core: Context, node: Node) -> None:
+def lost(context: Context, node: Node) -> None:
     """A node is gone in the middle of it."""
-    for act in core.state.health.acts:
+    for act in context.state.health.acts:
         if act.node == node.name and not act.done:
-            act.done_s, act.error = core.now, "the node was lost meanwhile"
-            incident = core.state.incidents[act.incident - 1]
+            act.done_s, act.error = context.now, "the node was lost meanwhile"
+            incident = context.state.incidents[act.incident - 1]
             if act.remedy is Remedy.REPLACE:
-                _replace(core, node, incident, str(incident.cause))
-            settle(core, incident)
+                _replace(context, node, incident, str(incident.cause))
+            settle(context, incident)
     node.then, node.checking = None, None
 
 
-def deadlines(core: Context) -> list[float]:
+def deadlines(context: Context) -> list[float]:
     """When agents should have answered, and machines be back."""
     return [
-        *(a.until_s for a in core.state.health.acts if a.until_s is not None and not a.done),
-        *(n.checking.until_s for n in core.alive_nodes() if n.checking is not None),
-        *(n.boots_until_s for n in core.state.nodes.values() if n.boots_until_s is not None),
+        *(a.until_s for a in context.state.health.acts if a.until_s is not None and not a.done),
+        *(n.checking.until_s for n in context.alive_nodes() if n.checking is not None),
+        *(n.boots_until_s for n in context.state.nodes.values() if n.boots_until_s is not None),
     ]
 
 
-def late(core: Context) -> None:
+def late(context: Context) -> None:
     """Answers, and machines, that did not come."""
-    for act in list(core.state.health.acts):
-        if act.until_s is not None and not act.done and core.now >= act.until_s:
-            node = core.state.nodes.get(act.node)
+    for act in list(context.state.health.acts):
+        if act.until_s is not None and not act.done and context.now >= act.until_s:
+            node = context.state.nodes.get(act.node)
             if node is None or not node.alive:
-                act.done_s = core.now
+                act.done_s = context.now
             else:
                 why = "its agent did not answer" if act.sent else "its workers did not end"
-                repaired(core, node, act.request, f"{why} in time")
-    for node in core.alive_nodes():
-        if node.checking is not None and core.now >= node.checking.until_s:
-            admission.turn_away(core, node, "its deep checks gave no answer in time")
-    for node in list(core.state.nodes.values()):
-        if node.boots_until_s is not None and core.now >= node.boots_until_s:
-            _stays_away(core, node)
+                repaired(context, node, act.request, f"{why} in time")
+    for node in context.alive_nodes():
+        if node.checking is not None and context.now >= node.checking.until_s:
+            admission.turn_away(context, node, "its deep checks gave no answer in time")
+    for node in list(context.state.nodes.values()):
+        if node.boots_until_s is not None and context.now >= node.boots_until_s:
+            _stays_away(context, node)
 
 
-def advance(core: Context) -> None:
+def advance(context: Context) -> None:
     """Orders that waited for workers to end; at level 0, what waited for a restart of all."""
-    for act in core.state.health.acts:
-        node = core.state.nodes.get(act.node)
+    for act in context.state.health.acts:
+        node = context.state.nodes.get(act.node)
         if node is not None and node.alive and act.request and not act.sent and not act.done:
-            _send(core, node, act)
-    if core.state.stop_reason is not None:
+            _send(context, node, act)
+    if context.state.stop_reason is not None:
         return
-    for node in core.alive_nodes():
-        if node.then is None or queries.ordered(core, node):
+    for node in context.alive_nodes():
+        if node.then is None or queries.ordered(context, node):
             continue
-        if core.state.level == 2 and node.leaving is None:  # it was planned before the job was at level 2
-            core.request(DrainNode(node, f"{node.then.value} for {node.held}"))
+        if context.state.level == 2 and node.leaving is None:  # it was planned before the job was at level 2
+            context.request(DrainNode(node, f"{node.then.value} for {node.held}"))
             node.held = None
-        elif core.state.level != 2 and not any(w.node == node.name for w in core.alive_workers()):
-            left(core, node)
+        elif context.state.level != 2 and not any(w.node == node.name for w in context.alive_workers()):
+            left(context, node)

@@ -31,25 +31,25 @@ class Curves:
     parts: Parts = field(default_factory=Parts)
 
 
-def on_trial(core: Context, rule: str) -> bool:
+def on_trial(context: Context, rule: str) -> bool:
     """The user put it there, by its name or a pattern as in `slow-*`."""
-    return any(fnmatchcase(rule, pattern) for pattern in core.spec.health.dry_run)
+    return any(fnmatchcase(rule, pattern) for pattern in context.spec.health.dry_run)
 
 
-def heard(core: Context, worker: Worker, losses: tuple[tuple[int, float, float], ...]) -> None:
+def heard(context: Context, worker: Worker, losses: tuple[tuple[int, float, float], ...]) -> None:
     """The job's losses of the steps that were committed, from rank 0."""
-    if not core.spec.health.watch:
+    if not context.spec.health.watch:
         return
     for step, loss, _ in losses:
-        jump = core.transient(Curves).losses.take(step, loss)
+        jump = context.transient(Curves).losses.take(step, loss)
         if jump is not None:
             told = f"the loss of step {step} is {loss:.4g}, of the steps before {jump.usual:.4g}"
-            _say(core, worker, LOSS_JUMP, Severity.WARNING, Remedy.WATCH, told, shared=True)
+            _say(context, worker, LOSS_JUMP, Severity.WARNING, Remedy.WATCH, told, shared=True)
 
 
-def compared(core: Context, said: dict[str, Spent]) -> None:
+def compared(context: Context, said: dict[str, Spent]) -> None:
     """One block of steps of all workers."""
-    apart = core.transient(Curves).parts.look(
+    apart = context.transient(Curves).parts.look(
         {name: s.loss for name, s in said.items() if s.loss is not None}
     )
     if apart is None:
@@ -58,33 +58,37 @@ def compared(core: Context, said: dict[str, Spent]) -> None:
         f"its own part of the loss is {apart.loss:.4g}, that of most {apart.usual:.4g}; so it was {apart.times} times, and "
         "no other's: it may compute wrongly"
     )
-    _suspect(core, core.state.workers[apart.worker], PART_APART, told)
+    _suspect(context, context.state.workers[apart.worker], PART_APART, told)
 
 
-def brought(core: Context, worker: Worker, message: m.Failed) -> None:
+def brought(context: Context, worker: Worker, message: m.Failed) -> None:
     """A rank's own part was not finite, before anything was added to it."""
-    if not core.spec.health.watch or message.step is None:
+    if not context.spec.health.watch or message.step is None:
         return
-    steps = core.state.brought.setdefault(worker.node, [])
+    steps = context.state.brought.setdefault(worker.node, [])
     if message.step in steps:
         return  # the same once more: the data of that step, or the script
     steps.append(message.step)
     del steps[:-TIMES]
     told = f"its own part of step {message.step} is not finite"
-    if len(steps) < TIMES or any(s for node, s in core.state.brought.items() if node != worker.node):
-        _say(core, worker, NOT_FINITE, Severity.WARNING, Remedy.WATCH, told)
+    if len(steps) < TIMES or any(s for node, s in context.state.brought.items() if node != worker.node):
+        _say(context, worker, NOT_FINITE, Severity.WARNING, Remedy.WATCH, told)
     else:
         steps.clear()
-        _suspect(core, worker, NOT_FINITE, f"{told}; so it was at {TIMES} different steps, and nobody else's")
+        _suspect(
+            context, worker, NOT_FINITE, f"{told}; so it was at {TIMES} different steps, and nobody else's"
+        )
 
 
-def _suspect(core: Context, worker: Worker, rule: str, told: str) -> None:
-    remedy = Remedy.REPLACE if core.spec.health.replace_suspect else Remedy.ASK
-    _say(core, worker, rule, Severity.ERROR, remedy, f"{told}. `holdfast check --deep {worker.node}` tells")
+def _suspect(context: Context, worker: Worker, rule: str, told: str) -> None:
+    remedy = Remedy.REPLACE if context.spec.health.replace_suspect else Remedy.ASK
+    _say(
+        context, worker, rule, Severity.ERROR, remedy, f"{told}. `holdfast check --deep {worker.node}` tells"
+    )
 
 
 def _say(
-    core: Context,
+    context: Context,
     worker: Worker,
     rule: str,
     severity: Severity,
@@ -92,10 +96,10 @@ def _say(
     told: str,
     shared: bool = False,
 ) -> None:
-    node = core.state.nodes.get(worker.node)
+    node = context.state.nodes.get(worker.node)
     if node is None:
         return
-    rank = core.state.generation.rank_of(worker.name) if core.state.generation else None
+    rank = context.state.generation.rank_of(worker.name) if context.state.generation else None
     subject = "" if shared or rank is None else f"rank {rank}"
     name = "" if shared else worker.name
     finding = Finding(
@@ -107,6 +111,6 @@ def _say(
         worker=name,
         evidence=told,
         shared=shared,
-        dry_run=on_trial(core, rule),
+        dry_run=on_trial(context, rule),
     )
-    findings.found(core, node, (finding,))
+    findings.found(context, node, (finding,))

@@ -48,17 +48,17 @@ class Peers:
     reductions: Reductions = field(default_factory=Reductions)
 
 
-def heard(core: Context, worker: Worker, spent: tuple[Spent, ...]) -> None:
+def heard(context: Context, worker: Worker, spent: tuple[Spent, ...]) -> None:
     """A member says where the time of its last steps went."""
-    generation = core.state.generation
-    if not spent or generation is None or not core.spec.health.watch:
+    generation = context.state.generation
+    if not spent or generation is None or not context.spec.health.watch:
         return
-    peers = core.transient(Peers)
+    peers = context.transient(Peers)
     size = len(generation.members)
-    if peers.generation != core.state.number:
-        peers.generation, peers.blocks, peers.looked = core.state.number, {}, -1
+    if peers.generation != context.state.number:
+        peers.generation, peers.blocks, peers.looked = context.state.number, {}, -1
         peers.reductions = Reductions()
-        _new_members(core, size)
+        _new_members(context, size)
     for block in spent:
         if block.first > peers.looked:
             peers.blocks.setdefault(block.first, {})[worker.name] = block
@@ -67,47 +67,47 @@ def heard(core: Context, worker: Worker, spent: tuple[Spent, ...]) -> None:
         if len(peers.blocks[first]) < size and first > newest - WAITS_BLOCKS * BLOCK_STEPS:
             break
         peers.looked = first
-        _look(core, first, peers.blocks.pop(first))
+        _look(context, first, peers.blocks.pop(first))
 
 
-def _new_members(core: Context, size: int) -> None:
+def _new_members(context: Context, size: int) -> None:
     """Another generation. Of another size, all compute something else than before."""
-    peers, members = core.transient(Peers), {w.name: None for w in core.members()}
+    peers, members = context.transient(Peers), {w.name: None for w in context.members()}
     if size != peers.size:
         peers.size, peers.tests = size, {}
     for test in peers.tests.values():
         test.keep(members)
-    for slow in core.state.slow:
+    for slow in context.state.slow:
         if slow.until_step is None and (slow.worker not in members or not peers.tests):
-            slow.until_step = core.state.committed
+            slow.until_step = context.state.committed
 
 
-def _look(core: Context, first: int, said: dict[str, Spent]) -> None:
+def _look(context: Context, first: int, said: dict[str, Spent]) -> None:
     """One block. Workers are compared with those that compute as many micro-batches as they do; who computes none, beside
     the replicas, with nobody."""
     by_load: dict[int, dict[str, Spent]] = {}
     for name, spent in said.items():
         if spent.micros:
             by_load.setdefault(spent.micros, {})[name] = spent
-    silent_corruption.compared(core, said)
-    reduction = core.transient(Peers).reductions.look(list(said.values()))
+    silent_corruption.compared(context, said)
+    reduction = context.transient(Peers).reductions.look(list(said.values()))
     if reduction is not None:
-        _reduction(core, reduction)
+        _reduction(context, reduction)
     changes: list[Change] = []
     for micros, group in by_load.items():
-        test = core.transient(Peers).tests.setdefault(micros, Stragglers())
+        test = context.transient(Peers).tests.setdefault(micros, Stragglers())
         changes += test.look(first, {name: spent.own_s for name, spent in group.items()})
-        for slow in core.state.slow:
+        for slow in context.state.slow:
             if slow.until_step is None and slow.worker in group:
-                _cost(core, slow, group, test.ratio(slow.worker))
+                _cost(context, slow, group, test.ratio(slow.worker))
     for change in changes:
         if change.slow:
-            _found(core, change, by_load[said[change.worker].micros])
+            _found(context, change, by_load[said[change.worker].micros])
         else:
-            _over(core, change)
+            _over(context, change)
 
 
-def _cost(core: Context, slow: Slow, group: dict[str, Spent], ratio: float | None) -> None:
+def _cost(context: Context, slow: Slow, group: dict[str, Spent], ratio: float | None) -> None:
     """Another block in which the others waited for it."""
     own = group[slow.worker]
     excess_s = own.own_s - _median(group, slow.worker)
@@ -115,26 +115,26 @@ def _cost(core: Context, slow: Slow, group: dict[str, Spent], ratio: float | Non
     slow.excess_s = round(excess_s, 6)
     slow.share = round(min(1.0, max(0.0, excess_s) / max(own.step_s, 1e-9)), 4)
     slow.lost_s += max(0.0, excess_s) * BLOCK_STEPS
-    wanted = core.spec.health.replace_slow
+    wanted = context.spec.health.replace_slow
     if not wanted or slow.ratio < wanted or slow.pair:
         return
-    if slow.lost_s >= slow.asked_s + _price_s(core):  # again and again, for it may not have been possible
+    if slow.lost_s >= slow.asked_s + _price_s(context):  # again and again, for it may not have been possible
         slow.asked_s = slow.lost_s
-        _say(core, slow, Severity.ERROR, Remedy.REPLACE)
+        _say(context, slow, Severity.ERROR, Remedy.REPLACE)
 
 
-def _price_s(core: Context) -> float:
+def _price_s(context: Context) -> float:
     """What a replacement costs: as long as this one took, if there was one."""
     took = [
         i.first_commit_at_s - i.detected_at_s
-        for i in core.state.incidents
+        for i in context.state.incidents
         if i.first_commit_at_s is not None and i.needs_newcomer
     ]
-    return max([core.state.join_cost_s, *took]) or REPLACEMENT_S
+    return max([context.state.join_cost_s, *took]) or REPLACEMENT_S
 
 
-def _found(core: Context, change: Change, group: dict[str, Spent]) -> None:
-    s = core.state
+def _found(context: Context, change: Change, group: dict[str, Spent]) -> None:
+    s = context.state
     worker = s.workers[change.worker]
     own = group[change.worker]
     excess_s = own.own_s - _median(group, change.worker)
@@ -148,32 +148,32 @@ def _found(core: Context, change: Change, group: dict[str, Spent]) -> None:
         part=_part(group, change.worker),
         excess_s=round(excess_s, 6),
         share=round(min(1.0, max(0.0, excess_s) / max(own.step_s, 1e-9)), 4),
-        world=len(core.members()),
+        world=len(context.members()),
         pair=change.compared == 1,
     )
     s.slow = [*s.slow[-KEPT + 1 :], slow]
-    _say(core, slow, Severity.WARNING, Remedy.WATCH)
+    _say(context, slow, Severity.WARNING, Remedy.WATCH)
 
 
-def _over(core: Context, change: Change) -> None:
-    for slow in core.state.slow:
+def _over(context: Context, change: Change) -> None:
+    for slow in context.state.slow:
         if slow.worker == change.worker and slow.until_step is None:
             slow.until_step = change.since
-            _say(core, slow, Severity.INFO, Remedy.WATCH, Condition.HEALTHY)
+            _say(context, slow, Severity.INFO, Remedy.WATCH, Condition.HEALTHY)
 
 
-def _reduction(core: Context, change: reductions.Change) -> None:
+def _reduction(context: Context, change: reductions.Change) -> None:
     """The communication itself takes longer than it did. Without a rank that stands out it is nobody's node."""
-    members = core.members()
+    members = context.members()
     rank = change.rank if change.rank is not None and change.rank < len(members) else None
-    node = core.state.nodes.get(members[rank or 0].node)
+    node = context.state.nodes.get(members[rank or 0].node)
     if node is None:
         return
     told = f"the reduction takes {change.now_s * 1e3:.3g} ms a step, {change.usual_s * 1e3:.3g} ms as the generation began"
     if change.slow:
         where = ""
         if rank is not None:
-            before = _neighbour(core, rank)
+            before = _neighbour(context, rank)
             where = f"; the others wait longest for rank {rank}, which gets its part from rank {before}"
         told += (
             f", since step {change.since}, and nobody computes so long: {change.share:.0%} of the time{where}. "
@@ -188,28 +188,28 @@ def _reduction(core: Context, change: reductions.Change) -> None:
         subject="" if rank is None else f"rank {rank}",
         evidence=told,
         shared=rank is None,
-        dry_run=silent_corruption.on_trial(core, SLOW_REDUCTION),
+        dry_run=silent_corruption.on_trial(context, SLOW_REDUCTION),
     )
-    findings.found(core, node, (finding,))
+    findings.found(context, node, (finding,))
 
 
-def _neighbour(core: Context, rank: int) -> int:
+def _neighbour(context: Context, rank: int) -> int:
     """From whom a rank gets its part in gloo's ring: of those that hold the same shard."""
-    generation = core.state.generation
+    generation = context.state.generation
     assert generation is not None
     column = generation.column(generation.members[rank].position)
     return column[(column.index(rank) + 1) % len(column)]
 
 
 def _say(
-    core: Context, slow: Slow, severity: Severity, remedy: Remedy, condition: Condition = Condition.FAULTY
+    context: Context, slow: Slow, severity: Severity, remedy: Remedy, condition: Condition = Condition.FAULTY
 ) -> None:
-    node = core.state.nodes.get(slow.node)
+    node = context.state.nodes.get(slow.node)
     if node is None:
         return
     rule, subject = SLOW_RANK, f"rank {slow.rank}"
-    ours = {w.name for w in core.members() if w.node == slow.node}
-    if len(ours) > 1 and ours <= {x.worker for x in core.state.slow if x.until_step is None}:
+    ours = {w.name for w in context.members() if w.node == slow.node}
+    if len(ours) > 1 and ours <= {x.worker for x in context.state.slow if x.until_step is None}:
         rule, subject = SLOW_NODE, "all ranks"
     finding = Finding(
         rule,
@@ -222,9 +222,9 @@ def _say(
         evidence=describe(slow)
         if condition is Condition.FAULTY
         else f"as fast as its peers since step {slow.until_step}",
-        dry_run=silent_corruption.on_trial(core, rule),
+        dry_run=silent_corruption.on_trial(context, rule),
     )
-    findings.found(core, node, (finding,))
+    findings.found(context, node, (finding,))
 
 
 def describe(slow: Slow) -> str:

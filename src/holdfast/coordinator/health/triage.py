@@ -31,209 +31,209 @@ BURST_S = 180.0
 # ---------------------------------------------------------------- when it is decided
 
 
-def consider(core: Context, node: Node, incident: Incident, finding: Finding) -> None:
+def consider(context: Context, node: Node, incident: Incident, finding: Finding) -> None:
     """Something more was found: is it decided now, later, or is it decided already?"""
     if finding.shared:
         told = "many nodes have this at once: none of them is to blame"
         if incident.does is None:
-            _withhold(core, node, incident, Decision(Remedy.WATCH, told, "shared"))
+            _withhold(context, node, incident, Decision(Remedy.WATCH, told, "shared"))
         return
-    if _is_storm(core, node, incident):
+    if _is_storm(context, node, incident):
         return
     done = incident.does is not None and not stronger(incident.asked, incident.does)
     planned = node.then is not None and incident.severity is Severity.FATAL
     if done and not planned:
         if finding.firm and finding.remedy is Remedy.RESTART_WORKER:
-            remedies.also(core, node, incident, finding.worker)
+            remedies.also(context, node, incident, finding.worker)
         return
     if finding.severity is Severity.FATAL or finding.firm:
-        decide(core, incident)
+        decide(context, incident)
     elif incident.due_s is None:
-        _later(core, incident, core.now + core.timing.detection_s)
+        _later(context, incident, context.now + context.timing.detection_s)
 
 
-def _is_storm(core: Context, node: Node, incident: Incident) -> bool:
+def _is_storm(context: Context, node: Node, incident: Incident) -> bool:
     """The same on many nodes at once. Nothing is done about any of them, and what was planned is called off."""
-    seen = blast_radius.storm(core, incident.rule)
+    seen = blast_radius.storm(context, incident.rule)
     if seen is None:
         return False
     nodes, of, within_s = seen
     key = f"storm {incident.rule}"
-    if core.now - core.state.health.said.get(key, -BURST_S) >= BURST_S:
-        core.record(ledger.Storm(rule=incident.rule, nodes=nodes, of=of, within_s=round(within_s, 3)))
-    _say(core, key)
+    if context.now - context.state.health.said.get(key, -BURST_S) >= BURST_S:
+        context.record(ledger.Storm(rule=incident.rule, nodes=nodes, of=of, within_s=round(within_s, 3)))
+    _say(context, key)
     reason = f"{nodes} of {of} nodes report it within {within_s:.0f} s"
-    health = core.state.health
+    health = context.state.health
     for number in sorted({*health.undecided, *(a.incident for a in health.acts if not a.done)}):
-        other = core.state.incidents[number - 1]
-        there = core.state.nodes.get(other.node or "")
+        other = context.state.incidents[number - 1]
+        there = context.state.nodes.get(other.node or "")
         if other.rule != incident.rule or there is None:
             continue
-        if remedies.call_off(core, there, other) or other.due_s is not None:
-            _withhold(core, there, other, Decision(Remedy.WATCH, reason, "storm"))
+        if remedies.call_off(context, there, other) or other.due_s is not None:
+            _withhold(context, there, other, Decision(Remedy.WATCH, reason, "storm"))
     if incident.does is None and incident.verdict != reason:
-        _withhold(core, node, incident, Decision(Remedy.WATCH, reason, "storm"))
+        _withhold(context, node, incident, Decision(Remedy.WATCH, reason, "storm"))
     return True
 
 
-def struck(core: Context, incident: Incident) -> None:
+def struck(context: Context, incident: Incident) -> None:
     """What was found has now ended a worker or more: there is nothing to wait for."""
     if incident.due_s is not None:
-        incident.due_s = core.now
+        incident.due_s = context.now
 
 
-def deadlines(core: Context) -> list[float]:
+def deadlines(context: Context) -> list[float]:
     """When something is to be decided, or an agent should have answered."""
-    times = [i.due_s for i in _undecided(core) if i.due_s is not None]
-    return [t for t in (*times, *remedies.deadlines(core)) if t > core.now]
+    times = [i.due_s for i in _undecided(context) if i.due_s is not None]
+    return [t for t in (*times, *remedies.deadlines(context)) if t > context.now]
 
 
-def _undecided(core: Context) -> list[Incident]:
-    return [core.state.incidents[number - 1] for number in core.state.health.undecided]
+def _undecided(context: Context) -> list[Incident]:
+    return [context.state.incidents[number - 1] for number in context.state.health.undecided]
 
 
-def _later(core: Context, incident: Incident, at_s: float) -> None:
+def _later(context: Context, incident: Incident, at_s: float) -> None:
     """It is decided then."""
     incident.due_s = at_s
-    undecided = core.state.health.undecided
+    undecided = context.state.health.undecided
     if incident.id not in undecided:
         undecided.append(incident.id)
-    while len(undecided) > max(KEPT_SIGHTINGS, blast_radius.size(core)):
-        core.state.incidents[undecided.pop(0) - 1].due_s = None
+    while len(undecided) > max(KEPT_SIGHTINGS, blast_radius.size(context)):
+        context.state.incidents[undecided.pop(0) - 1].due_s = None
 
 
-def due(core: Context) -> None:
+def due(context: Context) -> None:
     """Decides what was left until now, the worst first."""
-    now = [i for i in _undecided(core) if i.due_s is not None and core.now >= i.due_s]
+    now = [i for i in _undecided(context) if i.due_s is not None and context.now >= i.due_s]
     for incident in sorted(now, key=lambda i: -SEVERITIES.index(i.severity)):
-        node = core.state.nodes.get(incident.node or "")
+        node = context.state.nodes.get(incident.node or "")
         if incident.due_s is None:
             continue  # what was just decided called it off
         if incident.verdict and node is not None and node.alive:
-            if (past := _past(core, node, incident)) is not None:
-                _withhold(core, node, incident, past)
+            if (past := _past(context, node, incident)) is not None:
+                _withhold(context, node, incident, past)
                 continue
             incident.verdict = ""  # whatever is decided is said once more
-        decide(core, incident)
-    health = core.state.health
-    health.undecided = [n for n in health.undecided if core.state.incidents[n - 1].due_s is not None]
-    remedies.late(core)
+        decide(context, incident)
+    health = context.state.health
+    health.undecided = [n for n in health.undecided if context.state.incidents[n - 1].due_s is not None]
+    remedies.late(context)
 
 
-def _past(core: Context, node: Node, incident: Incident) -> Decision | None:
+def _past(context: Context, node: Node, incident: Incident) -> Decision | None:
     """Why nothing need be done any more about what could not be done before."""
-    for act in core.state.health.acts:
+    for act in context.state.health.acts:
         same = act.remedy is not Remedy.RESET_DEVICE or not incident.device or act.device == incident.device
         helped = act.done and not act.error and same and acts_on_node(act.remedy)
         if act.machine == node.machine and act.at_s > incident.heard_s and helped:
             return Decision(
                 Remedy.WATCH, f"{act.remedy.value} was done since, and it was not seen again", "done"
             )
-    silent_s = core.now - incident.heard_s
+    silent_s = context.now - incident.heard_s
     if incident.source in escalation.SOFT_SOURCES and silent_s > BURST_S:
         told = f"what {incident.source} says must be new, and it was last seen {silent_s:.0f} s ago"
         return Decision(Remedy.WATCH, told, "past")
     return None
 
 
-def well_again(core: Context, node: Node, rule: str) -> None:
+def well_again(context: Context, node: Node, rule: str) -> None:
     """What a rule found is there no more: what was to be decided about it need not be."""
-    for incident in core.state.incidents[-KEPT_ASKS:]:
+    for incident in context.state.incidents[-KEPT_ASKS:]:
         if incident.node == node.name and incident.rule == rule and incident.due_s is not None:
-            _withhold(core, node, incident, Decision(Remedy.WATCH, "it is well again", "well"))
+            _withhold(context, node, incident, Decision(Remedy.WATCH, "it is well again", "well"))
 
 
-def cleared(core: Context, machine: str, rule: str) -> None:
+def cleared(context: Context, machine: str, rule: str) -> None:
     """A person says that a machine is well, or that a rule was wrong about it: what is left to do is not done."""
-    nodes = {n.name for n in core.state.nodes.values() if n.machine == machine}
-    for incident in _undecided(core):
-        node = core.state.nodes.get(incident.node or "")
+    nodes = {n.name for n in context.state.nodes.values() if n.machine == machine}
+    for incident in _undecided(context):
+        node = context.state.nodes.get(incident.node or "")
         if node is not None and node.name in nodes and rule in ("", incident.rule):
             _withhold(
-                core, node, incident, Decision(Remedy.WATCH, "a person says that it is well", "cleared")
+                context, node, incident, Decision(Remedy.WATCH, "a person says that it is well", "cleared")
             )
 
 
-def decide(core: Context, incident: Incident) -> None:
+def decide(context: Context, incident: Incident) -> None:
     """Says what is done about an incident, and begins it."""
     incident.due_s = None
-    node = core.state.nodes.get(incident.node or "")
-    if node is None or not node.alive or core.state.stop_reason is not None:
+    node = context.state.nodes.get(incident.node or "")
+    if node is None or not node.alive or context.state.stop_reason is not None:
         return
-    if any(w.digest is not None for w in core.state.workers.values()):
-        _withhold(core, node, incident, Decision(Remedy.WATCH, "the job is about to end", "ending"))
+    if any(w.digest is not None for w in context.state.workers.values()):
+        _withhold(context, node, incident, Decision(Remedy.WATCH, "the job is about to end", "ending"))
         return
     if node.checking is not None:
         told = "it is not used anyway before it has passed the deep checks"
-        _withhold(core, node, incident, Decision(Remedy.WATCH, told, "held"))
+        _withhold(context, node, incident, Decision(Remedy.WATCH, told, "held"))
         return
     soft = escalation.soft(incident.source, incident.firm)
-    decision = _decision(core, node, incident.rule, incident.device, soft, incident.asked, None)
+    decision = _decision(context, node, incident.rule, incident.device, soft, incident.asked, None)
     fatal = incident.severity is Severity.FATAL
     if decision.against or decision.does is Remedy.WATCH:
-        _withhold(core, node, incident, decision)
+        _withhold(context, node, incident, decision)
         return
     if decision.after_s is not None and not fatal:
-        _later(core, incident, decision.after_s)
-        _verdict(core, node, incident, decision, Remedy.WATCH)
+        _later(context, incident, decision.after_s)
+        _verdict(context, node, incident, decision, Remedy.WATCH)
         return
     if decision.does is Remedy.ASK:
         incident.does = Remedy.ASK
-        _verdict(core, node, incident, decision, Remedy.ASK)
-        notes.ask(core, node, incident.rule, str(incident.cause), incident)
+        _verdict(context, node, incident, decision, Remedy.ASK)
+        notes.ask(context, node, incident.rule, str(incident.cause), incident)
         return
     if node.then is not None:
-        doing = any(a.node == node.name and a.request and not a.done for a in core.state.health.acts)
+        doing = any(a.node == node.name and a.request and not a.done for a in context.state.health.acts)
         if not stronger(decision.does, node.then) and (doing or not fatal):
             told = f"{node.then.value} is under way for it already"
-            _withhold(core, node, incident, Decision(Remedy.WATCH, told, "under way"))
+            _withhold(context, node, incident, Decision(Remedy.WATCH, told, "under way"))
             return
         if stronger(node.then, decision.does):
             decision = msgspec.structs.replace(decision, does=node.then)  # what was planned, and now
-    _verdict(core, node, incident, decision, decision.does)
+    _verdict(context, node, incident, decision, decision.does)
     incident.does = decision.does
-    count(core.state.health.totals.acts, decision.does)
+    count(context.state.health.totals.acts, decision.does)
     if not incident.injected:
-        notes.remember(core, node, Kind.INCIDENT, incident)
-    remedies.begin(core, node, incident, decision.does, planned=not fatal)
+        notes.remember(context, node, Kind.INCIDENT, incident)
+    remedies.begin(context, node, incident, decision.does, planned=not fatal)
 
 
-def escalated(core: Context, node: Node, incident: Incident, does: Remedy, reason: str) -> None:
+def escalated(context: Context, node: Node, incident: Incident, does: Remedy, reason: str) -> None:
     """What was done did not work. The next rung takes nothing from the job any more, so no limit speaks against it."""
     incident.does = does
-    _verdict(core, node, incident, Decision(does, reason), does)
+    _verdict(context, node, incident, Decision(does, reason), does)
     if not incident.injected:
-        notes.remember(core, node, Kind.ACTED, incident, does.value)
+        notes.remember(context, node, Kind.ACTED, incident, does.value)
 
 
-def _withhold(core: Context, node: Node, incident: Incident, decision: Decision) -> None:
+def _withhold(context: Context, node: Node, incident: Incident, decision: Decision) -> None:
     incident.due_s = None
-    count(core.state.health.totals.withheld, decision.against or "watch")
-    _verdict(core, node, incident, decision, Remedy.WATCH)
+    count(context.state.health.totals.withheld, decision.against or "watch")
+    _verdict(context, node, incident, decision, Remedy.WATCH)
     if decision.after_s is not None:
-        _later(core, incident, decision.after_s)
+        _later(context, incident, decision.after_s)
     if decision.against == "blast":
-        since_s = core.state.health.said.get("blast", -core.spec.health.blast_window_s)
-        if core.now - since_s >= core.spec.health.blast_window_s:
-            _say(core, "blast")
+        since_s = context.state.health.said.get("blast", -context.spec.health.blast_window_s)
+        if context.now - since_s >= context.spec.health.blast_window_s:
+            _say(context, "blast")
             done, size, limit = (
-                len(blast_radius.acted_on(core)),
-                blast_radius.size(core),
-                blast_radius.limit(core),
+                len(blast_radius.acted_on(context)),
+                blast_radius.size(context),
+                blast_radius.limit(context),
             )
-            window_s = core.spec.health.blast_window_s
-            core.record(
+            window_s = context.spec.health.blast_window_s
+            context.record(
                 ledger.BlastLimit(node=node.name, nodes=done, of=size, limit=limit, within_s=window_s)
             )
     if decision.against == "budget":
-        notes.ask(core, node, incident.rule, str(incident.cause), incident)
+        notes.ask(context, node, incident.rule, str(incident.cause), incident)
 
 
-def _verdict(core: Context, node: Node, incident: Incident, decision: Decision, does: Remedy) -> None:
+def _verdict(context: Context, node: Node, incident: Incident, decision: Decision, does: Remedy) -> None:
     if does is Remedy.WATCH and incident.verdict == decision.reason:
         return  # said already
     incident.verdict = decision.reason
-    core.record(
+    context.record(
         ledger.Verdict(
             incident=incident.id,
             node=node.name,
@@ -244,19 +244,22 @@ def _verdict(core: Context, node: Node, incident: Incident, decision: Decision, 
             against=decision.against,
             reason=decision.reason,
             weighed=list(decision.weighed),
-            again_s=None if decision.after_s is None else round(decision.after_s - core.now, 3),
+            again_s=None if decision.after_s is None else round(decision.after_s - context.now, 3),
         )
     )
 
 
-def on_trial(core: Context, node: Node, finding: Finding) -> None:
+def on_trial(context: Context, node: Node, finding: Finding) -> None:
     """What would have been done, had the rule been believed."""
-    if not core.state.health.said.get(f"trial {node.name} {finding.rule}", -BURST_S) + BURST_S <= core.now:
+    if (
+        not context.state.health.said.get(f"trial {node.name} {finding.rule}", -BURST_S) + BURST_S
+        <= context.now
+    ):
         return
-    _say(core, f"trial {node.name} {finding.rule}")
+    _say(context, f"trial {node.name} {finding.rule}")
     soft = escalation.soft(finding.source, finding.firm)
-    decision = _decision(core, node, finding.rule, finding.device, soft, finding.remedy, finding)
-    core.record(
+    decision = _decision(context, node, finding.rule, finding.device, soft, finding.remedy, finding)
+    context.record(
         ledger.Verdict(
             incident=None,
             node=node.name,
@@ -271,10 +274,10 @@ def on_trial(core: Context, node: Node, finding: Finding) -> None:
     )
 
 
-def _say(core: Context, what: str) -> None:
-    said = core.state.health.said
+def _say(context: Context, what: str) -> None:
+    said = context.state.health.said
     said.pop(what, None)
-    said[what] = core.now
+    said[what] = context.now
     while len(said) > KEPT_SIGHTINGS:
         del said[next(iter(said))]
 
@@ -283,48 +286,48 @@ def _say(core: Context, what: str) -> None:
 
 
 def _decision(
-    core: Context, node: Node, rule: str, device: str, soft: bool, asked: Remedy, trial: Finding | None
+    context: Context, node: Node, rule: str, device: str, soft: bool, asked: Remedy, trial: Finding | None
 ) -> Decision:
     """Weighs one cause on one node. soft: one finding is not enough. trial: the rule is on trial, and this is only said."""
-    s = core.state
+    s = context.state
     if asked is Remedy.WATCH:
         return Decision(asked, "the rule asks for nothing to be done")
     if asked is Remedy.ASK:
         return Decision(asked, "the rule asks for a person")
-    not_its_own = _not_its_own(core, node, rule, soft, asked)
+    not_its_own = _not_its_own(context, node, rule, soft, asked)
     if not_its_own is not None:
         return not_its_own
-    before = escalation.for_cause(s.health.acts, node.machine, device, rule, core.now)
+    before = escalation.for_cause(s.health.acts, node.machine, device, rule, context.now)
     does = escalation.rung(asked, before)
     weighed = [f"done before for {rule} on {node.machine}: {_told(before)}"]
     why = f"{rule} asks for it"
     if does is not asked:
         why = f"{rule} asks for {asked.value}, which was tried: {_told(before)}"
     if does is Remedy.RESTART_WORKER:
-        if core.budget_spent():
+        if context.budget_spent():
             return Decision(Remedy.ASK, "the restart budget is spent", "budget", tuple(weighed))
         return Decision(does, why, weighed=tuple(weighed))
-    done = escalation.repairs(s.health.acts, node.machine, core.now)
+    done = escalation.repairs(s.health.acts, node.machine, context.now)
     weighed.append(f"repairs of {node.machine} in 7 days: {len(done)} of {escalation.NODE_ACTS}")
     if len(done) >= escalation.NODE_ACTS and does is not Remedy.REPLACE:
         does, why = Remedy.REPLACE, f"{len(done)} repairs of {node.machine} in 7 days did not help"
-    all_done = blast_radius.repairs(core)
-    weighed.append(f"repairs in this job: {all_done} of {core.spec.max_restarts}")
-    if all_done >= core.spec.max_restarts:
-        told = f"the job's budget of {core.spec.max_restarts} repairs is spent"
+    all_done = blast_radius.repairs(context)
+    weighed.append(f"repairs in this job: {all_done} of {context.spec.max_restarts}")
+    if all_done >= context.spec.max_restarts:
+        told = f"the job's budget of {context.spec.max_restarts} repairs is spent"
         return Decision(does, told, "budget", tuple(weighed))
-    near = blast_radius.acted_on(core)
-    window_s = core.spec.health.blast_window_s
+    near = blast_radius.acted_on(context)
+    window_s = context.spec.health.blast_window_s
     weighed.append(
-        f"nodes acted on in {window_s:g} s: {len(near)} of {blast_radius.limit(core)} ({blast_radius.size(core)} in all)"
+        f"nodes acted on in {window_s:g} s: {len(near)} of {blast_radius.limit(context)} ({blast_radius.size(context)} in all)"
     )
-    if not blast_radius.may_act(core, node.machine):
-        told = f"{len(near)} of {blast_radius.size(core)} nodes were acted on within {window_s:g} s, and no more may be"
-        return Decision(does, told, "blast", tuple(weighed), blast_radius.may_act_at_s(core))
+    if not blast_radius.may_act(context, node.machine):
+        told = f"{len(near)} of {blast_radius.size(context)} nodes were acted on within {window_s:g} s, and no more may be"
+        return Decision(does, told, "blast", tuple(weighed), blast_radius.may_act_at_s(context))
     if node.lemon:
         weighed.append(f"history: {node.lemon}")
     wait_s = escalation.back_off_s(done)
-    after_s = done[-1].at_s + wait_s if done and core.now < done[-1].at_s + wait_s else None
+    after_s = done[-1].at_s + wait_s if done and context.now < done[-1].at_s + wait_s else None
     if after_s is not None and trial is None:
         weighed.append(f"back-off: {wait_s:g} s after the last repair")
     return Decision(does, why, weighed=tuple(weighed), after_s=after_s)
@@ -336,20 +339,22 @@ def _told(acts: list[Act]) -> str:
     return ", ".join(a.remedy.value + (" (did not work)" if a.error else "") for a in acts[-4:])
 
 
-def _not_its_own(core: Context, node: Node, rule: str, soft: bool, asked: Remedy) -> Decision | None:
+def _not_its_own(context: Context, node: Node, rule: str, soft: bool, asked: Remedy) -> Decision | None:
     """Why it is not the node's fault, as far as is known. What is soft needs a majority that is well, and a second time
     on the same node."""
-    script = blast_radius.follows_the_script(core, rule) if soft or asked is Remedy.RESTART_WORKER else None
+    script = (
+        blast_radius.follows_the_script(context, rule) if soft or asked is Remedy.RESTART_WORKER else None
+    )
     if script is not None:
         return Decision(Remedy.WATCH, f"{script}: the script, not the node", "script")
     if not soft:
         return None
-    members = {w.node for w in core.members()}
-    others = blast_radius.others_show_it(core, node, rule)
+    members = {w.node for w in context.members()}
+    others = blast_radius.others_show_it(context, node, rule)
     if len(members) < 3 or others * 2 >= len(members):
         told = f"{others} other of {len(members)} nodes show it: no majority that is well speaks against {node.name}"
         return Decision(Remedy.WATCH, told, "canary")
-    seen = [x for x in core.state.health.sightings if (x.rule, x.machine) == (rule, node.machine)]
+    seen = [x for x in context.state.health.sightings if (x.rule, x.machine) == (rule, node.machine)]
     if len(seen) < 2:
         return Decision(
             Remedy.WATCH, f"the first time on {node.name}: once more, and it is the node's", "canary"

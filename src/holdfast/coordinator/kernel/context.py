@@ -159,59 +159,61 @@ class Mode(Protocol):
 
     replaces_one: bool
 
-    def on_attached(self, core: Context) -> None:
+    def on_attached(self, context: Context) -> None:
         """A worker's script called `holdfast.start`."""
         ...
 
-    def on_exit(self, core: Context, worker: Worker, message: m.Exited) -> None:
+    def on_exit(self, context: Context, worker: Worker, message: m.Exited) -> None:
         """The process of a worker ended that was not known to be gone."""
         ...
 
     def on_worker_lost(
-        self, core: Context, worker: Worker, was: WorkerPhase, cause: Cause, message: m.Exited | None
+        self, context: Context, worker: Worker, was: WorkerPhase, cause: Cause, message: m.Exited | None
     ) -> None:
         """A worker is gone without having been asked to go. message: how it ended, where that is known."""
         ...
 
-    def on_never_started(self, core: Context, worker: Worker) -> None:
+    def on_never_started(self, context: Context, worker: Worker) -> None:
         """The order to start a worker was lost."""
         ...
 
     def explain_earlier(
-        self, core: Context, node: Node, workers: list[Worker], cause: Cause
+        self, context: Context, node: Node, workers: list[Worker], cause: Cause
     ) -> Incident | None:
         """A node with these members is gone: the incident that it explains, if others have reported one already."""
         ...
 
-    def on_node_lost(self, core: Context, workers: list[Worker], cause: Cause) -> None:
+    def on_node_lost(self, context: Context, workers: list[Worker], cause: Cause) -> None:
         """A node with these members is gone; its incident is open."""
         ...
 
-    def evict(self, core: Context, node: Node, workers: list[Worker], cause: Cause) -> None:
+    def evict(self, context: Context, node: Node, workers: list[Worker], cause: Cause) -> None:
         """Workers of a node are to end now."""
         ...
 
-    def on_stall(self, core: Context, culprits: list[Worker], reason: str, allowed: dict[str, float]) -> None:
+    def on_stall(
+        self, context: Context, culprits: list[Worker], reason: str, allowed: dict[str, float]
+    ) -> None:
         """The job stands still. culprits: who holds it up, as far as that is known; allowed: for how many seconds each
         worker may stand still where it is."""
         ...
 
-    def change_members(self, core: Context) -> None:
+    def change_members(self, context: Context) -> None:
         """Members are to leave, or more can be there."""
         ...
 
-    def on_out_of_time(self, core: Context) -> None:
+    def on_out_of_time(self, context: Context) -> None:
         """The time for the job to end is over."""
         ...
 
-    def deadlines(self, core: Context) -> list[float]:
+    def deadlines(self, context: Context) -> list[float]:
         """When workers should be ready."""
         ...
 
-    def due(self, core: Context) -> None:
+    def due(self, context: Context) -> None:
         """Ends workers that are not ready in time."""
         ...
 
-    def advance(self, core: Context) -> None:
+    def advance(self, context: Context) -> None:
         """After every batch of events: what comes next."""
         ...

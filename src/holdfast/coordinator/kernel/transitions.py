@@ -45,26 +45,26 @@ class IllegalTransition(HoldfastError):
     """A phase that cannot follow: a mistake in the core, not in the job."""
 
 
-def enter_job(core: Context, to: JobPhase) -> None:
+def enter_job(context: Context, to: JobPhase) -> None:
     """The job enters a phase.
 
     Raises:
         IllegalTransition: it cannot from the one that it is in.
     """
-    was = core.state.phase
+    was = context.state.phase
     if to not in JOB[was]:
-        raise _illegal(core, "the job", was, to)
-    core.state.phase = to
+        raise _illegal(context, "the job", was, to)
+    context.state.phase = to
 
 
-def enter(core: Context, worker: Worker, to: WorkerPhase) -> None:
+def enter(context: Context, worker: Worker, to: WorkerPhase) -> None:
     """A worker enters a phase.
 
     Raises:
         IllegalTransition: it cannot from the one that it is in.
     """
     if to not in WORKER[worker.phase]:
-        raise _illegal(core, f"worker {worker.name}", worker.phase, to)
+        raise _illegal(context, f"worker {worker.name}", worker.phase, to)
     worker.phase = to
 
 
@@ -73,7 +73,7 @@ def lose_node(node: Node) -> None:
     node.alive = False
 
 
-def _illegal(core: Context, who: str, was: Enum, to: Enum) -> IllegalTransition:
+def _illegal(context: Context, who: str, was: Enum, to: Enum) -> IllegalTransition:
     return IllegalTransition(
-        f"{who} cannot go from {was.value} to {to.value}, while {core.event!r} was handled"
+        f"{who} cannot go from {was.value} to {to.value}, while {context.event!r} was handled"
     )

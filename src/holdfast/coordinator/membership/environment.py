@@ -10,10 +10,10 @@ from holdfast.protocol.job import CACHE_VARIABLE
 from holdfast.protocol.snapshots import TIERS_VARIABLE
 
 
-def environment(core: Context, node: Node, slot: int, rank: int, world: int) -> dict[str, str]:
+def environment(context: Context, node: Node, slot: int, rank: int, world: int) -> dict[str, str]:
     """torchrun's variables for one worker. At level 2 they are only a first guess: `run.rank` is the rank."""
-    spec = core.spec
-    there = core.alive_nodes()
+    spec = context.spec
+    there = context.alive_nodes()
     master = there[0]
     ports = master.ports or (29500,)
     return {
@@ -26,14 +26,14 @@ def environment(core: Context, node: Node, slot: int, rank: int, world: int) -> 
         "GROUP_WORLD_SIZE": str(max(1, world // spec.nproc)),
         "ROLE_WORLD_SIZE": str(world),
         "MASTER_ADDR": master.host,
-        "MASTER_PORT": str(ports[core.state.master_uses % len(ports)]),
-        "TORCHELASTIC_RESTART_COUNT": str(core.state.restarts_used),
+        "MASTER_PORT": str(ports[context.state.master_uses % len(ports)]),
+        "TORCHELASTIC_RESTART_COUNT": str(context.state.restarts_used),
         "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
         "TORCHELASTIC_RUN_ID": spec.name,
         "HOLDFAST_JOB": spec.name,
         "HOLDFAST_NODE": node.name,
         "HOLDFAST_TARGET": str(spec.target),
-        "HOLDFAST_GENERATION": str(core.state.number),
+        "HOLDFAST_GENERATION": str(context.state.number),
         "HOLDFAST_SNAPSHOT_EVERY": spec.saving.memory,
         **({CACHE_VARIABLE: spec.data_cache} if spec.data_cache else {}),
         TIERS_VARIABLE: msgspec.json.encode(spec.saving.tiers).decode(),

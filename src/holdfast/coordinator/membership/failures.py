@@ -38,9 +38,9 @@ LIKE_A_SCRIPT = ("segfault", "exit", "raise")
 # ---------------------------------------------------------------- user code raised
 
 
-def failed(core: Context, worker: Worker, message: m.Failed) -> None:
+def failed(context: Context, worker: Worker, message: m.Failed) -> None:
     """User code raised. In a step: retry in process, then a fresh worker, then it is the script's."""
-    s = core.state
+    s = context.state
     current = s.generation
     if any(
         (f.worker, f.generation, f.step) == (worker.name, message.generation, message.step)
@@ -54,31 +54,31 @@ def failed(core: Context, worker: Worker, message: m.Failed) -> None:
     blame = Blame(cause, rank, worker.node, message.step, message.traceback, log=worker.log)
     s.blames[worker.name] = blame
     at = message.step if message.step is not None else worker.committed  # between two steps: after that many
-    core.record(
+    context.record(
         ledger.Failed(
             worker=worker.name, rank=rank, node=worker.node, step=at, cause=str(cause), cause_kind=cause.kind
         )
     )
     if message.error == StateChanged.__name__:
         # No machine does this, and a worker in its place would run the same script: another attempt proves nothing.
-        core.request(EndGeneration(cause))
-        core.request(StopJob("the script changes protected state outside of the commit", "failed", blame))
+        context.request(EndGeneration(cause))
+        context.request(StopJob("the script changes protected state outside of the commit", "failed", blame))
         return
     if message.step is None or current is None or worker.phase is not WorkerPhase.MEMBER:
         return
     if message.generation != current.number:
         return
-    note_failure(core, message.step, message.signature, worker, message.generation)
+    note_failure(context, message.step, message.signature, worker, message.generation)
     if message.own:
-        core.request(NoteNonFinite(worker, message))
+        context.request(NoteNonFinite(worker, message))
     verdict = script_fault(s.failures)
     if verdict is not None:
-        core.request(EndGeneration(cause))
-        core.request(StopJob(verdict.reason, "failed", first_blame(core, message.signature) or blame))
+        context.request(EndGeneration(cause))
+        context.request(StopJob(verdict.reason, "failed", first_blame(context, message.signature) or blame))
         return
     if s.phase is JobPhase.RUNNING or s.yielding:
-        again = _failed_before(core, worker, message)
-        core.open_incident(
+        again = _failed_before(context, worker, message)
+        context.open_incident(
             cause,
             node=worker.node,
             workers=[worker.name],
@@ -87,37 +87,37 @@ def failed(core: Context, worker: Worker, message: m.Failed) -> None:
             needs_newcomer=again,
         )
         if again:
-            processes.end_worker(core, worker)
-    core.request(EndGeneration(cause))
+            processes.end_worker(context, worker)
+    context.request(EndGeneration(cause))
 
 
-def _failed_before(core: Context, worker: Worker, message: m.Failed) -> bool:
+def _failed_before(context: Context, worker: Worker, message: m.Failed) -> bool:
     same = [
         f
-        for f in core.state.failures
+        for f in context.state.failures
         if f.worker == worker.name and (f.step, f.signature) == (message.step, message.signature)
     ]
     return len(same) >= 2
 
 
-def first_blame(core: Context, signature: str) -> Blame | None:
+def first_blame(context: Context, signature: str) -> Blame | None:
     """What the first worker said that failed in this way."""
-    for failure in core.state.failures:
-        if failure.signature == signature and failure.worker in core.state.blames:
-            return core.state.blames[failure.worker]
+    for failure in context.state.failures:
+        if failure.signature == signature and failure.worker in context.state.blames:
+            return context.state.blames[failure.worker]
     return None
 
 
-def note_failure(core: Context, step: int | None, signature: str, worker: Worker, generation: int) -> None:
+def note_failure(context: Context, step: int | None, signature: str, worker: Worker, generation: int) -> None:
     """Remembers a failure for `script_fault`."""
-    core.state.failures.append(Failure(step, signature, worker.name, worker.node, generation))
-    if node := core.state.nodes.get(worker.node):
+    context.state.failures.append(Failure(step, signature, worker.name, worker.node, generation))
+    if node := context.state.nodes.get(worker.node):
         node.failures += 1
 
 
-def forgive(core: Context, innocent: Callable[[Failure], bool]) -> None:
+def forgive(context: Context, innocent: Callable[[Failure], bool]) -> None:
     """Forgets failures that turned out to be something else's."""
-    s = core.state
+    s = context.state
     for failure in filter(innocent, s.failures):
         if node := s.nodes.get(failure.node):
             node.failures -= 1
@@ -127,9 +127,9 @@ def forgive(core: Context, innocent: Callable[[Failure], bool]) -> None:
 # ---------------------------------------------------------------- processes that end
 
 
-def exited(core: Context, message: m.Exited) -> None:
+def exited(context: Context, message: m.Exited) -> None:
     """A worker's process ended."""
-    s = core.state
+    s = context.state
     worker = s.workers.get(message.worker)
     if worker is None or worker.exited:
         return
@@ -137,60 +137,64 @@ def exited(core: Context, message: m.Exited) -> None:
     described = Blame(causes.ProcessEnded(message.code), node=worker.node, log=message.log)
     blame = s.blames.setdefault(worker.name, described)
     blame.tail, blame.log = list(message.tail), message.log
-    core.record(ledger.WorkerExited(worker=worker.name, node=worker.node, code=message.code, log=message.log))
-    core.request(AwaitChecksums(worker, message))
+    context.record(
+        ledger.WorkerExited(worker=worker.name, node=worker.node, code=message.code, log=message.log)
+    )
+    context.request(AwaitChecksums(worker, message))
     step_accounting.exited(s, worker.name, message.steps)
     if worker.phase is WorkerPhase.GONE:
         return
-    core.mode.on_exit(core, worker, message)
+    context.mode.on_exit(context, worker, message)
 
 
-def lose_worker(core: Context, worker: Worker, cause: causes.Cause, message: m.Exited | None = None) -> None:
+def lose_worker(
+    context: Context, worker: Worker, cause: causes.Cause, message: m.Exited | None = None
+) -> None:
     """A worker is gone without having been asked to go. message: how it ended, where that is known."""
     was, worker.vanished_s = worker.phase, None
-    transitions.enter(core, worker, WorkerPhase.GONE)
-    core.mode.on_worker_lost(core, worker, was, cause, message)
+    transitions.enter(context, worker, WorkerPhase.GONE)
+    context.mode.on_worker_lost(context, worker, was, cause, message)
 
 
-def judge_exit(core: Context, worker: Worker, message: m.Exited, early: bool) -> None:
-    s = core.state
+def judge_exit(context: Context, worker: Worker, message: m.Exited, early: bool) -> None:
+    s = context.state
     blame = s.blames[worker.name]
     blame.rank = blame.rank if s.generation is None else s.generation.rank_of(worker.name)
     signature = policy.failure_signature(blame, message)
-    note_failure(core, None if early else s.committed, signature, worker, s.number)
-    verdict = script_fault(s.failures, trained=s.number > 0, nodes=queries.hoped_for(core))
+    note_failure(context, None if early else s.committed, signature, worker, s.number)
+    verdict = script_fault(s.failures, trained=s.number > 0, nodes=queries.hoped_for(context))
     if verdict is not None:
-        core.request(EndGeneration(blame.cause))
-        core.request(StopJob(verdict.reason, "failed", first_blame(core, signature)))
+        context.request(EndGeneration(blame.cause))
+        context.request(StopJob(verdict.reason, "failed", first_blame(context, signature)))
 
 
-def did_not_start(core: Context, worker: Worker, cause: causes.Cause) -> None:
+def did_not_start(context: Context, worker: Worker, cause: causes.Cause) -> None:
     """One more that did not get ready. Workers that were started together count once."""
-    s, node = core.state, core.state.nodes.get(worker.node)
+    s, node = context.state, context.state.nodes.get(worker.node)
     if worker.started_s >= s.bad_start_at_s:
-        s.bad_starts, s.bad_start_at_s = s.bad_starts + 1, core.now
+        s.bad_starts, s.bad_start_at_s = s.bad_starts + 1, context.now
         if s.bad_starts >= 2:
-            pause_s = core.timing.heartbeat_s * 2.0 ** min(s.bad_starts - 2, 16)
-            s.start_after_s = core.now + min(pause_s, core.timing.wait_s)
+            pause_s = context.timing.heartbeat_s * 2.0 ** min(s.bad_starts - 2, 16)
+            s.start_after_s = context.now + min(pause_s, context.timing.wait_s)
     if node is not None and worker.started_s >= node.struck_at_s:
-        node.strikes, node.struck_at_s = node.strikes + 1, core.now
+        node.strikes, node.struck_at_s = node.strikes + 1, context.now
         if node.alive and node.strikes >= STRIKES:
-            core.request(RefuseNode(node, causes.WorkersDoNotStart(str(cause))))
+            context.request(RefuseNode(node, causes.WorkersDoNotStart(str(cause))))
 
 
-def started_well(core: Context, worker: Worker) -> None:
+def started_well(context: Context, worker: Worker) -> None:
     """A worker became ready: what failed before was no rule."""
-    core.state.bad_starts, core.state.start_after_s = 0, None
-    if node := core.state.nodes.get(worker.node):
+    context.state.bad_starts, context.state.start_after_s = 0, None
+    if node := context.state.nodes.get(worker.node):
         node.strikes = 0
 
 
 # ---------------------------------------------------------------- processes that are ended
 
 
-def condemn(core: Context, workers: Iterable[Worker], cause: causes.Cause) -> None:
+def condemn(context: Context, workers: Iterable[Worker], cause: causes.Cause) -> None:
     """Takes workers out that will not leave by themselves."""
-    s = core.state
+    s = context.state
     by_node: dict[str, list[Worker]] = {}
     for worker in workers:
         by_node.setdefault(worker.node, []).append(worker)
@@ -199,59 +203,59 @@ def condemn(core: Context, workers: Iterable[Worker], cause: causes.Cause) -> No
         part = any(w.phase in (WorkerPhase.MEMBER, WorkerPhase.PARKED) for w in ours)
         if part and s.phase is not JobPhase.STOPPING:
             names = [w.name for w in ours]
-            core.open_incident(cause, node=node, workers=names)
+            context.open_incident(cause, node=node, workers=names)
             breaks = True
         else:
-            core.record(
+            context.record(
                 ledger.WorkerEnded(workers=[w.name for w in ours], cause=str(cause), cause_kind=cause.kind)
             )
         for worker in ours:
             rank = s.generation.rank_of(worker.name) if s.generation else None
             s.blames[worker.name] = Blame(cause, rank, node, s.committed, log=worker.log)
-            processes.end_worker(core, worker)
+            processes.end_worker(context, worker)
     if breaks:
-        core.request(EndGeneration(cause))
+        context.request(EndGeneration(cause))
 
 
-def end_late_starters(core: Context) -> None:
+def end_late_starters(context: Context) -> None:
     """Workers that are not ready in time are taken out, and new ones started."""
-    limit_s = core.timing.start_s
-    starting = core.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED)
-    late = [w for w in starting if core.now >= w.started_s + limit_s]
+    limit_s = context.timing.start_s
+    starting = context.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED)
+    late = [w for w in starting if context.now >= w.started_s + limit_s]
     cause = causes.NotReady(limit_s)
-    condemn(core, late, cause)
+    condemn(context, late, cause)
     for worker in late:
-        did_not_start(core, worker, cause)
+        did_not_start(context, worker, cause)
 
 
-def end_stuck(core: Context) -> None:
+def end_stuck(context: Context) -> None:
     """Members that did not leave the broken generation in time are taken out.
 
     One that has not finished a step yet may be compiling, and one may be at work of the script's own: both have
     the time of a start for that.
     """
-    s = core.state
+    s = context.state
     s.break_deadline_s = None
-    stuck = [w for w in core.alive_workers() if w.phase is WorkerPhase.MEMBER or w.name in s.stops]
+    stuck = [w for w in context.alive_workers() if w.phase is WorkerPhase.MEMBER or w.name in s.stops]
     stuck = [w for w in stuck if w.phase in (WorkerPhase.MEMBER, WorkerPhase.PARKED)]
-    until_s = {w.name: s.broke_at_s + s.unheard_s + core.timing.start_s for w in stuck if w.aside}
+    until_s = {w.name: s.broke_at_s + s.unheard_s + context.timing.start_s for w in stuck if w.aside}
     for worker in stuck:
         if worker.median_s is None and worker.joined == s.number:
-            until_s.setdefault(worker.name, s.formed_at_s + core.timing.start_s)
-    patient = [w for w in stuck if s.stop_reason is None and core.now < until_s.get(w.name, 0.0)]
+            until_s.setdefault(worker.name, s.formed_at_s + context.timing.start_s)
+    patient = [w for w in stuck if s.stop_reason is None and context.now < until_s.get(w.name, 0.0)]
     if patient:
         s.break_deadline_s = min(until_s[w.name] for w in patient)
-    condemn(core, [w for w in stuck if w not in patient], causes.LeftBehind())
+    condemn(context, [w for w in stuck if w not in patient], causes.LeftBehind())
 
 
 # ---------------------------------------------------------------- injected faults
 
 
-def injected(core: Context, injection: Injection) -> None:
+def injected(context: Context, injection: Injection) -> None:
     """A fault is being injected now, or was just before: it explains an incident, and blames nobody."""
-    s = core.state
+    s = context.state
     rank = s.generation.rank_of(injection.worker) if s.generation and injection.worker else None
-    core.record(
+    context.record(
         ledger.FaultInjected(
             fault=injection.fault,
             fault_kind=injection.kind,
@@ -264,13 +268,13 @@ def injected(core: Context, injection: Injection) -> None:
     if injection.kind == "preempt-node":
         return  # the node says so itself, and leaves as planned
     if any(incidents.explains(i, injection) for i in s.incidents):
-        forgive(core, lambda failure: failure.worker == injection.worker)
+        forgive(context, lambda failure: failure.worker == injection.worker)
     else:
         incidents.expect(s, injection)
 
 
-def forget(core: Context) -> None:
+def forget(context: Context) -> None:
     """Keeps the state small, however long the job runs."""
-    failures = core.state.failures
+    failures = context.state.failures
     if len(failures) > KEPT:
         del failures[: -KEPT // 2]

@@ -40,56 +40,56 @@ MAX_ATTEMPTS = 16
 # ---------------------------------------------------------------- a generation ends
 
 
-def break_generation(core: Context, cause: causes.Cause) -> None:
+def break_generation(context: Context, cause: causes.Cause) -> None:
     """Every member leaves the generation and reports what it holds."""
-    s = core.state
+    s = context.state
     draining = s.phase is JobPhase.BREAKING and s.yielding
-    if s.generation is None or not core.mode.replaces_one or not (s.phase is JobPhase.RUNNING or draining):
+    if s.generation is None or not context.mode.replaces_one or not (s.phase is JobPhase.RUNNING or draining):
         return
-    transitions.enter_job(core, JobPhase.BREAKING)
+    transitions.enter_job(context, JobPhase.BREAKING)
     s.yielding, s.change_reason = False, None
-    s.broke_cause, s.broke_at_s, s.unheard_s = cause, core.now, 0.0
-    s.break_deadline_s = core.now + core.timing.stall_s(core.median_s())
+    s.broke_cause, s.broke_at_s, s.unheard_s = cause, context.now, 0.0
+    s.break_deadline_s = context.now + context.timing.stall_s(context.median_s())
     s.inspect_deadline_s = None
-    core.record(ledger.Broke(generation=s.generation.number, reason=str(cause), step=s.committed))
-    replica_groups.broke(core, str(cause))
+    context.record(ledger.Broke(generation=s.generation.number, reason=str(cause), step=s.committed))
+    replica_groups.broke(context, str(cause))
 
 
-def end_at_commit(core: Context, reason: str) -> None:
+def end_at_commit(context: Context, reason: str) -> None:
     """The generation ends at its next commit: nothing is lost."""
-    s = core.state
+    s = context.state
     if s.generation is None or s.yielding:
         return
     s.yielding, s.change_reason = True, reason
-    core.record(ledger.Yield(generation=s.generation.number, reason=reason))
-    for worker in core.inside():
-        core.tell(worker, m.EndAtCommit(s.generation.number))
+    context.record(ledger.Yield(generation=s.generation.number, reason=reason))
+    for worker in context.inside():
+        context.tell(worker, m.EndAtCommit(s.generation.number))
 
 
-def collective_error(core: Context, worker: Worker, message: m.CollectiveError) -> None:
+def collective_error(context: Context, worker: Worker, message: m.CollectiveError) -> None:
     """Evidence that something is wrong, not who: the generation breaks, and its members say what they hold."""
-    s = core.state
+    s = context.state
     if s.generation is None or message.generation != s.generation.number:
         return
     if worker.phase is WorkerPhase.MEMBER:
-        core.record(ledger.CollectiveError(worker=worker.name, step=message.step, detail=message.detail))
+        context.record(ledger.CollectiveError(worker=worker.name, step=message.step, detail=message.detail))
         seat = s.seats[worker.name]
         if seat.restore and message.step < 0 and s.phase is JobPhase.RUNNING:
             if seat.copy is not None:
-                core.request(ReportUnreadable(seat.copy, message))
+                context.request(ReportUnreadable(seat.copy, message))
             elif seat.durable is not None:
-                core.request(ReportUnreadable(seat.durable, message))
-        break_generation(core, causes.CollectiveFailed())
+                context.request(ReportUnreadable(seat.durable, message))
+        break_generation(context, causes.CollectiveFailed())
 
 
-def parked(core: Context, worker: Worker, message: m.Parked) -> None:
+def parked(context: Context, worker: Worker, message: m.Parked) -> None:
     """A member is out of the generation and says what it holds."""
-    s = core.state
+    s = context.state
     if s.generation is None or message.generation != s.generation.number:
         return
     if worker.phase is not WorkerPhase.MEMBER:
         return
-    transitions.enter(core, worker, WorkerPhase.PARKED)
+    transitions.enter(context, worker, WorkerPhase.PARKED)
     worker.aside = False
     worker.committed, worker.prepared = message.committed, message.prepared
     worker.begun = message.begun
@@ -97,19 +97,19 @@ def parked(core: Context, worker: Worker, message: m.Parked) -> None:
     if s.phase is not JobPhase.RUNNING:
         return
     if s.yielding:
-        transitions.enter_job(core, JobPhase.BREAKING)
-        s.broke_at_s, s.unheard_s = core.now, 0.0
-        s.break_deadline_s = core.now + core.timing.stall_s(core.median_s())
+        transitions.enter_job(context, JobPhase.BREAKING)
+        s.broke_at_s, s.unheard_s = context.now, 0.0
+        s.break_deadline_s = context.now + context.timing.stall_s(context.median_s())
     else:
-        break_generation(core, causes.MemberLeft(worker.name))
+        break_generation(context, causes.MemberLeft(worker.name))
 
 
-def gather(core: Context) -> None:
+def gather(context: Context) -> None:
     """Everyone has left the generation."""
-    s = core.state
-    transitions.enter_job(core, JobPhase.GATHERING)
+    s = context.state
+    transitions.enter_job(context, JobPhase.GATHERING)
     s.break_deadline_s, s.yielding = None, False
-    core.request(SpreadCopies())  # what members would have saved themselves is asked of others now
+    context.request(SpreadCopies())  # what members would have saved themselves is asked of others now
     cause, s.broke_cause = s.broke_cause, None
     if (
         cause is None
@@ -117,99 +117,99 @@ def gather(core: Context) -> None:
         or any(i.decided_at_s is None for i in incidents.open_ones(s))
     ):
         return
-    core.open_incident(cause, node=None, rung="retry in process", at_s=s.broke_at_s, needs_newcomer=False)
+    context.open_incident(cause, node=None, rung="retry in process", at_s=s.broke_at_s, needs_newcomer=False)
     if s.generation is None or s.generation_committed > s.generation.start:
         return
     s.fruitless += 1
     if s.fruitless >= MAX_ATTEMPTS:
-        core.request(StopJob(f"no step could be finished in {s.fruitless} attempts: {cause}", "failed"))
+        context.request(StopJob(f"no step could be finished in {s.fruitless} attempts: {cause}", "failed"))
     elif s.fruitless > PATIENT_ATTEMPTS:
-        pause_s = core.timing.heartbeat_s * 2.0 ** (s.fruitless - PATIENT_ATTEMPTS)
-        s.form_after_s = core.now + min(pause_s, core.timing.form_s)
+        pause_s = context.timing.heartbeat_s * 2.0 ** (s.fruitless - PATIENT_ATTEMPTS)
+        s.form_after_s = context.now + min(pause_s, context.timing.form_s)
 
 
 # ---------------------------------------------------------------- the next one
 
 
-def try_form(core: Context) -> None:
+def try_form(context: Context) -> None:
     """Forms a generation as soon as there are workers enough; nobody waits for a slow starter."""
-    s = core.state
-    if s.form_after_s is not None and core.now < s.form_after_s:
+    s = context.state
+    if s.form_after_s is not None and context.now < s.form_after_s:
         return
-    survivors = core.workers_in(WorkerPhase.PARKED)
-    nothing_saved = s.durable is None and storage.newest_whole(core) is None
-    if survivors and nothing_saved and not _whole(core, survivors):
-        _start_over(core, survivors)
+    survivors = context.workers_in(WorkerPhase.PARKED)
+    nothing_saved = s.durable is None and storage.newest_whole(context) is None
+    if survivors and nothing_saved and not _whole(context, survivors):
+        _start_over(context, survivors)
         survivors = []
     if s.unread and nothing_saved and not any(w.committed is not None for w in survivors):
         more = f" (and {len(s.unread) - 1} more)" if len(s.unread) > 1 else ""
         advice = "remove it, or choose another --job, to begin anew"
-        core.request(StopJob(f"no checkpoint could be loaded: {s.unread[0]}{more}; {advice}", "failed"))
+        context.request(StopJob(f"no checkpoint could be loaded: {s.unread[0]}{more}; {advice}", "failed"))
         return
-    ready = core.workers_in(WorkerPhase.READY)
+    ready = context.workers_in(WorkerPhase.READY)
     fresh = sorted(ready, key=lambda w: (bool(s.nodes[w.node].lemon), s.nodes[w.node].failures, w.node))
-    kept, joining = resize.choose(core, survivors, fresh)
-    count = shard_policy.strength(core, kept, joining)
+    kept, joining = resize.choose(context, survivors, fresh)
+    count = shard_policy.strength(context, kept, joining)
     if count >= s.needed:
         s.wait_deadline_s = None
-        enough = count >= s.target and not (s.snapshots and queries.expected(core))
-        if s.number > 0 or enough or not _worth_waiting(core):
-            resize.let_go(core, [w for w in survivors if w not in kept])
-            _form(core, survivors, kept, joining)
+        enough = count >= s.target and not (s.snapshots and queries.expected(context))
+        if s.number > 0 or enough or not _worth_waiting(context):
+            resize.let_go(context, [w for w in survivors if w not in kept])
+            _form(context, survivors, kept, joining)
         return
-    shard_policy.rebuild(core)  # also for what those held that were ended just now
-    if core.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED) or queries.under_repair(core):
+    shard_policy.rebuild(context)  # also for what those held that were ended just now
+    if context.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED) or queries.under_repair(context):
         s.wait_deadline_s = None  # they have a deadline of their own
     elif s.wait_deadline_s is None:
-        s.wait_deadline_s = core.now + core.timing.wait_s
+        s.wait_deadline_s = context.now + context.timing.wait_s
     if s.number and not s.waiting:
         s.waiting = True
-        core.record(ledger.Waiting(workers=count, target=s.target))
-    if queries.hopeless(core):
-        why = "the restart budget is spent" if core.budget_spent() else "no more nodes may be asked for"
-        core.request(StopJob(why, "failed"))
+        context.record(ledger.Waiting(workers=count, target=s.target))
+    if queries.hopeless(context):
+        why = "the restart budget is spent" if context.budget_spent() else "no more nodes may be asked for"
+        context.request(StopJob(why, "failed"))
 
 
-def _whole(core: Context, survivors: list[Worker]) -> bool:
+def _whole(context: Context, survivors: list[Worker]) -> bool:
     """Whether survivors hold every shard of one state."""
     outcome = policy.settle({w.name: policy.Report(w.committed, w.prepared) for w in survivors})
-    return {w.position for w in survivors if w.name in outcome.holders} == set(range(core.state.positions))
+    return {w.position for w in survivors if w.name in outcome.holders} == set(range(context.state.positions))
 
 
-def _worth_waiting(core: Context) -> bool:
+def _worth_waiting(context: Context) -> bool:
     """The first generation waits a while for the target size, if more workers are on their way; and, when nodes came
     with snapshots of a run before, for all nodes: the newest may be in the memory of the last one."""
-    s = core.state
-    pending = core.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED)
-    missing = len(core.alive_nodes()) < s.wanted_nodes or (s.snapshots and queries.expected(core))
+    s = context.state
+    pending = context.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED)
+    missing = len(context.alive_nodes()) < s.wanted_nodes or (s.snapshots and queries.expected(context))
     if not (pending or s.replacing or missing):
         return False
     if s.form_deadline_s is None:
-        s.form_deadline_s = core.now + core.timing.form_s
-    return core.now < s.form_deadline_s
+        s.form_deadline_s = context.now + context.timing.form_s
+    return context.now < s.form_deadline_s
 
 
-def _start_over(core: Context, survivors: list[Worker]) -> None:
+def _start_over(context: Context, survivors: list[Worker]) -> None:
     """No live copy of the state and no checkpoint: only a new process holds the state that all began from."""
     names, cause = [w.name for w in survivors], causes.NobodyHasState()
-    core.record(ledger.WorkerEnded(workers=names, cause=str(cause), cause_kind=cause.kind))
+    context.record(ledger.WorkerEnded(workers=names, cause=str(cause), cause_kind=cause.kind))
     for worker in survivors:
-        processes.end_worker(core, worker)
-    nodes.staff(core)
+        processes.end_worker(context, worker)
+    nodes.staff(context)
 
 
-def _form(core: Context, survivors: list[Worker], kept: list[Worker], fresh: list[Worker]) -> None:
+def _form(context: Context, survivors: list[Worker], kept: list[Worker], fresh: list[Worker]) -> None:
     """survivors: all that reported, for what becomes of the step in flight; kept: those of them that stay."""
-    s = core.state
+    s = context.state
     reports = {w.name: policy.Report(w.committed, w.prepared) for w in survivors}
     reports |= {w.name: policy.Report(None) for w in fresh}
     outcome = policy.settle(reports)
-    seating = _seating(core, survivors, kept, fresh)
+    seating = _seating(context, survivors, kept, fresh)
     ranks = seating.workers
     columns = [[w for w in ranks if s.workers[w].position == p] for p in range(s.positions)]
     durable, snapshot = None, None
     if any(outcome.holders.isdisjoint(column) for column in columns):
-        durable, snapshot = s.durable, storage.newest_whole(core)
+        durable, snapshot = s.durable, storage.newest_whole(context)
         if snapshot is not None and durable is not None and durable.step > snapshot.step:
             snapshot = None
         elif snapshot is not None:
@@ -222,13 +222,13 @@ def _form(core: Context, survivors: list[Worker], kept: list[Worker], fresh: lis
             restore = frozenset(ranks) - holders
         else:
             holders = frozenset(column[0] for column in columns)
-            restore = frozenset(w for column in columns for w in column if _differs(core, w, column[0]))
-        _count_lost(core, start)
-        core.request(RewindTo(start))
+            restore = frozenset(w for column in columns for w in column if _differs(context, w, column[0]))
+        _count_lost(context, start)
+        context.request(RewindTo(start))
     else:
         start, holders, restore = outcome.start or 0, outcome.holders, outcome.restore
     before = s.generation.strength if s.generation else 0
-    connected = replica_groups.connected_in(core, seating.rows, s.generation) if s.positions > 1 else ()
+    connected = replica_groups.connected_in(context, seating.rows, s.generation) if s.positions > 1 else ()
     s.number += 1
     complete = len(seating.rows) * s.positions
     members = tuple(
@@ -236,7 +236,7 @@ def _form(core: Context, survivors: list[Worker], kept: list[Worker], fresh: lis
     )
     s.generation = m.Generation(number=s.number, members=members, start=start, shape=s.shape, rows=connected)
     live = durable is None and snapshot is None
-    savers = storage.savers(core, s.generation)
+    savers = storage.savers(context, s.generation)
     givers, served = [], []
     for position in range(s.positions):
         column = s.generation.column(position)
@@ -246,16 +246,16 @@ def _form(core: Context, survivors: list[Worker], kept: list[Worker], fresh: lis
         )
         served.append(any(ranks[r] in restore for r in column) and len(column) > len(readers))
     s.seats, s.givers = {}, tuple(givers)
-    mtbf_s = storage.mean_time_between_failures_s(core)
+    mtbf_s = storage.mean_time_between_failures_s(context)
     for rank, name in enumerate(ranks):
         copy: Copy | None = None
         sources: tuple[Holder, ...] = ()
         others: tuple[tuple[Copy, tuple[Holder, ...]], ...] = ()
         position, node = s.workers[name].position, s.workers[name].node
         if snapshot is not None and snapshot.world == s.positions:
-            copy, sources = storage.sources(core, snapshot, position, node)
+            copy, sources = storage.sources(context, snapshot, position, node)
         elif snapshot is not None:
-            others = tuple(storage.sources(core, snapshot, x, node) for x in range(snapshot.world))
+            others = tuple(storage.sources(context, snapshot, x, node) for x in range(snapshot.world))
         gives = rank in givers[position]
         reads = durable is not None and gives
         seat = Seat(
@@ -271,18 +271,18 @@ def _form(core: Context, survivors: list[Worker], kept: list[Worker], fresh: lis
             mtbf_s=mtbf_s,
             shards=others if name in restore else (),
         )
-        _enroll(core, s.workers[name], seat, start)
-    transitions.enter_job(core, JobPhase.RUNNING)
+        _enroll(context, s.workers[name], seat, start)
+    transitions.enter_job(context, JobPhase.RUNNING)
     s.generation_committed, s.committed = start, max(start, s.committed)
     s.form_deadline_s = s.wait_deadline_s = s.form_after_s = None
     s.waiting = False
-    s.formed_at_s = core.now
-    s.history.append((round(core.now - s.began_s, 4), complete))
-    resize.formed(core, before, complete, len(fresh))
+    s.formed_at_s = context.now
+    s.history.append((round(context.now - s.began_s, 4), complete))
+    resize.formed(context, before, complete, len(fresh))
     for _ in fresh:
-        incidents.replaced(s, core.now)
-    incidents.decided(s, core.now, _rung(core, fresh, complete))
-    core.record(
+        incidents.replaced(s, context.now)
+    incidents.decided(s, context.now, _rung(context, fresh, complete))
+    context.record(
         ledger.Formed(
             generation=s.number,
             start=start,
@@ -296,10 +296,10 @@ def _form(core: Context, survivors: list[Worker], kept: list[Worker], fresh: lis
     )
 
 
-def _seating(core: Context, survivors: list[Worker], kept: list[Worker], fresh: list[Worker]) -> Seating:
-    if core.state.positions > 1:
-        return resize.seating(core, kept, fresh)
-    previous = core.state.generation if survivors else None
+def _seating(context: Context, survivors: list[Worker], kept: list[Worker], fresh: list[Worker]) -> Seating:
+    if context.state.positions > 1:
+        return resize.seating(context, kept, fresh)
+    previous = context.state.generation if survivors else None
     ranks = policy.assign_ranks(previous, [w.name for w in kept], [w.name for w in fresh])
     return Seating(tuple((w,) for w in ranks))
 
@@ -318,25 +318,25 @@ def _source(outcome: policy.Outcome, snapshot: Snapshot | None, durable: Durable
     return "memory" if snapshot else "disk" if durable else "fresh"
 
 
-def _enroll(core: Context, worker: Worker, seat: Seat, start: int) -> None:
-    transitions.enter(core, worker, WorkerPhase.MEMBER)
+def _enroll(context: Context, worker: Worker, seat: Seat, start: int) -> None:
+    transitions.enter(context, worker, WorkerPhase.MEMBER)
     worker.prepared, worker.restored = False, None
     worker.committed = start
-    core.state.blames.pop(worker.name, None)
-    core.state.seats[worker.name] = seat
-    core.tell(worker, queries.form(core.state, worker))
+    context.state.blames.pop(worker.name, None)
+    context.state.seats[worker.name] = seat
+    context.tell(worker, queries.form(context.state, worker))
 
 
-def _rung(core: Context, fresh: list[Worker], world: int) -> str:
+def _rung(context: Context, fresh: list[Worker], world: int) -> str:
     if fresh:
-        latest = core.state.incidents[-1].node if core.state.incidents else None
+        latest = context.state.incidents[-1].node if context.state.incidents else None
         return "restart" if all(w.node == latest for w in fresh) else "spare"
-    return "go on smaller" if world < core.state.target else "retry in process"
+    return "go on smaller" if world < context.state.target else "retry in process"
 
 
-def _differs(core: Context, name: str, other: str) -> bool:
+def _differs(context: Context, name: str, other: str) -> bool:
     """Whether two workers that hold the same shard began with different states."""
-    mine, theirs = core.state.workers[name].ready, core.state.workers[other].ready
+    mine, theirs = context.state.workers[name].ready, context.state.workers[other].ready
     return (mine and mine.digest) != (theirs and theirs.digest)
 
 
@@ -355,8 +355,8 @@ def _member(rank: int, worker: Worker, replica: int) -> m.Member:
     )
 
 
-def _count_lost(core: Context, start: int) -> None:
-    s = core.state
+def _count_lost(context: Context, start: int) -> None:
+    s = context.state
     lost = max(0, s.committed - start)
     s.lost_steps += lost
     s.committed = min(s.committed, start)

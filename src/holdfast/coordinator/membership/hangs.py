@@ -40,60 +40,60 @@ class Inspection:
         self.views, self.stacks, self.unheard = [], {}, nodes
 
 
-def stalled(core: Context, name: str, view: m.WorkerView) -> None:
+def stalled(context: Context, name: str, view: m.WorkerView) -> None:
     """An agent says that a worker stands still: every node is asked how its workers stand."""
-    s = core.state
+    s = context.state
     worker = s.workers.get(name)
     if worker is None or worker.phase is WorkerPhase.GONE:
         return
     running = s.phase is JobPhase.RUNNING and worker.phase is WorkerPhase.MEMBER
-    if view.process in "Tt" and not running and core.mode.replaces_one:
-        failures.condemn(core, [worker], causes.ProcessStopped())
+    if view.process in "Tt" and not running and context.mode.replaces_one:
+        failures.condemn(context, [worker], causes.ProcessStopped())
         return
-    if _left_behind(core, worker, view):
-        failures.condemn(core, [worker], causes.LeftBehind())
+    if _left_behind(context, worker, view):
+        failures.condemn(context, [worker], causes.LeftBehind())
         return
-    if not running or s.inspect_deadline_s is not None or core.now < s.look_again_s:
+    if not running or s.inspect_deadline_s is not None or context.now < s.look_again_s:
         return
     s.inspect_request += 1
-    s.inspect_deadline_s = core.now + core.timing.inspect_s
-    inspection = core.transient(Inspection)
-    inspection.begin({w.node for w in core.inside()})
-    core.record(ledger.Stalled(worker=name, node=worker.node, step=s.step))
+    s.inspect_deadline_s = context.now + context.timing.inspect_s
+    inspection = context.transient(Inspection)
+    inspection.begin({w.node for w in context.inside()})
+    context.record(ledger.Stalled(worker=name, node=worker.node, step=s.step))
     for node in sorted(inspection.unheard):
-        core.send(node, m.Inspect(s.inspect_request))
+        context.send(node, m.Inspect(s.inspect_request))
 
 
-def _left_behind(core: Context, worker: Worker, view: m.WorkerView) -> bool:
+def _left_behind(context: Context, worker: Worker, view: m.WorkerView) -> bool:
     """It still waits for its peers, though the generation has long been broken. (One that computes its first
     step may be compiling, and will come.)"""
-    s = core.state
+    s = context.state
     if s.phase is not JobPhase.BREAKING or worker.phase is not WorkerPhase.MEMBER:
         return False
-    waits = min(view.idle_s, core.now - s.broke_at_s - s.unheard_s)
-    return view.place.phase in WAITING_PHASES and waits >= MARGIN * core.timing.stall_s(core.median_s())
+    waits = min(view.idle_s, context.now - s.broke_at_s - s.unheard_s)
+    return view.place.phase in WAITING_PHASES and waits >= MARGIN * context.timing.stall_s(context.median_s())
 
 
-def inspected(core: Context, message: m.InspectReply) -> None:
+def inspected(context: Context, message: m.InspectReply) -> None:
     """One node's answer; the last one leads to a verdict."""
-    s, inspection = core.state, core.transient(Inspection)
+    s, inspection = context.state, context.transient(Inspection)
     if s.inspect_deadline_s is None or message.request != s.inspect_request:
         return
-    members = {w.name: w.node for w in core.inside()}
+    members = {w.name: w.node for w in context.inside()}
     for view in message.workers:
         if view.worker in members:
             inspection.views.append(view)
             inspection.unheard.discard(members[view.worker])
     inspection.stacks.update(message.stacks)
     if not inspection.unheard:
-        judge(core)
+        judge(context)
 
 
-def judge(core: Context) -> None:
+def judge(context: Context) -> None:
     """All have answered, or the time for it is over."""
-    s, inspection = core.state, core.transient(Inspection)
+    s, inspection = context.state, context.transient(Inspection)
     s.inspect_deadline_s = None
-    allowed = {v.worker: _allowed_s(core, v) for v in inspection.views}
+    allowed = {v.worker: _allowed_s(context, v) for v in inspection.views}
     ranks = {x.worker: x.rank for x in s.generation.members} if s.generation else {}
     verdict = policy.find_culprits(
         inspection.views, allowed, inspection.stacks, complete=not inspection.unheard, ranks=ranks
@@ -103,47 +103,47 @@ def judge(core: Context) -> None:
         named = ()
     groups = stacks.cluster({v.worker: inspection.stacks.get(v.worker, "") for v in inspection.views})
     where = stacks.describe(groups, ranks)
-    core.record(ledger.StallJudged(workers=list(named), reason=verdict.reason, where=where))
+    context.record(ledger.StallJudged(workers=list(named), reason=verdict.reason, where=where))
     culprits = [s.workers[w] for w in named if s.workers[w].phase is WorkerPhase.MEMBER]
     if verdict.one_of:  # the longest here, so that it is the other one's turn if the hang comes again
         culprits = sorted(culprits, key=lambda w: w.started_s)[:1]
     before = len(s.incidents)
-    core.mode.on_stall(core, culprits, verdict.reason, allowed)
+    context.mode.on_stall(context, culprits, verdict.reason, allowed)
     for incident in s.incidents[before:]:
         incident.where = where
 
 
-def at_work(core: Context, suspects: set[str]) -> bool:
+def at_work(context: Context, suspects: set[str]) -> bool:
     """At level 0 nobody says where in a step it is. A suspect (everyone, if none is named) that uses the processor
     may evaluate or save, for as long as a start may take."""
-    views = [v for v in core.transient(Inspection).views if v.worker in suspects or not suspects]
-    return any(v.busy and v.process not in "TtXZ" and v.idle_s < core.timing.start_s for v in views)
+    views = [v for v in context.transient(Inspection).views if v.worker in suspects or not suspects]
+    return any(v.busy and v.process not in "TtXZ" and v.idle_s < context.timing.start_s for v in views)
 
 
-def _allowed_s(core: Context, view: m.WorkerView) -> float:
+def _allowed_s(context: Context, view: m.WorkerView) -> float:
     """How long a worker may stand still where it is. Its first step may compile for as long as a start takes, and
     work of the script's own between two steps, or a durable tier's answer, may take as long."""
     if view.place.phase in SLOW_PHASES:
-        return core.timing.start_s
+        return context.timing.start_s
     if view.median_s is None and view.place.phase in _COMPILING:
-        return core.timing.start_s
-    return MARGIN * core.timing.stall_s(view.median_s)
+        return context.timing.start_s
+    return MARGIN * context.timing.stall_s(view.median_s)
 
 
-def nobody_differs(core: Context, reason: str) -> None:
+def nobody_differs(context: Context, reason: str) -> None:
     """Tries the step again, twice. After that half of the workers are replaced, and then the other half: one of
     them is at fault, and the state lives on in the rest."""
-    s = core.state
-    waiting = any(v.place.phase in _FOR_OTHERS for v in core.transient(Inspection).views)
+    s = context.state
+    waiting = any(v.place.phase in _FOR_OTHERS for v in context.transient(Inspection).views)
     s.stall_rounds += 1
     if not waiting and s.stall_rounds < PATIENT_ROUNDS:
         return
     if not waiting or s.stall_rounds <= RETRIES:
         cause = causes.Hang(reason)
-        core.open_incident(cause, node=None, rung="retry in process", needs_newcomer=False)
-        core.request(EndGeneration(cause))
+        context.open_incident(cause, node=None, rung="retry in process", needs_newcomer=False)
+        context.request(EndGeneration(cause))
         return
-    failures.condemn(core, _half(core.inside()), causes.Hang())
+    failures.condemn(context, _half(context.inside()), causes.Hang())
 
 
 def _half(workers: list[Worker]) -> list[Worker]:

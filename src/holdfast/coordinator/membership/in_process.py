@@ -28,28 +28,28 @@ class InProcess:
 
     replaces_one = True
 
-    def on_attached(self, core: Context) -> None:
+    def on_attached(self, context: Context) -> None:
         """The job is at level 2 already."""
 
-    def on_exit(self, core: Context, worker: Worker, message: m.Exited) -> None:
+    def on_exit(self, context: Context, worker: Worker, message: m.Exited) -> None:
         """A worker that had all steps may end; any other is lost."""
-        s = core.state
+        s = context.state
         blame = s.blames[worker.name]
         if worker.phase is WorkerPhase.DONE:
-            transitions.enter(core, worker, WorkerPhase.GONE)
+            transitions.enter(context, worker, WorkerPhase.GONE)
             if (
                 message.code > 0 and s.outcome is None
             ):  # a signal is the machine's fault, and its steps are done
-                core.request(StopJob("the script failed after its last step", "failed", blame))
+                context.request(StopJob("the script failed after its last step", "failed", blame))
         else:
             cause = blame.cause if blame.traceback else causes.ProcessEnded(message.code)
-            failures.lose_worker(core, worker, cause, message)
+            failures.lose_worker(context, worker, cause, message)
 
     def on_worker_lost(
-        self, core: Context, worker: Worker, was: WorkerPhase, cause: Cause, message: m.Exited | None
+        self, context: Context, worker: Worker, was: WorkerPhase, cause: Cause, message: m.Exited | None
     ) -> None:
         """The generation ends if it was a member; another worker takes its place."""
-        s = core.state
+        s = context.state
         if s.phase is JobPhase.STOPPING or was is WorkerPhase.DONE:
             return
         s.restarts_used += 1
@@ -57,98 +57,100 @@ class InProcess:
         early = was in (WorkerPhase.STARTING, WorkerPhase.ATTACHED)
         injected = False
         if member or s.number == 0:
-            incident = core.open_incident(cause, node=worker.node, workers=[worker.name])
+            incident = context.open_incident(cause, node=worker.node, workers=[worker.name])
             injected = incident.injected and not str(incident.fault).startswith(failures.LIKE_A_SCRIPT)
         if message is not None and (member or early) and not injected:
-            failures.judge_exit(core, worker, message, early)
+            failures.judge_exit(context, worker, message, early)
         if member:
-            core.request(EndGeneration(cause))
+            context.request(EndGeneration(cause))
         if early and message is not None:
-            failures.did_not_start(core, worker, cause)
+            failures.did_not_start(context, worker, cause)
 
-    def on_never_started(self, core: Context, worker: Worker) -> None:
+    def on_never_started(self, context: Context, worker: Worker) -> None:
         """Its slot gets another worker."""
 
     def explain_earlier(
-        self, core: Context, node: Node, workers: list[Worker], cause: Cause
+        self, context: Context, node: Node, workers: list[Worker], cause: Cause
     ) -> Incident | None:
         """Whoever lost a peer leaves the generation, and reports no error of its own."""
         return None
 
-    def on_node_lost(self, core: Context, workers: list[Worker], cause: Cause) -> None:
+    def on_node_lost(self, context: Context, workers: list[Worker], cause: Cause) -> None:
         """The generation ends if any was a member."""
         if workers:
-            core.request(EndGeneration(cause))
+            context.request(EndGeneration(cause))
 
-    def evict(self, core: Context, node: Node, workers: list[Worker], cause: Cause) -> None:
+    def evict(self, context: Context, node: Node, workers: list[Worker], cause: Cause) -> None:
         """They are taken out of the generation."""
-        failures.condemn(core, workers, cause)
+        failures.condemn(context, workers, cause)
 
-    def on_stall(self, core: Context, culprits: list[Worker], reason: str, allowed: dict[str, float]) -> None:
+    def on_stall(
+        self, context: Context, culprits: list[Worker], reason: str, allowed: dict[str, float]
+    ) -> None:
         """Who holds the others up is taken out. Where nobody differs and all have stood still too long, the step is tried
         again."""
-        inspection = core.transient(hangs.Inspection)
+        inspection = context.transient(hangs.Inspection)
         if culprits:
-            failures.condemn(core, culprits, causes.Hang(reason))
+            failures.condemn(context, culprits, causes.Hang(reason))
         elif not inspection.unheard and all(v.idle_s >= allowed[v.worker] for v in inspection.views):
-            hangs.nobody_differs(core, reason)
+            hangs.nobody_differs(context, reason)
 
-    def change_members(self, core: Context) -> None:
+    def change_members(self, context: Context) -> None:
         """Members change at a step's edge: see `resize.change_due`."""
 
-    def on_out_of_time(self, core: Context) -> None:
+    def on_out_of_time(self, context: Context) -> None:
         """The step in flight took too long: it is dropped and what was committed is saved, by another if need be."""
-        s = core.state
+        s = context.state
         if s.phase is JobPhase.RUNNING:
-            core.request(EndGeneration(causes.Stopping()))
+            context.request(EndGeneration(causes.Stopping()))
         elif s.phase is JobPhase.BREAKING:
-            failures.end_stuck(core)
-        elif any(w.name not in s.stops for w in core.workers_in(WorkerPhase.PARKED)):
-            stuck = [w for w in core.workers_in(WorkerPhase.PARKED) if w.name in s.stops]
-            failures.condemn(core, stuck, causes.NotSaved())
-            core.request(ForgetLast())
-            s.stop_deadline_s = core.now + core.timing.start_s
-        elif s.phase is JobPhase.STOPPING and (until_s := storage.moves_until_s(core)) > core.now:
+            failures.end_stuck(context)
+        elif any(w.name not in s.stops for w in context.workers_in(WorkerPhase.PARKED)):
+            stuck = [w for w in context.workers_in(WorkerPhase.PARKED) if w.name in s.stops]
+            failures.condemn(context, stuck, causes.NotSaved())
+            context.request(ForgetLast())
+            s.stop_deadline_s = context.now + context.timing.start_s
+        elif s.phase is JobPhase.STOPPING and (until_s := storage.moves_until_s(context)) > context.now:
             s.stop_deadline_s = until_s
         elif s.phase is JobPhase.STOPPING:
-            processes.ask_all_to_end(core, grace_s=0.0)
-            shutdown.end(core)
+            processes.ask_all_to_end(context, grace_s=0.0)
+            shutdown.end(context)
 
-    def deadlines(self, core: Context) -> list[float]:
+    def deadlines(self, context: Context) -> list[float]:
         """When workers should be ready."""
-        starting = core.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED)
-        return [w.started_s + core.timing.start_s for w in starting]
+        starting = context.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED)
+        return [w.started_s + context.timing.start_s for w in starting]
 
-    def due(self, core: Context) -> None:
+    def due(self, context: Context) -> None:
         """Ends workers that are not ready in time."""
-        failures.end_late_starters(core)
+        failures.end_late_starters(context)
 
-    def advance(self, core: Context) -> None:
+    def advance(self, context: Context) -> None:
         """Ends what is to end, starts workers, and forms the next generation."""
-        s = core.state
+        s = context.state
         if s.phase is JobPhase.STOPPING:
-            shutdown.advance(core)
+            shutdown.advance(context)
             return
-        if shutdown.finishing(core):
+        if shutdown.finishing(context):
             return
-        replica_groups.give_up(core)
-        if s.phase is JobPhase.BREAKING and not core.inside():
-            generations.gather(core)
-            nodes.write_off(core)  # which comes sooner now that nobody trains
+        replica_groups.give_up(context)
+        if s.phase is JobPhase.BREAKING and not context.inside():
+            generations.gather(context)
+            nodes.write_off(context)  # which comes sooner now that nobody trains
         if s.stop_reason is None:
-            nodes.staff(core)
+            nodes.staff(context)
         if s.phase is JobPhase.RUNNING:
             if s.stop_reason is not None:
-                generations.end_at_commit(core, "stop")
+                generations.end_at_commit(context, "stop")
             else:
-                core.request(SwapLemons())
-                shard_policy.rebuild(core)  # for those that are to leave since just now: they wait for it
-                if (reason := resize.change_due(core)) is not None:
-                    generations.end_at_commit(core, reason)
+                context.request(SwapLemons())
+                shard_policy.rebuild(context)  # for those that are to leave since just now: they wait for it
+                if (reason := resize.change_due(context)) is not None:
+                    generations.end_at_commit(context, reason)
         if s.stop_reason is None:
-            shard_policy.rebuild(core)
+            shard_policy.rebuild(context)
         if s.phase is JobPhase.GATHERING:
             if s.stop_reason is None:
-                generations.try_form(core)
+                generations.try_form(context)
             if s.stop_reason is not None:  # asked for before, or given up just now
-                shutdown.begin(core)
+                shutdown.begin(context)

@@ -33,126 +33,126 @@ KEPT_GONE = 32
 # ---------------------------------------------------------------- agents
 
 
-def joined(core: Context, hello: m.Hello, past: tuple[Remembered, ...] = ()) -> None:
+def joined(context: Context, hello: m.Hello, past: tuple[Remembered, ...] = ()) -> None:
     """An agent said hello, for the first time or again. past: what is known of the machine."""
-    s = core.state
+    s = context.state
     known = s.nodes.get(hello.node)
     if hello.version != m.PROTOCOL_VERSION:
         theirs, ours = hello.version, m.PROTOCOL_VERSION
-        _refuse(core, hello.node, f"it speaks version {theirs}, not {ours}; run one Holdfast on all nodes")
+        _refuse(context, hello.node, f"it speaks version {theirs}, not {ours}; run one Holdfast on all nodes")
         return
     if known is not None and known.refused is not None:
-        _refuse(core, hello.node, known.refused)
+        _refuse(context, hello.node, known.refused)
         return
     if known is not None and known.session == hello.session:
         if not known.alive:
             known.fenced = False
-            fence(core, known, hello.node)
+            fence(context, known, hello.node)
             return
-        known.last_seen_s = core.now
-        _reconcile(core, known, hello)
-        core.request(RepeatOrders(known))
+        known.last_seen_s = context.now
+        _reconcile(context, known, hello)
+        context.request(RepeatOrders(known))
         return
     if known is not None and known.alive:
-        lose(core, known, causes.AgentReplaced(), release=False)
+        lose(context, known, causes.AgentReplaced(), release=False)
     reason = health.refusal(hello)
     if reason is not None:
-        core.request(RefuseAdmission(hello, reason))
-        _refuse(core, hello.node, reason)
+        context.request(RefuseAdmission(hello, reason))
+        _refuse(context, hello.node, reason)
         s.joined += known is None
         s.replacing = max(0, s.replacing - 1)
         return
     s.nodes.pop(hello.node, None)
-    node = Node(hello.node, hello.session, hello.host, hello.slots, core.now, ports=hello.ports)
+    node = Node(hello.node, hello.session, hello.host, hello.slots, context.now, ports=hello.ports)
     node.rack = hello.rack
     node.failures = known.failures if known else 0
     s.nodes[hello.node] = node
     if hello.leaving is not None:
-        core.request(LeaveSoon(node.name, hello.leaving.reason, hello.leaving.within_s))
+        context.request(LeaveSoon(node.name, hello.leaving.reason, hello.leaving.within_s))
     s.joined += known is None
     s.replacing = max(0, s.replacing - 1)
-    core.record(ledger.NodeJoined(node=hello.node, host=hello.host, slots=hello.slots))
-    core.request(AdmitNode(node, hello, past, known))
-    _reconcile(core, node, hello)
+    context.record(ledger.NodeJoined(node=hello.node, host=hello.host, slots=hello.slots))
+    context.request(AdmitNode(node, hello, past, known))
+    _reconcile(context, node, hello)
 
 
-def _refuse(core: Context, name: str, reason: str) -> None:
-    core.record(ledger.NodeRefused(node=name, reason=reason))
-    core.send(name, m.Shutdown(f"this node is refused: {reason}"))
+def _refuse(context: Context, name: str, reason: str) -> None:
+    context.record(ledger.NodeRefused(node=name, reason=reason))
+    context.send(name, m.Shutdown(f"this node is refused: {reason}"))
 
 
-def give_up(core: Context, node: Node, cause: causes.Cause) -> None:
+def give_up(context: Context, node: Node, cause: causes.Cause) -> None:
     """A node is at fault, not what runs on it: it is lost, and it may not come back."""
     node.refused = str(cause)
-    lose(core, node, cause)
+    lose(context, node, cause)
 
 
-def taken(core: Context, name: str, reason: str) -> None:
+def taken(context: Context, name: str, reason: str) -> None:
     """A node belongs to somebody else now: what still runs there is to end, not to come back as a new node."""
-    node = core.state.nodes.get(name)
+    node = context.state.nodes.get(name)
     if node is None:
         return
     node.leaving = node.leaving or reason
     if node.alive:
-        lose(core, node, causes.NodeReclaimed(reason), release=False)
-    core.record(ledger.NodeTaken(node=name, reason=reason))
+        lose(context, node, causes.NodeReclaimed(reason), release=False)
+    context.record(ledger.NodeTaken(node=name, reason=reason))
 
 
-def fence(core: Context, node: Node | None, name: str) -> None:
+def fence(context: Context, node: Node | None, name: str) -> None:
     """A node that was given up speaks: nothing of it may run on. It comes back as a new one."""
     if node is not None and node.leaving is not None:
-        core.send(name, m.Shutdown(node.leaving))  # it left as planned, and is not to come back
+        context.send(name, m.Shutdown(node.leaving))  # it left as planned, and is not to come back
         return
-    refused = core.state.health.turned_away.get(name) if node is None else node.refused
+    refused = context.state.health.turned_away.get(name) if node is None else node.refused
     if refused is not None:  # what it says now was on its way before it heard so
-        core.send(name, m.Shutdown(f"this node is refused: {refused}"))
+        context.send(name, m.Shutdown(f"this node is refused: {refused}"))
         return
     if node is None or not node.fenced:
-        core.send(name, m.Fence("the job went on without this node"))
+        context.send(name, m.Fence("the job went on without this node"))
     if node is not None:
         node.fenced = True
 
 
-def lose(core: Context, node: Node, cause: causes.Cause, release: bool = True) -> None:
+def lose(context: Context, node: Node, cause: causes.Cause, release: bool = True) -> None:
     """A node is gone, or is treated so. release: tell the engine, that nothing of it runs on."""
-    s = core.state
+    s = context.state
     transitions.lose_node(node)
-    ours = [w for w in core.alive_workers() if w.node == node.name]
+    ours = [w for w in context.alive_workers() if w.node == node.name]
     part = [w for w in ours if w.phase in (WorkerPhase.MEMBER, WorkerPhase.PARKED)]
-    core.record(ledger.NodeLost(node=node.name, cause=str(cause), cause_kind=cause.kind))
+    context.record(ledger.NodeLost(node=node.name, cause=str(cause), cause_kind=cause.kind))
     incident = None
     if node.refused is None:
-        incident = core.mode.explain_earlier(core, node, part, cause)
+        incident = context.mode.explain_earlier(context, node, part, cause)
     if incident is None and part and s.phase is not JobPhase.STOPPING:
-        incident = core.open_incident(cause, node=node.name, workers=[w.name for w in part])
-    core.request(NoteNodeLost(node, incident))
+        incident = context.open_incident(cause, node=node.name, workers=[w.name for w in part])
+    context.request(NoteNodeLost(node, incident))
     for worker in ours:
-        transitions.enter(core, worker, WorkerPhase.GONE)
-    core.request(DropCopies(node))
+        transitions.enter(context, worker, WorkerPhase.GONE)
+    context.request(DropCopies(node))
     if release:
-        core.act(ReleaseNode(node.name, str(cause)))
-    core.mode.on_node_lost(core, part, cause)
+        context.act(ReleaseNode(node.name, str(cause)))
+    context.mode.on_node_lost(context, part, cause)
 
 
-def overslept(core: Context, away_s: float) -> None:
+def overslept(context: Context, away_s: float) -> None:
     """Nobody was heard for so long because nobody listened, and what was decided before may have left that late: it is no
     silence of theirs. Whoever has a time to answer in has as much of it as before."""
-    s = core.state
+    s = context.state
     for node in s.nodes.values():
         if node.alive:
-            node.last_seen_s = min(core.now, node.last_seen_s + away_s)
+            node.last_seen_s = min(context.now, node.last_seen_s + away_s)
         node.boots_until_s = _later(node.boots_until_s, away_s)
         if node.checking is not None:
             node.checking.until_s += away_s
-    for worker in core.alive_workers():
+    for worker in context.alive_workers():
         if worker.phase in (WorkerPhase.STARTING, WorkerPhase.ATTACHED):
-            worker.started_s = min(core.now, worker.started_s + away_s)
+            worker.started_s = min(context.now, worker.started_s + away_s)
         if worker.vanished_s is not None:
-            worker.vanished_s = min(core.now, worker.vanished_s + away_s)
+            worker.vanished_s = min(context.now, worker.vanished_s + away_s)
     for act in s.health.acts:
         act.until_s = _later(act.until_s, away_s)
     for storing in s.storing:
-        storing.moved_s = min(core.now, storing.moved_s + away_s)
+        storing.moved_s = min(context.now, storing.moved_s + away_s)
     s.unheard_s += away_s
     s.asked_at_s += away_s
     s.break_deadline_s = _later(s.break_deadline_s, away_s)
@@ -162,37 +162,37 @@ def overslept(core: Context, away_s: float) -> None:
     s.form_deadline_s = _later(s.form_deadline_s, away_s)
 
 
-def starved(core: Context, name: str, waited_s: float) -> None:
+def starved(context: Context, name: str, waited_s: float) -> None:
     """A node was silent because its agent did not get a processor."""
-    node = core.state.nodes.get(name)
+    node = context.state.nodes.get(name)
     if node is not None and node.alive:
-        node.last_seen_s = min(core.now, node.last_seen_s + waited_s)
+        node.last_seen_s = min(context.now, node.last_seen_s + waited_s)
 
 
 def _later(deadline: float | None, by_s: float) -> float | None:
     return None if deadline is None else deadline + by_s
 
 
-def recovered(core: Context, last_s: float) -> None:
+def recovered(context: Context, last_s: float) -> None:
     """This process replaced a coordinator that died. Agents that do not come back are lost.
 
     Time stood still meanwhile: whatever was due gets at least until every agent had its chance to reconnect.
     """
-    s, timing = core.state, core.timing
-    back_s = core.now + timing.adopt_s
+    s, timing = context.state, context.timing
+    back_s = context.now + timing.adopt_s
     for node in s.nodes.values():
         node.last_seen_s = back_s - timing.detection_s
         node.boots_until_s = _not_before(node.boots_until_s, back_s)
     for worker in s.workers.values():
         worker.started_s = max(worker.started_s, back_s - timing.start_s)
         worker.vanished_s = None
-    s.break_deadline_s = _not_before(s.break_deadline_s, back_s + timing.stall_s(core.median_s()))
+    s.break_deadline_s = _not_before(s.break_deadline_s, back_s + timing.stall_s(context.median_s()))
     s.stop_deadline_s = _not_before(s.stop_deadline_s, back_s + timing.stop_s)
     s.wait_deadline_s = _not_before(s.wait_deadline_s, back_s)
     s.form_deadline_s = _not_before(s.form_deadline_s, back_s)
     s.inspect_deadline_s = None
     s.replacing, s.ask_after_s = 0, back_s  # the engine's answers may be lost, and its ear not be open yet
-    incident = core.open_incident(
+    incident = context.open_incident(
         causes.CoordinatorLost(),
         node=None,
         rung=incidents.COORDINATOR,
@@ -200,7 +200,7 @@ def recovered(core: Context, last_s: float) -> None:
         fault_at_s=last_s,
         needs_newcomer=False,
     )
-    incident.decided_at_s = core.now
+    incident.decided_at_s = context.now
 
 
 def _not_before(deadline: float | None, time_s: float) -> float | None:
@@ -210,150 +210,154 @@ def _not_before(deadline: float | None, time_s: float) -> float | None:
 # ---------------------------------------------------------------- agent and coordinator compare what they know
 
 
-def _reconcile(core: Context, node: Node, hello: m.Hello) -> None:
+def _reconcile(context: Context, node: Node, hello: m.Hello) -> None:
     """Either may have missed messages of the other; what the agent says is how things are."""
     views = {v.worker: v for v in hello.workers}
-    for worker in [w for w in core.alive_workers() if w.node == node.name]:
+    for worker in [w for w in context.alive_workers() if w.node == node.name]:
         view = views.get(worker.name)
         if view is None and not worker.log and worker.phase in (WorkerPhase.STARTING, WorkerPhase.MEMBER):
-            _never_started(core, worker)
+            _never_started(context, worker)
         elif view is None or view.process == "X":
-            worker.vanished_s = core.now  # its Exited follows, unless it was lost on the way
+            worker.vanished_s = context.now  # its Exited follows, unless it was lost on the way
     for view in hello.workers:
-        known = core.state.workers.get(view.worker)
+        known = context.state.workers.get(view.worker)
         if known is None or known.phase is WorkerPhase.GONE:
             if view.process != "X":
-                core.send(node.name, m.KillWorker(view.worker))
+                context.send(node.name, m.KillWorker(view.worker))
         else:
-            _catch_up(core, known, view)
-    core.request(CompareCopies(node, hello))
+            _catch_up(context, known, view)
+    context.request(CompareCopies(node, hello))
     if node.leaving is not None:
-        core.send(node.name, m.Drain(node.leaving))  # it ignores what it knows
+        context.send(node.name, m.Drain(node.leaving))  # it ignores what it knows
 
 
-def _never_started(core: Context, worker: Worker) -> None:
+def _never_started(context: Context, worker: Worker) -> None:
     """The order to start it was lost, or is still waiting for a warm process: it is taken back."""
-    core.send(worker.node, m.KillWorker(worker.name))
-    transitions.enter(core, worker, WorkerPhase.GONE)
-    if node := core.state.nodes.get(worker.node):
+    context.send(worker.node, m.KillWorker(worker.name))
+    transitions.enter(context, worker, WorkerPhase.GONE)
+    if node := context.state.nodes.get(worker.node):
         node.used = [slot for slot in node.used if slot != worker.slot]
-    core.mode.on_never_started(core, worker)
+    context.mode.on_never_started(context, worker)
 
 
-def _catch_up(core: Context, worker: Worker, view: m.WorkerView) -> None:
+def _catch_up(context: Context, worker: Worker, view: m.WorkerView) -> None:
     if view.median_s is not None:
         worker.median_s = view.median_s
     worker.aside = view.place.phase == Phase.ASIDE
     if view.attached:
-        core.request(HandleReport(worker, m.Attached()))
+        context.request(HandleReport(worker, m.Attached()))
     if view.ready:
-        core.request(HandleReport(worker, view.ready))
+        context.request(HandleReport(worker, view.ready))
     if view.done:
-        core.request(HandleReport(worker, view.done))
+        context.request(HandleReport(worker, view.done))
     elif view.parked:
-        core.request(HandleReport(worker, view.parked))
+        context.request(HandleReport(worker, view.parked))
     if view.process != "X":
-        _repeat(core, worker, view)
+        _repeat(context, worker, view)
 
 
-def _repeat(core: Context, worker: Worker, view: m.WorkerView) -> None:
+def _repeat(context: Context, worker: Worker, view: m.WorkerView) -> None:
     """Sends again what the worker must have been told; it ignores what it knows."""
-    s = core.state
+    s = context.state
     if worker.told_to_end:
-        core.send(worker.node, m.KillWorker(worker.name))
-    if not core.mode.replaces_one:
+        context.send(worker.node, m.KillWorker(worker.name))
+    if not context.mode.replaces_one:
         return
     if worker.name in s.stops and worker.phase is WorkerPhase.PARKED:
-        core.tell(worker, s.stops[worker.name])
+        context.tell(worker, s.stops[worker.name])
     if worker.rebuilds is not None and view.ready is not None:
         # Its agent would know of no Ready if it had passed that on.
-        core.tell(worker, m.Rebuild(worker.rebuilds))
+        context.tell(worker, m.Rebuild(worker.rebuilds))
     if s.generation is None or worker.phase is not WorkerPhase.MEMBER:
         return
     number = s.generation.number
     if view.formed < number:
-        core.tell(worker, queries.form(s, worker))
+        context.tell(worker, queries.form(s, worker))
     if s.yielding:
-        core.tell(worker, m.EndAtCommit(number))
+        context.tell(worker, m.EndAtCommit(number))
     elif s.phase is JobPhase.BREAKING:
-        core.tell(worker, m.Break(number, "repeated"))
+        context.tell(worker, m.Break(number, "repeated"))
 
 
 # ---------------------------------------------------------------- workers and nodes that are missing
 
 
-def staff(core: Context) -> None:
+def staff(context: Context) -> None:
     """Every slot of every node has a worker, so that spares are ready before they are needed."""
-    for node, slot in queries.free_slots(core):
-        if core.state.start_after_s is not None and core.now < core.state.start_after_s and slot in node.used:
+    for node, slot in queries.free_slots(context):
+        if (
+            context.state.start_after_s is not None
+            and context.now < context.state.start_after_s
+            and slot in node.used
+        ):
             continue
-        rank = len(core.alive_workers())
+        rank = len(context.alive_workers())
         processes.start_worker(
-            core, node, slot, environment.environment(core, node, slot, rank, core.spec.target)
+            context, node, slot, environment.environment(context, node, slot, rank, context.spec.target)
         )
-    ask(core)
+    ask(context)
 
 
-def ask(core: Context) -> None:
+def ask(context: Context) -> None:
     """One request to the engine for every node that is missing."""
-    s = core.state
-    if s.ask_after_s is not None and core.now < s.ask_after_s:
+    s = context.state
+    if s.ask_after_s is not None and context.now < s.ask_after_s:
         return
-    wanted = s.wanted_nodes + core.spec.spares
-    for _ in range(queries.missing(core)):
+    wanted = s.wanted_nodes + context.spec.spares
+    for _ in range(queries.missing(context)):
         s.replacing += 1
         s.replaced += 1
-        s.asked_at_s = core.now
-        core.act(ProvideNode(f"{len(queries.staying_nodes(core))} of {wanted} nodes are there"))
+        s.asked_at_s = context.now
+        context.act(ProvideNode(f"{len(queries.staying_nodes(context))} of {wanted} nodes are there"))
 
 
-def ask_again_s(core: Context) -> float | None:
+def ask_again_s(context: Context) -> float | None:
     """When nodes that were asked for count as lost on the way: early when the job cannot train without."""
-    if not core.state.replacing:
+    if not context.state.replacing:
         return None
-    halves = 1 if core.state.phase is JobPhase.GATHERING else 4
-    return core.state.asked_at_s + halves * core.timing.wait_s / 2
+    halves = 1 if context.state.phase is JobPhase.GATHERING else 4
+    return context.state.asked_at_s + halves * context.timing.wait_s / 2
 
 
-def write_off(core: Context) -> None:
+def write_off(context: Context) -> None:
     """Nodes that were asked for long ago count as lost on the way."""
-    again_s = ask_again_s(core)
-    if again_s is not None and core.now >= again_s:
-        core.state.replacing = 0
+    again_s = ask_again_s(context)
+    if again_s is not None and context.now >= again_s:
+        context.state.replacing = 0
 
 
-def unavailable(core: Context, reason: str) -> None:
+def unavailable(context: Context, reason: str) -> None:
     """The engine has no node now: it is asked again after a while, and the request was not one used up."""
-    s = core.state
+    s = context.state
     if s.replacing > 0:
         s.replacing -= 1
         s.replaced -= 1
-    s.ask_after_s = core.now + core.timing.form_s
-    core.record(ledger.NodeUnavailable(reason=reason))
-    for node in core.alive_nodes():
+    s.ask_after_s = context.now + context.timing.form_s
+    context.record(ledger.NodeUnavailable(reason=reason))
+    for node in context.alive_nodes():
         if node.then is not None and node.leaving is not None:
-            core.record(ledger.NodeTrainsOn(node=node.name, reason=node.leaving))
+            context.record(ledger.NodeTrainsOn(node=node.name, reason=node.leaving))
 
 
-def available(core: Context) -> None:
+def available(context: Context) -> None:
     """The engine has nodes again."""
-    core.state.ask_after_s = None
+    context.state.ask_after_s = None
 
 
-def ask_no_sooner(core: Context, until_s: float) -> None:
+def ask_no_sooner(context: Context, until_s: float) -> None:
     """The engine is asked for no node before this time."""
-    core.state.ask_after_s = max(core.state.ask_after_s or 0.0, until_s)
+    context.state.ask_after_s = max(context.state.ask_after_s or 0.0, until_s)
 
 
-def on_its_way(core: Context) -> None:
+def on_its_way(context: Context) -> None:
     """A machine that was rebooted comes back as a node that was asked for."""
-    s = core.state
-    s.replacing, s.replaced, s.asked_at_s = s.replacing + 1, s.replaced + 1, core.now
+    s = context.state
+    s.replacing, s.replaced, s.asked_at_s = s.replacing + 1, s.replaced + 1, context.now
 
 
-def forget(core: Context) -> None:
+def forget(context: Context) -> None:
     """Keeps the state small, however long the job runs: the ledger has what is dropped here."""
-    s = core.state
+    s = context.state
     gone = [w.name for w in s.workers.values() if w.phase is WorkerPhase.GONE]
     if len(gone) > 2 * KEPT_GONE:
         members = {x.worker for x in s.generation.members} if s.generation else set()

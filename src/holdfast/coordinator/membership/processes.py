@@ -9,17 +9,17 @@ from holdfast.coordinator.membership import shard_policy
 from holdfast.protocol import messages as m
 
 
-def start_worker(core: Context, node: Node, slot: int, env: dict[str, str]) -> Worker:
+def start_worker(context: Context, node: Node, slot: int, env: dict[str, str]) -> Worker:
     """A new process for one slot of a node."""
-    s, spec = core.state, core.spec
+    s, spec = context.state, context.spec
     s.incarnations += 1
-    worker = Worker(f"{node.name}.{slot}#{s.incarnations}", node.name, slot, core.now)
-    worker.position = shard_policy.next_position(core, int(env["RANK"]))
+    worker = Worker(f"{node.name}.{slot}#{s.incarnations}", node.name, slot, context.now)
+    worker.position = shard_policy.next_position(context, int(env["RANK"]))
     env = {**env, m.POSITION_VARIABLE: str(worker.position)}
     s.workers[worker.name] = worker
     if slot not in node.used:
         node.used.append(slot)
-    core.send(
+    context.send(
         node.name,
         m.StartWorker(
             worker=worker.name,
@@ -34,16 +34,16 @@ def start_worker(core: Context, node: Node, slot: int, env: dict[str, str]) -> W
     return worker
 
 
-def end_worker(core: Context, worker: Worker, counts: bool = True) -> None:
+def end_worker(context: Context, worker: Worker, counts: bool = True) -> None:
     """Takes a worker out of the job, whatever its process does. counts: it is a restart."""
     worker.told_to_end = True
-    transitions.enter(core, worker, WorkerPhase.GONE)
-    core.state.restarts_used += counts
-    core.send(worker.node, m.KillWorker(worker.name))
+    transitions.enter(context, worker, WorkerPhase.GONE)
+    context.state.restarts_used += counts
+    context.send(worker.node, m.KillWorker(worker.name))
 
 
-def ask_all_to_end(core: Context, grace_s: float) -> None:
+def ask_all_to_end(context: Context, grace_s: float) -> None:
     """Asks every worker's process to end, when it has completed the copy of its state that it is at."""
-    for worker in core.alive_workers():
+    for worker in context.alive_workers():
         worker.told_to_end = True
-        core.send(worker.node, m.KillWorker(worker.name, grace_s))
+        context.send(worker.node, m.KillWorker(worker.name, grace_s))

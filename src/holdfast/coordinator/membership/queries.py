@@ -17,68 +17,68 @@ GAIN_SHARE = 0.5
 """And so much of what they add, where that is more: to go on with half of the workers for 10 s costs more than the stall."""
 
 
-def leaves(core: Context, worker: Worker) -> bool:
+def leaves(context: Context, worker: Worker) -> bool:
     """Its node is to leave."""
-    node = core.state.nodes.get(worker.node)
+    node = context.state.nodes.get(worker.node)
     return node is not None and node.leaving is not None
 
 
-def ready_to_join(core: Context) -> list[Worker]:
-    return [w for w in core.workers_in(WorkerPhase.READY) if not leaves(core, w)]
+def ready_to_join(context: Context) -> list[Worker]:
+    return [w for w in context.workers_in(WorkerPhase.READY) if not leaves(context, w)]
 
 
-def about_to_join(core: Context) -> list[Worker]:
-    starting = core.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED)
-    return [w for w in starting if not leaves(core, w)]
+def about_to_join(context: Context) -> list[Worker]:
+    starting = context.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED)
+    return [w for w in starting if not leaves(context, w)]
 
 
-def join_after_s(core: Context, staying: int, full: int = 0) -> float:
+def join_after_s(context: Context, staying: int, full: int = 0) -> float:
     """From when on newcomers are let in, at the next commit, which may be the generation's first: all at once if several are
     about to be ready, and not so often that joining costs more than its share of the time.
 
     Args:
         staying, full: workers that compute without them, and with them.
     """
-    s = core.state
+    s = context.state
     if s.generation is None:
         return float("inf")
     gain = 1 - staying / full if full > staying else 0.0
     after_s = s.grew_at_s + s.join_cost_s / max(COST_SHARE, GAIN_SHARE * gain) if s.grew_at_s else 0.0
-    ready = ready_to_join(core)
-    if about_to_join(core) and staying + len(ready) < s.target:
-        after_s = max(after_s, min(w.ready_at_s for w in ready) + core.timing.gather_s)
+    ready = ready_to_join(context)
+    if about_to_join(context) and staying + len(ready) < s.target:
+        after_s = max(after_s, min(w.ready_at_s for w in ready) + context.timing.gather_s)
     return after_s
 
 
-def free_slots(core: Context) -> list[tuple[Node, int]]:
+def free_slots(context: Context) -> list[tuple[Node, int]]:
     """Slots without a worker that may get one: the first for free, later ones from the restart budget."""
-    taken = {(w.node, w.slot) for w in core.alive_workers()}
-    spent = core.budget_spent()
+    taken = {(w.node, w.slot) for w in context.alive_workers()}
+    spent = context.budget_spent()
     return [
         (node, slot)
-        for node in core.alive_nodes()
+        for node in context.alive_nodes()
         if node.leaving is None and node.held is None
-        for slot in range(min(node.slots, core.spec.nproc))
+        for slot in range(min(node.slots, context.spec.nproc))
         if (node.name, slot) not in taken and not (spent and slot in node.used)
     ]
 
 
-def missing(core: Context) -> int:
+def missing(context: Context) -> int:
     """Nodes to ask for: neither there, nor asked for, nor still expected from the start of the job."""
-    s = core.state
-    wanted = s.wanted_nodes + core.spec.spares
-    staying, coming = len(staying_nodes(core)), s.replacing + expected(core)
-    lemons = sum(bool(n.lemon) and n.leaving is None for n in core.alive_nodes())
-    room = wanted + max(1, core.spec.spares) - staying - lemons  # an engine may have nothing but lemons
+    s = context.state
+    wanted = s.wanted_nodes + context.spec.spares
+    staying, coming = len(staying_nodes(context)), s.replacing + expected(context)
+    lemons = sum(bool(n.lemon) and n.leaving is None for n in context.alive_nodes())
+    room = wanted + max(1, context.spec.spares) - staying - lemons  # an engine may have nothing but lemons
     count = min(wanted - staying, room) - coming
-    return max(0, min(count, core.spec.max_restarts + s.unpaid - s.replaced))
+    return max(0, min(count, context.spec.max_restarts + s.unpaid - s.replaced))
 
 
-def staying_nodes(core: Context) -> list[Node]:
+def staying_nodes(context: Context) -> list[Node]:
     """Nodes that are used or will be: of those that are out for a repair, those whose device is being reset; and those
     that are checked because every new one is, or one would be asked for in the place of each."""
-    deep = core.spec.health.deep
-    there = [n for n in core.alive_nodes() if not n.lemon and n.leaving is None]
+    deep = context.spec.health.deep
+    there = [n for n in context.alive_nodes() if not n.lemon and n.leaving is None]
     return [
         n
         for n in there
@@ -86,45 +86,45 @@ def staying_nodes(core: Context) -> list[Node]:
     ]
 
 
-def expected_until_s(core: Context) -> float:
+def expected_until_s(context: Context) -> float:
     """When nodes that the job was started with count as lost on the way."""
-    return core.state.began_s + core.timing.wait_s / 2
+    return context.state.began_s + context.timing.wait_s / 2
 
 
-def expected(core: Context) -> int:
+def expected(context: Context) -> int:
     """Nodes that the job was started with and that have not come yet."""
-    s = core.state
-    if core.now >= expected_until_s(core):
+    s = context.state
+    if context.now >= expected_until_s(context):
         return 0
-    return max(0, core.spec.max_nodes + core.spec.spares - s.joined)
+    return max(0, context.spec.max_nodes + context.spec.spares - s.joined)
 
 
-def hoped_for(core: Context) -> int:
+def hoped_for(context: Context) -> int:
     """Nodes that are there, lemons among them, on their way, or can be asked for."""
-    there = sum(n.leaving is None for n in core.alive_nodes())
-    return there + core.state.replacing + expected(core) + missing(core)
+    there = sum(n.leaving is None for n in context.alive_nodes())
+    return there + context.state.replacing + expected(context) + missing(context)
 
 
-def hopeless(core: Context) -> bool:
+def hopeless(context: Context) -> bool:
     """Nothing that could bring another worker is under way or left to try."""
-    starting = core.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED)
-    return not (starting or coming(core) or free_slots(core))
+    starting = context.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED)
+    return not (starting or coming(context) or free_slots(context))
 
 
-def coming(core: Context) -> bool:
+def coming(context: Context) -> bool:
     """Another node is on its way, or can be asked for."""
-    return bool(mending(core) or core.state.replacing or expected(core) or missing(core))
+    return bool(mending(context) or context.state.replacing or expected(context) or missing(context))
 
 
-def under_repair(core: Context) -> bool:
+def under_repair(context: Context) -> bool:
     """Nodes are checked or repaired before they are used, for which there are deadlines."""
-    return any(n.checking is not None or health.ordered(core, n) for n in core.alive_nodes())
+    return any(n.checking is not None or health.ordered(context, n) for n in context.alive_nodes())
 
 
-def mending(core: Context) -> bool:
+def mending(context: Context) -> bool:
     """A node is repaired or checked. One that is still to leave first brings nothing before there is training to leave."""
     return any(
-        n.checking is not None or (n.then is not None and n.leaving is None) for n in core.alive_nodes()
+        n.checking is not None or (n.then is not None and n.leaving is None) for n in context.alive_nodes()
     )
 
 

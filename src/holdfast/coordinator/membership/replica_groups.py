@@ -12,15 +12,15 @@ from holdfast.coordinator.kernel.state import Worker, WorkerPhase
 from holdfast.protocol import messages as m
 
 
-def members(core: Context, replica: int) -> list[Worker]:
+def members(context: Context, replica: int) -> list[Worker]:
     """The workers of a complete replica of the newest generation."""
-    g = core.state.generation
-    return [core.state.workers[x.worker] for x in g.members if x.replica == replica] if g else []
+    g = context.state.generation
+    return [context.state.workers[x.worker] for x in g.members if x.replica == replica] if g else []
 
 
-def broke(core: Context, reason: str) -> None:
+def broke(context: Context, reason: str) -> None:
     """The generation breaks: replicas of which nobody is missing halt together, the others at once."""
-    s = core.state
+    s = context.state
     assert s.generation is not None
     s.halting = {}
     if s.positions > 1:
@@ -31,12 +31,12 @@ def broke(core: Context, reason: str) -> None:
     for member in s.generation.members:
         worker = s.workers[member.worker]
         if worker.phase is WorkerPhase.MEMBER:
-            core.tell(worker, m.Break(s.generation.number, reason, member.replica in s.halting))
+            context.tell(worker, m.Break(s.generation.number, reason, member.replica in s.halting))
 
 
-def halted(core: Context, worker: Worker, message: m.Halted) -> None:
+def halted(context: Context, worker: Worker, message: m.Halted) -> None:
     """A worker says how far it is; when its whole replica has, all are told where to leave the step."""
-    s = core.state
+    s = context.state
     if s.generation is None or message.generation != s.generation.number:
         return
     replica = next((x.replica for x in s.generation.members if x.worker == worker.name), -1)
@@ -44,19 +44,19 @@ def halted(core: Context, worker: Worker, message: m.Halted) -> None:
     if said is None:
         return
     said[worker.name] = message.begun
-    row = members(core, replica)
+    row = members(context, replica)
     if len(said) == len(row):
         furthest = max(said.values())
         for other in row:
-            core.tell(other, m.RunTo(s.generation.number, furthest))
+            context.tell(other, m.RunTo(s.generation.number, furthest))
 
 
-def give_up(core: Context) -> None:
+def give_up(context: Context) -> None:
     """A replica that halts cannot do so any more when one of its workers is gone, or has left the step in another way:
     the others leave it at once."""
-    s = core.state
+    s = context.state
     for replica in list(s.halting):
-        row = members(core, replica)
+        row = members(context, replica)
         gone = [w for w in row if w.phase not in (WorkerPhase.MEMBER, WorkerPhase.PARKED)]
         said = s.halting[replica]
         furthest = max(said.values(), default=0) if len(said) == len(row) else None
@@ -66,18 +66,18 @@ def give_up(core: Context) -> None:
             del s.halting[replica]
             for worker in row:
                 if worker.phase is WorkerPhase.MEMBER:
-                    core.tell(worker, m.Break(s.generation.number, "its replica lost a worker"))
+                    context.tell(worker, m.Break(s.generation.number, "its replica lost a worker"))
 
 
 def connected_in(
-    core: Context, seated: tuple[tuple[str, ...], ...], before: m.Generation | None
+    context: Context, seated: tuple[tuple[str, ...], ...], before: m.Generation | None
 ) -> tuple[int, ...]:
     """For every complete replica of the next generation the one in which its groups were connected: an earlier one, where
     the same workers come from it with their groups whole, else the next one."""
-    s = core.state
+    s = context.state
     known: dict[tuple[str, ...], int] = {}
     for replica, number in enumerate(before.rows if before else ()):
-        row = members(core, replica)
+        row = members(context, replica)
         if len({w.begun for w in row}) == 1 and row[0].begun >= 0:
             known[tuple(w.name for w in row)] = number
     return tuple(known.get(row, s.number + 1) for row in seated)

@@ -61,86 +61,86 @@ def check_drain(state: CoreState, name: str) -> None:
         raise UsageError(f"{name} is leaving already: {node.leaving}")
 
 
-def resize(core: Context, nodes: int, reason: str) -> None:
+def resize(context: Context, nodes: int, reason: str) -> None:
     """A person wants another size."""
-    s = core.state
+    s = context.state
     before = s.wanted_nodes
     s.asked_nodes = nodes
-    core.record(ledger.Resize(nodes=nodes, before=before, reason=reason))
-    _resized(core, before, reason, None)
+    context.record(ledger.Resize(nodes=nodes, before=before, reason=reason))
+    _resized(context, before, reason, None)
 
 
-def capacity(core: Context, nodes: int | None, reason: str, within_s: float | None) -> None:
+def capacity(context: Context, nodes: int | None, reason: str, within_s: float | None) -> None:
     """The engine gives less room, or more again. With less than the job can train on it ends, its state saved."""
-    s = core.state
+    s = context.state
     before = s.wanted_nodes
     s.capacity_nodes = nodes
-    core.record(ledger.Capacity(nodes=nodes, before=before, reason=reason, within_s=within_s))
+    context.record(ledger.Capacity(nodes=nodes, before=before, reason=reason, within_s=within_s))
     least = max(s.spec.min_nodes, s.least_nodes)
     if s.wanted_nodes < least:
-        core.request(StopJob(f"{reason}: {s.wanted_nodes} of at least {least} nodes are left", "stopped"))
+        context.request(StopJob(f"{reason}: {s.wanted_nodes} of at least {least} nodes are left", "stopped"))
         return
-    _resized(core, before, reason, within_s)
+    _resized(context, before, reason, within_s)
 
 
-def going(core: Context, name: str, reason: str, within_s: float | None) -> None:
+def going(context: Context, name: str, reason: str, within_s: float | None) -> None:
     """A node is to leave. Unknown ones are ignored: it may be gone already."""
-    node = core.state.nodes.get(name)
+    node = context.state.nodes.get(name)
     if node is None or not node.alive:
         return
     if node.leaving is None:
-        core.state.unpaid += 1  # a node in its place is no repair
-    _mark(core, node, reason, within_s)
+        context.state.unpaid += 1  # a node in its place is no repair
+    _mark(context, node, reason, within_s)
     node.excess = False
 
 
-def leave(core: Context, node: Node, reason: str) -> None:
+def leave(context: Context, node: Node, reason: str) -> None:
     """A node is to leave for its health: when its place is filled, at a step's edge."""
-    _mark(core, node, reason, None)
+    _mark(context, node, reason, None)
     node.excess = False
 
 
-def _resized(core: Context, before: int, reason: str, within_s: float | None) -> None:
-    s = core.state
+def _resized(context: Context, before: int, reason: str, within_s: float | None) -> None:
+    s = context.state
     s.unpaid += max(0, s.wanted_nodes - before)
     s.grows = s.wanted_nodes > before
     s.wait_deadline_s = s.form_deadline_s = s.ask_after_s = None
-    _fit(core, reason, within_s)
+    _fit(context, reason, within_s)
 
 
-def _fit(core: Context, reason: str, within_s: float | None) -> None:
+def _fit(context: Context, reason: str, within_s: float | None) -> None:
     """Nodes that are too many are to leave: members as far as there are more than are wanted, those with the highest
     ranks first; then the nodes that came last. Not while nobody trains: any of them may hold what is left. Those that
     have not left yet stay when they are wanted again."""
-    s = core.state
-    there = [n for n in core.alive_nodes() if n.leaving is None]
+    s = context.state
+    there = [n for n in context.alive_nodes() if n.leaving is None]
     # Beside a lemon one more may be there, or another would be asked for without end.
     spares = max(s.spec.spares, int(any(n.lemon for n in there)))
     excess = len(there) - (s.wanted_nodes + spares)
     if excess < 0:
-        for node in [n for n in core.alive_nodes() if n.excess][:-excess]:
+        for node in [n for n in context.alive_nodes() if n.excess][:-excess]:
             node.leaving, node.leaves_until_s, node.excess = None, None, False
-            core.record(ledger.NodeStays(node=node.name))
+            context.record(ledger.NodeStays(node=node.name))
     trains = s.generation is not None and s.phase is JobPhase.RUNNING
-    if excess <= 0 or (core.mode.replaces_one and not trains):
+    if excess <= 0 or (context.mode.replaces_one and not trains):
         return
     ranks = {x.node: x.rank for x in s.generation.members} if s.generation else {}
     members = sorted((n for n in there if n.name in ranks), key=lambda n: (n.failures, ranks[n.name]))
     others = [n for n in there if n.name not in ranks]
     if s.positions > 1:
-        members = _whole_rows_first(core, members)
+        members = _whole_rows_first(context, members)
     going = [*reversed(members[s.wanted_nodes :]), *reversed(others)]
     for node in going[:excess]:
-        _mark(core, node, reason, within_s)
+        _mark(context, node, reason, within_s)
         node.excess = True
 
 
-def _whole_rows_first(core: Context, members: list[Node]) -> list[Node]:
+def _whole_rows_first(context: Context, members: list[Node]) -> list[Node]:
     """Of these nodes, the best first, those in front whose workers make up as many replicas as are wanted."""
-    s = core.state
-    rows, held = s.target // s.positions, Counter(w.position for w in core.members())
+    s = context.state
+    rows, held = s.target // s.positions, Counter(w.position for w in context.members())
     holds: dict[str, Counter[int]] = {}
-    for worker in core.members():
+    for worker in context.members():
         holds.setdefault(worker.node, Counter())[worker.position] += 1
     going: list[Node] = []
     for node in reversed(members):
@@ -152,112 +152,117 @@ def _whole_rows_first(core: Context, members: list[Node]) -> list[Node]:
     return [*(n for n in members if n.name not in names), *reversed(going)]
 
 
-def _mark(core: Context, node: Node, reason: str, within_s: float | None) -> None:
+def _mark(context: Context, node: Node, reason: str, within_s: float | None) -> None:
     if node.leaving is None:
-        node.leaving, node.leaves_since_s = reason, core.now
-        core.record(ledger.NodeLeaving(node=node.name, reason=reason, within_s=within_s))
-        core.send(node.name, m.Drain(reason))
+        node.leaving, node.leaves_since_s = reason, context.now
+        context.record(ledger.NodeLeaving(node=node.name, reason=reason, within_s=within_s))
+        context.send(node.name, m.Drain(reason))
     if within_s is not None:
-        until_s = core.now + within_s
+        until_s = context.now + within_s
         node.leaves_until_s = until_s if node.leaves_until_s is None else min(node.leaves_until_s, until_s)
 
 
 # ---------------------------------------------------------------- when
 
 
-def change_due(core: Context) -> str | None:
+def change_due(context: Context) -> str | None:
     """Why the running generation is to end at its next commit; None: it goes on."""
-    s = core.state
+    s = context.state
     if s.generation is None:
         return None
-    members = core.members()
-    staying = [w for w in members if not queries.leaves(core, w)]
-    ready = queries.ready_to_join(core)
-    left, full = shard_policy.strength(core, staying, []), shard_policy.strength(core, staying, ready)
-    if len(staying) < len(members) and _may_leave(core, full):
-        gone = sorted({w.node for w in members if queries.leaves(core, w)})
+    members = context.members()
+    staying = [w for w in members if not queries.leaves(context, w)]
+    ready = queries.ready_to_join(context)
+    left, full = shard_policy.strength(context, staying, []), shard_policy.strength(context, staying, ready)
+    if len(staying) < len(members) and _may_leave(context, full):
+        gone = sorted({w.node for w in members if queries.leaves(context, w)})
         verb = "leaves" if len(gone) == 1 else "leave"
         return f"{', '.join(gone)} {verb}: {s.nodes[gone[0]].leaving}"
     if left > s.target:
         return f"the job is resized to {s.wanted_nodes} nodes"
-    left, full = _with_newcomers(core)
-    if left < full and core.now >= queries.join_after_s(core, left, full):
+    left, full = _with_newcomers(context)
+    if left < full and context.now >= queries.join_after_s(context, left, full):
         return "a newcomer is ready"
     return None
 
 
-def _with_newcomers(core: Context) -> tuple[int, int]:
+def _with_newcomers(context: Context) -> tuple[int, int]:
     """How many compute without those that are ready, and with them; of sharded replicas those that are to leave keep
     their seats until they can leave."""
-    s = core.state
-    there = [w for w in core.members() if s.positions > 1 or not queries.leaves(core, w)]
-    return shard_policy.strength(core, there, []), min(
-        shard_policy.strength(core, there, queries.ready_to_join(core)), s.target
+    s = context.state
+    there = [w for w in context.members() if s.positions > 1 or not queries.leaves(context, w)]
+    return shard_policy.strength(context, there, []), min(
+        shard_policy.strength(context, there, queries.ready_to_join(context)), s.target
     )
 
 
-def deadlines(core: Context) -> list[float]:
+def deadlines(context: Context) -> list[float]:
     """When `change_due` may say something else without an event."""
-    s = core.state
+    s = context.state
     if s.phase is not JobPhase.RUNNING or s.generation is None:
         return []
     times = [
-        f(core, n) for n in core.alive_nodes() if n.leaving is not None for f in (_deadline_s, _patience_s)
+        f(context, n)
+        for n in context.alive_nodes()
+        if n.leaving is not None
+        for f in (_deadline_s, _patience_s)
     ]
-    if queries.ready_to_join(core):
-        times.append(queries.join_after_s(core, *_with_newcomers(core)))
-    return [t for t in times if core.now < t < float("inf")]
+    if queries.ready_to_join(context):
+        times.append(queries.join_after_s(context, *_with_newcomers(context)))
+    return [t for t in times if context.now < t < float("inf")]
 
 
-def _may_leave(core: Context, left: int) -> bool:
+def _may_leave(context: Context, left: int) -> bool:
     """Whether members whose node is to leave are let go now, `left` workers being there without them."""
-    s = core.state
+    s = context.state
     if left >= s.target or not left:
         return left > 0  # the last ones train on for as long as they can
-    leaving = [n for n in core.alive_nodes() if n.leaving is not None]
-    if any(core.now >= _deadline_s(core, n) for n in leaving):
+    leaving = [n for n in context.alive_nodes() if n.leaving is not None]
+    if any(context.now >= _deadline_s(context, n) for n in leaving):
         return True
     if left < max(1, s.minimum):
         return False  # they train on until others are ready
-    starting = queries.about_to_join(core)
+    starting = queries.about_to_join(context)
     if any(w.rebuilds is not None for w in starting):
         return False  # a spare becomes what is missing, for as long as a start may take
     coming = bool(starting or s.replacing)
-    return not coming or any(core.now >= _patience_s(core, n) for n in leaving)
+    return not coming or any(context.now >= _patience_s(context, n) for n in leaving)
 
 
-def _deadline_s(core: Context, node: Node) -> float:
+def _deadline_s(context: Context, node: Node) -> float:
     """The end of the node's own time, less what a step and its end may take."""
     if node.leaves_until_s is None:
         return float("inf")
-    return node.leaves_until_s - core.timing.detection_s - 3 * (core.median_s() or 0.0)
+    return node.leaves_until_s - context.timing.detection_s - 3 * (context.median_s() or 0.0)
 
 
-def _patience_s(core: Context, node: Node) -> float:
+def _patience_s(context: Context, node: Node) -> float:
     """Until when a node that is to leave trains on because another is on its way."""
-    return node.leaves_since_s + core.timing.form_s
+    return node.leaves_since_s + context.timing.form_s
 
 
 # ---------------------------------------------------------------- who
 
 
-def choose(core: Context, survivors: list[Worker], fresh: list[Worker]) -> tuple[list[Worker], list[Worker]]:
+def choose(
+    context: Context, survivors: list[Worker], fresh: list[Worker]
+) -> tuple[list[Worker], list[Worker]]:
     """Who is in the next generation: survivors that stay, and newcomers up to the target.
 
     Survivors that are to leave stay while their places cannot be filled and their time is not over; one stays, beyond
     the target if need be, for one more generation when nobody else holds the newest state.
     """
-    s = core.state
+    s = context.state
     ranks = {x.worker: x.rank for x in s.generation.members} if s.generation else {}
     survivors = sorted(survivors, key=lambda w: ranks.get(w.name, len(ranks)))
-    staying = [w for w in survivors if not queries.leaves(core, w)]
-    fresh = [w for w in fresh if not queries.leaves(core, w)]
+    staying = [w for w in survivors if not queries.leaves(context, w)]
+    fresh = [w for w in fresh if not queries.leaves(context, w)]
     outcome = policy.settle({w.name: policy.Report(w.committed, w.prepared) for w in survivors})
     if s.positions > 1:
-        return _choose_rows(core, survivors, staying, fresh, outcome)
+        return _choose_rows(context, survivors, staying, fresh, outcome)
     kept = staying[: s.target]
     joining = fresh[: max(0, s.target - len(kept))]
-    if not _may_leave(core, len(kept) + len(joining)):
+    if not _may_leave(context, len(kept) + len(joining)):
         kept += [w for w in survivors if w not in staying][: max(0, s.target - len(kept) - len(joining))]
     if outcome.start is not None and not any(w.name in outcome.holders for w in kept):
         kept.append(next(w for w in survivors if w.name in outcome.holders))
@@ -265,7 +270,7 @@ def choose(core: Context, survivors: list[Worker], fresh: list[Worker]) -> tuple
 
 
 def _choose_rows(
-    core: Context,
+    context: Context,
     survivors: list[Worker],
     staying: list[Worker],
     fresh: list[Worker],
@@ -273,12 +278,12 @@ def _choose_rows(
 ) -> tuple[list[Worker], list[Worker]]:
     """The same where a replica is several workers. Of each shard one stays that has the newest state; survivors of which
     there are more than replicas are wanted go, and others are started for what is missing."""
-    plan = shard_policy.seating(core, staying, fresh)
-    if not _may_leave(core, len(plan.rows) * core.state.positions):
-        plan = shard_policy.seating(core, [*staying, *(w for w in survivors if w not in staying)], fresh)
+    plan = shard_policy.seating(context, staying, fresh)
+    if not _may_leave(context, len(plan.rows) * context.state.positions):
+        plan = shard_policy.seating(context, [*staying, *(w for w in survivors if w not in staying)], fresh)
     seated = {w for row in plan.rows for w in row}
     kept = [w for w in survivors if w.name in seated]
-    most = core.state.target // core.state.positions
+    most = context.state.target // context.state.positions
     for worker in staying:
         if worker not in kept and sum(w.position == worker.position for w in kept) < most:
             kept.append(worker)
@@ -289,55 +294,55 @@ def _choose_rows(
     return kept, [w for w in fresh if w.name in seated]
 
 
-def seating(core: Context, kept: list[Worker], fresh: list[Worker]) -> Seating:
+def seating(context: Context, kept: list[Worker], fresh: list[Worker]) -> Seating:
     """Who sits where. One that is to leave stays beside when others fill its place, which may have the state from it."""
-    staying = [w for w in kept if not queries.leaves(core, w)]
-    without, full = shard_policy.seating(core, staying, fresh), shard_policy.seating(core, kept, fresh)
+    staying = [w for w in kept if not queries.leaves(context, w)]
+    without, full = shard_policy.seating(context, staying, fresh), shard_policy.seating(context, kept, fresh)
     if len(without.rows) < len(full.rows):
         return full
-    donors = tuple((w.name, w.position) for w in kept if queries.leaves(core, w))
+    donors = tuple((w.name, w.position) for w in kept if queries.leaves(context, w))
     return Seating(without.rows, (*without.beside, *donors))
 
 
-def let_go(core: Context, workers: list[Worker]) -> None:
+def let_go(context: Context, workers: list[Worker]) -> None:
     """Workers that are not in the next generation. Their nodes leave, or have new ones as spares."""
     for worker in workers:
-        processes.end_worker(core, worker, counts=False)
+        processes.end_worker(context, worker, counts=False)
 
 
-def advance(core: Context) -> None:
+def advance(context: Context) -> None:
     """Nodes that are to leave and have nobody in the job go; those that a smaller job has too many are to leave."""
-    s = core.state
+    s = context.state
     if s.asked_nodes is not None or s.capacity_nodes is not None:
-        _fit(core, "the job was resized", None)
-    for node in [n for n in core.alive_nodes() if n.leaving is not None]:
-        ours = [w for w in core.alive_workers() if w.node == node.name]
+        _fit(context, "the job was resized", None)
+    for node in [n for n in context.alive_nodes() if n.leaving is not None]:
+        ours = [w for w in context.alive_workers() if w.node == node.name]
         needed = (WorkerPhase.MEMBER, WorkerPhase.PARKED, WorkerPhase.DONE)
-        if core.mode.replaces_one and s.phase is not JobPhase.STOPPING:
-            let_go(core, [w for w in ours if w.phase not in needed])
+        if context.mode.replaces_one and s.phase is not JobPhase.STOPPING:
+            let_go(context, [w for w in ours if w.phase not in needed])
             ours = [w for w in ours if w.phase in needed]
-        if not ours and not _holds_on(core, node) and not _hands_over(core, node):
-            _release(core, node)
-    core.mode.change_members(core)
+        if not ours and not _holds_on(context, node) and not _hands_over(context, node):
+            _release(context, node)
+    context.mode.change_members(context)
 
 
-def _holds_on(core: Context, node: Node) -> bool:
+def _holds_on(context: Context, node: Node) -> bool:
     """What the node does or has may be needed: while it writes a checkpoint, while a generation is put together and until
     its first commit, and when the job is about to end."""
-    s = core.state
-    writes = storage.writes(core, node)
-    saves = writes or storage.has_last(core, node)
-    if saves and not (core.mode.replaces_one and core.alive_workers()):
+    s = context.state
+    writes = storage.writes(context, node)
+    saves = writes or storage.has_last(context, node)
+    if saves and not (context.mode.replaces_one and context.alive_workers()):
         return True  # no step has to end before it goes: all of its time is for what it saves
-    if core.now >= _deadline_s(core, node):
+    if context.now >= _deadline_s(context, node):
         return False
     if writes or any(w.digest for w in s.workers.values()):
         return True
-    if health.ordered(core, node):
+    if health.ordered(context, node):
         return True  # it answers first
-    if not core.mode.replaces_one or not s.number or s.generation is None:
+    if not context.mode.replaces_one or not s.number or s.generation is None:
         return False
-    parked = core.workers_in(WorkerPhase.PARKED)
+    parked = context.workers_in(WorkerPhase.PARKED)
     holders = policy.settle({w.name: policy.Report(w.committed, w.prepared) for w in parked}).holders
     whole = len({w.position for w in parked if w.name in holders}) == s.positions
     if node.then is Remedy.RESET_DEVICE or (node.then is Remedy.REBOOT and whole):
@@ -346,62 +351,62 @@ def _holds_on(core: Context, node: Node) -> bool:
     return not settled and s.phase is not JobPhase.STOPPING
 
 
-def _hands_over(core: Context, node: Node) -> bool:
+def _hands_over(context: Context, node: Node) -> bool:
     """Where a replica is several workers, it may have the only copy of a part. A device is reset with the memory kept."""
-    in_time = core.now < _deadline_s(core, node)
-    return in_time and node.then is not Remedy.RESET_DEVICE and core.request(HandOver(node))
+    in_time = context.now < _deadline_s(context, node)
+    return in_time and node.then is not Remedy.RESET_DEVICE and context.request(HandOver(node))
 
 
-def _release(core: Context, node: Node) -> None:
-    if node.then is not None and not health.ordered(core, node):
-        core.request(ApplyRemedy(node))
+def _release(context: Context, node: Node) -> None:
+    if node.then is not None and not health.ordered(context, node):
+        context.request(ApplyRemedy(node))
         return
-    core.request(NoteNodeLost(node, None))  # what its agent still does is overtaken
+    context.request(NoteNodeLost(node, None))  # what its agent still does is overtaken
     reason = node.leaving or ""
     transitions.lose_node(node)
-    core.record(ledger.NodeLeft(node=node.name, reason=reason))
-    core.send(node.name, m.Shutdown(reason))
-    core.request(DropCopies(node))
-    core.act(ReleaseNode(node.name, reason, planned=True))
+    context.record(ledger.NodeLeft(node=node.name, reason=reason))
+    context.send(node.name, m.Shutdown(reason))
+    context.request(DropCopies(node))
+    context.act(ReleaseNode(node.name, reason, planned=True))
 
 
 # ---------------------------------------------------------------- what it cost
 
 
-def formed(core: Context, before: int, after: int, joined: int) -> None:
+def formed(context: Context, before: int, after: int, joined: int) -> None:
     """A generation was formed after one that ended as planned."""
-    s = core.state
+    s = context.state
     reason, s.change_reason = s.change_reason, None
     if reason is None:
         return
     if joined:
-        s.grew_at_s = core.now
+        s.grew_at_s = context.now
     number = s.changes[-1].id + 1 if s.changes else 1
-    change = Change(number, reason, s.committed, before, after, s.broke_at_s, core.now, s.number)
+    change = Change(number, reason, s.committed, before, after, s.broke_at_s, context.now, s.number)
     change.joined = joined
     s.changes.append(change)
     del s.changes[:-KEPT]
 
 
-def connected(core: Context, message: m.Joined) -> None:
+def connected(context: Context, message: m.Joined) -> None:
     """A member is connected, and has the state."""
-    change = core.state.changes[-1] if core.state.changes else None
+    change = context.state.changes[-1] if context.state.changes else None
     if change is not None and change.generation == message.generation:
         change.join_s = incidents.most(change.join_s, message.join_s)
         change.restore_s = incidents.most(change.restore_s, message.restore_s)
 
 
-def committed(core: Context, now: float) -> None:
+def committed(context: Context, now: float) -> None:
     """The first commit of a generation: what the change before it cost."""
-    s = core.state
+    s = context.state
     change = s.changes[-1] if s.changes else None
     if change is None or change.generation != s.number or change.stall_s is not None:
         return
-    change.stall_s = max(0.0, now - change.left_at_s - (core.median_s() or 0.0))
+    change.stall_s = max(0.0, now - change.left_at_s - (context.median_s() or 0.0))
     s.changed.count, s.changed.stall_s = s.changed.count + 1, s.changed.stall_s + change.stall_s
     if change.joined:
         s.join_cost_s = change.stall_s
-    core.record(describe(s, change))
+    context.record(describe(s, change))
 
 
 def describe(state: CoreState, change: Change) -> ledger.Changed:

@@ -38,171 +38,177 @@ class Restart:
 
     replaces_one = False
 
-    def on_attached(self, core: Context) -> None:
+    def on_attached(self, context: Context) -> None:
         """What was started together goes on one by one, at level 2."""
-        s = core.state
+        s = context.state
         s.level, s.generation, s.number = 2, None, 0
         s.history.clear()
-        transitions.enter_job(core, JobPhase.GATHERING)
+        transitions.enter_job(context, JobPhase.GATHERING)
         s.committed, s.generation_committed = 0, 0
-        for worker in core.alive_workers():
-            transitions.enter(core, worker, WorkerPhase.GONE if worker.told_to_end else WorkerPhase.STARTING)
+        for worker in context.alive_workers():
+            transitions.enter(
+                context, worker, WorkerPhase.GONE if worker.told_to_end else WorkerPhase.STARTING
+            )
         for incident in s.incidents:
             incident.generation = 0
-        core.record(ledger.Level(level=2))
+        context.record(ledger.Level(level=2))
 
-    def on_exit(self, core: Context, worker: Worker, message: m.Exited) -> None:
+    def on_exit(self, context: Context, worker: Worker, message: m.Exited) -> None:
         """A worker's process ended: with code 0 it is done; anything else ends all, and all start again."""
-        s = core.state
+        s = context.state
         expected = s.phase is not JobPhase.RUNNING or worker.told_to_end
-        transitions.enter(core, worker, WorkerPhase.GONE)
+        transitions.enter(context, worker, WorkerPhase.GONE)
         if expected or message.code == 0:
             if message.code == -signal.SIGKILL and not message.killed:
-                _explain(core, [worker], worker.node, ProcessEnded(message.code))
+                _explain(context, [worker], worker.node, ProcessEnded(message.code))
             return
         blame = s.blames[worker.name]
         blame.rank = s.generation.rank_of(worker.name) if s.generation else None
         cause = blame.cause if blame.traceback else ProcessEnded(message.code)
-        injected = _fault(core, [worker], worker.node, cause, raised=message.code > 0)
+        injected = _fault(context, [worker], worker.node, cause, raised=message.code > 0)
         s.blame = blame
-        if core.spec.max_restarts == 0:
-            core.request(StopJob("no restarts are allowed", "failed", blame))
+        if context.spec.max_restarts == 0:
+            context.request(StopJob("no restarts are allowed", "failed", blame))
         elif not injected:
-            _judge(core, worker, policy.failure_signature(blame, message))
+            _judge(context, worker, policy.failure_signature(blame, message))
 
     def on_worker_lost(
-        self, core: Context, worker: Worker, was: WorkerPhase, cause: Cause, message: m.Exited | None
+        self, context: Context, worker: Worker, was: WorkerPhase, cause: Cause, message: m.Exited | None
     ) -> None:
         """All start again."""
-        if core.state.phase is JobPhase.RUNNING:
-            _fault(core, [worker], worker.node, cause)
+        if context.state.phase is JobPhase.RUNNING:
+            _fault(context, [worker], worker.node, cause)
 
-    def on_never_started(self, core: Context, worker: Worker) -> None:
+    def on_never_started(self, context: Context, worker: Worker) -> None:
         """It was to start with the others: all start again."""
-        if core.state.phase is JobPhase.RUNNING:
-            _fault(core, [worker], worker.node, causes.NeverStarted())
+        if context.state.phase is JobPhase.RUNNING:
+            _fault(context, [worker], worker.node, causes.NeverStarted())
 
     def explain_earlier(
-        self, core: Context, node: Node, workers: list[Worker], cause: Cause
+        self, context: Context, node: Node, workers: list[Worker], cause: Cause
     ) -> Incident | None:
         """See `_explain`."""
-        return _explain(core, workers, node.name, cause)
+        return _explain(context, workers, node.name, cause)
 
-    def on_node_lost(self, core: Context, workers: list[Worker], cause: Cause) -> None:
+    def on_node_lost(self, context: Context, workers: list[Worker], cause: Cause) -> None:
         """A node with members is gone (its incident is open)."""
-        s = core.state
+        s = context.state
         if workers and s.phase is JobPhase.RUNNING:
             s.blame = Blame(cause, None, workers[0].node, s.step)
-            _restart(core, str(cause))
+            _restart(context, str(cause))
 
-    def evict(self, core: Context, node: Node, workers: list[Worker], cause: Cause) -> None:
+    def evict(self, context: Context, node: Node, workers: list[Worker], cause: Cause) -> None:
         """A node's workers are to end, and so all start again, unless they do so anyway."""
-        if workers and core.state.phase is JobPhase.RUNNING:
-            _fault(core, workers, node.name, cause)
+        if workers and context.state.phase is JobPhase.RUNNING:
+            _fault(context, workers, node.name, cause)
 
-    def on_stall(self, core: Context, culprits: list[Worker], reason: str, allowed: dict[str, float]) -> None:
+    def on_stall(
+        self, context: Context, culprits: list[Worker], reason: str, allowed: dict[str, float]
+    ) -> None:
         """All start again, unless a suspect is at work."""
-        s = core.state
-        if hangs.at_work(core, {w.name for w in culprits}):
-            s.look_again_s = core.now + LOOK_AGAIN * core.timing.detection_s
+        s = context.state
+        if hangs.at_work(context, {w.name for w in culprits}):
+            s.look_again_s = context.now + LOOK_AGAIN * context.timing.detection_s
         elif s.phase is JobPhase.RUNNING:
             node = culprits[0].node if culprits else None
-            _fault(core, culprits, node, Hang(reason))
+            _fault(context, culprits, node, Hang(reason))
 
-    def change_members(self, core: Context) -> None:
+    def change_members(self, context: Context) -> None:
         """A change of the membership is a restart of all: when it must be, or when a person wants it."""
-        s, members = core.state, core.members()
+        s, members = context.state, context.members()
         if s.phase is not JobPhase.RUNNING or s.generation is None:
             return
-        gone = [w.node for w in members if queries.leaves(core, w)]
-        full = _size_now(core)
+        gone = [w.node for w in members if queries.leaves(context, w)]
+        full = _size_now(context)
         if gone:
-            _restart(core, f"{gone[0]} leaves: {s.nodes[gone[0]].leaving}", counts=False)
+            _restart(context, f"{gone[0]} leaves: {s.nodes[gone[0]].leaving}", counts=False)
         elif len(members) > s.target or (s.grows and full == s.target > len(members)):
-            _restart(core, f"the job is resized to {s.wanted_nodes} nodes", counts=False)
+            _restart(context, f"the job is resized to {s.wanted_nodes} nodes", counts=False)
 
-    def on_out_of_time(self, core: Context) -> None:
+    def on_out_of_time(self, context: Context) -> None:
         """Workers that have not ended by themselves are ended; what they gave before is still saved."""
-        s = core.state
-        if core.alive_workers():
-            for worker in core.alive_workers():
-                processes.end_worker(core, worker, counts=False)
-            s.stop_deadline_s = core.now + core.timing.start_s
-        elif s.phase is JobPhase.STOPPING and (until_s := storage.moves_until_s(core)) > core.now:
+        s = context.state
+        if context.alive_workers():
+            for worker in context.alive_workers():
+                processes.end_worker(context, worker, counts=False)
+            s.stop_deadline_s = context.now + context.timing.start_s
+        elif s.phase is JobPhase.STOPPING and (until_s := storage.moves_until_s(context)) > context.now:
             s.stop_deadline_s = until_s
         else:
-            shutdown.end(core)
+            shutdown.end(context)
 
-    def deadlines(self, core: Context) -> list[float]:
+    def deadlines(self, context: Context) -> list[float]:
         """A script may start for as long as it likes."""
         return []
 
-    def due(self, core: Context) -> None:
+    def due(self, context: Context) -> None:
         """Nothing is due."""
 
-    def advance(self, core: Context) -> None:
+    def advance(self, context: Context) -> None:
         """Starts all workers when there are nodes enough, and ends the job when all are done."""
-        s = core.state
+        s = context.state
         if s.phase is JobPhase.STOPPING:
-            shutdown.end_when_saved(core)
+            shutdown.end_when_saved(context)
         elif s.stop_reason is not None:
-            transitions.enter_job(core, JobPhase.STOPPING)
-            processes.ask_all_to_end(core, grace_s=core.timing.stop_s / 2)
-            shutdown.end_when_saved(core)
+            transitions.enter_job(context, JobPhase.STOPPING)
+            processes.ask_all_to_end(context, grace_s=context.timing.stop_s / 2)
+            shutdown.end_when_saved(context)
         elif s.phase is JobPhase.BREAKING:
-            if not core.alive_workers():
-                transitions.enter_job(core, JobPhase.GATHERING)
-                self.advance(core)
+            if not context.alive_workers():
+                transitions.enter_job(context, JobPhase.GATHERING)
+                self.advance(context)
         elif s.phase is JobPhase.GATHERING:
-            self._launch(core)
-        elif s.phase is JobPhase.RUNNING and not core.alive_workers():
-            transitions.enter_job(core, JobPhase.STOPPING)
+            self._launch(context)
+        elif s.phase is JobPhase.RUNNING and not context.alive_workers():
+            transitions.enter_job(context, JobPhase.STOPPING)
             s.outcome = "finished"
-            shutdown.end_when_saved(core)
+            shutdown.end_when_saved(context)
 
-    def _launch(self, core: Context) -> None:
-        s, spec = core.state, core.spec
-        nodes.ask(core)
-        usable = _usable(core)
+    def _launch(self, context: Context) -> None:
+        s, spec = context.state, context.spec
+        nodes.ask(context)
+        usable = _usable(context)
         usable.sort(key=lambda n: (bool(n.lemon), n.failures))
         count = min(len(usable), s.wanted_nodes)
         minimum = s.wanted_nodes if spec.wait_for_spare else spec.min_nodes
-        if core.budget_spent():
-            core.request(StopJob("the restart budget is spent", "failed", s.blame))
-            self.advance(core)
+        if context.budget_spent():
+            context.request(StopJob("the restart budget is spent", "failed", s.blame))
+            self.advance(context)
             return
         if count < minimum:
-            if queries.under_repair(core):
+            if queries.under_repair(context):
                 s.wait_deadline_s = None  # they have a deadline of their own
             elif s.wait_deadline_s is None:
-                s.wait_deadline_s = core.now + core.timing.wait_s
-                core.record(ledger.Waiting(workers=count * spec.nproc, target=s.target))
-            if not queries.coming(core):
-                core.request(StopJob("no more nodes may be asked for", "failed", s.blame))
-                self.advance(core)
+                s.wait_deadline_s = context.now + context.timing.wait_s
+                context.record(ledger.Waiting(workers=count * spec.nproc, target=s.target))
+            if not queries.coming(context):
+                context.request(StopJob("no more nodes may be asked for", "failed", s.blame))
+                self.advance(context)
             return
         s.wait_deadline_s = None
-        mending = any(n.then is not None or n.checking is not None for n in core.alive_nodes())
+        mending = any(n.then is not None or n.checking is not None for n in context.alive_nodes())
         if count < s.wanted_nodes and (s.number == 0 or s.replacing or mending):
             if s.form_deadline_s is None:
-                s.form_deadline_s = core.now + core.timing.form_s
-            if core.now < s.form_deadline_s:
+                s.form_deadline_s = context.now + context.timing.form_s
+            if context.now < s.form_deadline_s:
                 return
         s.form_deadline_s = None
-        _start_all(core, sorted(usable[:count], key=lambda n: list(s.nodes).index(n.name)))
+        _start_all(context, sorted(usable[:count], key=lambda n: list(s.nodes).index(n.name)))
 
 
-def _usable(core: Context) -> list[Node]:
-    return [n for n in core.alive_nodes() if n.slots >= core.spec.nproc and n.leaving is None and not n.held]
+def _usable(context: Context) -> list[Node]:
+    return [
+        n for n in context.alive_nodes() if n.slots >= context.spec.nproc and n.leaving is None and not n.held
+    ]
 
 
-def _size_now(core: Context) -> int:
+def _size_now(context: Context) -> int:
     """Workers that a start would have now."""
-    return min(len(_usable(core)), core.state.wanted_nodes) * core.spec.nproc
+    return min(len(_usable(context)), context.state.wanted_nodes) * context.spec.nproc
 
 
-def _start_all(core: Context, chosen: list[Node]) -> None:
-    s, spec = core.state, core.spec
+def _start_all(context: Context, chosen: list[Node]) -> None:
+    s, spec = context.state, context.spec
     world = len(chosen) * spec.nproc
     s.number += 1
     step_accounting.starts(s)
@@ -211,54 +217,54 @@ def _start_all(core: Context, chosen: list[Node]) -> None:
     for index, node in enumerate(chosen):
         for slot in range(spec.nproc):
             rank = index * spec.nproc + slot
-            env = environment.environment(core, node, slot, rank, world)
+            env = environment.environment(context, node, slot, rank, world)
             env |= {"MASTER_ADDR": chosen[0].host, "GROUP_RANK": str(index)}
             ports = chosen[0].ports or (29500,)
             env["MASTER_PORT"] = str(ports[s.master_uses % len(ports)])
-            worker = processes.start_worker(core, node, slot, env)
-            transitions.enter(core, worker, WorkerPhase.MEMBER)
+            worker = processes.start_worker(context, node, slot, env)
+            transitions.enter(context, worker, WorkerPhase.MEMBER)
             members.append(m.Member(rank=rank, worker=worker.name, node=node.name, slot=slot, host=node.host))
     s.generation, s.grows = m.Generation(number=s.number, members=tuple(members)), False
     s.generation_committed = 0
     s.committed = 0
-    transitions.enter_job(core, JobPhase.RUNNING)
-    s.history.append((round(core.now - s.began_s, 4), world))
-    incidents.decided(s, core.now, "restart of all workers")
-    core.record(ledger.Started(generation=s.number, world=world, workers=[x.worker for x in members]))
+    transitions.enter_job(context, JobPhase.RUNNING)
+    s.history.append((round(context.now - s.began_s, 4), world))
+    incidents.decided(s, context.now, "restart of all workers")
+    context.record(ledger.Started(generation=s.number, world=world, workers=[x.worker for x in members]))
 
 
-def _judge(core: Context, worker: Worker, signature: str) -> None:
+def _judge(context: Context, worker: Worker, signature: str) -> None:
     """The script's fault, a node's, or one that a restart may cure?"""
-    s = core.state
-    failures.note_failure(core, s.committed or None, signature, worker, s.number)
-    verdict = policy.gang_fault(s.failures, nodes=queries.hoped_for(core))
+    s = context.state
+    failures.note_failure(context, s.committed or None, signature, worker, s.number)
+    verdict = policy.gang_fault(s.failures, nodes=queries.hoped_for(context))
     match verdict:
         case ScriptFault(reason):
-            s.blame = failures.first_blame(core, signature) or s.blame
-            core.request(StopJob(reason, "failed"))
+            s.blame = failures.first_blame(context, signature) or s.blame
+            context.request(StopJob(reason, "failed"))
         case policy.NodeFault(name):
-            core.request(RefuseNode(s.nodes[name], WorkersFail(signature)))
+            context.request(RefuseNode(s.nodes[name], WorkersFail(signature)))
         case None:
             pass
 
 
-def _explain(core: Context, workers: list[Worker], node: str, cause: Cause) -> Incident | None:
+def _explain(context: Context, workers: list[Worker], node: str, cause: Cause) -> Incident | None:
     """Workers ended without a word, and others have just raised an error: it is their end as it was seen from there. A
     group notices that it lost a process before that one's own machine has said so. Returns the incident, which is
     theirs now; None: nobody has.
     """
-    s = core.state
+    s = context.state
     incident = incidents.raised_now(s)
     if incident is None or s.phase is JobPhase.RUNNING or not workers:
         return None
-    if s.stop_reason is not None and core.spec.max_restarts > 0:
+    if s.stop_reason is not None and context.spec.max_restarts > 0:
         return None  # a verdict, which was reached with more than this
-    failures.forgive(core, lambda failure: failure.generation == incident.generation)
+    failures.forgive(context, lambda failure: failure.generation == incident.generation)
     was, names = incident.cause, [w.name for w in workers]
-    incidents.caused(s, core.now, incident, cause, node, names)
+    incidents.caused(s, context.now, incident, cause, node, names)
     rank = incident.ranks[0] if len(incident.ranks) == 1 else None
     s.blame = Blame(cause, rank, node, s.step, log=workers[0].log)
-    core.record(
+    context.record(
         ledger.IncidentExplained(
             id=incident.id,
             node=node,
@@ -272,19 +278,19 @@ def _explain(core: Context, workers: list[Worker], node: str, cause: Cause) -> I
 
 
 def _fault(
-    core: Context, workers: list[Worker], node: str | None, cause: Cause, raised: bool = False
+    context: Context, workers: list[Worker], node: str | None, cause: Cause, raised: bool = False
 ) -> bool:
     """Opens an incident and starts all again. raised: it is an error. True when the fault was injected."""
-    incident = core.open_incident(cause, node=node, workers=[w.name for w in workers], raised=raised)
-    _restart(core, str(cause))
+    incident = context.open_incident(cause, node=node, workers=[w.name for w in workers], raised=raised)
+    _restart(context, str(cause))
     return incident.injected
 
 
-def _restart(core: Context, reason: str, counts: bool = True) -> None:
+def _restart(context: Context, reason: str, counts: bool = True) -> None:
     """Ends all workers; when they are gone, all start again. counts: against the restart budget."""
-    s = core.state
+    s = context.state
     s.restarts_used += counts
-    transitions.enter_job(core, JobPhase.BREAKING)
+    transitions.enter_job(context, JobPhase.BREAKING)
     s.break_deadline_s = None
-    core.record(ledger.Restart(generation=s.number, reason=reason))
-    processes.ask_all_to_end(core, grace_s=TERM_GRACE_S)
+    context.record(ledger.Restart(generation=s.number, reason=reason))
+    processes.ask_all_to_end(context, grace_s=TERM_GRACE_S)

@@ -17,25 +17,25 @@ SEATED = (WorkerPhase.MEMBER, WorkerPhase.PARKED)
 COMING = (WorkerPhase.STARTING, WorkerPhase.ATTACHED)
 
 
-def fits(core: Context, worker: Worker, ready: m.Ready) -> bool:
+def fits(context: Context, worker: Worker, ready: m.Ready) -> bool:
     """Notes the shape that the script gave its replicas; all workers must agree. False: this one does not."""
-    s = core.state
-    known = [w for w in core.alive_workers() if w.ready is not None]
+    s = context.state
+    known = [w for w in context.alive_workers() if w.ready is not None]
     if not known or ready.shape == s.shape:
         s.shape, worker.position = ready.shape, ready.position
-        for starting in core.workers_in(*COMING):
+        for starting in context.workers_in(*COMING):
             starting.position %= s.positions
         if s.asked_nodes is not None and s.asked_nodes < s.least_nodes:  # nobody knew the shape then
-            core.record(ledger.Resize(nodes=s.least_nodes, before=s.asked_nodes, reason="a whole replica"))
+            context.record(ledger.Resize(nodes=s.least_nodes, before=s.asked_nodes, reason="a whole replica"))
             s.asked_nodes = s.least_nodes
         if s.wanted_nodes < s.least_nodes:
             reason = f"{s.wanted_nodes} of at least {s.least_nodes} nodes are left"
-            core.request(StopJob(f"{reason} for a replica of {s.positions} workers", "stopped"))
+            context.request(StopJob(f"{reason} for a replica of {s.positions} workers", "stopped"))
         return True
     reason = f"{worker.name} made replicas of shard x tensor = {ready.shape}, other workers of {s.shape}"
     advice = "call run.mesh() with the same sizes everywhere"
     blame = Blame(ShapesDiffer(reason), None, worker.node, log=worker.log)
-    core.request(StopJob(f"{reason}: {advice}", "failed", blame))
+    context.request(StopJob(f"{reason}: {advice}", "failed", blame))
     return False
 
 
@@ -44,16 +44,16 @@ def positions_of(workers: Iterable[Worker]) -> dict[str, int]:
     return {w.name: w.position for w in workers}
 
 
-def seating(core: Context, survivors: Iterable[Worker], newcomers: Iterable[Worker]) -> Seating:
+def seating(context: Context, survivors: Iterable[Worker], newcomers: Iterable[Worker]) -> Seating:
     """Who sits where in the next generation."""
-    s = core.state
+    s = context.state
     most = s.target // s.positions
     return seat(s.generation, positions_of(survivors), positions_of(newcomers), s.positions, most)
 
 
-def strength(core: Context, survivors: list[Worker], newcomers: list[Worker]) -> int:
+def strength(context: Context, survivors: list[Worker], newcomers: list[Worker]) -> int:
     """So many workers would compute."""
-    s = core.state
+    s = context.state
     if s.positions == 1:
         return len(survivors) + len(newcomers)
     there = len(survivors) + len(newcomers)
@@ -61,37 +61,37 @@ def strength(core: Context, survivors: list[Worker], newcomers: list[Worker]) ->
     return len(rows) * s.positions
 
 
-def next_position(core: Context, rank: int) -> int:
+def next_position(context: Context, rank: int) -> int:
     """The shard for which a worker that is started now is most likely needed. While the shape is not known its rank, of
     which the worker takes the remainder."""
-    s = core.state
+    s = context.state
     if s.positions == 1:
         return rank
-    there = [w.position for w in core.alive_workers() if s.nodes[w.node].leaving is None]
+    there = [w.position for w in context.alive_workers() if s.nodes[w.node].leaving is None]
     rows = max(s.target // s.positions, len(there) // s.positions + 1)
     return wanted(there, s.positions, rows)[0]
 
 
-def _rows_within_reach(core: Context, there: list[int], others: int) -> int:
+def _rows_within_reach(context: Context, there: list[int], others: int) -> int:
     """So many complete rows there can be, of workers that hold a shard and `others` that may be built for any."""
-    s = core.state
+    s = context.state
     rows = max(1, s.target // s.positions)
     while rows > 1 and len(wanted(there, s.positions, rows)) > others:
         rows -= 1
     return rows
 
 
-def rebuild(core: Context) -> None:
+def rebuild(context: Context) -> None:
     """Spares that were built for a shard of which there are enough are built again for one that is missing."""
-    s = core.state
+    s = context.state
     if s.positions == 1:
         return
     ready, seated, coming = (
-        [w for w in core.workers_in(*phases) if s.nodes[w.node].leaving is None]
+        [w for w in context.workers_in(*phases) if s.nodes[w.node].leaving is None]
         for phases in ((WorkerPhase.READY,), SEATED, COMING)
     )
     there = [w.position for w in seated]
-    rows = _rows_within_reach(core, there, len(ready) + len(coming))
+    rows = _rows_within_reach(context, there, len(ready) + len(coming))
     expected = [w.position for w in coming]
     spare: list[Worker] = []
     for worker in ready:
@@ -104,8 +104,8 @@ def rebuild(core: Context) -> None:
             expected.remove(position)
         elif spare:
             worker = spare.pop(0)
-            core.record(ledger.Rebuild(worker=worker.name, position=position, before=worker.position))
-            transitions.enter(core, worker, WorkerPhase.ATTACHED)
+            context.record(ledger.Rebuild(worker=worker.name, position=position, before=worker.position))
+            transitions.enter(context, worker, WorkerPhase.ATTACHED)
             worker.position = position
-            worker.ready, worker.rebuilds, worker.started_s = None, position, core.now
-            core.tell(worker, m.Rebuild(position))
+            worker.ready, worker.rebuilds, worker.started_s = None, position, context.now
+            context.tell(worker, m.Rebuild(position))

@@ -18,42 +18,42 @@ from holdfast.protocol import messages as m
 # ---------------------------------------------------------------- why
 
 
-def request(core: Context, reason: str, outcome: str, blame: Blame | None = None) -> None:
+def request(context: Context, reason: str, outcome: str, blame: Blame | None = None) -> None:
     """The job ends at the next commit. blame: who or what is at fault, if nobody is named yet."""
-    s = core.state
+    s = context.state
     s.blame = s.blame or blame
     if s.stop_reason is not None:
         return
     s.stop_reason, s.outcome = reason, s.outcome or outcome  # all steps may be done already
-    s.stop_deadline_s = core.now + max(core.timing.stop_s, 3 * (core.median_s() or 0.0))
-    core.record(ledger.StopRequested(reason=reason, outcome=outcome))
+    s.stop_deadline_s = context.now + max(context.timing.stop_s, 3 * (context.median_s() or 0.0))
+    context.record(ledger.StopRequested(reason=reason, outcome=outcome))
 
 
-def due(core: Context) -> None:
+def due(context: Context) -> None:
     """Times that are over: for workers to come, and for the job to end."""
-    s = core.state
-    if s.phase is JobPhase.GATHERING and s.wait_deadline_s is not None and core.now >= s.wait_deadline_s:
+    s = context.state
+    if s.phase is JobPhase.GATHERING and s.wait_deadline_s is not None and context.now >= s.wait_deadline_s:
         s.wait_deadline_s = None
-        request(core, f"too few workers for {core.timing.wait_s:g} s", "failed")
-    if s.stop_deadline_s is not None and core.now >= s.stop_deadline_s:
+        request(context, f"too few workers for {context.timing.wait_s:g} s", "failed")
+    if s.stop_deadline_s is not None and context.now >= s.stop_deadline_s:
         s.stop_deadline_s = None
-        core.mode.on_out_of_time(core)
+        context.mode.on_out_of_time(context)
 
 
 # ---------------------------------------------------------------- what workers say
 
 
-def done(core: Context, worker: Worker, message: m.Done) -> None:
+def done(context: Context, worker: Worker, message: m.Done) -> None:
     """A worker left its loop."""
     if worker.phase in (WorkerPhase.DONE, WorkerPhase.GONE):
         return
-    transitions.enter(core, worker, WorkerPhase.DONE)
+    transitions.enter(context, worker, WorkerPhase.DONE)
     worker.committed, worker.digest = message.committed, message.params_xxh3
     worker.loss = message.loss if message.loss is not None else worker.loss
-    core.state.committed = max(core.state.committed, message.committed)
+    context.state.committed = max(context.state.committed, message.committed)
     if message.held:
-        core.request(NoteLast(worker))
-    core.record(
+        context.request(NoteLast(worker))
+    context.record(
         ledger.WorkerDone(worker=worker.name, step=message.committed, params_xxh3=message.params_xxh3)
     )
 
@@ -61,41 +61,41 @@ def done(core: Context, worker: Worker, message: m.Done) -> None:
 # ---------------------------------------------------------------- all steps are done
 
 
-def finishing(core: Context) -> bool:
+def finishing(context: Context) -> bool:
     """Someone has all steps: the others come to the same point by themselves or by what they prepared. Then their state
     becomes a checkpoint."""
-    s = core.state
+    s = context.state
     ended = [w for w in s.workers.values() if w.digest is not None]
     if not ended:
         return False
-    if core.inside():
+    if context.inside():
         return True
     last = max(w.committed or 0 for w in ended)
-    can = [w for w in core.workers_in(WorkerPhase.PARKED) if _comes_to(w, last)]
-    there = {w.position for w in (*ended, *can)} | storage.kept_positions(core, last)
+    can = [w for w in context.workers_in(WorkerPhase.PARKED) if _comes_to(w, last)]
+    there = {w.position for w in (*ended, *can)} | storage.kept_positions(context, last)
     if there != set(range(s.positions)) and (s.durable is None or s.durable.step < last):
-        _undone(core, ended)
+        _undone(context, ended)
         return False
-    for worker in core.workers_in(WorkerPhase.PARKED):
+    for worker in context.workers_in(WorkerPhase.PARKED):
         if worker.name in s.stops:
             continue
         if worker in can:
-            stop = _last_stop(core, worker, last)
-            _stop(core, worker, stop)
-            s.broke_at_s, s.unheard_s = core.now, 0.0
+            stop = _last_stop(context, worker, last)
+            _stop(context, worker, stop)
+            s.broke_at_s, s.unheard_s = context.now, 0.0
             saves = stop.keep or stop.save_to
-            within_s = core.timing.start_s if saves else core.timing.stall_s(core.median_s())
-            s.break_deadline_s = max(s.break_deadline_s or 0.0, core.now + within_s)
+            within_s = context.timing.start_s if saves else context.timing.stall_s(context.median_s())
+            s.break_deadline_s = max(s.break_deadline_s or 0.0, context.now + within_s)
         else:
-            processes.end_worker(core, worker, counts=False)
-    if core.workers_in(WorkerPhase.PARKED):
+            processes.end_worker(context, worker, counts=False)
+    if context.workers_in(WorkerPhase.PARKED):
         return True
     s.break_deadline_s = None
-    for worker in core.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED, WorkerPhase.READY):
-        processes.end_worker(core, worker, counts=False)
-    if not core.request(StoreLast()) and not core.workers_in(WorkerPhase.DONE):
+    for worker in context.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED, WorkerPhase.READY):
+        processes.end_worker(context, worker, counts=False)
+    if not context.request(StoreLast()) and not context.workers_in(WorkerPhase.DONE):
         s.outcome = "failed" if s.outcome == "failed" else "finished"
-        end(core)
+        end(context)
     return True
 
 
@@ -106,98 +106,102 @@ def _comes_to(worker: Worker, last: int) -> bool:
     return worker.committed == last or (worker.committed == last - 1 and worker.prepared)
 
 
-def _last_stop(core: Context, worker: Worker, last: int) -> m.Stop:
+def _last_stop(context: Context, worker: Worker, last: int) -> m.Stop:
     """A worker that has all steps, or is about to, leaves; when nobody else keeps what it holds it does."""
-    s = core.state
-    at_work = [w for w in core.workers_in(WorkerPhase.PARKED) if w.name in s.stops]
+    s = context.state
+    at_work = [w for w in context.workers_in(WorkerPhase.PARKED) if w.name in s.stops]
     savers = {w.position for w in at_work if s.stops[w.name].save_to or s.stops[w.name].keep}
-    kept = worker.position in savers | storage.kept_positions(core, last) | storage.awaited_positions(core)
+    kept = worker.position in savers | storage.kept_positions(context, last) | storage.awaited_positions(
+        context
+    )
     kept = kept or (s.durable is not None and s.durable.step >= last)
-    tier = core.spec.saving.tiers[0] if core.spec.saving.tiers and not kept else None
+    tier = context.spec.saving.tiers[0] if context.spec.saving.tiers and not kept else None
     apply = worker.committed != last
     return m.Stop(apply, None, tier is not None) if s.positions > 1 else m.Stop(apply, tier)
 
 
-def _undone(core: Context, ended: list[Worker]) -> None:
+def _undone(context: Context, ended: list[Worker]) -> None:
     """Some have all steps, but of a shard nobody is left who has: all go on from the newest whole snapshot."""
     cause = causes.LastStateIncomplete()
-    core.record(ledger.WorkerEnded(workers=[w.name for w in ended], cause=str(cause), cause_kind=cause.kind))
+    context.record(
+        ledger.WorkerEnded(workers=[w.name for w in ended], cause=str(cause), cause_kind=cause.kind)
+    )
     for worker in ended:
         worker.digest = None
         if worker.phase is not WorkerPhase.GONE:
-            processes.end_worker(core, worker, counts=False)
-    core.request(ForgetLast())
+            processes.end_worker(context, worker, counts=False)
+    context.request(ForgetLast())
 
 
 # ---------------------------------------------------------------- before all steps are done
 
 
-def begin(core: Context) -> None:
+def begin(context: Context) -> None:
     """Everyone has left its generation: the newest state is saved, then all leave."""
-    s = core.state
-    transitions.enter_job(core, JobPhase.STOPPING)
+    s = context.state
+    transitions.enter_job(context, JobPhase.STOPPING)
     s.wait_deadline_s, s.form_deadline_s = None, None
-    s.stop_deadline_s = core.now + core.timing.start_s  # a large state takes its time to reach the disk
-    for worker in core.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED, WorkerPhase.READY):
-        processes.end_worker(core, worker, counts=False)
-    advance(core)
+    s.stop_deadline_s = context.now + context.timing.start_s  # a large state takes its time to reach the disk
+    for worker in context.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED, WorkerPhase.READY):
+        processes.end_worker(context, worker, counts=False)
+    advance(context)
 
 
-def advance(core: Context) -> None:
+def advance(context: Context) -> None:
     """Holders of the newest state save it; the others keep theirs until that is done."""
-    s = core.state
-    waiting = [w for w in core.workers_in(WorkerPhase.PARKED) if w.name not in s.stops]
-    if waiting and not _saving(core):
+    s = context.state
+    waiting = [w for w in context.workers_in(WorkerPhase.PARKED) if w.name not in s.stops]
+    if waiting and not _saving(context):
         if s.positions > 1:
-            _keep(core, waiting)
+            _keep(context, waiting)
         else:
-            _save(core, waiting)
-    if not core.alive_workers() and not core.request(StoreLast()):
-        end(core)
+            _save(context, waiting)
+    if not context.alive_workers() and not context.request(StoreLast()):
+        end(context)
 
 
-def _save(core: Context, waiting: list[Worker]) -> None:
+def _save(context: Context, waiting: list[Worker]) -> None:
     """One writes it to a durable tier."""
-    s = core.state
+    s = context.state
     outcome = policy.settle({w.name: policy.Report(w.committed, w.prepared) for w in waiting})
     s.committed = max(s.committed, outcome.start or 0)
-    tier = core.spec.saving.tiers[0] if core.spec.saving.tiers else None
+    tier = context.spec.saving.tiers[0] if context.spec.saving.tiers else None
     todo = tier and outcome.start and (s.durable is None or s.durable.step < outcome.start)
     holders = [w for w in waiting if w.name in outcome.holders]
     for worker in waiting:
         if worker not in holders:
-            processes.end_worker(core, worker, counts=False)
+            processes.end_worker(context, worker, counts=False)
     for worker in holders[:1] if todo else holders:
         apply = worker.name in outcome.apply
-        _stop(core, worker, m.Stop(apply=apply, save_to=tier if todo else None))
+        _stop(context, worker, m.Stop(apply=apply, save_to=tier if todo else None))
 
 
-def _keep(core: Context, waiting: list[Worker]) -> None:
+def _keep(context: Context, waiting: list[Worker]) -> None:
     """Of every shard some leave it in their nodes' memory, from where the agents bring it to the durable tiers; where
     that fails others do. Of a state that is not whole nothing is kept: the newest whole snapshot is brought there."""
-    s = core.state
+    s = context.state
     if s.last_step is None:
-        s.last_step = _settled(core, waiting)
+        s.last_step = _settled(context, waiting)
     last = s.last_step
     for worker in [w for w in waiting if not _comes_to(w, last)]:
         waiting.remove(worker)
-        processes.end_worker(core, worker, counts=False)
-    missing = [p for p in range(s.positions) if p not in storage.kept_positions(core, last)]
-    todo = core.spec.saving.tiers and last and (s.durable is None or s.durable.step < last)
+        processes.end_worker(context, worker, counts=False)
+    missing = [p for p in range(s.positions) if p not in storage.kept_positions(context, last)]
+    todo = context.spec.saving.tiers and last and (s.durable is None or s.durable.step < last)
     able = {w.position for w in waiting if s.nodes[w.node].snapshot_port}
     if todo and missing and able.issuperset(missing):
         first = not s.stops
-        keep = [w for p in missing for w in _keepers(core, [w for w in waiting if w.position == p], first)]
+        keep = [w for p in missing for w in _keepers(context, [w for w in waiting if w.position == p], first)]
         for worker in keep:
-            _stop(core, worker, m.Stop(worker.committed != last, keep=True))
+            _stop(context, worker, m.Stop(worker.committed != last, keep=True))
     else:
         for worker in waiting:
-            _stop(core, worker, m.Stop(worker.committed != last))
+            _stop(context, worker, m.Stop(worker.committed != last))
 
 
-def _settled(core: Context, waiting: list[Worker]) -> int:
+def _settled(context: Context, waiting: list[Worker]) -> int:
     """The step at which the job stops; 0: no state is whole."""
-    s = core.state
+    s = context.state
     outcome = policy.settle({w.name: policy.Report(w.committed, w.prepared) for w in waiting})
     if {w.position for w in waiting if w.name in outcome.holders} != set(range(s.positions)):
         return 0
@@ -205,46 +209,46 @@ def _settled(core: Context, waiting: list[Worker]) -> int:
     return outcome.start or 0
 
 
-def _keepers(core: Context, column: list[Worker], first: bool) -> list[Worker]:
+def _keepers(context: Context, column: list[Worker], first: bool) -> list[Worker]:
     """Who keeps a shard: those that took the snapshots, else one."""
-    column = [w for w in column if core.state.nodes[w.node].snapshot_port]
-    saved = [w for w in column if core.state.seats[w.name].saves]
+    column = [w for w in column if context.state.nodes[w.node].snapshot_port]
+    saved = [w for w in column if context.state.seats[w.name].saves]
     return saved if first and saved else column[:1]
 
 
-def _saving(core: Context) -> bool:
-    s = core.state
-    at_work = [w for w in core.workers_in(WorkerPhase.PARKED) if w.name in s.stops]
+def _saving(context: Context) -> bool:
+    s = context.state
+    at_work = [w for w in context.workers_in(WorkerPhase.PARKED) if w.name in s.stops]
     return any(s.stops[w.name].save_to or s.stops[w.name].keep for w in at_work) or bool(
-        storage.awaited_positions(core)
+        storage.awaited_positions(context)
     )
 
 
-def _stop(core: Context, worker: Worker, stop: m.Stop) -> None:
-    core.state.stops[worker.name] = stop
-    core.tell(worker, stop)
+def _stop(context: Context, worker: Worker, stop: m.Stop) -> None:
+    context.state.stops[worker.name] = stop
+    context.tell(worker, stop)
 
 
-def end_when_saved(core: Context) -> None:
+def end_when_saved(context: Context) -> None:
     """At level 0 and 1: when no worker is left, the newest state that they gave goes from their agents' memory into every
     durable tier; then the job is over."""
-    if not core.alive_workers() and not core.request(StoreLast()):
-        end(core)
+    if not context.alive_workers() and not context.request(StoreLast()):
+        end(context)
 
 
-def end(core: Context) -> None:
+def end(context: Context) -> None:
     """Nothing is left to do. A state that no durable tier has stays in the nodes' memory, as if all had been killed: where
     nodes are somebody else's after the job it cannot, and that is said."""
-    s = core.state
-    transitions.enter_job(core, JobPhase.ENDED)
+    s = context.state
+    transitions.enter_job(context, JobPhase.ENDED)
     s.outcome = s.outcome or "finished"
-    core.request(ReportUnsaved())
-    step = storage.only_in_memory(core)
-    ours = core.spec.engine == "local"
-    s.keeps_memory = ours and (step is not None or storage.may_be_in_memory(core))
+    context.request(ReportUnsaved())
+    step = storage.only_in_memory(context)
+    ours = context.spec.engine == "local"
+    s.keeps_memory = ours and (step is not None or storage.may_be_in_memory(context))
     if step is not None:
-        core.record(ledger.OnlyInMemory(step=step, kept=ours, saved=s.durable.step if s.durable else None))
-    core.record(ledger.Ended(outcome=s.outcome, reason=s.stop_reason, step=s.step))
-    for node in core.alive_nodes():
-        core.send(node.name, m.Shutdown(s.outcome, s.keeps_memory))
-    core.act(End(s.outcome))
+        context.record(ledger.OnlyInMemory(step=step, kept=ours, saved=s.durable.step if s.durable else None))
+    context.record(ledger.Ended(outcome=s.outcome, reason=s.stop_reason, step=s.step))
+    for node in context.alive_nodes():
+        context.send(node.name, m.Shutdown(s.outcome, s.keeps_memory))
+    context.act(End(s.outcome))

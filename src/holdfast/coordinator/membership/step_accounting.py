@@ -53,9 +53,9 @@ def gave(state: CoreState, generation: int, step: int, steps: int) -> None:
     counted.given = {s: at for s, at in counted.given.items() if s in there or s in newest}
 
 
-def loaded(core: Context, generation: int, step: int | None, steps: int) -> None:
+def loaded(context: Context, generation: int, step: int | None, steps: int) -> None:
     """Rank 0's script goes on from the state of `step`; None: it found nothing to load."""
-    s, counted = core.state, core.state.counted
+    s, counted = context.state, context.state.counted
     if s.level == 2 or generation != s.number:
         return
     name = NOTHING if step is None else step

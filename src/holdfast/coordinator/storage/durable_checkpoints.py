@@ -31,154 +31,154 @@ STORE_MTBF = 10
 """The whole job is lost so many times less often than a worker."""
 
 
-def begin_due(core: Context) -> None:
+def begin_due(context: Context) -> None:
     """Begins to store the newest whole snapshot in every tier whose time has come. While an older one is on its way
     there it is skipped: what is written behind running training must not pile up."""
-    s = core.state
+    s = context.state
     snapshot = max((x for x in s.snapshots if x.whole), key=lambda x: (x.step, x.generation), default=None)
     if snapshot is None or s.stop_reason is not None:
         return
-    for tier in core.spec.saving.tiers:
-        last, current = s.stored.get(tier.url), under_way(core, tier.url)
+    for tier in context.spec.saving.tiers:
+        last, current = s.stored.get(tier.url), under_way(context, tier.url)
         step, at_s = (last.step, last.began_s) if last else (0, s.began_s)
         if current is not None:
             step, at_s = current.seen_step, current.seen_s
         if snapshot.step <= step and (last or current):
             continue
         passed = parse_cadence(tier.every)
-        due = passed.due(snapshot.step, core.now - at_s, _auto_s(core, last))
+        due = passed.due(snapshot.step, context.now - at_s, _auto_s(context, last))
         if passed.steps:  # snapshots may pass over the very step
             due = snapshot.step // passed.steps > step // passed.steps
         if due and current is not None:
-            _skip(core, current, snapshot.step)
+            _skip(context, current, snapshot.step)
         elif due:
-            _store(core, tier, snapshot)
+            _store(context, tier, snapshot)
 
 
-def under_way(core: Context, url: str) -> Storing | None:
+def under_way(context: Context, url: str) -> Storing | None:
     """What is on its way to a tier, be it of a past that did not happen."""
-    return next((x for x in core.state.storing if x.tier == url), None)
+    return next((x for x in context.state.storing if x.tier == url), None)
 
 
-def _skip(core: Context, current: Storing, step: int) -> None:
+def _skip(context: Context, current: Storing, step: int) -> None:
     """Said for the first one; how many there were is said when the one that they waited for is there."""
-    current.skipped, current.seen_step, current.seen_s = current.skipped + 1, step, core.now
-    totals(core, current.tier).skipped += 1
+    current.skipped, current.seen_step, current.seen_s = current.skipped + 1, step, context.now
+    totals(context, current.tier).skipped += 1
     if current.skipped == 1:
-        core.record(ledger.CheckpointSkipped(step=step, url=current.tier, older=current.step))
+        context.record(ledger.CheckpointSkipped(step=step, url=current.tier, older=current.step))
 
 
 # ---------------------------------------------------------------- tiers that stand still
 
 
-def deadlines(core: Context) -> list[float]:
+def deadlines(context: Context) -> list[float]:
     """When there is something to say of a tier that nothing comes to; and, at the end of training, to give it up."""
-    s, timing = core.state, core.timing
+    s, timing = context.state, context.timing
     times = [x.moved_s + timing.tier_s for x in s.storing if not x.slow]
-    given_up = [x.moved_s + timing.start_s for x in s.storing if queries.ending(core)]
-    return times + [d for d in given_up if d > core.now]
+    given_up = [x.moved_s + timing.start_s for x in s.storing if queries.ending(context)]
+    return times + [d for d in given_up if d > context.now]
 
 
-def look(core: Context) -> None:
+def look(context: Context) -> None:
     """Tells people of tiers that nothing comes to: training goes on, but nothing more is saved there."""
-    for current in core.state.storing:
-        if not current.slow and core.now >= current.moved_s + core.timing.tier_s:
+    for current in context.state.storing:
+        if not current.slow and context.now >= current.moved_s + context.timing.tier_s:
             current.slow = True
             nbytes, total = queries.how_far(current) or (None, None)
-            core.record(
+            context.record(
                 ledger.TierSlow(
                     url=current.tier,
                     step=current.step,
-                    silent_s=round(core.now - current.moved_s, 1),
+                    silent_s=round(context.now - current.moved_s, 1),
                     nbytes=nbytes,
                     total_bytes=total,
                 )
             )
 
 
-def _moved(core: Context, current: Storing) -> None:
-    current.moved_s, current.slow = core.now, False
+def _moved(context: Context, current: Storing) -> None:
+    current.moved_s, current.slow = context.now, False
 
 
-def _auto_s(core: Context, last: Storing | None) -> float:
+def _auto_s(context: Context, last: Storing | None) -> float:
     """Between two stores: what loses least by Daly's formula, and never more than half of the time spent storing."""
     took_s = last.took_s if last and last.took_s else 1.0
-    best_s = daly_interval_s(STORE_COST * took_s, STORE_MTBF * queries.mean_time_between_failures_s(core))
+    best_s = daly_interval_s(STORE_COST * took_s, STORE_MTBF * queries.mean_time_between_failures_s(context))
     return max(best_s, 2 * took_s)
 
 
-def _store(core: Context, tier: DurableTier, snapshot: Snapshot, last: bool = False) -> None:
-    current = Storing(tier.url, snapshot.step, core.now, snapshot.generation, snapshot.world, last=last)
-    current.moved_s = current.seen_s = core.now
+def _store(context: Context, tier: DurableTier, snapshot: Snapshot, last: bool = False) -> None:
+    current = Storing(tier.url, snapshot.step, context.now, snapshot.generation, snapshot.world, last=last)
+    current.moved_s = current.seen_s = context.now
     current.seen_step = snapshot.step
     rows: dict[str, Shard] = {}
     for rank in range(snapshot.world):
-        copy, holders = queries.sources(core, snapshot, rank, "")
+        copy, holders = queries.sources(context, snapshot, rank, "")
         first = rows.setdefault(copy.shard.row.xxh3, copy.shard)
         if first is not copy.shard:
             current.rows[rank] = first.row.name
         current.waiting[rank] = holders[rank % len(holders)].node
-    core.state.storing.append(current)
+    context.state.storing.append(current)
     for name in dict.fromkeys(current.waiting.values()):
-        _order(core, current, name)
+        _order(context, current, name)
 
 
-def _order(core: Context, current: Storing, name: str) -> None:
+def _order(context: Context, current: Storing, name: str) -> None:
     """Asks a node for all that is waited for from it."""
     for rank, node in current.waiting.items():
         if node != name:
             continue
         if rank < 0:
-            tier = next(t for t in core.spec.saving.tiers if t.url == current.tier)
+            tier = next(t for t in context.spec.saving.tiers if t.url == current.tier)
             shards = tuple(sorted(current.shards, key=lambda x: x.rank))
-            core.send(name, m.Publish(tier, current.step, shards))
+            context.send(name, m.Publish(tier, current.step, shards))
         else:
             key = Key(current.step, current.generation, rank, current.world)
-            core.send(name, m.StoreShard(current.tier, key, current.rows.get(rank, "")))
+            context.send(name, m.StoreShard(current.tier, key, current.rows.get(rank, "")))
 
 
-def _answered(core: Context, current: Storing, node: Node, rank: int | None = None) -> None:
+def _answered(context: Context, current: Storing, node: Node, rank: int | None = None) -> None:
     """One less to wait for (rank None: nothing more comes from this node) of a checkpoint that nobody wants."""
     current.waiting = {r: n for r, n in current.waiting.items() if n != node.name or rank not in (None, r)}
     if not current.waiting:
-        core.state.storing.remove(current)
+        context.state.storing.remove(current)
 
 
-def stored(core: Context, node: Node, message: m.Stored) -> None:
+def stored(context: Context, node: Node, message: m.Stored) -> None:
     """A shard is in a tier, or could not be brought there."""
     key = message.key
-    for current in list(core.state.storing):
+    for current in list(context.state.storing):
         if (current.tier, current.step, current.generation) != (message.tier, key.step, key.generation):
             continue
         if current.waiting.get(key.rank) != node.name:
             continue
-        _moved(core, current)
+        _moved(context, current)
         if current.void:
-            _answered(core, current, node, key.rank)
+            _answered(context, current, node, key.rank)
         elif message.shard is None:
-            _failed(core, current, message.reason)
+            _failed(context, current, message.reason)
         else:
             del current.waiting[key.rank]
             current.shards.append(message.shard)
             if not current.waiting:
                 current.waiting[-1] = node.name
-                _order(core, current, node.name)
+                _order(context, current, node.name)
 
 
-def progress(core: Context, node: Node, message: m.StoreProgress) -> None:
+def progress(context: Context, node: Node, message: m.StoreProgress) -> None:
     """How far a shard is."""
     key = message.key
-    for current in core.state.storing:
+    for current in context.state.storing:
         if (current.tier, current.step) == (message.tier, key.step) and current.waiting.get(
             key.rank
         ) == node.name:
             current.written[key.rank] = message.nbytes, message.total_bytes
-            _moved(core, current)
+            _moved(context, current)
 
 
-def published(core: Context, node: Node, message: m.Published) -> None:
+def published(context: Context, node: Node, message: m.Published) -> None:
     """A checkpoint exists, or its manifest could not be written."""
-    s = core.state
+    s = context.state
     asked = [
         x for x in s.storing if (x.tier, x.step, x.waiting.get(-1)) == (message.tier, message.step, node.name)
     ]
@@ -187,24 +187,24 @@ def published(core: Context, node: Node, message: m.Published) -> None:
         asked = [doubtful]  # it was asked for twice; the other answer was that it could not be done
     for current in asked:
         if current.void:
-            _answered(core, current, node)
+            _answered(context, current, node)
             continue
         if message.error is not None:
             s.doubtful[current.tier] = current
-            _failed(core, current, message.error)
+            _failed(context, current, message.error)
             continue
         s.doubtful.pop(current.tier, None)
         if current in s.storing:
             s.storing.remove(current)
-        current.took_s = core.now - current.began_s
+        current.took_s = context.now - current.began_s
         s.stored[current.tier] = current
-        there(core, Durable(message.step, message.tier))
+        there(context, Durable(message.step, message.tier))
         s.failing_tiers = [t for t in s.failing_tiers if t != message.tier]
-        came = totals(core, message.tier)
+        came = totals(context, message.tier)
         came.checkpoints += 1
         came.nbytes += sum({x.row.name: x.row.nbytes for x in current.shards}.values())
         came.took_s += current.took_s
-        core.record(
+        context.record(
             ledger.Saved(
                 step=message.step,
                 url=message.tier,
@@ -214,96 +214,96 @@ def published(core: Context, node: Node, message: m.Published) -> None:
         )
 
 
-def saved(core: Context, worker: Worker, message: m.Saved) -> None:
+def saved(context: Context, worker: Worker, message: m.Saved) -> None:
     """A checkpoint is whole in a durable tier, or could not be written there."""
     if message.error is not None:
-        totals(core, message.url).failures += 1
-        core.record(ledger.TierFailed(url=message.url, step=message.step, reason=message.error))
+        totals(context, message.url).failures += 1
+        context.record(ledger.TierFailed(url=message.url, step=message.step, reason=message.error))
         return
-    totals(core, message.url).checkpoints += 1
-    there(core, Durable(message.step, message.url))
-    core.record(ledger.Saved(step=message.step, url=message.url, worker=worker.name))
+    totals(context, message.url).checkpoints += 1
+    there(context, Durable(message.step, message.url))
+    context.record(ledger.Saved(step=message.step, url=message.url, worker=worker.name))
 
 
 # ---------------------------------------------------------------- the result of training
 
 
-def given_last(core: Context, worker: Worker) -> None:
+def given_last(context: Context, worker: Worker) -> None:
     """A worker left the state after its last step to its node."""
-    core.state.last_from.append((worker.node, worker.position))
+    context.state.last_from.append((worker.node, worker.position))
 
 
-def forget_last(core: Context) -> None:
+def forget_last(context: Context) -> None:
     """Who has not reported what became of it is not waited for any more."""
-    core.state.last_from = []
+    context.state.last_from = []
 
 
-def summing(core: Context, node: str, keys: Iterable[Key]) -> None:
+def summing(context: Context, node: str, keys: Iterable[Key]) -> None:
     """A node computes the checksums of shards whose workers have ended."""
-    core.state.summing += [(node, key, core.now) for key in keys]
+    context.state.summing += [(node, key, context.now) for key in keys]
 
 
-def summed(core: Context, node: Node, key: Key) -> None:
+def summed(context: Context, node: Node, key: Key) -> None:
     """What became of a shard is known."""
-    s = core.state
+    s = context.state
     s.summing = [x for x in s.summing if x[:2] != (node.name, key)]
 
 
-def last_on_its_way(core: Context) -> bool:
+def last_on_its_way(context: Context) -> bool:
     """The job ends: begins to store its last state in every durable tier; where that is not whole, the newest snapshot
     that is. False when nothing more comes of it."""
-    s = core.state
+    s = context.state
     if s.stop_reason is not None and s.stop_deadline_s is None:
         return False  # asked to stop, and the time for that is over
-    if queries.awaited_positions(core) or s.summing:
+    if queries.awaited_positions(context) or s.summing:
         return True
-    snapshot = queries.newest_whole(core)
+    snapshot = queries.newest_whole(context)
     newest = s.durable.step if s.durable is not None else 0
-    if snapshot is None or snapshot.step < newest or newest == snapshot.step != queries.last_step(core):
+    if snapshot is None or snapshot.step < newest or newest == snapshot.step != queries.last_step(context):
         return False
     kept = (s.durable, *s.older)
     todo = [
         t
-        for t in core.spec.saving.tiers
+        for t in context.spec.saving.tiers
         if Durable(snapshot.step, t.url) not in kept and t.url not in s.last_failed
     ]
     for tier in todo:
-        current = under_way(core, tier.url)
+        current = under_way(context, tier.url)
         if current is None:
             before = max((d.step for d in kept if d is not None and d.url == tier.url), default=None)
-            core.record(ledger.SavingLast(step=snapshot.step, url=tier.url, there=before))
-            _store(core, tier, snapshot, last=True)
-        elif core.now >= current.moved_s + core.timing.start_s:
+            context.record(ledger.SavingLast(step=snapshot.step, url=tier.url, there=before))
+            _store(context, tier, snapshot, last=True)
+        elif context.now >= current.moved_s + context.timing.start_s:
             current.last = True
-            _failed(core, current, f"nothing of it came to {tier.url} for {core.timing.start_s:g} s")
+            _failed(context, current, f"nothing of it came to {tier.url} for {context.timing.start_s:g} s")
     return bool(todo)
 
 
-def say_unsaved(core: Context) -> None:
+def say_unsaved(context: Context) -> None:
     """The job ends without its last state in a tier, for a reason that was not said."""
-    s, last = core.state, queries.last_step(core)
+    s, last = context.state, queries.last_step(context)
     known = s.last_failed or (s.durable is not None and s.durable.step >= last)
     if s.level != 2 or s.positions == 1 or not last or known:
         return
-    for tier in core.spec.saving.tiers:
+    for tier in context.spec.saving.tiers:
         reason = "not every shard of the last state could be kept in the memory of a node"
-        core.record(ledger.TierFailed(url=tier.url, step=last, reason=reason))
+        context.record(ledger.TierFailed(url=tier.url, step=last, reason=reason))
 
 
 # ---------------------------------------------------------------- what is there
 
 
-def found(core: Context, event: DurableFound) -> None:
+def found(context: Context, event: DurableFound) -> None:
     """What a start found in the durable tiers."""
-    s = core.state
+    s = context.state
     s.durable, s.older, s.unread = event.durable, list(event.older[:KEPT_OLDER]), list(event.passed_over)
 
 
-def there(core: Context, durable: Durable) -> None:
+def there(context: Context, durable: Durable) -> None:
     """A checkpoint came to be; those that its tier keeps no longer are gone."""
-    s = core.state
+    s = context.state
     kept = [d for d in (s.durable, *s.older) if d is not None and d != durable]
-    tier = next((t for t in core.spec.saving.tiers if t.url == durable.url), None)
+    tier = next((t for t in context.spec.saving.tiers if t.url == durable.url), None)
     if tier is not None:
         steps = [durable.step, *(d.step for d in kept if d.url == tier.url)]
         gone = Retention(tier.keep, tier.keep_every).superfluous(steps, spare=durable.step)
@@ -313,10 +313,10 @@ def there(core: Context, durable: Durable) -> None:
     s.durable, s.older, s.durable_tries = newest, older[:KEPT_OLDER], 0
 
 
-def unread(core: Context, durable: Durable, message: m.CollectiveError) -> None:
+def unread(context: Context, durable: Durable, message: m.CollectiveError) -> None:
     """A worker could not be restored from a checkpoint. A damaged one is not tried again, one in a tier that does not
     answer is; then the next older one is taken."""
-    s = core.state
+    s = context.state
     if durable != s.durable:
         return
     s.durable_tries += 1
@@ -326,73 +326,73 @@ def unread(core: Context, durable: Durable, message: m.CollectiveError) -> None:
     s.totals.unread += 1
     s.durable = s.older.pop(0) if s.older else None
     s.unread.append(f"{durable.place}: {message.detail}")
-    core.record(
+    context.record(
         ledger.CheckpointUnread(
             step=durable.step,
             url=durable.url,
             reason=message.detail,
-            instead=_instead(core),
+            instead=_instead(context),
         )
     )
 
 
-def _instead(core: Context) -> str | None:
+def _instead(context: Context) -> str | None:
     """What training goes on from now, for people; None: nothing is left."""
-    durable, snapshot = core.state.durable, queries.newest_whole(core)
+    durable, snapshot = context.state.durable, queries.newest_whole(context)
     if snapshot is not None and (durable is None or durable.step <= snapshot.step):
         return f"step {snapshot.step} in memory"
     return durable.place if durable else None
 
 
-def totals(core: Context, url: str) -> TierTotals:
+def totals(context: Context, url: str) -> TierTotals:
     """What came to a tier since the job's start."""
-    return core.state.totals.tiers.setdefault(url, TierTotals())
+    return context.state.totals.tiers.setdefault(url, TierTotals())
 
 
-def _failed(core: Context, current: Storing, reason: str) -> None:
+def _failed(context: Context, current: Storing, reason: str) -> None:
     """Said once; tried again with a later snapshot, after the tier's usual time."""
-    s = core.state
+    s = context.state
     s.storing.remove(current)
     last = s.stored.get(current.tier)
-    totals(core, current.tier).failures += 1
-    if queries.ending(core) or current.last:
+    totals(context, current.tier).failures += 1
+    if queries.ending(context) or current.last:
         s.last_failed.append(current.tier)
-    s.stored[current.tier] = Storing(current.tier, last.step if last else 0, core.now)
+    s.stored[current.tier] = Storing(current.tier, last.step if last else 0, context.now)
     if current.tier not in s.failing_tiers:
         s.failing_tiers.append(current.tier)
-        core.record(ledger.TierFailed(url=current.tier, step=current.step, reason=reason))
+        context.record(ledger.TierFailed(url=current.tier, step=current.step, reason=reason))
 
 
 # ---------------------------------------------------------------- nodes and history
 
 
-def node_lost(core: Context, node: Node) -> None:
+def node_lost(context: Context, node: Node) -> None:
     """What it was writing does not come: the next whole snapshot is stored instead."""
-    core.state.summing = [x for x in core.state.summing if x[0] != node.name]
-    core.state.last_from = [(n, p) for n, p in core.state.last_from if n != node.name]
-    for current in list(core.state.storing):
+    context.state.summing = [x for x in context.state.summing if x[0] != node.name]
+    context.state.last_from = [(n, p) for n, p in context.state.last_from if n != node.name]
+    for current in list(context.state.storing):
         if node.name not in current.waiting.values():
             continue
         if current.void:
-            _answered(core, current, node)
+            _answered(context, current, node)
         else:
-            core.state.storing.remove(current)
+            context.state.storing.remove(current)
 
 
-def joined(core: Context, node: Node, hello: m.Hello) -> None:
+def joined(context: Context, node: Node, hello: m.Hello) -> None:
     """A node may have missed what it was asked for, or its answer was."""
-    core.state.summing = [x for x in core.state.summing if x[0] != node.name]
-    summing(core, node.name, hello.summing)
-    for current in list(core.state.storing):
+    context.state.summing = [x for x in context.state.summing if x[0] != node.name]
+    summing(context, node.name, hello.summing)
+    for current in list(context.state.storing):
         if current.void:
-            _answered(core, current, node)
+            _answered(context, current, node)
         else:
-            _order(core, current, node.name)
+            _order(context, current, node.name)
 
 
-def went_back(core: Context, start: int) -> None:
+def went_back(context: Context, start: int) -> None:
     """What is being stored of later steps is of a past that did not happen."""
-    s = core.state
+    s = context.state
     for current in s.storing:
         current.void = current.void or current.step > start
         current.seen_step = min(current.seen_step, start)

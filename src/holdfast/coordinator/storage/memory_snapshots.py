@@ -31,25 +31,27 @@ MAX_UNREAD = 3
 # ---------------------------------------------------------------- what agents say
 
 
-def held(core: Context, node: Node, message: m.SnapshotStored) -> None:
+def held(context: Context, node: Node, message: m.SnapshotStored) -> None:
     """A node has a shard in its memory."""
     copy = message.copy
-    durable_checkpoints.summed(core, node, copy.key)
-    snapshot = _take(core, node, copy)
+    durable_checkpoints.summed(context, node, copy.key)
+    snapshot = _take(context, node, copy)
     if snapshot is not None:
         snapshot.stall_s = max(snapshot.stall_s, message.stall_s)
-        spread(core)  # of older ones nothing more comes from this node
-    elif happened(core, copy.key) and _newest_step(core) >= copy.key.step:  # a newer one has replaced it
-        core.send(node.name, _whole_now(core))
+        spread(context)  # of older ones nothing more comes from this node
+    elif (
+        happened(context, copy.key) and _newest_step(context) >= copy.key.step
+    ):  # a newer one has replaced it
+        context.send(node.name, _whole_now(context))
 
 
-def _take(core: Context, node: Node, copy: Copy) -> Snapshot | None:
+def _take(context: Context, node: Node, copy: Copy) -> Snapshot | None:
     """Notes who holds a shard; None when it is of no use."""
-    snapshot = _snapshot(core, copy.key)
+    snapshot = _snapshot(context, copy.key)
     if snapshot is None:
         return None
     if snapshot.given_up:
-        core.send(node.name, _forgets(core, snapshot))
+        context.send(node.name, _forgets(context, snapshot))
         return None
     entry = next((h for h in snapshot.shards if h.copy == copy), None)
     if entry is None:
@@ -58,34 +60,34 @@ def _take(core: Context, node: Node, copy: Copy) -> Snapshot | None:
     for other in snapshot.shards:
         if node.name in other.asked and other.copy.key == copy.key:
             other.asked.remove(node.name)
-            core.state.totals.copies += 1
-            core.state.totals.copied_bytes += copy.shard.row.nbytes
+            context.state.totals.copies += 1
+            context.state.totals.copied_bytes += copy.shard.row.nbytes
     if node.name not in entry.nodes:
         entry.nodes.append(node.name)
     snapshot.lost = [r for r in snapshot.lost if r != copy.key.rank]
     return snapshot
 
 
-def not_held(core: Context, node: Node, key: Key, reason: str, lack: Lack | None = None) -> None:
+def not_held(context: Context, node: Node, key: Key, reason: str, lack: Lack | None = None) -> None:
     """A node could not keep a shard. Said once, until a snapshot is whole again."""
-    durable_checkpoints.summed(core, node, key)
-    if not core.state.skipped:
-        core.record(ledger.SnapshotSkipped(node=node.name, step=key.step, rank=key.rank, reason=reason))
-    core.state.skipped += 1
-    core.state.totals.skipped += 1
+    durable_checkpoints.summed(context, node, key)
+    if not context.state.skipped:
+        context.record(ledger.SnapshotSkipped(node=node.name, step=key.step, rank=key.rank, reason=reason))
+    context.state.skipped += 1
+    context.state.totals.skipped += 1
     node.refused_steps[key.rank] = max(node.refused_steps.get(key.rank, -1), key.step)
     if lack is not Lack.SLOT:
-        _slots_freed(core, node)  # what was begun there has ended
-    newest = _newest(core)
+        _slots_freed(context, node)  # what was begun there has ended
+    newest = _newest(context)
     makes_room = (
-        lack is Lack.MEMORY and newest is not None and key.step > newest.step and _kept(core) is not None
+        lack is Lack.MEMORY and newest is not None and key.step > newest.step and _kept(context) is not None
     )
     if newest is not None and makes_room:  # what is kept beside it takes the memory of the next
         newest.no_room = True
-        _retire(core)
-    snapshot = _snapshot(core, key)
+        _retire(context)
+    snapshot = _snapshot(context, key)
     if snapshot is None:
-        spread(core)
+        spread(context)
         return
     place, asked = (node.name, key.rank), False
     for entry in snapshot.shards:
@@ -100,10 +102,10 @@ def not_held(core: Context, node: Node, key: Key, reason: str, lack: Lack | None
     if not asked:
         _note(snapshot.passed, place)
     held_by_any = any(h.copy.key.rank == key.rank for h in snapshot.shards)
-    if core.state.level != 2 and not held_by_any and not snapshot.whole:
-        _give_up(core, snapshot)
+    if context.state.level != 2 and not held_by_any and not snapshot.whole:
+        _give_up(context, snapshot)
     else:
-        spread(core)
+        spread(context)
 
 
 def _note(places: list[tuple[str, int]], place: tuple[str, int]) -> None:
@@ -111,157 +113,157 @@ def _note(places: list[tuple[str, int]], place: tuple[str, int]) -> None:
         places.append(place)
 
 
-def _slots_freed(core: Context, node: Node | None = None) -> None:
+def _slots_freed(context: Context, node: Node | None = None) -> None:
     """There may be room again, on a node or on all: whoever had none is asked again."""
-    for snapshot in core.state.snapshots:
+    for snapshot in context.state.snapshots:
         snapshot.busy = [] if node is None else [(n, r) for n, r in snapshot.busy if n != node.name]
 
 
-def spoiled(core: Context, node: Node, key: Key, reason: str) -> None:
+def spoiled(context: Context, node: Node, key: Key, reason: str) -> None:
     """What a node held went bad in its memory: it is copied anew, where another has it."""
-    core.state.totals.unread += 1
-    core.record(ledger.SnapshotSpoiled(node=node.name, step=key.step, rank=key.rank, reason=reason))
-    for snapshot in core.state.snapshots:
+    context.state.totals.unread += 1
+    context.record(ledger.SnapshotSpoiled(node=node.name, step=key.step, rank=key.rank, reason=reason))
+    for snapshot in context.state.snapshots:
         for entry in snapshot.shards:
             if entry.copy.key == key:
                 entry.nodes = [n for n in entry.nodes if n != node.name]
-    _drop_lost(core)
-    spread(core)
+    _drop_lost(context)
+    spread(context)
 
 
-def _give_up(core: Context, snapshot: Snapshot) -> None:
+def _give_up(context: Context, snapshot: Snapshot) -> None:
     """Nobody brings a shard that is missing: the memory of the others is freed for the next snapshot."""
     snapshot.given_up = True
-    _slots_freed(core)
+    _slots_freed(context)
     for name in dict.fromkeys(n for h in snapshot.shards for n in h.nodes):
-        core.send(name, _forgets(core, snapshot))
-    if core.state.level == 2:
+        context.send(name, _forgets(context, snapshot))
+    if context.state.level == 2:
         snapshot.shards = []
         return
-    for later in core.state.snapshots:
+    for later in context.state.snapshots:
         if later.step >= snapshot.step:
             later.shards = []  # forgotten with it, where it was not whole either
 
 
-def _forgets(core: Context, snapshot: Snapshot) -> m.ForgetSnapshots:
+def _forgets(context: Context, snapshot: Snapshot) -> m.ForgetSnapshots:
     """At level 0 all ranks save at their own times: of later ones nothing is whole either."""
-    return m.ForgetSnapshots(snapshot.step - 1, snapshot.step if core.state.level == 2 else None)
+    return m.ForgetSnapshots(snapshot.step - 1, snapshot.step if context.state.level == 2 else None)
 
 
-def node_lost(core: Context, node: Node) -> None:
+def node_lost(context: Context, node: Node) -> None:
     """What it held is gone; the copies that are left are brought up to their number again."""
-    for snapshot in core.state.snapshots:
+    for snapshot in context.state.snapshots:
         for entry in snapshot.shards:
             entry.asked = [n for n in entry.asked if n != node.name]
             entry.nodes = [n for n in entry.nodes if n != node.name]
-    _drop_lost(core, returns=True)
-    spread(core)
-    durable_checkpoints.node_lost(core, node)
+    _drop_lost(context, returns=True)
+    spread(context)
+    durable_checkpoints.node_lost(context, node)
 
 
-def joined(core: Context, node: Node, hello: m.Hello) -> None:
+def joined(context: Context, node: Node, hello: m.Hello) -> None:
     """A node says what it holds: a new agent that adopted its memory, or one that knows a coordinator before this.
 
     Either side may have missed messages of the other, so what was asked of it is asked again, and what it must have
     been told is told again.
     """
     node.snapshot_port, node.snapshot_server = hello.snapshot_port, hello.snapshot_server
-    _slots_freed(core, node)
+    _slots_freed(context, node)
     there = {(c.key, c.shard.row.xxh3) for c in hello.copies}
-    for snapshot in core.state.snapshots:
+    for snapshot in context.state.snapshots:
         for entry in snapshot.shards:
             entry.asked = [n for n in entry.asked if n != node.name]
             if (entry.copy.key, entry.copy.shard.row.xxh3) not in there:
                 entry.nodes = [n for n in entry.nodes if n != node.name]
-    _drop_lost(core)
+    _drop_lost(context)
     # It keeps nothing of a generation that a rewind began, so it may not have heard of that rewind. Whatever it
     # holds of later steps is then of generations before, and never happened.
-    missed = [r for r in core.state.rewinds if not any(c.key.generation >= r.number for c in hello.copies)]
+    missed = [r for r in context.state.rewinds if not any(c.key.generation >= r.number for c in hello.copies)]
     if missed and node.snapshot_port:
-        core.send(node.name, m.ForgetSnapshots(missed[0].start))
-    durable_checkpoints.joined(core, node, hello)
+        context.send(node.name, m.ForgetSnapshots(missed[0].start))
+    durable_checkpoints.joined(context, node, hello)
     for copy in hello.copies:
-        _take(core, node, copy)
-    before = _newest_step(core)
-    spread(core)
-    if node.snapshot_port and before >= 0 and before == _newest_step(core):
-        core.send(node.name, _whole_now(core))
+        _take(context, node, copy)
+    before = _newest_step(context)
+    spread(context)
+    if node.snapshot_port and before >= 0 and before == _newest_step(context):
+        context.send(node.name, _whole_now(context))
 
 
 # ---------------------------------------------------------------- copies in memory
 
 
-def happened(core: Context, key: Key) -> bool:
+def happened(context: Context, key: Key) -> bool:
     """Whether training, as it goes on now, came through the state that a shard is of.
 
     What a new agent adopted of an earlier run has lost its generation.
     """
-    s = core.state
+    s = context.state
     if key.generation < 1 and s.number and s.level == 2 and key.step > s.committed:
         return False
     return all(key.generation >= r.number or key.step <= r.start for r in s.rewinds)
 
 
-def _newest(core: Context) -> Snapshot | None:
-    whole = [x for x in core.state.snapshots if x.whole]
+def _newest(context: Context) -> Snapshot | None:
+    whole = [x for x in context.state.snapshots if x.whole]
     return max(whole, key=lambda x: (x.step, x.generation), default=None)
 
 
-def _newest_step(core: Context) -> int:
-    return max((x.step for x in core.state.snapshots if x.whole), default=-1)
+def _newest_step(context: Context) -> int:
+    return max((x.step for x in context.state.snapshots if x.whole), default=-1)
 
 
-def _copies(core: Context, snapshot: Snapshot) -> int:
+def _copies(context: Context, snapshot: Snapshot) -> int:
     """So many nodes hold the shard that the fewest hold; no more than are asked for."""
     holders: dict[int, set[str]] = {}
     for entry in snapshot.shards:
         holders.setdefault(entry.copy.key.rank, set()).update(entry.nodes)
     fewest = min(map(len, holders.values()), default=0) if len(holders) == snapshot.world else 0
-    return min(fewest, core.spec.saving.copies + 1)
+    return min(fewest, context.spec.saving.copies + 1)
 
 
-def _kept(core: Context) -> Snapshot | None:
+def _kept(context: Context) -> Snapshot | None:
     """An older snapshot that stays beside the newest whole one, because more nodes hold it: with the newest alone the loss
     of one node could lose all. Not where the newest has fewer copies for want of memory: what is kept would take the
     memory of its successors' copies for ever."""
-    newest = _newest(core)
+    newest = _newest(context)
     if newest is None or newest.no_room:
         return None
-    copies = _copies(core, newest)
-    if copies > core.spec.saving.copies:
+    copies = _copies(context, newest)
+    if copies > context.spec.saving.copies:
         return None
     at = (newest.step, newest.generation)
-    older = [x for x in core.state.snapshots if (x.step, x.generation) < at and not x.given_up]
-    ranked = [(n, x.step, x.generation, x) for x in older if (n := _copies(core, x)) > copies]
+    older = [x for x in context.state.snapshots if (x.step, x.generation) < at and not x.given_up]
+    ranked = [(n, x.step, x.generation, x) for x in older if (n := _copies(context, x)) > copies]
     return max(ranked, key=lambda r: r[:3])[3] if ranked else None
 
 
-def _whole_now(core: Context) -> m.SnapshotComplete:
+def _whole_now(context: Context) -> m.SnapshotComplete:
     """What agents are told of whole snapshots."""
-    kept = _kept(core)
-    return m.SnapshotComplete(_newest_step(core), kept.step if kept is not None else None)
+    kept = _kept(context)
+    return m.SnapshotComplete(_newest_step(context), kept.step if kept is not None else None)
 
 
-def _snapshot(core: Context, key: Key) -> Snapshot | None:
+def _snapshot(context: Context, key: Key) -> Snapshot | None:
     """The snapshot that a shard is of, a new one if need be; None when it is of no use."""
-    s = core.state
+    s = context.state
     wanted = (key.step, key.generation, key.world)
     for snapshot in s.snapshots:
         if (snapshot.step, snapshot.generation, snapshot.world) == wanted:
             return snapshot
-    if key.step <= _newest_step(core) or not happened(core, key):
+    if key.step <= _newest_step(context) or not happened(context, key):
         return None
-    if not _makes_room(core, key):
+    if not _makes_room(context, key):
         return None
-    new = Snapshot(key.step, key.generation, key.world, core.now)
+    new = Snapshot(key.step, key.generation, key.world, context.now)
     s.snapshots.append(new)
     return new
 
 
-def _makes_room(core: Context, key: Key) -> bool:
+def _makes_room(context: Context, key: Key) -> bool:
     """One more snapshot is begun, which nobody holds yet. False: of those that are not whole, newer ones are kept. Of
     which nothing is held goes first: agents that were without a coordinator say at once what they could not keep."""
-    s = core.state
+    s = context.state
     partial = sorted((x for x in s.snapshots if not x.whole), key=lambda x: (x.step, x.generation))
     held = [x for x in partial if queries.has_all(x)]
     begun = [x for x in partial if not queries.has_all(x)]
@@ -273,10 +275,10 @@ def _makes_room(core: Context, key: Key) -> bool:
     return True
 
 
-def _drop_lost(core: Context, returns: bool = False) -> None:
+def _drop_lost(context: Context, returns: bool = False) -> None:
     """Forgets snapshots of which nothing is left, and whole ones of which a shard is gone. returns: it went with its node,
     which may come back with it; then the others' shards are remembered, until a newer snapshot is whole."""
-    s = core.state
+    s = context.state
     for snapshot in s.snapshots:
         gone = {h.copy.key.rank for h in snapshot.shards if not h.nodes}
         snapshot.shards = [h for h in snapshot.shards if h.nodes]
@@ -288,23 +290,23 @@ def _drop_lost(core: Context, returns: bool = False) -> None:
     s.snapshots = [x for x in s.snapshots if (queries.has_all(x) if x.whole else x.shards or x.given_up)]
 
 
-def spread(core: Context) -> None:
+def spread(context: Context) -> None:
     """Asks for every copy that is missing, of the newest snapshot first: it makes the older ones superfluous. When one is
     whole there is room for others, which are then asked for."""
     while True:
-        told = core.state.told_whole
-        for snapshot in sorted(core.state.snapshots, key=lambda x: (-x.step, -x.generation)):
-            _spread(core, snapshot)
-        _retire(core)
-        if core.state.told_whole == told:
+        told = context.state.told_whole
+        for snapshot in sorted(context.state.snapshots, key=lambda x: (-x.step, -x.generation)):
+            _spread(context, snapshot)
+        _retire(context)
+        if context.state.told_whole == told:
             return
 
 
-def _spread(core: Context, snapshot: Snapshot) -> None:
+def _spread(context: Context, snapshot: Snapshot) -> None:
     """Asks for the copies that are missing; a snapshot that misses none is whole. Of one that waits for a lost node none are
     made: they would take the memory of the next."""
-    s = core.state
-    superseded = snapshot.step < _newest_step(core)
+    s = context.state
+    superseded = snapshot.step < _newest_step(context)
     ending = s.phase in (JobPhase.STOPPING, JobPhase.ENDED)
     if snapshot not in s.snapshots or snapshot.given_up or snapshot.lost or superseded or ending:
         return
@@ -313,44 +315,44 @@ def _spread(core: Context, snapshot: Snapshot) -> None:
         entries = [h for h in snapshot.shards if h.copy.key.rank == rank]
         if not entries:
             complete = False
-            if s.positions > 1 and not s.last_from and not _may_come(core, snapshot, rank):
-                _give_up(core, snapshot)
+            if s.positions > 1 and not s.last_from and not _may_come(context, snapshot, rank):
+                _give_up(context, snapshot)
                 return
             continue
         there = [n for h in entries for n in h.nodes]
         asked = [n for h in entries for n in h.asked]
-        missing = core.spec.saving.copies + 1 - len(set(there))
+        missing = context.spec.saving.copies + 1 - len(set(there))
         if missing <= 0:
             continue
-        if _expected(core, snapshot, rank, there):
+        if _expected(context, snapshot, rank, there):
             complete = False
             continue
         best = max(entries, key=lambda h: len(h.nodes))
         busy = [n for n, r in snapshot.busy if r == rank]
         taken = [*there, *asked, *_refused(snapshot, rank), *busy]
-        for name in _buddies(core, best, taken)[: max(0, missing - len(asked))]:
+        for name in _buddies(context, best, taken)[: max(0, missing - len(asked))]:
             best.asked.append(name)
             asked.append(name)
-            core.send(name, m.Replicate(best.copy, queries.holders(core, best)))
-        if asked or (busy and _makes_way(core, snapshot)):
+            context.send(name, m.Replicate(best.copy, queries.holders(context, best)))
+        if asked or (busy and _makes_way(context, snapshot)):
             complete = False
     if complete and not snapshot.whole:
-        _whole(core, snapshot)
+        _whole(context, snapshot)
 
 
-def _makes_way(core: Context, snapshot: Snapshot) -> bool:
+def _makes_way(context: Context, snapshot: Snapshot) -> bool:
     """Whether copies of another snapshot are on their way, or all of them have come: then, or when they fail, there is room
     for this one's. So each becomes whole with all its copies before the next one takes its memory."""
-    wanted, newest = core.spec.saving.copies + 1, _newest_step(core)
-    others = [x for x in core.state.snapshots if x is not snapshot]
+    wanted, newest = context.spec.saving.copies + 1, _newest_step(context)
+    others = [x for x in context.state.snapshots if x is not snapshot]
     return any(
-        any(h.asked for h in x.shards) or (x.step > newest and _copies(core, x) == wanted) for x in others
+        any(h.asked for h in x.shards) or (x.step > newest and _copies(context, x) == wanted) for x in others
     )
 
 
-def _expected(core: Context, snapshot: Snapshot, rank: int, there: list[str]) -> bool:
+def _expected(context: Context, snapshot: Snapshot, rank: int, there: list[str]) -> bool:
     """Another member copies the same just now. (Of a whole one they all have: a copy that went since comes no more.)"""
-    s = core.state
+    s = context.state
     if snapshot.whole_s is not None:
         return False
     g = s.generation
@@ -359,7 +361,7 @@ def _expected(core: Context, snapshot: Snapshot, rank: int, there: list[str]) ->
         return False
     newer = [x for x in s.snapshots if x.generation == snapshot.generation and x.step > snapshot.step]
     further = {n for x in newer for n in (*_declined(x, rank), *_holding(x, rank))}
-    nodes = {g.members[saver].node for saver in queries.savers_of(core, g, rank)}
+    nodes = {g.members[saver].node for saver in queries.savers_of(context, g, rank)}
     return any(s.nodes[n].alive and n not in (*there, *_declined(snapshot, rank), *further) for n in nodes)
 
 
@@ -376,38 +378,38 @@ def _holding(snapshot: Snapshot, rank: int) -> list[str]:
     return [n for h in snapshot.shards if h.copy.key.rank == rank for n in h.nodes]
 
 
-def _may_come(core: Context, snapshot: Snapshot, rank: int) -> bool:
+def _may_come(context: Context, snapshot: Snapshot, rank: int) -> bool:
     """Whether a shard that nobody holds yet may still be brought: by one that saves, and has not said that it cannot; with
     its node lost it may come back. Of a generation that is over that is not known, and its slots are given to the next
     one's snapshots."""
-    s = core.state
+    s = context.state
     g = s.generation
     if g is None or snapshot.generation != g.number:
         return True
     newer = [x for x in s.snapshots if x.generation == snapshot.generation and x.step > snapshot.step]
     past = {n for x in newer for n in _holding(x, rank)} | set(_declined(snapshot, rank))
-    return any(g.members[saver].node not in past for saver in queries.savers_of(core, g, rank))
+    return any(g.members[saver].node not in past for saver in queries.savers_of(context, g, rank))
 
 
-def _buddies(core: Context, entry: HeldShard, taken: list[str]) -> list[str]:
+def _buddies(context: Context, entry: HeldShard, taken: list[str]) -> list[str]:
     """Nodes that may keep another copy, the owner's own buddies first, then those in other racks."""
-    s = core.state
-    alive = [n for n in core.alive_nodes() if n.snapshot_port]
-    placed = placement.place({n.name: n.rack for n in alive}, core.spec.saving.copies, s.buddy_groups)
+    s = context.state
+    alive = [n for n in context.alive_nodes() if n.snapshot_port]
+    placed = placement.place({n.name: n.rack for n in alive}, context.spec.saving.copies, s.buddy_groups)
     s.buddy_groups = [list(g) for g in placed.groups]
     first = [b for n in entry.nodes for b in placed.buddies.get(n, ())]
-    others = sorted((n.name for n in alive), key=lambda n: queries.shares_rack(core, n, entry.nodes))
+    others = sorted((n.name for n in alive), key=lambda n: queries.shares_rack(context, n, entry.nodes))
     return [n for n in dict.fromkeys([*first, *others]) if n not in taken]
 
 
-def hands_over(core: Context, node: Node) -> bool:
+def hands_over(context: Context, node: Node) -> bool:
     """Whether a node that is about to leave as planned still gives on the shards that nobody else will hold, of the newest
     snapshot that is whole. What no other can keep goes with it, unless the job is still to go on from there. At one worker
     per replica every member can save the next one alone, so nothing is worth the wait."""
-    s = core.state
+    s = context.state
     if s.level != 2 or s.phase in (JobPhase.STOPPING, JobPhase.ENDED):
         return False
-    snapshot = queries.newest_whole(core)
+    snapshot = queries.newest_whole(context)
     if snapshot is None or snapshot.world == 1:
         return False
     waits = False
@@ -426,49 +428,49 @@ def hands_over(core: Context, node: Node) -> bool:
                 *busy,
                 *(n.name for n in s.nodes.values() if n.leaving is not None),
             ]
-            for name in _buddies(core, mine, taken)[:1]:
+            for name in _buddies(context, mine, taken)[:1]:
                 mine.asked.append(name)
                 asked.append(name)
-                core.send(name, m.Replicate(mine.copy, queries.holders(core, mine)))
-        waits = waits or bool(asked) or (bool(busy) and _makes_way(core, snapshot)) or not s.number
+                context.send(name, m.Replicate(mine.copy, queries.holders(context, mine)))
+        waits = waits or bool(asked) or (bool(busy) and _makes_way(context, snapshot)) or not s.number
     return waits
 
 
-def _whole(core: Context, snapshot: Snapshot) -> None:
-    s = core.state
+def _whole(context: Context, snapshot: Snapshot) -> None:
+    s = context.state
     snapshot.whole = True
     if snapshot.whole_s is None:
-        _tell_whole(core, snapshot)
+        _tell_whole(context, snapshot)
     else:
-        core.record(ledger.SnapshotBack(step=snapshot.step, generation=snapshot.generation))
+        context.record(ledger.SnapshotBack(step=snapshot.step, generation=snapshot.generation))
     s.told_whole = None
-    _retire(core)
-    durable_checkpoints.begin_due(core)
+    _retire(context)
+    durable_checkpoints.begin_due(context)
 
 
-def _retire(core: Context) -> None:
+def _retire(context: Context) -> None:
     """Gives up what is older than the newest whole snapshot, but for what is kept beside it, and tells agents if that is
     news to them."""
-    s, newest = core.state, _newest(core)
+    s, newest = context.state, _newest(context)
     if newest is None or (s.told_whole is not None and newest.step < s.told_whole[0]):
         return  # a newer one was whole, and lost a shard since: it may come back
-    said = _whole_now(core)
+    said = _whole_now(context)
     if s.told_whole == (said.step, said.kept):
         return
     older = [x for x in s.snapshots if queries.has_all(x) and x.step <= newest.step]
     keep = sorted(older, key=lambda x: (x.step, x.generation))[-KEPT_WHOLE:]
-    if (kept := _kept(core)) is not None:
+    if (kept := _kept(context)) is not None:
         keep.append(kept)
     s.snapshots = [x for x in s.snapshots if x.step > newest.step or any(x is k for k in keep)]
     s.told_whole = (said.step, said.kept)
-    _slots_freed(core)
-    for node in core.alive_nodes():
-        core.send(node.name, said)
+    _slots_freed(context)
+    for node in context.alive_nodes():
+        context.send(node.name, said)
 
 
-def _tell_whole(core: Context, snapshot: Snapshot) -> None:
-    s = core.state
-    snapshot.whole_s = core.now
+def _tell_whole(context: Context, snapshot: Snapshot) -> None:
+    s = context.state
+    snapshot.whole_s = context.now
     s.skipped = 0
     copies = min(
         len({n for h in snapshot.shards if h.copy.key.rank == r for n in h.nodes})
@@ -478,60 +480,62 @@ def _tell_whole(core: Context, snapshot: Snapshot) -> None:
     totals = s.totals
     totals.snapshots += 1
     totals.nbytes += sum(rows.values())
-    totals.took_s += core.now - snapshot.began_s
+    totals.took_s += context.now - snapshot.began_s
     totals.stall_s += snapshot.stall_s
-    core.record(
+    context.record(
         ledger.Snapshot(
             step=snapshot.step,
             generation=snapshot.generation,
             world=snapshot.world,
             nbytes=sum(rows.values()),
             nodes=copies,
-            took_s=round(core.now - snapshot.began_s, 4),
+            took_s=round(context.now - snapshot.began_s, 4),
         )
     )
-    if copies < core.spec.saving.copies + 1 and not s.short_of_copies:
-        core.record(ledger.FewCopies(nodes=copies, wanted=core.spec.saving.copies + 1))
-    s.short_of_copies = copies < core.spec.saving.copies + 1
+    if copies < context.spec.saving.copies + 1 and not s.short_of_copies:
+        context.record(ledger.FewCopies(nodes=copies, wanted=context.spec.saving.copies + 1))
+    s.short_of_copies = copies < context.spec.saving.copies + 1
 
 
 # ---------------------------------------------------------------- where to go on from
 
 
-def unread(core: Context, copy: Copy) -> None:
+def unread(context: Context, copy: Copy) -> None:
     """A worker could not read a snapshot from any of its holders: a node may have less than the core thinks."""
-    s, key = core.state, copy.key
+    s, key = context.state, copy.key
     for snapshot in list(s.snapshots):
         if (snapshot.step, snapshot.generation, snapshot.world) == (key.step, key.generation, key.world):
             snapshot.unread += 1
             if snapshot.unread >= MAX_UNREAD:
                 s.snapshots.remove(snapshot)
                 s.totals.unread += 1
-                core.record(ledger.SnapshotUnreadable(step=snapshot.step, generation=snapshot.generation))
+                context.record(ledger.SnapshotUnreadable(step=snapshot.step, generation=snapshot.generation))
 
 
-def went_back(core: Context, start: int) -> None:
+def went_back(context: Context, start: int) -> None:
     """The next generation goes on from `start`, and not from live state: what was saved of later steps is of a past
     that did not happen. It may still be reported, and by agents that did not hear this."""
-    s = core.state
+    s = context.state
     if not s.number and not start:
         return  # the very beginning
     s.rewinds = [r for r in s.rewinds if r.start < start] + [Rewind(s.number + 1, start)]
     if len(s.rewinds) > KEPT_REWINDS:
         s.rewinds[:2] = [Rewind(s.rewinds[1].number, s.rewinds[0].start)]
-    durable_checkpoints.went_back(core, start)
+    durable_checkpoints.went_back(context, start)
     s.snapshots = [x for x in s.snapshots if x.step <= start]
-    _slots_freed(core)
-    for node in core.alive_nodes():  # also those that hold nothing: they know which snapshot was whole
-        core.send(node.name, m.ForgetSnapshots(start))
+    _slots_freed(context)
+    for node in context.alive_nodes():  # also those that hold nothing: they know which snapshot was whole
+        context.send(node.name, m.ForgetSnapshots(start))
 
 
-def sought(core: Context, worker: Worker, request: int) -> None:
+def sought(context: Context, worker: Worker, request: int) -> None:
     """A script wants to load: it is told what there is."""
-    snapshot = queries.newest_whole(core)
-    durable = core.state.durable
+    snapshot = queries.newest_whole(context)
+    durable = context.state.durable
     if snapshot is not None and (durable is None or durable.step <= snapshot.step):
-        shards = tuple(queries.sources(core, snapshot, rank, worker.node) for rank in range(snapshot.world))
-        core.tell(worker, m.SnapshotFound(request, shards, durable))
+        shards = tuple(
+            queries.sources(context, snapshot, rank, worker.node) for rank in range(snapshot.world)
+        )
+        context.tell(worker, m.SnapshotFound(request, shards, durable))
     else:
-        core.tell(worker, m.SnapshotFound(request, (), durable))
+        context.tell(worker, m.SnapshotFound(request, (), durable))

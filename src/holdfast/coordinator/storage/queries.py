@@ -9,9 +9,9 @@ from holdfast.protocol import messages as m
 from holdfast.protocol.snapshots import Copy, Holder
 
 
-def newest_whole(core: Context) -> Snapshot | None:
+def newest_whole(context: Context) -> Snapshot | None:
     """The newest snapshot of which every shard is held by a node that lives."""
-    there = [x for x in core.state.snapshots if has_all(x)]
+    there = [x for x in context.state.snapshots if has_all(x)]
     return max(there, key=lambda x: (x.step, x.generation), default=None)
 
 
@@ -20,92 +20,92 @@ def has_all(snapshot: Snapshot) -> bool:
     return {h.copy.key.rank for h in snapshot.shards} == set(range(snapshot.world))
 
 
-def sources(core: Context, snapshot: Snapshot, rank: int, node: str) -> tuple[Copy, tuple[Holder, ...]]:
+def sources(context: Context, snapshot: Snapshot, rank: int, node: str) -> tuple[Copy, tuple[Holder, ...]]:
     """One shard and its holders, the node's own memory first."""
     entries = [h for h in snapshot.shards if h.copy.key.rank == rank]
     best = max(entries, key=lambda h: (node in h.nodes, len(h.nodes)))
-    return best.copy, tuple(sorted(holders(core, best), key=lambda h: h.node != node))
+    return best.copy, tuple(sorted(holders(context, best), key=lambda h: h.node != node))
 
 
-def holders(core: Context, entry: HeldShard) -> tuple[Holder, ...]:
-    nodes = [core.state.nodes[n] for n in entry.nodes]
+def holders(context: Context, entry: HeldShard) -> tuple[Holder, ...]:
+    nodes = [context.state.nodes[n] for n in entry.nodes]
     return tuple(Holder(n.name, n.host, n.snapshot_port, n.snapshot_server) for n in nodes if n.alive)
 
 
-def savers(core: Context, generation: m.Generation) -> frozenset[int]:
+def savers(context: Context, generation: m.Generation) -> frozenset[int]:
     """Ranks of a generation of replicas that take the snapshots."""
-    return frozenset(r for p in range(generation.positions) for r in savers_of(core, generation, p))
+    return frozenset(r for p in range(generation.positions) for r in savers_of(context, generation, p))
 
 
-def savers_of(core: Context, generation: m.Generation, position: int) -> frozenset[int]:
+def savers_of(context: Context, generation: m.Generation, position: int) -> frozenset[int]:
     """Those of one shard: enough of them, on different nodes and in different racks where there are such, so that nothing
     needs to be sent; they hold the same."""
     first: dict[str, int] = {}
     for member in (generation.members[r] for r in generation.column(position)):
-        if core.state.nodes[member.node].snapshot_port:
+        if context.state.nodes[member.node].snapshot_port:
             first.setdefault(member.node, member.rank)
-    wanted = core.spec.saving.copies + 1
+    wanted = context.spec.saving.copies + 1
     chosen: list[str] = []
     for name in first:
-        if len(chosen) < wanted and not shares_rack(core, name, chosen):
+        if len(chosen) < wanted and not shares_rack(context, name, chosen):
             chosen.append(name)
     chosen += [n for n in first if len(chosen) < wanted and n not in chosen][: wanted - len(chosen)]
     return frozenset(first[n] for n in chosen)
 
 
-def shares_rack(core: Context, name: str, others: list[str]) -> bool:
-    rack = core.state.nodes[name].rack
-    return rack is not None and any(core.state.nodes[n].rack == rack for n in others)
+def shares_rack(context: Context, name: str, others: list[str]) -> bool:
+    rack = context.state.nodes[name].rack
+    return rack is not None and any(context.state.nodes[n].rack == rack for n in others)
 
 
-def mean_time_between_failures_s(core: Context) -> float:
+def mean_time_between_failures_s(context: Context) -> float:
     """What `auto` goes by: the job's own incidents, and a prior."""
-    s = core.state
-    return mtbf_s(len(s.incidents), core.now - s.began_s)
+    s = context.state
+    return mtbf_s(len(s.incidents), context.now - s.began_s)
 
 
-def writes(core: Context, node: Node) -> bool:
+def writes(context: Context, node: Node) -> bool:
     """Whether something of a checkpoint is waited for from this node."""
-    return any(node.name in x.waiting.values() for x in core.state.storing)
+    return any(node.name in x.waiting.values() for x in context.state.storing)
 
 
-def has_last(core: Context, node: Node) -> bool:
+def has_last(context: Context, node: Node) -> bool:
     """Whether a node that is to leave may have a part of the state that the job ends with."""
-    s = core.state
+    s = context.state
     if s.level == 2 or s.stop_reason is None:
         return any(name == node.name for name, _ in s.last_from)
-    snapshot = newest_whole(core)
+    snapshot = newest_whole(context)
     held = snapshot is not None and any(node.name in h.nodes for h in snapshot.shards)
     return held or any(name == node.name for name, *_ in s.summing)
 
 
-def ending(core: Context) -> bool:
+def ending(context: Context) -> bool:
     """No worker has steps to do any more."""
-    s = core.state
+    s = context.state
     return s.phase is JobPhase.STOPPING or bool(s.last_from)
 
 
-def last_step(core: Context) -> int:
+def last_step(context: Context) -> int:
     """Of the state that the job ends with: where scripts save, the newest that is whole."""
-    s = core.state
+    s = context.state
     if s.level != 2:
-        snapshot = newest_whole(core)
+        snapshot = newest_whole(context)
         return snapshot.step if snapshot is not None else 0
     return s.committed if s.last_step is None else s.last_step
 
 
-def kept_positions(core: Context, step: int) -> set[int]:
+def kept_positions(context: Context, step: int) -> set[int]:
     """The shards of the last state that nodes hold."""
-    s = core.state
+    s = context.state
     taken = [x for x in s.snapshots if x.step == step]
     if any(has_all(x) for x in taken):
         return set(range(s.positions))
     return {h.copy.key.rank for x in taken if x.generation == s.number for h in x.shards if h.nodes}
 
 
-def awaited_positions(core: Context) -> set[int]:
+def awaited_positions(context: Context) -> set[int]:
     """Shards of the last state that agents were given; what became of them they have not said yet."""
-    s, last = core.state, last_step(core)
+    s, last = context.state, last_step(context)
     taken = [x for x in s.snapshots if x.step == last]
     if any(has_all(x) or x.given_up for x in taken):
         return set()
@@ -114,24 +114,24 @@ def awaited_positions(core: Context) -> set[int]:
     return {p for n, p in asked if n.alive and n.refused_steps.get(p, -1) < last}
 
 
-def moves_until_s(core: Context) -> float:
+def moves_until_s(context: Context) -> float:
     """While something comes to a tier its checkpoint is waited for, at least until this time; so is what is summed up."""
-    since_s = [x.moved_s for x in core.state.storing] + [x[2] for x in core.state.summing]
-    return max(since_s) + core.timing.start_s if since_s else 0.0
+    since_s = [x.moved_s for x in context.state.storing] + [x[2] for x in context.state.summing]
+    return max(since_s) + context.timing.start_s if since_s else 0.0
 
 
-def only_in_memory(core: Context) -> int | None:
+def only_in_memory(context: Context) -> int | None:
     """The step of the newest snapshot, if no durable tier has it or a later one."""
-    snapshot = newest_whole(core)
-    newest = core.state.durable.step if core.state.durable is not None else 0
+    snapshot = newest_whole(context)
+    newest = context.state.durable.step if context.state.durable is not None else 0
     return snapshot.step if snapshot is not None and snapshot.step > newest else None
 
 
-def may_be_in_memory(core: Context) -> bool:
+def may_be_in_memory(context: Context) -> bool:
     """The job ended before all nodes had said what a killed run left in their memory: it may be newer than any tier's."""
-    s = core.state
+    s = context.state
     newest = s.durable.step if s.durable is not None else 0
-    missed = not s.number and s.joined < core.spec.max_nodes + core.spec.spares
+    missed = not s.number and s.joined < context.spec.max_nodes + context.spec.spares
     return missed or any(x.generation < 1 and x.step > newest for x in s.snapshots)
 
 
