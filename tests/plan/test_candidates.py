@@ -86,7 +86,7 @@ def test_times_of_ones_own_report():
     assert "medians of 1 incident" in times.source
     spare = from_report({"incidents": [{"stall_s": 2.0, "replace_s": 0.1, "rung": "spare"}]})
     assert spare.replace_s == 900
-    assert "replaced no node without a spare" in spare.source
+    assert "no node was replaced without a spare" in spare.source
     with pytest.raises(UsageError, match="no incident in it was survived"):
         from_report({"incidents": []})
 

@@ -9,67 +9,42 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from holdfast.cli.common import AsJson, write_json
+from holdfast.cli.options import command
+from holdfast.plan.options import PlanOptions
+from holdfast.protocol.options import given
 
 if TYPE_CHECKING:
     from holdfast.plan.candidates import Candidate
     from holdfast.plan.inputs import Inputs
 
 
-def field(text: str, *names: str) -> Any:
-    """A flag for a field that YAML has too: text, checked with the field's name."""
-    return typer.Option(*names, help=text, show_default=False)
-
-
-Text = str | None
-
-
+@command
 def run(
-    config: Annotated[Path | None, typer.Argument(help="YAML with the same fields as the flags.")] = None,
-    nodes: Annotated[Text, field("Nodes that train.", "--nodes")] = None,
-    gpus_per_node: Annotated[Text, field("By default 8.", "--gpus-per-node")] = None,
-    gpu_hours: Annotated[Text, field("The work: 10M.", "--gpu-hours")] = None,
-    tokens: Annotated[Text, field("Or: 15T, with --tokens-per-gpu-s.", "--tokens")] = None,
-    tokens_per_gpu_s: Annotated[Text, field("Throughput of a GPU.", "--tokens-per-gpu-s")] = None,
-    rate: Annotated[Text, field("Failures per node-hour: 0.016%.", "--rate")] = None,
-    mtbf: Annotated[Text, field("Or: time between failures of the job: 3h.", "--mtbf")] = None,
-    preset: Annotated[
-        Text, field("self-managed, managed-cloud, checkpointless, or holdfast with --report.", "--preset")
+    options: PlanOptions,
+    config: Annotated[
+        Path | None, typer.Argument(metavar="CONFIG", help="YAML file with the fields that the flags have.")
     ] = None,
-    report: Annotated[Path | None, field("A job's report.json, for --preset holdfast.", "--report")] = None,
-    detect: Annotated[Text, field("Until a failure is known: 90s.", "--detect")] = None,
-    replace: Annotated[Text, field("Until a new node is there: 15m.", "--replace")] = None,
-    spare: Annotated[Text, field("Until a spare takes the place: 1m.", "--spare")] = None,
-    resume: Annotated[Text, field("Start again from storage: 24m.", "--resume")] = None,
-    resume_memory: Annotated[Text, field("Start again from memory: 5m.", "--resume-memory")] = None,
-    peer: Annotated[Text, field("Survivors go on after: 2m.", "--peer")] = None,
-    checkpoint_cost: Annotated[
-        Text, field("A save to storage stalls training: 30s.", "--checkpoint-cost")
-    ] = None,
-    memory_cost: Annotated[Text, field("A snapshot in memory stalls it: 1s.", "--memory-cost")] = None,
-    checkpoint_size: Annotated[Text, field("840GB.", "--checkpoint-size")] = None,
-    step: Annotated[Text, field("A step: 10s.", "--step")] = None,
-    price: Annotated[Text, field("Of a GPU-hour: 2.5.", "--price")] = None,
-    spares: Annotated[Text, field("At most: 4.", "--spares")] = None,
-    repair: Annotated[
-        Text, field("Until a spare that was used is made up for; by default as --replace.", "--repair")
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            "--report",
+            metavar="FILE",
+            help="A job's report.json, from which --preset holdfast takes its times.",
+        ),
     ] = None,
     plot: Annotated[
-        Path | None, field("Draw the pictures into this folder, with matplotlib.", "--plot")
+        Path | None,
+        typer.Option("--plot", metavar="DIR", help="Draw the plots into this folder, with matplotlib."),
     ] = None,
     svg: Annotated[bool, typer.Option("--svg", help="With --plot: SVG instead of PNG.")] = False,
-    chart: Annotated[bool, typer.Option("--chart", help="Draw the pictures into the terminal.")] = False,
+    chart: Annotated[bool, typer.Option("--chart", help="Draw the plots in the terminal.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compares ways to survive failures: wall time, cost, goodput, their spread, and what the answer depends on."""
-    given = {
-        k: v
-        for k, v in locals().items()
-        if v is not None and k not in ("config", "report", "as_json", "plot", "svg", "chart")
-    }
+    """Compares ways to survive failures: wall time, cost, goodput, their spread, and what the result depends on."""
     from holdfast.plan import candidates as c
     from holdfast.plan.inputs import read
 
-    inputs = read((read_yaml(config) if config else {}) | given, _report(report))
+    inputs = read((read_yaml(config) if config else {}) | given(options), _report(report))
     ways = c.candidates(inputs)
     best = next(w for w in ways if w.best)
     rows = c.sensitivity(inputs, best)
@@ -141,7 +116,7 @@ def _draw(inputs: Inputs, best: Candidate, folder: Path, kind: str) -> None:
     )
     parts = [(x.part, x.seconds / 86400) for x in candidates.waterfall(inputs, best)]
     draw_waterfall(folder / f"waterfall.{kind}", f"where the time goes: {best.name}", parts, "days")
-    sys.stderr.write(f"the pictures are in {folder}\n")
+    sys.stderr.write(f"the plots are in {folder}\n")
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

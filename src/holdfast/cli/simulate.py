@@ -1,4 +1,4 @@
-"""`holdfast plan simulate`: runs of a cluster that is only drawn, decided by the coordinator's own core."""
+"""`holdfast plan simulate`: runs of a simulated cluster, decided by the coordinator's own core."""
 
 from __future__ import annotations
 
@@ -10,59 +10,58 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from holdfast.cli.common import AsJson, write_json
-from holdfast.cli.plan_run import Text, days, field, read_yaml
+from holdfast.cli.options import command
+from holdfast.cli.plan_run import days, read_yaml
+from holdfast.protocol.options import given
+from holdfast.simulate.options import ScenarioOptions
 
 if TYPE_CHECKING:
     from holdfast.simulate.scenario import Scenario
     from holdfast.simulate.trace import Trace
     from holdfast.simulate.trial import Trial
 
-_OWN = ("config", "trials", "seed", "replay", "job", "trace", "as_json")
 
-
+@command
 def simulate(
+    options: ScenarioOptions,
     config: Annotated[
         Path | None,
-        typer.Argument(help="YAML with the fields of the flags, and `failures`: a list of classes."),
+        typer.Argument(
+            metavar="CONFIG",
+            help="YAML file with the fields that the flags have, and `failures`: a list of classes of failures.",
+        ),
     ] = None,
-    nodes: Annotated[Text, field("Nodes that train.", "--nodes")] = None,
-    work: Annotated[Text, field("The work, without failures: 54.", "--days")] = None,
-    rate: Annotated[Text, field("Failures per node-hour: 0.0161%.", "--rate")] = None,
-    spares: Annotated[Text, field("Nodes that wait.", "--spares")] = None,
-    min_nodes: Annotated[Text, field("The fewest to go on with; by default all.", "--min-nodes")] = None,
-    step: Annotated[Text, field("A step: 10s.", "--step")] = None,
-    detection: Annotated[Text, field("The coordinator's knob: 2s.", "--detection")] = None,
-    start: Annotated[Text, field("A process until it is ready: 1m.", "--start")] = None,
-    peer: Annotated[Text, field("State from a peer: 10s.", "--peer")] = None,
-    replace: Annotated[Text, field("Until a new node is there: 15m.", "--replace")] = None,
-    repair: Annotated[Text, field("Until a failed one is whole: 24h.", "--repair")] = None,
-    trials: Annotated[int, typer.Option("--trials", help="How many runs.")] = 20,
-    seed: Annotated[int, typer.Option("--seed", help="Of the first one.")] = 0,
+    trials: Annotated[int, typer.Option("--trials", metavar="N", help="How many runs to simulate.")] = 20,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="The seed of the first run.")] = 0,
     replay: Annotated[
-        int | None, typer.Option("--replay", help="The trial with this seed again, with its ledger.")
+        int | None,
+        typer.Option("--replay", metavar="SEED", help="Repeat the run of this seed and keep its ledger."),
     ] = None,
     job: Annotated[
-        str | None, typer.Option("--job", help="With --replay: the job's name; `simulated-SEED`.")
+        str | None,
+        typer.Option(
+            "--job", metavar="NAME", help="With --replay: the job's name.", show_default="simulated-SEED"
+        ),
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option("--trace", help="Nodes that come and go as recorded, CSV or JSON.")
+        Path | None,
+        typer.Option(
+            "--trace", metavar="FILE", help="Nodes come and go as recorded in this file (CSV or JSON)."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Simulates whole runs: failures, spares, repairs, elasticity. The coordinator's own code decides."""
-    flags = {k: v for k, v in locals().items() if v is not None and k not in _OWN}
-    if "work" in flags:
-        flags["days"] = flags.pop("work")
+    """Simulates complete runs with failures, spares, repairs and resizes. The coordinator's own code decides."""
     from holdfast.errors import UsageError
     from holdfast.simulate.scenario import read
 
     if trials < 1:
         raise UsageError(f"--trials {trials}: at least 1")
-    given = (read_yaml(config) if config else {}) | flags
+    fields = (read_yaml(config) if config else {}) | given(options)
     record = _trace(trace) if trace else None
     if record is not None:
-        given = {"nodes": record.most, "days": record.ends_s / 86400, "rate": 0} | given
-    scenario = read(given)
+        fields = {"nodes": record.most, "days": record.ends_s / 86400, "rate": 0} | fields
+    scenario = read(fields)
     if replay is not None:
         _replay(scenario, replay, job, record)
         return

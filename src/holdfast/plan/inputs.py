@@ -1,4 +1,4 @@
-"""What `holdfast plan run` is told: from flags, from a YAML file, from presets and from a report; checked here."""
+"""Reads and checks what `holdfast plan run` is given: flags, a YAML file, a preset and a report."""
 
 from __future__ import annotations
 
@@ -10,57 +10,95 @@ import msgspec
 
 from holdfast.errors import UsageError
 from holdfast.plan import formulas, quantities
+from holdfast.plan.options import FIELDS
 
 
-class Times(msgspec.Struct, frozen=True):
-    """What a failure takes, in seconds.
-
-    detect_s: until somebody knows. replace_s: until a new node is there. spare_s: until a spare takes the place.
-    resume_s: start all again, state from storage. memory_s: the same, state from memory; None: as long, less what the
-    sizes say. peer_s: survivors go on, the newcomer's state from a peer.
-    """
+class Times(msgspec.Struct, frozen=True, kw_only=True):
+    """What a failure takes, in seconds."""
 
     detect_s: float
+    """Until the failure is detected."""
     replace_s: float
+    """Until a new node is there."""
     spare_s: float
+    """Until a spare has taken the failed node's place."""
     resume_s: float
+    """To restart all workers with the state from storage."""
     memory_s: float | None
+    """To restart all workers with the state from memory. None: as `resume_s`, less what the sizes and speeds say."""
     peer_s: float
+    """Until the survivors continue, where a newcomer gets the state from a peer."""
     source: str
+    """Where these times come from, for people."""
 
 
 PRESETS: dict[str, Times] = {
     "self-managed": Times(
-        600, 14400, 60, 1800, None, 105, "published: 10 + 240 + 30 min; peers: as of `checkpointless`"
+        detect_s=600,
+        replace_s=14400,
+        spare_s=60,
+        resume_s=1800,
+        memory_s=None,
+        peer_s=105,
+        source="published: 10 + 240 + 30 min; peers: as of `checkpointless`",
     ),
     "managed-cloud": Times(
-        90, 900, 60, 1410, None, 105, "published: 1.5 + 15 + 23.5 min; peers: as of `checkpointless`"
+        detect_s=90,
+        replace_s=900,
+        spare_s=60,
+        resume_s=1410,
+        memory_s=None,
+        peer_s=105,
+        source="published: 1.5 + 15 + 23.5 min; peers: as of `checkpointless`",
     ),
-    "checkpointless": Times(90, 900, 60, 1410, None, 105, "published: 1 min 45 s against 15 min"),
+    "checkpointless": Times(
+        detect_s=90,
+        replace_s=900,
+        spare_s=60,
+        resume_s=1410,
+        memory_s=None,
+        peer_s=105,
+        source="published: 1 min 45 s against 15 min",
+    ),
 }
-"""Published times. `holdfast` is measured: it takes its times from a job's report."""
+"""Published times. `holdfast` is not among them, because it takes its times from a job's report."""
 
 
-class Inputs(msgspec.Struct, frozen=True):
-    """One question. rates: failures per node-hour that stop the job, by class. repair_s: until a spare that was used is
-    made up for; without other word as long as a new node takes."""
+class Inputs(msgspec.Struct, frozen=True, kw_only=True):
+    """One question to the planner."""
 
     nodes: int
+    """Nodes that train, spares not counted."""
     gpus_per_node: int
+    """GPUs of each node."""
     work_s: float
+    """How long the run takes if nothing fails."""
     gpu_hours: float
+    """The same work in GPU-hours."""
     rates: dict[str, float]
+    """Failures per node-hour that stop the job, by class."""
     times: Times
+    """What one failure takes."""
     cost_s: float
+    """How long a checkpoint to storage stalls training."""
     memory_cost_s: float
+    """How long a snapshot to memory stalls training."""
     step_s: float
+    """The time of one step: with peers, all that a failure loses."""
     checkpoint_bytes: float
+    """The size of one checkpoint of the whole job."""
     storage_bytes_per_s: float
+    """What each node reads from storage in a second."""
     network_bytes_per_s: float
+    """What each node reads from its peers in a second."""
     price: float
+    """Of a GPU-hour, in any currency; 0: none was given."""
     spares: int
+    """The most spares to consider."""
     repair_s: float
+    """Until a spare that was used is replenished."""
     preset: str
+    """The name of the preset that `times` began with."""
 
     @property
     def rate(self) -> float:
@@ -74,40 +112,16 @@ class Inputs(msgspec.Struct, frozen=True):
 
     @property
     def mtbf_s(self) -> float:
-        """Of the job."""
+        """Mean time between failures of the job."""
         return formulas.mtbf_hours(self.nodes, self.rate) * formulas.HOUR_S
 
 
-FIELDS: dict[str, str] = {
-    "nodes": "256",
-    "gpus_per_node": "8",
-    "gpu_hours": "10M",
-    "tokens": "15T",
-    "tokens_per_gpu_s": "400",
-    "rate": "0.016% (failures per node-hour), or a mapping of classes: {gpu: 0.01%, network: 0.002%}",
-    "mtbf": "3h (of the whole job)",
-    "preset": "managed-cloud",
-    "detect": "90s",
-    "replace": "15m",
-    "spare": "1m",
-    "resume": "24m",
-    "resume_memory": "5m",
-    "peer": "2m",
-    "checkpoint_cost": "30s",
-    "memory_cost": "1s",
-    "step": "10s",
-    "checkpoint_size": "840GB",
-    "storage_speed": "5GB (per node and second)",
-    "network_speed": "12.5GB (per node and second)",
-    "price": "2.5 (per GPU-hour)",
-    "spares": "4 (at most)",
-    "repair": "24h",
-}
-"""Every field and an example of it."""
-
-
 def read(given: Mapping[str, Any], report: Mapping[str, Any] | None = None) -> Inputs:
-    """Checks what was given. report: a job's report, for the preset `holdfast`.
+    """Checks what was given.
+
+    Args:
+        given: fields by name, from flags and from YAML.
+        report: a job's report, for the preset `holdfast`.
 
     Raises:
         UsageError: names the field and an example.
@@ -115,62 +129,67 @@ def read(given: Mapping[str, Any], report: Mapping[str, Any] | None = None) -> I
     for name in given:
         if name not in FIELDS:
             near = difflib.get_close_matches(name, FIELDS, 1)
-            raise UsageError(
-                f"unknown field {name!r}"
-                + (f": did you mean {near[0]!r}?" if near else f"; there are {', '.join(FIELDS)}")
-            )
+            hint = f": did you mean {near[0]!r}?" if near else f"; there are {', '.join(FIELDS)}"
+            raise UsageError(f"unknown field {name!r}{hint}")
+
+    def value(name: str) -> Any:
+        return given.get(name, FIELDS[name].default)
+
+    def time(name: str, zero: bool = True) -> float:
+        return quantities.time_s(name, value(name), zero)
+
     nodes = quantities.count("nodes", _needed(given, "nodes"))
-    per_node = quantities.count("gpus_per_node", given.get("gpus_per_node", 8), example="8")
+    per_node = quantities.count("gpus_per_node", value("gpus_per_node"), example="8")
     gpu_hours = _gpu_hours(given)
-    preset = str(given.get("preset", "managed-cloud"))
-    found = _times(given, preset, report)
-    spares = quantities.count("spares", given.get("spares", 4), least=0, example="4")
-
-    def size(name: str, default: str) -> float:
-        return quantities.nbytes(name, given.get(name, default))
-
-    def time(name: str, default: str, zero: bool = False) -> float:
-        return quantities.time_s(name, given.get(name, default), zero)
-
+    preset = str(value("preset"))
+    times = _times(given, preset, report)
     return Inputs(
         nodes=nodes,
         gpus_per_node=per_node,
         gpu_hours=gpu_hours,
         work_s=gpu_hours / (nodes * per_node) * formulas.HOUR_S,
         rates=_rates(given, nodes),
-        times=found,
-        cost_s=time("checkpoint_cost", "30s", zero=True),
-        memory_cost_s=time("memory_cost", "1s", zero=True),
-        step_s=time("step", "10s"),
-        checkpoint_bytes=size("checkpoint_size", "840GB"),
-        storage_bytes_per_s=size("storage_speed", "5GB"),
-        network_bytes_per_s=size("network_speed", "12.5GB"),
-        price=quantities.amount("price", given.get("price", 0), "2.5", zero=True),
-        spares=spares,
-        repair_s=quantities.time_s("repair", given.get("repair", found.replace_s), zero=True),
+        times=times,
+        cost_s=time("checkpoint_cost"),
+        memory_cost_s=time("memory_cost"),
+        # With peers a step is the interval between saves, and `waterfall` divides by that.
+        step_s=time("step", zero=False),
+        checkpoint_bytes=quantities.nbytes("checkpoint_size", value("checkpoint_size")),
+        storage_bytes_per_s=quantities.nbytes("storage_speed", value("storage_speed")),
+        network_bytes_per_s=quantities.nbytes("network_speed", value("network_speed")),
+        price=quantities.amount("price", value("price"), "2.5", zero=True),
+        spares=quantities.count("spares", value("spares"), least=0, example="4"),
+        # A used spare is replenished by a new node, unless a repair of the failed one is faster or slower than that.
+        repair_s=quantities.time_s("repair", given.get("repair", times.replace_s), zero=True),
         preset=preset,
     )
 
 
 def from_report(report: Mapping[str, Any]) -> Times:
-    """Phase times as a job of one's own measured them: medians over its incidents.
+    """Phase times as a job measured them: medians over its incidents.
 
     Raises:
-        UsageError: it had no incident in which training went on.
+        UsageError: it had no incident after which training continued.
     """
+    # An incident that training did not survive has no stall: its times would be those of the person who restarted the job.
     incidents = [i for i in report.get("incidents", []) if i.get("stall_s") is not None]
     if not incidents:
         raise UsageError(
-            "report: no incident in it was survived, so it says nothing about recovery; run one with a fault: "
+            "report: training survived no incident in it, so it has no recovery times; run a job with a fault: "
             "holdfast run --fault kill-worker@step=20 ..."
         )
     stall = _median(incidents, "stall_s") or 0.0
     detect = _median(incidents, "detect_s") or 0.0
+    # An incident that a spare ended has a `replace_s` too, but it measures the spare and not a new node.
     replace = _median([i for i in incidents if i.get("rung") != "spare"], "replace_s")
     source = f"measured: medians of {len(incidents)} incidents of job {report.get('job', '?')}"
     if replace is None:
         replace = PRESETS["managed-cloud"].replace_s
-        source += "; it replaced no node without a spare: a new one as of `managed-cloud`"
+        source += (
+            "; no node was replaced without a spare, so the time for a new one is that of `managed-cloud`"
+        )
+    # The stall runs from the failure to the next committed step, so it includes spare, join and restore: `spare_s` is 0 to
+    # count none of it twice, and `peer_s` is what remains of it after detection.
     return Times(
         detect_s=detect,
         replace_s=replace,
@@ -184,7 +203,7 @@ def from_report(report: Mapping[str, Any]) -> Times:
 
 def _needed(given: Mapping[str, Any], name: str) -> Any:
     if name not in given:
-        raise UsageError(f"{name} is missing; for example {name}: {FIELDS[name]}")
+        raise UsageError(f"{name} is missing; for example {name}: {FIELDS[name].example}")
     return given[name]
 
 

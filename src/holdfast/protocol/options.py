@@ -108,15 +108,27 @@ def declared(options: Any, title: str = "") -> tuple[Declared, ...]:
     return tuple(found)
 
 
-def build(options: Callable[..., T], given: Mapping[str, Any]) -> T:
+def build(options: Callable[..., T], parsed: Mapping[str, Any]) -> T:
     """The dataclass out of parsed values, nested dataclasses included. What is missing keeps its default."""
     values: dict[str, Any] = {}
     for field, kind, _ in _fields(options):
-        if field.name in given:
-            values[field.name] = given[field.name]
+        if field.name in parsed:
+            values[field.name] = parsed[field.name]
         elif is_options(kind):
-            values[field.name] = build(kind, given)
+            values[field.name] = build(kind, parsed)
     return options(**values)
+
+
+def given(options: Any) -> dict[str, Any]:
+    """The values that are not None, by name, those of nested dataclasses too."""
+    found: dict[str, Any] = {}
+    for field, kind, _ in _fields(type(options)):
+        value = getattr(options, field.name)
+        if is_options(kind):
+            found |= given(value)
+        elif value is not None:
+            found[field.name] = value
+    return found
 
 
 def check(options: Any) -> None:

@@ -10,6 +10,7 @@ import msgspec
 
 from holdfast.errors import UsageError
 from holdfast.plan import quantities
+from holdfast.simulate.options import EXAMPLES, FAILURES
 
 SCOPES = ("worker", "node", "hang", "slow", "rack", "job")
 """What a failure strikes: one process, one machine, one process that stands still, one machine that gets slow, a group of
@@ -102,37 +103,6 @@ LLAMA = (
 """Failures as Llama 3.1's: 0.0161% per node-hour. Of its 419 unexpected interruptions 278 are of machines (GPU, memory,
 network, host), about a quarter of software and maintenance; the share of hangs is an assumption."""
 
-EXAMPLES = {
-    "nodes": "2048",
-    "days": "54",
-    "rate": "0.0161%",
-    "failures": "[{name: gpu, scope: node, rate: 0.01%}, {name: switch, scope: rack, size: 32, rate: 0.0001%}]",
-    "spares": "4",
-    "min_nodes": "2000",
-    "gpus_per_node": "8",
-    "step": "10s",
-    "micro_batches": "4096",
-    "lemons": "2%",
-    "lemon_factor": "10",
-    "detection": "2s",
-    "start": "1m",
-    "join": "1s",
-    "peer": "10s",
-    "resume_memory": "30s",
-    "resume": "5m",
-    "cloud": "true",
-    "replace": "15m",
-    "repair": "24h",
-    "scarce": "10%",
-    "capacity": "1h",
-    "resubmit": "10m",
-    "memory_every": "1m",
-    "durable_every": "30m",
-    "store": "1m",
-    "max_restarts": "1000",
-}
-"""Every field and an example of it."""
-
 _TIMES = {
     "step": "step_s",
     "detection": "detection_s",
@@ -206,7 +176,7 @@ def check(s: Scenario) -> None:
 
 
 def _classes(given: Mapping[str, Any]) -> tuple[FailureClass, ...]:
-    if "failures" not in given:
+    if FAILURES not in given:
         if "rate" not in given:
             raise UsageError("rate is missing; for example rate: 0.0161% (failures per node-hour)")
         rate = quantities.rate("rate", given["rate"])
@@ -214,9 +184,9 @@ def _classes(given: Mapping[str, Any]) -> tuple[FailureClass, ...]:
         return tuple(msgspec.structs.replace(c, rate=rate * c.rate / whole) for c in LLAMA) if rate else ()
     if "rate" in given:
         raise UsageError("rate and failures: give one of them; each of the failures has a rate of its own")
-    said = given["failures"]
+    said = given[FAILURES]
     if not isinstance(said, list) or not all(isinstance(x, Mapping) for x in said):
-        raise UsageError(f"failures: a list of classes; for example {EXAMPLES['failures']}")
+        raise UsageError(f"failures: a list of classes; for example {EXAMPLES[FAILURES]}")
     return tuple(_class(i, x) for i, x in enumerate(said))
 
 
