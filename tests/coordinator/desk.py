@@ -111,13 +111,14 @@ class Desk:
         self.gets_ready(worker, self.state.shape, digest)
 
     def gets_ready(
-        self, worker: str, shape: tuple[int, int], digest: str = "d0", position: int | None = None
+        self, worker: str, shape: tuple[int, int], digest: str = "d0", shard_index: int | None = None
     ) -> None:
         """It has built its model, for the shard that it was told, or another."""
-        asked = self.known(worker).position % (shape[0] * shape[1]) if position is None else position
+        asked = self.known(worker).shard_index % (shape[0] * shape[1]) if shard_index is None else shard_index
         host = worker.partition(".")[0]
         self.says(
-            worker, m.Ready(digest=digest, host=host, vote_port=1, data_port=2, shape=shape, position=asked)
+            worker,
+            m.Ready(digest=digest, host=host, vote_port=1, data_port=2, shape=shape, shard_index=asked),
         )
 
     def parks(self, worker: str, committed: int | None, prepared: bool = False) -> None:
@@ -201,12 +202,12 @@ class Desk:
     def shards(self, step: int, *nodes: str) -> None:
         """Workers on these nodes save the shards that they hold."""
         for node in nodes:
-            position = self.known(self.worker_on(node)).position
-            self.holds(node, self.shard(step, position))
+            shard_index = self.known(self.worker_on(node)).shard_index
+            self.holds(node, self.shard(step, shard_index))
 
-    def shard(self, step: int, position: int) -> Copy:
+    def shard(self, step: int, shard_index: int) -> Copy:
         """A shard of the running generation, where a replica is several workers."""
-        return copy_of(step, self.state.number, position, self.state.positions, f"p{position}")
+        return copy_of(step, self.state.number, shard_index, self.state.shard_count, f"p{shard_index}")
 
     def snapshot(self, step: int, *nodes: str, generation: int | None = None, bits: str = "a") -> Copy:
         """The replicas on these nodes save the same."""
@@ -223,7 +224,7 @@ class Desk:
                 continue
             if order.key.step != storing.step:
                 continue
-            bits = "a" if self.state.positions == 1 else f"p{order.key.rank}"
+            bits = "a" if self.state.shard_count == 1 else f"p{order.key.rank}"
             shard = copy_of(order.key.step, rank=order.key.rank, bits=bits).shard
             said = m.Stored(tier=tier, key=order.key, shard=None if reason else shard, reason=reason or "")
             self.do(e.NodeSays(node, said))

@@ -22,13 +22,13 @@ def sharded(step: int = 6) -> Desk:
 
 def begins(desk: Desk, step: int) -> None:
     """Each node's own worker saves its shard; each is asked for a copy of the other's."""
-    for position in (0, 1):
-        desk.holds(f"n{position}", desk.shard(step, position))
+    for shard_index in (0, 1):
+        desk.holds(f"n{shard_index}", desk.shard(step, shard_index))
 
 
 def copies_come(desk: Desk, step: int) -> None:
-    for position in (0, 1):
-        desk.holds(f"n{1 - position}", desk.shard(step, position))
+    for shard_index in (0, 1):
+        desk.holds(f"n{1 - shard_index}", desk.shard(step, shard_index))
 
 
 def refuses(desk: Desk, node: str, copy: Copy, lack: Lack | None) -> None:
@@ -36,8 +36,8 @@ def refuses(desk: Desk, node: str, copy: Copy, lack: Lack | None) -> None:
 
 
 def copies_fail(desk: Desk, step: int, lack: Lack | None = None) -> None:
-    for position in (0, 1):
-        refuses(desk, f"n{1 - position}", desk.shard(step, position), lack)
+    for shard_index in (0, 1):
+        refuses(desk, f"n{1 - shard_index}", desk.shard(step, shard_index), lack)
 
 
 def told(desk: Desk) -> m.SnapshotComplete:

@@ -180,11 +180,11 @@ def test_of_a_sharded_replica_a_lemon_leaves_when_the_spare_was_built_for_its_sh
     desk.state.nodes["n1"].lemon = "3 incidents"
     come_back(desk, "m0", identity="M0")
     desk.started(desk.worker_on("m0"))
-    desk.gets_ready(desk.worker_on("m0"), (2, 1), position=0)
+    desk.gets_ready(desk.worker_on("m0"), (2, 1), shard_index=0)
     assert [r["node"] for r in desk.records("lemon-leaves")] == ["n1"]
     assert desk.told(desk.worker_on("m0"), m.Rebuild) == [m.Rebuild(1)]
     assert not any(desk.told(w, m.EndAtCommit) for w in desk.members())
-    desk.gets_ready(desk.worker_on("m0"), (2, 1), position=1)
+    desk.gets_ready(desk.worker_on("m0"), (2, 1), shard_index=1)
     assert desk.state.yielding
     train_on(desk)
     assert there(desk) == {"n0", "m0", "n2", "n3"}

@@ -9,8 +9,8 @@ from holdfast.coordinator.membership.rank_assignment import Seating, seat, wante
 from holdfast.protocol.messages import Generation, Member
 
 
-def generation(seating: Seating, positions: int) -> Generation:
-    complete = len(seating.rows) * positions
+def generation(seating: Seating, shard_count: int) -> Generation:
+    complete = len(seating.rows) * shard_count
     places = dict(seating.beside) | {w: p for row in seating.rows for p, w in enumerate(row)}
     members = tuple(
         Member(
@@ -18,57 +18,57 @@ def generation(seating: Seating, positions: int) -> Generation:
             worker=w,
             node=w,
             slot=0,
-            replica=r // positions if r < complete else -1,
-            position=places[w],
+            replica=r // shard_count if r < complete else -1,
+            shard_index=places[w],
         )
         for r, w in enumerate(seating.workers)
     )
-    return Generation(number=1, members=members, shape=(positions, 1))
+    return Generation(number=1, members=members, shape=(shard_count, 1))
 
 
 @st.composite
 def situations(draw):
     """A generation as seating made it, what is left of it, and who came."""
-    positions = draw(st.integers(1, 4))
-    places = st.lists(st.integers(0, positions - 1), max_size=12)
+    shard_count = draw(st.integers(1, 4))
+    places = st.lists(st.integers(0, shard_count - 1), max_size=12)
     first = {f"a{i}": p for i, p in enumerate(draw(places))}
-    before = generation(seat(None, {}, first, positions, draw(st.integers(0, 4))), positions)
+    before = generation(seat(None, {}, first, shard_count, draw(st.integers(0, 4))), shard_count)
     more = {f"b{i}": p for i, p in enumerate(draw(places))}
-    held = {x.worker: x.position for x in before.members}
-    before = generation(seat(before, held, more, positions, draw(st.integers(0, 4))), positions)
-    held = {x.worker: x.position for x in before.members}
+    held = {x.worker: x.shard_index for x in before.members}
+    before = generation(seat(before, held, more, shard_count, draw(st.integers(0, 4))), shard_count)
+    held = {x.worker: x.shard_index for x in before.members}
     lost = draw(st.sets(st.sampled_from(sorted(held)))) if held else set()
     survivors = {w: p for w, p in held.items() if w not in lost}
     newcomers = {f"c{i}": p for i, p in enumerate(draw(places))}
-    return before, survivors, newcomers, positions, draw(st.integers(0, 4))
+    return before, survivors, newcomers, shard_count, draw(st.integers(0, 4))
 
 
 @given(situations())
 def test_as_many_rows_as_can_be(situation):
-    _, survivors, newcomers, positions, most = situation
+    _, survivors, newcomers, shard_count, most = situation
     seating = seat(*situation)
     there = Counter([*survivors.values(), *newcomers.values()])
-    assert len(seating.rows) == min(most, *(there[p] for p in range(positions)))
+    assert len(seating.rows) == min(most, *(there[p] for p in range(shard_count)))
 
 
 @given(situations())
 def test_everyone_is_in_once_and_where_its_shard_is(situation):
-    _, survivors, newcomers, positions, _ = situation
+    _, survivors, newcomers, shard_count, _ = situation
     seating = seat(*situation)
     places = survivors | newcomers
     assert len(set(seating.workers)) == len(seating.workers)
-    assert all([places[w] for w in row] == list(range(positions)) for row in seating.rows)
+    assert all([places[w] for w in row] == list(range(shard_count)) for row in seating.rows)
     assert dict(seating.beside).items() <= survivors.items()
     assert survivors.keys() <= set(seating.workers), "a survivor is never left out"
 
 
 @given(situations())
 def test_survivors_are_taken_before_newcomers(situation):
-    _, _, newcomers, positions, _ = situation
+    _, _, newcomers, shard_count, _ = situation
     seating = seat(*situation)
-    for position in range(positions):
-        came = any(row[position] in newcomers for row in seating.rows)
-        assert not came or position not in dict(seating.beside).values()
+    for shard_index in range(shard_count):
+        came = any(row[shard_index] in newcomers for row in seating.rows)
+        assert not came or shard_index not in dict(seating.beside).values()
 
 
 @given(situations())
@@ -92,9 +92,9 @@ def test_the_same_situation_is_seated_alike(situation):
 
 @given(situations())
 def test_nothing_changes_where_nothing_happened(situation):
-    before, _, _, positions, _ = situation
-    held = {x.worker: x.position for x in before.members}
-    again = seat(before, held, {}, positions, before.replicas)
+    before, _, _, shard_count, _ = situation
+    held = {x.worker: x.shard_index for x in before.members}
+    again = seat(before, held, {}, shard_count, before.replicas)
     assert again.workers[: before.strength] == tuple(x.worker for x in before.members[: before.strength])
 
 
@@ -103,10 +103,10 @@ def test_nothing_changes_where_nothing_happened(situation):
     st.integers(0, 4),
 )
 def test_with_those_that_are_wanted_the_rows_are_complete(case, rows):
-    there, positions = case
-    missing = wanted(there, positions, rows)
+    there, shard_count = case
+    missing = wanted(there, shard_count, rows)
     counts = Counter([*there, *missing])
-    assert all(counts[p] >= rows for p in range(positions))
+    assert all(counts[p] >= rows for p in range(shard_count))
     assert all(Counter(there)[p] < rows for p in missing), "nobody is wanted where there are enough"
 
 

@@ -22,7 +22,7 @@ def sharded(nodes: int = 4, spares: int = 0, copies: int = 0, **spec: object) ->
 def rebuilt(desk: Desk) -> str:
     """A spare that was built for shard 0 is told to be built for shard 1."""
     (spare,) = desk.workers(WorkerPhase.READY)
-    assert desk.known(spare).position == 0
+    assert desk.known(spare).shard_index == 0
     desk.lose("n1")
     assert desk.told(spare, m.Rebuild) == [m.Rebuild(1)]
     return spare
@@ -31,16 +31,16 @@ def rebuilt(desk: Desk) -> str:
 def test_what_a_worker_said_before_it_was_told_to_be_rebuilt_is_out_of_date():
     desk = sharded(4, 1)
     spare = rebuilt(desk)
-    desk.gets_ready(spare, (2, 1), position=0)
+    desk.gets_ready(spare, (2, 1), shard_index=0)
     assert desk.known(spare).phase is WorkerPhase.ATTACHED
-    desk.gets_ready(spare, (2, 1), position=1)
+    desk.gets_ready(spare, (2, 1), shard_index=1)
     assert desk.known(spare).phase is WorkerPhase.READY
 
 
 def test_an_agent_that_did_not_hear_of_it_is_told_again():
     desk = sharded(4, 1)
     spare = rebuilt(desk)
-    before = m.Ready(digest="d0", host="n4", vote_port=1, data_port=2, shape=(2, 1), position=0)
+    before = m.Ready(digest="d0", host="n4", vote_port=1, data_port=2, shape=(2, 1), shard_index=0)
     desk.crash()
     desk.back("n4", n4={"ready": before})
     assert desk.told(spare, m.Rebuild, newest=True) == [m.Rebuild(1)]
@@ -55,10 +55,10 @@ def test_spares_of_one_shard_become_a_replica_where_no_other_workers_come():
     first = desk.workers()
     for worker in first[:2]:
         desk.started(worker)
-    desk.gets_ready(first[0], (2, 1), position=0)
+    desk.gets_ready(first[0], (2, 1), shard_index=0)
     for worker in first[2:]:
         desk.started(worker)
-    desk.gets_ready(first[2], (2, 1), position=0)
+    desk.gets_ready(first[2], (2, 1), shard_index=0)
     desk.lose("n1")
     desk.lose("n3")
     rebuilds = [x for w in (first[0], first[2]) for x in desk.told(w, m.Rebuild)]
@@ -81,7 +81,7 @@ def test_the_nodes_that_stay_make_up_whole_replicas():
     desk.state.nodes["n1"].failures = 1
     desk.do(e.ResizeRequested(2, "smaller"))
     staying = [n.name for n in desk.core.alive_nodes() if n.leaving is None]
-    assert {desk.known(desk.worker_on(n)).position for n in staying} == {0, 1}
+    assert {desk.known(desk.worker_on(n)).shard_index for n in staying} == {0, 1}
     assert "n1" not in staying
     assert all(desk.told(w, m.EndAtCommit) for w in desk.members())
 
@@ -110,7 +110,7 @@ def test_who_is_to_leave_gives_its_shard_to_the_one_in_its_place_and_goes():
     desk = sharded(2, 1)
     (spare,) = desk.workers(WorkerPhase.READY)
     desk.do(e.NodeGoing("n0", "drained", None))
-    desk.gets_ready(spare, (2, 1), position=0)
+    desk.gets_ready(spare, (2, 1), shard_index=0)
     leaver, other = desk.members()
     for worker in (leaver, other):
         assert desk.told(worker, m.EndAtCommit)
@@ -158,7 +158,7 @@ def test_a_snapshot_that_the_other_holder_may_bring_is_waited_for():
 def test_when_nobody_differs_somebody_keeps_every_shard():
     desk = sharded(4)
     half = _half(desk.core.inside())
-    assert sorted(w.position for w in half) == [0, 1]
+    assert sorted(w.shard_index for w in half) == [0, 1]
     alone = sharded(2)
     assert len(_half(alone.core.inside())) == 1
 
@@ -181,7 +181,7 @@ def test_a_newcomer_that_fills_one_of_two_places_waits_for_the_other():
         desk.do(e.NodeGoing(node, "drained", None))
     desk.node("n4")
     desk.ready(desk.worker_on("n4"))
-    assert desk.known(desk.worker_on("n4")).position == 0
+    assert desk.known(desk.worker_on("n4")).shard_index == 0
     desk.commit(7)
     desk.wait(5.0)
     assert desk.state.replacing

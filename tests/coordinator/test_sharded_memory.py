@@ -158,7 +158,7 @@ def replaced(then: Remedy | None = None) -> Desk:
         finds(desk, "n1", severity=ERROR, remedy=then)
         desk.wait(3.0)
     (spare,) = [w for w in desk.workers() if w.startswith("n2")]
-    desk.gets_ready(spare, (2, 1), position=1)
+    desk.gets_ready(spare, (2, 1), shard_index=1)
     park_all(desk)
     assert [w.partition(".")[0] for w in desk.members()] == ["n0", "n2", "n1"]
     desk.commit(7)
@@ -245,5 +245,5 @@ def test_a_spare_that_becomes_what_is_missing_is_waited_for():
     desk.commit(7)
     desk.wait(2 * desk.core.timing.form_s)
     assert not any(desk.told(w, m.EndAtCommit) for w in desk.members())
-    desk.gets_ready(spare, (2, 1), position=1)
+    desk.gets_ready(spare, (2, 1), shard_index=1)
     assert all(desk.told(w, m.EndAtCommit) for w in desk.members())

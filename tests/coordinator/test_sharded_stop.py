@@ -44,8 +44,8 @@ def test_one_of_each_shard_keeps_it_and_the_agents_write_the_checkpoint():
     leaves(desk, "n0", held=True)
     leaves(desk, "n1", held=True)
     assert set(desk.workers(WorkerPhase.PARKED)) == {"n2.0#3", "n3.0#4"}, "until it is sure that it is kept"
-    for position in (0, 1):
-        desk.holds(f"n{position}", desk.shard(6, position))
+    for shard_index in (0, 1):
+        desk.holds(f"n{shard_index}", desk.shard(6, shard_index))
     leaves(desk, "n2", held=False)
     leaves(desk, "n3", held=False)
     assert outcome(desk) is None, "it is written"
@@ -56,9 +56,9 @@ def test_one_of_each_shard_keeps_it_and_the_agents_write_the_checkpoint():
 def test_what_all_are_prepared_for_counts():
     desk = parked(sharded(2), prepared=True)
     assert all(x.apply and x.keep for w in desk.members() for x in desk.told(w, m.Stop))
-    for position in (0, 1):
-        leaves(desk, f"n{position}", held=True, step=7)
-        desk.holds(f"n{position}", desk.shard(7, position))
+    for shard_index in (0, 1):
+        leaves(desk, f"n{shard_index}", held=True, step=7)
+        desk.holds(f"n{shard_index}", desk.shard(7, shard_index))
     desk.stores()
     assert desk.state.durable == Durable(7, TIER.url)
 

@@ -1,4 +1,4 @@
-"""Meshes, pieces and resharding, without a second process: a model is built for one position after the other."""
+"""Meshes, pieces and resharding, without a second process: a model is built for one shard after the other."""
 
 import itertools
 from concurrent.futures import ThreadPoolExecutor
@@ -29,10 +29,12 @@ SHAPES = [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)]
 def sharding():
     made = []
 
-    def make(shape=(2, 1), position=0, target=12):
+    def make(shape=(2, 1), shard_index=0, target=12):
         for one in made:
             one.close()
-        made[:] = [Sharding(shape, position, torch.device("cpu"), "127.0.0.1", target, lambda begins: None)]
+        made[:] = [
+            Sharding(shape, shard_index, torch.device("cpu"), "127.0.0.1", target, lambda begins: None)
+        ]
         return made[0]
 
     yield make
@@ -63,7 +65,7 @@ def trained(place):
 
 
 def whole(place, objects, into):
-    """Puts the pieces of one position into whole tensors."""
+    """Puts the pieces of one shard into whole tensors."""
     image = state_image.capture(objects, 0)
     for spec, tensor in zip(image.index.tensors, image.tensors, strict=True):
         target = into.setdefault(spec.path, torch.full(spec.whole or spec.shape, torch.nan))
@@ -75,15 +77,15 @@ def whole(place, objects, into):
 def saved(sharding, shape, url):
     """A checkpoint of a run of this shape; and what is in it."""
     archive, shards, content = Archive(url), [], {}
-    for position in range(shape[0] * shape[1]):
-        place = sharding(shape, position)
+    for shard_index in range(shape[0] * shape[1]):
+        place = sharding(shape, shard_index)
         objects = trained(place)
         whole(place, objects, content)
         image = state_image.capture(objects, 5)
         total = image.index.nbytes
         sums = sums_of_pieces(image.pieces(0, total))
         head = encode_head(image.index, sums)
-        shards.append(archive.save_shard(5, position, head, sums, image.pieces(0, total), total))
+        shards.append(archive.save_shard(5, shard_index, head, sums, image.pieces(0, total), total))
     archive.commit(5, shards)
     assert not any(t.isnan().any() for t in content.values())
     return content
@@ -94,14 +96,16 @@ def test_a_checkpoint_loads_into_any_sharding(sharding, tmp_path, before, after)
     content = saved(sharding, before, str(tmp_path))
     size = after[0] * after[1]
     found: dict[str, torch.Tensor] = {}
-    for position in range(size):
-        place = sharding(after, position)
+    for shard_index in range(size):
+        place = sharding(after, shard_index)
         model = build(place)
         with torch.no_grad():
             for p in model.parameters():
                 local_of(p).zero_()
         objects = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
-        checkpoint_restore.restore(objects, str(tmp_path), 5, place=(position, size), submesh=place.submesh)
+        checkpoint_restore.restore(
+            objects, str(tmp_path), 5, place=(shard_index, size), submesh=place.submesh
+        )
         whole(place, objects, found)
     assert found.keys() == content.keys()
     for path, tensor in content.items():
@@ -125,10 +129,10 @@ def test_the_mesh_has_one_replica_in_it(sharding):
     assert dist.get_rank() == 3
 
 
-def test_a_position_of_before_is_forgotten(sharding):
+def test_a_shard_of_before_is_forgotten(sharding):
     starts = []
-    for position in (0, 1):
-        place = sharding((2, 1), position)
+    for shard_index in (0, 1):
+        place = sharding((2, 1), shard_index)
         model = torch.nn.Linear(3, 5)
         fully_shard(model, mesh=place.mesh["shard"])
         starts.append(piece_of("w", model.state_dict()["weight"]).start)
@@ -176,8 +180,8 @@ def test_communication_before_the_first_step_is_refused(sharding):
 
 
 def test_who_counts_what_the_tensor_dimension_has_twice(sharding):
-    for position, counted in [(0, {"0.weight", "1.weight", "1.bias"}), (1, {"0.weight", "1.weight"})]:
-        place = sharding((1, 2), position)
+    for shard_index, counted in [(0, {"0.weight", "1.weight", "1.bias"}), (1, {"0.weight", "1.weight"})]:
+        place = sharding((1, 2), shard_index)
         names = {name for name, p in build(place).named_parameters() if place.counts(p)}
         assert names - {"0.bias"} == counted
 
@@ -196,12 +200,14 @@ def test_placements_survive_a_file(sharding):
 def generation(shape, rows, beside=()):
     size = shape[0] * shape[1]
     members = [
-        Member(rank=r, worker=f"w{r}", node="n", slot=0, replica=r // size, position=r % size)
+        Member(rank=r, worker=f"w{r}", node="n", slot=0, replica=r // size, shard_index=r % size)
         for r in range(rows * size)
     ]
-    for position in beside:
+    for shard_index in beside:
         rank = len(members)
-        members.append(Member(rank=rank, worker=f"w{rank}", node="n", slot=0, replica=-1, position=position))
+        members.append(
+            Member(rank=rank, worker=f"w{rank}", node="n", slot=0, replica=-1, shard_index=shard_index)
+        )
     return Generation(number=1, members=tuple(members), start=0, shape=shape, rows=(1,) * rows)
 
 
@@ -217,14 +223,14 @@ def test_every_micro_batch_is_computed_and_weighed_once(shape, rows):
     said = [len(seat(count, form, r).micro_batches) * weighs(form, r) for r in range(len(form.members))]
     assert words(count, form) == said
     for row in range(rows):  # the workers of a replica make the same number of passes
-        size = form.positions
+        size = form.shard_count
         seats = [seat(count, form, r) for r in range(row * size, (row + 1) * size)]
         assert len({len(s.micro_batches) for s in seats}) == 1
         assert {(s.rank, s.world, s.leaves) for s in seats} == {(row, rows, count // shape[0])}
     idle = seat(count, form, len(form.members) - 1)
     assert (len(idle.micro_batches), idle.rank, idle.idle) == (0, rows, 1)
     assert seat(count, form, 0).idle == 1
-    if form.positions > 1:
+    if form.shard_count > 1:
         assert seat(count, form, 1).idle == 0
 
 

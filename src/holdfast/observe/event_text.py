@@ -156,7 +156,7 @@ def _rebooted(f: ledger.Rebooted) -> str:
 
 
 def _rebuild(f: ledger.Rebuild) -> str:
-    return f"{f.worker} builds anew, for shard {f.position} instead of {f.before}: a replica lacks that"
+    return f"{f.worker} rebuilding as shard {f.shard_index} (was {f.before}), which is missing"
 
 
 def _checks_unknown(f: ledger.ChecksUnknown) -> str:

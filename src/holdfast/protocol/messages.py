@@ -22,7 +22,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     """One worker of a generation, and where the others reach it.
 
     replica: its number; -1: the worker's replica is not complete, so it computes nothing but keeps its shard current.
-    position: which shard of the state it holds; 0 where a replica is one worker.
+    shard_index: which shard of the state it holds; 0 where a replica is one worker.
     """
 
     rank: int
@@ -33,11 +33,11 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     vote_port: int = 0
     data_port: int = 0
     replica: int = 0
-    position: int = 0
+    shard_index: int = 0
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
-    """One version of the membership. Members are in the order of their ranks: replica by replica, in each by position,
+    """One version of the membership. Members are in the order of their ranks: replica by replica, in each by shard,
     then those whose replica is not complete.
 
     shape: workers of a replica: shard degree, and tensor degree. rows: for every complete replica, the number of the
@@ -51,23 +51,23 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     rows: tuple[int, ...] = ()
 
     @property
-    def positions(self) -> int:
+    def shard_count(self) -> int:
         """Workers of a replica."""
         return self.shape[0] * self.shape[1]
 
     @property
     def replicas(self) -> int:
         """Complete ones."""
-        return sum(m.replica >= 0 for m in self.members) // self.positions
+        return sum(m.replica >= 0 for m in self.members) // self.shard_count
 
     @property
     def strength(self) -> int:
         """Workers that compute: those of complete replicas."""
-        return self.replicas * self.positions
+        return self.replicas * self.shard_count
 
-    def column(self, position: int) -> tuple[int, ...]:
+    def column(self, shard_index: int) -> tuple[int, ...]:
         """The ranks that hold this shard."""
-        return tuple(m.rank for m in self.members if m.position == position)
+        return tuple(m.rank for m in self.members if m.shard_index == shard_index)
 
     def rank_of(self, worker: str) -> int | None:
         """The worker's rank; None when it is not a member."""
@@ -91,7 +91,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """The script reached `run.steps`: model built, nothing missing but the membership (and the state).
 
     digest: xxh3 of the protected state as built, so that equal starts need no transfer. micro_batches: in a global
-    batch. shape: workers of a replica: shard degree, and tensor degree. position: of the shard that it was built for.
+    batch. shape: workers of a replica: shard degree, and tensor degree. shard_index: the shard that it was built for.
     """
 
     digest: str
@@ -100,7 +100,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     data_port: int
     micro_batches: int = 0
     shape: tuple[int, int] = (1, 1)
-    position: int = 0
+    shard_index: int = 0
 
 
 class Joined(msgspec.Struct, frozen=True, tag="joined"):
@@ -325,7 +325,7 @@ class JoinGeneration(msgspec.Struct, frozen=True, kw_only=True, tag="join-genera
     memory, `copy` held by `holders`, nearest first; else from the durable checkpoint.
     serve: be a donor, so publish the state; with `restore`, as soon as it is read from the durable checkpoint.
     saves: copy snapshots into this node's memory; mtbf_s: what `auto` goes by.
-    shards: all shards of a snapshot that was taken with another number of positions, each with its holders.
+    shards: all shards of a snapshot that was taken with another number of shards, each with its holders.
     """
 
     generation: Generation
@@ -342,14 +342,14 @@ class JoinGeneration(msgspec.Struct, frozen=True, kw_only=True, tag="join-genera
     shards: tuple[tuple[Copy, tuple[Holder, ...]], ...] = ()
 
 
-POSITION_VARIABLE = "HOLDFAST_POSITION"
+SHARD_INDEX_VARIABLE = "HOLDFAST_SHARD_INDEX"
 """The environment variable that tells a worker for which shard it is most likely needed."""
 
 
 class Rebuild(msgspec.Struct, frozen=True, tag="rebuild"):
     """Run `main` again, in the same process, as the holder of this shard: a replica lacks it. Ready follows."""
 
-    position: int
+    shard_index: int
 
 
 class Break(msgspec.Struct, frozen=True, tag="break"):

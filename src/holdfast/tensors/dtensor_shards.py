@@ -37,8 +37,8 @@ hundred megabytes."""
 
 
 def forget_meshes() -> None:
-    """This process gets another position in its replica. Torch and this module remember what they found out of a mesh, and
-    the next one will be equal to this one, but for the position."""
+    """This process becomes another shard of its replica. Torch and this module remember what they found out of a mesh, and
+    the next one will be equal to this one, but for the rank in it."""
     _starts.clear()
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
     clear_redistribute_planner_cache()

@@ -45,13 +45,13 @@ class Group(Wires):
     ) -> None:
         """row: the groups of this worker's replica, if it has several workers. device: where the gradients are."""
         own = generation.members[rank]
-        column = [m.rank for m in generation.members if m.position == own.position]
+        column = [m.rank for m in generation.members if m.shard_index == own.shard_index]
         super().__init__(column.index(rank), len(column), host, device)
         self.generation = generation.number
         self.mesh = Mesh(generation, rank)
         self._listener = listener
         self._own = own
-        self._row = row if generation.positions > 1 else None
+        self._row = row if generation.shard_count > 1 else None
         self._connects_row = self._row is not None and generation.rows[own.replica] == generation.number
         self.mesh.fails_late = self._row is not None
 
@@ -62,7 +62,7 @@ class Group(Wires):
         self.mesh.connect(self._listener, token)
         store = MeshStore(self.mesh)
         if self.size > 1:
-            self.connect(PrefixStore(f"position-{self._own.position}", store))
+            self.connect(PrefixStore(f"shard-{self._own.shard_index}", store))
         if self._row is not None and self._connects_row:
             where = f"replica-{self._own.replica}"
             self._row.connect(lambda name: PrefixStore(f"{where}/{name}", store), self.generation)

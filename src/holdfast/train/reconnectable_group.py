@@ -4,7 +4,7 @@ FSDP2, tensor parallelism and `DeviceMesh` keep the process groups with which th
 shells: torch.distributed makes them before anybody is connected, and every generation gives them new connections. So
 after a fault neither a wrapper nor a compiled graph has to be made again.
 
-Torch has one default process group. Here it is the replica: its rank is the worker's position in the replica.
+Torch has one default process group. Here it is the replica: its rank is the worker's shard index.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Row:
 
     def __init__(
         self,
-        position: int,
+        shard_index: int,
         size: int,
         host: str,
         called: Callable[[bool], None],
         device: torch.device | None = None,
     ) -> None:
         """called: told whenever a collective begins (True) or has ended. device: where the tensors are."""
-        self.position, self.size = position, size
+        self.shard_index, self.size = shard_index, size
         self.device = device
         self.host = host
         self.called = called
@@ -73,7 +73,7 @@ class Row:
         if BACKEND not in dist.Backend.backend_list:
             dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
         _row[:] = [self]
-        dist.init_process_group(BACKEND, store=HashStore(), rank=self.position, world_size=self.size)
+        dist.init_process_group(BACKEND, store=HashStore(), rank=self.shard_index, world_size=self.size)
 
     def shut(self) -> None:
         """Torch forgets the groups: `main` is about to be run again."""

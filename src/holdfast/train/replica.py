@@ -57,9 +57,9 @@ another one."""
 class Rebuilt(BaseException):
     """`main` is to be run again, as the holder of another shard. No error: `holdfast.start` catches it, and nobody else should."""
 
-    def __init__(self, position: int) -> None:
-        super().__init__(f"main is run again, for position {position}")
-        self.position = position
+    def __init__(self, shard_index: int) -> None:
+        super().__init__(f"main is run again, as shard {shard_index}")
+        self.shard_index = shard_index
 
 
 class Endpoint:
@@ -208,14 +208,14 @@ class Replica:
     def over_shards(self, step: int, squares: float) -> float:
         """The sum of the squares of the whole gradient, from that of this worker's shard."""
         assert self.form is not None
-        positions = self.form.generation.positions
+        shards = self.form.generation.shard_count
         self.group.intact()
-        if positions == 1:
+        if shards == 1:
             return squares if squares >= 0 else math.nan
         mesh = self.group.mesh
         mesh.say(step, (squares, 0.0, 0.0))
         words = mesh.hear(step, [(squares, 0.0, 0.0)])
-        total = sum(words[rank][0] for rank in range(positions))  # of one replica: all have the same
+        total = sum(words[rank][0] for rank in range(shards))  # of one replica: all have the same
         return total if total >= 0 else math.nan
 
     def announce(self, micro_batches: int) -> None:
@@ -225,7 +225,7 @@ class Replica:
         self._page.enter(Phase.IDLE)
         host, ports = self.link.start.host, (self._listener.port, self._donor.port)
         sharding = self.sharding
-        shape, position = (sharding.shape, sharding.position) if sharding else ((1, 1), 0)
+        shape, shard_index = (sharding.shape, sharding.shard_index) if sharding else ((1, 1), 0)
         self.link.send(
             m.Ready(
                 digest=digest,
@@ -234,7 +234,7 @@ class Replica:
                 data_port=ports[1],
                 micro_batches=micro_batches,
                 shape=shape,
-                position=position,
+                shard_index=shard_index,
             )
         )
         self.join_next()
@@ -250,7 +250,7 @@ class Replica:
             if isinstance(order, m.Stop):
                 self._leave(order)
             if isinstance(order, m.Rebuild):
-                raise Rebuilt(order.position)
+                raise Rebuilt(order.shard_index)
             assert isinstance(order, m.JoinGeneration)
             self.form = order
             self._page.generation = self.generation
@@ -299,7 +299,7 @@ class Replica:
         self._page.wait_for(-1)
         self._page.committed, self._page.collectives = self.committed or 0, 0
         self._page.enter(Phase.JOIN)
-        row = self.sharding.row if self.sharding and replica >= 0 and generation.positions > 1 else None
+        row = self.sharding.row if self.sharding and replica >= 0 and generation.shard_count > 1 else None
         group = self.group = Group(
             generation, form.rank, self.link.start.host, self._listener, row, self.device
         )
@@ -384,7 +384,7 @@ class Replica:
         self._page.enter(Phase.TIER)
         saves = ordered or self._snapshots.saves
         held = saves and self._snapshots.last(step, lambda: state_image.capture(self._protected, step))
-        if not held and not self.rank and self.form is not None and self.form.generation.positions == 1:
+        if not held and not self.rank and self.form is not None and self.form.generation.shard_count == 1:
             for tier in tiers:
                 self._save(tier, step)
         return held

@@ -25,21 +25,21 @@ MOMENT = re.compile(r"\.state\.(\d+)\.[^.]+$")
 def load(
     objects: Protected,
     found: Located,
-    position: int,
+    shard_index: int,
     submesh: Submesh | None,
     seen: Callable[[int, int], None] = lambda nbytes, total: None,
 ) -> int:
     """Reads only what this worker's pieces need; returns its bytes.
 
     Args:
-        position: the worker's in its replica.
+        shard_index: the shard that this worker holds.
         submesh: of its replica, if it has several workers.
         seen: told of bytes that came in, and of how many there are, from several threads.
 
     Raises:
         StateError: no source has all of it, or it is of other objects.
     """
-    index = found.heads[found.nearest(position)].index
+    index = found.heads[found.nearest(shard_index)].index
     live: list[tuple[str, torch.Tensor]] = []
     for name, thing in objects.items():
         pack(thing.state_dict(), name, live)
@@ -50,7 +50,7 @@ def load(
     for spec in index.tensors:
         target = _target(objects, there, spec, submesh)
         tensors.append(target)
-        regions += regions_of(found, piece_of(spec.path, target), position, late)
+        regions += regions_of(found, piece_of(spec.path, target), shard_index, late)
     total = sum(r.target.numel() * r.target.element_size() for r in regions)
     read_regions(found, regions, seen=lambda nbytes: seen(nbytes, total))
     with torch.no_grad():

@@ -70,18 +70,18 @@ class Restoring:
     def _from_shards(self, form: m.JoinGeneration) -> int:
         """The snapshot, which was taken with another number of shards."""
         own_node = self.link.start.env.get("HOLDFAST_NODE", "")
-        position, positions = self._place(form)
+        shard_index, shard_count = self._place(form)
         try:
             found = find_in_memory(
-                form.shards, self.link.token, own_node=own_node, reader=position, readers=positions
+                form.shards, self.link.token, own_node=own_node, reader=shard_index, readers=shard_count
             )
-            return reshard.load(self._objects, found, position, self._submesh, self._seen(form))
+            return reshard.load(self._objects, found, shard_index, self._submesh, self._seen(form))
         except (StateError, TierError) as error:
             raise CollectiveFailed(str(error)) from error
 
     def _place(self, form: m.JoinGeneration) -> tuple[int, int]:
         """Which shard this worker holds, of how many."""
-        return form.generation.members[form.rank].position, form.generation.positions
+        return form.generation.members[form.rank].shard_index, form.generation.shard_count
 
     @property
     def _submesh(self) -> Submesh | None:

@@ -113,7 +113,7 @@ class Run:
             where = self._attachment
             self._sharding = Sharding(
                 (shard, tensor),
-                where.position,
+                where.shard_index,
                 self.device,
                 where.link.start.host,
                 where.target,
@@ -354,7 +354,7 @@ def _run(main: Callable[[Run], object], attachment: worker.Attachment) -> None:
             main(run)
             return
         except Rebuilt as order:
-            attachment.position = order.position
+            attachment.shard_index = order.shard_index
         run.close()
         del run
         gc.collect()

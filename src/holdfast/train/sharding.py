@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from holdfast.errors import StateError, UsageError
-from holdfast.protocol.messages import POSITION_VARIABLE
+from holdfast.protocol.messages import SHARD_INDEX_VARIABLE
 from holdfast.tensors.dtensor_shards import forget_meshes
 from holdfast.train.fsdp_buffers import keep
 from holdfast.train.reconnectable_group import Row
@@ -30,7 +30,7 @@ class Sharding:
 
     Attributes:
         shape: workers of a replica: shard degree, and tensor degree.
-        position: which of them this one is; the tensor dimension is the inner one.
+        shard_index: which of them this one is; the tensor dimension is the inner one.
         mesh: what the script gets.
         row: the replica's process groups.
     """
@@ -38,13 +38,13 @@ class Sharding:
     def __init__(
         self,
         shape: tuple[int, int],
-        position: int | None,
+        shard_index: int | None,
         device: torch.device,
         host: str,
         target: int,
         called: Callable[[bool], None],
     ) -> None:
-        """position: None where the coordinator has not said. target: workers of the job at full strength.
+        """shard_index: None where the coordinator has not said. target: workers of the job at full strength.
         called: as in Row.
 
         Raises:
@@ -60,11 +60,11 @@ class Sharding:
                 f"run.mesh({what}) makes replicas of {size} workers, and the job has {target}: choose --nnodes and "
                 f"--nproc-per-node so that their product is a multiple of {size}"
             )
-        if position is None:
-            asked = os.environ.get(POSITION_VARIABLE, "") or os.environ.get("RANK", "0")
-            position = int(asked) % size
-        self.shape, self.position = shape, position
-        self.row = Row(position, size, host, called, device)
+        if shard_index is None:
+            asked = os.environ.get(SHARD_INDEX_VARIABLE, "") or os.environ.get("RANK", "0")
+            shard_index = int(asked) % size
+        self.shape, self.shard_index = shape, shard_index
+        self.row = Row(shard_index, size, host, called, device)
         self.row.open()
         names = DIMENSIONS if tensor > 1 else DIMENSIONS[:2]
         lengths = (1, shard, tensor) if tensor > 1 else (1, shard)
@@ -141,7 +141,7 @@ class Sharding:
     def counts(self, p: torch.Tensor) -> bool:
         """Whether the gradient's norm includes this parameter here. Along the tensor dimension some parameters are whole
         on every worker; the first one counts those."""
-        if not isinstance(p, DTensor) or self.position % self.shape[1] == 0:
+        if not isinstance(p, DTensor) or self.shard_index % self.shape[1] == 0:
             return True
         names = p.device_mesh.mesh_dim_names or ()
         return any(n == "tensor" and not q.is_replicate() for n, q in zip(names, p.placements, strict=True))
@@ -163,7 +163,7 @@ class Sharding:
                 root.reset_iter_state()
 
     def close(self) -> None:
-        """`main` is about to be run again, with another position."""
+        """`main` is about to be run again, as another shard."""
         self.row.shut()
         forget_meshes()
 

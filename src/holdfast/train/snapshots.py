@@ -72,7 +72,7 @@ class Snapshots:
         """A new generation: whether this worker saves, and what `auto` goes by."""
         self._saves, self._mtbf_s = form.saves, form.mtbf_s
         self._generation, self._wanted = form.generation.number, False
-        self._place = form.generation.members[form.rank].position, form.generation.positions
+        self._place = form.generation.members[form.rank].shard_index, form.generation.shard_count
         self._choose_interval()
 
     @property

@@ -47,14 +47,14 @@ def seat(micro_batches: int, generation: Generation, rank: int) -> Seat:
     round goes to one of them, and the sum over the round is a leaf of the tree."""
     own = generation.members[rank]
     shards, tensor = generation.shape
-    column = generation.column(own.position)
+    column = generation.column(own.shard_index)
     computing = generation.replicas
     leaves = micro_batches // shards
     place = column.index(rank)
     if own.replica < 0:
         return Seat(range(0), place, computing, len(column) - computing, leaves)
     rounds = share(leaves, place, computing)
-    first = own.position // tensor
+    first = own.shard_index // tensor
     numbers = range(rounds.start * shards + first, rounds.stop * shards + first, shards)
     return Seat(numbers, place, computing, len(column) - computing, leaves)
 
@@ -64,13 +64,13 @@ def words(micro_batches: int, generation: Generation) -> list[int]:
     computing, leaves, tensor = generation.replicas, micro_batches // generation.shape[0], generation.shape[1]
     counts = [len(mine) for mine in shares(leaves, computing)]
     return [
-        counts[m.replica] if m.replica >= 0 and m.position % tensor == 0 else 0 for m in generation.members
+        counts[m.replica] if m.replica >= 0 and m.shard_index % tensor == 0 else 0 for m in generation.members
     ]
 
 
 def weighs(generation: Generation, rank: int) -> bool:
     """Whether a worker says what its micro-batches weigh: those of one tensor dimension compute the same ones."""
-    return generation.members[rank].position % generation.shape[1] == 0
+    return generation.members[rank].shard_index % generation.shape[1] == 0
 
 
 def subtrees(micro_batches: int, numbers: range) -> list[Node]:

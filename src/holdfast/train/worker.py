@@ -37,14 +37,14 @@ _PR_SET_PDEATHSIG = 1
 class Attachment:
     """What ties a script to its job.
 
-    position: the shard for which `main` is run again; None: it runs for the first time.
+    shard_index: the shard for which `main` is run again; None: it runs for the first time.
     """
 
     link: Link
     faults: FaultPlan
     target: int
     alone: bool = False
-    position: int | None = None
+    shard_index: int | None = None
     _endpoint: Endpoint | None = None
     _player: threading.Thread | None = None
 

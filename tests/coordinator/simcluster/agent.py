@@ -58,7 +58,7 @@ class SimAgent:
         self._said: dict[str, dict[str, m.WorkerMessage]] = {}
         self._stalled_s: dict[str, float] = {}
         rng, plan = cluster.saving_rng, cluster.plan
-        saves = plan.snapshot_every > 0 or plan.positions > 1
+        saves = plan.snapshot_every > 0 or plan.shard_count > 1
         self.memory = SimMemory(self, saves and rng.random() >= plan.no_memory)
         self.rack = f"r{rng.randrange(plan.racks)}" if plan.racks else None
         self._connect()

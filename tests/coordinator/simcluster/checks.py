@@ -197,24 +197,24 @@ class Checks:
         """The line of history that a generation is on: it is named after the first generation on it."""
         return self._lines[number]
 
-    def canon_bits(self, step: int, position: int) -> int | None:
+    def canon_bits(self, step: int, shard_index: int) -> int | None:
         """A shard of the state after so many steps, as training went. None: it never came there."""
-        if step == self.cluster.plan.durable_step and (position, step) not in self._canon:
-            return self.cluster.chain(step, position)
-        return self._canon.get((position, step))
+        if step == self.cluster.plan.durable_step and (shard_index, step) not in self._canon:
+            return self.cluster.chain(step, shard_index)
+        return self._canon.get((shard_index, step))
 
     def canon_state(self, step: int) -> tuple[int, ...] | None:
         """All shards of it."""
-        shards = [self.canon_bits(step, p) for p in range(self.cluster.plan.positions)]
+        shards = [self.canon_bits(step, p) for p in range(self.cluster.plan.shard_count)]
         known = tuple(bits for bits in shards if bits is not None)
         return known if len(known) == len(shards) else None
 
-    def published_state(self, durable: Durable, position: int) -> tuple[int, int]:
+    def published_state(self, durable: Durable, shard_index: int) -> tuple[int, int]:
         """What a start reads from a tier."""
         step, bits = self.cluster.durables.get((durable.url, durable.step), (durable.step, None))
         if bits is None:
             self.fail("%s is not there, or torn", durable)
-        return step, bits[position]
+        return step, bits[shard_index]
 
     def restored(self, worker: Trainer, step: int, bits: int) -> None:
         """A worker has its state from snapshot memory or a tier: it is what was committed at that step."""
@@ -223,7 +223,7 @@ class Checks:
             return
         start = worker.form.generation.start
         self.require(step == start, "%s restored step %d, not %d", worker.name, step, start)
-        known = self.canon_bits(step, worker.position)
+        known = self.canon_bits(step, worker.shard_index)
         self.require(bits == known, "%s restored other bits of step %d", worker.name, step)
 
     def _check_formed(self, core: Core) -> None:
@@ -239,7 +239,7 @@ class Checks:
         self.require(len(set(names)) == len(names), "a worker is in twice: %s", names)
         self.require(len(set(places)) == len(places), "a slot is in twice: %s", places)
         self.require([x.rank for x in generation.members] == list(range(len(names))), "ranks of %s", names)
-        if generation.positions == 1:
+        if generation.shard_count == 1:
             leaving = any(state.nodes[x.node].leaving is not None for x in generation.members)
             most = max(1, state.target) + leaving
             self.require(
@@ -278,18 +278,20 @@ class Checks:
 
     def _check_rows(self, state: CoreState, generation: m.Generation) -> None:
         """Replicas are complete, and everyone holds its own shard; what is left over of others goes on beside them."""
-        size, members = generation.positions, generation.members
+        size, members = generation.shard_count, generation.members
         self.require(generation.shape == self.cluster.plan.shape, "replicas of %s", generation.shape)
         strength = generation.strength
         self.require(state.needed <= strength <= state.target, "%d workers compute", strength)
         for member in members:
-            place = divmod(member.rank, size) if member.rank < strength else (-1, member.position)
-            self.require((member.replica, member.position) == place, "%s sits wrong", member)
+            place = divmod(member.rank, size) if member.rank < strength else (-1, member.shard_index)
+            self.require((member.replica, member.shard_index) == place, "%s sits wrong", member)
             worker = self.cluster.find_trainer(member.worker)
-            known = self._places.setdefault(member.worker, member.position)
-            self.require(known == member.position, "%s had position %d", member, known)
+            known = self._places.setdefault(member.worker, member.shard_index)
+            self.require(known == member.shard_index, "%s had shard_index %d", member, known)
             if worker is not None:
-                self.require(worker.position == member.position, "%s holds shard %d", member, worker.position)
+                self.require(
+                    worker.shard_index == member.shard_index, "%s holds shard %d", member, worker.shard_index
+                )
                 self.require(member.replica >= 0 or worker.plane is not None, "%s came to no replica", member)
         self.beside += len(members) - strength
         for replica, number in enumerate(generation.rows):
@@ -309,11 +311,11 @@ class Checks:
     def _check_lost(self, generation: m.Generation) -> None:
         """Training goes back only where a shard of the newest state is held by nobody."""
         workers = [self.cluster.find_trainer(x.worker) for x in generation.members]
-        held = [(w.position, *w.held, w.prepared) for w in workers if w is not None and w.held and w.plane]
+        held = [(w.shard_index, *w.held, w.prepared) for w in workers if w is not None and w.held and w.plane]
         newest = max((step for _, step, *_ in held), default=0)
         there = {p for p, step, _, ready in held if step == newest or (step == newest - 1 and ready)}
         if newest and newest >= self._before:
-            self.require(len(there) < generation.positions, "step %d is held whole and given up", newest)
+            self.require(len(there) < generation.shard_count, "step %d is held whole and given up", newest)
 
     def _check_donors(self, state: CoreState, generation: m.Generation) -> None:
         forms = {name: queries.form(state, state.workers[name]) for name in state.seats}
@@ -326,7 +328,7 @@ class Checks:
                 form.durable is not None,
                 bool(form.shards),
             )
-            place = generation.members[form.rank].position
+            place = generation.members[form.rank].shard_index
             self.require(
                 form.copy is None or form.copy.key.rank == place, "rank %d restores %s", form.rank, form.copy
             )
@@ -338,7 +340,7 @@ class Checks:
                 donor = forms[generation.members[rank].worker]
                 has = not donor.restore or donor.durable is not None
                 self.require(donor.serve and has, "rank %d is no donor", rank)
-                same = generation.members[rank].position == place
+                same = generation.members[rank].shard_index == place
                 self.require(same, "rank %d is donor of another shard", rank)
 
     def recorded(self, record: e.Record) -> None:
@@ -385,7 +387,7 @@ class Checks:
         """A worker hears of its generation: what it is told must fit what it holds."""
         me, start = form.generation.members[form.rank], form.generation.start
         self.require(me.worker == worker.name, "%s was told the rank of %s", worker.name, me.worker)
-        self.require(me.position == worker.position, "%s holds shard %d", me, worker.position)
+        self.require(me.shard_index == worker.shard_index, "%s holds shard %d", me, worker.shard_index)
         held = worker.held[0] if worker.held else None
         if form.apply:
             self.require(
@@ -401,22 +403,22 @@ class Checks:
                 start,
             )
 
-    def rebuilds(self, worker: Trainer, position: int) -> None:
+    def rebuilds(self, worker: Trainer, shard_index: int) -> None:
         """Only who holds nothing is built anew."""
         idle = worker.plane is None and worker.phase is Phase.IDLE
         self.require(idle or self._condemned(worker.name), "%s is to be rebuilt", worker.name)
-        self.require(0 <= position < self.cluster.plan.positions, "position %d", position)
+        self.require(0 <= shard_index < self.cluster.plan.shard_count, "shard_index %d", shard_index)
 
     def stopped_worker(self, worker: Trainer, stop: m.Stop) -> None:
         """One worker alone can save a state that it holds whole."""
-        sharded = self.cluster.plan.positions > 1
+        sharded = self.cluster.plan.shard_count > 1
         self.require(not (stop.save_to if sharded else stop.keep), "%s is told %s", worker.name, stop)
 
     def step_began(self, worker: Trainer) -> None:
         """All members begin a step with the same bits."""
         assert worker.held is not None
         step, bits = worker.held
-        first = self._began.setdefault((worker.seen, step, worker.position), bits)
+        first = self._began.setdefault((worker.seen, step, worker.shard_index), bits)
         self.require(
             first == bits,
             "%s begins step %d of generation %d with other bits",
@@ -441,10 +443,10 @@ class Checks:
             self.fail("%s commits in generation %d while %d exists", worker.name, worker.seen, self._number)
         if worker.seen < self._lineage:
             return
-        first = self._canon.setdefault((worker.position, step), bits)
+        first = self._canon.setdefault((worker.shard_index, step), bits)
         self.require(first == bits, "%s has other bits after step %d", worker.name, step - 1)
         if self.cluster.plan.equal_starts:
-            undisturbed = self.cluster.chain(step, worker.position)
+            undisturbed = self.cluster.chain(step, worker.shard_index)
             self.require(bits == undisturbed, "step %d is not the undisturbed one", step - 1)
         if not self._condemned(worker.name):
             self.newest, self.newest_s = max(self.newest, step), self.cluster.clock.now
@@ -574,7 +576,7 @@ class Checks:
         ended = [w for w in state.workers.values() if w.digest is not None]
         self.require(bool(ended), "nobody finished")
         for known in ended:
-            digest = expected[known.position]
+            digest = expected[known.shard_index]
             self.require(known.digest == digest, "%s ended with %s, not %s", known.name, known.digest, digest)
         plan, durable = self.cluster.plan, state.durable
         undisturbed = self.cluster.clock.now - self.cluster.faults.last_s > 30.0
@@ -582,7 +584,7 @@ class Checks:
             undisturbed
             and plan.spec.saving.tiers
             and not (plan.hold_fails or self.records.get("tier-failed"))
-            and not (plan.positions > 1 and plan.no_memory)
+            and not (plan.shard_count > 1 and plan.no_memory)
         ):
             there = durable is not None and durable.step == until
             self.require(there, "finished at step %d, and %s is saved", until, durable)
@@ -597,12 +599,12 @@ class Checks:
                 )
 
     def _last_bits(self, step: int) -> list[int | None]:
-        return [self._canon.get((p, step)) for p in range(self.cluster.plan.positions)]
+        return [self._canon.get((p, step)) for p in range(self.cluster.plan.shard_count)]
 
     def _check_stopped(self, state: CoreState) -> None:
         plan = self.cluster.plan
         quiet = self.cluster.clock.now - self.cluster.faults.last_s > 15.0
-        if plan.positions > 1 and (
+        if plan.shard_count > 1 and (
             plan.hold_fails or plan.no_memory or plan.tier_fails or not state.last_step
         ):
             return

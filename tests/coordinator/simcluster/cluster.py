@@ -50,14 +50,14 @@ class Cluster:
         self._planes: dict[int, Plane] = {}
         self._roots = 1
         self._nodes = 0
-        self._chains = [[self.root(1, p)] for p in range(plan.positions)]
+        self._chains = [[self.root(1, p)] for p in range(plan.shard_count)]
         self.checks = Checks(self)
         self.faults = Faults(self)
         self.ailments = Ailments(self)
         self.service = Service(self)
         self.service.handle(e.Tick())
         if plan.durable_step is not None and plan.level == 2:
-            bits = tuple(self.chain(plan.durable_step, p) for p in range(plan.positions))
+            bits = tuple(self.chain(plan.durable_step, p) for p in range(plan.shard_count))
             self.durables[("before", plan.durable_step)] = (plan.durable_step, bits)
             if plan.steps != FOREVER:
                 self.until += plan.durable_step
@@ -86,9 +86,9 @@ class Cluster:
         self._roots += 1
         return self._roots
 
-    def root(self, root: int, position: int) -> int:
+    def root(self, root: int, shard_index: int) -> int:
         """A worker's shard of a model as it was built."""
-        return root if self.plan.positions == 1 else hash((root, position)) & ((1 << 60) - 1)
+        return root if self.plan.shard_count == 1 else hash((root, shard_index)) & ((1 << 60) - 1)
 
     def next_bits(self, step: int, bits: int, contents: frozenset[int], line: int = 0) -> int:
         """The state after one update: a function of the state, the step and the data, and of nothing else.
@@ -111,9 +111,9 @@ class Cluster:
                 return bits
         return None
 
-    def chain(self, steps: int, position: int) -> int:
+    def chain(self, steps: int, shard_index: int) -> int:
         """A shard of the state after so many steps without any fault, from root 1."""
-        known, contents = self._chains[position], frozenset(range(self.plan.micro_batches))
+        known, contents = self._chains[shard_index], frozenset(range(self.plan.micro_batches))
         while len(known) <= steps:
             known.append(self.next_bits(len(known) - 1, known[-1], contents))
         return known[steps]

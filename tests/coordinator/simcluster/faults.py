@@ -96,7 +96,7 @@ class Faults:
             "join-node": lambda w: self._join(),
             "bad-node": self._make_bad,
             "kill-all-workers": lambda w: self._kill_all(),
-            "kill-column": lambda w: self._kill_some(w, "position"),
+            "kill-column": lambda w: self._kill_some(w, "shard_index"),
             "kill-row": lambda w: self._kill_some(w, "replica"),
             "silence-holders": lambda w: self._silence_holders(),
         }

@@ -71,7 +71,7 @@ class Plan:
     only_planned: bool = False  # nodes are found to need something that can wait, and nothing fails
 
     @property
-    def positions(self) -> int:
+    def shard_count(self) -> int:
         """Workers of a replica."""
         return self.shape[0] * self.shape[1]
 
@@ -225,7 +225,7 @@ def _draw_shape(plan: Plan, window: float) -> None:
         plan.snapshot_every, plan.copy_s, plan.pull_s = rng.choice((1, 1, 2)), 0.02, rng.choice((0.05, 0.3))
         saving = Saving(str(plan.snapshot_every), rng.choice((0, 1, 1)), 0, plan.spec.saving.tiers)
         plan.spec = msgspec.structs.replace(plan.spec, saving=saving)
-    workers = plan.positions * rng.choice((1, 2, 2, 3) if plan.positions < 4 else (1, 2))
+    workers = plan.shard_count * rng.choice((1, 2, 2, 3) if plan.shard_count < 4 else (1, 2))
     nproc = rng.choice((1, 1, 2)) if workers % 2 == 0 else 1
     most = workers // nproc
     plan.spec = msgspec.structs.replace(

@@ -48,7 +48,7 @@ class Plane:
             if kind == "row":
                 members = tuple(m for m in members if m.replica == part)
             elif kind == "reduce":
-                members = tuple(m for m in members if m.position == part)
+                members = tuple(m for m in members if m.shard_index == part)
             self._groups[kind, part] = frozenset(m.worker for m in members)
         return self._groups[kind, part]
 

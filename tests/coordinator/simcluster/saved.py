@@ -57,7 +57,7 @@ class SavedChecks:
             self._said_last = None
         for action in actions:
             self._check(action, state)
-        if self.checks.cluster.plan.positions > 1:
+        if self.checks.cluster.plan.shard_count > 1:
             known = {(x.step, x.generation) for x in state.snapshots}
             self._pushed_out |= self._known - known
             self._known = known
@@ -99,7 +99,7 @@ class SavedChecks:
     def _is_held(self, taken: Taken) -> bool:
         """Every shard, by somebody."""
         ranks = {k.rank for held in self._holds.values() for k in held if (k.step, k.generation) == taken}
-        return len(ranks) == self.checks.cluster.plan.positions or self.checks.cluster.plan.level != 2
+        return len(ranks) == self.checks.cluster.plan.shard_count or self.checks.cluster.plan.level != 2
 
     def _copies(self, taken: Taken) -> int:
         """So many nodes hold the shard that the fewest hold; no more than are asked for."""
@@ -109,7 +109,7 @@ class SavedChecks:
                 any((k.step, k.generation, k.rank) == (*taken, rank) for k in held)
                 for held in self._holds.values()
             )
-            for rank in range(plan.positions)
+            for rank in range(plan.shard_count)
         ]
         return min(*holders, plan.spec.saving.copies + 1)
 
@@ -271,7 +271,7 @@ class SavedChecks:
         newest = max((step for step, _ in self._whole), default=0)
         # A node that comes as planned is asked for copies, which hold up the next ones where steps are quick.
         # So do the copies of shards that only one node has.
-        copied = bool(plan.changes) or plan.positions > 1
+        copied = bool(plan.changes) or plan.shard_count > 1
         on_its_way = 2 * (plan.pull_s + plan.copy_s) / plan.step_s if copied else 0
         self.checks.require(
             newest > cluster.until - 30 - on_its_way,

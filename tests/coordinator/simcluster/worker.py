@@ -123,7 +123,7 @@ class Trainer(SimWorker):
     def __init__(self, agent: SimAgent, start: m.StartWorker) -> None:
         super().__init__(agent, start)
         rng, plan = self.cluster.rng, self.cluster.plan
-        self.position = int(self.env[m.POSITION_VARIABLE]) % plan.positions
+        self.shard_index = int(self.env[m.SHARD_INDEX_VARIABLE]) % plan.shard_count
         self.init = self._build()
         self.held: tuple[int, int] | None = None
         self.prepared = False
@@ -165,7 +165,7 @@ class Trainer(SimWorker):
     def _build(self) -> int:
         """The model, or this worker's shard of it."""
         root = 1 if self.cluster.plan.equal_starts else self.cluster.new_root()
-        return self.cluster.root(root, self.position)
+        return self.cluster.root(root, self.shard_index)
 
     def _get_ready(self) -> None:
         self.enter(Phase.IDLE)
@@ -177,19 +177,19 @@ class Trainer(SimWorker):
                 vote_port=1,
                 data_port=2,
                 shape=shape,
-                position=self.position,
+                shard_index=self.shard_index,
             )
         )
         self.cluster.moment("ready", self)
 
-    def _rebuild(self, position: int) -> None:
+    def _rebuild(self, shard_index: int) -> None:
         """`main` is run again: what came meanwhile is looked at when it is ready."""
-        self.cluster.checks.rebuilds(self, position)
+        self.cluster.checks.rebuilds(self, shard_index)
         self.cluster.moment("rebuilds", self)
         if not self.running:
             return
         self.ticket += 1
-        self.position, self.phase = position, Phase.STARTUP
+        self.shard_index, self.phase = shard_index, Phase.STARTUP
         self.init = self._build()
         self.later(self.cluster.rng.uniform(0.05, 0.5) * self.cluster.plan.start_s, self._rebuilt)
 
@@ -224,8 +224,8 @@ class Trainer(SimWorker):
         match message:
             case m.JoinGeneration():
                 self._form(message)
-            case m.Rebuild(position):
-                self._rebuild(position)
+            case m.Rebuild(shard_index):
+                self._rebuild(shard_index)
             case m.Break(number, _, halt):
                 if number == self.seen and self.phase not in (Phase.PARKED, Phase.IDLE, Phase.DONE):
                     self._halt() if halt and not self.broken else self._break()
@@ -379,13 +379,13 @@ class Trainer(SimWorker):
         if form is None or not tiers:
             return False
         kept = form.saves and self.agent.memory.take_last(self._snapshot_key(step), bits)
-        if not kept and not form.rank and self.cluster.plan.positions == 1:
+        if not kept and not form.rank and self.cluster.plan.shard_count == 1:
             self.cluster.durables[(tiers[0].url, step)] = (step, (bits,))
             self.say(m.Saved(step, tiers[0].url))
         return kept
 
     def _snapshot_key(self, step: int) -> SnapshotKey:
-        return SnapshotKey(step, self.seen, self.position, self.cluster.plan.positions)
+        return SnapshotKey(step, self.seen, self.shard_index, self.cluster.plan.shard_count)
 
     # ------------------------------------------------------------ a generation
 
@@ -415,7 +415,7 @@ class Trainer(SimWorker):
                 return
         else:
             assert form.durable is not None
-            step, bits = self.cluster.checks.published_state(form.durable, self.position)
+            step, bits = self.cluster.checks.published_state(form.durable, self.shard_index)
         self.cluster.checks.restored(self, step, bits)
         self._fetched((step, bits))
 
@@ -532,7 +532,7 @@ class Trainer(SimWorker):
         self.enter(Phase.REDUCE)
         self.collectives = 1
         generation, rank, total = self.form.generation, self.form.rank, self.cluster.plan.micro_batches
-        if self.cluster.plan.positions == 1:
+        if self.cluster.plan.shard_count == 1:
             self._reduce(step, range(rank, total, len(generation.members)))
         elif self.beside:
             self._reduce(step, ())
@@ -544,7 +544,7 @@ class Trainer(SimWorker):
     def _reduce(self, step: int, share: Sequence[int]) -> None:
         """The sum over the replicas, shard by shard."""
         assert self.plane is not None
-        self.plane.arrive(("reduce", step, self.position), self, share)
+        self.plane.arrive(("reduce", step, self.shard_index), self, share)
 
     @property
     def beside(self) -> bool:

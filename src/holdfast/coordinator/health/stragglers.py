@@ -197,7 +197,7 @@ def _neighbour(context: Context, rank: int) -> int:
     """From whom a rank gets its part in gloo's ring: of those that hold the same shard."""
     generation = context.state.generation
     assert generation is not None
-    column = generation.column(generation.members[rank].position)
+    column = generation.column(generation.members[rank].shard_index)
     return column[(column.index(rank) + 1) % len(column)]
 
 

@@ -99,7 +99,7 @@ class Worker(msgspec.Struct, omit_defaults=True):
 
     joined: the newest generation that it is connected to. restored: bytes of the state that it has, and of how many;
     None while that is not known. vanished_s: since when its agent no longer has it, while
-    how it ended is not known yet. position: which shard of the state it holds, or is built for. rebuilds: for which it
+    how it ended is not known yet. shard_index: which shard of the state it holds, or is built for. rebuilds: for which it
     was told to be built again; until it is, what it said before is out of date. begun: as in Parked. aside: it does work
     of the script's own between two steps.
     """
@@ -123,7 +123,7 @@ class Worker(msgspec.Struct, omit_defaults=True):
     digest: str | None = None
     loss: float | None = None
     restored: tuple[int, int] | None = None
-    position: int = 0
+    shard_index: int = 0
     begun: int = -1
     rebuilds: int | None = None
 
@@ -132,7 +132,7 @@ class Seat(msgspec.Struct, frozen=True, omit_defaults=True):
     """A member's own part of the newest generation: what its JoinGeneration says beside the generation itself, fields as there.
 
     The generation is kept once, in the state. In every seat it would make the state grow with the square of the workers.
-    fetches: its donors are those of its position, `CoreState.givers`.
+    fetches: its donors are those of its shard, `CoreState.givers`.
     """
 
     rank: int
@@ -416,7 +416,7 @@ class Counted(msgspec.Struct, omit_defaults=True):
 class CoreState(msgspec.Struct):
     """Everything that the core remembers. Its size is linear in the number of workers.
 
-    seats: of the newest generation's members. givers: of each position the ranks that its state is fetched from. broke_cause: why the newest generation broke, until an incident explains it. fruitless: generations in a row
+    seats: of the newest generation's members. givers: for each shard the ranks that its state is fetched from. broke_cause: why the newest generation broke, until an incident explains it. fruitless: generations in a row
     that broke without a commit and without anyone to blame. unheard_s: for so long nobody listened since it broke. bad_starts: volleys of workers in a row that died
     before they were ready. joined: nodes that ever came. stops: who was told to leave, and how. waiting: the ledger
     says that the job waits for workers. asked_nodes, capacity_nodes: what a person wants, and what the engine allows.
@@ -543,7 +543,7 @@ class CoreState(msgspec.Struct):
     def target(self) -> int:
         """Workers at full strength: as many as make whole replicas."""
         workers = self.wanted_nodes * self.spec.nproc
-        return workers - workers % self.positions
+        return workers - workers % self.shard_count
 
     @property
     def minimum(self) -> int:
@@ -553,7 +553,7 @@ class CoreState(msgspec.Struct):
     @property
     def needed(self) -> int:
         """So many workers that compute make up the smallest job: whole replicas."""
-        return -(-max(1, self.minimum) // self.positions) * self.positions
+        return -(-max(1, self.minimum) // self.shard_count) * self.shard_count
 
     @property
     def least_nodes(self) -> int:
@@ -561,6 +561,6 @@ class CoreState(msgspec.Struct):
         return -(-self.needed // self.spec.nproc)
 
     @property
-    def positions(self) -> int:
+    def shard_count(self) -> int:
         """Workers of a replica."""
         return self.shape[0] * self.shape[1]

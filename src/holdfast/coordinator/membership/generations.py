@@ -173,7 +173,9 @@ def try_form(context: Context) -> None:
 def _whole(context: Context, survivors: list[Worker]) -> bool:
     """Whether survivors hold every shard of one state."""
     outcome = policy.settle({w.name: policy.Report(w.committed, w.prepared) for w in survivors})
-    return {w.position for w in survivors if w.name in outcome.holders} == set(range(context.state.positions))
+    return {w.shard_index for w in survivors if w.name in outcome.holders} == set(
+        range(context.state.shard_count)
+    )
 
 
 def _worth_waiting(context: Context) -> bool:
@@ -206,7 +208,7 @@ def _form(context: Context, survivors: list[Worker], kept: list[Worker], fresh: 
     outcome = policy.settle(reports)
     seating = _seating(context, survivors, kept, fresh)
     ranks = seating.workers
-    columns = [[w for w in ranks if s.workers[w].position == p] for p in range(s.positions)]
+    columns = [[w for w in ranks if s.workers[w].shard_index == p] for p in range(s.shard_count)]
     durable, snapshot = None, None
     if any(outcome.holders.isdisjoint(column) for column in columns):
         durable, snapshot = s.durable, storage.newest_whole(context)
@@ -228,18 +230,18 @@ def _form(context: Context, survivors: list[Worker], kept: list[Worker], fresh: 
     else:
         start, holders, restore = outcome.start or 0, outcome.holders, outcome.restore
     before = s.generation.strength if s.generation else 0
-    connected = replica_groups.connected_in(context, seating.rows, s.generation) if s.positions > 1 else ()
+    connected = replica_groups.connected_in(context, seating.rows, s.generation) if s.shard_count > 1 else ()
     s.number += 1
-    complete = len(seating.rows) * s.positions
+    complete = len(seating.rows) * s.shard_count
     members = tuple(
-        _member(r, s.workers[w], r // s.positions if r < complete else -1) for r, w in enumerate(ranks)
+        _member(r, s.workers[w], r // s.shard_count if r < complete else -1) for r, w in enumerate(ranks)
     )
     s.generation = m.Generation(number=s.number, members=members, start=start, shape=s.shape, rows=connected)
     live = durable is None and snapshot is None
     savers = storage.savers(context, s.generation)
     givers, served = [], []
-    for position in range(s.positions):
-        column = s.generation.column(position)
+    for shard_index in range(s.shard_count):
+        column = s.generation.column(shard_index)
         readers = _readers([members[r] for r in column]) if durable is not None else ()
         givers.append(
             (tuple(r for r in column if ranks[r] in holders)[:MAX_DONORS] if live else ()) or readers
@@ -251,18 +253,18 @@ def _form(context: Context, survivors: list[Worker], kept: list[Worker], fresh: 
         copy: Copy | None = None
         sources: tuple[Holder, ...] = ()
         others: tuple[tuple[Copy, tuple[Holder, ...]], ...] = ()
-        position, node = s.workers[name].position, s.workers[name].node
-        if snapshot is not None and snapshot.world == s.positions:
-            copy, sources = storage.sources(context, snapshot, position, node)
+        shard_index, node = s.workers[name].shard_index, s.workers[name].node
+        if snapshot is not None and snapshot.world == s.shard_count:
+            copy, sources = storage.sources(context, snapshot, shard_index, node)
         elif snapshot is not None:
             others = tuple(storage.sources(context, snapshot, x, node) for x in range(snapshot.world))
-        gives = rank in givers[position]
+        gives = rank in givers[shard_index]
         reads = durable is not None and gives
         seat = Seat(
             rank,
             apply=name in outcome.apply,
             restore=name in restore,
-            serve=served[position] and gives,
+            serve=served[shard_index] and gives,
             fetches=name in restore and not reads,
             copy=copy,
             holders=sources,
@@ -297,7 +299,7 @@ def _form(context: Context, survivors: list[Worker], kept: list[Worker], fresh: 
 
 
 def _seating(context: Context, survivors: list[Worker], kept: list[Worker], fresh: list[Worker]) -> Seating:
-    if context.state.positions > 1:
+    if context.state.shard_count > 1:
         return resize.seating(context, kept, fresh)
     previous = context.state.generation if survivors else None
     ranks = policy.assign_ranks(previous, [w.name for w in kept], [w.name for w in fresh])
@@ -351,7 +353,7 @@ def _member(rank: int, worker: Worker, replica: int) -> m.Member:
         vote_port=ready.vote_port if ready else 0,
         data_port=ready.data_port if ready else 0,
         replica=replica,
-        position=worker.position,
+        shard_index=worker.shard_index,
     )
 
 

@@ -151,6 +151,6 @@ def _half(workers: list[Worker]) -> list[Worker]:
     oldest = sorted(workers, key=lambda w: w.started_s)
     columns: dict[int, list[Worker]] = {}
     for worker in oldest:
-        columns.setdefault(worker.position, []).append(worker)
+        columns.setdefault(worker.shard_index, []).append(worker)
     chosen = [w for column in columns.values() for w in column[: len(column) // 2]]
     return chosen or oldest[: max(1, len(oldest) // 2)]

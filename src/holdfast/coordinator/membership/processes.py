@@ -14,8 +14,8 @@ def start_worker(context: Context, node: Node, slot: int, env: dict[str, str]) -
     s, spec = context.state, context.spec
     s.incarnations += 1
     worker = Worker(f"{node.name}.{slot}#{s.incarnations}", node.name, slot, context.now)
-    worker.position = shard_policy.next_position(context, int(env["RANK"]))
-    env = {**env, m.POSITION_VARIABLE: str(worker.position)}
+    worker.shard_index = shard_policy.next_shard(context, int(env["RANK"]))
+    env = {**env, m.SHARD_INDEX_VARIABLE: str(worker.shard_index)}
     s.workers[worker.name] = worker
     if slot not in node.used:
         node.used.append(slot)

@@ -138,7 +138,7 @@ def form(state: CoreState, worker: Worker) -> m.JoinGeneration:
         apply=seat.apply,
         restore=seat.restore,
         serve=seat.serve,
-        donors=state.givers[state.generation.members[seat.rank].position] if seat.fetches else (),
+        donors=state.givers[state.generation.members[seat.rank].shard_index] if seat.fetches else (),
         copy=seat.copy,
         holders=seat.holders,
         durable=seat.durable,

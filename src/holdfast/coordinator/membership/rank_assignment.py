@@ -1,7 +1,7 @@
 """Who holds which shard in which replica: pure.
 
-A replica of several workers is a *row*, with one worker for every *position* (the shard that it holds); the workers that
-hold the same shard are a *column*. Survivors keep their position, because they have its state, but not always their row:
+A replica of several workers is a *row*, with one worker for every shard of the state; the workers that
+hold the same shard are a *column*. Survivors keep their shard, because they have its state, but not always their row:
 two replicas that lost different shards become one. A survivor for whose row workers are missing stays beside the rows:
 it computes nothing, but it makes every update, so its shard stays current and only what was lost is fetched.
 """
@@ -16,7 +16,7 @@ from holdfast.protocol.messages import Generation
 
 
 class Seating(msgspec.Struct, frozen=True):
-    """Complete rows, each in the order of the positions; and the survivors beside them, with their positions."""
+    """Complete rows, each in the order of the shards; and the survivors beside them, with their shards."""
 
     rows: tuple[tuple[str, ...], ...] = ()
     beside: tuple[tuple[str, int], ...] = ()
@@ -31,7 +31,7 @@ def seat(
     previous: Generation | None,
     survivors: Mapping[str, int],
     newcomers: Mapping[str, int],
-    positions: int,
+    shard_count: int,
     most: int,
 ) -> Seating:
     """As many complete rows as can be, at most `most`.
@@ -40,16 +40,16 @@ def seat(
 
     Args:
         previous: the generation before, for who sat where.
-        survivors, newcomers: workers and their positions, those to be taken first in front.
-        positions: workers of a row.
+        survivors, newcomers: workers and their shards, those to be taken first in front.
+        shard_count: workers of a replica.
     """
-    columns = [[w for w, p in survivors.items() if p == q] for q in range(positions)]
-    fresh = [[w for w, p in newcomers.items() if p == q] for q in range(positions)]
-    count = min(most, *(len(columns[q]) + len(fresh[q]) for q in range(positions)))
+    columns = [[w for w, p in survivors.items() if p == q] for q in range(shard_count)]
+    fresh = [[w for w, p in newcomers.items() if p == q] for q in range(shard_count)]
+    count = min(most, *(len(columns[q]) + len(fresh[q]) for q in range(shard_count)))
     old: dict[int, dict[int, str]] = {}
     for member in previous.members if previous else ():
         if member.worker in survivors and member.replica >= 0:
-            old.setdefault(member.replica, {})[member.position] = member.worker
+            old.setdefault(member.replica, {})[member.shard_index] = member.worker
     fullest = sorted(old, key=lambda r: (-len(old[r]), r))[:count]
     unchanged = previous is not None and count == previous.replicas
     rows: list[dict[int, str]] = [{} for _ in range(count)]
@@ -60,19 +60,19 @@ def seat(
         for place, number in enumerate(sorted(fullest)):
             rows[place] = dict(old[number])
     seated = {w for row in rows for w in row.values()}
-    for q in range(positions):
+    for q in range(shard_count):
         waiting = iter([w for w in (*columns[q], *fresh[q]) if w not in seated])
         for row in rows:
             if q not in row:
                 row[q] = next(waiting)
                 seated.add(row[q])
     beside = tuple((w, p) for w, p in survivors.items() if w not in seated)
-    return Seating(tuple(tuple(row[q] for q in range(positions)) for row in rows), beside)
+    return Seating(tuple(tuple(row[q] for q in range(shard_count)) for row in rows), beside)
 
 
-def wanted(there: Sequence[int], positions: int, rows: int) -> list[int]:
-    """The positions for which workers are missing, the scarcest first; `there`: positions that have one."""
-    counts = [sum(p == q for p in there) for q in range(positions)]
+def wanted(there: Sequence[int], shard_count: int, rows: int) -> list[int]:
+    """The shards for which workers are missing, the scarcest first; `there`: the shard of every worker."""
+    counts = [sum(p == q for p in there) for q in range(shard_count)]
     missing = []
     while min(counts) < rows:
         scarce = counts.index(min(counts))

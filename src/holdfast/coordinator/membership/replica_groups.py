@@ -23,7 +23,7 @@ def broke(context: Context, reason: str) -> None:
     s = context.state
     assert s.generation is not None
     s.halting = {}
-    if s.positions > 1:
+    if s.shard_count > 1:
         left = {
             x.replica for x in s.generation.members if s.workers[x.worker].phase is not WorkerPhase.MEMBER
         }

@@ -47,7 +47,7 @@ def check_resize(state: CoreState, nodes: int) -> None:
         )
     if nodes < state.least_nodes:
         raise UsageError(
-            f"cannot resize to {nodes} nodes: replicas of {state.positions} workers need {state.least_nodes}"
+            f"cannot resize to {nodes} nodes: replicas of {state.shard_count} workers need {state.least_nodes}"
         )
 
 
@@ -127,7 +127,7 @@ def _fit(context: Context, reason: str, within_s: float | None) -> None:
     ranks = {x.node: x.rank for x in s.generation.members} if s.generation else {}
     members = sorted((n for n in there if n.name in ranks), key=lambda n: (n.failures, ranks[n.name]))
     others = [n for n in there if n.name not in ranks]
-    if s.positions > 1:
+    if s.shard_count > 1:
         members = _whole_rows_first(context, members)
     going = [*reversed(members[s.wanted_nodes :]), *reversed(others)]
     for node in going[:excess]:
@@ -138,10 +138,10 @@ def _fit(context: Context, reason: str, within_s: float | None) -> None:
 def _whole_rows_first(context: Context, members: list[Node]) -> list[Node]:
     """Of these nodes, the best first, those in front whose workers make up as many replicas as are wanted."""
     s = context.state
-    rows, held = s.target // s.positions, Counter(w.position for w in context.members())
+    rows, held = s.target // s.shard_count, Counter(w.shard_index for w in context.members())
     holds: dict[str, Counter[int]] = {}
     for worker in context.members():
-        holds.setdefault(worker.node, Counter())[worker.position] += 1
+        holds.setdefault(worker.node, Counter())[worker.shard_index] += 1
     going: list[Node] = []
     for node in reversed(members):
         ours = holds[node.name]
@@ -190,7 +190,7 @@ def _with_newcomers(context: Context) -> tuple[int, int]:
     """How many compute without those that are ready, and with them; of sharded replicas those that are to leave keep
     their seats until they can leave."""
     s = context.state
-    there = [w for w in context.members() if s.positions > 1 or not queries.leaves(context, w)]
+    there = [w for w in context.members() if s.shard_count > 1 or not queries.leaves(context, w)]
     return shard_policy.strength(context, there, []), min(
         shard_policy.strength(context, there, queries.ready_to_join(context)), s.target
     )
@@ -258,7 +258,7 @@ def choose(
     staying = [w for w in survivors if not queries.leaves(context, w)]
     fresh = [w for w in fresh if not queries.leaves(context, w)]
     outcome = policy.settle({w.name: policy.Report(w.committed, w.prepared) for w in survivors})
-    if s.positions > 1:
+    if s.shard_count > 1:
         return _choose_rows(context, survivors, staying, fresh, outcome)
     kept = staying[: s.target]
     joining = fresh[: max(0, s.target - len(kept))]
@@ -279,16 +279,16 @@ def _choose_rows(
     """The same where a replica is several workers. Of each shard one stays that has the newest state; survivors of which
     there are more than replicas are wanted go, and others are started for what is missing."""
     plan = shard_policy.seating(context, staying, fresh)
-    if not _may_leave(context, len(plan.rows) * context.state.positions):
+    if not _may_leave(context, len(plan.rows) * context.state.shard_count):
         plan = shard_policy.seating(context, [*staying, *(w for w in survivors if w not in staying)], fresh)
     seated = {w for row in plan.rows for w in row}
     kept = [w for w in survivors if w.name in seated]
-    most = context.state.target // context.state.positions
+    most = context.state.target // context.state.shard_count
     for worker in staying:
-        if worker not in kept and sum(w.position == worker.position for w in kept) < most:
+        if worker not in kept and sum(w.shard_index == worker.shard_index for w in kept) < most:
             kept.append(worker)
     for worker in survivors:
-        others = [w for w in kept if w.position == worker.position and w.name in outcome.holders]
+        others = [w for w in kept if w.shard_index == worker.shard_index and w.name in outcome.holders]
         if worker.name in outcome.holders and not others:
             kept.append(worker)
     return kept, [w for w in fresh if w.name in seated]
@@ -300,7 +300,7 @@ def seating(context: Context, kept: list[Worker], fresh: list[Worker]) -> Seatin
     without, full = shard_policy.seating(context, staying, fresh), shard_policy.seating(context, kept, fresh)
     if len(without.rows) < len(full.rows):
         return full
-    donors = tuple((w.name, w.position) for w in kept if queries.leaves(context, w))
+    donors = tuple((w.name, w.shard_index) for w in kept if queries.leaves(context, w))
     return Seating(without.rows, (*without.beside, *donors))
 
 
@@ -344,7 +344,7 @@ def _holds_on(context: Context, node: Node) -> bool:
         return False
     parked = context.workers_in(WorkerPhase.PARKED)
     holders = policy.settle({w.name: policy.Report(w.committed, w.prepared) for w in parked}).holders
-    whole = len({w.position for w in parked if w.name in holders}) == s.positions
+    whole = len({w.shard_index for w in parked if w.name in holders}) == s.shard_count
     if node.then is Remedy.RESET_DEVICE or (node.then is Remedy.REBOOT and whole):
         return False  # it loses nothing, or what others have; and the sooner it is back the better
     settled = s.phase is JobPhase.RUNNING and s.generation_committed > s.generation.start

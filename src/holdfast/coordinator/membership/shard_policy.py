@@ -22,15 +22,15 @@ def fits(context: Context, worker: Worker, ready: m.Ready) -> bool:
     s = context.state
     known = [w for w in context.alive_workers() if w.ready is not None]
     if not known or ready.shape == s.shape:
-        s.shape, worker.position = ready.shape, ready.position
+        s.shape, worker.shard_index = ready.shape, ready.shard_index
         for starting in context.workers_in(*COMING):
-            starting.position %= s.positions
+            starting.shard_index %= s.shard_count
         if s.asked_nodes is not None and s.asked_nodes < s.least_nodes:  # nobody knew the shape then
             context.record(ledger.Resize(nodes=s.least_nodes, before=s.asked_nodes, reason="a whole replica"))
             s.asked_nodes = s.least_nodes
         if s.wanted_nodes < s.least_nodes:
             reason = f"{s.wanted_nodes} of at least {s.least_nodes} nodes are left"
-            context.request(StopJob(f"{reason} for a replica of {s.positions} workers", "stopped"))
+            context.request(StopJob(f"{reason} for a replica of {s.shard_count} workers", "stopped"))
         return True
     reason = f"{worker.name} made replicas of shard x tensor = {ready.shape}, other workers of {s.shape}"
     advice = "call run.mesh() with the same sizes everywhere"
@@ -39,44 +39,44 @@ def fits(context: Context, worker: Worker, ready: m.Ready) -> bool:
     return False
 
 
-def positions_of(workers: Iterable[Worker]) -> dict[str, int]:
+def shards_of(workers: Iterable[Worker]) -> dict[str, int]:
     """Which shard each of them holds or was built for."""
-    return {w.name: w.position for w in workers}
+    return {w.name: w.shard_index for w in workers}
 
 
 def seating(context: Context, survivors: Iterable[Worker], newcomers: Iterable[Worker]) -> Seating:
     """Who sits where in the next generation."""
     s = context.state
-    most = s.target // s.positions
-    return seat(s.generation, positions_of(survivors), positions_of(newcomers), s.positions, most)
+    most = s.target // s.shard_count
+    return seat(s.generation, shards_of(survivors), shards_of(newcomers), s.shard_count, most)
 
 
 def strength(context: Context, survivors: list[Worker], newcomers: list[Worker]) -> int:
     """So many workers would compute."""
     s = context.state
-    if s.positions == 1:
+    if s.shard_count == 1:
         return len(survivors) + len(newcomers)
     there = len(survivors) + len(newcomers)
-    rows = seat(s.generation, positions_of(survivors), positions_of(newcomers), s.positions, there).rows
-    return len(rows) * s.positions
+    rows = seat(s.generation, shards_of(survivors), shards_of(newcomers), s.shard_count, there).rows
+    return len(rows) * s.shard_count
 
 
-def next_position(context: Context, rank: int) -> int:
+def next_shard(context: Context, rank: int) -> int:
     """The shard for which a worker that is started now is most likely needed. While the shape is not known its rank, of
     which the worker takes the remainder."""
     s = context.state
-    if s.positions == 1:
+    if s.shard_count == 1:
         return rank
-    there = [w.position for w in context.alive_workers() if s.nodes[w.node].leaving is None]
-    rows = max(s.target // s.positions, len(there) // s.positions + 1)
-    return wanted(there, s.positions, rows)[0]
+    there = [w.shard_index for w in context.alive_workers() if s.nodes[w.node].leaving is None]
+    rows = max(s.target // s.shard_count, len(there) // s.shard_count + 1)
+    return wanted(there, s.shard_count, rows)[0]
 
 
 def _rows_within_reach(context: Context, there: list[int], others: int) -> int:
     """So many complete rows there can be, of workers that hold a shard and `others` that may be built for any."""
     s = context.state
-    rows = max(1, s.target // s.positions)
-    while rows > 1 and len(wanted(there, s.positions, rows)) > others:
+    rows = max(1, s.target // s.shard_count)
+    while rows > 1 and len(wanted(there, s.shard_count, rows)) > others:
         rows -= 1
     return rows
 
@@ -84,28 +84,30 @@ def _rows_within_reach(context: Context, there: list[int], others: int) -> int:
 def rebuild(context: Context) -> None:
     """Spares that were built for a shard of which there are enough are built again for one that is missing."""
     s = context.state
-    if s.positions == 1:
+    if s.shard_count == 1:
         return
     ready, seated, coming = (
         [w for w in context.workers_in(*phases) if s.nodes[w.node].leaving is None]
         for phases in ((WorkerPhase.READY,), SEATED, COMING)
     )
-    there = [w.position for w in seated]
+    there = [w.shard_index for w in seated]
     rows = _rows_within_reach(context, there, len(ready) + len(coming))
-    expected = [w.position for w in coming]
+    expected = [w.shard_index for w in coming]
     spare: list[Worker] = []
     for worker in ready:
-        if there.count(worker.position) < rows:
-            there.append(worker.position)
+        if there.count(worker.shard_index) < rows:
+            there.append(worker.shard_index)
         else:
             spare.append(worker)
-    for position in wanted(there, s.positions, rows):
-        if position in expected:
-            expected.remove(position)
+    for shard_index in wanted(there, s.shard_count, rows):
+        if shard_index in expected:
+            expected.remove(shard_index)
         elif spare:
             worker = spare.pop(0)
-            context.record(ledger.Rebuild(worker=worker.name, position=position, before=worker.position))
+            context.record(
+                ledger.Rebuild(worker=worker.name, shard_index=shard_index, before=worker.shard_index)
+            )
             transitions.enter(context, worker, WorkerPhase.ATTACHED)
-            worker.position = position
-            worker.ready, worker.rebuilds, worker.started_s = None, position, context.now
-            context.tell(worker, m.Rebuild(position))
+            worker.shard_index = shard_index
+            worker.ready, worker.rebuilds, worker.started_s = None, shard_index, context.now
+            context.tell(worker, m.Rebuild(shard_index))

@@ -72,8 +72,8 @@ def finishing(context: Context) -> bool:
         return True
     last = max(w.committed or 0 for w in ended)
     can = [w for w in context.workers_in(WorkerPhase.PARKED) if _comes_to(w, last)]
-    there = {w.position for w in (*ended, *can)} | storage.kept_positions(context, last)
-    if there != set(range(s.positions)) and (s.durable is None or s.durable.step < last):
+    there = {w.shard_index for w in (*ended, *can)} | storage.kept_shards(context, last)
+    if there != set(range(s.shard_count)) and (s.durable is None or s.durable.step < last):
         _undone(context, ended)
         return False
     for worker in context.workers_in(WorkerPhase.PARKED):
@@ -110,14 +110,12 @@ def _last_stop(context: Context, worker: Worker, last: int) -> m.Stop:
     """A worker that has all steps, or is about to, leaves; when nobody else keeps what it holds it does."""
     s = context.state
     at_work = [w for w in context.workers_in(WorkerPhase.PARKED) if w.name in s.stops]
-    savers = {w.position for w in at_work if s.stops[w.name].save_to or s.stops[w.name].keep}
-    kept = worker.position in savers | storage.kept_positions(context, last) | storage.awaited_positions(
-        context
-    )
+    savers = {w.shard_index for w in at_work if s.stops[w.name].save_to or s.stops[w.name].keep}
+    kept = worker.shard_index in savers | storage.kept_shards(context, last) | storage.awaited_shards(context)
     kept = kept or (s.durable is not None and s.durable.step >= last)
     tier = context.spec.saving.tiers[0] if context.spec.saving.tiers and not kept else None
     apply = worker.committed != last
-    return m.Stop(apply, None, tier is not None) if s.positions > 1 else m.Stop(apply, tier)
+    return m.Stop(apply, None, tier is not None) if s.shard_count > 1 else m.Stop(apply, tier)
 
 
 def _undone(context: Context, ended: list[Worker]) -> None:
@@ -152,7 +150,7 @@ def advance(context: Context) -> None:
     s = context.state
     waiting = [w for w in context.workers_in(WorkerPhase.PARKED) if w.name not in s.stops]
     if waiting and not _saving(context):
-        if s.positions > 1:
+        if s.shard_count > 1:
             _keep(context, waiting)
         else:
             _save(context, waiting)
@@ -186,12 +184,14 @@ def _keep(context: Context, waiting: list[Worker]) -> None:
     for worker in [w for w in waiting if not _comes_to(w, last)]:
         waiting.remove(worker)
         processes.end_worker(context, worker, counts=False)
-    missing = [p for p in range(s.positions) if p not in storage.kept_positions(context, last)]
+    missing = [p for p in range(s.shard_count) if p not in storage.kept_shards(context, last)]
     todo = context.spec.saving.tiers and last and (s.durable is None or s.durable.step < last)
-    able = {w.position for w in waiting if s.nodes[w.node].snapshot_port}
+    able = {w.shard_index for w in waiting if s.nodes[w.node].snapshot_port}
     if todo and missing and able.issuperset(missing):
         first = not s.stops
-        keep = [w for p in missing for w in _keepers(context, [w for w in waiting if w.position == p], first)]
+        keep = [
+            w for p in missing for w in _keepers(context, [w for w in waiting if w.shard_index == p], first)
+        ]
         for worker in keep:
             _stop(context, worker, m.Stop(worker.committed != last, keep=True))
     else:
@@ -203,7 +203,7 @@ def _settled(context: Context, waiting: list[Worker]) -> int:
     """The step at which the job stops; 0: no state is whole."""
     s = context.state
     outcome = policy.settle({w.name: policy.Report(w.committed, w.prepared) for w in waiting})
-    if {w.position for w in waiting if w.name in outcome.holders} != set(range(s.positions)):
+    if {w.shard_index for w in waiting if w.name in outcome.holders} != set(range(s.shard_count)):
         return 0
     s.committed = max(s.committed, outcome.start or 0)
     return outcome.start or 0
@@ -220,7 +220,7 @@ def _saving(context: Context) -> bool:
     s = context.state
     at_work = [w for w in context.workers_in(WorkerPhase.PARKED) if w.name in s.stops]
     return any(s.stops[w.name].save_to or s.stops[w.name].keep for w in at_work) or bool(
-        storage.awaited_positions(context)
+        storage.awaited_shards(context)
     )
 
 

@@ -25,7 +25,7 @@ def ready(context: Context, worker: Worker, ready: m.Ready) -> None:
     attached(context, worker)
     if worker.phase is not WorkerPhase.ATTACHED:
         return
-    if worker.rebuilds not in (None, ready.position) or not shard_policy.fits(context, worker, ready):
+    if worker.rebuilds not in (None, ready.shard_index) or not shard_policy.fits(context, worker, ready):
         return
     worker.rebuilds = None
     transitions.enter(context, worker, WorkerPhase.READY)

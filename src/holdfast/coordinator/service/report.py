@@ -25,7 +25,7 @@ def build_report(state: CoreState, steps: list[StepRow], now: float) -> dict[str
     took = [s.took_s for s in steps if s.took_s is not None]
     productive_s = sum(took) if took else None
     ended = [w for w in state.workers.values() if w.digest is not None]
-    digests = [sorted({str(w.digest) for w in ended if w.position == p}) for p in range(state.positions)]
+    digests = [sorted({str(w.digest) for w in ended if w.shard_index == p}) for p in range(state.shard_count)]
     losses = [s.loss for s in steps if s.loss is not None]
     return {
         "schema": SCHEMA,
@@ -72,7 +72,7 @@ def _in_memory(state: CoreState) -> dict[str, int | None] | None:
 def _idle(state: CoreState) -> list[tuple[int, float]]:
     """World sizes that the job had and that do not divide its micro-batches, and the share that each leaves idle."""
     count = (state.micro_batches or 0) // state.shape[0]  # a replica computes so many at a time
-    sizes = {world: world // state.positions for _, world in sorted(state.history, key=lambda h: h[1])}
+    sizes = {world: world // state.shard_count for _, world in sorted(state.history, key=lambda h: h[1])}
     return [(w, round(idle_share(count, n), 4)) for w, n in sizes.items() if n and n <= count and count % n]
 
 

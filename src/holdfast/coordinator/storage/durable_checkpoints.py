@@ -230,7 +230,7 @@ def saved(context: Context, worker: Worker, message: m.Saved) -> None:
 
 def given_last(context: Context, worker: Worker) -> None:
     """A worker left the state after its last step to its node."""
-    context.state.last_from.append((worker.node, worker.position))
+    context.state.last_from.append((worker.node, worker.shard_index))
 
 
 def forget_last(context: Context) -> None:
@@ -255,7 +255,7 @@ def last_on_its_way(context: Context) -> bool:
     s = context.state
     if s.stop_reason is not None and s.stop_deadline_s is None:
         return False  # asked to stop, and the time for that is over
-    if queries.awaited_positions(context) or s.summing:
+    if queries.awaited_shards(context) or s.summing:
         return True
     snapshot = queries.newest_whole(context)
     newest = s.durable.step if s.durable is not None else 0
@@ -283,7 +283,7 @@ def say_unsaved(context: Context) -> None:
     """The job ends without its last state in a tier, for a reason that was not said."""
     s, last = context.state, queries.last_step(context)
     known = s.last_failed or (s.durable is not None and s.durable.step >= last)
-    if s.level != 2 or s.positions == 1 or not last or known:
+    if s.level != 2 or s.shard_count == 1 or not last or known:
         return
     for tier in context.spec.saving.tiers:
         reason = "not every shard of the last state could be kept in the memory of a node"

@@ -315,7 +315,7 @@ def _spread(context: Context, snapshot: Snapshot) -> None:
         entries = [h for h in snapshot.shards if h.copy.key.rank == rank]
         if not entries:
             complete = False
-            if s.positions > 1 and not s.last_from and not _may_come(context, snapshot, rank):
+            if s.shard_count > 1 and not s.last_from and not _may_come(context, snapshot, rank):
                 _give_up(context, snapshot)
                 return
             continue

@@ -34,14 +34,14 @@ def holders(context: Context, entry: HeldShard) -> tuple[Holder, ...]:
 
 def savers(context: Context, generation: m.Generation) -> frozenset[int]:
     """Ranks of a generation of replicas that take the snapshots."""
-    return frozenset(r for p in range(generation.positions) for r in savers_of(context, generation, p))
+    return frozenset(r for p in range(generation.shard_count) for r in savers_of(context, generation, p))
 
 
-def savers_of(context: Context, generation: m.Generation, position: int) -> frozenset[int]:
+def savers_of(context: Context, generation: m.Generation, shard_index: int) -> frozenset[int]:
     """Those of one shard: enough of them, on different nodes and in different racks where there are such, so that nothing
     needs to be sent; they hold the same."""
     first: dict[str, int] = {}
-    for member in (generation.members[r] for r in generation.column(position)):
+    for member in (generation.members[r] for r in generation.column(shard_index)):
         if context.state.nodes[member.node].snapshot_port:
             first.setdefault(member.node, member.rank)
     wanted = context.spec.saving.copies + 1
@@ -94,16 +94,16 @@ def last_step(context: Context) -> int:
     return s.committed if s.last_step is None else s.last_step
 
 
-def kept_positions(context: Context, step: int) -> set[int]:
+def kept_shards(context: Context, step: int) -> set[int]:
     """The shards of the last state that nodes hold."""
     s = context.state
     taken = [x for x in s.snapshots if x.step == step]
     if any(has_all(x) for x in taken):
-        return set(range(s.positions))
+        return set(range(s.shard_count))
     return {h.copy.key.rank for x in taken if x.generation == s.number for h in x.shards if h.nodes}
 
 
-def awaited_positions(context: Context) -> set[int]:
+def awaited_shards(context: Context) -> set[int]:
     """Shards of the last state that agents were given; what became of them they have not said yet."""
     s, last = context.state, last_step(context)
     taken = [x for x in s.snapshots if x.step == last]

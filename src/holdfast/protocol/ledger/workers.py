@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from holdfast.protocol.causes import CauseKind
 from holdfast.protocol.ledger.base import LedgerEvent
 
@@ -107,7 +109,7 @@ class Rebuild(LedgerEvent, frozen=True, kw_only=True):
 
     worker: str
     """Its name."""
-    position: int
+    shard_index: int = msgspec.field(name="shard_index")
     """The shard that it is built for now."""
     before: int
     """The shard that it was built for."""
