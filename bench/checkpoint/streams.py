@@ -23,8 +23,8 @@ import torch.distributed.checkpoint as dcp
 
 from holdfast.checkpoint.memory import SlotPool
 from holdfast.checkpoint.pages import PAGE
-from holdfast.checkpoint.range_server import SnapshotServer
 from holdfast.checkpoint.replicate import Pull, replicate
+from holdfast.checkpoint.snapshot_server import SnapshotServer
 from holdfast.protocol.snapshots import Holder, Key
 from holdfast.protocol.sockets import unpace
 from holdfast.train import checkpoint_restore, state_image

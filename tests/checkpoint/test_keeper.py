@@ -14,7 +14,7 @@ from snapshots_in_memory import BUDGET, flip, index_of, key_of, new_folder, slot
 
 from holdfast.agent import snapshots
 from holdfast.agent.snapshots import SnapshotKeeper
-from holdfast.checkpoint import range_server
+from holdfast.checkpoint import snapshot_server
 from holdfast.checkpoint.archive import Archive
 from holdfast.checkpoint.checksums import sums_of
 from holdfast.checkpoint.layout import digest, parts_of
@@ -495,7 +495,7 @@ def test_close_ends_what_is_under_way_and_leaves_nothing(tmp_path, monkeypatch):
             assert go.wait(30)
             raise BrokenPipeError
 
-        monkeypatch.setattr(range_server, "_send", stand)
+        monkeypatch.setattr(snapshot_server, "_send", stand)
         other = await b.held(key_of(10, rank=1))
         tasks = [
             asyncio.create_task(b.keeper.replicate(m.Replicate(copy, (a.holder,)))),

@@ -24,8 +24,8 @@ from holdfast.checkpoint.disk import DiskTier
 from holdfast.checkpoint.located import find_in_archive, find_in_memory
 from holdfast.checkpoint.memory import SlotPool, remove_memory
 from holdfast.checkpoint.pages import PAGE
-from holdfast.checkpoint.range_server import SnapshotServer
 from holdfast.checkpoint.replicate import Pull, replicate
+from holdfast.checkpoint.snapshot_server import SnapshotServer
 from holdfast.errors import HoldfastError, TierError
 from holdfast.protocol.snapshots import Holder
 

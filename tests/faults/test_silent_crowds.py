@@ -15,8 +15,8 @@ import snapshots_in_memory as snapshots
 from stranger import needs_root, stranger
 
 from holdfast.checkpoint.memory import SlotPool
-from holdfast.checkpoint.range_server import SnapshotServer
 from holdfast.checkpoint.replicate import Pull, replicate
+from holdfast.checkpoint.snapshot_server import SnapshotServer
 from holdfast.engines.agents import agent_arguments
 from holdfast.engines.client import JobClient
 from holdfast.engines.jobs import JobFolder

@@ -21,7 +21,7 @@ import snapshots_in_memory as snapshots
 from harness import TINY, finish, start, wait_for
 from stranger import NOBODY, as_stranger, needs_root, stranger
 
-from holdfast.checkpoint import range_server
+from holdfast.checkpoint import snapshot_server
 from holdfast.checkpoint.memory import SlotPool, memory_base, remove_memory
 from holdfast.checkpoint.replicate import Pull
 from holdfast.engines import client
@@ -108,10 +108,10 @@ def listening(frame):
     """A deed: listens at a port, says which, and plays the coordinator for one connection after the other."""
 
     def listen(told):
-        with socket.create_server(("127.0.0.1", 0)) as range_server:
-            told.send(range_server.getsockname()[1])
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            told.send(server.getsockname()[1])
             while True:
-                with range_server.accept()[0] as connection:
+                with server.accept()[0] as connection:
                     agree(connection, frame, told)
 
     return listen
@@ -189,12 +189,12 @@ def test_who_listens_at_a_dead_agents_port_is_told_nothing_and_gives_no_snapshot
 
 @needs_root
 def test_nobody_waits_for_a_stranger_whose_answer_never_ends(monkeypatch):
-    monkeypatch.setattr(range_server, "STALL_S", 0.5)
+    monkeypatch.setattr(snapshot_server, "STALL_S", 0.5)
 
     def listen(told):
-        with socket.create_server(("127.0.0.1", 0)) as range_server:
-            told.send(range_server.getsockname()[1])
-            with range_server.accept()[0] as connection:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            told.send(server.getsockname()[1])
+            with server.accept()[0] as connection:
                 head_of(connection)
                 with contextlib.suppress(ConnectionError):
                     while True:

@@ -24,8 +24,8 @@ from holdfast.checkpoint.checksums import damaged
 from holdfast.checkpoint.layout import parts_of
 from holdfast.checkpoint.memory import Slot, SlotPool, default_budget
 from holdfast.checkpoint.policy import Retention
-from holdfast.checkpoint.range_server import SnapshotServer
 from holdfast.checkpoint.replicate import Pull, replicate
+from holdfast.checkpoint.snapshot_server import SnapshotServer
 from holdfast.errors import HoldfastError, MemoryShort, SlotsTaken, StateError, TierError
 from holdfast.observe.transfer_progress import HowFar
 from holdfast.protocol import messages as m

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from holdfast.checkpoint.layout import Head
 from holdfast.checkpoint.memory import Slot, SlotPool
-from holdfast.checkpoint.range_server import Peer, peer_of
+from holdfast.checkpoint.snapshot_server import Peer, peer_of
 from holdfast.checkpoint.sources import WINDOW_BYTES, Row
 from holdfast.errors import HoldfastError, StateError
 from holdfast.protocol.snapshots import Holder, Key, Part

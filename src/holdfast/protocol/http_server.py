@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import socket
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
 from typing import Any
@@ -21,8 +22,8 @@ HEAD_BYTES = 8192
 class HttpDoor:
     """Serves HTTP until closed: the first request of a connection is heard at the door, the others where it is answered."""
 
-    def __init__(self, host: str, name: str, handler: type[Handler]) -> None:
-        """name: of the thread at the door."""
+    def __init__(self, host: str, name: str, handler: Callable[[socket.socket, bytes], object]) -> None:
+        """name: of the thread at the door. handler: answers all requests of a connection, given what it sent so far."""
         server = socket.create_server((host, 0), backlog=BACKLOG)
         self.port: int = server.getsockname()[1]
         self._name, self._handler = name, handler

@@ -38,3 +38,13 @@ def unpace(sock: socket.socket) -> None:
     with suppress(OSError):  # not connected, or a kernel without it: then as it is
         if sock.getpeername()[0] == sock.getsockname()[0]:
             sock.setsockopt(socket.IPPROTO_TCP, CONGESTION, b"reno")
+
+
+def shut(sock: socket.socket) -> None:
+    """Ends a connection under whoever waits in it, in any thread: it goes on with an error.
+
+    Not close(): that would not wake a thread that is inside recv or send, and its number could be another socket's by the
+    time that the thread uses it again.
+    """
+    with suppress(OSError):  # not connected any more
+        sock.shutdown(socket.SHUT_RDWR)

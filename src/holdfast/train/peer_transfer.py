@@ -14,13 +14,12 @@ before that vote.
 from __future__ import annotations
 
 import http.client
-import re
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from http import HTTPStatus
 from urllib.parse import parse_qs, urlsplit
 
 import msgspec
@@ -28,10 +27,10 @@ import xxhash
 
 from holdfast.errors import ChecksumError, CollectiveFailed, StateError
 from holdfast.observe.transfer_progress import Seen
-from holdfast.protocol import http_server
 from holdfast.protocol.messages import Generation, Member
-from holdfast.protocol.proof import ANSWER_HEADER, Question, answer_to_header, bears
-from holdfast.protocol.sockets import unpace
+from holdfast.protocol.proof import ANSWER_HEADER, Question
+from holdfast.protocol.range_server import RangeServer, Request
+from holdfast.protocol.sockets import shut
 from holdfast.tensors.index import Index, decode_index_of_peer
 from holdfast.train import gpu_transfer
 from holdfast.train.state_image import Image, Protected, targets
@@ -50,24 +49,23 @@ def _server_name(worker: str) -> str:
     return f"state {worker}"
 
 
-class DonorServer:
+class DonorServer(RangeServer):
     """Serves this worker's state to newcomers of the generation for which it was published."""
 
     def __init__(self, host: str, token: str, worker: str) -> None:
         """worker: this one's name, by which the others know it."""
-        self._token = token
-        self._name = _server_name(worker)
         self._news = threading.Condition()
         self._generation = 0
         self._image: Image | None = None
         self._lines: set[gpu_transfer.Line] = set()
-        self._door = http_server.HttpDoor(host, "holdfast-donor", self._handler())
-        self.port = self._door.port
+        super().__init__(host, token, _server_name(worker), "holdfast-donor")
 
     def close(self) -> None:
         """Stops serving; requests that wait are answered with 'gone'."""
         self.publish(1 << 62, None)
-        self._door.close()
+        # Not the base's close, which cuts every connection: who waits for a state is to hear that it will not come here.
+        # A transfer ends with the generation that it is for, which is over with this publish.
+        self.refuse_new()
 
     def publish(self, generation: int, image: Image | None) -> None:
         """From now on requests for this generation are answered (None: with 'gone'); older ones fail."""
@@ -89,7 +87,7 @@ class DonorServer:
         return self._generation == generation
 
     @contextmanager
-    def _open(self, generation: int) -> Iterator[Callable[[gpu_transfer.Line], None]]:
+    def _open_line(self, generation: int) -> Iterator[Callable[[gpu_transfer.Line], None]]:
         """While a stripe goes from GPU to GPU: the end of the generation ends it."""
         own: list[gpu_transfer.Line] = []
 
@@ -106,87 +104,52 @@ class DonorServer:
             with self._news:
                 self._lines.difference_update(own)
 
-    def _handler(self) -> type[http_server.Handler]:
-        donor = self
+    def answer(self, request: Request) -> None:
+        """The paths of the module's docstring."""
+        # A generation fetches once. A kept connection would only hold a thread until the time limit.
+        request.close_connection = True
+        url = urlsplit(request.path)
+        number = parse_qs(url.query).get("generation", [""])[0]
+        image = self._wait(int(number)) if number.isdecimal() else None
+        if image is None and number.isdecimal() and self._is_to_come(int(number)):
+            request.send_error(503, "this generation is not served yet: ask again")
+        elif image is None:
+            request.send_error(410, "this generation is not served here")
+        elif url.path == "/state/index":
+            request.send(msgspec.json.encode(image.index))
+        elif url.path == "/state/bytes":
+            self._send_range(request, image, int(number))
+        elif url.path == "/state/direct" and gpu_transfer.possible(image):
+            self._send_directly(request, image, int(number))
+        else:
+            request.send_error(404)
 
-        class Handler(http_server.Handler):
-            _proof: str | None = None
+    def _send_directly(self, request: Request, image: Image, generation: int) -> None:
+        if (span := request.span(image.index.nbytes)) is None:
+            return
+        request.begin(HTTPStatus.SWITCHING_PROTOCOLS, {"Connection": "Upgrade", "Upgrade": "holdfast-direct"})
+        with self._open_line(generation) as opened, suppress(CollectiveFailed):  # it comes another way
+            gpu_transfer.send(request.connection, image, *span, opened)
 
-            def do_GET(self) -> None:
-                self.close_connection = True
-                self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                unpace(self.connection)
-                given = self.headers.get("Authorization", "")
-                self._proof = answer_to_header(given, donor._token, donor._name, "GET", self.path)
-                if self._proof is None and not bears(given, donor._token):
-                    self.send_error(401, "send the job's token: Authorization: Bearer TOKEN")
-                    return
-                url = urlsplit(self.path)
-                number = parse_qs(url.query).get("generation", [""])[0]
-                image = donor._wait(int(number)) if number.isdecimal() else None
-                if image is None and number.isdecimal() and donor._is_to_come(int(number)):
-                    self.send_error(503, "this generation is not served yet: ask again")
-                elif image is None:
-                    self.send_error(410, "this generation is not served here")
-                elif url.path == "/state/index":
-                    self._send(msgspec.json.encode(image.index))
-                elif url.path == "/state/bytes":
-                    self._send_range(image, int(number))
-                elif url.path == "/state/direct" and gpu_transfer.possible(image):
-                    self._send_directly(image, int(number))
-                else:
-                    self.send_error(404)
-
-            def _send(self, body: bytes) -> None:
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def _range(self, image: Image) -> tuple[int, int] | None:
-                wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-                start, stop = (int(wanted[1]), int(wanted[2]) + 1) if wanted else (0, image.index.nbytes)
-                if 0 <= start < stop <= image.index.nbytes:
-                    return start, stop
-                self.send_error(416)
-                return None
-
-            def _send_directly(self, image: Image, generation: int) -> None:
-                if (span := self._range(image)) is None:
-                    return
-                self.send_response(101)
-                self.send_header("Connection", "Upgrade")
-                self.send_header("Upgrade", "holdfast-direct")
-                self.end_headers()
-                self.wfile.flush()
-                with donor._open(generation) as opened, suppress(CollectiveFailed):  # it comes another way
-                    gpu_transfer.send(self.connection, image, *span, opened)
-
-            def _send_range(self, image: Image, generation: int) -> None:
-                if (span := self._range(image)) is None:
-                    return
-                start, stop = span
-                chunks = -(-(stop - start) // CHUNK_BYTES)
-                self.send_response(206)
-                self.send_header("Content-Length", str(stop - start + chunks * DIGEST_BYTES))
-                self.send_header("X-Holdfast-Chunk", str(CHUNK_BYTES))
-                self.end_headers()
-                self.wfile.flush()
-                for low in range(start, stop, CHUNK_BYTES):
-                    if not donor._current(generation):
-                        return
-                    row = xxhash.xxh3_64()
-                    for piece in image.pieces(low, min(low + CHUNK_BYTES, stop)):
-                        row.update(piece)
-                        self.connection.sendall(piece)
-                    self.connection.sendall(row.digest())
-
-            def end_headers(self) -> None:
-                if self._proof is not None:
-                    self.send_header(ANSWER_HEADER, self._proof)
-                super().end_headers()
-
-        return Handler
+    def _send_range(self, request: Request, image: Image, generation: int) -> None:
+        if (span := request.span(image.index.nbytes)) is None:
+            return
+        start, stop = span
+        chunks = -(-(stop - start) // CHUNK_BYTES)
+        request.begin(
+            HTTPStatus.PARTIAL_CONTENT,
+            {"Content-Length": stop - start + chunks * DIGEST_BYTES, "X-Holdfast-Chunk": CHUNK_BYTES},
+        )
+        for low in range(start, stop, CHUNK_BYTES):
+            # Asked again for every chunk: with the generation's end the optimizer may step, and what is read from the
+            # live tensors afterwards would be half of one step and half of the next.
+            if not self._current(generation):
+                return
+            digest = xxhash.xxh3_64()
+            for piece in image.pieces(low, min(low + CHUNK_BYTES, stop)):
+                digest.update(piece)
+                request.write(piece)
+            request.write(memoryview(digest.digest()))
 
 
 class _NotYetError(StateError):
@@ -222,10 +185,7 @@ class Fetch:
             self._aborted = True
             for connection in self._open:
                 if connection.sock is not None:
-                    try:
-                        connection.sock.shutdown(socket.SHUT_RDWR)
-                    except OSError:
-                        continue
+                    shut(connection.sock)
 
     def busy(self) -> bool:
         """Whether a connection to a donor is open."""
@@ -299,7 +259,7 @@ class Fetch:
 
         try:
             with self._connected(member, "/state/direct", (low, stop)) as (connection, response):
-                if response.status == http.HTTPStatus.SWITCHING_PROTOCOLS:
+                if response.status == HTTPStatus.SWITCHING_PROTOCOLS:
                     gpu_transfer.receive(connection.sock, image, low, stop, moved)
         except (OSError, http.client.HTTPException, StateError) as error:
             if not self._aborted:
@@ -312,7 +272,7 @@ class Fetch:
         self, member: Member, path: str, span: tuple[int, int] | None = None
     ) -> Iterator[http.client.HTTPResponse]:
         with self._connected(member, path, span) as (_, response):
-            if response.status == http.HTTPStatus.SERVICE_UNAVAILABLE:
+            if response.status == HTTPStatus.SERVICE_UNAVAILABLE:
                 raise _NotYetError("it does not have the state yet")
             if response.status not in (200, 206):
                 raise StateError(f"it answered {response.status} {response.reason}")

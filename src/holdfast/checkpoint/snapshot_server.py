@@ -20,6 +20,7 @@ import secrets
 import select
 import socket
 import threading
+from http import HTTPStatus
 
 import msgspec
 
@@ -27,10 +28,10 @@ from holdfast.checkpoint.layout import Head, decode_head, digest
 from holdfast.checkpoint.memory import Slot, SlotPool
 from holdfast.checkpoint.pages import PAGE
 from holdfast.errors import StateError, TierError
-from holdfast.protocol import http_server
-from holdfast.protocol.proof import ANSWER_HEADER, Question, answer_to_header, bears
+from holdfast.protocol.proof import ANSWER_HEADER, Question
+from holdfast.protocol.range_server import RangeServer, Request
 from holdfast.protocol.snapshots import Holder, Key, Part
-from holdfast.protocol.sockets import unpace
+from holdfast.protocol.sockets import shut
 
 CONNECT_S = 5.0
 STALL_S = 20.0
@@ -46,117 +47,54 @@ SEND_BYTES = 4 << 20
 because it hands over one page of 4 KiB after the other."""
 
 
-class SnapshotServer:
-    """Serves a pool's sealed slots until closed. Owns its threads.
-
-    Attributes:
-        name: by which `protocol.proof` knows it; no other server ever has it.
-    """
+class SnapshotServer(RangeServer):
+    """Serves a pool's sealed slots. Connections are kept for the next request."""
 
     def __init__(self, pool: SlotPool, host: str, token: str) -> None:
-        self.name = f"snapshots {secrets.token_hex(8)}"
-        self._pool, self._token = pool, token
-        self._open: set[socket.socket] = set()
-        self._lock = threading.Lock()
-        self._closed = False
-        self._door = http_server.HttpDoor(host, "holdfast-snapshots", self._handler())
-        self.port = self._door.port
+        self._pool = pool
+        super().__init__(host, token, f"snapshots {secrets.token_hex(8)}", "holdfast-snapshots")
 
-    def close(self) -> None:
-        """Ends every transfer, and takes no more."""
-        with self._lock:
-            self._closed = True
-            for connection in self._open:
-                _shut(connection)
-        self._door.close()
-
-    def _handler(self) -> type[http_server.Handler]:
-        server = self
-
-        class Handler(http_server.Handler):
-            timeout = STALL_S
-            _proof: str | None = None
-
-            def setup(self) -> None:
-                super().setup()
-                self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                unpace(self.connection)
-                with server._lock:
-                    server._open.add(self.connection)
-                    if server._closed:
-                        _shut(self.connection)
-
-            def finish(self) -> None:
-                with server._lock:
-                    server._open.discard(self.connection)
-                super().finish()
-
-            def do_GET(self) -> None:
-                given = self.headers.get("Authorization", "")
-                self._proof = answer_to_header(given, server._token, server.name, "GET", self.path)
-                if self._proof is None and not bears(given, server._token):
-                    self.send_error(401, "send the job's token: Authorization: Bearer TOKEN")
-                    return
-                if self.path == "/snapshots":
-                    self._send(msgspec.json.encode([s.key for s in server._pool.held()]))
-                    return
-                wanted = re.fullmatch(r"/snapshots/(\d+)/(-?\d+)/(\d+)/(\d+)/(head|row|hold)", self.path)
-                if not wanted:
-                    self.send_error(404)
-                    return
-                key = Key(*(int(wanted[i]) for i in range(1, 5)))
-                try:
-                    with server._pool.reading(key) as slot:
-                        if wanted[5] == "head":
-                            self._send(slot.head)
-                        elif wanted[5] == "hold":
-                            self._send(str(slot.path).encode())
-                            self._wait_for_close()
-                        else:
-                            self._send_row(slot)
-                except StateError as error:
-                    self.send_error(410, str(error))
-
-            def _send(self, body: bytes) -> None:
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def _wait_for_close(self) -> None:
-                self.close_connection = True
-                self.connection.settimeout(None)
-                self.connection.recv(1)
-
-            def _send_row(self, slot: Slot) -> None:
-                wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-                start, stop = (int(wanted[1]), int(wanted[2]) + 1) if wanted else (0, slot.row_bytes)
-                if not 0 <= start < stop <= slot.row_bytes:
-                    self.send_error(416)
-                    return
-                self.send_response(206)
-                self.send_header("Content-Length", str(stop - start))
-                self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{slot.row_bytes}")
-                self.end_headers()
-                self.wfile.flush()
-                with slot.row as row:
-                    while start < stop:
-                        start += _send(self.connection, row, start, stop)
-
-            def end_headers(self) -> None:
-                if self._proof is not None:
-                    self.send_header(ANSWER_HEADER, self._proof)
-                super().end_headers()
-
-        return Handler
+    def answer(self, request: Request) -> None:
+        """The paths of the module's docstring."""
+        if request.path == "/snapshots":
+            request.send(msgspec.json.encode([s.key for s in self._pool.held()]))
+            return
+        wanted = re.fullmatch(r"/snapshots/(\d+)/(-?\d+)/(\d+)/(\d+)/(head|row|hold)", request.path)
+        if not wanted:
+            request.send_error(404)
+            return
+        key = Key(*(int(wanted[i]) for i in range(1, 5)))
+        try:
+            # The pool reuses no slot that has a reader, so what is sent is one snapshot from its first byte to its last.
+            with self._pool.reading(key) as slot:
+                if wanted[5] == "head":
+                    request.send(slot.head)
+                elif wanted[5] == "hold":
+                    request.send(str(slot.path).encode())
+                    _wait_for_close(request)
+                else:
+                    _send_row(request, slot)
+        except StateError as error:
+            request.send_error(410, str(error))
 
 
-def _shut(connection: socket.socket) -> None:
-    """Whoever waits in it, in any thread, goes on with an error."""
-    try:
-        connection.shutdown(socket.SHUT_RDWR)
-    except OSError:
+def _wait_for_close(request: Request) -> None:
+    """A worker of this node reads the slot's file by itself for as long as it keeps the connection: without a limit of
+    time, because it may restore for longer than any reader may be idle. Its end closes the connection too."""
+    request.close_connection = True
+    request.connection.settimeout(None)
+    request.connection.recv(1)
+
+
+def _send_row(request: Request, slot: Slot) -> None:
+    if (span := request.span(slot.row_bytes)) is None:
         return
+    low, high = span
+    content_range = f"bytes {low}-{high - 1}/{slot.row_bytes}"
+    request.begin(HTTPStatus.PARTIAL_CONTENT, {"Content-Length": high - low, "Content-Range": content_range})
+    with slot.row as row:
+        while low < high:
+            low += _send(request.connection, row, low, high)
 
 
 def _is_readable(connection: socket.socket) -> bool:
@@ -260,7 +198,7 @@ class Peer:
 
     def _response(self) -> http.client.HTTPResponse:
         """Its head. The time is for all of it: a stranger could send one byte after the other for ever."""
-        limit = threading.Timer(STALL_S, _shut, (self._connection.sock,))
+        limit = threading.Timer(STALL_S, shut, (self._connection.sock,))
         limit.daemon = True
         limit.start()
         try:
@@ -286,7 +224,7 @@ class Peer:
         self._aborted = True
         sock = self._connection.sock
         if sock is not None:
-            _shut(sock)
+            shut(sock)
 
     def close(self) -> None:
         """Closes the connection; the next read makes it anew."""

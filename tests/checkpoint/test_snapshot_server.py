@@ -22,14 +22,15 @@ from snapshots_in_memory import (
     steps_of,
 )
 
-from holdfast.checkpoint import range_server
+from holdfast.checkpoint import snapshot_server
 from holdfast.checkpoint.located import find_in_memory
 from holdfast.checkpoint.memory import SlotPool
-from holdfast.checkpoint.range_server import Peer, SnapshotServer
 from holdfast.checkpoint.replicate import Pull, replicate
+from holdfast.checkpoint.snapshot_server import Peer, SnapshotServer
 from holdfast.checkpoint.sources import WINDOW_BYTES
 from holdfast.errors import ChecksumError, StateError, TierError
 from holdfast.protocol.snapshots import Holder, Part
+from holdfast.protocol.sockets import shut
 
 TOKEN = "the-token"
 LARGE = 5 * WINDOW_BYTES + 12_345
@@ -138,7 +139,7 @@ def test_a_connection_that_the_other_end_gave_up_is_made_again(nodes, monkeypatc
     peer.head(part)
     with nodes[0].server._lock:
         for connection in nodes[0].server._open:
-            range_server._shut(connection)
+            shut(connection)
     into = bytearray(100)
     peer.read_into(0, memoryview(into))
     assert bytes(into) == row_of(10, 0)[:100]
@@ -250,7 +251,7 @@ class Midway:
     """Does something once, when a transfer is in the middle: from where it sends, in the holder's thread."""
 
     def __init__(self, monkeypatch, node, do):
-        real = range_server._send
+        real = snapshot_server._send
         sent = []
         port = node.holder.port
 
@@ -262,7 +263,7 @@ class Midway:
                 do()
             return real(connection, row, start, min(start + 100_000, stop))
 
-        monkeypatch.setattr(range_server, "_send", send)
+        monkeypatch.setattr(snapshot_server, "_send", send)
 
 
 @pytest.mark.parametrize("streams", [1, 2])
@@ -308,7 +309,7 @@ def read_from_own(node, part):
 
 def test_the_own_nodes_memory_is_read_from_its_file(nodes, monkeypatch):
     part = save_on(nodes[:1])
-    monkeypatch.setattr(range_server, "_send", lambda *args: pytest.fail("was sent"))
+    monkeypatch.setattr(snapshot_server, "_send", lambda *args: pytest.fail("was sent"))
     assert read_from_own(nodes[0], part) == row_of(10, 0, LARGE)
 
 
@@ -330,7 +331,7 @@ def test_a_slot_that_the_own_node_reads_is_not_overwritten(nodes):
     a = nodes[0]
     save_on([a])
     slot = a.pool.held()[0]
-    peer = range_server.peer_of(a.holder, TOKEN, KEY, "a")
+    peer = snapshot_server.peer_of(a.holder, TOKEN, KEY, "a")
     with closing(peer):
         peer.read_into(0, memoryview(bytearray(10)))
         a.pool.whole(10)
@@ -380,14 +381,14 @@ def test_each_of_two_holders_is_bad_elsewhere(nodes):
 def test_bytes_that_change_on_the_wire(nodes, monkeypatch):
     a, b, c = nodes
     part = save_on([a, b])
-    real = range_server._send
+    real = snapshot_server._send
 
     def send(connection, row, start, stop):
         if connection.getsockname()[1] == a.holder.port and start < 3_000_000:
             return connection.send(b"\xff" * min(stop - start, 10_000))
         return real(connection, row, start, stop)
 
-    monkeypatch.setattr(range_server, "_send", send)
+    monkeypatch.setattr(snapshot_server, "_send", send)
     assert is_right(replicate(c.pool, pull_from([a, b]), part), LARGE)
 
 
