@@ -46,8 +46,8 @@ RENAMED: dict[str, str] = {
     "InspectReply": "Views",
     "FindingsReported": "Found",
     "StateServed": "Gave",
-    "shard_index": "shard_index",
-    "HOLDFAST_SHARD_INDEX": "HOLDFAST_SHARD_INDEX",
+    "shard_index": "position",
+    "HOLDFAST_SHARD_INDEX": "HOLDFAST_POSITION",
 }
 """Name of a class, field, kind or value today to the one that was recorded. One name has one meaning, so one table will
 do."""

@@ -83,7 +83,7 @@ SAMPLES = {
     "lemon": {"node": "node2", "reason": "4 incidents in 3 jobs within 30 days"},
     "lemon-leaves": {"node": "node2", "reason": "4 incidents in 3 jobs within 30 days", "instead": "node7"},
     "rebooted": {"node": "node2", "took_s": 412.5},
-    "rebuild": {"worker": "node4.0#5", "shard_index": 1, "before": 0},
+    "rebuild": {"worker": "node4.0#5", "position": 1, "before": 0},
     "checks-unknown": {"node": "node2", "checks": ["nvml"]},
     "ledger-failed": {"reason": "database or disk is full"},
     "ledger-back": {"failed_s": 61.5},

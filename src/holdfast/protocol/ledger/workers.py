@@ -109,7 +109,7 @@ class Rebuild(LedgerEvent, frozen=True, kw_only=True):
 
     worker: str
     """Its name."""
-    shard_index: int = msgspec.field(name="shard_index")
+    shard_index: int = msgspec.field(name="position")
     """The shard that it is built for now."""
     before: int
     """The shard that it was built for."""
