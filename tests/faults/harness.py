@@ -6,7 +6,6 @@ import fcntl
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+import preloaded
 from holdfast.coordinator.service.store import Store
 
 HERE = Path(__file__).parent
@@ -66,7 +66,7 @@ class Ran:
 def start(home: Path, *args: object, job: str = "job") -> subprocess.Popen[str]:
     """Starts the launcher; its report goes to HOME/JOB.json."""
     env = dict(os.environ, HOLDFAST_HOME=str(home))
-    command = [sys.executable, "-m", "holdfast.cli", "run", "--job", job, "--no-ui"]
+    command = [*preloaded.launcher(), "run", "--job", job, "--no-ui"]
     command += ["--report", str(home / f"{job}.json"), *map(str, args)]
     process = subprocess.Popen(
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True

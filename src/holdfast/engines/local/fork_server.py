@@ -48,7 +48,7 @@ class Nursery:
 
     def __init__(self, preload: tuple[str, ...]) -> None:
         self._preload = preload
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: AgentProcess | asyncio.subprocess.Process | None = None
         self._channel: socket.socket | None = None
         self._turn = asyncio.Lock()
 
@@ -78,17 +78,7 @@ class Nursery:
 
     async def _start(self) -> socket.socket:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        env = dict(os.environ)
-        env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does; it also keeps the process free of threads
-        self._process = await asyncio.create_subprocess_exec(
-            *python_module("holdfast.agent.fork_server"),
-            str(theirs.fileno()),
-            ",".join(self._preload),
-            pass_fds=(theirs.fileno(),),
-            stdin=asyncio.subprocess.DEVNULL,
-            env=env,
-            start_new_session=True,
-        )
+        self._process = await self._spawn(theirs)
         theirs.close()
         ours.setblocking(False)
         if (await _receive(ours))[0] != b"ready":
@@ -96,6 +86,20 @@ class Nursery:
             raise HoldfastError(f"the modules of --preload {','.join(self._preload)} cannot be imported")
         self._channel = ours
         return ours
+
+    async def _spawn(self, channel: socket.socket) -> AgentProcess | asyncio.subprocess.Process:
+        """Starts the process with its end of the channel. A method of its own: tests fork this process, too."""
+        env = dict(os.environ)
+        env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does; it also keeps the process free of threads
+        return await asyncio.create_subprocess_exec(
+            *python_module("holdfast.agent.fork_server"),
+            str(channel.fileno()),
+            ",".join(self._preload),
+            pass_fds=(channel.fileno(),),
+            stdin=asyncio.subprocess.DEVNULL,
+            env=env,
+            start_new_session=True,
+        )
 
     async def close(self) -> None:
         """Ends the process; agents live on."""
