@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Machine:
     """What a reader needs to judge a number."""
 

@@ -27,7 +27,7 @@ SCRIPT = Path(__file__).with_name("measure.py")
 WIDTH = 110
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class System:
     """A way to load, and what of it is measured."""
 
@@ -45,16 +45,29 @@ class System:
 
 
 SYSTEMS = (
-    System("plain", "plain loop over a memmap", resumes=False),
-    System("tight", "the same, one conversion per batch", resumes=False),
-    System("holdfast", "Holdfast, TokenDataset"),
-    System("holdfast-2", "Holdfast, shuffled(workers=2)", resumes=False),
-    System("torchdata", "StatefulDataLoader, map-style", LOADERS, needs="torchdata"),
-    System("torchdata-2", "StatefulDataLoader, 2 workers", LOADERS, resumes=False),
-    System("torchdata-stream", "StatefulDataLoader, stream without state", LOADERS, runs=False),
-    System("datasets", "HF datasets, stream: shuffle, skip", LOADERS, needs="datasets"),
-    System("datasets-map", "HF datasets, map-style", LOADERS, resumes=False, needs="datasets"),
-    System("streaming", "MosaicML Streaming", STREAMING, needs="streaming"),
+    System(name="plain", title="plain loop over a memmap", resumes=False),
+    System(name="tight", title="the same, one conversion per batch", resumes=False),
+    System(name="holdfast", title="Holdfast, TokenDataset"),
+    System(name="holdfast-2", title="Holdfast, shuffled(workers=2)", resumes=False),
+    System(name="torchdata", title="StatefulDataLoader, map-style", environment=LOADERS, needs="torchdata"),
+    System(name="torchdata-2", title="StatefulDataLoader, 2 workers", environment=LOADERS, resumes=False),
+    System(
+        name="torchdata-stream",
+        title="StatefulDataLoader, stream without state",
+        environment=LOADERS,
+        runs=False,
+    ),
+    System(
+        name="datasets", title="HF datasets, stream: shuffle, skip", environment=LOADERS, needs="datasets"
+    ),
+    System(
+        name="datasets-map",
+        title="HF datasets, map-style",
+        environment=LOADERS,
+        resumes=False,
+        needs="datasets",
+    ),
+    System(name="streaming", title="MosaicML Streaming", environment=STREAMING, needs="streaming"),
 )
 
 

@@ -35,7 +35,7 @@ class Tensors:
         raise NotImplementedError
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Copies:
     """Seconds of every repetition, by way; `known_s`: to make the slot known to the driver."""
 
@@ -58,7 +58,7 @@ def measure(nbytes: int, device: torch.device, repetitions: int, product: int) -
     """
     things = Tensors(nbytes, device)
     image = state_image.capture({"state": things}, 1)
-    found = Copies(image.index.nbytes)
+    found = Copies(nbytes=image.index.nbytes)
     with tempfile.NamedTemporaryFile(prefix="bench-gpu-", dir=MEMORY) as file:
         file.truncate(PAGE + image.index.nbytes)
         with open(file.name, "r+b") as slot:

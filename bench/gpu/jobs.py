@@ -48,7 +48,7 @@ class Shape:
         return self.replicas * self.shard
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Outcome:
     """What the faults did. Times in seconds, one for each fault."""
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 PLAIN_BEFORE, PROTECTED, PLAIN_AFTER = "plain-before", "holdfast", "plain-after"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Block:
     """The steps of one block on one rank."""
 
@@ -26,7 +26,7 @@ class Block:
     cpu_s: list[float]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Comparison:
     """One run: medians over its rounds, in seconds per step."""
 

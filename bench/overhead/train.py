@@ -42,7 +42,7 @@ class Stopwatch:
         self._wall, self._cpu = wall, cpu
 
     def block(self, kind: str, number: int, rank: int) -> Block:
-        return Block(kind, number, rank, self.wall_s, self.cpu_s)
+        return Block(kind=kind, round=number, rank=rank, wall_s=self.wall_s, cpu_s=self.cpu_s)
 
 
 class Plain:

@@ -133,7 +133,7 @@ def _run(console: Console, plan: Plan, chosen: argparse.Namespace, bench: harnes
     results: list[harness.Measured] = []
     try:
         for system in chosen.systems:
-            results.append(harness.Measured(system.name, system.title, system.note))
+            results.append(harness.Measured(name=system.name, title=system.title, note=system.note))
             harness.measure(system, plan, bench, results[-1])
             print(f"{system.title}: done after {time.monotonic() - began:.0f} s", file=sys.stderr)
     finally:

@@ -30,7 +30,7 @@ from itertools import pairwise
 from bench.recovery.events import NOT_PARTICIPATING, Commit, StateBytes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Fault:
     """One SIGKILL, and the job as it was then."""
 
@@ -47,7 +47,7 @@ class Fault:
     """Every process that had committed a step before the kill."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Recovery:
     """What one fault cost. None: it had not happened when the log was read."""
 
@@ -97,7 +97,9 @@ def fault_of(commits: Sequence[Commit], pid: int, t: float) -> Fault:
     """The fault that a SIGKILL of `pid` at time `t` was, from a log read after the kill."""
     last = max((c for c in commits if c.pid == pid), key=lambda c: c.t)
     members = frozenset(c.pid for c in commits if c.t <= t)
-    return Fault(t, pid, last.rank, last.step, last.gen, last.world, members)
+    return Fault(
+        t=t, pid=pid, rank=last.rank, step=last.step, gen=last.gen, world=last.world, members=members
+    )
 
 
 def after(commits: Sequence[Commit], fault: Fault) -> list[Commit]:

@@ -21,7 +21,7 @@ NOT_PARTICIPATING = -1
 """The rank of a worker that follows the training without contributing gradients (a spare that trains along)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
     """One worker finished the optimizer update of one step."""
 
@@ -52,7 +52,9 @@ class CommitLog:
         now = time.monotonic()
         took = now - self._previous - held_s
         self._previous = now
-        event = Commit(now, self._pid, rank, step, world, str(gen), round(took, 6))
+        event = Commit(
+            t=now, pid=self._pid, rank=rank, step=step, world=world, gen=str(gen), took_s=round(took, 6)
+        )
         os.write(self._file, (json.dumps(asdict(event)) + "\n").encode())
 
 

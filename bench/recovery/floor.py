@@ -30,7 +30,7 @@ PARAMETERS = 9_837_568
 STATE_BYTES = 3 * 4 * PARAMETERS
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Floor:
     """Seconds, with the spread of the measured parts."""
 
@@ -63,7 +63,13 @@ def measure(plan: Plan, step_s: float, bench: Bench) -> Floor:
     assert noticed is not None
     assert going is not None
     state = STATE_BYTES + int(plan.state_mb * 1e6)
-    return Floor(noticed, going, state / loopback_bytes_per_s(), state, step_s)
+    return Floor(
+        noticed_s=noticed,
+        going_s=going,
+        transfer_s=state / loopback_bytes_per_s(),
+        state_bytes=state,
+        step_s=step_s,
+    )
 
 
 def _one_kill(plan: Plan, choose: random.Random, bench: Bench) -> tuple[float, float]:

@@ -32,7 +32,7 @@ WINDOW = 300
 """Commits before a kill that are kept in view while its recovery is awaited."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """What is measured, the same for every system."""
 
@@ -74,7 +74,7 @@ class Failed(Exception):
     """The system did not do what was waited for. The message is for the table."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Measured:
     """Everything that was measured of one system."""
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 _PREFIX = "BENCH_RECOVERY_"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """The settings of one job."""
 

@@ -18,7 +18,7 @@ from bench.recovery.harness import Measured, Plan
 WIDTH = 100
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Column:
     """One figure of a system: where it comes from, how it is printed, and what we want of it."""
 
@@ -50,16 +50,49 @@ def _of_recoveries(value: Callable[[Recovery], float | None]) -> Callable[[Measu
     return lambda system: [v for recovery in system.recoveries if (v := value(recovery)) is not None]
 
 
-STALL = Column("stall", "stall\ns", _of_recoveries(lambda r: r.stall_s), 2, 0.5)
-NEW_WORK = Column("new work", "new work\ns", _of_recoveries(lambda r: r.new_work_s), 2, None)
+STALL = Column(
+    name="stall", title="stall\ns", values=_of_recoveries(lambda r: r.stall_s), digits=2, target=0.5
+)
+NEW_WORK = Column(
+    name="new work", title="new work\ns", values=_of_recoveries(lambda r: r.new_work_s), digits=2, target=None
+)
 STALL_SHARDED = replace(STALL, target=0.7)
-FULL = Column("full strength", "full\nstrength s", _of_recoveries(lambda r: r.full_s), 2, 1.5)
+FULL = Column(
+    name="full strength",
+    title="full\nstrength s",
+    values=_of_recoveries(lambda r: r.full_s),
+    digits=2,
+    target=1.5,
+)
 FULL_SHARDED = replace(FULL, target=3.0)
-LOST = Column("lost steps", "lost\nsteps", _of_recoveries(lambda r: r.lost_steps), 0, 0)
-STEP = Column("step / plain DDP", "step /\nplain DDP", Measured.ratios, 2, None, noisy=True)
-MOVED = Column("moved / lost bytes", "bytes\nmoved/lost", _of_recoveries(lambda r: r.moved_ratio), 2, 1.1)
-LONGEST = Column("longest gap", "longest\ngap s", _of_recoveries(lambda r: r.longest_s), 2, None)
-FULL_STEP = Column("step", "step\ns", lambda system: system.full_step_s, 2, None)
+LOST = Column(
+    name="lost steps", title="lost\nsteps", values=_of_recoveries(lambda r: r.lost_steps), digits=0, target=0
+)
+STEP = Column(
+    name="step / plain DDP",
+    title="step /\nplain DDP",
+    values=Measured.ratios,
+    digits=2,
+    target=None,
+    noisy=True,
+)
+MOVED = Column(
+    name="moved / lost bytes",
+    title="bytes\nmoved/lost",
+    values=_of_recoveries(lambda r: r.moved_ratio),
+    digits=2,
+    target=1.1,
+)
+LONGEST = Column(
+    name="longest gap",
+    title="longest\ngap s",
+    values=_of_recoveries(lambda r: r.longest_s),
+    digits=2,
+    target=None,
+)
+FULL_STEP = Column(
+    name="step", title="step\ns", values=lambda system: system.full_step_s, digits=2, target=None
+)
 
 
 @dataclass(frozen=True)

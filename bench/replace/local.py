@@ -31,7 +31,14 @@ def measure(folder: Path, group: Group, model: str, faults: int, progress: Progr
         Failed: the job ended badly, or a node was not replaced.
     """
     GateKeeper(folder / "gate")
-    settings = Settings(str(folder / "events"), str(folder / "gate"), str(folder / "checkpoint"), 5, 0.0, 1)
+    settings = Settings(
+        events=str(folder / "events"),
+        gate=str(folder / "gate"),
+        checkpoint=str(folder / "checkpoint"),
+        checkpoint_every=5,
+        state_mb=0.0,
+        replicas=1,
+    )
     env = worker_environment(sys.executable) | settings.environment()
     env |= {"HOLDFAST_HOME": str(folder), "BENCH_RESIZE_MODEL": model}
     report, log = folder / "report.json", folder / "holdfast.log"

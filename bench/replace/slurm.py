@@ -170,7 +170,12 @@ def _folder(name: str) -> tuple[Path, dict[str, str]]:
     folder.mkdir()
     GateKeeper(folder / "gate")
     settings = Settings(
-        str(folder / "events"), str(folder / "gate"), str(folder / "checkpoint"), 5, 0.0, NODES
+        events=str(folder / "events"),
+        gate=str(folder / "gate"),
+        checkpoint=str(folder / "checkpoint"),
+        checkpoint_every=5,
+        state_mb=0.0,
+        replicas=NODES,
     )
     return folder, dict(worker_environment(sys.executable)) | settings.environment() | _slurm_environment()
 

@@ -166,7 +166,14 @@ def torchrun(folder: Path, group: Group, cycles: int, progress: Progress) -> Sta
 
 def _environment(folder: Path) -> dict[str, str]:
     GateKeeper(folder / "gate")
-    settings = Settings(str(folder / "events"), str(folder / "gate"), str(folder / "checkpoint"), 5, 0.0, 1)
+    settings = Settings(
+        events=str(folder / "events"),
+        gate=str(folder / "gate"),
+        checkpoint=str(folder / "checkpoint"),
+        checkpoint_every=5,
+        state_mb=0.0,
+        replicas=1,
+    )
     return worker_environment(sys.executable) | settings.environment() | {"PYTHONPATH": _path()}
 
 

@@ -21,7 +21,9 @@ KILLED_AT = 10.5
 def commit(
     t: float, pid: int, step: int, *, world: int = 3, gen: str = "1", rank: int | None = None
 ) -> Commit:
-    return Commit(t, pid, pid - 11 if rank is None else rank, step, world, gen, took_s=0.1)
+    return Commit(
+        t=t, pid=pid, rank=pid - 11 if rank is None else rank, step=step, world=world, gen=gen, took_s=0.1
+    )
 
 
 def whole_step(
@@ -139,7 +141,7 @@ def test_without_a_word_of_the_killed_worker_there_is_no_figure_of_bytes() -> No
 
 
 def test_typical_step_is_the_median_at_full_strength() -> None:
-    slow = [Commit(10.9, FIRST, 0, 43, 2, "2", took_s=9.0)]
+    slow = [Commit(t=10.9, pid=FIRST, rank=0, step=43, world=2, gen="2", took_s=9.0)]
     assert analyse.typical_step_s([*BEFORE, *slow], 3) == [pytest.approx(0.1)]
     assert analyse.typical_step_s(slow, 3) == []
 
@@ -198,7 +200,7 @@ def test_floor_waits_for_the_last_rank() -> None:
 def blocks(number: int, before: float, protected: float, after: float) -> list[overhead.Block]:
     kinds = ((overhead.PLAIN_BEFORE, before), (overhead.PROTECTED, protected), (overhead.PLAIN_AFTER, after))
     return [
-        overhead.Block(kind, number, rank, wall_s=[s, s, 9.0], cpu_s=[s / 2] * 3)
+        overhead.Block(kind=kind, round=number, rank=rank, wall_s=[s, s, 9.0], cpu_s=[s / 2] * 3)
         for kind, s in kinds
         for rank in (0, 1)
     ]
@@ -223,8 +225,13 @@ def test_overhead_leaves_out_a_round_that_is_not_whole() -> None:
 
 
 def measured(name: str, title: str, stalls: list[float], steps: list[float]) -> Measured:
-    recoveries = [analyse.Recovery(stall, stall + 0.1, stall, lost_steps=0) for stall in stalls]
-    return Measured(name, title, "", recoveries=recoveries, step_s=steps, plain_step_s=[1.0] * len(steps))
+    recoveries = [
+        analyse.Recovery(stall_s=stall, full_s=stall + 0.1, new_work_s=stall, lost_steps=0)
+        for stall in stalls
+    ]
+    return Measured(
+        name=name, title=title, note="", recoveries=recoveries, step_s=steps, plain_step_s=[1.0] * len(steps)
+    )
 
 
 def test_verdicts_name_the_target_and_the_best_peer() -> None:
@@ -239,10 +246,18 @@ def test_verdicts_name_the_target_and_the_best_peer() -> None:
 
 
 def test_the_sharded_table_has_its_own_targets_and_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    ours = Measured("holdfast-sharded", "Holdfast", "")
-    ours.recoveries = [analyse.Recovery(0.6, 2.0, 0.6, 0, moved_bytes=101, lost_bytes=100)]
-    peer = Measured("torchft-sharded", "torchft", "")
-    peer.recoveries = [analyse.Recovery(1.2, 6.0, 1.2, 0, moved_bytes=200, lost_bytes=100)]
+    ours = Measured(name="holdfast-sharded", title="Holdfast", note="")
+    ours.recoveries = [
+        analyse.Recovery(
+            stall_s=0.6, full_s=2.0, new_work_s=0.6, lost_steps=0, moved_bytes=101, lost_bytes=100
+        )
+    ]
+    peer = Measured(name="torchft-sharded", title="torchft", note="")
+    peer.recoveries = [
+        analyse.Recovery(
+            stall_s=1.2, full_s=6.0, new_work_s=1.2, lost_steps=0, moved_bytes=200, lost_bytes=100
+        )
+    ]
     table.print_results(Console(width=table.WIDTH), Plan(replicas=2, shards=2), [ours, peer], floor=None)
     printed = capsys.readouterr().out
     assert "stall: 0.60; target <0.7: met; best peer 1.20 (torchft): ahead" in printed
@@ -250,7 +265,9 @@ def test_the_sharded_table_has_its_own_targets_and_columns(capsys: pytest.Captur
 
 
 def test_a_system_without_figures_has_a_row_and_its_error_below(capsys: pytest.CaptureFixture[str]) -> None:
-    broken = Measured("torchft", "torchft", "its flags", error="pip: no matching [distribution]")
+    broken = Measured(
+        name="torchft", title="torchft", note="its flags", error="pip: no matching [distribution]"
+    )
     console = Console(width=table.WIDTH)
     table.print_results(console, Plan(), [broken], floor=None)
     printed = capsys.readouterr().out

@@ -18,7 +18,7 @@ def finding(
     rule: str = "xid-79", severity: Severity = FATAL, remedy: Remedy = Remedy.REPLACE, **more: object
 ) -> Finding:
     fields = {"source": "kmsg", "evidence": f"{rule} was seen", "device": "GPU-1"} | more
-    return Finding(rule, severity, remedy, **fields)  # type: ignore[arg-type]
+    return Finding(rule=rule, severity=severity, remedy=remedy, **fields)  # type: ignore[arg-type]
 
 
 def finds(desk: Desk, node: str, *args: object, **more: object) -> list[e.Action]:

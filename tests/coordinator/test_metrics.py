@@ -126,7 +126,12 @@ def test_nodes_of_which_something_cannot_be_told():
     desk = running(3)
     assert figures(desk)[("holdfast_unwatched_nodes",)] == 0
     unknown = Finding(
-        "watch-ended", Severity.WARNING, Remedy.WATCH, "agent", Condition.UNKNOWN, evidence="its thread"
+        rule="watch-ended",
+        severity=Severity.WARNING,
+        remedy=Remedy.WATCH,
+        source="agent",
+        condition=Condition.UNKNOWN,
+        evidence="its thread",
     )
     desk.do(e.NodeSays("n1", m.FindingsReported((unknown,))))
     assert figures(desk)[("holdfast_unwatched_nodes",)] == 1

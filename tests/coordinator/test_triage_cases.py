@@ -587,7 +587,7 @@ def test_a_node_whose_basic_checks_are_faulty_is_refused_and_another_asked_for()
     desk = running(2)
     desk.lose("n1")
     asked = len(desk.did(e.ProvideNode))
-    bad = CheckResult("disk", Condition.FAULTY, "12 GB/s were promised, 0.1 measured")
+    bad = CheckResult(name="disk", condition=Condition.FAULTY, detail="12 GB/s were promised, 0.1 measured")
     come_back(desk, "m0", checks=(bad,))
     assert "m0" not in desk.state.nodes
     assert "0.1 measured" in str(desk.records("node-refused")[0]["reason"])
@@ -598,7 +598,7 @@ def test_a_node_whose_basic_checks_are_faulty_is_refused_and_another_asked_for()
 
 def test_unknown_checks_are_said_and_no_reason_to_refuse():
     desk = running(2)
-    come_back(desk, "m0", checks=(CheckResult("nvml", Condition.UNKNOWN),))
+    come_back(desk, "m0", checks=(CheckResult(name="nvml", condition=Condition.UNKNOWN),))
     assert desk.state.nodes["m0"].held is None
     assert desk.records("checks-unknown")[0]["checks"] == ["nvml"]
 
@@ -614,7 +614,9 @@ def test_a_replaced_machine_that_comes_back_owes_deep_checks():
     assert not [w for w in desk.core.alive_workers() if w.node == "m1"]
     [(to, order)] = desk.sent(m.RunChecks)
     assert (to, order.deep) == ("m1", True)
-    desk.do(e.NodeSays("m1", m.Checked(order.request, (CheckResult("memory", Condition.HEALTHY),))))
+    desk.do(
+        e.NodeSays("m1", m.Checked(order.request, (CheckResult(name="memory", condition=Condition.HEALTHY),)))
+    )
     assert node.held is None
     assert desk.worker_on("m1")
     assert desk.did(e.Remember)[-1].kind is Kind.READMITTED
@@ -626,7 +628,7 @@ def test_a_machine_that_does_not_pass_is_turned_away(result):
     desk = running(2)
     come_back(desk, "m0", Remembered(Kind.QUARANTINED, 60.0, "old", "xid-79", text="xid-79"))
     order = desk.sent(m.RunChecks)[0][1]
-    results = (CheckResult("memory", result),) if result else ()
+    results = (CheckResult(name="memory", condition=result),) if result else ()
     desk.do(e.NodeSays("m0", m.Checked(order.request, results)))
     assert not desk.state.nodes["m0"].alive
     assert marked(desk) == ["m0"]
@@ -644,7 +646,7 @@ def test_with_deep_every_new_node_is_checked_and_what_is_unknown_is_no_reason_to
     desk.node("n0")
     assert not desk.workers()
     request = desk.sent(m.RunChecks)[0][1].request
-    desk.do(e.NodeSays("n0", m.Checked(request, (CheckResult("disk", Condition.UNKNOWN),))))
+    desk.do(e.NodeSays("n0", m.Checked(request, (CheckResult(name="disk", condition=Condition.UNKNOWN),))))
     assert desk.state.nodes["n0"].held is None
 
 
@@ -655,7 +657,11 @@ def test_a_job_waits_for_deep_checks_however_long_they_take():
     desk.wait(900.0)
     assert desk.state.stop_reason is None
     for node, order in desk.sent(m.RunChecks):
-        desk.do(e.NodeSays(node, m.Checked(order.request, (CheckResult("memory", Condition.HEALTHY),))))
+        desk.do(
+            e.NodeSays(
+                node, m.Checked(order.request, (CheckResult(name="memory", condition=Condition.HEALTHY),))
+            )
+        )
     assert len(desk.workers()) == 2
 
 
@@ -665,7 +671,7 @@ def test_nobody_is_asked_for_in_the_place_of_nodes_that_are_checked_because_they
         desk.node(name)
     assert not desk.did(e.ProvideNode)
     request = desk.sent(m.RunChecks)[0][1].request
-    desk.do(e.NodeSays("n0", m.Checked(request, (CheckResult("disk", Condition.FAULTY),))))
+    desk.do(e.NodeSays("n0", m.Checked(request, (CheckResult(name="disk", condition=Condition.FAULTY),))))
     assert len(desk.did(e.ProvideNode)) == 1
 
 

@@ -42,7 +42,9 @@ def test_this_machine(holdfast, tmp_path):
 
 @pytest.mark.parametrize(("condition", "code"), [(Condition.FAULTY, 1), (Condition.UNKNOWN, 3)])
 def test_the_exit_code_says_how_it_is(holdfast, monkeypatch, condition, code):
-    monkeypatch.setattr(check, "_of_machine", lambda *_: [CheckResult("disk", condition, "why")])
+    monkeypatch.setattr(
+        check, "_of_machine", lambda *_: [CheckResult(name="disk", condition=condition, detail="why")]
+    )
     assert holdfast("--json", "-")[0] == code
 
 
@@ -63,11 +65,22 @@ def test_refused(holdfast, args, message):
 
 def test_of_many_nodes_only_what_is_not_healthy_has_a_row():
     results = {
-        f"node{i}": [CheckResult("disk-read", Condition.HEALTHY, value=900.0, unit="MB/s")] for i in range(9)
+        f"node{i}": [CheckResult(name="disk-read", condition=Condition.HEALTHY, value=900.0, unit="MB/s")]
+        for i in range(9)
     }
     results["node7"] = [
-        CheckResult("gpu-matrix", Condition.FAULTY, "x" * 200, 1.0, 2.0, "GFLOP/s", subject="gpu 3"),
-        CheckResult("link", Condition.FAULTY, "slow", 0.1, unit="GB/s", with_node="node8"),
+        CheckResult(
+            name="gpu-matrix",
+            condition=Condition.FAULTY,
+            detail="x" * 200,
+            value=1.0,
+            floor=2.0,
+            unit="GFLOP/s",
+            subject="gpu 3",
+        ),
+        CheckResult(
+            name="link", condition=Condition.FAULTY, detail="slow", value=0.1, unit="GB/s", with_node="node8"
+        ),
     ]
     out = io.StringIO()
     Console(file=out, width=100).print(checks_table(results, summary(results)))

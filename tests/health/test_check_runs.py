@@ -52,19 +52,23 @@ class Fleet:
     def answer(self, node: str, order: m.RunChecks) -> None:
         results: tuple[CheckResult, ...] = ()
         if not order.only:
-            results = (CheckResult("disk", FAULTY if node in self.faulty else HEALTHY, "x"),)
+            results = (
+                CheckResult(name="disk", condition=FAULTY if node in self.faulty else HEALTHY, detail="x"),
+            )
             if node in self.rdma:
                 results += (
-                    CheckResult("rdma-rate", HEALTHY, value=400.0, unit="Gb/s", subject="mlx5_0 port 1"),
+                    CheckResult(
+                        name="rdma-rate", condition=HEALTHY, value=400.0, unit="Gb/s", subject="mlx5_0 port 1"
+                    ),
                 )
         elif order.only == ("all-reduce",):
-            results = (CheckResult("all-reduce", HEALTHY, value=1.0, unit="GB/s"),)
+            results = (CheckResult(name="all-reduce", condition=HEALTHY, value=1.0, unit="GB/s"),)
         elif not order.port:
             self.at_once -= 1
             other = order.peers[0].node
             (check,) = order.only
             rate = 1.0 if {node, other} & (self.slow if check == "pair" else self.slow_rdma) else 10.0
-            results = (CheckResult(check, HEALTHY, value=rate, unit="GB/s", with_node=other),)
+            results = (CheckResult(name=check, condition=HEALTHY, value=rate, unit="GB/s", with_node=other),)
         assert self.runs.answered(node, m.Checked(order.request, results))
 
     async def check(self, wish: CheckWish, of: CoreState) -> CheckNews:
@@ -149,5 +153,5 @@ def test_news_of_a_run_that_nobody_knows():
 
 def test_a_node_without_results_is_unknown():
     assert summary({"a": []}) == {"a": UNKNOWN}
-    link = CheckResult("link", FAULTY, with_node="b")
-    assert summary({"a": [CheckResult("pair", HEALTHY), link]}) == {"a": HEALTHY}
+    link = CheckResult(name="link", condition=FAULTY, with_node="b")
+    assert summary({"a": [CheckResult(name="pair", condition=HEALTHY), link]}) == {"a": HEALTHY}

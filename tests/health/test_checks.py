@@ -84,7 +84,7 @@ def test_a_driver_that_does_not_answer_is_unknown():
 
 def test_a_check_that_fails_by_itself_blames_nobody():
     def broken(task):
-        yield CheckResult("a", Condition.HEALTHY)
+        yield CheckResult(name="a", condition=Condition.HEALTHY)
         raise ValueError("oh")
 
     results = attempt("b", broken, Task())
@@ -102,12 +102,12 @@ def test_a_core_works_alike_in_every_round():
 
 
 def test_a_core_with_other_bits_is_named():
-    good = [cpu.CoreRun(n, "aa", 10, 1.0) for n in range(3)]
+    good = [cpu.CoreRun(core=n, digest="aa", rounds=10, seconds=1.0) for n in range(3)]
     assert cpu.judge_cores(good, "x").condition is Condition.HEALTHY
-    bad = cpu.judge_cores([*good, cpu.CoreRun(3, "ab", 10, 1.0)], "x")
+    bad = cpu.judge_cores([*good, cpu.CoreRun(core=3, digest="ab", rounds=10, seconds=1.0)], "x")
     assert (bad.condition, bad.digest) == (Condition.FAULTY, "aa")
     assert "core 3" in bad.detail
-    wrong = cpu.judge_cores([*good, cpu.CoreRun(7, "aa", 10, 1.0, wrong=2)], "x")
+    wrong = cpu.judge_cores([*good, cpu.CoreRun(core=7, digest="aa", rounds=10, seconds=1.0, wrong=2)], "x")
     assert "core 7 (2 of 10 rounds)" in wrong.detail
 
 

@@ -11,7 +11,7 @@ from holdfast.protocol.health import CheckResult, Condition
 
 
 def result(value: float | None, name="memory-copy", **more) -> CheckResult:
-    return CheckResult(name, Condition.HEALTHY, value=value, unit="GB/s", **more)
+    return CheckResult(name=name, condition=Condition.HEALTHY, value=value, unit="GB/s", **more)
 
 
 def bad_nodes(by_node: dict[str, CheckResult]) -> set[str]:
@@ -31,7 +31,7 @@ def test_every_floor_has_a_reference_and_a_known_model_wins():
 
 
 def test_unknown_stays_unknown():
-    unknown = CheckResult("memory-copy", Condition.UNKNOWN, "no torch")
+    unknown = CheckResult(name="memory-copy", condition=Condition.UNKNOWN, detail="no torch")
     assert against_floor(unknown, read_floors()) == unknown
     assert against_fleet({"a": [unknown], "b": [result(1.0)]})["a"] == [unknown]
 

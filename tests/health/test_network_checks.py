@@ -24,11 +24,11 @@ def free_port() -> int:
 
 def pair(seconds: float = 0.05, token: str = "t") -> list[CheckResult]:
     port = free_port()
-    listening = Task("a", HOST, seconds=seconds, port=port, peers=(Peer("b", HOST, 0),), token="t")
+    listening = Task(node="a", host=HOST, seconds=seconds, port=port, peers=(Peer("b", HOST, 0),), token="t")
     thread = threading.Thread(target=lambda: attempt("pair", network.check_pair, listening))
     thread.start()
     try:
-        connecting = Task("b", HOST, seconds=seconds, peers=(Peer("a", HOST, port),), token=token)
+        connecting = Task(node="b", host=HOST, seconds=seconds, peers=(Peer("a", HOST, port),), token=token)
         return attempt("pair", network.check_pair, connecting)
     finally:
         thread.join()
@@ -58,7 +58,7 @@ def test_one_without_the_token_is_turned_away(monkeypatch):
 
 def test_nobody_there(monkeypatch):
     monkeypatch.setattr(network, "MEET_S", 0.1)
-    task = Task("b", HOST, peers=(Peer("a", HOST, free_port()),))
+    task = Task(node="b", host=HOST, peers=(Peer("a", HOST, free_port()),))
     (result,) = attempt("pair", network.check_pair, task)
     assert (result.condition, result.value) == (Condition.FAULTY, 0.0)
     assert network.measured_of([result]) == Measured(0.0, why=result.detail)

@@ -222,7 +222,7 @@ def fabric(tmp_path, monkeypatch):
 def pair(home: Path) -> list[CheckResult]:
     with socket.create_server((HOST, 0)) as server:
         port = server.getsockname()[1]
-    listening = Task("a", HOST, seconds=0.1, port=port, peers=(Peer("b", HOST, 0),), token="t")
+    listening = Task(node="a", host=HOST, seconds=0.1, port=port, peers=(Peer("b", HOST, 0),), token="t")
     listened: list[CheckResult] = []
     thread = threading.Thread(
         target=lambda: listened.extend(
@@ -230,7 +230,7 @@ def pair(home: Path) -> list[CheckResult]:
         )
     )
     thread.start()
-    calling = Task("b", HOST, seconds=0.1, peers=(Peer("a", HOST, port),), token="t")
+    calling = Task(node="b", host=HOST, seconds=0.1, peers=(Peer("a", HOST, port),), token="t")
     try:
         return attempt("rdma-pair", lambda task: check_rdma_pair(task, home / "b"), calling)
     finally:
@@ -283,7 +283,7 @@ def test_nobody_there(fabric, monkeypatch):
     monkeypatch.setattr(network, "MEET_S", 0.1)
     with socket.create_server((HOST, 0)) as server:
         port = server.getsockname()[1]
-    task = Task("b", HOST, peers=(Peer("a", HOST, port),))
+    task = Task(node="b", host=HOST, peers=(Peer("a", HOST, port),))
     (result,) = attempt("rdma-pair", lambda task: check_rdma_pair(task, fabric / "b"), task)
     assert result.condition is UNKNOWN
 

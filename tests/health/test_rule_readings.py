@@ -15,7 +15,7 @@ def judge(values, step_s=1.0, name="m.v", **condition):
     book = RuleBook([rule])
     told = []
     for i, value in enumerate(values):
-        for finding in book.reading(Reading("m", name, value, "it"), i * step_s):
+        for finding in book.reading(Reading(source="m", name=name, value=value, subject="it"), i * step_s):
             told.append((i * step_s, finding.condition.value))
     return told
 
@@ -59,7 +59,7 @@ def test_a_first_value_is_no_change():
 def test_subjects_are_apart():
     book = RuleBook([make_rule({"id": "r", "source": "m", "reading": "m.v", "rises": 1})])
     for subject, value, count in (("a", 1, 0), ("b", 5, 0), ("a", 1, 0), ("b", 6, 1)):
-        assert len(book.reading(Reading("m", "m.v", value, subject), 1.0)) == count
+        assert len(book.reading(Reading(source="m", name="m.v", value=value, subject=subject), 1.0)) == count
 
 
 def test_one_reading_against_another_of_the_same_subject():
@@ -67,8 +67,8 @@ def test_one_reading_against_another_of_the_same_subject():
     book = RuleBook([rule])
 
     def read(subject, width, most):
-        book.reading(Reading("m", "max_width", most, subject), 0.0)
-        return len(book.reading(Reading("m", "width", width, subject), 0.0))
+        book.reading(Reading(source="m", name="max_width", value=most, subject=subject), 0.0)
+        return len(book.reading(Reading(source="m", name="width", value=width, subject=subject), 0.0))
 
     assert read("a", 16, 16) == 0
     assert read("b", 8, 16) == 1
@@ -83,7 +83,7 @@ def test_unknown_is_its_own_condition_and_told_once_for_a_source_when_it_lasts()
         return [
             f
             for name in names
-            for f in book.reading(Reading("disk", name, None, why="no answer for 9 s"), at)
+            for f in book.reading(Reading(source="disk", name=name, value=None, why="no answer for 9 s"), at)
         ]
 
     assert hang(0.0) == hang(15.0) == hang(30.0) == []
@@ -95,7 +95,7 @@ def test_unknown_is_its_own_condition_and_told_once_for_a_source_when_it_lasts()
     assert hang(60.0) == []
     (again,) = hang(700.0)  # still: the core asks a person
     assert again.condition is Condition.UNKNOWN
-    (over,) = book.reading(Reading("disk", "disk.free_share", 0.5), 775.0)
+    (over,) = book.reading(Reading(source="disk", name="disk.free_share", value=0.5), 775.0)
     assert over.condition is Condition.HEALTHY
     assert hang(780.0) == []
 
@@ -104,14 +104,20 @@ def test_a_source_that_answers_now_and_then_is_not_unknown():
     book = RuleBook(catalogue())
     for i in range(20):
         value = None if i % 2 else 0.5
-        assert book.reading(Reading("disk", "disk.free_share", value, why="slow"), 30.0 * i) == []
+        assert (
+            book.reading(Reading(source="disk", name="disk.free_share", value=value, why="slow"), 30.0 * i)
+            == []
+        )
 
 
 def test_a_memory_error_is_fatal_and_a_known_one_is_not():
     book = RuleBook(catalogue())
 
     def read(count, at):
-        return book.reading(Reading("edac", "edac.ue_count", float(count), "memory controller 0"), at)
+        return book.reading(
+            Reading(source="edac", name="edac.ue_count", value=float(count), subject="memory controller 0"),
+            at,
+        )
 
     assert read(3, 0.0) == []  # from before this job
     (finding,) = read(4, 15.0)
@@ -124,7 +130,7 @@ def test_new_rules_keep_what_the_old_ones_remember():
         return make_rule({"id": "r", "source": "m", "reading": "m.v", "above": 1, "holds": 10, **more})
 
     book = RuleBook([rule()])
-    assert book.reading(Reading("m", "m.v", 2.0), 0.0) == []
+    assert book.reading(Reading(source="m", name="m.v", value=2.0), 0.0) == []
     book.use([rule(severity="fatal")])
-    (finding,) = book.reading(Reading("m", "m.v", 2.0), 10.0)
+    (finding,) = book.reading(Reading(source="m", name="m.v", value=2.0), 10.0)
     assert finding.severity is Severity.FATAL

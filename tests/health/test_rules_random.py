@@ -96,7 +96,7 @@ def test_conditions_take_turns(values):
     book = RuleBook(rules)
     state: dict[str, bool] = {}
     for i, value in enumerate(values):
-        for finding in book.reading(Reading("m", "v", value, "it"), 10.0 * i):
+        for finding in book.reading(Reading(source="m", name="v", value=value, subject="it"), 10.0 * i):
             bad = finding.condition is not Condition.HEALTHY
             assert state.get(finding.rule, False) != bad
             state[finding.rule] = bad

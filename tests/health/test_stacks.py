@@ -1,7 +1,12 @@
 """Stacks as faulthandler writes them, of two ranks and of thousands."""
 
+import ast
+from pathlib import Path
+
 import pytest
 
+import holdfast
+from holdfast.health import stacks as known
 from holdfast.health.stacks import cluster, describe, odd_ones, read
 
 PYTHON = "/opt/python/lib/python3.11"
@@ -42,8 +47,8 @@ BACKWARD = stack(
     "src/train.py:39 train",
 )
 HEARING = stack(
-    "/srv/holdfast/train/mesh.py:178 _hear_one",
-    "/srv/holdfast/train/mesh.py:165 hear",
+    "/srv/holdfast/train/control_channel.py:178 _hear_one",
+    "/srv/holdfast/train/control_channel.py:165 hear",
     "/srv/holdfast/train/replica.py:370 vote",
     "src/train.py:39 train",
 )
@@ -114,3 +119,15 @@ def test_those_whose_stacks_are_not_known_are_left_out():
 
 def test_lines_that_are_no_frames_are_kept():
     assert [f.name for f in read("  \n<no Python frame>\n")] == ["<no Python frame>"]
+
+
+@pytest.mark.parametrize(
+    ("path", "function"), [(path, function) for path, function, *_ in known._PLACES if "holdfast" in path]
+)
+def test_the_places_of_our_own_exist(path, function):
+    """A module or function that is renamed would otherwise be the script's own, and a rank that waits there a culprit."""
+    file = Path(holdfast.__file__).parent / path.removeprefix("holdfast/")
+    assert file.exists()
+    if function:
+        defined = ast.walk(ast.parse(file.read_text()))
+        assert function in {node.name for node in defined if isinstance(node, ast.FunctionDef)}

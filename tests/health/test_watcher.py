@@ -231,7 +231,7 @@ class Scripted:
     def read(self):
         if self.hang.is_set():
             self.go.wait(WITHIN_S)
-        yield Reading("driver", "driver.value", 1.0)
+        yield Reading(source="driver", name="driver.value", value=1.0)
         yield Line("kmsg", OFF_THE_BUS)
 
     def close(self):

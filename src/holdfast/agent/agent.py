@@ -172,7 +172,9 @@ class Agent:
         if run is not None:
             condition = Condition.FAULTY if run.error else Condition.HEALTHY
             detail = run.told(self._config.node) if run.error else ""
-            results += (CheckResult("hook-before-join", condition, detail, took_s=run.took_s),)
+            results += (
+                CheckResult(name="hook-before-join", condition=condition, detail=detail, took_s=run.took_s),
+            )
         return results
 
     async def _unless_over(
@@ -194,7 +196,13 @@ class Agent:
         if run is not None and run.error:
             told = run.told(self._config.node)
             print(f"holdfast agent {self._config.node}: {told}", flush=True)
-            finding = Finding(f"hook-{hook}", Severity.WARNING, Remedy.WATCH, "hook", evidence=told)
+            finding = Finding(
+                rule=f"hook-{hook}",
+                severity=Severity.WARNING,
+                remedy=Remedy.WATCH,
+                source="hook",
+                evidence=told,
+            )
             self._link.send(m.FindingsReported((finding,)))
         return run
 

@@ -58,12 +58,12 @@ class NodeChecks:
     def _task(self, order: m.RunChecks) -> Task:
         token = (self._folder / "token").read_text().strip()
         return Task(
-            self._node,
-            self._host,
-            str(self._folder),
-            order.seconds or SECONDS,
-            order.only,
-            order.peers,
-            order.port,
-            token,
+            node=self._node,
+            host=self._host,
+            folder=str(self._folder),
+            seconds=order.seconds or SECONDS,
+            only=order.only,
+            peers=order.peers,
+            port=order.port,
+            token=token,
         )

@@ -178,7 +178,9 @@ class CoordinatorLink:
         why = f"{what}: {type(error).__name__}: {error}"
         print(f"holdfast agent: {why}", file=sys.stderr, flush=True)
         traceback.print_exception(error)
-        finding = Finding("agent-broke", Severity.WARNING, Remedy.WATCH, "agent", evidence=why)
+        finding = Finding(
+            rule="agent-broke", severity=Severity.WARNING, remedy=Remedy.WATCH, source="agent", evidence=why
+        )
         self.send(m.FindingsReported((finding,)))
         return why
 

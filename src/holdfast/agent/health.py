@@ -303,7 +303,16 @@ class Watcher:
         """Something about the watching itself."""
         self._send(
             m.FindingsReported(
-                (Finding(rule, severity, Remedy.WATCH, "agent", condition, evidence=evidence),)
+                (
+                    Finding(
+                        rule=rule,
+                        severity=severity,
+                        remedy=Remedy.WATCH,
+                        source="agent",
+                        condition=condition,
+                        evidence=evidence,
+                    ),
+                )
             )
         )
 

@@ -24,7 +24,7 @@ def refusal(order: m.ToAgent, why: str) -> m.AgentMessage | None:
         case m.Publish(tier, step):
             return m.Published(tier.url, step, why)
         case m.RunChecks(request=request):
-            return m.Checked(request, (CheckResult("agent", Condition.UNKNOWN, why),))
+            return m.Checked(request, (CheckResult(name="agent", condition=Condition.UNKNOWN, detail=why),))
         case m.Repair(request):
             return m.Repaired(request, why)
         case _:

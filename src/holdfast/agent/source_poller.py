@@ -110,14 +110,28 @@ class Poller:
         if why:
             with self._lock:
                 told = f"the thread that reads it ended: {why}"
-                self._judge([Reading(p.source.name, ANSWER, None, why=told) for p in self._polled], now_s)
+                self._judge(
+                    [Reading(source=p.source.name, name=ANSWER, value=None, why=told) for p in self._polled],
+                    now_s,
+                )
         if bool(why) is self._said_ended:
             return
         self._said_ended = bool(why)
         text = f"the machine is not watched: {why}; begun again" if why else "the machine is watched again"
         condition = Condition.UNKNOWN if why else Condition.HEALTHY
         severity = Severity.WARNING if why else Severity.INFO
-        self._found([Finding(WATCH_ENDED, severity, Remedy.WATCH, "agent", condition, evidence=text)])
+        self._found(
+            [
+                Finding(
+                    rule=WATCH_ENDED,
+                    severity=severity,
+                    remedy=Remedy.WATCH,
+                    source="agent",
+                    condition=condition,
+                    evidence=text,
+                )
+            ]
+        )
 
     def close(self) -> None:
         """Ends the thread unless a source holds it, and gives back what idle sources hold."""
@@ -181,7 +195,11 @@ class Poller:
         try:
             readings = list(polled.source.read())
         except Exception as error:  # noqa: BLE001 - a source that breaks is unknown, whatever broke it
-            readings = [Reading(polled.source.name, ANSWER, None, why=f"{type(error).__name__}: {error}")]
+            readings = [
+                Reading(
+                    source=polled.source.name, name=ANSWER, value=None, why=f"{type(error).__name__}: {error}"
+                )
+            ]
         with self._lock:
             polled.began_s = None
             if now >= polled.next_s:
@@ -209,4 +227,4 @@ class Poller:
 
 
 def _silent(source: str, since_s: float) -> Reading:
-    return Reading(source, ANSWER, None, why=f"no answer for {since_s:.0f} s")
+    return Reading(source=source, name=ANSWER, value=None, why=f"no answer for {since_s:.0f} s")

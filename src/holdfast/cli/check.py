@@ -86,7 +86,7 @@ def _of_machine(folder: Path, deep: bool, seconds: float) -> Sequence[CheckResul
     results = run_basic(Needs("127.0.0.1", 1, folder, memory_system()))
     if not deep:
         return results
-    task = Task(HERE, folder=str(folder), seconds=seconds or SECONDS)
+    task = Task(node=HERE, folder=str(folder), seconds=seconds or SECONDS)
 
     async def run() -> list[CheckResult]:
         with _Doing() as doing:

@@ -75,7 +75,7 @@ class Dcgm:
         if not samples and self._seen:  # it has just been started, say
             yield unknown("dcgm", "dcgm.page", f"{self._url} tells of no GPU")
             return
-        yield Reading("dcgm", "dcgm.silent", 0.0)
+        yield Reading(source="dcgm", name="dcgm.silent", value=0.0)
         here: set[str] = set()
         for name, labels, value in samples:
             pci = labels.get("pci_bus_id", "").lower()[4:].partition(".")[0]
@@ -88,10 +88,12 @@ class Dcgm:
             elif name == _XID_COUNT:
                 yield from self._counted(pci, uuid, labels.get("xid", ""), value)
             elif name in _NAMES:
-                yield Reading("nvml", _NAMES[name], value, subject, uuid)
+                yield Reading(source="nvml", name=_NAMES[name], value=value, subject=subject, device=uuid)
         # A GPU that DCGM has lost is no longer on its page.
         for uuid, subject in self._seen.items():
-            yield Reading("nvml", "nvml.lost", float(uuid not in here), subject, uuid)
+            yield Reading(
+                source="nvml", name="nvml.lost", value=float(uuid not in here), subject=subject, device=uuid
+            )
 
     def _last(self, pci: str, uuid: str, code: float) -> Iterator[Line]:
         """The gauge holds the last Xid: the first look may see an old one, and a repeated one cannot be seen."""

@@ -80,9 +80,27 @@ class Disks:
         except (NoAnswerError, OSError) as error:
             yield unknown("disk", "nvme.critical_warning", error, name, serial)
             return
-        yield Reading("disk", "nvme.critical_warning", float(log.critical_warning), name, serial)
-        yield Reading("disk", "nvme.media_errors", float(log.media_errors), name, serial)
-        yield Reading("disk", "nvme.used_percent", float(log.used_percent), name, serial)
+        yield Reading(
+            source="disk",
+            name="nvme.critical_warning",
+            value=float(log.critical_warning),
+            subject=name,
+            device=serial,
+        )
+        yield Reading(
+            source="disk",
+            name="nvme.media_errors",
+            value=float(log.media_errors),
+            subject=name,
+            device=serial,
+        )
+        yield Reading(
+            source="disk",
+            name="nvme.used_percent",
+            value=float(log.used_percent),
+            subject=name,
+            device=serial,
+        )
 
     def close(self) -> None:
         """Gives its threads back."""
@@ -102,7 +120,7 @@ def _serial(folder: Path) -> str:
 def _word(name: str, path: Path, subject: str, device: str) -> Iterator[Reading]:
     try:
         if content := text(path):
-            yield Reading("disk", name, content, subject, device)
+            yield Reading(source="disk", name=name, value=content, subject=subject, device=device)
     except OSError as error:
         yield unknown("disk", name, error, subject, device)
 

@@ -56,7 +56,13 @@ def number(
     try:
         content = text(path)
         if content is not None:
-            yield Reading(source, name, float(int(content.split()[0], base)), subject, device)
+            yield Reading(
+                source=source,
+                name=name,
+                value=float(int(content.split()[0], base)),
+                subject=subject,
+                device=device,
+            )
     except (OSError, ValueError, IndexError) as error:
         yield unknown(source, name, error, subject, device)
 
@@ -69,7 +75,7 @@ def attempt(source: str, name: str, work: Callable[[], float | None], subject: s
         yield unknown(source, name, error, subject)
         return
     if value is not None:
-        yield Reading(source, name, value, subject)
+        yield Reading(source=source, name=name, value=value, subject=subject)
 
 
 def unknown(source: str, name: str, error: Exception | str, subject: str = "", device: str = "") -> Reading:
@@ -78,7 +84,7 @@ def unknown(source: str, name: str, error: Exception | str, subject: str = "", d
     why = why or type(error).__name__
     if isinstance(error, OSError) and error.filename:
         why = f"{error.filename}: {why}"
-    return Reading(source, name, None, subject, device, why)
+    return Reading(source=source, name=name, value=None, subject=subject, device=device, why=why)
 
 
 def keyed(content: str, separator: str | None = None) -> dict[str, str]:

@@ -44,7 +44,7 @@ _NETWORK = {
 _ESCAPE = re.compile(r"\\([0-7]{3})")
 
 
-class Mount(msgspec.Struct, frozen=True):
+class Mount(msgspec.Struct, frozen=True, kw_only=True):
     """A line of mountinfo. options: of this mount; super_options: of the file system itself."""
 
     device: str
@@ -88,12 +88,12 @@ def parse_mounts(mountinfo: str, folders: tuple[Path, ...] = ()) -> list[Mount]:
         if len(head) < 6 or len(tail) < 3:
             raise ValueError(f"not a line of mountinfo: {line[:200]}")
         mount = Mount(
-            head[2],
-            _plain(head[4]),
-            tail[0],
-            _plain(tail[1]),
-            tuple(head[5].split(",")),
-            tuple(tail[2].split(",")),
+            device=head[2],
+            place=_plain(head[4]),
+            kind=tail[0],
+            source=_plain(tail[1]),
+            options=tuple(head[5].split(",")),
+            super_options=tuple(tail[2].split(",")),
         )
         known = found.get(mount.device)
         for folder in folders:
@@ -168,7 +168,7 @@ class Mounts:
             lost = mount.made_read_only or (mount.device in self._written and not mount.writable)
             if mount.writable:
                 self._written.add(mount.device)
-            yield Reading("disk", "mount.read_only", float(lost), mount.place)
+            yield Reading(source="disk", name="mount.read_only", value=float(lost), subject=mount.place)
             if due:
                 yield from self._space(mount)
         for gone in set(self._guards) - {_guard_name(mount) for mount in mounts}:
@@ -182,7 +182,7 @@ class Mounts:
         try:
             space = guard.call(lambda: self._statvfs(path))
         except NoAnswerError as error:
-            yield Reading("disk", "mount.silent_s", error.waited_s, mount.place)
+            yield Reading(source="disk", name="mount.silent_s", value=error.waited_s, subject=mount.place)
             yield unknown("disk", "disk.free_share", str(error), mount.place)
             return
         except OSError as error:
@@ -190,15 +190,30 @@ class Mounts:
                 yield unknown("disk", "disk.free_share", error, mount.place)
             return
         if mount.network:
-            yield Reading("disk", "mount.silent_s", 0.0, mount.place)
+            yield Reading(source="disk", name="mount.silent_s", value=0.0, subject=mount.place)
         if not mount.writable or not space.f_blocks:
             return
         # As df counts: of what is not reserved for root.
         usable = space.f_blocks - space.f_bfree + space.f_bavail
-        yield Reading("disk", "disk.free_share", space.f_bavail / usable if usable else 0.0, mount.place)
-        yield Reading("disk", "disk.free_bytes", float(space.f_bavail * space.f_frsize), mount.place)
+        yield Reading(
+            source="disk",
+            name="disk.free_share",
+            value=space.f_bavail / usable if usable else 0.0,
+            subject=mount.place,
+        )
+        yield Reading(
+            source="disk",
+            name="disk.free_bytes",
+            value=float(space.f_bavail * space.f_frsize),
+            subject=mount.place,
+        )
         if space.f_files:
-            yield Reading("disk", "disk.inodes_free_share", space.f_ffree / space.f_files, mount.place)
+            yield Reading(
+                source="disk",
+                name="disk.inodes_free_share",
+                value=space.f_ffree / space.f_files,
+                subject=mount.place,
+            )
 
     def close(self) -> None:
         """Gives its threads and files back."""

@@ -99,7 +99,7 @@ class Nvml:
         try:
             readings = self._guard.call(self._readings)
         except NoAnswerError as error:
-            yield Reading("nvml", "nvml.silent_s", error.waited_s)
+            yield Reading(source="nvml", name="nvml.silent_s", value=error.waited_s)
             yield unknown("nvml", "nvml.devices", str(error))
             return
         except self._nvml.NVMLError as error:
@@ -108,7 +108,7 @@ class Nvml:
                 yield unknown("nvml", "nvml.devices", error)
             return
         if readings:
-            yield Reading("nvml", "nvml.silent_s", 0.0)
+            yield Reading(source="nvml", name="nvml.silent_s", value=0.0)
             yield from readings
 
     def close(self) -> None:
@@ -132,7 +132,7 @@ class Nvml:
         found = [reading for gpu in self._gpus for reading in self._read(gpu)]
         if self._gpus:
             missing = len(names(self._root / "proc/driver/nvidia/gpus")) - len(self._gpus)
-            found.append(Reading("nvml", "nvml.missing", float(max(0, missing))))
+            found.append(Reading(source="nvml", name="nvml.missing", value=float(max(0, missing))))
         return found
 
     def _meet(self, index: int) -> Gpu:
@@ -169,7 +169,7 @@ class Nvml:
         yield from found
 
     def _reading(self, gpu: Gpu, name: str, value: float) -> Reading:
-        return Reading("nvml", name, value, gpu.subject, gpu.uuid)
+        return Reading(source="nvml", name=name, value=value, subject=gpu.subject, device=gpu.uuid)
 
     def _ask(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """The answer; None for what this GPU or driver does not have. Raises NVMLError otherwise."""

@@ -28,7 +28,7 @@ _COUNTERS = {"fatal": "TOTAL_ERR_FATAL", "nonfatal": "TOTAL_ERR_NONFATAL", "corr
 _GONE = b"\xff\xff\xff\xff"
 
 
-class _Device(msgspec.Struct, frozen=True):
+class _Device(msgspec.Struct, frozen=True, kw_only=True):
     folder: Path
     subject: str
     device: str
@@ -72,11 +72,13 @@ class Pcie:
             uuid = uuids.get(address, "")
             # As the driver's lines call a GPU: without the function.
             subject = f"gpu {address.partition('.')[0]}" if kind == "gpu" else f"{kind} {address}"
-            self._devices[address] = _Device(folder, subject, uuid, width, speed)
+            self._devices[address] = _Device(
+                folder=folder, subject=subject, device=uuid, width=width, speed=speed
+            )
 
     def _read(self, address: str, at: _Device) -> Iterator[Reading]:
         def reading(name: str, value: float) -> Reading:
-            return Reading("pcie", name, value, at.subject, at.device)
+            return Reading(source="pcie", name=name, value=value, subject=at.subject, device=at.device)
 
         if quiet(at.folder / "power/runtime_status") == "suspended":
             return  # it sleeps, and must not be woken to be looked at

@@ -41,7 +41,7 @@ class Pressure:
             yield from attempt("proc", f"{kind}.stalled_percent", partial(_pressure, path, line))
         if (tainted := quiet(self._root / "proc/sys/kernel/tainted")).isdigit():
             for what, bit in _TAINTS.items():
-                yield Reading("proc", f"kernel.saw_{what}", float(int(tainted) >> bit & 1))
+                yield Reading(source="proc", name=f"kernel.saw_{what}", value=float(int(tainted) >> bit & 1))
 
     def close(self) -> None:
         """Holds nothing."""
@@ -90,9 +90,11 @@ class Processes:
         self._blocked = blocked
         longest = sorted(hung, key=hung.__getitem__, reverse=True)[:BLOCKED_TOLD]
         for subject in (*longest, *(self._told - set(longest))):
-            yield Reading("proc", "process.blocked_s", hung.get(subject, 0.0), subject)
+            yield Reading(
+                source="proc", name="process.blocked_s", value=hung.get(subject, 0.0), subject=subject
+            )
         self._told = set(longest)
-        yield Reading("proc", "process.zombies", float(zombies))
+        yield Reading(source="proc", name="process.zombies", value=float(zombies))
         yield from attempt("proc", "process.used_share", lambda: _processes_share(proc))
         yield from attempt("proc", "file.used_share", lambda: _files_share(proc))
 
@@ -178,12 +180,14 @@ class Clock:
         if self._adjtimex is not None:
             try:
                 status, max_error_us = self._adjtimex()
-                yield Reading("proc", "clock.unsynchronized", float(bool(status & _STA_UNSYNC)))
-                yield Reading("proc", "clock.max_error_s", max_error_us / 1e6)
+                yield Reading(
+                    source="proc", name="clock.unsynchronized", value=float(bool(status & _STA_UNSYNC))
+                )
+                yield Reading(source="proc", name="clock.max_error_s", value=max_error_us / 1e6)
             except OSError as error:
                 yield unknown("proc", "clock.unsynchronized", error)
         if boot := quiet(self._root / "proc/sys/kernel/random/boot_id"):
-            yield Reading("proc", "boot.id", boot)
+            yield Reading(source="proc", name="boot.id", value=boot)
         yield from attempt("proc", "boot.uptime_s", lambda: _uptime_s(self._root / "proc/uptime"))
 
     def close(self) -> None:

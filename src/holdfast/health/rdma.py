@@ -59,16 +59,20 @@ class Rdma:
             for port in names(self._folder / name / "ports"):
                 yield from self._port(name, port)
         for name, device in self._guids.items():
-            yield Reading("rdma", "rdma.lost", float(name not in devices), name, device)
+            yield Reading(
+                source="rdma", name="rdma.lost", value=float(name not in devices), subject=name, device=device
+            )
         yield from self._char_devices(devices)
 
     def _port(self, name: str, port: str) -> Iterator[Reading]:
         folder = self._folder / name / "ports" / port
         subject, device = f"{name} port {port}", self._guids[name]
         if (state := port_state(self._folder / name, folder)) is not None:
-            yield Reading("rdma", "rdma.state", state, subject, device)
+            yield Reading(source="rdma", name="rdma.state", value=state, subject=subject, device=device)
             if state == ACTIVE and (rate := _rate(folder)):
-                yield Reading("rdma", "rdma.rate_gbps", rate, subject, device)
+                yield Reading(
+                    source="rdma", name="rdma.rate_gbps", value=rate, subject=subject, device=device
+                )
         for kind, wanted in (("counters", _COUNTERS), ("hw_counters", _HW_COUNTERS)):
             there = set(names(folder / kind))
             for counter in wanted:
@@ -87,7 +91,13 @@ class Rdma:
             return
         for name in devices:
             missing = float(name not in having)
-            yield Reading("rdma", "rdma.char_devices_missing", missing, name, self._guids[name])
+            yield Reading(
+                source="rdma",
+                name="rdma.char_devices_missing",
+                value=missing,
+                subject=name,
+                device=self._guids[name],
+            )
 
     def close(self) -> None:
         """Holds nothing."""

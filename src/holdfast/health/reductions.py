@@ -26,7 +26,7 @@ MOST = 2 / 3
 """Of the other workers wait longest for the same one, in most of these blocks: the link is that one's."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Change:
     """The reduction became slow, or is as fast as it was. usual_s, now_s: of a step. rank: whose link it seems to be."""
 
@@ -74,7 +74,14 @@ class Reductions:
         share = (now_s - usual_s) / statistics.median(x[2] for x in seen)
         names = Counter(x[3] for x in seen if x[3] is not None)
         rank, times = names.most_common(1)[0] if names else (None, 0)
-        return Change(self._slow, seen[0][0], usual_s, now_s, share, rank if times > len(seen) / 2 else None)
+        return Change(
+            slow=self._slow,
+            since=seen[0][0],
+            usual_s=usual_s,
+            now_s=now_s,
+            share=share,
+            rank=rank if times > len(seen) / 2 else None,
+        )
 
 
 def _named(said: Sequence[Spent]) -> int | None:

@@ -18,7 +18,7 @@ SAMPLES_CAP = 10_000
 LINE_SOURCES = ("kmsg", "log")
 
 
-class Rule(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+class Rule(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
     """One rule, as written in TOML. Durations are seconds or `"10m"`.
 
     A rule looks at lines (`pattern`), at readings (`reading`), or for readings that cannot be had (`unknown`).

@@ -15,7 +15,7 @@ class Line(msgspec.Struct, frozen=True, omit_defaults=True):
     age_s: float = 0.0
 
 
-class Reading(msgspec.Struct, frozen=True, omit_defaults=True):
+class Reading(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """A value that was read. name: `edac.ue_count`, `nvml.ecc.volatile.uncorrected`, with the unit where it has one
     (`disk.free_bytes`). subject, device: as in a Finding. value None: it could not be read now (`why`), which is no
     sign of health; what a machine does not have gives no reading at all."""

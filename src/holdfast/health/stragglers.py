@@ -46,7 +46,7 @@ SHARE = 1 / 6
 """Of the evidence that is needed, no block counts for more."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Track:
     """One worker's course. score: of the test, in nats. since, rising: first step of the rise that it is in, and its
     blocks so far."""
@@ -59,7 +59,7 @@ class _Track:
     ratios: deque[float] = field(default_factory=lambda: deque(maxlen=SHOWN_BLOCKS))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Change:
     """A worker became slow, or is no longer.
 
@@ -136,14 +136,14 @@ class Stragglers:
         track.score = min(need, max(0.0, track.score + max(-most, min(most, gain))))
         if track.slow and track.score <= 0.0:
             track.slow = False
-            return Change(name, False, math.exp(value), step, others)
+            return Change(worker=name, slow=False, ratio=math.exp(value), since=step, compared=others)
         if track.slow or track.score < need:
             return None
         level = statistics.median(list(track.ratios)[-track.rising :])
         if level < ENOUGH * self._shift:
             return None
         track.slow = True
-        return Change(name, True, math.exp(level), track.since, others)
+        return Change(worker=name, slow=True, ratio=math.exp(level), since=track.since, compared=others)
 
 
 def _noise(jumps: deque[float]) -> float:

@@ -43,7 +43,7 @@ def acts_on_node(remedy: Remedy) -> bool:
     return remedy in (Remedy.RESET_DEVICE, Remedy.REBOOT, Remedy.REPLACE)
 
 
-class Finding(msgspec.Struct, frozen=True, omit_defaults=True):
+class Finding(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """What one rule found on one node.
 
     source: what it was read from (`kmsg`, `sysfs`, `nvml`, `worker`, `log`, `peers`, `check`, ...). subject: what it is
@@ -70,7 +70,7 @@ class Finding(msgspec.Struct, frozen=True, omit_defaults=True):
     firm: bool = False
 
 
-class CheckResult(msgspec.Struct, frozen=True, omit_defaults=True):
+class CheckResult(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """One check of one node. value, floor: in `unit`; value None: not measured. lower: smaller is better, `floor` is a
     ceiling then. with_node: the other end, of a check between two nodes; if that is faulty it is the way between them,
     not this node. model: of what was checked (a processor, a GPU); only values of one model are compared. digest: of
@@ -90,7 +90,7 @@ class CheckResult(msgspec.Struct, frozen=True, omit_defaults=True):
     digest: str = ""
 
 
-class HealthSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+class HealthSpec(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """What a job is told about health.
 
     watch: False: nobody looks. rules: TOML files of the user's, beside the catalogue. dry_run: rules on trial (`*`: all).

@@ -185,7 +185,13 @@ def found_slow(cluster: TrialView, machine: Machine, severity: Severity, remedy:
         if cluster.steps.running:
             done += math.floor((cluster.now - cluster.steps.since_s) / cluster.steps.step_s)
         said = m.Progress(generation=cluster.generation, committed=done, median_s=cluster.steps.step_s)
-        finding = Finding("slow-node", severity, remedy, "peers", evidence="slower than its peers")
+        finding = Finding(
+            rule="slow-node",
+            severity=severity,
+            remedy=remedy,
+            source="peers",
+            evidence="slower than its peers",
+        )
         cluster.tell([cluster.word(machine, said), e.NodeSays(machine.name, m.FindingsReported((finding,)))])
 
 

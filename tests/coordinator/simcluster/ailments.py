@@ -122,10 +122,10 @@ class Ailments:
             drawn = Remedy.REPLACE  # to end a worker cannot wait for a step's edge
         remedy = REMEDIES.get(word, drawn)
         finding = Finding(
-            rule,
-            severity,
-            remedy,
-            "kmsg",
+            rule=rule,
+            severity=severity,
+            remedy=remedy,
+            source="kmsg",
             device=self.rng.choice(("", "GPU-1", "GPU-2")),
             evidence="simulated",
         )
@@ -158,7 +158,7 @@ class Ailments:
         """Before a node joins."""
         bad = not self.over and agent.sessions == 1 and self.rng.random() < self.cluster.plan.refused_checks
         condition = Condition.FAULTY if bad else self.rng.choice((Condition.HEALTHY, Condition.UNKNOWN))
-        return (CheckResult("disk", condition),) if self.cluster.plan.findings else ()
+        return (CheckResult(name="disk", condition=condition),) if self.cluster.plan.findings else ()
 
     def repair(self, agent: SimAgent, order: m.Repair) -> None:
         """The agent does it, or does not."""
@@ -176,7 +176,7 @@ class Ailments:
         condition = Condition.FAULTY if bad else Condition.HEALTHY
         if not bad:
             self._passed[order.request] = agent.identity or agent.name
-        answer = m.Checked(order.request, (CheckResult("memory", condition),))
+        answer = m.Checked(order.request, (CheckResult(name="memory", condition=condition),))
         self.cluster.clock.after(self.rng.uniform(0.5, 5.0), agent.send, answer)
 
     # ------------------------------------------------------------ the engine

@@ -103,10 +103,10 @@ def _say(
     subject = "" if shared or rank is None else f"rank {rank}"
     name = "" if shared else worker.name
     finding = Finding(
-        rule,
-        severity,
-        remedy,
-        "worker",
+        rule=rule,
+        severity=severity,
+        remedy=remedy,
+        source="worker",
         subject=subject,
         worker=name,
         evidence=told,

@@ -180,11 +180,11 @@ def _reduction(context: Context, change: reductions.Change) -> None:
             "`holdfast check --deep` finds a bad pair"
         )
     finding = Finding(
-        SLOW_REDUCTION,
-        Severity.WARNING if change.slow else Severity.INFO,
-        Remedy.WATCH,
-        "peers",
-        Condition.FAULTY if change.slow else Condition.HEALTHY,
+        rule=SLOW_REDUCTION,
+        severity=Severity.WARNING if change.slow else Severity.INFO,
+        remedy=Remedy.WATCH,
+        source="peers",
+        condition=Condition.FAULTY if change.slow else Condition.HEALTHY,
         subject="" if rank is None else f"rank {rank}",
         evidence=told,
         shared=rank is None,
@@ -212,11 +212,11 @@ def _say(
     if len(ours) > 1 and ours <= {x.worker for x in context.state.slow if x.until_step is None}:
         rule, subject = SLOW_NODE, "all ranks"
     finding = Finding(
-        rule,
-        severity,
-        remedy,
-        "peers",
-        condition,
+        rule=rule,
+        severity=severity,
+        remedy=remedy,
+        source="peers",
+        condition=condition,
         subject=subject,
         worker=slow.worker if rule == SLOW_RANK else "",
         evidence=describe(slow)

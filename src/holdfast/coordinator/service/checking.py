@@ -329,5 +329,10 @@ def _finding(result: CheckResult) -> Finding:
     figures = f"{result.value:g} {result.unit}" if result.value is not None and not result.digest else ""
     evidence = "; ".join(filter(None, (result.detail, figures)))
     return Finding(
-        f"check-{result.name}", Severity.ERROR, Remedy.ASK, "check", subject=subject, evidence=evidence
+        rule=f"check-{result.name}",
+        severity=Severity.ERROR,
+        remedy=Remedy.ASK,
+        source="check",
+        subject=subject,
+        evidence=evidence,
     )

@@ -73,7 +73,7 @@ def check_shm(memory: Path) -> Iterator[CheckResult]:
     """Room where snapshots and shared tensors are kept."""
     there = next(p for p in (memory, *memory.absolute().parents) if p.is_dir())
     if os.statvfs(there).f_flag & os.ST_RDONLY:
-        yield CheckResult("shm", Condition.FAULTY, f"{there} is read-only")
+        yield CheckResult(name="shm", condition=Condition.FAULTY, detail=f"{there} is read-only")
         return
     if not os.access(there, os.W_OK):  # another user's, or HOLDFAST_MEMORY names one: no fault of the node's
         raise CannotCheck(f"{there} is not this user's to write to; set HOLDFAST_MEMORY to a folder that is")
@@ -92,13 +92,15 @@ def check_disk(folder: Path) -> Iterator[CheckResult]:
         read = probe.read_bytes()
     except OSError as error:
         why = "is read-only" if error.errno == errno.EROFS else f"cannot be written: {error.strerror}"
-        yield CheckResult("disk", Condition.FAULTY, f"{folder} {why}")
+        yield CheckResult(name="disk", condition=Condition.FAULTY, detail=f"{folder} {why}")
         return
     finally:
         _remove(probe)
     if read != content:
         yield CheckResult(
-            "disk", Condition.FAULTY, f"{folder}: a file read back differs from what was written"
+            name="disk",
+            condition=Condition.FAULTY,
+            detail=f"{folder}: a file read back differs from what was written",
         )
         return
     yield _at_least("disk", _free(folder), DISK_FLOOR_BYTES, "B", f"free in {folder}")
@@ -112,7 +114,7 @@ def check_files(slots: int) -> Iterator[CheckResult]:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     floor = FILES_FLOOR + 8 * slots
     if soft == resource.RLIM_INFINITY:
-        yield CheckResult("files", Condition.HEALTHY, "no limit of open files")
+        yield CheckResult(name="files", condition=Condition.HEALTHY, detail="no limit of open files")
     else:
         yield _at_least("files", soft, floor, "files", "may be open at once (ulimit -n)")
 
@@ -134,7 +136,9 @@ def check_clock(folder: Path) -> Iterator[CheckResult]:
     far = off_s > CLOCK_OFF_S
     detail = f"this clock and that of {folder} differ by {off_s:.0f} s: one of them is off" if far else ""
     condition = Condition.UNKNOWN if far else Condition.HEALTHY
-    yield CheckResult("clock", condition, detail, shown, CLOCK_OFF_S, "s", lower=True)
+    yield CheckResult(
+        name="clock", condition=condition, detail=detail, value=shown, floor=CLOCK_OFF_S, unit="s", lower=True
+    )
 
 
 def check_port(host: str) -> Iterator[CheckResult]:
@@ -146,16 +150,20 @@ def check_port(host: str) -> Iterator[CheckResult]:
                 pass
     except OSError as error:
         what = "is not an address of this machine" if error.errno == errno.EADDRNOTAVAIL else str(error)
-        yield CheckResult("port", Condition.FAULTY, f"no port can be served at {host}: {what}")
+        yield CheckResult(
+            name="port", condition=Condition.FAULTY, detail=f"no port can be served at {host}: {what}"
+        )
         return
-    yield CheckResult("port", Condition.HEALTHY, f"{host} can be reached")
+    yield CheckResult(name="port", condition=Condition.HEALTHY, detail=f"{host} can be reached")
 
 
 def check_cpus(slots: int) -> Iterator[CheckResult]:
     """Cores for the workers. Fewer than workers are slow, not faulty."""
     cores = len(os.sched_getaffinity(0))
     detail = f"{slots} workers share them" if cores < slots else ""
-    yield CheckResult("cpus", Condition.HEALTHY, detail, cores, unit="cores", model=cpu_model())
+    yield CheckResult(
+        name="cpus", condition=Condition.HEALTHY, detail=detail, value=cores, unit="cores", model=cpu_model()
+    )
 
 
 def check_gpus(dev: Path = Path("/dev"), inventory: Inventory | None = None) -> Iterator[CheckResult]:
@@ -213,10 +221,17 @@ def in_time(function: Inventory, patience_s: float, what: str) -> list[str]:
 
 def _at_least(name: str, value: float, floor: float, unit: str, what: str) -> CheckResult:
     if value >= floor:
-        return CheckResult(name, Condition.HEALTHY, what, value, floor, unit)
+        return CheckResult(
+            name=name, condition=Condition.HEALTHY, detail=what, value=value, floor=floor, unit=unit
+        )
     has, needs = ((size(int(x)) if unit == "B" else f"{x:,.0f} {unit}") for x in (value, floor))
     return CheckResult(
-        name, Condition.FAULTY, f"{has} {what}, at least {needs} are needed", value, floor, unit
+        name=name,
+        condition=Condition.FAULTY,
+        detail=f"{has} {what}, at least {needs} are needed",
+        value=value,
+        floor=floor,
+        unit=unit,
     )
 
 

@@ -19,7 +19,7 @@ class CannotCheck(Exception):
     """The check cannot be made here: a tool, a permission or memory is missing. Neither healthy nor faulty."""
 
 
-class Task(msgspec.Struct, frozen=True):
+class Task(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be checked. only: names of checks; empty: all that concern the node alone. folder: where may be
     written. peers, port: as in RunChecks. token: proves to a peer that the other end is of the same job."""
 
@@ -59,7 +59,7 @@ def attempt(name: str, check: Check, task: Task) -> list[CheckResult]:
 
 def unknown(name: str, why: str, took_s: float = 0.0) -> CheckResult:
     """The result of a check that could not be made."""
-    return CheckResult(name, Condition.UNKNOWN, why, took_s=round(took_s, 4))
+    return CheckResult(name=name, condition=Condition.UNKNOWN, detail=why, took_s=round(took_s, 4))
 
 
 def failed(results: Iterable[CheckResult]) -> list[CheckResult]:

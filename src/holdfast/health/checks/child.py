@@ -113,7 +113,11 @@ def _unfinished(name: str, why: str, code: int | None, first: bool) -> CheckResu
         return unknown(name, why)
     if code is not None and -code in DAMAGE:
         what = signal.Signals(-code).name
-        return CheckResult(name, Condition.FAULTY, f"the check was ended by {what}: processor or memory")
+        return CheckResult(
+            name=name,
+            condition=Condition.FAULTY,
+            detail=f"the check was ended by {what}: processor or memory",
+        )
     return unknown(name, f"the process that checks ended with exit code {code}")
 
 

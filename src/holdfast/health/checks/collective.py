@@ -70,9 +70,15 @@ def reduce_and_judge(
         best_s = min(best_s, time.perf_counter() - start_s)
         rounds += 1
         if not bool((values == wanted).all()):
-            return CheckResult("all-reduce", Condition.FAULTY, f"a sum over {world} nodes is wrong; {how}")
+            return CheckResult(
+                name="all-reduce",
+                condition=Condition.FAULTY,
+                detail=f"a sum over {world} nodes is wrong; {how}",
+            )
         go_on.fill_(1.0 if rank == 0 and (rounds < 3 or time.monotonic() - began_s < seconds) else 0.0)
         dist.all_reduce(go_on)
     rate = 2 * (world - 1) / world * nbytes / best_s / 1e9
     detail = f"{how}, {nbytes >> 20} MiB, best of {rounds}"
-    return CheckResult("all-reduce", Condition.HEALTHY, detail, round(rate, 3), unit="GB/s")
+    return CheckResult(
+        name="all-reduce", condition=Condition.HEALTHY, detail=detail, value=round(rate, 3), unit="GB/s"
+    )

@@ -29,7 +29,7 @@ SIZE = 384
 SEED = 20261121
 
 
-class CoreRun(msgspec.Struct, frozen=True):
+class CoreRun(msgspec.Struct, frozen=True, kw_only=True):
     """What one core did: rounds, seconds, and the digest of every round that differed from its first."""
 
     core: int
@@ -96,7 +96,7 @@ def run_core(core: int, operands: tuple[Any, ...], seconds: float) -> CoreRun:
     while rounds < 2 or time.monotonic() - began_s < seconds:
         wrong += work_once(*operands) != first
         rounds += 1
-    return CoreRun(core, first, rounds, time.monotonic() - began_s, wrong)
+    return CoreRun(core=core, digest=first, rounds=rounds, seconds=time.monotonic() - began_s, wrong=wrong)
 
 
 def judge_cores(runs: list[CoreRun], model: str) -> CheckResult:
@@ -107,9 +107,9 @@ def judge_cores(runs: list[CoreRun], model: str) -> CheckResult:
     rounds = sum(r.rounds for r in runs)
     if not bad:
         return CheckResult(
-            "cpu-bits",
-            Condition.HEALTHY,
-            f"equal in {rounds} rounds on {len(runs)} cores",
+            name="cpu-bits",
+            condition=Condition.HEALTHY,
+            detail=f"equal in {rounds} rounds on {len(runs)} cores",
             model=model,
             digest=common,
         )
@@ -117,9 +117,9 @@ def judge_cores(runs: list[CoreRun], model: str) -> CheckResult:
         f"core {r.core} ({r.wrong} of {r.rounds} rounds)" if r.wrong else f"core {r.core}" for r in bad[:8]
     )
     return CheckResult(
-        "cpu-bits",
-        Condition.FAULTY,
-        f"the same arithmetic gave other bits on {told}",
+        name="cpu-bits",
+        condition=Condition.FAULTY,
+        detail=f"the same arithmetic gave other bits on {told}",
         model=model,
         digest=common,
     )
@@ -137,10 +137,10 @@ def _speed(runs: list[CoreRun]) -> CheckResult:
         else ""
     )
     return CheckResult(
-        "cpu-matrix",
-        Condition.HEALTHY,
-        behind,
-        round(sum(rates.values()), 1),
+        name="cpu-matrix",
+        condition=Condition.HEALTHY,
+        detail=behind,
+        value=round(sum(rates.values()), 1),
         unit="GFLOP/s",
         model=cpu_model(),
     )

@@ -86,7 +86,10 @@ def _result(test: str, result: dict[str, Any]) -> CheckResult | None:
     name = "dcgm-" + "-".join(test.lower().split())
     subject = f"gpu {gpu}" if str(gpu) != "" else ""
     return CheckResult(
-        name, _CONDITIONS.get(status, Condition.UNKNOWN), "; ".join(told)[:300], subject=subject
+        name=name,
+        condition=_CONDITIONS.get(status, Condition.UNKNOWN),
+        detail="; ".join(told)[:300],
+        subject=subject,
     )
 
 

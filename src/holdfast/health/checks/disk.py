@@ -37,7 +37,9 @@ def check_disk(task: Task) -> Iterator[CheckResult]:
     except OSError as error:
         if error.errno not in BROKEN:
             raise CannotCheck(f"{folder}: {error.strerror}") from None
-        yield CheckResult("disk", Condition.FAULTY, f"{folder}: {error.strerror}", subject=str(folder))
+        yield CheckResult(
+            name="disk", condition=Condition.FAULTY, detail=f"{folder}: {error.strerror}", subject=str(folder)
+        )
     finally:
         try:
             path.unlink(missing_ok=True)
@@ -64,7 +66,12 @@ def _write_and_read(path: Path, blocks: int, seconds: float) -> Iterator[CheckRe
         nbytes = len(sums) * BLOCK_BYTES
         how = f"{nbytes >> 20} MiB" + ("" if direct else ", through the page cache")
         yield CheckResult(
-            "disk-write", Condition.HEALTHY, how, round(nbytes / wrote_s / 1e6, 1), unit="MB/s", subject=where
+            name="disk-write",
+            condition=Condition.HEALTHY,
+            detail=how,
+            value=round(nbytes / wrote_s / 1e6, 1),
+            unit="MB/s",
+            subject=where,
         )
         fd, direct = _open(path, os.O_RDONLY)
         try:
@@ -79,10 +86,15 @@ def _write_and_read(path: Path, blocks: int, seconds: float) -> Iterator[CheckRe
         detail = (
             f"{len(wrong)} of {len(sums)} blocks of 4 MiB came back changed, the first is number {wrong[0]}"
         )
-        yield CheckResult("disk-read", Condition.FAULTY, detail, subject=where)
+        yield CheckResult(name="disk-read", condition=Condition.FAULTY, detail=detail, subject=where)
         return
     yield CheckResult(
-        "disk-read", Condition.HEALTHY, how, round(nbytes / read_s / 1e6, 1), unit="MB/s", subject=where
+        name="disk-read",
+        condition=Condition.HEALTHY,
+        detail=how,
+        value=round(nbytes / read_s / 1e6, 1),
+        unit="MB/s",
+        subject=where,
     )
 
 

@@ -130,7 +130,9 @@ def judge_burn(gpu: Device, rounds: int, wrong: int, digest: str) -> CheckResult
     """A device must agree with itself; with others of its model it is compared by `fleet`."""
     said = f"{wrong} of {rounds} products differ from the first" if wrong else f"equal in {rounds} rounds"
     condition = Condition.FAULTY if wrong else Condition.HEALTHY
-    return CheckResult("gpu-bits", condition, said, subject=gpu.subject, model=gpu.model, digest=digest)
+    return CheckResult(
+        name="gpu-bits", condition=condition, detail=said, subject=gpu.subject, model=gpu.model, digest=digest
+    )
 
 
 def host_rate(device: torch.device, nbytes: int, to_device: bool, sync: Sync) -> float:
@@ -169,10 +171,10 @@ def between(gpu: Device, other: Device, nbytes: int) -> CheckResult:
     whole = torch.equal(there.cpu(), content)
     detail = f"to {other.subject}" + ("" if whole else ": bytes came back changed")
     return CheckResult(
-        "gpu-to-gpu",
-        Condition.HEALTHY if whole else Condition.FAULTY,
-        detail,
-        round(nbytes / best_s / 1e9, 2),
+        name="gpu-to-gpu",
+        condition=Condition.HEALTHY if whole else Condition.FAULTY,
+        detail=detail,
+        value=round(nbytes / best_s / 1e9, 2),
         unit="GB/s",
         subject=gpu.subject,
         model=gpu.model,
@@ -206,5 +208,11 @@ class exact_float32:
 def _measured(gpu: Device, name: str, value: float, unit: str, detail: str) -> CheckResult:
     rounded = round(value, 1 if value >= 100 else 3)
     return CheckResult(
-        name, Condition.HEALTHY, detail, rounded, unit=unit, subject=gpu.subject, model=gpu.model
+        name=name,
+        condition=Condition.HEALTHY,
+        detail=detail,
+        value=rounded,
+        unit=unit,
+        subject=gpu.subject,
+        model=gpu.model,
     )

@@ -48,10 +48,10 @@ def check_memory(task: Task) -> Iterator[CheckResult]:
         raise CannotCheck(f"only {free >> 20} MiB are free")
     gigabytes, times = copy_rate(torch.device("cpu"), nbytes, task.seconds / 2)
     yield CheckResult(
-        "memory-copy",
-        Condition.HEALTHY,
-        f"read and written, best of {times}, {nbytes >> 20} MiB each",
-        round(gigabytes, 2),
+        name="memory-copy",
+        condition=Condition.HEALTHY,
+        detail=f"read and written, best of {times}, {nbytes >> 20} MiB each",
+        value=round(gigabytes, 2),
         unit="GB/s",
         model=cpu_model(),
     )
@@ -110,18 +110,18 @@ def check_patterns(
                 found = int(part[where - start]) & (1 << 64) - 1
                 wanted = (PATTERNS.get(pattern, where)) & (1 << 64) - 1
                 return CheckResult(
-                    name,
-                    Condition.FAULTY,
-                    f"pattern {pattern}: word {where} of {tested} was {wanted:016x}, came back {found:016x} "
+                    name=name,
+                    condition=Condition.FAULTY,
+                    detail=f"pattern {pattern}: word {where} of {tested} was {wanted:016x}, came back {found:016x} "
                     f"({(found ^ wanted).bit_count()} bits differ)",
-                    tested * WORD_BYTES,
+                    value=tested * WORD_BYTES,
                     unit="B",
                 )
     return CheckResult(
-        name,
-        Condition.HEALTHY,
-        f"{len(PATTERNS) + 1} patterns came back as written",
-        tested * WORD_BYTES,
+        name=name,
+        condition=Condition.HEALTHY,
+        detail=f"{len(PATTERNS) + 1} patterns came back as written",
+        value=tested * WORD_BYTES,
         unit="B",
     )
 

@@ -62,15 +62,20 @@ def check_pair(task: Task) -> Iterator[CheckResult]:
     except OSError as error:
         where = f"{peer.node} at {peer.host}:{peer.port}"
         yield CheckResult(
-            "pair", Condition.FAULTY, f"{where}: {error}", 0.0, unit="GB/s", with_node=peer.node
+            name="pair",
+            condition=Condition.FAULTY,
+            detail=f"{where}: {error}",
+            value=0.0,
+            unit="GB/s",
+            with_node=peer.node,
         )
         return
     yield _result("pair", measured, peer.node)
     yield CheckResult(
-        "pair-latency",
-        Condition.HEALTHY,
-        "there and back",
-        measured.latency_s,
+        name="pair-latency",
+        condition=Condition.HEALTHY,
+        detail="there and back",
+        value=measured.latency_s,
         unit="s",
         lower=True,
         with_node=peer.node,
@@ -93,7 +98,9 @@ def _result(name: str, measured: Measured, other: str) -> CheckResult:
     latency = f"{measured.latency_s * 1e6:.0f} µs there and back"
     condition = Condition.FAULTY if measured.damaged else Condition.HEALTHY
     detail = "bytes came back changed" if measured.damaged else latency
-    return CheckResult(name, condition, detail, round(rate, 4), unit="GB/s", with_node=other)
+    return CheckResult(
+        name=name, condition=condition, detail=detail, value=round(rate, 4), unit="GB/s", with_node=other
+    )
 
 
 # ---------------------------------------------------------------- the two ends

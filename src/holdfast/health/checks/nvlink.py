@@ -38,12 +38,12 @@ def judge_links(gpus: Iterable[Links]) -> Iterator[CheckResult]:
         if down and card:
             detail += "; a PCIe card may not have them"
         yield CheckResult(
-            "nvlink",
-            condition,
-            detail,
-            active,
-            known,
-            "links",
+            name="nvlink",
+            condition=condition,
+            detail=detail,
+            value=active,
+            floor=known,
+            unit="links",
             subject=f"gpu {gpu.index}",
             model=gpu.model,
         )

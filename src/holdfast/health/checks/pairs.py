@@ -89,7 +89,7 @@ def judge(
         mine = [p for p in slow if node in p]
         if best[node] is None:
             why = next((m.why for p, m in first.items() if node in p and m.why), "not measured")
-            results[node] = [CheckResult(f"{over}pair", Condition.UNKNOWN, why)]
+            results[node] = [CheckResult(name=f"{over}pair", condition=Condition.UNKNOWN, detail=why)]
         elif unclear:
             results[node] = [
                 _pair(over, Condition.UNKNOWN, best[node], "all pairs are bad: the network, or all of them")
@@ -141,10 +141,16 @@ def _best(nodes: Iterable[str], measured: Iterable[tuple[Pair, Measured]]) -> di
 
 def _pair(over: str, condition: Condition, measured: Measured | None, detail: str) -> CheckResult:
     if measured is None or not measured.bytes_per_s:
-        return CheckResult(f"{over}pair", condition, detail)
+        return CheckResult(name=f"{over}pair", condition=condition, detail=detail)
     told = f"{measured.latency_s * 1e6:.0f} µs there and back" if measured.latency_s else ""
     value = round(measured.bytes_per_s / 1e9, 3)
-    return CheckResult(f"{over}pair", condition, "; ".join(filter(None, (detail, told))), value, unit="GB/s")
+    return CheckResult(
+        name=f"{over}pair",
+        condition=condition,
+        detail="; ".join(filter(None, (detail, told))),
+        value=value,
+        unit="GB/s",
+    )
 
 
 def _link(over: str, other: str, measured: Measured) -> CheckResult:
@@ -153,7 +159,12 @@ def _link(over: str, other: str, measured: Measured) -> CheckResult:
     if not rate:
         how = "they do not reach each other, and both reach others"
     return CheckResult(
-        f"{over}link", Condition.FAULTY, how, round(rate / 1e9, 3), unit="GB/s", with_node=other
+        name=f"{over}link",
+        condition=Condition.FAULTY,
+        detail=how,
+        value=round(rate / 1e9, 3),
+        unit="GB/s",
+        with_node=other,
     )
 
 

@@ -34,7 +34,7 @@ class Gid(msgspec.Struct, frozen=True):
     address: str
 
 
-class Port(msgspec.Struct, frozen=True):
+class Port(msgspec.Struct, frozen=True, kw_only=True):
     """One port of one device, as the kernel has it. rate_gbps, width: 0 when not known. driver: `efa`, `mlx5_core`."""
 
     device: str
@@ -91,13 +91,20 @@ def judge_ports(ports: Sequence[Port]) -> Iterator[CheckResult]:
         if not port.active:
             yield _inactive(port, kin, any(p.active for p in ports))
             continue
-        yield CheckResult("rdma-port", Condition.HEALTHY, subject=port.name, model=port.model)
+        yield CheckResult(name="rdma-port", condition=Condition.HEALTHY, subject=port.name, model=port.model)
         yield _rate(port, [p for p in kin if p.active])
         yield _addresses(port)
     if ports:
         active = sum(p.active for p in ports)
         models = ", ".join(sorted({p.model for p in ports}))
-        yield CheckResult("rdma-ports", Condition.HEALTHY, "active", active, unit="ports", model=models)
+        yield CheckResult(
+            name="rdma-ports",
+            condition=Condition.HEALTHY,
+            detail="active",
+            value=active,
+            unit="ports",
+            model=models,
+        )
 
 
 def _inactive(port: Port, kin: Sequence[Port], any_active: bool) -> CheckResult:
@@ -113,7 +120,9 @@ def _inactive(port: Port, kin: Sequence[Port], any_active: bool) -> CheckResult:
         condition, why = Condition.HEALTHY, "not in use: no port of its kind has a link here"
     else:
         condition, why = Condition.UNKNOWN, "no port is active here: no cable, or a fault"
-    return CheckResult("rdma-port", condition, f"{told}: {why}", subject=port.name, model=port.model)
+    return CheckResult(
+        name="rdma-port", condition=condition, detail=f"{told}: {why}", subject=port.name, model=port.model
+    )
 
 
 def _rate(port: Port, kin: Sequence[Port]) -> CheckResult:
@@ -129,7 +138,13 @@ def _rate(port: Port, kin: Sequence[Port]) -> CheckResult:
         detail += ": one lane of a cable that has four"
     condition = Condition.FAULTY if slow or narrow else Condition.HEALTHY
     return CheckResult(
-        "rdma-rate", condition, detail, port.rate_gbps, unit="Gb/s", subject=port.name, model=port.model
+        name="rdma-rate",
+        condition=condition,
+        detail=detail,
+        value=port.rate_gbps,
+        unit="Gb/s",
+        subject=port.name,
+        model=port.model,
     )
 
 
@@ -137,7 +152,14 @@ def _addresses(port: Port) -> CheckResult:
     """Who has none can be reached by nobody."""
     condition = Condition.HEALTHY if port.gids else Condition.FAULTY
     detail = "" if port.gids else "an active port without an address (GID)"
-    return CheckResult("rdma-gids", condition, detail, len(port.gids), unit="GIDs", subject=port.name)
+    return CheckResult(
+        name="rdma-gids",
+        condition=condition,
+        detail=detail,
+        value=len(port.gids),
+        unit="GIDs",
+        subject=port.name,
+    )
 
 
 def gid_index(port: Port) -> int | None:
@@ -160,12 +182,12 @@ def _device_file(device: str, root: Path) -> Iterator[CheckResult]:
         elif not os.access(path, os.R_OK | os.W_OK):
             why = f"{path} may not be opened by this user"
         else:
-            yield CheckResult("rdma-device", Condition.HEALTHY, subject=device)
+            yield CheckResult(name="rdma-device", condition=Condition.HEALTHY, subject=device)
             continue
         yield msgspec.structs.replace(unknown("rdma-device", why), subject=device)
     if not files:
         why = "the kernel offers it to no program (no uverbs device)"
-        yield CheckResult("rdma-device", Condition.FAULTY, why, subject=device)
+        yield CheckResult(name="rdma-device", condition=Condition.FAULTY, detail=why, subject=device)
 
 
 def _port(folder: Path, device: str, number: int) -> Port:
@@ -174,16 +196,16 @@ def _port(folder: Path, device: str, number: int) -> Port:
     model = " ".join(filter(None, (quiet(folder / "hca_type"), quiet(folder / "board_id")))) or driver
     rate = _RATE.match(quiet(port / "rate"))
     return Port(
-        device,
-        number,
-        model,
-        driver,
-        quiet(port / "link_layer"),
-        port_state(folder, port) or _word(quiet(port / "state")),
-        _word(quiet(port / "phys_state")),
-        float(rate[1]) if rate else 0.0,
-        int(rate[2]) if rate else 0,
-        tuple(_gids(port)),
+        device=device,
+        number=number,
+        model=model,
+        driver=driver,
+        link_layer=quiet(port / "link_layer"),
+        state=port_state(folder, port) or _word(quiet(port / "state")),
+        physical=_word(quiet(port / "phys_state")),
+        rate_gbps=float(rate[1]) if rate else 0.0,
+        width=int(rate[2]) if rate else 0,
+        gids=tuple(_gids(port)),
     )
 
 

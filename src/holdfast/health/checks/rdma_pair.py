@@ -109,7 +109,14 @@ def judge_rails(measured: Sequence[tuple[Rail, Outcome]], other: str) -> CheckRe
     told = f"{rail.name}{f', the slowest of {rails}' if rails > 1 else ''}: {8 * rate / 1e9:.0f} of {rail.gbps:g} Gb/s"
     condition = Condition.HEALTHY if rate else Condition.FAULTY
     detail = "; ".join(filter(None, (told, worst.why)))
-    return CheckResult("rdma-pair", condition, detail, round(rate / 1e9, 4), unit="GB/s", with_node=other)
+    return CheckResult(
+        name="rdma-pair",
+        condition=condition,
+        detail=detail,
+        value=round(rate / 1e9, 4),
+        unit="GB/s",
+        with_node=other,
+    )
 
 
 def offer(ports: Sequence[Port]) -> Offer:
