@@ -109,6 +109,6 @@ def test_what_an_engine_says_must_be_understood(job, holdfast):
             await client.post("/engine", body)
 
     asyncio.run(say('{"type": "capacity", "nodes": 1, "reason": "preempted"}'))
-    assert "there may be no more than 1 node: preempted" in holdfast("events").out
+    assert "the engine now allows at most 1 node: preempted" in holdfast("events").out
     with pytest.raises(UsageError, match="type"):
         asyncio.run(say('{"type": "wish"}'))

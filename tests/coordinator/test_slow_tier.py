@@ -44,7 +44,7 @@ def test_it_is_said_once_after_a_while_and_training_goes_on():
     assert [r["step"] for r in desk.records("tier-slow")] == [6]
     assert tier(desk)["slow"] is True
     assert "checkpoint STANDS STILL" in saved_line(build_status(desk.state, desk.now)).plain
-    assert lines(desk, "tier-slow") == ["for 30.0 s nothing of step 6 came to checkpoint"]
+    assert lines(desk, "tier-slow") == ["for 30.0 s nothing of step 6 reached checkpoint"]
     assert desk.state.phase is JobPhase.RUNNING
 
 
@@ -56,7 +56,7 @@ def test_one_that_is_slow_but_moves_is_not_said_to_stand_still():
     assert not desk.records("tier-slow")
     desk.wait(desk.core.timing.tier_s + 1)
     assert lines(desk, "tier-slow") == [
-        "for 30.0 s nothing of step 6 came to checkpoint (3.00 kB of 4.00 kB)"
+        "for 30.0 s nothing of step 6 reached checkpoint (3.00 kB of 4.00 kB)"
     ]
     moves(desk, 3500)
     assert tier(desk)["slow"] is False
@@ -69,7 +69,7 @@ def test_what_is_due_meanwhile_is_skipped_with_a_word():
     assert [x.step for x in desk.state.storing] == [6]
     assert desk.whole()[-1] == 10
     assert lines(desk, "checkpoint-skipped") == [
-        "step 8 is not saved: step 6 is still on its way to checkpoint"
+        "step 8 is not saved: step 6 is still being written to checkpoint"
     ]
     desk.stores()
     assert lines(desk, "saved") == ["step 6 is saved in checkpoint (2 checkpoints skipped meanwhile)"]

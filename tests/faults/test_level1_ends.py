@@ -87,7 +87,7 @@ def test_start_after_start_goes_on_with_the_newest_state(tmp_path, tiers, writer
         ran = finish(process, tmp_path)
         assert (ran.report["outcome"], begins(ran)) == (outcome, [before]), ran.output[-3000:]
         assert [Archive(str(t)).verify(last).step for t in tiers] == [last, last]
-        assert ran.output.count(f"the last state, step {last}, goes to") == 2
+        assert ran.output.count(f"saving the last state, step {last}, to") == 2
         assert ran.report["in_memory"] is None
         assert not memory_of(tmp_path)
 

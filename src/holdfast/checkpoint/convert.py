@@ -42,7 +42,7 @@ from holdfast.checkpoint.flatten import Flat, flatten
 from holdfast.checkpoint.layout import encode_head, folder_of, parts_of, step_of
 from holdfast.checkpoint.located import find_in_archive
 from holdfast.errors import HoldfastError, StateError, TierError, UsageError
-from holdfast.observe import units
+from holdfast.protocol import units
 from holdfast.protocol.snapshots import Shard
 from holdfast.tensors.tree import buffer_of
 

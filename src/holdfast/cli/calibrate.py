@@ -30,9 +30,9 @@ def calibrate(
     """Estimates failure rates, with confidence intervals, and phase times from past runs."""
     import msgspec
 
-    from holdfast.observe import units
     from holdfast.observe.tables import print_table
     from holdfast.plan.calibration import FEW, calibrate, fields
+    from holdfast.protocol import units
 
     found = calibrate([_read(r, per_node) for r in runs])
     made = fields(found)

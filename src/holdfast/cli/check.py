@@ -125,7 +125,7 @@ async def _ask(folder: Path, wish: CheckWish) -> Results:
 
 
 def _told(news: CheckNews) -> str:
-    from holdfast.observe.units import clip
+    from holdfast.protocol.units import clip
 
     return clip(
         f"{news.doing}: waiting for {', '.join(news.waiting)}" if news.waiting else news.doing, WIDTH - 20

@@ -27,8 +27,8 @@ Place = Annotated[
 def ls(place: Place = None, job: JobName = None, as_json: AsJson = False) -> None:
     """Lists the checkpoints, oldest first."""
     from holdfast.errors import StateError
-    from holdfast.observe import units
     from holdfast.observe.tables import print_table
+    from holdfast.protocol import units
 
     rows: list[dict[str, Any]] = []
     for archive, step in find(place, job):
@@ -64,8 +64,8 @@ def show(place: Place = None, job: JobName = None, as_json: AsJson = False) -> N
     """Shows every tensor of one checkpoint; of several the newest."""
     import msgspec
 
-    from holdfast.observe import units
     from holdfast.observe.tables import print_table
+    from holdfast.protocol import units
 
     archive, step = _newest(find(place, job))
     manifest = archive.manifest(step)
@@ -145,7 +145,7 @@ def prune(
     """Removes checkpoints that need not be kept. The newest always stays; nothing goes if it is not whole."""
     from holdfast.checkpoint.policy import Retention
     from holdfast.errors import UsageError
-    from holdfast.observe.units import plural
+    from holdfast.protocol.units import plural
 
     retention = Retention(keep, keep_every)
     for archive, only in _archives(place, job):
@@ -162,7 +162,7 @@ def prune(
 def free(job: JobName = None) -> None:
     """Gives back the memory that a killed job left for its next start. Its checkpoints stay."""
     from holdfast.engines import jobs
-    from holdfast.observe.units import size
+    from holdfast.protocol.units import size
 
     folder = jobs.existing(job)
     nbytes = jobs.free_memory(folder.name)

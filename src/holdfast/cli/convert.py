@@ -100,7 +100,7 @@ def import_(
     _need_torch()
     from holdfast.checkpoint.archive import Archive
     from holdfast.checkpoint.convert import import_checkpoint
-    from holdfast.observe.units import plural, size
+    from holdfast.protocol.units import plural, size
 
     archive = Archive(place)
     with _progress() as seen:
@@ -141,7 +141,7 @@ def _first_whole(archives: list[Archive], write: Callable[[Archive], Exported]) 
 
 
 def _tell(exported: Exported, step: int, out: Path) -> None:
-    from holdfast.observe.units import plural, size
+    from holdfast.protocol.units import plural, size
 
     sys.stdout.write(
         f"step {step}: {plural(exported.tensors, 'tensor')} of {size(exported.nbytes)} and "

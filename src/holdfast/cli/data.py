@@ -48,7 +48,7 @@ def build(
     import msgspec
 
     from holdfast.data import build as builder
-    from holdfast.observe.units import count, plural
+    from holdfast.protocol.units import count, plural
 
     with _Bar() as bar:
         try:
@@ -72,7 +72,7 @@ def build(
 def show(prefix: Dataset, dtype: RawDtype = None, as_json: AsJson = False) -> None:
     """Shows how much is in a data set, what it was built from, and how it begins."""
     from holdfast.data.build import describe
-    from holdfast.observe import units
+    from holdfast.protocol import units
 
     with _usage_errors():
         from holdfast.data.files import TokenFile
@@ -107,7 +107,7 @@ def show(prefix: Dataset, dtype: RawDtype = None, as_json: AsJson = False) -> No
 def verify(prefix: Dataset, dtype: RawDtype = None) -> None:
     """Reads all of a data set. The exit code is 1 if it is not whole."""
     from holdfast.observe.transfer_progress import ByteCount
-    from holdfast.observe.units import count
+    from holdfast.protocol.units import count
 
     with _usage_errors():
         from holdfast.data.files import TokenFile
@@ -127,7 +127,7 @@ def verify_cache(
     """Reads every file of a node's cache. What is not as it was fetched is removed; the exit code is 1 then."""
     from holdfast.data.cache import Cache
     from holdfast.errors import UsageError
-    from holdfast.observe.units import size
+    from holdfast.protocol.units import size
 
     if not (folder / "entries").is_dir():
         raise UsageError(f"{folder} is no data cache: there is no {folder / 'entries'}")
@@ -180,7 +180,7 @@ class _Bar:
     def show(self, what: str, done: int, total: int) -> None:
         """So much is done."""
         from holdfast.observe.transfer_progress import SILENT_S
-        from holdfast.observe.units import size
+        from holdfast.protocol.units import size
 
         now = time.monotonic()
         if not sys.stderr.isatty():

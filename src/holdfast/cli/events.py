@@ -73,11 +73,11 @@ def _kinds(chosen: list[str] | None) -> frozenset[str] | None:
     if not chosen:
         return None
     from holdfast.errors import UsageError
-    from holdfast.observe.event_text import KINDS
+    from holdfast.protocol.ledger import EVENTS
 
     for kind in chosen:
-        if kind not in KINDS:
-            raise UsageError(f"--kind {kind!r}: there are {', '.join(sorted(KINDS))}")
+        if kind not in EVENTS:
+            raise UsageError(f"--kind {kind!r}: there are {', '.join(sorted(EVENTS))}")
     return frozenset(chosen)
 
 

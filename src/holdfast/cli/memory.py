@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from holdfast.errors import UsageError
-from holdfast.observe.units import plural
+from holdfast.protocol.units import plural
 
 NODE_BYTES = 200 << 20
 """An agent with the process that its warm workers are forked from (measured: 150 to 230 MB with torch)."""

@@ -65,9 +65,9 @@ def division(
 
     from holdfast.cli.spec import parse_nnodes
     from holdfast.errors import UsageError
-    from holdfast.observe import units
     from holdfast.observe.tables import print_table
     from holdfast.plan.division import divide, suggest
+    from holdfast.protocol import units
 
     low, high = parse_nnodes(nnodes)
     if global_batch is None or micro_batch is None:

@@ -159,8 +159,8 @@ def _report(path: Path | None) -> dict[str, Any] | None:
 def _print(
     inputs: Inputs, ways: list[Candidate], best: Candidate, rows: Any, losses: Any, commands: Any
 ) -> None:
-    from holdfast.observe import units
     from holdfast.observe.tables import print_table
+    from holdfast.protocol import units
 
     out = sys.stdout
     out.write(

@@ -114,8 +114,8 @@ def _run(scenario: Scenario, trials: int, seed: int, record: Trace | None) -> li
 
 
 def _print(scenario: Scenario, trials: list[Trial]) -> None:
-    from holdfast.observe import units
     from holdfast.observe.tables import print_table
+    from holdfast.protocol import units
 
     out = sys.stdout
     ideal = scenario.work_s

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from holdfast.observe.units import ranks
 from holdfast.protocol.faults import node_name
+from holdfast.protocol.units import ranks
 
 
 class LogSources:

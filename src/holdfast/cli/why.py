@@ -40,7 +40,7 @@ def why(
 
 
 def _list(entries: list[dict[str, Any]], ignored: list[str], as_json: bool) -> None:
-    from holdfast.observe.event_text import does
+    from holdfast.protocol.health import remedy_text
 
     causes = {e["fields"]["id"]: e["fields"] for e in entries if e["kind"] == "incident-opened"}
     for entry in entries:
@@ -58,7 +58,7 @@ def _list(entries: list[dict[str, Any]], ignored: list[str], as_json: bool) -> N
     if not causes and not ignored:
         sys.stdout.write("nothing happened to this job\n")
     for number, cause in causes.items():
-        told = f" -> {does(decided[number]['does'])}" if number in decided else ""
+        told = f" -> {remedy_text(decided[number]['does'])}" if number in decided else ""
         where = f"{cause['node']}: " if cause.get("node") else ""
         sys.stdout.write(f"{number:4}  {where}{cause['cause']}{told}\n")
     if ignored:

@@ -11,7 +11,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from holdfast.observe import units
+from holdfast.protocol import units
 
 LAST_LINES = 15
 _ADVICE = (

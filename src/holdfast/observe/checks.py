@@ -8,7 +8,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from holdfast.observe import units
+from holdfast.protocol import units
 from holdfast.protocol.health import CheckResult, Condition
 
 STYLES = {Condition.HEALTHY: "green", Condition.FAULTY: "bold red", Condition.UNKNOWN: "yellow"}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import UsageError
-from holdfast.observe.units import clip, seconds
+from holdfast.protocol.units import clip, seconds
 
 Point = tuple[int, float, float]
 """Step, seconds since the job's start, loss."""

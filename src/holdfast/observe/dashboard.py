@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from holdfast.observe import units
+from holdfast.protocol import units
 
 Status = Mapping[str, Any]
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from holdfast.observe import units
-from holdfast.observe.event_text import does, event_line, phases
+from holdfast.observe.event_text import event_line
+from holdfast.protocol import units
+from holdfast.protocol.health import remedy_text
+from holdfast.protocol.ledger.incidents import phases_text
 
 Entry = Mapping[str, Any]
 
@@ -122,9 +124,9 @@ def _weighed(mine: Sequence[Entry]) -> list[str]:
         if entry["kind"] != "verdict":
             continue
         f = entry["fields"]
-        lines.append(f"  {does(f['does'])}, because {f['reason']}")
+        lines.append(f"  {remedy_text(f['does'])}, because {f['reason']}")
         if f.get("against") and f["would"] != f["does"]:
-            lines.append(f"    without that: {does(f['would'])}")
+            lines.append(f"    without that: {remedy_text(f['would'])}")
         if f.get("again_s") is not None:
             lines.append(f"    decided again after {units.seconds(f['again_s'])}, if it still stands")
         lines += [f"    weighed: {w}" for w in f.get("weighed") or []]
@@ -162,6 +164,6 @@ def _cost(told: Entry) -> list[str]:
         lines.append(
             f"  full strength after {units.seconds(told['full_strength_s'])} ({told.get('rung') or 'by itself'})"
         )
-    if known := phases(told):
+    if known := phases_text(told):
         lines.append(f"  of which {known}")
     return lines

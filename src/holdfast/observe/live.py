@@ -15,8 +15,8 @@ from holdfast.observe.dashboard import board, steps_done
 from holdfast.observe.event_text import event_line
 from holdfast.observe.progress import progress_line
 from holdfast.observe.rate import Rate
-from holdfast.observe.units import clock
 from holdfast.protocol.job import JobSpec
+from holdfast.protocol.units import clock
 
 WIDTH, STAMP_WIDTH = 100, 12
 FIXED_ROWS = 12

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.observe.dashboard import steps_done
-from holdfast.observe.event_text import LINE_WIDTH, event_line
+from holdfast.observe.event_text import event_line
 from holdfast.observe.progress import progress_line
 from holdfast.observe.rate import Rate
-from holdfast.observe.units import clip
 from holdfast.protocol.job import JobSpec
+from holdfast.protocol.ledger.base import LINE_WIDTH
+from holdfast.protocol.units import clip
 
 SILENCE_S = 2.0
 LONGEST_SILENCE_S = 30.0

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from holdfast.observe.dashboard import step_words, written
-from holdfast.observe.units import count, loss, plural, size
-from holdfast.observe.units import rate as speed
 from holdfast.protocol.job import JobSpec
+from holdfast.protocol.units import count, loss, plural, size
+from holdfast.protocol.units import rate as speed
 
 
 def progress_line(spec: JobSpec, status: Mapping[str, Any] | None, rate: float | None = None) -> str:

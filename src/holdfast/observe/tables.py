@@ -14,8 +14,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from holdfast.observe import units
 from holdfast.observe.blame import closing
+from holdfast.protocol import units
 
 WIDTH = 100
 Report = Mapping[str, Any]

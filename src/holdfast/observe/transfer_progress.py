@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import IO
 
-from holdfast.observe import units
+from holdfast.protocol import units
 
 SILENT_S = 2.0
 LONGEST_SILENCE_S = 30.0

@@ -38,6 +38,21 @@ class Remedy(StrEnum):
     ASK = "ask"
 
 
+_REMEDY_TEXT = {
+    Remedy.WATCH: "nothing is done",
+    Remedy.RESTART_WORKER: "its workers are restarted",
+    Remedy.RESET_DEVICE: "the device is reset",
+    Remedy.REBOOT: "it is rebooted",
+    Remedy.REPLACE: "it is replaced",
+    Remedy.ASK: "a person is asked",
+}
+
+
+def remedy_text(remedy: str) -> str:
+    """What a remedy does, in words. One that this version does not know is shown as it is."""
+    return _REMEDY_TEXT[Remedy(remedy)] if remedy in _REMEDY_TEXT else remedy
+
+
 def acts_on_node(remedy: Remedy) -> bool:
     """It takes a node out of the job, if only for a while."""
     return remedy in (Remedy.RESET_DEVICE, Remedy.REBOOT, Remedy.REPLACE)

@@ -21,8 +21,8 @@ import msgspec
 
 from holdfast.health.capacity import available_bytes, cpu_model
 from holdfast.health.checks.check import CannotCheck, Task, attempt
-from holdfast.observe.units import size
 from holdfast.protocol.health import CheckResult, Condition
+from holdfast.protocol.units import size
 
 MEMORY_FLOOR_BYTES = 256 << 20
 """An agent and the process that its workers are forked from take 150 to 230 MB."""

@@ -8,6 +8,9 @@ import msgspec
 
 from holdfast.protocol.naming import kebab
 
+LINE_WIDTH = 77
+"""Characters of 100 columns that are left after `[holdfast]` and the time. A sentence that ends with a path shortens the path to fit."""
+
 
 class LedgerEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Something that happened to the job. Subclasses are frozen and take their fields by keyword.
@@ -18,6 +21,13 @@ class LedgerEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     kind: ClassVar[str]
     """The name in the ledger, from the class: `NodeJoined` is `node-joined`."""
+
+    ROUTINE: ClassVar[bool] = False
+    """People need not read it as it happens; `holdfast events` shows it."""
+
+    def sentence(self) -> str:
+        """One sentence for a person who has not read the code; empty if it is of no interest to one."""
+        raise NotImplementedError(type(self).__name__)
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from holdfast.protocol.ledger.base import LedgerEvent
+from holdfast.protocol.units import plural, seconds
 
 
 class Level(LedgerEvent, frozen=True, kw_only=True):
     """The script called `holdfast.start`: the job goes on at this level."""
 
+    ROUTINE = True
+
     level: int
     """2."""
+
+    def sentence(self) -> str:
+        return f"the script called holdfast.start: the job continues at level {self.level}"
 
 
 class Waiting(LedgerEvent, frozen=True, kw_only=True):
@@ -19,6 +25,9 @@ class Waiting(LedgerEvent, frozen=True, kw_only=True):
     """Workers that are there."""
     target: int
     """Workers at full strength."""
+
+    def sentence(self) -> str:
+        return f"waiting for nodes: {self.workers} of {plural(self.target, 'worker')}"
 
 
 class Started(LedgerEvent, frozen=True, kw_only=True):
@@ -31,6 +40,10 @@ class Started(LedgerEvent, frozen=True, kw_only=True):
     workers: list[str]
     """Their names, by rank."""
 
+    def sentence(self) -> str:
+        again = " again, from warm processes" if self.generation > 1 else ""
+        return f"{plural(self.world, 'worker')} started{again}"
+
 
 class Restart(LedgerEvent, frozen=True, kw_only=True):
     """At level 0: all workers are ended and started again."""
@@ -39,6 +52,12 @@ class Restart(LedgerEvent, frozen=True, kw_only=True):
     """The one that ends."""
     reason: str
     """Why."""
+
+    def sentence(self) -> str:
+        return f"restarting all workers: {self.reason}"
+
+
+_RESTORED_FROM = {"disk": "the checkpoint on disk", "memory": "a snapshot in memory"}
 
 
 class Formed(LedgerEvent, frozen=True, kw_only=True):
@@ -61,6 +80,18 @@ class Formed(LedgerEvent, frozen=True, kw_only=True):
     rows: list[int] | None = None
     """Of each replica, the generation in which its process groups were connected; None: one worker each."""
 
+    def sentence(self) -> str:
+        line = f"generation {self.generation}: {plural(self.world, 'worker')} from step {self.start}"
+        if self.applied:
+            line += ", the step in flight was committed"
+        restored = self.restore or []
+        if self.source in ("disk", "memory"):
+            return f"{line}, state from {_RESTORED_FROM[self.source]}"
+        if restored:
+            names = ", ".join(restored) if len(restored) <= 2 else plural(len(restored), "worker")
+            return f"{line}, {names} restored from peers"
+        return line
+
 
 class Broke(LedgerEvent, frozen=True, kw_only=True):
     """A generation broke."""
@@ -72,6 +103,9 @@ class Broke(LedgerEvent, frozen=True, kw_only=True):
     step: int
     """Committed steps."""
 
+    def sentence(self) -> str:
+        return f"generation {self.generation} broke at step {self.step}: {self.reason}"
+
 
 class Yield(LedgerEvent, frozen=True, kw_only=True):
     """A generation ends at its next commit, as planned."""
@@ -80,6 +114,9 @@ class Yield(LedgerEvent, frozen=True, kw_only=True):
     """Its number."""
     reason: str
     """Why."""
+
+    def sentence(self) -> str:
+        return f"generation {self.generation} ends at its next commit: {self.reason}"
 
 
 class Resize(LedgerEvent, frozen=True, kw_only=True):
@@ -91,6 +128,9 @@ class Resize(LedgerEvent, frozen=True, kw_only=True):
     """Nodes that were wanted before."""
     reason: str
     """Why."""
+
+    def sentence(self) -> str:
+        return f"from {self.before} to {plural(self.nodes, 'node')}: {self.reason}"
 
 
 class Capacity(LedgerEvent, frozen=True, kw_only=True):
@@ -104,6 +144,10 @@ class Capacity(LedgerEvent, frozen=True, kw_only=True):
     """As the engine gave it."""
     within_s: float | None
     """How long the job has to shrink, in seconds; None: no limit."""
+
+    def sentence(self) -> str:
+        limit = "any number of nodes" if self.nodes is None else f"at most {plural(self.nodes, 'node')}"
+        return f"the engine now allows {limit}: {self.reason}"
 
 
 class Changed(LedgerEvent, frozen=True, kw_only=True):
@@ -129,3 +173,6 @@ class Changed(LedgerEvent, frozen=True, kw_only=True):
     """The longest that a member needed to get the state."""
     stall_s: float | None
     """For how long training stood, less a median step."""
+
+    def sentence(self) -> str:
+        return f"{self.from_world} \u2192 {plural(self.to_world, 'worker')} at step {self.at_step}: stall {seconds(self.stall_s)}"

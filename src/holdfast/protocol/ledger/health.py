@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from holdfast.protocol.health import Condition, Remedy, Severity
+from holdfast.protocol.health import Condition, Remedy, Severity, remedy_text
 from holdfast.protocol.ledger.base import LedgerEvent
+from holdfast.protocol.units import plural, seconds
 
 
 class Finding(LedgerEvent, frozen=True, kw_only=True):
@@ -42,6 +43,11 @@ class Finding(LedgerEvent, frozen=True, kw_only=True):
     firm: bool
     """It need not be seen twice."""
 
+    def sentence(self) -> str:
+        about = f"{self.node} {self.subject}".strip()
+        trial = " (on trial)" if self.dry_run else ""
+        return f"{about}: {self.rule}{trial}: {self.evidence}"
+
 
 class Verdict(LedgerEvent, frozen=True, kw_only=True):
     """What was decided about a finding."""
@@ -67,6 +73,11 @@ class Verdict(LedgerEvent, frozen=True, kw_only=True):
     again_s: float | None = None
     """In so many seconds it is decided again."""
 
+    def sentence(self) -> str:
+        number = f"incident {self.incident}: " if self.incident else ""
+        again = "" if self.again_s is None else f" (reconsidered in {seconds(self.again_s)})"
+        return f"{number}{self.node}: {remedy_text(self.does)}: {self.reason}{again}"
+
 
 class Storm(LedgerEvent, frozen=True, kw_only=True):
     """Many nodes match one rule at once: it is none of theirs."""
@@ -79,6 +90,10 @@ class Storm(LedgerEvent, frozen=True, kw_only=True):
     """Nodes of the job."""
     within_s: float
     """Within so many seconds."""
+
+    def sentence(self) -> str:
+        seen = f"{self.nodes} of {plural(self.of, 'node')} report {self.rule} within {seconds(self.within_s)}"
+        return f"{seen}: probably the network or the script, nothing is replaced"
 
 
 class BlastLimit(LedgerEvent, frozen=True, kw_only=True):
@@ -95,6 +110,10 @@ class BlastLimit(LedgerEvent, frozen=True, kw_only=True):
     within_s: float
     """Within so many seconds."""
 
+    def sentence(self) -> str:
+        window = f"{self.nodes} of {plural(self.of, 'node')} acted on within {seconds(self.within_s)}"
+        return f"{window}, the limit: {self.node} is left alone for now"
+
 
 class Asked(LedgerEvent, frozen=True, kw_only=True):
     """A person is to look at something."""
@@ -108,6 +127,9 @@ class Asked(LedgerEvent, frozen=True, kw_only=True):
     incident: int | None
     """The incident that it belongs to."""
 
+    def sentence(self) -> str:
+        return f"please inspect {self.node}: {self.text}"
+
 
 class Repairing(LedgerEvent, frozen=True, kw_only=True):
     """A node's agent is told to repair something."""
@@ -120,6 +142,10 @@ class Repairing(LedgerEvent, frozen=True, kw_only=True):
     """The device; empty: the node."""
     incident: int
     """The incident."""
+
+    def sentence(self) -> str:
+        device = f" of {self.device}" if self.device else ""
+        return f"{self.node}: starting {self.remedy}{device}"
 
 
 class Repaired(LedgerEvent, frozen=True, kw_only=True):
@@ -136,6 +162,11 @@ class Repaired(LedgerEvent, frozen=True, kw_only=True):
     took_s: float
     """Seconds since it was decided."""
 
+    def sentence(self) -> str:
+        if self.error:
+            return f"{self.node}: {self.remedy} failed: {self.error}"
+        return f"{self.node}: {self.remedy} done after {seconds(self.took_s)}"
+
 
 class Rebooting(LedgerEvent, frozen=True, kw_only=True):
     """A node that has left is rebooted."""
@@ -145,6 +176,9 @@ class Rebooting(LedgerEvent, frozen=True, kw_only=True):
     reason: str
     """Why."""
 
+    def sentence(self) -> str:
+        return f"rebooting {self.node}: {self.reason}"
+
 
 class Rebooted(LedgerEvent, frozen=True, kw_only=True):
     """A rebooted machine joined again."""
@@ -153,6 +187,9 @@ class Rebooted(LedgerEvent, frozen=True, kw_only=True):
     """The node's name."""
     took_s: float
     """Seconds since the reboot was ordered."""
+
+    def sentence(self) -> str:
+        return f"{self.node} is back, {seconds(self.took_s)} after its reboot was ordered"
 
 
 class Readmitted(LedgerEvent, frozen=True, kw_only=True):
@@ -165,6 +202,11 @@ class Readmitted(LedgerEvent, frozen=True, kw_only=True):
     was: str | None
     """Why it was not used."""
 
+    def sentence(self) -> str:
+        checks = self.checks
+        how = f"passed {plural(len(checks), 'deep check')}" if checks else self.was or "cleared"
+        return f"{self.node} may be used again: {how}"
+
 
 class ChecksUnknown(LedgerEvent, frozen=True, kw_only=True):
     """A node joins though some checks gave no result."""
@@ -174,9 +216,15 @@ class ChecksUnknown(LedgerEvent, frozen=True, kw_only=True):
     checks: list[str]
     """The checks."""
 
+    def sentence(self) -> str:
+        return f"{self.node} joined, but these checks gave no result: {', '.join(self.checks)}"
+
 
 class History(LedgerEvent, frozen=True, kw_only=True):
     """The histories of nodes cannot be used."""
 
     reason: str
     """Why."""
+
+    def sentence(self) -> str:
+        return f"the history of nodes cannot be used: {self.reason}"

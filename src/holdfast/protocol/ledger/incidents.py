@@ -2,8 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
 from holdfast.protocol.causes import CauseKind
 from holdfast.protocol.ledger.base import LedgerEvent
+from holdfast.protocol.units import plural, ranks, seconds
+
+PHASES = ("detect_s", "decide_s", "replace_s", "join_s", "restore_s", "first_step_s")
+"""An incident's phases in their order."""
+
+
+def phases_text(incident: Mapping[str, Any], names: Sequence[str] = PHASES) -> str:
+    """`detect 0.17 s, decide 26 ms, ...`: the phases that are known."""
+    known = [(name, incident.get(name)) for name in names]
+    return ", ".join(
+        f"{name.removesuffix('_s').replace('_', ' ')} {seconds(v)}" for name, v in known if v is not None
+    )
 
 
 class IncidentFacts(LedgerEvent, frozen=True, kw_only=True):
@@ -61,21 +78,49 @@ class IncidentFacts(LedgerEvent, frozen=True, kw_only=True):
     where: str | None
     """Of a hang: where all ranks stood."""
 
+    def _phases(self, *names: str) -> str:
+        known = phases_text(msgspec.structs.asdict(self), names)
+        return f" ({known})" if known else ""
+
 
 class IncidentOpened(IncidentFacts, frozen=True, kw_only=True):
     """A fault was noticed."""
+
+    def sentence(self) -> str:
+        where = [self.node] if self.node else []
+        where += [f"rank {ranks(self.ranks)}"] if self.ranks else []
+        where += [] if self.detect_s is None else [f"found after {seconds(self.detect_s)}"]
+        if not where and self.at_step is not None:
+            where = [f"step {self.at_step}"]
+        return f"incident {self.id}: {''.join(f'{x}: ' for x in [', '.join(where)] if x)}{self.cause}"
 
 
 class IncidentResumed(IncidentFacts, frozen=True, kw_only=True):
     """Training goes on after it."""
 
+    def sentence(self) -> str:
+        lost = self.lost_steps
+        cost = f", {plural(lost, 'step')} lost" if lost else ""
+        known = self._phases("detect_s", "decide_s")
+        return f"incident {self.id}: training again after {seconds(self.stall_s)}{cost}{known}"
+
 
 class IncidentClosed(IncidentFacts, frozen=True, kw_only=True):
     """The job is at full strength again."""
 
+    def sentence(self) -> str:
+        rung = f", {self.rung}" if self.rung else ""
+        known = self._phases("replace_s", "restore_s")
+        return f"incident {self.id}: full strength after {seconds(self.full_strength_s)}{rung}{known}"
+
 
 class IncidentSettled(IncidentFacts, frozen=True, kw_only=True):
     """What was done about an incident that did not disturb training is done."""
+
+    def sentence(self) -> str:
+        took = self.full_strength_s
+        after = "" if took is None else f" after {seconds(took)}"
+        return f"incident {self.id}: settled{after}, training was not disturbed"
 
 
 class IncidentJoined(LedgerEvent, frozen=True, kw_only=True):
@@ -89,6 +134,10 @@ class IncidentJoined(LedgerEvent, frozen=True, kw_only=True):
     """What happened, in words."""
     cause_kind: CauseKind | None = None
     """Its kind; None: an older version wrote it."""
+
+    def sentence(self) -> str:
+        where = f"{self.node}: " if self.node else ""
+        return f"incident {self.id}: also, {where}{self.cause}"
 
 
 class IncidentExplained(LedgerEvent, frozen=True, kw_only=True):
@@ -106,3 +155,6 @@ class IncidentExplained(LedgerEvent, frozen=True, kw_only=True):
     """Its kind; None: an older version wrote it."""
     was: str
     """What was taken for the cause before."""
+
+    def sentence(self) -> str:
+        return f"incident {self.id}: the cause is {self.cause}"

@@ -21,12 +21,20 @@ class FaultInjected(LedgerEvent, frozen=True, kw_only=True):
     step: int
     """Committed steps."""
 
+    def sentence(self) -> str:
+        who = self.worker or self.node or "the coordinator"
+        rank = "" if self.rank is None else f" (rank {self.rank})"
+        return f"injecting {self.fault} into {who}{rank} at step {self.step}"
+
 
 class FaultNotFired(LedgerEvent, frozen=True, kw_only=True):
     """A fault was armed, and what it waits for did not happen."""
 
     fault: str
     """As it was asked for."""
+
+    def sentence(self) -> str:
+        return f"the fault {self.fault} was never injected: its condition did not occur"
 
 
 class StopRequested(LedgerEvent, frozen=True, kw_only=True):
@@ -36,6 +44,9 @@ class StopRequested(LedgerEvent, frozen=True, kw_only=True):
     """Why."""
     outcome: str
     """`stopped` or `failed`."""
+
+    def sentence(self) -> str:
+        return f"{'giving up' if self.outcome == 'failed' else 'stopping'}: {self.reason}"
 
 
 class Ended(LedgerEvent, frozen=True, kw_only=True):
@@ -48,6 +59,11 @@ class Ended(LedgerEvent, frozen=True, kw_only=True):
     step: int | None
     """Committed steps; None: not known."""
 
+    def sentence(self) -> str:
+        reason = f": {self.reason}" if self.reason else ""
+        step = "" if self.step is None else f" at step {self.step}"
+        return f"{self.outcome}{step}{reason}"
+
 
 class LedgerFailed(LedgerEvent, frozen=True, kw_only=True):
     """The ledger cannot be written; training goes on."""
@@ -55,9 +71,15 @@ class LedgerFailed(LedgerEvent, frozen=True, kw_only=True):
     reason: str
     """Why."""
 
+    def sentence(self) -> str:
+        return f"the ledger cannot be written, training goes on: {self.reason}"
+
 
 class LedgerBack(LedgerEvent, frozen=True, kw_only=True):
     """The ledger can be written again."""
 
     failed_s: float
     """For so many seconds it could not."""
+
+    def sentence(self) -> str:
+        return f"the ledger is written again, after {self.failed_s:.0f} s"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from holdfast.protocol.causes import CauseKind
 from holdfast.protocol.ledger.base import LedgerEvent
+from holdfast.protocol.units import plural, seconds
 
 
 class NodeJoined(LedgerEvent, frozen=True, kw_only=True):
@@ -16,6 +17,9 @@ class NodeJoined(LedgerEvent, frozen=True, kw_only=True):
     slots: int
     """Workers that it can run."""
 
+    def sentence(self) -> str:
+        return f"{self.node} joined with {plural(self.slots, 'slot')}"
+
 
 class NodeLost(LedgerEvent, frozen=True, kw_only=True):
     """A node is gone, or is treated so."""
@@ -27,6 +31,9 @@ class NodeLost(LedgerEvent, frozen=True, kw_only=True):
     cause_kind: CauseKind | None = None
     """The kind of the cause; None: an older version wrote it."""
 
+    def sentence(self) -> str:
+        return f"{self.node} is lost: {self.cause}"
+
 
 class NodeRefused(LedgerEvent, frozen=True, kw_only=True):
     """A node may not join, or may not be used any more."""
@@ -36,12 +43,18 @@ class NodeRefused(LedgerEvent, frozen=True, kw_only=True):
     reason: str
     """Why."""
 
+    def sentence(self) -> str:
+        return f"{self.node} was refused: {self.reason}"
+
 
 class NodeUnavailable(LedgerEvent, frozen=True, kw_only=True):
     """The engine cannot provide a node."""
 
     reason: str
     """As the engine gave it."""
+
+    def sentence(self) -> str:
+        return f"no further node is available: {self.reason}"
 
 
 class NodeLeaving(LedgerEvent, frozen=True, kw_only=True):
@@ -54,12 +67,19 @@ class NodeLeaving(LedgerEvent, frozen=True, kw_only=True):
     within_s: float | None
     """How long it has, in seconds; None: no limit."""
 
+    def sentence(self) -> str:
+        time = "" if self.within_s is None else f" within {seconds(self.within_s)}"
+        return f"{self.node} is to leave{time}: {self.reason}"
+
 
 class NodeStays(LedgerEvent, frozen=True, kw_only=True):
     """A node that was to leave stays."""
 
     node: str
     """Its name."""
+
+    def sentence(self) -> str:
+        return f"{self.node} was to leave, and now stays"
 
 
 class NodeTrainsOn(LedgerEvent, frozen=True, kw_only=True):
@@ -70,6 +90,9 @@ class NodeTrainsOn(LedgerEvent, frozen=True, kw_only=True):
     reason: str | None
     """Why it is to leave."""
 
+    def sentence(self) -> str:
+        return f"{self.node} keeps training until a replacement is available: {self.reason}"
+
 
 class NodeLeft(LedgerEvent, frozen=True, kw_only=True):
     """A node has left as planned."""
@@ -78,6 +101,9 @@ class NodeLeft(LedgerEvent, frozen=True, kw_only=True):
     """Its name."""
     reason: str
     """Why it left."""
+
+    def sentence(self) -> str:
+        return f"{self.node} has left: {self.reason}"
 
 
 class NodeTaken(LedgerEvent, frozen=True, kw_only=True):
@@ -88,6 +114,9 @@ class NodeTaken(LedgerEvent, frozen=True, kw_only=True):
     reason: str
     """As the engine gave it."""
 
+    def sentence(self) -> str:
+        return f"{self.node} no longer belongs to the job: {self.reason}"
+
 
 class NodeHeld(LedgerEvent, frozen=True, kw_only=True):
     """A node is there and not used now."""
@@ -97,6 +126,9 @@ class NodeHeld(LedgerEvent, frozen=True, kw_only=True):
     reason: str
     """Until when, and why."""
 
+    def sentence(self) -> str:
+        return f"{self.node} is not used for now: {self.reason}"
+
 
 class Lemon(LedgerEvent, frozen=True, kw_only=True):
     """A node's history says to use it only if there is no other."""
@@ -105,6 +137,9 @@ class Lemon(LedgerEvent, frozen=True, kw_only=True):
     """Its name."""
     reason: str
     """What its history has."""
+
+    def sentence(self) -> str:
+        return f"{self.node} is used only as a last resort: {self.reason}"
 
 
 class LemonLeaves(LedgerEvent, frozen=True, kw_only=True):
@@ -116,3 +151,6 @@ class LemonLeaves(LedgerEvent, frozen=True, kw_only=True):
     """What its history has."""
     instead: str
     """The node that takes its place."""
+
+    def sentence(self) -> str:
+        return f"{self.node} leaves at the next commit and {self.instead} replaces it: {self.reason}"

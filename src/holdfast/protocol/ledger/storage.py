@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from holdfast.protocol.ledger.base import LedgerEvent
+from holdfast.protocol.ledger.base import LINE_WIDTH, LedgerEvent
+from holdfast.protocol.units import clip_path, plural, seconds, size
 
 
 class Snapshot(LedgerEvent, frozen=True, kw_only=True):
     """A snapshot is complete in the nodes' memory."""
+
+    ROUTINE = True
 
     step: int
     """Committed steps that it holds."""
@@ -21,6 +24,10 @@ class Snapshot(LedgerEvent, frozen=True, kw_only=True):
     took_s: float
     """Seconds from the first copy."""
 
+    def sentence(self) -> str:
+        took = f"{size(self.nbytes)} after {seconds(self.took_s)}"
+        return f"snapshot of step {self.step}: in the memory of {plural(self.nodes, 'node')}, {took}"
+
 
 class SnapshotSkipped(LedgerEvent, frozen=True, kw_only=True):
     """A node could not keep a shard."""
@@ -33,6 +40,9 @@ class SnapshotSkipped(LedgerEvent, frozen=True, kw_only=True):
     """The shard."""
     reason: str
     """Why."""
+
+    def sentence(self) -> str:
+        return f"no snapshot of step {self.step} on {self.node}: {self.reason}"
 
 
 class SnapshotSpoiled(LedgerEvent, frozen=True, kw_only=True):
@@ -47,6 +57,9 @@ class SnapshotSpoiled(LedgerEvent, frozen=True, kw_only=True):
     reason: str
     """What is wrong."""
 
+    def sentence(self) -> str:
+        return f"the copy of step {self.step}, rank {self.rank} on {self.node} is corrupt: {self.reason}"
+
 
 class SnapshotUnreadable(LedgerEvent, frozen=True, kw_only=True):
     """A snapshot could not be restored from any node."""
@@ -55,6 +68,9 @@ class SnapshotUnreadable(LedgerEvent, frozen=True, kw_only=True):
     """Its step."""
     generation: int
     """The generation that took it."""
+
+    def sentence(self) -> str:
+        return f"the snapshot of step {self.step} cannot be read from any node: using an older one"
 
 
 class SnapshotBack(LedgerEvent, frozen=True, kw_only=True):
@@ -65,6 +81,9 @@ class SnapshotBack(LedgerEvent, frozen=True, kw_only=True):
     generation: int
     """The generation that took it."""
 
+    def sentence(self) -> str:
+        return f"snapshot of step {self.step}: complete again, a node came back with its shard"
+
 
 class FewCopies(LedgerEvent, frozen=True, kw_only=True):
     """There are fewer nodes than copies are wanted."""
@@ -73,6 +92,9 @@ class FewCopies(LedgerEvent, frozen=True, kw_only=True):
     """Nodes that hold every shard."""
     wanted: int
     """Nodes that should."""
+
+    def sentence(self) -> str:
+        return f"snapshots are in the memory of {plural(self.nodes, 'node')}, not {self.wanted}: there are no more"
 
 
 class Saved(LedgerEvent, frozen=True, kw_only=True):
@@ -89,6 +111,12 @@ class Saved(LedgerEvent, frozen=True, kw_only=True):
     worker: str | None = None
     """The worker that wrote it, if one did."""
 
+    def sentence(self) -> str:
+        line = f"step {self.step} is saved in "
+        skipped = self.skipped
+        more = f" ({plural(skipped, 'checkpoint')} skipped meanwhile)" if skipped else ""
+        return line + clip_path(self.url, LINE_WIDTH - len(line) - len(more)) + more
+
 
 class CheckpointSkipped(LedgerEvent, frozen=True, kw_only=True):
     """A checkpoint was due while an older one was on its way."""
@@ -99,6 +127,10 @@ class CheckpointSkipped(LedgerEvent, frozen=True, kw_only=True):
     """The tier."""
     older: int
     """The step of the one that is on its way."""
+
+    def sentence(self) -> str:
+        line = f"step {self.step} is not saved: step {self.older} is still being written to "
+        return line + clip_path(self.url, max(20, LINE_WIDTH - len(line)))
 
 
 class CheckpointUnread(LedgerEvent, frozen=True, kw_only=True):
@@ -112,6 +144,10 @@ class CheckpointUnread(LedgerEvent, frozen=True, kw_only=True):
     """Why."""
     instead: str | None
     """What is loaded instead; None: nothing."""
+
+    def sentence(self) -> str:
+        then = f"using {clip_path(self.instead, 30)}" if self.instead else "there is no other"
+        return f"step {self.step} cannot be loaded, {then}: {self.reason}"
 
 
 class TierSlow(LedgerEvent, frozen=True, kw_only=True):
@@ -128,6 +164,11 @@ class TierSlow(LedgerEvent, frozen=True, kw_only=True):
     total_bytes: int | None
     """Bytes of the checkpoint."""
 
+    def sentence(self) -> str:
+        far = "" if self.nbytes is None else f" ({size(self.nbytes)} of {size(self.total_bytes)})"
+        line = f"for {seconds(self.silent_s)} nothing of step {self.step} reached "
+        return line + clip_path(self.url, max(20, LINE_WIDTH - len(line) - len(far))) + far
+
 
 class TierFailed(LedgerEvent, frozen=True, kw_only=True):
     """A tier did not take a checkpoint."""
@@ -138,6 +179,9 @@ class TierFailed(LedgerEvent, frozen=True, kw_only=True):
     """The checkpoint's step."""
     reason: str
     """Why."""
+
+    def sentence(self) -> str:
+        return f"step {self.step} was not saved: {self.reason}"
 
 
 class SavingLast(LedgerEvent, frozen=True, kw_only=True):
@@ -150,6 +194,11 @@ class SavingLast(LedgerEvent, frozen=True, kw_only=True):
     there: int | None
     """The newest step that the tier has."""
 
+    def sentence(self) -> str:
+        line = f"saving the last state, step {self.step}, to "
+        there = "" if self.there is None else f" (it has step {self.there})"
+        return line + clip_path(self.url, max(20, LINE_WIDTH - len(line) - len(there))) + there
+
 
 class OnlyInMemory(LedgerEvent, frozen=True, kw_only=True):
     """The job ends, and no tier has its last state."""
@@ -160,3 +209,9 @@ class OnlyInMemory(LedgerEvent, frozen=True, kw_only=True):
     """The nodes' memory outlives the job."""
     saved: int | None
     """The newest step in a tier."""
+
+    def sentence(self) -> str:
+        if self.kept:
+            return f"step {self.step} is only in memory and stays there for the next start of this job"
+        saved = "nothing is saved" if self.saved is None else f"step {self.saved} is the newest that is saved"
+        return f"step {self.step} was only in memory, which ends with the job: {saved}"

@@ -5,11 +5,25 @@ from __future__ import annotations
 import msgspec
 
 from holdfast.protocol.causes import CauseKind
-from holdfast.protocol.ledger.base import LedgerEvent
+from holdfast.protocol.ledger.base import LINE_WIDTH, LedgerEvent
+from holdfast.protocol.units import clip_path
+
+ORDINARY_ENDS = frozenset({0, -9, -15})
+"""Exit codes of workers that finished or were ended on purpose. If nobody meant it, an incident reports it."""
+
+_SIGNALS = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
+
+
+def _exit_text(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    return f"was ended by {_SIGNALS.get(-code, f'signal {-code}')}"
 
 
 class WorkerStarted(LedgerEvent, frozen=True, kw_only=True):
     """An agent started a worker's process."""
+
+    ROUTINE = True
 
     worker: str
     """Its name."""
@@ -20,6 +34,9 @@ class WorkerStarted(LedgerEvent, frozen=True, kw_only=True):
     log: str
     """Path of its output."""
 
+    def sentence(self) -> str:
+        return f"{self.worker} started on {self.node} (pid {self.pid})"
+
 
 class WorkerReady(LedgerEvent, frozen=True, kw_only=True):
     """A worker can be a member of a generation."""
@@ -29,9 +46,14 @@ class WorkerReady(LedgerEvent, frozen=True, kw_only=True):
     node: str
     """Where it runs."""
 
+    def sentence(self) -> str:
+        return f"{self.worker} is ready"
+
 
 class WorkerDone(LedgerEvent, frozen=True, kw_only=True):
     """A worker made all steps."""
+
+    ROUTINE = True
 
     worker: str
     """Its name."""
@@ -39,6 +61,9 @@ class WorkerDone(LedgerEvent, frozen=True, kw_only=True):
     """Committed steps that it holds."""
     params_xxh3: str
     """Digest of its parameters."""
+
+    def sentence(self) -> str:
+        return f"{self.worker} completed all {self.step} steps, parameters {self.params_xxh3}"
 
 
 class WorkerExited(LedgerEvent, frozen=True, kw_only=True):
@@ -53,6 +78,13 @@ class WorkerExited(LedgerEvent, frozen=True, kw_only=True):
     log: str
     """Path of its output."""
 
+    def sentence(self) -> str:
+        if self.code in ORDINARY_ENDS:
+            return ""
+        line = f"{self.worker} {_exit_text(self.code)}"
+        room = LINE_WIDTH - len(line) - len("; log ")
+        return f"{line}; log {clip_path(self.log, room)}" if self.log and room > 20 else line
+
 
 class WorkerEnded(LedgerEvent, frozen=True, kw_only=True):
     """Workers that were no members are ended by the coordinator."""
@@ -63,6 +95,9 @@ class WorkerEnded(LedgerEvent, frozen=True, kw_only=True):
     """Why, in words."""
     cause_kind: CauseKind | None = None
     """The kind of the cause; None: an older version wrote it."""
+
+    def sentence(self) -> str:
+        return f"{', '.join(self.workers)} ended by the coordinator: {self.cause}"
 
 
 class Failed(LedgerEvent, frozen=True, kw_only=True):
@@ -81,6 +116,11 @@ class Failed(LedgerEvent, frozen=True, kw_only=True):
     cause_kind: CauseKind | None = None
     """The kind of the cause; None: an older version wrote it."""
 
+    def sentence(self) -> str:
+        step = "before the first step" if self.step is None else f"at step {self.step}"
+        who = self.worker if self.rank is None else f"rank {self.rank}"
+        return f"{who} on {self.node} failed {step}: {self.cause}"
+
 
 class Stalled(LedgerEvent, frozen=True, kw_only=True):
     """A worker stands still, so all are looked at."""
@@ -91,6 +131,10 @@ class Stalled(LedgerEvent, frozen=True, kw_only=True):
     """Where it runs."""
     step: int | None
     """Committed steps of the job."""
+
+    def sentence(self) -> str:
+        step = "" if self.step is None else f" at step {self.step}"
+        return f"{self.worker} stands still{step}: inspecting the stacks of every rank"
 
 
 class StallJudged(LedgerEvent, frozen=True, kw_only=True):
@@ -103,6 +147,12 @@ class StallJudged(LedgerEvent, frozen=True, kw_only=True):
     where: str
     """Where all ranks stood."""
 
+    def sentence(self) -> str:
+        where = f"; {self.where}" if self.where else ""
+        if not self.workers:
+            return f"no rank is found at fault: {self.reason}{where}"
+        return f"held up by {', '.join(self.workers)}: {self.reason}{where}"
+
 
 class Rebuild(LedgerEvent, frozen=True, kw_only=True):
     """A spare worker is built for another shard."""
@@ -114,9 +164,16 @@ class Rebuild(LedgerEvent, frozen=True, kw_only=True):
     before: int
     """The shard that it was built for."""
 
+    def sentence(self) -> str:
+        return (
+            f"{self.worker} is rebuilding as shard {self.shard_index} (was {self.before}), which is missing"
+        )
+
 
 class CollectiveError(LedgerEvent, frozen=True, kw_only=True):
     """A collective raised in a worker."""
+
+    ROUTINE = True
 
     worker: str
     """Its name."""
@@ -124,3 +181,7 @@ class CollectiveError(LedgerEvent, frozen=True, kw_only=True):
     """The step; -1: it could not be restored."""
     detail: str
     """The error's text."""
+
+    def sentence(self) -> str:
+        where = "while it restored the state" if self.step < 0 else f"at step {self.step}"
+        return f"a collective failed in {self.worker} {where}: {self.detail}"

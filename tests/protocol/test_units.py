@@ -2,7 +2,7 @@
 
 import pytest
 
-from holdfast.observe import units
+from holdfast.protocol import units
 
 
 @pytest.mark.parametrize(
