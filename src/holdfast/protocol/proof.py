@@ -48,7 +48,7 @@ class Question:
 
     def proves(self, answer: str) -> bool:
         """Whether this answer can only come from the server that was called."""
-        return _same(answer, self._expected)
+        return is_same(answer, self._expected)
 
 
 def answer_to(credential: str, token: str, server: str, *asked: str) -> str | None:
@@ -56,7 +56,7 @@ def answer_to(credential: str, token: str, server: str, *asked: str) -> str | No
     if len(credential) > MAX_CREDENTIAL:
         return None
     nonce, _, code = credential.partition(" ")
-    if not _same(code, _code(token, "caller", server, asked, nonce)):
+    if not is_same(code, _code(token, "caller", server, asked, nonce)):
         return None
     return _code(token, "server", server, asked, nonce)
 
@@ -70,7 +70,7 @@ def answer_to_header(authorization: str, token: str, server: str, *asked: str) -
 def bears(authorization: str, token: str) -> bool:
     """Whether an HTTP header is `Bearer TOKEN`: for people with curl and for Prometheus, who show the token at their own
     risk. No process of the job does."""
-    return _same(authorization, f"Bearer {token}")
+    return is_same(authorization, f"Bearer {token}")
 
 
 def _code(token: str, side: str, server: str, asked: tuple[str, ...], nonce: str) -> str:
@@ -80,10 +80,14 @@ def _code(token: str, side: str, server: str, asked: tuple[str, ...], nonce: str
     return hmac.digest(_bytes(token), message, "sha256").hex()
 
 
-def _same(given: str, expected: str) -> bool:
-    """In constant time, and for any text: hmac.compare_digest raises for text that is not ASCII."""
+def is_same(given: str | bytes, expected: str | bytes) -> bool:
+    """Whether a secret that somebody gave is the expected one. Every token, code and proof is compared here."""
+    # Over bytes, because `hmac.compare_digest` raises for text that is not ASCII: a stranger could end a thread with one
+    # header. In constant time, because `==` stops at the first byte that differs, so that a caller who measures could
+    # find a token byte by byte.
     return hmac.compare_digest(_bytes(given), _bytes(expected))
 
 
-def _bytes(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")
+def _bytes(text: str | bytes) -> bytes:
+    # aiohttp hands over header bytes that are not UTF-8 as lone surrogates, which a plain encode() refuses.
+    return text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")

@@ -20,6 +20,7 @@ import xxhash
 from holdfast.health.checks.check import CannotCheck, Task
 from holdfast.health.checks.pairs import Measured
 from holdfast.protocol.health import CheckResult, Condition
+from holdfast.protocol.proof import is_same
 
 BLOCK_BYTES = 1 << 20
 ECHOES = 200
@@ -175,7 +176,7 @@ def accept(server: socket.socket, token: str) -> socket.socket:
         except OSError:
             connection.close()
             continue
-        if hmac.compare_digest(given, _proof(token, nonce)):
+        if is_same(given, _proof(token, nonce)):
             return connection
         connection.close()
 
