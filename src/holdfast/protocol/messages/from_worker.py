@@ -1,0 +1,229 @@
+"""What a worker reports to its agent. The agent passes on what the coordinator needs, tagged with the worker's name."""
+
+from __future__ import annotations
+
+import msgspec
+
+from holdfast.protocol.phases import Spent
+from holdfast.protocol.snapshots import Key
+
+
+class Warm(msgspec.Struct, frozen=True, tag="warm"):
+    """A forked process has imported everything and waits for work (agent only)."""
+
+    pid: int
+
+
+class Attached(msgspec.Struct, frozen=True, tag="attached"):
+    """The script called `holdfast.start`: this job is at level 2."""
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
+    """The script reached `run.steps`: model built, nothing missing but the membership (and the state).
+
+    digest: xxh3 of the protected state as built, so that equal starts need no transfer. micro_batches: in a global
+    batch. shape: workers of a replica: shard degree, and tensor degree. shard_index: the shard that it was built for.
+    """
+
+    digest: str
+    host: str
+    vote_port: int
+    data_port: int
+    micro_batches: int = 0
+    shape: tuple[int, int] = (1, 1)
+    shard_index: int = 0
+
+
+class Joined(msgspec.Struct, frozen=True, tag="joined"):
+    """The worker is connected to its generation and holds the state of its first step."""
+
+    generation: int
+    join_s: float
+    restore_s: float | None = None
+    restored_bytes: int = 0
+
+
+class Restoring(msgspec.Struct, frozen=True, tag="restoring"):
+    """How far the fetching of the state is. Sent now and then, if it takes longer than two seconds."""
+
+    generation: int
+    nbytes: int
+    total_bytes: int
+
+
+MOST_FIGURES = 64
+"""So many names may be given to `run.log`: each is a time series for whoever scrapes `/metrics`."""
+
+FIGURE_NAME = 64
+"""Characters of the longest of them."""
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
+    """Steps were committed. Sent at most 20 times a second, and always for a generation's first commit.
+
+    losses: (step, loss, seconds it took) of the commits since the last message (rank 0 only). figures: what the script
+    logged since then: (step, name to value), likewise. spent: blocks of steps that were completed since then.
+    """
+
+    generation: int
+    committed: int
+    median_s: float | None = None
+    losses: tuple[tuple[int, float, float], ...] = ()
+    figures: tuple[tuple[int, dict[str, float]], ...] = ()
+    spent: tuple[Spent, ...] = ()
+
+
+class Parked(msgspec.Struct, frozen=True, kw_only=True, tag="parked"):
+    """The worker is out of a generation that broke or was ended, and waits for the next.
+
+    committed: None when it holds no usable state (it never had it, or an update was torn).
+    prepared: it holds the complete reduced gradient of step `committed`.
+    begun: collectives of its replica's groups since they were connected, all of them complete; -1: the groups are gone.
+    """
+
+    generation: int
+    committed: int | None
+    prepared: bool = False
+    losses: tuple[tuple[int, float, float], ...] = ()
+    begun: int = -1
+
+
+class Halted(msgspec.Struct, frozen=True, tag="halted"):
+    """So many collectives of this worker's replica have begun here; no further one does before RunTo."""
+
+    generation: int
+    begun: int
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
+    """User code raised. In a step the worker parks next; outside of one it exits. own: this rank's own part of the gradient
+    or the loss is not finite."""
+
+    generation: int
+    step: int | None
+    phase: int
+    error: str
+    message: str
+    traceback: str = ""
+    where: str = ""
+    own: bool = False
+
+    @property
+    def signature(self) -> str:
+        """What makes two failures the same."""
+        return f"{self.error}@{self.where}" if self.where else f"{self.error}: {self.message}"
+
+
+class CollectiveError(msgspec.Struct, frozen=True, tag="collective-error"):
+    """A collective raised in this worker: evidence, not a verdict. Or it could not be restored (step -1).
+
+    lost: what it was to be restored from is damaged; another try would find the same.
+    """
+
+    generation: int
+    step: int
+    detail: str
+    lost: bool = False
+
+
+class FaultFired(msgspec.Struct, frozen=True, tag="fault-fired"):
+    """An injected fault is about to happen here; the worker waits for the agent's Ack before it does."""
+
+    fault: str
+    step: int | None = None
+    phase: int | None = None
+
+
+class Saved(msgspec.Struct, frozen=True, tag="saved"):
+    """A checkpoint is whole in a durable tier. error: it could not be written, and why."""
+
+    step: int
+    url: str
+    error: str | None = None
+
+
+class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
+    """The worker has all its steps. params_xxh3: over the parameters of every protected module.
+
+    held: its agent has the last state, and will say SnapshotStored or SnapshotRejected.
+    """
+
+    committed: int
+    params_xxh3: str
+    loss: float | None
+    stopped: bool = False
+    held: bool = False
+
+
+class OffStep(msgspec.Struct, frozen=True, tag="off-step"):
+    """The script begins (or ends) work of its own between two steps, which may take long."""
+
+    on: bool
+
+
+class SlotWanted(msgspec.Struct, frozen=True, tag="slot-wanted"):
+    """The worker wants to copy its shard, `nbytes` of it, into snapshot memory (agent only).
+
+    waits: until there is room, when older snapshots are still on their way to durable tiers.
+    """
+
+    key: Key
+    nbytes: int
+    waits: bool = False
+
+
+class SlotFilled(msgspec.Struct, frozen=True, tag="slot-filled"):
+    """The copy is complete (agent only). index: msgpack of `tensors.index.Index`; None: it was given up.
+
+    stall_s: how long training stood still for it.
+    """
+
+    key: Key
+    index: bytes | None
+    stall_s: float = 0.0
+
+
+class StateServed(msgspec.Struct, frozen=True, tag="state-served"):
+    """Rank 0's script gave the state that it calls `step` to be saved, after `steps` optimizer steps of this start."""
+
+    generation: int
+    step: int
+    steps: int
+
+
+class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
+    """Rank 0's script goes on from the state that it calls `step`, `steps` optimizer steps after this start. None: it looked
+    for the newest, and there was none."""
+
+    generation: int
+    step: int | None
+    steps: int
+
+
+class FindSnapshot(msgspec.Struct, frozen=True, tag="find-snapshot"):
+    """A script wants to load: which is the newest whole checkpoint, and who has it?"""
+
+    request: int
+
+
+WorkerMessage = (
+    SlotWanted
+    | SlotFilled
+    | StateServed
+    | Loaded
+    | FindSnapshot
+    | Warm
+    | Attached
+    | Ready
+    | Joined
+    | Restoring
+    | Progress
+    | Parked
+    | Halted
+    | Failed
+    | CollectiveError
+    | FaultFired
+    | Saved
+    | Done
+    | OffStep
+)

@@ -1,0 +1,61 @@
+"""One version of the membership, as messages carry it."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Member(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker of a generation, and where the others reach it.
+
+    replica: its number; -1: the worker's replica is not complete, so it computes nothing but keeps its shard current.
+    shard_index: which shard of the state it holds; 0 where a replica is one worker.
+    """
+
+    rank: int
+    worker: str
+    node: str
+    slot: int
+    host: str = ""
+    vote_port: int = 0
+    data_port: int = 0
+    replica: int = 0
+    shard_index: int = 0
+
+
+class Generation(msgspec.Struct, frozen=True, kw_only=True):
+    """One version of the membership. Members are in the order of their ranks: replica by replica, in each by shard,
+    then those whose replica is not complete.
+
+    shape: workers of a replica: shard degree, and tensor degree. rows: for every complete replica, the number of the
+    generation in which its own process groups were connected; empty where a replica is one worker.
+    """
+
+    number: int
+    members: tuple[Member, ...]
+    start: int = 0
+    shape: tuple[int, int] = (1, 1)
+    rows: tuple[int, ...] = ()
+
+    @property
+    def shard_count(self) -> int:
+        """Workers of a replica."""
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def replicas(self) -> int:
+        """Complete ones."""
+        return sum(m.replica >= 0 for m in self.members) // self.shard_count
+
+    @property
+    def strength(self) -> int:
+        """Workers that compute: those of complete replicas."""
+        return self.replicas * self.shard_count
+
+    def column(self, shard_index: int) -> tuple[int, ...]:
+        """The ranks that hold this shard."""
+        return tuple(m.rank for m in self.members if m.shard_index == shard_index)
+
+    def rank_of(self, worker: str) -> int | None:
+        """The worker's rank; None when it is not a member."""
+        return next((m.rank for m in self.members if m.worker == worker), None)

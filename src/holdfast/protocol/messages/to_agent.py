@@ -1,0 +1,158 @@
+"""What the coordinator tells an agent."""
+
+from __future__ import annotations
+
+import msgspec
+
+from holdfast.protocol.faults import ArmedFault
+from holdfast.protocol.health import Remedy
+from holdfast.protocol.messages.to_worker import ToWorker
+from holdfast.protocol.snapshots import Copy, DurableTier, Holder, Key, Shard
+
+
+class StartWorker(msgspec.Struct, frozen=True, kw_only=True, tag="start-worker"):
+    """Start a worker from a warm process."""
+
+    worker: str
+    slot: int
+    script: str
+    args: tuple[str, ...]
+    module: bool
+    cwd: str
+    env: dict[str, str]
+
+
+class KillWorker(msgspec.Struct, frozen=True, tag="kill-worker"):
+    """End a worker now. grace_s > 0: SIGTERM first; before that, for as long at most, it completes the copy into snapshot
+    memory that it is at."""
+
+    worker: str
+    grace_s: float = 0.0
+
+
+class Relay(msgspec.Struct, frozen=True, tag="relay"):
+    """A message for one worker."""
+
+    worker: str
+    message: ToWorker
+
+
+class Inspect(msgspec.Struct, frozen=True, tag="inspect"):
+    """Look at every worker of the node and save its stacks."""
+
+    request: int
+
+
+class RunFault(msgspec.Struct, frozen=True, tag="run-fault"):
+    """Injected from outside the worker, now. worker: None for a fault of the whole node."""
+
+    fault: ArmedFault
+    worker: str | None = None
+
+
+class Fence(msgspec.Struct, frozen=True, tag="fence"):
+    """The job went on without this node: kill its workers, then come back as a new one."""
+
+    reason: str
+
+
+class Drain(msgspec.Struct, frozen=True, tag="drain"):
+    """The node is to leave, and trains on until it can. For its on-drain hook."""
+
+    reason: str
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """The job is over: end the workers and leave. keeps: the snapshot memory stays, for the next start of the job."""
+
+    reason: str
+    keeps: bool = False
+
+
+class Replicate(msgspec.Struct, frozen=True, tag="replicate"):
+    """Keep a copy of this shard, too; `holders` have it."""
+
+    copy: Copy
+    holders: tuple[Holder, ...]
+
+
+class SnapshotComplete(msgspec.Struct, frozen=True, tag="snapshot-complete"):
+    """The snapshot of this step is whole: older ones are not needed, but for `kept`, of which more nodes hold each shard."""
+
+    step: int
+    kept: int | None = None
+
+
+class ForgetSnapshots(msgspec.Struct, frozen=True, tag="forget-snapshots"):
+    """Training goes on from this step: what was saved of later ones never happened. until: only up to this one, of which
+    a shard is missing that nobody will bring."""
+
+    above_step: int
+    until: int | None = None
+
+
+class StoreShard(msgspec.Struct, frozen=True, tag="store-shard"):
+    """Write a shard that is held here to a durable tier. row: of equal bytes, written by another; only the head."""
+
+    tier: str
+    key: Key
+    row: str = ""
+
+
+class Publish(msgspec.Struct, frozen=True, tag="publish"):
+    """Every shard is in the tier: write the manifest, then remove what need not be kept."""
+
+    tier: DurableTier
+    step: int
+    shards: tuple[Shard, ...]
+
+
+class Peer(msgspec.Struct, frozen=True):
+    """Another node, as the other end of a check."""
+
+    node: str
+    host: str
+    port: int
+
+
+class RunChecks(msgspec.Struct, frozen=True, kw_only=True, tag="run-checks"):
+    """Check this node and answer with Checked. only: names of checks; empty: all that concern the node alone.
+
+    peers: of checks between nodes: the other one of `pair`, the whole group of `all-reduce` in the order of ranks.
+    port: where this node listens in a `pair`; 0: it connects. seconds: about how long each check lasts; 0: as usual.
+    """
+
+    request: int
+    deep: bool = False
+    peers: tuple[Peer, ...] = ()
+    only: tuple[str, ...] = ()
+    port: int = 0
+    seconds: float = 0.0
+
+
+class Repair(msgspec.Struct, frozen=True, tag="repair"):
+    """Do what an agent can do itself (`reset-device`), and answer with Repaired. Nothing of the job runs on it now."""
+
+    request: int
+    remedy: Remedy
+    device: str = ""
+    reason: str = ""
+
+
+ToAgent = (
+    Replicate
+    | RunChecks
+    | Repair
+    | SnapshotComplete
+    | ForgetSnapshots
+    | StoreShard
+    | Publish
+    | StartWorker
+    | KillWorker
+    | Relay
+    | Inspect
+    | RunFault
+    | Fence
+    | Drain
+    | Shutdown
+)

@@ -1,0 +1,140 @@
+"""What a worker is told: by its agent, or by the coordinator through its agent."""
+
+from __future__ import annotations
+
+import msgspec
+
+from holdfast.protocol.faults import ArmedFault
+from holdfast.protocol.job import Durable
+from holdfast.protocol.messages.generation import Generation
+from holdfast.protocol.snapshots import Copy, DurableTier, Holder, Key
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
+    """What a warm process becomes."""
+
+    worker: str
+    script: str
+    args: tuple[str, ...]
+    module: bool
+    env: dict[str, str]
+    cwd: str
+    log: str
+    page: str
+    stacks: str
+    token_file: str
+    host: str
+
+
+class JoinGeneration(msgspec.Struct, frozen=True, kw_only=True, tag="join-generation"):
+    """Join this generation.
+
+    apply: apply the prepared gradient first (the step counts after all).
+    restore: fetch the state at `generation.start`: from the ranks in `donors`; when there are none from snapshot
+    memory, `copy` held by `holders`, nearest first; else from the durable checkpoint.
+    serve: be a donor, so publish the state; with `restore`, as soon as it is read from the durable checkpoint.
+    saves: copy snapshots into this node's memory; mtbf_s: what `auto` goes by.
+    shards: all shards of a snapshot that was taken with another number of shards, each with its holders.
+    """
+
+    generation: Generation
+    rank: int
+    apply: bool = False
+    restore: bool = False
+    serve: bool = False
+    donors: tuple[int, ...] = ()
+    copy: Copy | None = None
+    holders: tuple[Holder, ...] = ()
+    durable: Durable | None = None
+    saves: bool = False
+    mtbf_s: float = 0.0
+    shards: tuple[tuple[Copy, tuple[Holder, ...]], ...] = ()
+
+
+SHARD_INDEX_VARIABLE = "HOLDFAST_SHARD_INDEX"
+"""The environment variable that tells a worker for which shard it is most likely needed."""
+
+
+class Rebuild(msgspec.Struct, frozen=True, tag="rebuild"):
+    """Run `main` again, in the same process, as the holder of this shard: a replica lacks it. Ready follows."""
+
+    shard_index: int
+
+
+class Break(msgspec.Struct, frozen=True, tag="break"):
+    """The generation is over: abort its collectives, leave the step, park. halt: the worker's own replica is whole; its
+    groups are not aborted, the worker says Halted and goes on until RunTo tells it where to leave the step."""
+
+    generation: int
+    reason: str
+    halt: bool = False
+
+
+class RunTo(msgspec.Struct, frozen=True, tag="run-to"):
+    """Leave the step when so many collectives of this worker's replica have begun here."""
+
+    generation: int
+    begun: int
+
+
+class EndAtCommit(msgspec.Struct, frozen=True, tag="end-at-commit"):
+    """The generation ends at the next commit: finish the step together, then park."""
+
+    generation: int
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """Leave `run.steps`. apply: as in JoinGeneration. save_to: write a durable checkpoint there first. keep: leave the state in the
+    node's memory, from where it becomes a checkpoint."""
+
+    apply: bool = False
+    save_to: DurableTier | None = None
+    keep: bool = False
+
+
+class Arm(msgspec.Struct, frozen=True, tag="arm"):
+    """Faults that this worker is to inject into itself."""
+
+    faults: tuple[ArmedFault, ...]
+
+
+class Ack(msgspec.Struct, frozen=True, tag="ack"):
+    """FaultFired was passed on; go ahead."""
+
+    fault: str
+
+
+class DropTraffic(msgspec.Struct, frozen=True, tag="drop-traffic"):
+    """Injected: every connection of this worker goes silent without closing."""
+
+
+class SlotGiven(msgspec.Struct, frozen=True, tag="slot-given"):
+    """The slot for a snapshot. path: None when there is none, and why."""
+
+    key: Key
+    path: str | None
+    reason: str = ""
+
+
+class SnapshotFound(msgspec.Struct, frozen=True, tag="snapshot-found"):
+    """The newest whole checkpoint: in memory, every shard with its holders; else the durable one; else neither."""
+
+    request: int
+    copies: tuple[tuple[Copy, tuple[Holder, ...]], ...] = ()
+    durable: Durable | None = None
+
+
+ToWorker = (
+    SlotGiven
+    | SnapshotFound
+    | JoinGeneration
+    | Rebuild
+    | RunTo
+    | Break
+    | EndAtCommit
+    | Stop
+    | Arm
+    | Ack
+    | DropTraffic
+    | Start
+)
