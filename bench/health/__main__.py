@@ -23,10 +23,10 @@ from bench.health.rig import build, build_gpus
 from bench.machine import ForeignCpu, conclude, introduce
 from holdfast.agent.source_poller import Poller
 from holdfast.health.machine import machine_sources
-from holdfast.health.rule_engine import RuleBook
+from holdfast.health.rule_engine import RuleEngine
 from holdfast.health.ruleset import load_rules
 from holdfast.health.samples import Line, Reading
-from holdfast.health.sources import Place, Source
+from holdfast.health.sources import Machine, Source
 from holdfast.protocol.health import Finding
 
 GOAL = 0.002
@@ -48,7 +48,7 @@ class Cost:
         return statistics.median(self.reads_s) / self.every_s
 
 
-def measure(source: Source, book: RuleBook, repetitions: int) -> Cost:
+def measure(source: Source, engine: RuleEngine, repetitions: int) -> Cost:
     """Reads it so many times, as if its period had passed each time."""
     clock = _Clock()
     for name in ("_clock", "_due_s"):  # sources that are also woken by events read only when they are due
@@ -58,7 +58,7 @@ def measure(source: Source, book: RuleBook, repetitions: int) -> Cost:
     for round_ in range(repetitions + 1):
         clock.now += source.every_s
         began = time.process_time()
-        count = _judge(source.read(), book, clock.now)
+        count = _judge(source.read(), engine, clock.now)
         if round_:  # the first one learns what there is
             took.append(time.process_time() - began)
     source.close()
@@ -73,14 +73,14 @@ class _Clock:
         return self.now
 
 
-def _judge(readings: Iterable[Reading | Line], book: RuleBook, now_s: float) -> int:
+def _judge(readings: Iterable[Reading | Line], engine: RuleEngine, now_s: float) -> int:
     count = 0
     for reading in readings:
         count += 1
         if isinstance(reading, Line):
-            book.line(reading, now_s)
+            engine.on_line(reading, now_s)
         else:
-            book.reading(reading, now_s)
+            engine.on_reading(reading, now_s)
     return count
 
 
@@ -110,7 +110,7 @@ def live(seconds: float) -> tuple[float, list[Finding]]:
     """The share of a core that the agent's thread takes on this machine, as it runs; and what was found."""
     findings: list[Finding] = []
     poller = Poller(load_rules(), findings.extend)
-    sources = machine_sources(Place())
+    sources = machine_sources(Machine())
     poller.add(sources)
     poller.read_once(30.0)
     began, used = time.monotonic(), time.process_time()
@@ -136,15 +136,17 @@ def main() -> None:
     with ForeignCpu() as cpu, tempfile.TemporaryDirectory() as folder:
         share, found = live(given.live)  # first: a library of a measurement may have threads that end later
         here = [
-            measure(source, RuleBook(load_rules()), given.repetitions) for source in machine_sources(Place())
+            measure(source, RuleEngine(load_rules()), given.repetitions)
+            for source in machine_sources(Machine())
         ]
         mine = show(console, "This machine", here)
         root = Path(folder)
         build(root)
         gpus = build_gpus(root / "nvml")
-        place = Place(root, root / "nvml" if gpus else None)
+        machine = Machine(root, root / "nvml" if gpus else None)
         there = [
-            measure(source, RuleBook(load_rules()), given.repetitions) for source in machine_sources(place)
+            measure(source, RuleEngine(load_rules()), given.repetitions)
+            for source in machine_sources(machine)
         ]
         title = "8 GPUs, 8 RDMA ports, 8 NVMe drives, 10 interfaces, 2000 processes (files)"
         big = show(console, title if gpus else f"{title}; no C compiler, so without the GPUs' driver", there)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from holdfast.health.rule_engine import RuleBook
+from holdfast.health.rule_engine import RuleEngine
 from holdfast.health.ruleset import catalogue
 from holdfast.health.samples import Line
 from holdfast.protocol.health import Remedy, Severity
@@ -30,9 +30,11 @@ def test_every_rule_has_its_provenance_and_words():
 @pytest.mark.parametrize(("rule", "line"), LINES, ids=[rule.id for rule, _ in LINES])
 def test_a_published_line_is_found_by_its_rule_and_no_other(rule, line):
     """As often as the rule asks for; of other rules only the milder one on the same matter speaks."""
-    book = RuleBook(RULES)
+    engine = RuleEngine(RULES)
     found = {
-        f.rule for i in range(rule.count) for f in book.line(Line(rule.source, line), 1.0 + i * rule.apart)
+        f.rule
+        for i in range(rule.count)
+        for f in engine.on_line(Line(rule.source, line), 1.0 + i * rule.apart)
     }
     assert rule.id in found
     family = rule.id.removesuffix("-repeated")

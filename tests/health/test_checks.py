@@ -13,7 +13,7 @@ from holdfast.health.checks import basic, cpu, disk, memory
 from holdfast.health.checks.basic import Needs, run_basic
 from holdfast.health.checks.check import CannotCheck, Task, attempt, failed
 from holdfast.health.checks.child import check_in_child
-from holdfast.health.checks.suite import Said
+from holdfast.health.checks.suite import CheckProgress
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import CheckResult, Condition
 
@@ -180,11 +180,11 @@ def test_errors_of_a_disk(tmp_path, monkeypatch, number, condition):
 
 
 def test_checks_in_a_child(tmp_path):
-    said: list[Said] = []
+    said: list[CheckProgress] = []
     task = Task(folder=str(tmp_path), seconds=0.05, only=("disk",))
     results = asyncio.run(check_in_child(task, said.append))
     assert [r.name for r in results] == ["disk-write", "disk-read"]
-    assert said[0] == Said(running="disk")
+    assert said[0] == CheckProgress(running="disk")
     assert [s.result for s in said if s.result] == results
 
 

@@ -20,7 +20,7 @@ import pytest
 from holdfast.errors import UsageError
 from holdfast.health.kmsg import Kmsg, KmsgFile, format_record, journal_text
 from holdfast.health.log_matching import NAME_CHARS, begins_with_a_name, literals
-from holdfast.health.rule_engine import RuleBook
+from holdfast.health.rule_engine import RuleEngine
 from holdfast.health.rules import Rule, make_rule
 from holdfast.health.ruleset import RuleSet, catalogue
 from holdfast.health.samples import Line
@@ -111,8 +111,8 @@ def test_a_users_rule_does_not_act_on_a_process_that_calls_itself_so():
         if form.startswith("{name}"):
             line = form.format(name="wedged", free="wedged")
             assert begins_with_a_name(line)
-            assert RuleBook(rules).line(Line("kmsg", line), 0.0) == []
-    assert RuleBook(rules).line(Line("kmsg", "wedged: the driver is"), 0.0)
+            assert RuleEngine(rules).on_line(Line("kmsg", line), 0.0) == []
+    assert RuleEngine(rules).on_line(Line("kmsg", "wedged: the driver is"), 0.0)
 
 
 @pytest.mark.parametrize("remedy", ["reset-device", "reboot", "replace"])
@@ -127,8 +127,8 @@ def test_a_users_rule_that_looks_anywhere_in_the_kernels_lines_is_refused(remedy
 
 def test_an_alternative_in_the_middle_of_a_line_does_not_count():
     rule = make_rule({"id": "ours", "source": "kmsg", "pattern": "^ournic|wedged", "remedy": "reboot"})
-    assert RuleBook([rule]).line(Line("kmsg", "a line that says wedged"), 0.0) == []
-    assert RuleBook([rule]).line(Line("kmsg", "wedged"), 0.0)
+    assert RuleEngine([rule]).on_line(Line("kmsg", "a line that says wedged"), 0.0) == []
+    assert RuleEngine([rule]).on_line(Line("kmsg", "wedged"), 0.0)
 
 
 def test_the_process_of_an_xid_does_not_choose_its_variant():
@@ -137,7 +137,7 @@ def test_the_process_of_an_xid_does_not_choose_its_variant():
     said = {
         f.rule
         for n in ("python", "Fatal", "a, Fatal", "x 0x7")
-        for f in RuleBook(RULES).line(Line("kmsg", line.format(n)), 0)
+        for f in RuleEngine(RULES).on_line(Line("kmsg", line.format(n)), 0)
     }
     assert said == {"xid-145-nonfatal"}
 
@@ -197,7 +197,7 @@ def test_a_newline_in_a_name_begins_no_line_of_the_journal():
     entry = json.dumps(KERNELS | {"MESSAGE": list(text.encode())}).encode()
     assert b"\n" not in entry
     assert journal_text(entry) == text
-    assert RuleBook(RULES).line(Line("kmsg", text), 0.0) == []
+    assert RuleEngine(RULES).on_line(Line("kmsg", text), 0.0) == []
 
 
 # ---------------------------------------------------------------- a log that a script writes
@@ -244,8 +244,8 @@ def test_a_process_that_crashes_under_a_terrible_name(name):
         while not any("segfault" in x.text and x.text.startswith(name) for x in lines):
             assert news.select(until_s - time.monotonic()), lines
             lines += log.lines()
-        book = RuleBook(RULES)
-        found = [f for line in lines for f in book.line(line, 0.0) if acts_on_node(f.remedy)]
+        engine = RuleEngine(RULES)
+        found = [f for line in lines for f in engine.on_line(line, 0.0) if acts_on_node(f.remedy)]
         assert found == []
     finally:
         news.close()

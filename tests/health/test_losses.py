@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from holdfast.health.losses import TIMES, Losses, Parts
+from holdfast.health.losses import TIMES, Losses, WorkerLosses
 
 
 def falling(steps, seed=1, noise=0.1):
@@ -52,7 +52,7 @@ def test_steps_that_come_again_after_a_rewind_are_not_taken_twice():
 def parts(blocks, apart=()):
     """`apart`: block number to (worker, loss). Returns what was said."""
     rng = random.Random(5)
-    watch, found = Parts(), []
+    watch, found = WorkerLosses(), []
     for number in range(blocks):
         own = {f"w{n}": 2.0 + rng.gauss(0, 0.1) for n in range(6)}
         own |= {worker: loss for at, worker, loss in apart if at == number}
@@ -74,7 +74,7 @@ def test_several_workers_in_turn_are_the_data():
 
 
 def test_most_workers_off_is_the_scripts():
-    watch = Parts()
+    watch = WorkerLosses()
     for _ in range(40):
         assert watch.look({f"w{n}": math.nan if n else 2.0 for n in range(4)}) is None
     assert watch.look({"a": 1.0, "b": 100.0}) is None

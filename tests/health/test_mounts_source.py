@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 from machines import Hand, values, write
 
-from holdfast.health.bounded_call import Guard, NoAnswerError
+from holdfast.health.bounded_call import BoundedCaller, NoAnswerError
 from holdfast.health.mounts import Mounts, parse_mounts
-from holdfast.health.sources import Place
+from holdfast.health.sources import Machine
 
 ROOT = "22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw,errors=remount-ro\n"
 DATA = r"30 22 8:17 / /data\040one rw,relatime - xfs /dev/sdb1 rw,attr2" + "\n"
@@ -36,12 +36,12 @@ def space(share=0.5, **changes):
 
 def machine(tmp_path, mountinfo, statvfs=lambda path: space(), clock=None):
     write(tmp_path, {"proc/self/mountinfo": mountinfo})
-    return Mounts(Place(tmp_path), statvfs, clock or itertools.count(0, 60).__next__)
+    return Mounts(Machine(tmp_path), statvfs, clock or itertools.count(0, 60).__next__)
 
 
 def test_only_disks_and_file_servers_are_watched_each_once():
     mounts = parse_mounts(ROOT + OTHER + DATA + NFS)
-    assert [mount.place for mount in mounts] == ["/", "/data one", "/home"]
+    assert [mount.path for mount in mounts] == ["/", "/data one", "/home"]
     with pytest.raises(ValueError, match="mountinfo"):
         parse_mounts("nonsense\n")
 
@@ -49,7 +49,7 @@ def test_only_disks_and_file_servers_are_watched_each_once():
 def test_what_the_job_writes_into_is_watched_whatever_it_is():
     more = "50 22 0:60 / / rw - overlay overlay rw\n51 22 0:61 / /jobs rw - tmpfs tmpfs rw\n"
     places = [
-        m.place for m in parse_mounts(OTHER + more, (Path("/jobs/one"), Path("/jobs/two"), Path("/scratch")))
+        m.path for m in parse_mounts(OTHER + more, (Path("/jobs/one"), Path("/jobs/two"), Path("/scratch")))
     ]
     assert sorted(places) == ["/", "/etc/hosts", "/jobs"]
 
@@ -138,18 +138,18 @@ def test_mounts_that_change_all_the_time_are_not_read_all_the_time(tmp_path):
 
 
 def test_the_kernel_announces_changed_mounts():
-    source = Mounts(Place())
+    source = Mounts(Machine())
     assert source.fileno() >= 0
     assert ("mount.read_only", "/") in values(source.read()) or not os.path.exists("/dev/vda")
     source.close()
     source.close()
 
 
-def test_a_guard_gives_up_and_recovers():
-    guard = Guard("the driver", 0.02)
-    assert guard.call(lambda: 3) == 3
+def test_a_bounded_call_gives_up_and_recovers():
+    caller = BoundedCaller("the driver", 0.02)
+    assert caller.call(lambda: 3) == 3
     with pytest.raises(ZeroDivisionError):
-        guard.call(lambda: 1 // 0)
+        caller.call(lambda: 1 // 0)
     go, gone = threading.Event(), threading.Event()
 
     def hang():
@@ -157,11 +157,11 @@ def test_a_guard_gives_up_and_recovers():
         gone.set()
 
     with pytest.raises(NoAnswerError, match="the driver has not answered"):
-        guard.call(hang)
+        caller.call(hang)
     with pytest.raises(NoAnswerError):
-        guard.call(lambda: pytest.fail("the thread hangs"))
+        caller.call(lambda: pytest.fail("the thread hangs"))
     go.set()
     gone.wait()
-    guard._pending.done.wait()
-    assert guard.call(lambda: 4) == 4
-    guard.close()
+    caller._pending.done.wait()
+    assert caller.call(lambda: 4) == 4
+    caller.close()

@@ -7,9 +7,9 @@ from gpus import HEALTHY, forget, stand_in, xid
 from machines import Hand, lines, values, write
 
 from holdfast.health.nvml import Nvml, load_nvml, nvml_sources
-from holdfast.health.rule_engine import RuleBook
+from holdfast.health.rule_engine import RuleEngine
 from holdfast.health.ruleset import load_rules
-from holdfast.health.sources import Place
+from holdfast.health.sources import Machine
 
 SUBJECT = "gpu 0000:5d:00"
 
@@ -129,15 +129,15 @@ def test_gpus_that_the_driver_knows_and_the_library_does_not(nvml, tmp_path):
 
 def test_a_driver_that_hangs_is_unknown(nvml, gpus, monkeypatch):
     list(nvml.read())
-    monkeypatch.setattr(nvml._guard, "_limit_s", 0.02)
+    monkeypatch.setattr(nvml._caller, "_limit_s", 0.02)
     write(gpus / "0", {"hang": ""})
     found = again(nvml)
     assert found["nvml.silent_s", ""] > 0
     assert found["nvml.devices", ""] is None
     assert again(nvml)["nvml.silent_s", ""] > 0
     (gpus / "0" / "hang").unlink()
-    nvml._guard._pending.done.wait()
-    monkeypatch.setattr(nvml._guard, "_limit_s", 10.0)
+    nvml._caller._pending.done.wait()
+    monkeypatch.setattr(nvml._caller, "_limit_s", 10.0)
     assert again(nvml)["nvml.lost", SUBJECT] == 0.0
 
 
@@ -162,8 +162,8 @@ def test_an_xid_wakes_the_reader_and_reads_as_the_kernels_line(nvml, gpus):
 
 
 def test_without_the_library_there_is_no_source(tmp_path):
-    assert nvml_sources(Place(tmp_path)) == []
-    assert nvml_sources(Place(tmp_path, tmp_path / "none")) == []
+    assert nvml_sources(Machine(tmp_path)) == []
+    assert nvml_sources(Machine(tmp_path, tmp_path / "none")) == []
 
 
 @pytest.mark.parametrize(
@@ -185,12 +185,12 @@ def test_without_the_library_there_is_no_source(tmp_path):
     ],
 )
 def test_what_the_rules_make_of_it(nvml, gpus, files, rules):
-    book = RuleBook(load_rules())
+    engine = RuleEngine(load_rules())
     write(gpus / "0", {f"field{field}": "0" for field in range(201, 223)})  # of a GPU with NVLink 5
     for reading in nvml.read():
-        assert book.reading(reading, 0.0) == []
+        assert engine.on_reading(reading, 0.0) == []
     nvml.clock.now += nvml.every_s
     write(gpus / "0", files)
-    found = [f for reading in nvml.read() for f in book.reading(reading, nvml.every_s)]
+    found = [f for reading in nvml.read() for f in engine.on_reading(reading, nvml.every_s)]
     assert sorted(f.rule for f in found) == rules
     assert {(f.subject, f.device) for f in found} <= {(SUBJECT, "GPU-aa-0")}

@@ -10,9 +10,9 @@ from test_network_source import interface, port
 
 from holdfast.health.network import Interfaces
 from holdfast.health.rdma import Rdma
-from holdfast.health.rule_engine import RuleBook
+from holdfast.health.rule_engine import RuleEngine
 from holdfast.health.ruleset import load_rules
-from holdfast.health.sources import Place
+from holdfast.health.sources import Machine
 
 OTHERS = {"worker", "peers"}
 """Sources that are not of the machine."""
@@ -36,8 +36,8 @@ def test_every_reading_that_a_rule_is_about_is_read():
     assert not {name for name in named if not known.fullmatch(name)}
 
 
-def found(book, source, now_s):
-    return [f.rule for reading in source.read() for f in book.reading(reading, now_s)]
+def found(engine, source, now_s):
+    return [f.rule for reading in source.read() for f in engine.on_reading(reading, now_s)]
 
 
 def test_a_link_is_lost_only_if_it_was_there(tmp_path):
@@ -47,17 +47,17 @@ def test_a_link_is_lost_only_if_it_was_there(tmp_path):
     interface(tmp_path, "eth1", carrier="0")
     port(tmp_path, "mlx5_0")
     port(tmp_path, "mlx5_1", state="1: DOWN")
-    book = RuleBook(load_rules())
-    sources = [Interfaces(Place(tmp_path), clock), Rdma(Place(tmp_path))]
+    engine = RuleEngine(load_rules())
+    sources = [Interfaces(Machine(tmp_path), clock), Rdma(Machine(tmp_path))]
     for now_s in (0.0, 30.0, 60.0):
-        assert [rule for source in sources for rule in found(book, source, now_s)] == []
+        assert [rule for source in sources for rule in found(engine, source, now_s)] == []
     interface(tmp_path, "eth0", carrier="0")
     port(tmp_path, "mlx5_0", state="1: DOWN")
-    assert [rule for source in sources for rule in found(book, source, 90.0)] == []
-    assert [rule for source in sources for rule in found(book, source, 120.0)] == ["net-down", "rdma-down"]
+    assert [rule for source in sources for rule in found(engine, source, 90.0)] == []
+    assert [rule for source in sources for rule in found(engine, source, 120.0)] == ["net-down", "rdma-down"]
     interface(tmp_path, "eth0")
     port(tmp_path, "mlx5_0", rate="200 Gb/sec (2X NDR)")
-    healed = [f for source in sources for r in source.read() for f in book.reading(r, 150.0)]
+    healed = [f for source in sources for r in source.read() for f in engine.on_reading(r, 150.0)]
     assert [(f.rule, str(f.condition)) for f in healed] == [
         ("net-down", "healthy"),
         ("rdma-down", "healthy"),

@@ -3,7 +3,7 @@
 import pytest
 
 from holdfast.errors import UsageError
-from holdfast.health.rule_engine import RuleBook
+from holdfast.health.rule_engine import RuleEngine
 from holdfast.health.ruleset import catalogue, load_rules
 from holdfast.health.samples import Line
 from holdfast.protocol.health import Remedy, Severity
@@ -39,8 +39,8 @@ def write(tmp_path, text):
 
 
 def found(rules, *texts):
-    book = RuleBook(rules)
-    return [f for i, text in enumerate(texts) for f in book.line(Line("kmsg", text), float(i))]
+    engine = RuleEngine(rules)
+    return [f for i, text in enumerate(texts) for f in engine.on_line(Line("kmsg", text), float(i))]
 
 
 def test_they_add_override_and_switch_off(tmp_path):

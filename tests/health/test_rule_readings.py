@@ -2,7 +2,7 @@
 
 import pytest
 
-from holdfast.health.rule_engine import RuleBook
+from holdfast.health.rule_engine import RuleEngine
 from holdfast.health.rules import make_rule
 from holdfast.health.ruleset import catalogue
 from holdfast.health.samples import Reading
@@ -12,10 +12,12 @@ from holdfast.protocol.health import Condition, Remedy, Severity
 def judge(values, step_s=1.0, name="m.v", **condition):
     """(time, condition) of every finding about a series of values, one every `step_s`."""
     rule = make_rule({"id": "r", "source": "m", "reading": name, **condition})
-    book = RuleBook([rule])
+    engine = RuleEngine([rule])
     told = []
     for i, value in enumerate(values):
-        for finding in book.reading(Reading(source="m", name=name, value=value, subject="it"), i * step_s):
+        for finding in engine.on_reading(
+            Reading(source="m", name=name, value=value, subject="it"), i * step_s
+        ):
             told.append((i * step_s, finding.condition.value))
     return told
 
@@ -57,18 +59,21 @@ def test_a_first_value_is_no_change():
 
 
 def test_subjects_are_apart():
-    book = RuleBook([make_rule({"id": "r", "source": "m", "reading": "m.v", "rises": 1})])
+    engine = RuleEngine([make_rule({"id": "r", "source": "m", "reading": "m.v", "rises": 1})])
     for subject, value, count in (("a", 1, 0), ("b", 5, 0), ("a", 1, 0), ("b", 6, 1)):
-        assert len(book.reading(Reading(source="m", name="m.v", value=value, subject=subject), 1.0)) == count
+        assert (
+            len(engine.on_reading(Reading(source="m", name="m.v", value=value, subject=subject), 1.0))
+            == count
+        )
 
 
 def test_one_reading_against_another_of_the_same_subject():
     rule = make_rule({"id": "r", "source": "m", "reading": "width", "below_reading": "max_width"})
-    book = RuleBook([rule])
+    engine = RuleEngine([rule])
 
     def read(subject, width, most):
-        book.reading(Reading(source="m", name="max_width", value=most, subject=subject), 0.0)
-        return len(book.reading(Reading(source="m", name="width", value=width, subject=subject), 0.0))
+        engine.on_reading(Reading(source="m", name="max_width", value=most, subject=subject), 0.0)
+        return len(engine.on_reading(Reading(source="m", name="width", value=width, subject=subject), 0.0))
 
     assert read("a", 16, 16) == 0
     assert read("b", 8, 16) == 1
@@ -76,14 +81,16 @@ def test_one_reading_against_another_of_the_same_subject():
 
 
 def test_unknown_is_its_own_condition_and_told_once_for_a_source_when_it_lasts():
-    book = RuleBook(catalogue())
+    engine = RuleEngine(catalogue())
     names = ("disk.free_share", "mount.read_only")
 
     def hang(at):
         return [
             f
             for name in names
-            for f in book.reading(Reading(source="disk", name=name, value=None, why="no answer for 9 s"), at)
+            for f in engine.on_reading(
+                Reading(source="disk", name=name, value=None, why="no answer for 9 s"), at
+            )
         ]
 
     assert hang(0.0) == hang(15.0) == hang(30.0) == []
@@ -95,26 +102,28 @@ def test_unknown_is_its_own_condition_and_told_once_for_a_source_when_it_lasts()
     assert hang(60.0) == []
     (again,) = hang(700.0)  # still: the core asks a person
     assert again.condition is Condition.UNKNOWN
-    (over,) = book.reading(Reading(source="disk", name="disk.free_share", value=0.5), 775.0)
+    (over,) = engine.on_reading(Reading(source="disk", name="disk.free_share", value=0.5), 775.0)
     assert over.condition is Condition.HEALTHY
     assert hang(780.0) == []
 
 
 def test_a_source_that_answers_now_and_then_is_not_unknown():
-    book = RuleBook(catalogue())
+    engine = RuleEngine(catalogue())
     for i in range(20):
         value = None if i % 2 else 0.5
         assert (
-            book.reading(Reading(source="disk", name="disk.free_share", value=value, why="slow"), 30.0 * i)
+            engine.on_reading(
+                Reading(source="disk", name="disk.free_share", value=value, why="slow"), 30.0 * i
+            )
             == []
         )
 
 
 def test_a_memory_error_is_fatal_and_a_known_one_is_not():
-    book = RuleBook(catalogue())
+    engine = RuleEngine(catalogue())
 
     def read(count, at):
-        return book.reading(
+        return engine.on_reading(
             Reading(source="edac", name="edac.ue_count", value=float(count), subject="memory controller 0"),
             at,
         )
@@ -129,8 +138,8 @@ def test_new_rules_keep_what_the_old_ones_remember():
     def rule(**more):
         return make_rule({"id": "r", "source": "m", "reading": "m.v", "above": 1, "holds": 10, **more})
 
-    book = RuleBook([rule()])
-    assert book.reading(Reading(source="m", name="m.v", value=2.0), 0.0) == []
-    book.use([rule(severity="fatal")])
-    (finding,) = book.reading(Reading(source="m", name="m.v", value=2.0), 10.0)
+    engine = RuleEngine([rule()])
+    assert engine.on_reading(Reading(source="m", name="m.v", value=2.0), 0.0) == []
+    engine.set_rules([rule(severity="fatal")])
+    (finding,) = engine.on_reading(Reading(source="m", name="m.v", value=2.0), 10.0)
     assert finding.severity is Severity.FATAL

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from holdfast.health import rule_engine as book_module
 from holdfast.health.log_matching import Matchers, literals
-from holdfast.health.rule_engine import RuleBook
+from holdfast.health.rule_engine import RuleEngine
 from holdfast.health.rules import make_rule
 from holdfast.health.ruleset import catalogue
 from holdfast.health.samples import Line, Reading
@@ -24,9 +24,9 @@ times = st.floats(0, 1e5, allow_nan=False)
 def test_no_line_is_too_strange(example, noise, at):
     """Cut, spliced and mangled lines of real ones: nothing raises, and evidence has its bound."""
     source, line = example
-    book = RuleBook(RULES)
+    engine = RuleEngine(RULES)
     for mangled in (line[:at] + noise + line[at:], line[at:], noise, line * 40, noise + line):
-        for finding in book.line(Line(source, mangled), 0.0):
+        for finding in engine.on_line(Line(source, mangled), 0.0):
             assert len(finding.evidence) <= EVIDENCE_CHARS
 
 
@@ -59,14 +59,14 @@ def test_the_fixed_part_of_any_pattern(pattern, line):
 @given(st.lists(st.tuples(st.integers(0, 3), st.floats(0, 400)), max_size=60))
 def test_one_finding_for_each_burst(events):
     """Against the definition: a burst begins after more than three minutes without a line about this GPU."""
-    book = RuleBook(RULES)
+    engine = RuleEngine(RULES)
     now, last, expected, found = 0.0, {}, 0, 0
     for gpu, gap in events:
         now += gap
         expected += now - last.get(gpu, -1e9) > 180.0
         last[gpu] = now
         line = f"NVRM: Xid (PCI:0000:0{gpu}:00): 79, pid=1, name=x, GPU has fallen off the bus."
-        found += len(book.line(Line("kmsg", line), now))
+        found += len(engine.on_line(Line("kmsg", line), now))
     assert found == expected
 
 
@@ -76,10 +76,10 @@ def test_counts_are_those_of_the_window(events, count, window):
     rule = make_rule(
         {"id": "r", "source": "kmsg", "pattern": "x", "count": count, "window": window, "quiet": 0}
     )
-    book = RuleBook([rule])
+    engine = RuleEngine([rule])
     for i, at in enumerate(ordered := sorted(events)):
         within = sum(at - before <= window for before in ordered[: i + 1])
-        assert bool(book.line(Line("kmsg", "x"), at)) == (within >= count)
+        assert bool(engine.on_line(Line("kmsg", "x"), at)) == (within >= count)
 
 
 @settings(max_examples=100, deadline=None)
@@ -93,10 +93,10 @@ def test_conditions_take_turns(values):
         make_rule({"id": "gone", "source": "m", "reading": "v", "leaves": "up", "quiet": 0}),
         make_rule({"id": "silent", "source": "m", "unknown": True, "holds": 2, "quiet": 0}),
     ]
-    book = RuleBook(rules)
+    engine = RuleEngine(rules)
     state: dict[str, bool] = {}
     for i, value in enumerate(values):
-        for finding in book.reading(Reading(source="m", name="v", value=value, subject="it"), 10.0 * i):
+        for finding in engine.on_reading(Reading(source="m", name="v", value=value, subject="it"), 10.0 * i):
             bad = finding.condition is not Condition.HEALTHY
             assert state.get(finding.rule, False) != bad
             state[finding.rule] = bad
@@ -104,7 +104,7 @@ def test_conditions_take_turns(values):
 
 def test_memory_is_bounded(monkeypatch):
     monkeypatch.setattr(book_module, "KEYS_KEPT", 50)
-    book = RuleBook(
+    engine = RuleEngine(
         [
             make_rule(
                 {
@@ -119,9 +119,9 @@ def test_memory_is_bounded(monkeypatch):
         ]
     )
     for i in range(5000):
-        book.line(Line("kmsg", f"x{i}"), float(i))
-    assert len(book._bursts) <= 50
-    assert len(book._matches) <= 50
+        engine.on_line(Line("kmsg", f"x{i}"), float(i))
+    assert len(engine._bursts) <= 50
+    assert len(engine._matches) <= 50
 
 
 def test_a_flood_of_lines_costs_little():

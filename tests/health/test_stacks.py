@@ -122,7 +122,7 @@ def test_lines_that_are_no_frames_are_kept():
 
 
 @pytest.mark.parametrize(
-    ("path", "function"), [(path, function) for path, function, *_ in known._PLACES if "holdfast" in path]
+    ("path", "function"), [(path, function) for path, function, *_ in known._LOCATIONS if "holdfast" in path]
 )
 def test_the_places_of_our_own_exist(path, function):
     """A module or function that is renamed would otherwise be the script's own, and a rank that waits there a culprit."""

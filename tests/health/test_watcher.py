@@ -12,10 +12,10 @@ from holdfast.agent import health, simulated_sources, source_poller
 from holdfast.agent.health import Watcher
 from holdfast.health.kmsg import Kmsg
 from holdfast.health.machine import machine_sources
-from holdfast.health.rule_engine import RuleBook
+from holdfast.health.rule_engine import RuleEngine
 from holdfast.health.ruleset import catalogue
 from holdfast.health.samples import Line, Reading
-from holdfast.health.sources import Place
+from holdfast.health.sources import Machine
 from holdfast.protocol.faults import ArmedFault, FaultKind
 from holdfast.protocol.health import Condition, HealthSpec, Remedy, Severity
 
@@ -54,7 +54,7 @@ def on_a_node(tmp_path, monkeypatch):
 
     monkeypatch.setattr(health, "open_kernel_log", kernel)
     monkeypatch.setattr(
-        health, "machine_sources", lambda place: machine_sources(place) if place.stand_in else []
+        health, "machine_sources", lambda machine: machine_sources(machine) if machine.stand_in else []
     )
 
     def run(test, **spec):
@@ -100,7 +100,7 @@ def test_of_the_nodes_of_one_machine_one_says_it_for_all(tmp_path, monkeypatch):
         raise OSError(errno.EPERM, "/dev/kmsg: Operation not permitted")
 
     monkeypatch.setattr(health, "open_kernel_log", kernel)
-    monkeypatch.setattr(health, "machine_sources", lambda place: [])
+    monkeypatch.setattr(health, "machine_sources", lambda machine: [])
     told = []
 
     async def main():
@@ -244,7 +244,7 @@ def test_a_driver_that_hangs_is_unknown_and_holds_nobody_up(on_a_node, tmp_path,
     monkeypatch.setattr(source_poller, "MIN_GRACE_S", 0.05)
     hung, other = Scripted(), Scripted()
     other.name = "other"
-    monkeypatch.setattr(health, "machine_sources", lambda place: [hung, other])
+    monkeypatch.setattr(health, "machine_sources", lambda machine: [hung, other])
 
     async def test(node):
         await node.hears("xid-79")
@@ -268,7 +268,7 @@ def test_a_source_that_breaks_is_unknown(on_a_node, tmp_path, monkeypatch):
         def read(self):
             raise KeyError("no such thing")
 
-    monkeypatch.setattr(health, "machine_sources", lambda place: [Broken()])
+    monkeypatch.setattr(health, "machine_sources", lambda machine: [Broken()])
 
     async def test(node):
         assert "KeyError" in (await node.hears("source-silent")).evidence
@@ -289,7 +289,7 @@ def test_a_watch_that_ended_is_said_and_begun_again(on_a_node, tmp_path, monkeyp
                 raise ArithmeticError("no such period")
             return 0.02
 
-    monkeypatch.setattr(health, "machine_sources", lambda place: [Sick()])
+    monkeypatch.setattr(health, "machine_sources", lambda machine: [Sick()])
 
     async def test(node):
         await node.hears("xid-79")
@@ -360,18 +360,18 @@ def test_faults_of_a_machine(fault, rule, remedy, on_a_node):
 @pytest.mark.parametrize(("kind", "rule"), [(FaultKind.ECC, "edac-ue"), (FaultKind.LINK_DOWN, "rdma-down")])
 def test_the_sources_of_a_real_machine_see_it_in_the_stand_in(kind, rule, tmp_path):
     """Read by hand, for their periods are long."""
-    place = Place(tmp_path / "machine")
-    simulated_sources.write_files(place.root, simulated_sources.HEALTHY)
-    book = RuleBook(catalogue())
-    sources = machine_sources(place)
+    machine = Machine(tmp_path / "machine")
+    simulated_sources.write_files(machine.root, simulated_sources.HEALTHY)
+    engine = RuleEngine(catalogue())
+    sources = machine_sources(machine)
 
     def read(at):
         readings = [said for source in sources for said in source.read()]
-        return [f.rule for r in readings if isinstance(r, Reading) for f in book.reading(r, at)]
+        return [f.rule for r in readings if isinstance(r, Reading) for f in engine.on_reading(r, at)]
 
     try:
         assert read(0.0) == []
-        simulated_sources.write_files(place.root, simulated_sources.BROKEN[kind])
+        simulated_sources.write_files(machine.root, simulated_sources.BROKEN[kind])
         found = [rule for at in (10.0, 20.0, 31.0) for rule in read(at)]
         assert rule in found
     finally:

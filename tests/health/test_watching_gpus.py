@@ -7,7 +7,7 @@ from gpus import forget, stand_in, xid
 
 from holdfast.agent.health import Watcher
 from holdfast.agent.simulated_sources import append_kernel_lines
-from holdfast.health.sources import Place
+from holdfast.health.sources import Machine
 from holdfast.protocol.health import HealthSpec
 
 LOCKUP = "watchdog: BUG: soft lockup - CPU#18 stuck for 27s! [python3:2254956]"
@@ -31,14 +31,14 @@ class Findings:
 
 
 async def watch(tmp_path):
-    place = Place(tmp_path / "machine", tmp_path / "machine" / "nvml")
-    stand_in(place.nvml)
+    machine = Machine(tmp_path / "machine", tmp_path / "machine" / "nvml")
+    stand_in(machine.nvml)
     findings = Findings()
     watcher = Watcher(tmp_path / "node", HealthSpec(), True, findings.send, tmp_path)
     await watcher.start()
     try:
-        await watcher.stand_in(place)
-        xid(place.nvml / "0", 1, 79)
+        await watcher.stand_in(machine)
+        xid(machine.nvml / "0", 1, 79)
         await findings.reach(1)
         kernel = (
             "NVRM: Xid (PCI:0000:5d:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.",

@@ -20,11 +20,11 @@ from holdfast.health.identity import gpu_uuids
 from holdfast.health.kmsg import Journal, Kmsg, KmsgFile, open_kernel_log
 from holdfast.health.logs import LogTail
 from holdfast.health.machine import machine_sources
-from holdfast.health.rule_engine import RuleBook
+from holdfast.health.rule_engine import RuleEngine
 from holdfast.health.rules import Rule
 from holdfast.health.ruleset import catalogue, load_rules
 from holdfast.health.samples import Line
-from holdfast.health.sources import Place
+from holdfast.health.sources import Machine
 from holdfast.observe.inotify import MODIFIED, Inotify
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import Condition, Finding, HealthSpec, Remedy, Severity
@@ -57,7 +57,7 @@ class Watcher:
         self._files: tuple[KmsgFile, ...] = ()
         self._kernel: Kmsg | Journal | None = None
         self._inotify, self._own = inotify, inotify is None
-        self._book = RuleBook(())
+        self._rule_engine = RuleEngine(())
         self._pollers: list[Poller] = []
         self._logs: dict[str, LogTail] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -72,7 +72,7 @@ class Watcher:
         if not self._spec.watch:
             return
         self._rules = await asyncio.to_thread(self._first_rules)
-        self._book.use(self._rules)
+        self._rule_engine.set_rules(self._rules)
         try:
             self._follow_files()
         except OSError as error:
@@ -80,7 +80,7 @@ class Watcher:
         self._gpus = await asyncio.to_thread(_gpus_by_subject)
         self._follow_kernel()
         machine = self._poller(self._shared)
-        machine.add(await asyncio.to_thread(machine_sources, Place(job_dirs=(self._job_dir,))))
+        machine.add(await asyncio.to_thread(machine_sources, Machine(job_dirs=(self._job_dir,))))
         self._watch_pollers()
 
     def close(self) -> None:
@@ -103,11 +103,11 @@ class Watcher:
         """The node's own folder."""
         return self._folder
 
-    async def stand_in(self, place: Place) -> None:
+    async def stand_in(self, machine: Machine) -> None:
         """Watches the stand-in for this node's machine from now on like a real one; returns when it was read once."""
         if self._standing_in is None and self._spec.watch:
             self._standing_in = self._poller(shared=False)
-            self._standing_in.add(await asyncio.to_thread(machine_sources, place))
+            self._standing_in.add(await asyncio.to_thread(machine_sources, machine))
             self._watch_pollers()
             await asyncio.to_thread(self._standing_in.read_once, FIRST_READ_S)
 
@@ -138,7 +138,7 @@ class Watcher:
         if rules is None:
             return
         self._rules = rules
-        self._book.use(rules)
+        self._rule_engine.set_rules(rules)
         for poller in self._pollers:
             poller.use(rules)
         self._follow_logs()
@@ -195,7 +195,7 @@ class Watcher:
         now = time.monotonic()
         findings: list[Finding] = []
         for line in lines:
-            findings += self._book.line(line, now)
+            findings += self._rule_engine.on_line(line, now)
         self._tell(findings, shared)
         if self._logs:
             self._plan()
@@ -204,7 +204,7 @@ class Watcher:
 
     def trains(self, worker: str, rank: int, log: Path) -> None:
         """A worker begins to train, or does so again."""
-        self._book.begins(worker, rank, time.monotonic())
+        self._rule_engine.on_training_started(worker, rank, time.monotonic())
         if worker not in self._logs:
             self._logs[worker] = LogTail(log, worker)
         self._follow_logs()
@@ -212,7 +212,7 @@ class Watcher:
 
     def pauses(self, worker: str) -> None:
         """It does not train for now."""
-        self._book.pauses(worker)
+        self._rule_engine.on_training_paused(worker)
         self._plan()
 
     def gone(self, worker: str) -> None:
@@ -226,7 +226,7 @@ class Watcher:
 
     def _follow_logs(self) -> None:
         """Logs are read only if some rule is about them."""
-        if self._inotify is None or not self._book.reads_logs:
+        if self._inotify is None or not self._rule_engine.reads_logs:
             return
         for tail in self._logs.values():
             if not tail.followed:
@@ -239,13 +239,13 @@ class Watcher:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        due_s = self._book.next_due_s()
+        due_s = self._rule_engine.next_due_s()
         if due_s is not None:
             self._timer = self._loop.call_later(max(0.0, due_s - time.monotonic()) + 1e-3, self._overdue)
 
     def _overdue(self) -> None:
         self._timer = None
-        self._tell(self._book.due(time.monotonic()), shared=False)
+        self._tell(self._rule_engine.overdue(time.monotonic()), shared=False)
         self._plan()
 
     # ------------------------------------------------------------ sources

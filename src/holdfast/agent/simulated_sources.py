@@ -10,7 +10,7 @@ from pathlib import Path
 
 from holdfast.agent.health import Watcher
 from holdfast.health.kmsg import format_record
-from holdfast.health.sources import Place
+from holdfast.health.sources import Machine
 from holdfast.protocol.faults import ArmedFault, FaultKind
 
 PCI = "0000:3b:00"
@@ -73,11 +73,11 @@ async def strike(watcher: Watcher, fault: ArmedFault) -> None:
     """Does to this node's stand-in what the fault says."""
     kind = fault.kind
     if kind in BROKEN:
-        place = Place(watcher.folder / "machine", watcher.folder / "machine" / "nvml")
-        if not place.root.exists():
-            write_files(place.root, HEALTHY)
-        await watcher.stand_in(place)
-        write_files(place.root, BROKEN[kind])
+        machine = Machine(watcher.folder / "machine", watcher.folder / "machine" / "nvml")
+        if not machine.root.exists():
+            write_files(machine.root, HEALTHY)
+        await watcher.stand_in(machine)
+        write_files(machine.root, BROKEN[kind])
     lines = (xid_line(fault.code or 0),) if kind is FaultKind.XID else LINES.get(kind, ())
     append_kernel_lines(watcher.folder / "kmsg", lines)
 

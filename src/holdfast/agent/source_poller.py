@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from holdfast.agent.background import stand_back
-from holdfast.health.rule_engine import RuleBook
+from holdfast.health.rule_engine import RuleEngine
 from holdfast.health.rules import Rule
 from holdfast.health.samples import Line, Reading
 from holdfast.health.sources import Source
@@ -48,7 +48,7 @@ class Poller:
         found: Callable[[list[Finding]], None],
         said: Callable[[list[Line]], None] = lambda lines: None,
     ) -> None:
-        self._book = RuleBook(rules)
+        self._rule_engine = RuleEngine(rules)
         self._found, self._said = found, said
         self._polled: list[_Polled] = []
         self._hung: list[_Polled] = []
@@ -76,7 +76,7 @@ class Poller:
     def use(self, rules: Iterable[Rule]) -> None:
         """Other rules from now on."""
         with self._lock:
-            self._book.use(rules)
+            self._rule_engine.set_rules(rules)
 
     def watch_yourself(self) -> float | None:
         """Whether a source hangs, asked now and then from another thread: the others go on without it on a new
@@ -219,7 +219,7 @@ class Poller:
             if isinstance(said, Line):
                 lines.append(said)
             else:
-                findings += self._book.reading(said, now_s)
+                findings += self._rule_engine.on_reading(said, now_s)
         if lines:
             self._said(lines)
         if findings:

@@ -81,7 +81,7 @@ def _of_machine(folder: Path, deep: bool, seconds: float) -> Sequence[CheckResul
     from holdfast.health.checks.basic import Needs, run_basic
     from holdfast.health.checks.check import SECONDS, Task
     from holdfast.health.checks.child import check_in_child
-    from holdfast.health.checks.suite import Said
+    from holdfast.health.checks.suite import CheckProgress
 
     results = run_basic(Needs("127.0.0.1", 1, folder, memory_system()))
     if not deep:
@@ -91,7 +91,7 @@ def _of_machine(folder: Path, deep: bool, seconds: float) -> Sequence[CheckResul
     async def run() -> list[CheckResult]:
         with _Doing() as doing:
 
-            def tell(said: Said) -> None:
+            def tell(said: CheckProgress) -> None:
                 if said.running:
                     doing.now(f"checking {said.running}")
 

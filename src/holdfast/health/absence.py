@@ -21,33 +21,33 @@ class Training(msgspec.Struct):
     said: set[str] = set()
 
 
-class Presence:
+class Absence:
     """Who trains, and which lines each of them still owes."""
 
     def __init__(self) -> None:
         self._rules: list[Rule] = []
         self._training: dict[str, Training] = {}
 
-    def use(self, rules: Iterable[Rule]) -> None:
+    def set_rules(self, rules: Iterable[Rule]) -> None:
         """Other rules from now on."""
         self._rules = list(rules)
 
-    def begins(self, worker: str, rank: int, now_s: float) -> None:
+    def on_training_started(self, worker: str, rank: int, now_s: float) -> None:
         """The worker trains from now on, perhaps again: what it owes is counted anew."""
         self._training[worker] = Training(rank, now_s)
 
-    def pauses(self, worker: str) -> None:
+    def on_training_paused(self, worker: str) -> None:
         """It owes nothing now."""
         self._training.pop(worker, None)
 
-    def counts(self, rule: Rule, worker: str, now_s: float) -> bool:
+    def is_line_of(self, rule: Rule, worker: str, now_s: float) -> bool:
         """Whether a line of this worker's log is for this rule."""
         training = self._training.get(worker)
         if rule.ranks and (training is None or training.rank not in rule.ranks):
             return False
         return not rule.start_after or (training is not None and now_s >= training.since_s + rule.start_after)
 
-    def seen(self, rule: Rule, worker: str, now_s: float) -> None:
+    def on_line(self, rule: Rule, worker: str, now_s: float) -> None:
         """The line came."""
         training = self._training.get(worker)
         if training is not None:
@@ -58,7 +58,7 @@ class Presence:
         """When the next line is overdue."""
         return min((due for _, _, due, _ in self._owed()), default=None)
 
-    def due(self, now_s: float) -> list[tuple[Rule, str, str]]:
+    def overdue(self, now_s: float) -> list[tuple[Rule, str, str]]:
         """Rule and worker of every line that is overdue; each is told once until the line comes."""
         overdue = [(rule, worker, words) for rule, worker, due, words in self._owed() if due <= now_s]
         for rule, worker, _ in overdue:

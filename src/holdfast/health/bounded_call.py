@@ -35,7 +35,7 @@ class _Call(Generic[T]):
         self.done.set()
 
 
-class Guard:
+class BoundedCaller:
     """One thread for calls into one thing. While a call hangs no other is made: there is never more than one thread that
     hangs, and only the first caller waits for it."""
 
@@ -57,7 +57,7 @@ class Guard:
             self._pending = None
         if self._thread is None:
             # A daemon: a thread that hangs in the kernel must not keep the agent from ending.
-            self._thread = threading.Thread(target=self._run, name=f"guard-{self._what}", daemon=True)
+            self._thread = threading.Thread(target=self._run, name=f"bounded-call-{self._what}", daemon=True)
             self._thread.start()
         call = _Call(work)
         self._calls.put(call)

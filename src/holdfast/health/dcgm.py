@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from holdfast.health.bounded_call import Guard, NoAnswerError
+from holdfast.health.bounded_call import BoundedCaller, NoAnswerError
 from holdfast.health.files import unknown
 from holdfast.health.nvml import load_nvml
 from holdfast.health.samples import Line, Reading
-from holdfast.health.sources import Place
+from holdfast.health.sources import Machine
 from holdfast.health.xids import xid_line
 
 URL_VARIABLE = "HOLDFAST_DCGM_URL"
@@ -60,7 +60,7 @@ class Dcgm:
 
     def __init__(self, url: str, fetch: Callable[[str], str] | None = None) -> None:
         self._url, self._fetch = url, fetch or fetch_page
-        self._guard = Guard("DCGM's exporter", FETCH_LIMIT_S + 1.0)
+        self._caller = BoundedCaller("DCGM's exporter", FETCH_LIMIT_S + 1.0)
         self._last_xid: dict[str, float] = {}
         self._counts: dict[tuple[str, str], float] = {}
         self._seen: dict[str, str] = {}
@@ -68,7 +68,7 @@ class Dcgm:
     def read(self) -> Iterator[Reading | Line]:
         """As the driver's library, as far as the exporter is set up to tell; Xids as the kernel's lines."""
         try:
-            samples = self._guard.call(lambda: list(parse_samples(self._fetch(self._url))))
+            samples = self._caller.call(lambda: list(parse_samples(self._fetch(self._url))))
         except (NoAnswerError, OSError, ValueError) as error:
             yield unknown("dcgm", "dcgm.page", f"{self._url}: {error}")
             return
@@ -110,7 +110,7 @@ class Dcgm:
 
     def close(self) -> None:
         """Gives its thread back."""
-        self._guard.close()
+        self._caller.close()
 
 
 def parse_samples(page: str) -> Iterator[tuple[str, dict[str, str], float]]:
@@ -129,9 +129,9 @@ def fetch_page(url: str) -> str:
     return page.decode(errors="replace")
 
 
-def dcgm_sources(place: Place) -> list[Dcgm]:
+def dcgm_sources(machine: Machine) -> list[Dcgm]:
     """One, where the environment says where and the driver's library is not to be had."""
     url = os.environ.get(URL_VARIABLE, "")
-    if not url or place.stand_in or load_nvml() is not None:
+    if not url or machine.stand_in or load_nvml() is not None:
         return []
     return [Dcgm(url)]

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.health.bounded_call import Guard, NoAnswerError
+from holdfast.health.bounded_call import BoundedCaller, NoAnswerError
 from holdfast.health.files import names, number, text, unknown
 from holdfast.health.samples import Reading
-from holdfast.health.sources import Place
+from holdfast.health.sources import Machine
 
 DISKS_S = 60.0
 ANSWER_S = 5.0
@@ -39,11 +39,11 @@ class Disks:
     name = "disk"
     every_s = DISKS_S
 
-    def __init__(self, place: Place, smart: Callable[[str], Smart] | None = None) -> None:
+    def __init__(self, machine: Machine, smart: Callable[[str], Smart] | None = None) -> None:
         """smart: reads a drive's own log, given its device file; None: the kernel's way, on a real machine."""
-        self._sys = place.root / "sys"
-        self._smart = smart or (None if place.stand_in else nvme_smart)
-        self._guards: dict[str, Guard] = {}
+        self._sys = machine.root / "sys"
+        self._smart = smart or (None if machine.stand_in else nvme_smart)
+        self._callers: dict[str, BoundedCaller] = {}
 
     def read(self) -> Iterator[Reading]:
         """`disk.io_errors` (since the start), `disk.state`, `nvme.state`, `nvme.temperature_alarm`,
@@ -72,9 +72,9 @@ class Disks:
             yield from number("disk", "fs.errors", systems / name / "errors_count", name)
 
     def _own_log(self, smart: Callable[[str], Smart], name: str, serial: str) -> Iterator[Reading]:
-        guard = self._guards.setdefault(name, Guard(f"drive {name}", ANSWER_S))
+        caller = self._callers.setdefault(name, BoundedCaller(f"drive {name}", ANSWER_S))
         try:
-            log = guard.call(lambda: smart(f"/dev/{name}"))
+            log = caller.call(lambda: smart(f"/dev/{name}"))
         except FileNotFoundError:
             return  # a container without the device
         except (NoAnswerError, OSError) as error:
@@ -104,9 +104,9 @@ class Disks:
 
     def close(self) -> None:
         """Gives its threads back."""
-        for guard in self._guards.values():
-            guard.close()
-        self._guards.clear()
+        for caller in self._callers.values():
+            caller.close()
+        self._callers.clear()
 
 
 def _serial(folder: Path) -> str:
@@ -146,6 +146,6 @@ def parse_smart(log: bytes) -> Smart:
     return Smart(log[0], log[5], int.from_bytes(log[160:176], "little"))
 
 
-def disk_sources(place: Place) -> list[Disks]:
+def disk_sources(machine: Machine) -> list[Disks]:
     """Every machine has some disk; it is looked for anew each time."""
-    return [Disks(place)]
+    return [Disks(machine)]

@@ -28,7 +28,7 @@ PLACEHOLDERS = {
 }
 """What makers leave in these fields; many machines have the same."""
 
-_PLACES = (
+_FILES = (
     ("serial", "sys/class/dmi/id/product_serial"),
     ("serial", "proc/device-tree/serial-number"),
     ("uuid", "sys/class/dmi/id/product_uuid"),
@@ -43,9 +43,9 @@ def identity(root: Path, part: str = "") -> str:
     """The machine's lasting identity, the most lasting that can be read: `serial:...`, `uuid:...` (both mostly for root
     only), `instance:...` (a cloud's), `machine-id:...`; empty when it has none. part: for nodes that are only a part of
     the machine, as the local engine's are: `machine-id:.../node1`."""
-    places = _PLACES if not part else [place for place in _PLACES if place[0] == "machine-id"]
-    for kind, place in places:
-        value = quiet(root / place).strip()
+    files = _FILES if not part else [file for file in _FILES if file[0] == "machine-id"]
+    for kind, file in files:
+        value = quiet(root / file).strip()
         if value.casefold() not in PLACEHOLDERS and not _placeholder_pattern(value):
             return f"{kind}:{value}/{part}" if part else f"{kind}:{value}"
     return ""

@@ -63,7 +63,7 @@ class Losses:
 
 
 @dataclass(frozen=True)
-class Apart:
+class Outlier:
     """A worker whose part of the loss stands out again and again."""
 
     worker: str
@@ -72,14 +72,14 @@ class Apart:
     times: int
 
 
-class Parts:
+class WorkerLosses:
     """Each worker's own mean loss, block of steps by block of steps."""
 
     def __init__(self) -> None:
         self._scatter: deque[float] = deque(maxlen=WINDOW)
         self._recent: deque[str | None] = deque(maxlen=RECENT)
 
-    def look(self, own: Mapping[str, float]) -> Apart | None:
+    def look(self, own: Mapping[str, float]) -> Outlier | None:
         """One block: per worker, its mean loss that was furthest from the job's. Of fewer than three nobody stands out."""
         if len(own) < 3:
             return None
@@ -101,4 +101,4 @@ class Parts:
         if counts[worker] < TIMES or len(counts) > 1:
             return None
         self._recent.clear()
-        return Apart(worker, own[worker], usual, counts[worker])
+        return Outlier(worker, own[worker], usual, counts[worker])

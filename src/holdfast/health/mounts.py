@@ -11,10 +11,10 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.health.bounded_call import Guard, NoAnswerError
+from holdfast.health.bounded_call import BoundedCaller, NoAnswerError
 from holdfast.health.files import text, unknown
 from holdfast.health.samples import Reading
-from holdfast.health.sources import Place
+from holdfast.health.sources import Machine
 
 MOUNTS_S = 60.0
 CHANGES_APART_S = 5.0
@@ -48,7 +48,7 @@ class Mount(msgspec.Struct, frozen=True, kw_only=True):
     """A line of mountinfo. options: of this mount; super_options: of the file system itself."""
 
     device: str
-    place: str
+    path: str
     kind: str
     source: str
     options: tuple[str, ...]
@@ -89,7 +89,7 @@ def parse_mounts(mountinfo: str, folders: tuple[Path, ...] = ()) -> list[Mount]:
             raise ValueError(f"not a line of mountinfo: {line[:200]}")
         mount = Mount(
             device=head[2],
-            place=_plain(head[4]),
+            path=_plain(head[4]),
             kind=tail[0],
             source=_plain(tail[1]),
             options=tuple(head[5].split(",")),
@@ -97,9 +97,9 @@ def parse_mounts(mountinfo: str, folders: tuple[Path, ...] = ()) -> list[Mount]:
         )
         known = found.get(mount.device)
         for folder in folders:
-            if folder.is_relative_to(mount.place):
+            if folder.is_relative_to(mount.path):
                 best = holding.get(folder)
-                if best is None or len(mount.place) >= len(best.place):  # a later one hides an earlier one
+                if best is None or len(mount.path) >= len(best.path):  # a later one hides an earlier one
                     holding[folder] = mount
         # A read-only bind mount of a file system that is written to elsewhere says nothing of the file system.
         if mount.watched and (known is None or _rank(mount) < _rank(known)):
@@ -110,7 +110,7 @@ def parse_mounts(mountinfo: str, folders: tuple[Path, ...] = ()) -> list[Mount]:
 
 
 def _rank(mount: Mount) -> tuple[bool, int, str]:
-    return "ro" in mount.options, len(mount.place), mount.place
+    return "ro" in mount.options, len(mount.path), mount.path
 
 
 def _plain(path: str) -> str:
@@ -125,19 +125,19 @@ class Mounts:
 
     def __init__(
         self,
-        place: Place,
+        machine: Machine,
         statvfs: Callable[[str], os.statvfs_result] = os.statvfs,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._root, self._statvfs, self._clock = place.root, statvfs, clock
+        self._root, self._statvfs, self._clock = machine.root, statvfs, clock
         self._due_s = self._free_s = clock()
-        self._mountinfo = place.root / "proc/self/mountinfo"
-        self._stand_in = place.stand_in
-        self._folders = tuple(folder.absolute() for folder in place.job_dirs)
-        self._guards: dict[str, Guard] = {}
+        self._mountinfo = machine.root / "proc/self/mountinfo"
+        self._stand_in = machine.stand_in
+        self._folders = tuple(folder.absolute() for folder in machine.job_dirs)
+        self._callers: dict[str, BoundedCaller] = {}
         self._written: set[str] = set()
         self._changes: select.epoll | None = None
-        if not place.stand_in:
+        if not machine.stand_in:
             self._fd = os.open(self._mountinfo, os.O_RDONLY | os.O_CLOEXEC)
             self._changes = select.epoll()
             self._changes.register(self._fd, select.EPOLLPRI | select.EPOLLERR)
@@ -168,29 +168,29 @@ class Mounts:
             lost = mount.made_read_only or (mount.device in self._written and not mount.writable)
             if mount.writable:
                 self._written.add(mount.device)
-            yield Reading(source="disk", name="mount.read_only", value=float(lost), subject=mount.place)
+            yield Reading(source="disk", name="mount.read_only", value=float(lost), subject=mount.path)
             if due:
                 yield from self._space(mount)
-        for gone in set(self._guards) - {_guard_name(mount) for mount in mounts}:
-            self._guards.pop(gone).close()
+        for gone in set(self._callers) - {_caller_name(mount) for mount in mounts}:
+            self._callers.pop(gone).close()
 
     def _space(self, mount: Mount) -> Iterator[Reading]:
-        path = str(self._root) + mount.place if self._stand_in else mount.place
-        guard = self._guards.get(_guard_name(mount))
-        if guard is None:
-            guard = self._guards[_guard_name(mount)] = Guard(_guard_name(mount), ANSWER_S)
+        path = str(self._root) + mount.path if self._stand_in else mount.path
+        caller = self._callers.get(_caller_name(mount))
+        if caller is None:
+            caller = self._callers[_caller_name(mount)] = BoundedCaller(_caller_name(mount), ANSWER_S)
         try:
-            space = guard.call(lambda: self._statvfs(path))
+            space = caller.call(lambda: self._statvfs(path))
         except NoAnswerError as error:
-            yield Reading(source="disk", name="mount.silent_s", value=error.waited_s, subject=mount.place)
-            yield unknown("disk", "disk.free_share", str(error), mount.place)
+            yield Reading(source="disk", name="mount.silent_s", value=error.waited_s, subject=mount.path)
+            yield unknown("disk", "disk.free_share", str(error), mount.path)
             return
         except OSError as error:
             if not isinstance(error, FileNotFoundError):  # hidden below another mount, or gone meanwhile
-                yield unknown("disk", "disk.free_share", error, mount.place)
+                yield unknown("disk", "disk.free_share", error, mount.path)
             return
         if mount.network:
-            yield Reading(source="disk", name="mount.silent_s", value=0.0, subject=mount.place)
+            yield Reading(source="disk", name="mount.silent_s", value=0.0, subject=mount.path)
         if not mount.writable or not space.f_blocks:
             return
         # As df counts: of what is not reserved for root.
@@ -199,38 +199,38 @@ class Mounts:
             source="disk",
             name="disk.free_share",
             value=space.f_bavail / usable if usable else 0.0,
-            subject=mount.place,
+            subject=mount.path,
         )
         yield Reading(
             source="disk",
             name="disk.free_bytes",
             value=float(space.f_bavail * space.f_frsize),
-            subject=mount.place,
+            subject=mount.path,
         )
         if space.f_files:
             yield Reading(
                 source="disk",
                 name="disk.inodes_free_share",
                 value=space.f_ffree / space.f_files,
-                subject=mount.place,
+                subject=mount.path,
             )
 
     def close(self) -> None:
         """Gives its threads and files back."""
-        for guard in self._guards.values():
-            guard.close()
-        self._guards.clear()
+        for caller in self._callers.values():
+            caller.close()
+        self._callers.clear()
         if self._changes is not None:
             self._changes.close()
             os.close(self._fd)
             self._changes = None
 
 
-def _guard_name(mount: Mount) -> str:
+def _caller_name(mount: Mount) -> str:
     """Local disks share a thread: the watcher notices when that hangs. Every file server has its own."""
-    return f"file server of {mount.place}" if mount.network else "local file systems"
+    return f"file server of {mount.path}" if mount.network else "local file systems"
 
 
-def mount_sources(place: Place) -> list[Mounts]:
+def mount_sources(machine: Machine) -> list[Mounts]:
     """One, where mounts can be seen."""
-    return [Mounts(place)] if (place.root / "proc/self/mountinfo").exists() else []
+    return [Mounts(machine)] if (machine.root / "proc/self/mountinfo").exists() else []

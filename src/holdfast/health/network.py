@@ -11,7 +11,7 @@ from pathlib import Path
 
 from holdfast.health.files import attempt, names, number, quiet, text
 from holdfast.health.samples import Reading
-from holdfast.health.sources import Place
+from holdfast.health.sources import Machine
 
 NETWORK_S = 30.0
 _RTMGRP_LINK = 1
@@ -30,10 +30,10 @@ class Interfaces:
     name = "net"
     every_s = NETWORK_S
 
-    def __init__(self, place: Place, clock: Callable[[], float] = time.monotonic) -> None:
-        self._folder = place.root / "sys/class/net"
+    def __init__(self, machine: Machine, clock: Callable[[], float] = time.monotonic) -> None:
+        self._folder = machine.root / "sys/class/net"
         self._clock = clock
-        self._news: socket.socket | None = None if place.stand_in else _listen()
+        self._news: socket.socket | None = None if machine.stand_in else _listen()
         self._indexes: set[int] = set()
         self._due_s = clock()
 
@@ -123,6 +123,6 @@ def parse_links(data: bytes) -> set[int]:
     return indexes
 
 
-def network_sources(place: Place) -> list[Interfaces]:
+def network_sources(machine: Machine) -> list[Interfaces]:
     """One, where there are interfaces."""
-    return [Interfaces(place)] if names(place.root / "sys/class/net") else []
+    return [Interfaces(machine)] if names(machine.root / "sys/class/net") else []

@@ -1,6 +1,6 @@
 """GPUs of NVIDIA, through the driver's library: errors of memory and links, temperature, clocks, lost devices, Xids.
 
-The library may hang when a GPU does, so that every call is made on a thread that is given up after a while (`guard`).
+The library may hang when a GPU does, so that every call is made on a thread that is given up after a while (`caller`).
 Nothing here needs permission, and nothing of it is there without `nvidia-ml-py` (`pip install holdfast[gpu]`).
 """
 
@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from holdfast.health.bounded_call import Guard, NoAnswerError
+from holdfast.health.bounded_call import BoundedCaller, NoAnswerError
 from holdfast.health.files import names, unknown
 from holdfast.health.gpu import Gpu
 from holdfast.health.pcie import has_nvidia_gpu
 from holdfast.health.samples import Line, Reading
-from holdfast.health.sources import Place
+from holdfast.health.sources import Machine
 from holdfast.health.xids import XidEvents
 
 NVML_S = 30.0
@@ -71,7 +71,7 @@ class Nvml:
     def __init__(self, root: Path, library: Any, clock: Callable[[], float] = time.monotonic) -> None:
         """library: the module pynvml, loaded."""
         self._root, self._nvml, self._clock = root, library, clock
-        self._guard = Guard("the NVIDIA driver", CALL_LIMIT_S)
+        self._caller = BoundedCaller("the NVIDIA driver", CALL_LIMIT_S)
         self._gpus: list[Gpu] = []
         self._begun = False
         self._events = XidEvents(library)
@@ -97,7 +97,7 @@ class Nvml:
             return
         self._due_s = now + self.every_s - 1.0
         try:
-            readings = self._guard.call(self._readings)
+            readings = self._caller.call(self._readings)
         except NoAnswerError as error:
             yield Reading(source="nvml", name="nvml.silent_s", value=error.waited_s)
             yield unknown("nvml", "nvml.devices", str(error))
@@ -116,12 +116,12 @@ class Nvml:
         self._events.close()
         if self._begun:
             try:
-                self._guard.call(self._nvml.nvmlShutdown)
+                self._caller.call(self._nvml.nvmlShutdown)
             except (NoAnswerError, self._nvml.NVMLError):
                 pass
-        self._guard.close()
+        self._caller.close()
 
-    # ------------------------------------------------------------ on the guard's thread
+    # ------------------------------------------------------------ on the caller's thread
 
     def _readings(self) -> list[Reading]:
         if not self._begun:
@@ -252,9 +252,9 @@ def load_nvml(folder: Path | None = None) -> Any:
     return pynvml
 
 
-def nvml_sources(place: Place) -> list[Nvml]:
+def nvml_sources(machine: Machine) -> list[Nvml]:
     """One, where the library is."""
-    if place.stand_in and place.nvml is None:
+    if machine.stand_in and machine.nvml is None:
         return []
-    library = load_nvml(place.nvml)
-    return [] if library is None else [Nvml(place.root, library)]
+    library = load_nvml(machine.nvml)
+    return [] if library is None else [Nvml(machine.root, library)]

@@ -11,7 +11,7 @@ import msgspec
 from holdfast.health.files import names, quiet, text, unknown
 from holdfast.health.identity import gpu_uuids
 from holdfast.health.samples import Reading
-from holdfast.health.sources import Place
+from holdfast.health.sources import Machine
 
 PCIE_S = 60.0
 _KINDS = {
@@ -42,9 +42,9 @@ class Pcie:
     name = "pcie"
     every_s = PCIE_S
 
-    def __init__(self, place: Place) -> None:
-        self._root = place.root
-        self._folder = place.root / "sys/bus/pci/devices"
+    def __init__(self, machine: Machine) -> None:
+        self._root = machine.root
+        self._folder = machine.root / "sys/bus/pci/devices"
         self._addresses: list[str] = []
         self._devices: dict[str, _Device] = {}
 
@@ -137,9 +137,9 @@ def _ceiling(folder: Path) -> tuple[int, float]:
     return min(device[0], above[0] or device[0]), min(device[1], above[1] or device[1])
 
 
-def pcie_sources(place: Place) -> list[Pcie]:
+def pcie_sources(machine: Machine) -> list[Pcie]:
     """One, where there is a PCI bus."""
-    return [Pcie(place)] if names(place.root / "sys/bus/pci/devices") else []
+    return [Pcie(machine)] if names(machine.root / "sys/bus/pci/devices") else []
 
 
 def has_nvidia_gpu(root: Path) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from holdfast.health.files import attempt, keyed, names, number, quiet, text, unknown
 from holdfast.health.samples import Reading
-from holdfast.health.sources import Place
+from holdfast.health.sources import Machine
 
 PRESSURE_S = 15.0
 PROCESSES_S = 60.0
@@ -31,8 +31,8 @@ class Pressure:
     name = "proc"
     every_s = PRESSURE_S
 
-    def __init__(self, place: Place) -> None:
-        self._root = place.root
+    def __init__(self, machine: Machine) -> None:
+        self._root = machine.root
 
     def read(self) -> Iterator[Reading]:
         """`cpu.stalled_percent` and the like: some task for the processor, all tasks for memory and disk."""
@@ -61,8 +61,8 @@ class Processes:
     name = "proc"
     every_s = PROCESSES_S
 
-    def __init__(self, place: Place, clock: Callable[[], float] = time.monotonic) -> None:
-        self._root, self._clock = place.root, clock
+    def __init__(self, machine: Machine, clock: Callable[[], float] = time.monotonic) -> None:
+        self._root, self._clock = machine.root, clock
         self._blocked: dict[tuple[str, str], float] = {}
         self._told: set[str] = set()
 
@@ -120,8 +120,8 @@ class Memory:
     name = "proc"
     every_s = MEMORY_S
 
-    def __init__(self, place: Place) -> None:
-        self._root = place.root
+    def __init__(self, machine: Machine) -> None:
+        self._root = machine.root
         self._controllers = [n for n in names(self._edac) if n.startswith("mc") and n[2:].isdigit()]
 
     @property
@@ -171,9 +171,9 @@ class Clock:
     name = "proc"
     every_s = CLOCK_S
 
-    def __init__(self, place: Place, adjtimex: Callable[[], tuple[int, int]] | None = None) -> None:
-        self._root = place.root
-        self._adjtimex = adjtimex or (None if place.stand_in else kernel_clock)
+    def __init__(self, machine: Machine, adjtimex: Callable[[], tuple[int, int]] | None = None) -> None:
+        self._root = machine.root
+        self._adjtimex = adjtimex or (None if machine.stand_in else kernel_clock)
 
     def read(self) -> Iterator[Reading]:
         """`clock.unsynchronized` (0 or 1), `boot.id`, `boot.uptime_s`."""
@@ -212,6 +212,6 @@ def kernel_clock() -> tuple[int, int]:
     )
 
 
-def processor_sources(place: Place) -> list[Pressure | Processes | Memory | Clock]:
+def processor_sources(machine: Machine) -> list[Pressure | Processes | Memory | Clock]:
     """Every machine has these."""
-    return [Pressure(place), Processes(place), Memory(place), Clock(place)]
+    return [Pressure(machine), Processes(machine), Memory(machine), Clock(machine)]

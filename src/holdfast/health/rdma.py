@@ -7,7 +7,7 @@ from pathlib import Path
 
 from holdfast.health.files import names, number, quiet, text, unknown
 from holdfast.health.samples import Reading
-from holdfast.health.sources import Place
+from holdfast.health.sources import Machine
 
 RDMA_S = 15.0
 ACTIVE = "ACTIVE"
@@ -44,8 +44,8 @@ class Rdma:
     name = "rdma"
     every_s = RDMA_S
 
-    def __init__(self, place: Place) -> None:
-        self._class = place.root / "sys/class"
+    def __init__(self, machine: Machine) -> None:
+        self._class = machine.root / "sys/class"
         self._folder = self._class / "infiniband"
         self._guids: dict[str, str] = {}
 
@@ -121,6 +121,6 @@ def _rate(folder: Path) -> float:
         return 0.0
 
 
-def rdma_sources(place: Place) -> list[Rdma]:
+def rdma_sources(machine: Machine) -> list[Rdma]:
     """One, where the kernel has RDMA."""
-    return [Rdma(place)] if (place.root / "sys/class/infiniband").is_dir() else []
+    return [Rdma(machine)] if (machine.root / "sys/class/infiniband").is_dir() else []

@@ -6,11 +6,11 @@ import re
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 
-from holdfast.health.absence import Presence
+from holdfast.health.absence import Absence
 from holdfast.health.log_matching import Matchers
 from holdfast.health.rules import Rule
 from holdfast.health.samples import Line, Reading
-from holdfast.health.thresholds import Levels
+from holdfast.health.thresholds import Thresholds
 from holdfast.protocol.health import EVIDENCE_CHARS, Condition, Finding, Remedy, Severity
 
 KEYS_KEPT = 4096
@@ -28,36 +28,36 @@ class Burst:
         self.said: tuple[int, int] | None = None
 
 
-class RuleBook:
+class RuleEngine:
     """Rules and what they remember. Give it every line and reading, and ask `due` at `next_due_s`."""
 
     def __init__(self, rules: Iterable[Rule]) -> None:
         self._bursts: OrderedDict[tuple[str, str], Burst] = OrderedDict()
         self._matches: OrderedDict[tuple[str, str], deque[float]] = OrderedDict()
-        self._levels = Levels()
-        self._presence = Presence()
-        self.use(rules)
+        self._thresholds = Thresholds()
+        self._absence = Absence()
+        self.set_rules(rules)
 
-    def use(self, rules: Iterable[Rule]) -> None:
+    def set_rules(self, rules: Iterable[Rule]) -> None:
         """Other rules from now on; what is remembered for rules of the same name stays."""
         kept = list(rules)
         self._matchers = Matchers(kept)
-        self._levels.use(r for r in kept if r.enabled and (r.reading or r.unknown))
-        self._presence.use(r for r in kept if r.enabled and r.absence)
+        self._thresholds.set_rules(r for r in kept if r.enabled and (r.reading or r.unknown))
+        self._absence.set_rules(r for r in kept if r.enabled and r.absence)
         self.reads_logs = any(r.enabled and r.source == "log" for r in kept)
 
     # ------------------------------------------------------------ lines
 
-    def line(self, line: Line, now_s: float) -> list[Finding]:
+    def on_line(self, line: Line, now_s: float) -> list[Finding]:
         """What the rules say to a line. now_s: since any moment, never backward."""
         found = []
         at_s = now_s - line.age_s
         for rule, match in self._matchers.find(line):
             subject = subject_of(rule, match, line.worker)
             if rule.absence:
-                self._presence.seen(rule, line.worker, now_s)
+                self._absence.on_line(rule, line.worker, now_s)
                 continue
-            if line.worker and not self._presence.counts(rule, line.worker, now_s):
+            if line.worker and not self._absence.is_line_of(rule, line.worker, now_s):
                 continue
             if not _over(rule, match):
                 if rule.window == 0:
@@ -103,10 +103,10 @@ class RuleBook:
 
     # ------------------------------------------------------------ readings
 
-    def reading(self, reading: Reading, now_s: float) -> list[Finding]:
+    def on_reading(self, reading: Reading, now_s: float) -> list[Finding]:
         """What the rules say to a reading. A condition that is over gives a finding with condition healthy."""
         found = []
-        for rule, condition, evidence, count in self._levels.judge(reading, now_s):
+        for rule, condition, evidence, count in self._thresholds.judge(reading, now_s):
             about = "" if rule.unknown else reading.subject
             if rule.changes and not self._news(rule, about, now_s):
                 continue
@@ -117,23 +117,23 @@ class RuleBook:
 
     # ------------------------------------------------------------ lines that do not come
 
-    def begins(self, worker: str, rank: int, now_s: float) -> None:
+    def on_training_started(self, worker: str, rank: int, now_s: float) -> None:
         """A worker begins to train: from now on its log must show what the rules expect."""
-        self._presence.begins(worker, rank, now_s)
+        self._absence.on_training_started(worker, rank, now_s)
 
-    def pauses(self, worker: str) -> None:
+    def on_training_paused(self, worker: str) -> None:
         """A worker does not train for now, or is gone."""
-        self._presence.pauses(worker)
+        self._absence.on_training_paused(worker)
 
     def next_due_s(self) -> float | None:
         """When `due` has something to say if nothing happens before."""
-        return self._presence.next_due_s()
+        return self._absence.next_due_s()
 
-    def due(self, now_s: float) -> list[Finding]:
+    def overdue(self, now_s: float) -> list[Finding]:
         """Lines that should have come by now."""
         return [
             finding(rule, worker, evidence, worker=worker)
-            for rule, worker, evidence in self._presence.due(now_s)
+            for rule, worker, evidence in self._absence.overdue(now_s)
         ]
 
 

@@ -47,7 +47,7 @@ class Source(Protocol):
         ...
 
 
-class Place(msgspec.Struct, frozen=True):
+class Machine(msgspec.Struct, frozen=True):
     """Where a machine is read from. root: before `/proc`, `/sys`, `/dev`. nvml: a folder that stands in for the GPUs
     (`INDEX/KEY` files); None: the machine's driver. job_dirs: folders that the job writes into,
     whose file systems are watched.
@@ -63,5 +63,5 @@ class Place(msgspec.Struct, frozen=True):
         return self.root != Path("/")
 
 
-Factory = Callable[[Place], Iterable[Source]]
-"""Makes the sources of one kind that this place has; none when it has nothing to read."""
+Factory = Callable[[Machine], Iterable[Source]]
+"""Makes the sources of one kind that this machine has; none when it has nothing to read."""

@@ -18,7 +18,7 @@ _INSTALLED = re.compile(
     r"/(site|dist)-packages/|(^|/)holdfast/(train|data|checkpoint|protocol|agent|observe)/"
 )
 
-_PLACES: tuple[tuple[str, str, str, bool], ...] = (
+_LOCATIONS: tuple[tuple[str, str, str, bool], ...] = (
     ("torch/distributed/distributed_c10d.py", "", "", True),
     ("holdfast/train/control_channel.py", "_hear_one", "the words of the others", True),
     ("holdfast/train/control_channel.py", "", "connecting", True),
@@ -53,7 +53,7 @@ class Frame:
 class Group:
     """Workers that stand at the same place. waits: it is one where a worker waits for others."""
 
-    place: str
+    location: str
     workers: tuple[str, ...]
     waits: bool
     frames: tuple[Frame, ...]
@@ -87,7 +87,7 @@ def read(stack: str) -> tuple[Frame, ...]:
 
 def cluster(stacks: Mapping[str, str]) -> list[Group]:
     """Groups of workers at the same place, largest first. stacks: per worker; those without one are left out."""
-    places: dict[tuple[Frame, ...], list[str]] = {}
+    by_frames: dict[tuple[Frame, ...], list[str]] = {}
     known: dict[str, tuple[Frame, ...]] = {}
     for worker, stack in stacks.items():
         if not stack:
@@ -95,12 +95,12 @@ def cluster(stacks: Mapping[str, str]) -> list[Group]:
         frames = known.get(stack)
         if frames is None:
             frames = known[stack] = read(stack)
-        places.setdefault(frames, []).append(worker)
+        by_frames.setdefault(frames, []).append(worker)
     groups = []
-    for frames, workers in places.items():
-        place, waits = _place(frames)
-        groups.append(Group(place, tuple(workers), waits, frames))
-    return sorted(groups, key=lambda g: (-len(g.workers), g.place, g.workers))
+    for frames, workers in by_frames.items():
+        location, waits = _locate(frames)
+        groups.append(Group(location, tuple(workers), waits, frames))
+    return sorted(groups, key=lambda g: (-len(g.workers), g.location, g.workers))
 
 
 def odd_ones(groups: list[Group]) -> Odd | None:
@@ -130,14 +130,14 @@ def describe(groups: Iterable[Group], ranks: Mapping[str, int]) -> str:
         known = sorted(ranks[w] for w in group.workers if w in ranks)
         shown = ", ".join(map(str, known[:8])) + (", ..." if len(known) > 8 else "")
         who = f" (rank{'s' if len(known) > 1 else ''} {shown})" if known and (number or count == 1) else ""
-        parts.append(f"{word} in {group.place}{who}")
+        parts.append(f"{word} in {group.location}{who}")
     return ", ".join(parts)
 
 
-def _place(frames: tuple[Frame, ...]) -> tuple[str, bool]:
+def _locate(frames: tuple[Frame, ...]) -> tuple[str, bool]:
     """What people call the innermost place that says something, and whether one waits for others there."""
     for frame in frames:
-        for part, name, words, waits in _PLACES:
+        for part, name, words, waits in _LOCATIONS:
             if part in frame.file and name in ("", frame.name):
                 return words or frame.name, waits
         if frame.line:
@@ -156,5 +156,5 @@ def _workers(groups: list[Group]) -> tuple[str, ...]:
 
 
 def _names(groups: list[Group]) -> str:
-    shown = [g.place for g in groups[:3]]
+    shown = [g.location for g in groups[:3]]
     return ", ".join(shown) + (f" and {len(groups) - 3} other places" if len(groups) > 3 else "")

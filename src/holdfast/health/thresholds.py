@@ -35,7 +35,7 @@ class Series:
         self.said_s = 0.0
 
 
-class Levels:
+class Thresholds:
     """Judges readings, one after the other."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Levels:
         self._unknown: dict[str, list[Rule]] = {}
         self._compared: set[str] = set()
 
-    def use(self, rules: Iterable[Rule]) -> None:
+    def set_rules(self, rules: Iterable[Rule]) -> None:
         """Other rules from now on."""
         self._by_name, self._unknown, self._compared = {}, {}, set()
         for rule in rules:

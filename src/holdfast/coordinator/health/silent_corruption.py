@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from holdfast.coordinator.health import findings
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.state import Worker
-from holdfast.health.losses import Losses, Parts
+from holdfast.health.losses import Losses, WorkerLosses
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import Finding, Remedy, Severity
 from holdfast.protocol.phases import Spent
@@ -28,7 +28,7 @@ class Curves:
     """What was heard. No part of the state: a successor hears more."""
 
     losses: Losses = field(default_factory=Losses)
-    parts: Parts = field(default_factory=Parts)
+    parts: WorkerLosses = field(default_factory=WorkerLosses)
 
 
 def on_trial(context: Context, rule: str) -> bool:

@@ -9,7 +9,7 @@ import sys
 import msgspec
 
 from holdfast.health.checks.check import Task
-from holdfast.health.checks.suite import Said, run_checks
+from holdfast.health.checks.suite import CheckProgress, run_checks
 
 
 def main() -> int:
@@ -19,7 +19,7 @@ def main() -> int:
     os.dup2(2, 1)
     with os.fdopen(out, "wb", buffering=0) as results:
 
-        def say(said: Said) -> None:
+        def say(said: CheckProgress) -> None:
             results.write(msgspec.json.encode(said) + b"\n")
 
         run_checks(task, say)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import msgspec
 
 from holdfast.health.checks.check import Task, is_of, unknown
-from holdfast.health.checks.suite import Said, chosen
+from holdfast.health.checks.suite import CheckProgress, chosen
 from holdfast.protocol.health import CheckResult, Condition
 from holdfast.protocol.python import python_module
 
@@ -26,7 +26,7 @@ DAMAGE = (signal.SIGILL, signal.SIGBUS, signal.SIGSEGV, signal.SIGFPE)
 """Signals by which a processor or memory that is broken ends a program that is not."""
 
 LEAVE_S = 5.0
-_said = msgspec.json.Decoder(Said)
+_said = msgspec.json.Decoder(CheckProgress)
 _PR_SET_PDEATHSIG = 1
 
 
@@ -35,7 +35,9 @@ def limit_s(seconds: float) -> float:
     return 120.0 + 20 * seconds
 
 
-async def check_in_child(task: Task, tell: Callable[[Said], None] = lambda said: None) -> list[CheckResult]:
+async def check_in_child(
+    task: Task, tell: Callable[[CheckProgress], None] = lambda said: None
+) -> list[CheckResult]:
     """Runs the checks of a task; `tell` hears of each that begins and of every result.
 
     A check that hangs, and those after it, are unknown. One that crashed by a fault of the machine's is faulty.
@@ -57,7 +59,7 @@ async def check_in_child(task: Task, tell: Callable[[Said], None] = lambda said:
         return results  # a check without a result has nothing to look at here
     for name in left:
         result = _unfinished(name, why if name == left[0] else "", process.returncode, first=name == left[0])
-        tell(Said(result=result))
+        tell(CheckProgress(result=result))
         results.append(result)
     return results
 
@@ -66,7 +68,7 @@ async def _listen(
     process: asyncio.subprocess.Process,
     task: Task,
     results: list[CheckResult],
-    tell: Callable[[Said], None],
+    tell: Callable[[CheckProgress], None],
 ) -> str:
     """Takes what the child says until its end; why it is not waited for any longer, or ''."""
     assert process.stdin is not None
@@ -85,7 +87,7 @@ async def _listen(
         said = _said.decode(line)
         if said.result is not None:
             results.append(said.result)
-        until_s = time.monotonic() + (TURN_S if said == Said() else limit)
+        until_s = time.monotonic() + (TURN_S if said == CheckProgress() else limit)
         tell(said)
 
 

@@ -36,22 +36,22 @@ TOGETHER: dict[str, Check] = {
 """Between nodes: only when asked for."""
 
 
-class Said(msgspec.Struct, frozen=True, omit_defaults=True):
+class CheckProgress(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a running suite tells: a check that begins, or a result. Nothing of either: it waits for its turn."""
 
     running: str = ""
     result: CheckResult | None = None
 
 
-def run_checks(task: Task, say: Callable[[Said], None]) -> None:
+def run_checks(task: Task, say: Callable[[CheckProgress], None]) -> None:
     """Runs the checks that the task names, by default all of the node alone, judged by the floors."""
     floors = read_floors()
     for name, check in chosen(task.only).items():
         with turn() if name in ALONE else nullcontext():
-            say(Said(running=name))
+            say(CheckProgress(running=name))
             for result in attempt(name, check, task):
-                say(Said(result=against_floor(result, floors)))
-            say(Said())
+                say(CheckProgress(result=against_floor(result, floors)))
+            say(CheckProgress())
 
 
 def chosen(only: tuple[str, ...]) -> dict[str, Check]:
