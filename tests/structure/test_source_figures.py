@@ -89,4 +89,5 @@ def test_sentences_of_the_documents_are_short() -> None:
     assert {
         p.name: figures.mean(figures.sentences(p)) for p in WRITTEN if figures.mean(figures.sentences(p)) > 22
     } == {}
+    assert [s for page in WRITTEN for s in figures.prose(page.read_text()) if figures.words(s) > 36] == []
     assert [s for s in figures.prose(WRITTEN[0].read_text()) if figures.words(s) > 30] == []
