@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import resource
 import select
 import sys
@@ -110,6 +111,10 @@ def test_an_agent_whose_link_ends_for_good_ends_with_its_workers(tmp_path):
 
     code, output, ended = asyncio.run(break_the_link())
     assert code == 1
-    assert "holdfast agent n0: the agent's link to the coordinator broke" in output
+    assert re.search(
+        r"level=error logger=agent.agent msg=\"the agent's link to the coordinator broke.* node=n0$",
+        output,
+        re.M,
+    )
     assert "nothing more to say" in output
     assert ended

@@ -372,7 +372,7 @@ def test_two_tensors_of_one_path_are_refused(to):
 # ---------------------------------------------------------------- tiers that fail
 
 
-def test_a_damaged_newest_one_is_passed_over_and_named(to, capsys):
+def test_a_damaged_newest_one_is_passed_over_and_named(to, caplog):
     for number in (5, 10, 15):
         later(f"{to},keep=9", {"w": torch.full((LARGE,), float(number))}, number)
     archive = Archive(to)
@@ -381,7 +381,7 @@ def test_a_damaged_newest_one_is_passed_over_and_named(to, capsys):
     target = {"w": torch.zeros(LARGE)}
     assert load(target, source=to) == 5
     assert target["w"].tolist() == [5.0] * LARGE
-    said = capsys.readouterr().err
+    said = caplog.text
     assert "passed over: " in said
     assert "step-15" in said
     assert "bytes 0 to" in said
@@ -406,7 +406,7 @@ def refuse(monkeypatch, number):
     monkeypatch.setattr(os, "write", write)
 
 
-def test_a_full_disk_is_said_once_and_stops_nothing(to, monkeypatch, capsys):
+def test_a_full_disk_is_said_once_and_stops_nothing(to, monkeypatch, caplog):
     state = {"w": torch.ones(LARGE)}
     later(to, state, 5)
     real = os.write
@@ -414,14 +414,14 @@ def test_a_full_disk_is_said_once_and_stops_nothing(to, monkeypatch, capsys):
     for number in (6, 7, 8):
         later(to, state, number)
     monkeypatch.setattr(os, "write", real)
-    said = capsys.readouterr().err
+    said = caplog.text
     assert said.count("\n") == 1
     assert f"step 6 was not saved in {to}: rank 0: the disk tier" in said
     assert "the disk is full: make room" in said
     assert Archive(to).verify(5).step == 5
 
 
-def test_after_a_full_disk_saves_work_and_the_next_time_is_said_again(to, monkeypatch, capsys):
+def test_after_a_full_disk_saves_work_and_the_next_time_is_said_again(to, monkeypatch, caplog):
     state = {"w": torch.ones(LARGE)}
     real = os.write
     for number in (5, 6, 7):
@@ -430,7 +430,7 @@ def test_after_a_full_disk_saves_work_and_the_next_time_is_said_again(to, monkey
         else:
             monkeypatch.setattr(os, "write", real)
         later(to, state, number)
-    said = capsys.readouterr().err
+    said = caplog.text
     assert [said.count("disk is full"), Archive(to).steps()] == [2, [6]]
     monkeypatch.setattr(os, "write", real)
 
@@ -452,7 +452,7 @@ def test_a_failing_save_never_leaves_what_looks_like_a_checkpoint(to, monkeypatc
     assert Archive(to).verify(6).step == 6
 
 
-def test_a_library_that_fails_in_an_unforeseen_way_is_said_and_the_next_save_works(to, monkeypatch, capsys):
+def test_a_library_that_fails_in_an_unforeseen_way_is_said_and_the_next_save_works(to, monkeypatch, caplog):
     real = Archive.save_shard
 
     def broken(*args, **kwargs):
@@ -462,11 +462,11 @@ def test_a_library_that_fails_in_an_unforeseen_way_is_said_and_the_next_save_wor
     later(to, {"w": torch.ones(LARGE)}, 5)
     monkeypatch.setattr(Archive, "save_shard", real)
     later(to, {"w": torch.ones(LARGE)}, 6)
-    assert "step 5 was not saved" in capsys.readouterr().err
+    assert "step 5 was not saved" in caplog.text
     assert Archive(to).steps() == [6]
 
 
-def test_a_place_that_cannot_be_is_said_at_the_first_save(tmp_path, capsys, monkeypatch):
+def test_a_place_that_cannot_be_is_said_at_the_first_save(tmp_path, caplog, monkeypatch):
     state = {"w": torch.ones(3)}
     with pytest.raises(UsageError, match="nowhere to save to: start the script with `holdfast run`"):
         save(state, 5)
@@ -476,26 +476,26 @@ def test_a_place_that_cannot_be_is_said_at_the_first_save(tmp_path, capsys, monk
         save(state, 5, to=f"{tmp_path},often=3")
     (tmp_path / "file").write_text("")
     later(str(tmp_path / "file"), state)
-    assert "there is a file where a folder should be: choose another folder" in capsys.readouterr().err
+    assert "there is a file where a folder should be: choose another folder" in caplog.text
     with pytest.raises(StateError, match="choose another folder"):
         load(state, source=str(tmp_path / "file"))
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
-def test_a_folder_without_permission_is_said(tmp_path, capsys):
+def test_a_folder_without_permission_is_said(tmp_path, caplog):
     tmp_path.chmod(0o500)
     later(str(tmp_path / "saved"), {"w": torch.ones(3)})
     tmp_path.chmod(0o700)
-    assert "no permission: choose a folder of yours" in capsys.readouterr().err
+    assert "no permission: choose a folder of yours" in caplog.text
 
 
-def test_no_memory_skips_a_snapshot_and_says_so(to, monkeypatch, capsys):
+def test_no_memory_skips_a_snapshot_and_says_so(to, monkeypatch, caplog):
     later(to, {"w": torch.ones(LARGE)}, 5)
     place = api.place_for(to)
     place._pool.budget_bytes = 4096
     assert save({"w": torch.ones(LARGE * 10)}, 6, to=to) is False
     flush()
-    said = capsys.readouterr().err
+    said = caplog.text
     assert "no snapshot of step 6" in said
     assert "does not fit" in said
     place._pool.budget_bytes = 1 << 30
@@ -503,7 +503,7 @@ def test_no_memory_skips_a_snapshot_and_says_so(to, monkeypatch, capsys):
     assert Archive(to).steps() == [5, 7]
 
 
-def test_memory_that_went_bad_before_it_was_stored_replaces_nothing(to, monkeypatch, capsys):
+def test_memory_that_went_bad_before_it_was_stored_replaces_nothing(to, monkeypatch, caplog):
     state = {"w": torch.ones(LARGE)}
     later(f"{to},keep=1", state, 5)
     real = backends.SlotPool.received
@@ -515,7 +515,7 @@ def test_memory_that_went_bad_before_it_was_stored_replaces_nothing(to, monkeypa
 
     monkeypatch.setattr(backends.SlotPool, "received", received)
     later(f"{to},keep=1", state, 6)
-    assert "changed in memory" in capsys.readouterr().err
+    assert "changed in memory" in caplog.text
     assert Archive(to).verify(5).step == 5
     assert Archive(to).steps() == [5]
 
@@ -612,7 +612,7 @@ def test_an_optimizer_waits_for_a_copy_and_saves_what_was_before(to, monkeypatch
     assert (bits(dict(fresh.state_dict())), bits(other.state_dict())) == right
 
 
-def test_a_copy_beside_a_step_that_fails_is_said(to, monkeypatch, capsys):
+def test_a_copy_beside_a_step_that_fails_is_said(to, monkeypatch, caplog):
     def broken(row, tensors, ready):
         raise RuntimeError("no such device")
 
@@ -621,7 +621,7 @@ def test_a_copy_beside_a_step_that_fails_is_said(to, monkeypatch, capsys):
     save({"w": torch.ones(LARGE)}, 5, to=to, overlap=True)
     flush()
     monkeypatch.setattr(api, "copy_tensors", real)
-    assert "no snapshot of step 5: RuntimeError('no such device')" in capsys.readouterr().err
+    assert "no snapshot of step 5: RuntimeError('no such device')" in caplog.text
     later(to, {"w": torch.ones(LARGE)}, 6)
     assert Archive(to).steps() == [6]
 

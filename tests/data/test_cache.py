@@ -148,11 +148,11 @@ def test_a_file_that_changes_while_it_is_fetched_is_fetched_from_its_begin(serve
     assert Cache(tmp_path).get(remote(server)).read_bytes() == bytes_of(2)
 
 
-def test_a_server_that_is_away_is_no_harm_when_there_is_a_copy(server, tmp_path, capsys):
+def test_a_server_that_is_away_is_no_harm_when_there_is_a_copy(server, tmp_path, caplog):
     path = Cache(tmp_path).get(remote(server))
     server.fault("head", "status", times=10**6, status=403, code="AccessDenied")
     assert Cache(tmp_path).get(remote(server)) == path
-    assert "going on with the copy" in capsys.readouterr().err
+    assert "going on with the copy" in caplog.text
 
 
 def test_nobody_there_and_no_copy(server, tmp_path):
@@ -163,13 +163,13 @@ def test_nobody_there_and_no_copy(server, tmp_path):
         Cache(tmp_path).get(remote(server))
 
 
-def test_content_that_somebody_changed_is_fetched_again(server, tmp_path, capsys):
+def test_content_that_somebody_changed_is_fetched_again(server, tmp_path, caplog):
     path = Cache(tmp_path).get(remote(server))
     path.chmod(0o644)
     with path.open("r+b") as file:
         file.write(b"xxxx")
     assert Cache(tmp_path).get(remote(server)).read_bytes() == bytes_of(1)
-    assert "is not what was fetched" in capsys.readouterr().err
+    assert "is not what was fetched" in caplog.text
 
 
 def test_content_that_was_only_touched_stays(server, tmp_path):

@@ -27,7 +27,7 @@ def run(breaks):
 def test_an_error_that_leaves_it_no_way_to_go_on_ends_the_process_and_says_so():
     ran = run("door._hall = None")
     assert ran.returncode == 70
-    assert "holdfast: the thread the door cannot go on: this process ends" in ran.stderr
+    assert "the thread the door cannot go on: this process ends" in ran.stderr
     assert "Traceback" in ran.stderr
 
 
@@ -40,5 +40,5 @@ def test_a_mistake_of_ours_costs_one_caller_and_is_said_once():
     assert ran.returncode == 0
     assert (
         ran.stderr
-        == "holdfast: the door: a caller was sent away: ZeroDivisionError('integer division or modulo by zero')\n"
+        == "the door: a caller was sent away: ZeroDivisionError('integer division or modulo by zero')\n"
     )

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from holdfast import logs
 from holdfast.agent.agent import Agent, AgentConfig
 from holdfast.agent.zygote import Zygote
 from holdfast.protocol.job_options import Timing
 from holdfast.protocol.sockets import raise_descriptor_limit
 
+_log = logging.getLogger("holdfast.agent")
 SWITCH_S = 0.0005
 """Threads that sum and send snapshots hold the interpreter for a moment at a time; the loop that workers and the
 coordinator wait for gets its turn ten times sooner than by default."""
@@ -35,24 +38,37 @@ def main(arguments: Sequence[str] | None = None, zygote: Zygote | None = None) -
     parser.add_argument("--grace", type=float, default=30.0, help="seconds from SIGTERM to the node's end")
     parser.add_argument("--shared-machine", action="store_true", help="other nodes are on this machine too")
     parser.add_argument("--lifeline", type=int)
+    parser.add_argument("--log", default="", help="LEVEL[,json] of the agent's own log")
+    parser.add_argument("--log-file", type=Path, help="gets the log; without it stderr does")
     given = parser.parse_args(arguments)
     config = AgentConfig(
-        given.node,
-        given.job_dir,
-        given.slots,
-        given.host,
-        tuple(given.preload.split(",")),
-        Timing(given.detection, given.stall_factor),
-        given.memory,
-        given.memory_bytes,
-        given.rack,
-        given.grace,
-        given.shared_machine,
+        node=given.node,
+        job_dir=given.job_dir,
+        slots=given.slots,
+        host=given.host,
+        preload=tuple(given.preload.split(",")),
+        timing=Timing(given.detection, given.stall_factor),
+        memory=given.memory,
+        budget_bytes=given.memory_bytes,
+        rack=given.rack,
+        grace_s=given.grace,
+        shared_machine=given.shared_machine,
+        log=given.log,
     )
     os.umask(0o077)
     raise_descriptor_limit()
     sys.setswitchinterval(SWITCH_S)
-    return asyncio.run(_run(config, zygote, given.lifeline))
+    close_log = logs.configure(
+        given.log,
+        {"job": config.job_dir.name, "node": config.node},
+        file=given.log_file,
+        secrets=((config.job_dir / "token").read_text().strip(),),
+    )
+    _log.info("the agent starts", extra={"pid": os.getpid(), "host": config.host})
+    try:
+        return asyncio.run(_run(config, zygote, given.lifeline))
+    finally:
+        close_log()
 
 
 async def _run(config: AgentConfig, zygote: Zygote | None, lifeline: int | None) -> int:

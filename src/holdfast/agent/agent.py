@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import logging
 import os
 import signal
 import socket
-import sys
-import traceback
 import uuid
 from collections.abc import Coroutine
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from holdfast.agent.warm_pool import WarmPool
 from holdfast.agent.zygote import Zygote
 from holdfast.errors import TierError
 from holdfast.health.identity import devices, identity
+from holdfast.logs import VARIABLE as LOG_VARIABLE
 from holdfast.protocol import messages as m
 from holdfast.protocol.faults import MACHINE_FAULTS, NODE_FAULTS, ArmedFault, FaultKind
 from holdfast.protocol.health import CheckResult, Condition, Finding, HealthSpec, Remedy, Severity
@@ -39,6 +39,7 @@ from holdfast.protocol.job_options import Timing
 from holdfast.protocol.processes import kernel_id
 from holdfast.protocol.progress_page import STACKS_SIGNAL
 
+_log = logging.getLogger(__name__)
 _PR_SET_CHILD_SUBREAPER = 36
 PORTS_OFFERED = 16
 SAME_SIGNAL_S = 1.0
@@ -62,6 +63,8 @@ class AgentConfig:
     rack: str | None = None
     grace_s: float = 30.0
     shared_machine: bool = False
+    log: str = ""
+    """`LEVEL[,json]`, which the workers of this node inherit; empty: each process has its default."""
 
 
 class Agent:
@@ -137,11 +140,15 @@ class Agent:
             self._pool.start(),
             self._watcher.start(),
         )
+        _log.info(
+            "ready to join", extra={"slots": self._config.slots, "snapshot_port": self._port_of_snapshots}
+        )
         conversation = asyncio.create_task(self._link.run())
         conversation.add_done_callback(self._link_ended)
         if self._keeper is not None:
             self._spawn(self._keeper.watch())
         await self._over.wait()
+        _log.info("ending: %s", self._reason, extra={"workers": len(self._workers)})
         await self._end_workers()
         if self._draining is not None:
             await self._draining
@@ -161,7 +168,7 @@ class Agent:
         try:
             return SnapshotKeeper(config.memory, config.budget_bytes, config.host, token, self._link.send)
         except TierError as error:
-            print(f"holdfast agent {config.node}: no snapshots here: {error}", flush=True)
+            _log.warning("this node keeps no snapshots: %s", error, extra={"folder": config.memory})
             return None
 
     async def _before_joining(self) -> tuple[CheckResult, ...]:
@@ -195,7 +202,7 @@ class Agent:
         run = await self._hooks.run(hook, reason)
         if run is not None and run.error:
             told = run.told(self._config.node)
-            print(f"holdfast agent {self._config.node}: {told}", flush=True)
+            _log.warning("%s", told, extra={"hook": hook})
             finding = Finding(
                 rule=f"hook-{hook}",
                 severity=Severity.WARNING,
@@ -207,6 +214,10 @@ class Agent:
         return run
 
     # ------------------------------------------------------------ the coordinator's wishes
+
+    @property
+    def _port_of_snapshots(self) -> int:
+        return self._keeper.port if self._keeper else 0
 
     def _hello(self) -> m.Hello:
         config = self._config
@@ -220,7 +231,7 @@ class Agent:
             pid=os.getpid(),
             ports=self._ports,
             workers=views,
-            snapshot_port=self._keeper.port if self._keeper else 0,
+            snapshot_port=self._port_of_snapshots,
             copies=self._keeper.copies() if self._keeper else (),
             rack=config.rack,
             leaving=self._leaving,
@@ -264,7 +275,7 @@ class Agent:
             case m.ForgetSnapshots(step, until) if self._keeper:
                 self._keeper.pool.forget(step, until)
             case m.Fence(reason):
-                print(f"holdfast agent {self._config.node}: fenced: {reason}", flush=True)
+                _log.warning("fenced, ending all workers: %s", reason, extra={"workers": len(self._workers)})
                 self._fence()
             case m.RunChecks():
                 self._spawn(self._checks.answer(order), order)
@@ -311,6 +322,8 @@ class Agent:
         env["HOLDFAST_JOB_DIR"] = str(config.job_dir)
         env["HOLDFAST_WORKER"] = order.worker
         env["HOLDFAST_NODE"] = config.node
+        if config.log:
+            env[LOG_VARIABLE] = config.log
         worker.tell(
             m.Start(
                 worker=order.worker,
@@ -328,6 +341,7 @@ class Agent:
         )
         for message in early:
             self._tell(worker, message)
+        _log.info("started a worker", extra={"worker": order.worker, "pid": warm.pid, "slot": order.slot})
         self._link.send(m.Started(order.worker, warm.pid, str(worker.log)))
         if (rank := env.get("RANK")) is not None:  # level 0: it trains from its start
             self._watcher.trains(worker.name, int(rank), worker.log)
@@ -381,9 +395,22 @@ class Agent:
         worker.tell(answer)
 
     def _stalled(self, worker: WorkerProcess, view: m.WorkerView) -> None:
+        _log.info(
+            "a worker makes no progress",
+            extra={
+                "worker": worker.name,
+                "step": view.place.committed,
+                "idle_s": view.idle_s,
+                "state": view.process,
+            },
+        )
         self._link.send(m.Stalled(worker.name, view))
 
     def _exited(self, worker: WorkerProcess, message: m.Exited) -> None:
+        _log.info(
+            "a worker ended",
+            extra={"worker": worker.name, "pid": worker.pid, "code": message.code, "killed": message.killed},
+        )
         if self._workers.get(worker.name) is worker:
             del self._workers[worker.name]
         try:
@@ -465,6 +492,7 @@ class Agent:
 
     async def _node_fault(self, fault: ArmedFault) -> None:
         kind = fault.kind
+        _log.info("an injected fault strikes this node", extra={"fault": kind.value})
         if kind in MACHINE_FAULTS:
             await simulated_sources.strike(self._watcher, fault)
             return
@@ -497,6 +525,7 @@ class Agent:
         if self._leaving is not None or not self._link.connected:
             self._over.set()
             return
+        _log.info("SIGTERM: leaving within the grace", extra={"grace_s": self._config.grace_s})
         self._terminated_at = now
         self._reason = "SIGTERM"
         self._leaving = m.Leaving(self._reason, self._config.grace_s)
@@ -507,6 +536,7 @@ class Agent:
     def _drained(self, reason: str) -> None:
         """The node is to leave. Heard again (from the coordinator, after a reconnection) it is no news."""
         if self._draining is None:
+            _log.info("this node is to leave: %s", reason)
             self._draining = asyncio.create_task(self._hook("on-drain", reason))
 
     def _unlinked(self) -> None:
@@ -515,7 +545,9 @@ class Agent:
             self._over.set()
 
     def _orphaned(self) -> None:
-        print(f"holdfast agent {self._config.node}: no coordinator; stopping the workers", flush=True)
+        _log.warning(
+            "no coordinator for %g s; ending the workers and this agent", self._config.timing.orphan_s
+        )
         self._over.set()
 
     def _launcher_gone(self, lifeline: int) -> None:
@@ -527,6 +559,7 @@ class Agent:
 
     def _left_alone(self) -> None:
         self._launcher_lost = True
+        _log.info("the launcher is gone", extra={"connected": self._link.connected})
         if not self._link.connected:
             self._over.set()
 
@@ -543,8 +576,7 @@ class Agent:
             return
         self._code = 1
         self._reason = f"the agent's link to the coordinator broke: {error!r}"
-        print(f"holdfast agent {self._config.node}: {self._reason}; stopping the workers", file=sys.stderr)
-        traceback.print_exception(error)
+        _log.error("%s; ending the workers", self._reason, exc_info=error)
         self._over.set()
 
     def _spawn(self, work: Coroutine[Any, Any, None], order: m.ToAgent | None = None) -> None:

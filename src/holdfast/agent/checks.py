@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,9 @@ from holdfast.health.checks.basic import Needs, run_basic
 from holdfast.health.checks.check import SECONDS, Task
 from holdfast.health.checks.child import check_in_child
 from holdfast.protocol import messages as m
-from holdfast.protocol.health import CheckResult
+from holdfast.protocol.health import CheckResult, Condition
+
+_log = logging.getLogger(__name__)
 
 
 class NodeChecks:
@@ -47,6 +50,13 @@ class NodeChecks:
                 results = await self._results(order)
         finally:
             self._under_way.discard(order.request)
+        _log.info(
+            "checked this node",
+            extra={
+                "checks": len(results),
+                "faulty": [r.name for r in results if r.condition is Condition.FAULTY],
+            },
+        )
         self._send(m.Checked(order.request, results))
 
     async def _results(self, order: m.RunChecks) -> tuple[CheckResult, ...]:

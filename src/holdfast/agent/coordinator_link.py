@@ -6,10 +6,9 @@ While there is no coordinator, messages wait here with the time of their arrival
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
-import sys
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,6 +36,7 @@ def give_up_when_gone(websocket: aiohttp.ClientWebSocketResponse, within_s: floa
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(within_s * 1000))
 
 
+_log = logging.getLogger(__name__)
 _codec: Codec[m.ToAgent] = Codec(m.ToAgent)
 RETRY_S = (0.02, 0.05, 0.1, 0.2, 0.5)
 ANSWER_S = 10.0
@@ -94,6 +94,8 @@ class CoordinatorLink:
         while True:
             where = read_endpoint(self._job_dir)
             if where is not None and await self._converse(where, limit):
+                # Not a warning: a coordinator that was ended is started again, and training goes on meanwhile.
+                _log.info("lost the connection to the coordinator", extra={"url": where.url})
                 self._lost()
                 lost_at, attempt = time.monotonic(), 0
             elif time.monotonic() - lost_at > self._orphan_s:
@@ -117,7 +119,8 @@ class CoordinatorLink:
             except Unproven as error:
                 self._not_believed(where, str(error))
                 return False
-            except (aiohttp.ClientError, OSError, TimeoutError):
+            except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                _log.debug("no connection to the coordinator: %r", error, extra={"url": where.url})
                 return False
             return await self._talk(link)
 
@@ -125,7 +128,7 @@ class CoordinatorLink:
         """Says so once: not at the first time, which may be a new coordinator that has just begun."""
         if self._unproven == where and not self._said_so:
             self._said_so = True
-            print(f"holdfast agent: {why}; it is told nothing, and is tried again", flush=True)
+            _log.warning("%s; it is sent nothing, and is tried again", why, extra={"url": where.url})
         elif self._unproven != where:
             self._unproven, self._said_so = where, False
 
@@ -137,6 +140,7 @@ class CoordinatorLink:
             except (OSError, aiohttp.ClientError):
                 return False
             self.connected = True
+            _log.info("connected to the coordinator", extra={"waiting": len(self._outbox)})
             self._outbox.repeat()
             try:
                 async with asyncio.TaskGroup() as group:
@@ -157,7 +161,7 @@ class CoordinatorLink:
                 try:
                     order = _codec.decode(frame.data)
                 except ProtocolError as error:
-                    print(f"holdfast agent: {error}", flush=True)
+                    _log.warning("the coordinator sent what is not understood: %s", error)
                 else:
                     self._carry_out(order)
 
@@ -176,8 +180,7 @@ class CoordinatorLink:
     def complain(self, what: str, error: BaseException) -> str:
         """Something in the agent broke that ends neither it nor its workers. Returns what is said of it."""
         why = f"{what}: {type(error).__name__}: {error}"
-        print(f"holdfast agent: {why}", file=sys.stderr, flush=True)
-        traceback.print_exception(error)
+        _log.error("%s", why, exc_info=error)
         finding = Finding(
             rule="agent-broke", severity=Severity.WARNING, remedy=Remedy.WATCH, source="agent", evidence=why
         )

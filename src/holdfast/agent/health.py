@@ -7,6 +7,7 @@ nothing happens the loop is woken only to see whether that thread still lives.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -29,6 +30,7 @@ from holdfast.observe.inotify import MODIFIED, Inotify
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import Condition, Finding, HealthSpec, Remedy, Severity
 
+_log = logging.getLogger(__name__)
 _CLOSED_AFTER_WRITE, _MOVED_HERE = 0x8, 0x80
 FIRST_READ_S = 10.0
 _T = TypeVar("_T")
@@ -275,8 +277,11 @@ class Watcher:
     # ------------------------------------------------------------ to the coordinator
 
     def _tell(self, findings: list[Finding], shared: bool) -> None:
-        if findings:
-            self._send(m.FindingsReported(tuple(self._marked(finding, shared) for finding in findings)))
+        if not findings:
+            return
+        for finding in findings:
+            _log.info("found: %s", finding.evidence, extra={"rule": finding.rule, "subject": finding.subject})
+        self._send(m.FindingsReported(tuple(self._marked(finding, shared) for finding in findings)))
 
     def _marked(self, finding: Finding, shared: bool) -> Finding:
         """With what the rules cannot know: whose machine it is, and the UUID of a GPU that a line calls by its address."""
@@ -301,6 +306,7 @@ class Watcher:
         condition: Condition = Condition.UNKNOWN,
     ) -> None:
         """Something about the watching itself."""
+        _log.info("%s", evidence, extra={"rule": rule})
         self._send(
             m.FindingsReported(
                 (

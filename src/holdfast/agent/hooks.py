@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import logging
 import os
 import signal
 import time
@@ -13,6 +14,7 @@ import msgspec
 
 from holdfast.errors import UsageError
 
+_log = logging.getLogger(__name__)
 HOOKS = ("on-create", "before-join", "on-drain", "after-job")
 """on-create: the node's agent begins. before-join: just before the coordinator hears of it; a failure keeps the node
 out. on-drain: it is told to leave. after-job: the job, or the node's part in it, is over."""
@@ -87,6 +89,7 @@ class Hooks:
             return None
         log = self._logs / f"hook-{hook}.log"
         began_s, limit_s = time.monotonic(), timeout_s()
+        _log.info("running a hook", extra={"hook": hook, "reason": reason, "limit_s": limit_s})
         with log.open("ab") as out:
             try:
                 process = await asyncio.create_subprocess_exec(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +18,7 @@ from holdfast.protocol.job_options import Timing
 from holdfast.protocol.phases import SLOW_PHASES, WAITING_PHASES, Phase, Place
 from holdfast.protocol.progress_page import ProgressPage
 
+_log = logging.getLogger(__name__)
 _codec: Codec[m.WorkerMessage] = Codec(m.WorkerMessage)
 TAIL_LINES = 20
 BUSY_SHARE = 0.03
@@ -108,7 +109,7 @@ class WorkerProcess:
         try:
             await self._listen()
         except ProtocolError as error:
-            print(f"holdfast agent: {self.name}: {error}; ending it", file=sys.stderr, flush=True)
+            _log.warning("ending a worker that is not understood: %s", error, extra={"worker": self.name})
             self.kill()
 
     async def _listen(self) -> None:

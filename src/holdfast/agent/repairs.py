@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 from collections.abc import Callable
 
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import Remedy
 
+_log = logging.getLogger(__name__)
 RESET_S = 120.0
 TOOL = "nvidia-smi"
 TOLD_CHARS = 200
@@ -29,7 +31,9 @@ class Repairs:
                 self._send(known)
             return
         self._answers[order.request] = None
+        _log.info("a repair was ordered", extra={"remedy": order.remedy.value, "device": order.device})
         said = m.Repaired(order.request, await self._repair(order))
+        _log.info("the repair ended: %s", said.error or "done", extra={"remedy": order.remedy.value})
         self._answers[order.request] = said
         self._send(said)
 

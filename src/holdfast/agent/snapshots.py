@@ -7,7 +7,7 @@ the coordinator how it ended.
 from __future__ import annotations
 
 import asyncio
-import sys
+import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -32,6 +32,7 @@ from holdfast.protocol import messages as m
 from holdfast.protocol.snapshots import Copy, DurableTier, Key, Lack, Shard
 from holdfast.tensors.index import decode_index
 
+_log = logging.getLogger(__name__)
 THREADS = 3
 MODEST_NICE = 10
 """For the node's own workers, for copies from other nodes, and for durable tiers: so many each. A tier that does not
@@ -128,11 +129,7 @@ class SnapshotKeeper:
                 while self._stores:
                     await self._freed.wait()
         except TimeoutError:
-            print(
-                "holdfast agent: a durable tier does not answer; it is left alone",
-                file=sys.stderr,
-                flush=True,
-            )
+            _log.warning("a durable tier does not answer; ending without it", extra={"stores": self._stores})
 
     # ------------------------------------------------------------ this node's workers
 
@@ -170,6 +167,7 @@ class SnapshotKeeper:
             except TierError:
                 if not message.waits or not (self._stores or freed.is_set()):
                     raise
+                _log.info("a snapshot waits for room in memory", extra={"step": message.key.step})
             await freed.wait()
 
     async def slot_filled(self, worker: str, message: m.SlotFilled) -> None:
@@ -234,6 +232,7 @@ class SnapshotKeeper:
         try:
             slot = await self._run(self._copying, replicate, self.pool, pull, part)
         except Exception as error:  # noqa: BLE001 - whatever it is, the coordinator waits for an answer
+            _log.info("no copy of a shard: %s", error, extra={"step": key.step, "rank": key.rank})
             self._send(m.SnapshotRejected(key, str(error), _lack(error)))
         else:
             self._send(m.SnapshotStored(_copy_of(slot), 0.0, time.monotonic() - began_s))
@@ -260,6 +259,11 @@ class SnapshotKeeper:
             try:
                 shard = await self._run(self._storing, self._store, order, slot, loop)
             except Exception as error:  # noqa: BLE001 - whatever it is, the coordinator waits for an answer
+                _log.info(
+                    "a shard was not stored: %s",
+                    error,
+                    extra={"step": order.key.step, "rank": order.key.rank, "tier": order.tier},
+                )
                 self._send(m.Stored(tier=order.tier, key=order.key, shard=None, reason=str(error)))
             else:
                 self._send(
@@ -319,6 +323,7 @@ class SnapshotKeeper:
             await self._run(self._storing, self._prune, archive, tier, order.step)
         except Exception as trouble:  # noqa: BLE001 - whatever it is, the coordinator waits for an answer
             error = str(trouble)
+        _log.info("%s", error or "published a checkpoint", extra={"step": order.step, "tier": tier.url})
         self._send(m.Published(tier.url, order.step, error))
 
     def _prune(self, archive: Archive, tier: DurableTier, step: int) -> None:
@@ -326,8 +331,11 @@ class SnapshotKeeper:
         try:
             archive.prune(Retention(tier.keep, tier.keep_every), spare=step)
         except HoldfastError as error:
-            text = f"step {step} is saved, but older checkpoints could not be removed: {error}"
-            print(f"holdfast agent: {text}", file=sys.stderr, flush=True)
+            _log.warning(
+                "the step is saved, but older checkpoints could not be removed: %s",
+                error,
+                extra={"step": step, "tier": tier.url},
+            )
 
     def _archive(self, url: str) -> Archive:
         if url not in self._archives:
@@ -353,6 +361,7 @@ class SnapshotKeeper:
                 if bad is not None:
                     with self.pool.reading(key) as slot:
                         self.pool.drop(slot)
+                    _log.info("a snapshot changed in memory", extra={"step": key.step, "rank": key.rank})
                     self._send(m.SnapshotCorrupt(key, f"bytes {bad[0]} to {bad[1]} changed in memory"))
             except StateError:
                 continue  # replaced by a newer one meanwhile

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ from holdfast.protocol import messages as m
 from holdfast.protocol.frames import Codec
 from holdfast.protocol.python import python_module
 
+_log = logging.getLogger(__name__)
 _codec: Codec[m.WorkerMessage] = Codec(m.WorkerMessage)
 TRIES = 3
 
@@ -66,11 +68,12 @@ class WarmPool:
         try:
             while True:
                 await self._ended()
-                print("holdfast agent: the process that forks workers is gone; starting it again", flush=True)
+                _log.warning("the process that forks workers is gone; starting it again")
                 await self._open(await self._spawn())
                 for _ in range(len(self._waiting) + max(0, self._size - len(self._ready))):
                     self._fork()
         except Exception as error:  # noqa: BLE001 - whoever waits hears it, and says so
+            _log.error("no worker can be started any more: %s", error, exc_info=error)
             self._broken = error
             self._up.set()
             while self._waiting:

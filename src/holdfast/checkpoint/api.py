@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import threading
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from holdfast.checkpoint import agent_link
-from holdfast.checkpoint.backends import AgentPlace, LonePlace, Place, say
+from holdfast.checkpoint.backends import AgentPlace, LonePlace, Place
 from holdfast.checkpoint.flatten import flatten
 from holdfast.checkpoint.loading import check, give, read
 from holdfast.checkpoint.located import Located
@@ -22,6 +23,7 @@ from holdfast.checkpoint.tier import parse_tier
 from holdfast.errors import HoldfastError, StateError, UnreadError, UsageError
 from holdfast.tensors import staging
 
+_log = logging.getLogger(__name__)
 COPY_BYTES = 16 << 20
 
 _places: dict[tuple[str, int, int, int], Place] = {}
@@ -65,7 +67,7 @@ def save(state: Mapping[str, Any], step: int, *, to: str | None = None, overlap:
         try:
             fill(lambda row: copy_tensors(row, flat.tensors, ready))
         except Exception as error:  # noqa: BLE001 - nobody waits for this thread's errors; training goes on
-            say(f"rank {place.rank}: no snapshot of step {step}: {error!r}")
+            _log.warning(f"rank {place.rank}: no snapshot of step {step}: {error!r}")
 
     # No daemon: the interpreter's end waits for it. The script was told that this state is saved.
     thread = threading.Thread(target=copy_beside, name="holdfast-copy", daemon=False)
@@ -103,7 +105,7 @@ def load(
 
     def passed_over(why: str) -> None:
         reasons.append(why)
-        say(f"rank {place.rank}: passed over: {why}")
+        _log.warning(f"rank {place.rank}: passed over: {why}")
 
     candidates = (f for f in place.candidates(passed_over) if step in (None, f.step))
     number = next(_loads)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import fcntl
 import itertools
+import logging
 import os
 import queue
 import sys
@@ -43,6 +44,7 @@ from holdfast.protocol import messages as m
 from holdfast.protocol.snapshots import DurableTier, Key, Shard, tiers_of
 from holdfast.tensors.index import Index
 
+_log = logging.getLogger(__name__)
 SLOT_WAIT_S = 60.0
 """The first slot of a large shard takes its time: the agent brings its pages in."""
 
@@ -81,14 +83,9 @@ class Place(Protocol):
         """After a flush: why a step that was put is not in a durable tier that was to have it; else empty."""
 
 
-def say(text: str) -> None:
-    """To whoever reads the script's output."""
-    sys.stderr.write(f"[holdfast] {text}\n")
-
-
 def progress(rank: int, where: str, total_bytes: int) -> ByteCount:
-    """A load that takes longer than two seconds is said by rank 0, for all."""
-    return ByteCount(say if rank == 0 else lambda text: None, f"loading {where}", total_bytes)
+    """A load that takes longer than two seconds is shown by rank 0, for all."""
+    return ByteCount(sys.stderr if rank == 0 else lambda text: None, f"loading {where}", total_bytes)
 
 
 def in_archives(urls: list[str], passed_over: Callable[[str], None], ranks: Ranks) -> Iterator[Located]:
@@ -145,7 +142,7 @@ class AgentPlace:
         if given is None or given.path is None:
             reason = given.reason if given else f"the agent gave no memory within {SLOT_WAIT_S:g} s"
             if not self._skipping:
-                say(f"rank {self.rank}: no snapshot of step {index.step}: {reason}")
+                _log.warning(f"rank {self.rank}: no snapshot of step {index.step}: {reason}")
             self._skipping = True
             return False
         self._skipping = False
@@ -155,7 +152,7 @@ class AgentPlace:
                 copy(row)
             done = msgspec.msgpack.encode(index)
         except TierError as error:
-            say(f"rank {self.rank}: no snapshot of step {index.step}: {error}")
+            _log.warning(f"rank {self.rank}: no snapshot of step {index.step}: {error}")
             return False
         finally:
             self._link.send(m.SlotFilled(key, done, time.perf_counter() - began_s))
@@ -266,7 +263,7 @@ class LonePlace:
             with slot.row as row:
                 copy(row)
         except TierError as error:
-            say(f"rank {self.rank}: no snapshot of step {index.step}: {error}")
+            _log.warning(f"rank {self.rank}: no snapshot of step {index.step}: {error}")
             job.why_not = str(error)
             return False
         except BaseException as error:
@@ -340,7 +337,7 @@ class LonePlace:
                     self._store_in(tier, job)
                 self._pool.whole(job.index.step)
             except Exception as error:  # noqa: BLE001 - without this thread nothing would be saved any more
-                say(f"rank {self.rank}: step {job.index.step} was not saved: {error!r}")
+                _log.warning(f"rank {self.rank}: step {job.index.step} was not saved: {error!r}")
             finally:
                 with self._lock:
                     self._pending -= 1
@@ -357,7 +354,7 @@ class LonePlace:
             self._pool.drop(job.slot)
             job.slot, job.why_not = None, str(error)
             if not job.tiers:
-                say(f"rank {self.rank}: step {job.index.step}: {error}")
+                _log.warning(f"rank {self.rank}: step {job.index.step}: {error}")
 
     def _store_in(self, tier: DurableTier, job: _Job) -> None:
         archive, step, about = self._archives[tier.url], job.index.step, f"{job.number}/{tier.url}"
@@ -373,7 +370,7 @@ class LonePlace:
             self._failing.pop(tier.url, None)
             return
         if tier.url not in self._failing and (not self.rank or job.why_not):
-            say(f"step {step} was not saved in {tier.url}: {why_not}")
+            _log.warning(f"step {step} was not saved in {tier.url}: {why_not}")
         self._failing[tier.url] = (step, why_not)
 
     def _stored_shard(self, archive: Archive, job: _Job) -> dict[str, Any]:
@@ -400,7 +397,7 @@ class LonePlace:
         try:
             archive.prune(Retention(tier.keep, tier.keep_every), spare=step)
         except HoldfastError as error:
-            say(f"step {step} was saved, but older ones could not be removed: {error}")
+            _log.warning(f"step {step} was saved, but older ones could not be removed: {error}")
         return ""
 
 

@@ -7,6 +7,7 @@ dcp.load(state, storage_reader=holdfast.checkpoint.TieredReader())
 from __future__ import annotations
 
 import io
+import logging
 import os
 import re
 from dataclasses import replace
@@ -34,7 +35,6 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from holdfast.checkpoint.api import copy_tensors, place_for, wait_for_copy
-from holdfast.checkpoint.backends import say
 from holdfast.checkpoint.flatten import inlined
 from holdfast.checkpoint.located import Located
 from holdfast.checkpoint.regions import Region, read_regions
@@ -43,6 +43,7 @@ from holdfast.tensors import staging
 from holdfast.tensors.index import Index, TensorSpec
 from holdfast.tensors.tree import dtype_of, leaves, unpack
 
+_log = logging.getLogger(__name__)
 BYTES = "bytes"
 """The dtype of what a planner gave as a stream of bytes."""
 
@@ -174,7 +175,7 @@ class TieredReader(StorageReader):
                 self.found = found
                 break
         for why in reasons:
-            say(f"rank {place.rank}: passed over: {why}")
+            _log.warning(f"rank {place.rank}: passed over: {why}")
         if self.found is None:
             if self._step is None and not reasons:
                 place.loaded(None)

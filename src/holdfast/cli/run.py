@@ -62,6 +62,7 @@ def _run(spec: JobSpec, no_ui: bool, port: int, report: Path | None) -> str | No
 async def _launch(spec: JobSpec, folder: JobFolder, view: LiveView | PlainView, port: int) -> dict[str, Any]:
     import asyncio
 
+    from holdfast import logs
     from holdfast.engines.local.launcher import LocalLauncher
 
     async def tick() -> None:
@@ -75,7 +76,14 @@ async def _launch(spec: JobSpec, folder: JobFolder, view: LiveView | PlainView, 
             from holdfast.cli.slurm import submit_and_follow
 
             return await submit_and_follow(spec, folder, view)
-        return await LocalLauncher(spec, folder, view, port).run()
+        # Without other libraries' warnings: what is written before the old logs are put away is put away with them.
+        close_log = logs.configure(
+            spec.log, {"job": spec.name}, file=folder.path / "logs" / "launcher.log", others=False
+        )
+        try:
+            return await LocalLauncher(spec, folder, view, port).run()
+        finally:
+            close_log()
     finally:
         ticking.cancel()
 

@@ -211,6 +211,14 @@ class RunOptions:
         Path | None, Option(metavar="FILE", help="Write the report to this file as JSON when the job ends.")
     ] = None
     no_ui: Annotated[bool, Option(help="Print plain lines instead of the live view.")] = False
+    log_level: Annotated[
+        str,
+        Option(
+            metavar="LEVEL[,json]",
+            help="Of the logs in the job's folder: debug, info, warning or error. With ,json each line is a JSON object. "
+            "Without it HOLDFAST_LOG applies.",
+        ),
+    ] = ""
     nodes: Annotated[NodeOptions, Group("Nodes")] = NodeOptions()
     failures: Annotated[FailureOptions, Group("Failures")] = FailureOptions()
     save: Annotated[SaveOptions, Group("Snapshots, checkpoints and data")] = SaveOptions()

@@ -10,6 +10,7 @@ import socket
 import sys
 from pathlib import Path
 
+from holdfast import logs
 from holdfast.cli.health_plan import plan_health
 from holdfast.cli.memory import check_memory
 from holdfast.cli.options import flags
@@ -63,6 +64,7 @@ def plan(given: RunOptions) -> JobSpec:
         data_cache=absolute_cache(given.save.data_cache) if given.save.data_cache else "",
         slurm=given.slurm,
         health=plan_health(given.health),
+        log=_log(given.log_level),
     )
     _check_report(given.report)
     # Slurm's nodes have their own memory; only the local engine puts all of them on this machine.
@@ -73,6 +75,13 @@ def plan(given: RunOptions) -> JobSpec:
     _check_port(given.port)
     _check_disk(jobs.home())
     return spec
+
+
+def _log(given: str) -> str:
+    """The option's value, else that of the variable in this command's environment: a node may have another one."""
+    text = given or os.environ.get(logs.VARIABLE, "")
+    logs.parse_settings(text, "--log-level" if given else logs.VARIABLE)
+    return text
 
 
 def parse_nnodes(text: str) -> tuple[int, int]:

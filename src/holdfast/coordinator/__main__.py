@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import os
 import select
 import socket
@@ -13,11 +14,14 @@ from pathlib import Path
 
 import msgspec
 
+from holdfast import logs
 from holdfast.coordinator.service.ledger import RETRY_S
 from holdfast.coordinator.service.pulse import beat
 from holdfast.coordinator.service.server import Coordinator
 from holdfast.protocol.job import JobSpec, Resume
 from holdfast.protocol.sockets import raise_descriptor_limit
+
+_log = logging.getLogger("holdfast.coordinator")
 
 
 def main() -> int:
@@ -38,7 +42,19 @@ def main() -> int:
     raise_descriptor_limit()
     spec = msgspec.json.decode((given.job_dir / "spec.json").read_bytes(), type=JobSpec)
     resume = msgspec.json.decode((given.job_dir / "resume.json").read_bytes(), type=Resume)
-    asyncio.run(_serve(given, spec, resume))
+    # A file of its own for each term: machines that cannot see each other must not append to the same one.
+    name = f"coordinator-{given.term}.log" if given.term else "coordinator.log"
+    close_log = logs.configure(
+        spec.log,
+        {"job": spec.name, "term": str(given.term or "")},
+        file=given.job_dir / "logs" / name,
+        secrets=((given.job_dir / "token").read_text().strip(),),
+    )
+    _log.info("the coordinator starts", extra={"pid": os.getpid(), "host": given.host})
+    try:
+        asyncio.run(_serve(given, spec, resume))
+    finally:
+        close_log()
     return 0
 
 
@@ -60,11 +76,11 @@ def _take_up(given: argparse.Namespace, spec: JobSpec, resume: Resume) -> Coordi
             return Coordinator(given.job_dir, spec, resume, given.term)
         except sqlite3.OperationalError as error:
             if not said:
-                print(
-                    f"holdfast: the ledger in {given.job_dir} cannot be opened ({error}); make room there, or make it "
-                    "writable: it is tried again until it can",
-                    file=sys.stderr,
-                    flush=True,
+                _log.error(
+                    "the ledger in %s cannot be opened (%s); make room there, or make it writable: it is tried again "
+                    "until it can",
+                    given.job_dir,
+                    error,
                 )
             said = True
         lifelines = [] if given.lifeline is None else [given.lifeline]

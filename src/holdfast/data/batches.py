@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
-import sys
 import time
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, Protocol
@@ -20,6 +20,7 @@ from holdfast.data.prefetch import Ahead, Key
 from holdfast.data.samples import SampleLedger
 from holdfast.errors import DataError, UsageError
 
+_log = logging.getLogger(__name__)
 ORDERED_AHEAD = 4096
 """Samples that are put in order at a time, at least: that costs little more than one."""
 READ_AHEAD_STEPS = 2
@@ -166,7 +167,7 @@ class DatasetBatches:
 
     def _decoded_again(self, step: int, micro: int, decoders: Decoders) -> bytes:
         """A process died, and with it all that were at work. Once that may be chance."""
-        sys.stderr.write(f"holdfast: a decoding process died in step {step}; starting new ones\n")
+        _log.warning("a decoding process died; starting new ones", extra={"step": step, "micro": micro})
         self._ahead.forget()
         decoders.restart()
         try:

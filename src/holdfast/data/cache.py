@@ -13,6 +13,7 @@ lock on it for the rest of its life, and what is in use is never evicted.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import shutil
 import sys
@@ -35,6 +36,7 @@ from holdfast.protocol.sizes import parse_size
 if TYPE_CHECKING:
     from holdfast.data.fetching import Remote
 
+_log = logging.getLogger(__name__)
 SHARE_OF_DISK = 0.9
 ATTEMPTS = 3
 READ_BYTES = 8 << 20
@@ -214,7 +216,7 @@ class Cache:
             entry = msgspec.structs.replace(entry, changed_ns=found.st_mtime_ns)
             self._write_entry(entry, key)
             return entry
-        sys.stderr.write(f"holdfast: {content} is not what was fetched from {entry.url}; fetching it again\n")
+        _log.warning("%s is not what was fetched from %s; fetching it again", content, entry.url)
         self._remove(key, entry)
         return None
 
@@ -225,7 +227,7 @@ class Cache:
         except (DataError, FileNotFoundError) as error:
             if entry is None:
                 raise
-            sys.stderr.write(f"holdfast: going on with the copy of {remote.url}: {error}\n")
+            _log.warning("going on with the copy of %s: %s", remote.url, error)
             return None
 
     def _fetched(self, remote: Remote, version: Version, key: str) -> Entry:
@@ -376,7 +378,7 @@ class Cache:
                 if not wait:
                     raise
                 if waiting:
-                    sys.stderr.write(f"holdfast: {waiting}\n")
+                    _log.warning("%s", waiting)
                 fcntl.flock(fd, fcntl.LOCK_EX)
             yield
         finally:

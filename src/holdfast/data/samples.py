@@ -21,8 +21,8 @@ failure of the machine.
 
 from __future__ import annotations
 
+import logging
 import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -35,6 +35,7 @@ import numpy.typing as npt
 
 from holdfast.errors import DataError, UsageError
 
+_log = logging.getLogger(__name__)
 SUFFIX = ".samples"
 
 Generation = tuple[int, int]
@@ -102,9 +103,7 @@ class SampleLedger:
         try:
             self._write(_Line(generation, step))
         except OSError as error:
-            sys.stderr.write(
-                f"holdfast: the sample ledger {self._path} lacks the commit of step {step}: {error}\n"
-            )
+            _log.warning("the sample ledger %s lacks the commit of step %d: %s", self._path, step, error)
 
     def close(self) -> None:
         os.close(self._fd)

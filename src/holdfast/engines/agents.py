@@ -22,4 +22,5 @@ def agent_arguments(
         f"--memory={memory}",
         f"--memory-bytes={spec.saving.budget_bytes}",
         *([f"--rack={rack}"] if rack else []),
+        *([f"--log={spec.log}"] if spec.log else []),
     ]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 import socket
-import sys
-import traceback
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +21,7 @@ from holdfast.protocol.authentication import BACKLOG
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.python import python_module
 
+_log = logging.getLogger(__name__)
 COORDINATOR_DEPOSED = 4
 ATTEMPTS = 3
 KILLED = "killed"
@@ -141,6 +141,7 @@ class Launcher(ABC):
             )
         finally:
             os.close(pulse)
+        _log.info("started a coordinator", extra={"pid": self._coordinator.pid, "term": self.term})
 
     async def _keep_coordinator(self) -> None:
         """Waits for the coordinator's end; one that died is started again and takes the job over."""
@@ -155,7 +156,7 @@ class Launcher(ABC):
             failures = failures + 1 if code > 0 else 0
             if failures >= ATTEMPTS:
                 raise HoldfastError(f"the coordinator ended {failures} times with exit code {code}")
-            self.view.note("the coordinator is gone; starting it again")
+            self.note("the coordinator is gone; starting it again", code=code)
             await self._start_coordinator()
 
     async def _end_of(self, coordinator: asyncio.subprocess.Process) -> int:
@@ -165,7 +166,7 @@ class Launcher(ABC):
         try:
             await asyncio.wait({ended, watching}, return_when=asyncio.FIRST_COMPLETED)
             if watching.done() and (error := watching.exception()) is not None:
-                self.view.note(f"nobody sees any more whether the coordinator hangs: {error!r}")
+                self.note(f"nobody sees any more whether the coordinator hangs: {error!r}")
             return await ended
         finally:
             watching.cancel()
@@ -176,7 +177,7 @@ class Launcher(ABC):
         while (why := silence.verdict()) is None:
             await asyncio.sleep(silence.every_s)  # silence is no event
             silence.looked(heard(self._pulse), look(coordinator.pid))
-        self.view.note(f"the coordinator is ended: {why}")
+        self.note(f"the coordinator is ended: {why}", pid=coordinator.pid)
         if coordinator.returncode is None:
             coordinator.kill()
 
@@ -198,8 +199,7 @@ class Launcher(ABC):
             except Exception:  # noqa: BLE001 - the job needs what comes after it; it does not need to be looked at
                 if not self._blind:
                     self._blind = True
-                    sys.stderr.write("holdfast: something cannot be shown; the job goes on\n")
-                    traceback.print_exc()
+                    _log.exception("something cannot be shown; the job goes on", extra={"kind": said.kind})
         elif said.kind == "ended":
             self._told = said.value
         else:
@@ -221,10 +221,11 @@ class Launcher(ABC):
             try:
                 await self._order(engine, said)
             except (HoldfastError, OSError) as error:
-                self.view.note(f"{said.kind}: {error}")
+                self.note(f"{said.kind}: {error}")
 
     async def _order(self, engine: Engine, said: Announcement) -> None:
         node, reason = said.value.get("node", ""), said.value["reason"]
+        _log.info("%s: %s", said.kind, reason, extra={"node": node or None})
         match said.kind:
             case "provide-node":
                 await engine.provide()
@@ -234,6 +235,11 @@ class Launcher(ABC):
                 await engine.mark(node, reason)
             case "reboot-node":
                 await engine.reboot(node, reason)
+
+    def note(self, text: str, **fields: object) -> None:
+        """Something about the launcher itself: for whoever looks on, and for the log."""
+        _log.info("%s", text, extra=fields)
+        self.view.note(text)
 
     # ------------------------------------------------------------ the end
 
@@ -257,7 +263,7 @@ class Launcher(ABC):
             try:
                 await client.post(path)
             except UsageError as error:
-                self.view.note(str(error))
+                self.note(str(error))
 
     async def abandon(self) -> None:
         """Another has the job: stops doing things for it, at once."""

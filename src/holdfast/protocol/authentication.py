@@ -6,11 +6,11 @@ one thread, and what is unproven is bounded: in bytes, in time and in number. No
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
 import selectors
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -27,6 +27,7 @@ ROOM_S = 0.05
 BATCH = 64
 """So many are let in before those who are in are heard again."""
 READ_BYTES = 4096
+_log = logging.getLogger(__name__)
 EXPECTED = (OSError, ProtocolError)
 """What strangers' words, and callers that leave, bring about."""
 
@@ -74,9 +75,7 @@ class Door:
             while self._round():
                 pass
         except BaseException:  # noqa: BLE001 - nothing of a caller's comes here; see the class
-            sys.excepthook(*sys.exc_info())
-            sys.stderr.write(f"holdfast: the thread {self._thread.name} cannot go on: this process ends\n")
-            sys.stderr.flush()
+            _log.critical("the thread %s cannot go on: this process ends", self._thread.name, exc_info=True)
             os._exit(70)
         for sock in [*self._hall, self._server, self._woken]:
             sock.close()
@@ -162,7 +161,7 @@ class Door:
         """What no caller should bring about is a mistake of ours; it is said once, not for every packet of a flood."""
         if not isinstance(error, EXPECTED) and type(error) not in self._blamed:
             self._blamed.add(type(error))
-            sys.stderr.write(f"holdfast: {self._thread.name}: a caller was sent away: {error!r}\n")
+            _log.error("%s: a caller was sent away: %r", self._thread.name, error)
 
 
 def most_unproven() -> int:

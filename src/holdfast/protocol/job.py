@@ -37,6 +37,8 @@ class JobSpec(msgspec.Struct, frozen=True):
     data_cache: str = ""
     health: HealthSpec = HealthSpec()
     slurm: SlurmOptions = SlurmOptions()
+    log: str = ""
+    """`LEVEL[,json]` of the logs of all its processes; empty: each has its default. See `holdfast.logs`."""
 
     @property
     def target(self) -> int:

@@ -14,7 +14,7 @@ before that vote.
 from __future__ import annotations
 
 import http.client
-import sys
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +35,7 @@ from holdfast.tensors.index import Index, decode_index_of_peer
 from holdfast.train import gpu_transfer
 from holdfast.train.state_image import Image, Protected, targets
 
+_log = logging.getLogger(__name__)
 CHUNK_BYTES = 4 << 20
 DIGEST_BYTES = 8
 MIN_STRIPE_BYTES = 8 << 20
@@ -264,7 +265,7 @@ class Fetch:
         except (OSError, http.client.HTTPException, StateError) as error:
             if not self._aborted:
                 who = f"rank {member.rank} on {member.node}"
-                sys.stderr.write(f"holdfast: {who}: {error}; bytes {far} to {stop} come over HTTP\n")
+                _log.warning("%s: %s; bytes %d to %d come over HTTP", who, error, far, stop)
         return far
 
     @contextmanager

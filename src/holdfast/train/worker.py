@@ -7,6 +7,7 @@ import ctypes
 import faulthandler
 import gc
 import io
+import logging
 import os
 import runpy
 import signal
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from holdfast import logs
 from holdfast.checkpoint import agent_link
 from holdfast.protocol import messages as m
 from holdfast.protocol.frames import Codec, pack
@@ -138,6 +140,13 @@ def become(sock: socket.socket) -> int:
     os.environ.update(start.env)
     os.chdir(start.cwd)
     _write_to(start.log)
+    # Into the worker's log, which is the script's own output: so only warnings, unless the user asks for more.
+    logs.configure(
+        os.environ.get(logs.VARIABLE, ""),
+        {name: os.environ.get(f"HOLDFAST_{name.upper()}", "") for name in ("job", "node", "worker")},
+        default=logging.WARNING,
+        others=False,
+    )
     page = ProgressPage(start.page)
     page.enter(Phase.STARTUP)
     with Path(start.stacks).open("w") as stacks:

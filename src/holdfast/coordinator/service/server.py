@@ -9,11 +9,11 @@ leaves before it, nobody's word is lost, and nobody is taken for silent because 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import secrets
 import signal
 import socket
-import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -49,6 +49,7 @@ from holdfast.protocol.job import JobSpec, Resume
 from holdfast.protocol.leadership import LOOK_S, newest_term
 from holdfast.protocol.ledger import LedgerEvent
 
+_log = logging.getLogger(__name__)
 _engine_says = msgspec.json.Decoder(Availability)
 _codec: Codec[m.AgentMessage] = Codec(m.AgentMessage)
 STATUS_EVERY_S = 0.2
@@ -161,6 +162,7 @@ class Coordinator:
         await runner.setup()
         deciding = asyncio.create_task(self.decide_all())
         self._take_over()
+        _log.info("serving", extra={"url": where.url, "resumed": self._resumed, "seq": self._seq})
         write_endpoint(self._job_dir, where)  # who is turned away by its name finds it there
         assert runner.server is not None
         entrance = Entrance(listener, self._token, where, runner.server)
@@ -178,6 +180,7 @@ class Coordinator:
             holding.cancel()
         if self.deposed:
             os._exit(EXIT_DEPOSED)  # not a word more to anyone
+        _log.info("the job is over", extra={"outcome": self.outcome})
         await self._write_report()
         for watcher in self._watchers:
             watcher.tell(None)
@@ -193,16 +196,13 @@ class Coordinator:
         await self._memory.close()
         deciding.cancel()
         if not await self._ledger.close(0.0 if self._unwritten else LAST_S):
-            print(
-                f"holdfast: the ledger's last entries are lost: {self._ledger.why}",
-                file=sys.stderr,
-                flush=True,
-            )
+            _log.error("the ledger's last entries are lost: %s", self._ledger.why)
 
     async def _hold_office(self) -> None:
         """Looks whether another took over: see `protocol.leadership`. The folder may hang without this process doing so."""
         while await self._folder.do(newest_term, self._job_dir) <= self._term:  # noqa: ASYNC110 - another machine's file
             await asyncio.sleep(LOOK_S)
+        _log.warning("another coordinator took over; this one ends at once", extra={"term": self._term})
         self.deposed = True
         self._over.set()
 
@@ -295,7 +295,7 @@ class Coordinator:
         before = state.generation
         actions = self._core.handle_all(events, now)
         for wrong in validate(state) if self._validates else ():
-            sys.stderr.write(f"holdfast: the coordinator's state is not valid: {wrong}; after {events}\n")
+            _log.error("the coordinator's state is not valid: %s; after %s", wrong, events)
         formed = any(isinstance(a, ev.Record) and a.kind in ("formed", "started") for a in actions)
         strikes = self._injector.formed(state, now) if formed else []
         strikes += self._injector.due(state, now)
@@ -310,6 +310,7 @@ class Coordinator:
             self._ledger.write(page)  # agents tell again what a coordinator that died had not written
         self._carry_out(actions, strikes)
         for entry in page.entries:
+            _log.debug("event %s", entry.kind, extra={"seq": entry.seq, "event": entry.fields})
             self._announce("event", entry)
         if self._core.moved or self._tick is None:
             self._plan_tick()
@@ -354,7 +355,7 @@ class Coordinator:
             told = (
                 f"the job ends without its ledger, which cannot be written: {self._ledger.why or 'no answer'}"
             )
-            self._announce("log", {"text": told})
+            self._say(told)
 
     def _note(self, event: LedgerEvent) -> None:
         """An event that the core knows nothing of. It is announced when it is written."""
@@ -366,18 +367,15 @@ class Coordinator:
         if why is not None:
             self._failed_at = now_s
             where = f"{self._job_dir} ({why})"
-            self._announce(
-                "log",
-                {
-                    "text": f"the ledger cannot be written in {where}: training goes on, what has to be written "
-                    "first waits; make room there, or make it writable"
-                },
+            self._say(
+                f"the ledger cannot be written in {where}: training goes on, what has to be written first waits; make "
+                "room there, or make it writable"
             )
             self._note(ledger.LedgerFailed(reason=why))
         else:
             failed_s = round(now_s - self._failed_at, 1)
             text = f"the ledger is written again, after {failed_s:g} s; nothing is missing in it"
-            self._announce("log", {"text": text})
+            self._say(text)
             self._note(ledger.LedgerBack(failed_s=failed_s))
 
     def _carry_out(self, actions: list[ev.Action], strikes: list[Strike]) -> None:
@@ -481,10 +479,11 @@ class Coordinator:
                 if frame.type is WSMsgType.BINARY and self._agents.get(line.node) is line:
                     await self._heard(line, frame.data)
         except ProtocolError as error:
-            self._announce("log", {"text": f"{line.node}: {error}"})
+            self._say(f"{line.node}: {error}")
         finally:
             sender.cancel()
             if self._agents.get(line.node) is line:
+                _log.info("lost the connection of an agent", extra={"node": line.node})
                 del self._agents[line.node]
                 self._gone.set()
                 self._checks.lost(line.node)
@@ -511,6 +510,7 @@ class Coordinator:
         past = await self._memory.past(hello.identity, hello.devices) if new else ()
         if self._agents.get(line.node) is line:  # and no newer one came meanwhile
             line.known = hello.session
+            _log.info("an agent connected", extra={"node": hello.node, "host": hello.host, "pid": hello.pid})
             self.handle(ev.NodeJoined(hello, past), line)
 
     def _take_place(self, line: Line, hello: m.Hello) -> None:
@@ -707,6 +707,11 @@ class Coordinator:
         told = f"the ledger cannot be written ({self._ledger.why}): nothing is changed; try again when it can"
         return web.Response(status=503, text=told)
 
+    def _say(self, text: str) -> None:
+        """Something about the coordinator itself: for whoever looks on, and for the log."""
+        _log.info("%s", text)
+        self._announce("log", {"text": text})
+
     def _announce(self, kind: str, value: Any) -> None:
         if self._watchers:
             data = _announcement(kind, value)
@@ -730,7 +735,7 @@ class Coordinator:
         try:
             steps = await self._steps()
         except Unreadable as error:
-            self._announce("log", {"text": f"the report knows no steps: {error}"})
+            self._say(f"the report knows no steps: {error}")
             steps = []
         report = build_report(state, steps, self._clock())
         # Of faults that the job has survived the incidents tell; what is printed last is why it failed.
@@ -742,7 +747,7 @@ class Coordinator:
                 await self._folder.do(_put_report, path, report)
         except (OSError, TimeoutError) as error:
             why = str(error) or f"no answer for {LAST_S:g} s"
-            self._announce("log", {"text": f"{path} cannot be written ({why}); what it says is shown here"})
+            self._say(f"{path} cannot be written ({why}); what it says is shown here")
         self._announce("ended", report)
 
 

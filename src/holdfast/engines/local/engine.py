@@ -44,6 +44,8 @@ class LocalEngine:
         spec, rack = self._spec, self._racks.get(name) or self._emptiest_rack()
         arguments = agent_arguments(spec, self._job_dir, name, HOST, self._memory / name, rack)
         arguments.append("--shared-machine")
+        # What an agent writes to its output is shown to the user, rank 0's own output among it: so only warnings go there.
+        arguments.append(f"--log-file={self._job_dir / 'logs' / 'agents' / name}.log")
         ours, theirs = os.pipe()
         try:
             process = await self._nursery.fork(name, arguments, theirs, self._lifeline)

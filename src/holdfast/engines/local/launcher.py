@@ -25,7 +25,7 @@ class LocalLauncher(Launcher):
         resume = self._folder.prepare(self.spec, self.view.note)
         if resume.checkpoints:
             newest = resume.checkpoints[0]
-            self.view.note(f"the newest checkpoint is of step {newest.step} ({newest.place})")
+            self.note(f"the newest checkpoint is of step {newest.step} ({newest.place})")
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, self._interrupted)
         loop.add_signal_handler(signal.SIGTERM, self._interrupted)
@@ -40,8 +40,8 @@ class LocalLauncher(Launcher):
     def _interrupted(self) -> None:
         self.interrupts += 1
         if self.interrupts == 1:
-            self.view.note("stopping after this step; once more to stop at once")
+            self.note("stopping after this step; once more to stop at once")
             self.stop("interrupted")
         else:
-            self.view.note("what only the nodes' memory has stays there for the next start of this job")
+            self.note("what only the nodes' memory has stays there for the next start of this job")
             self.end_now()

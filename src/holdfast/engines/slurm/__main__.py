@@ -38,4 +38,4 @@ async def _run(spec: JobSpec, job_dir: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(enter("holdfast.engines.slurm", _run))
+    sys.exit(enter("holdfast.engines.slurm", _run, "launcher.log"))

@@ -36,7 +36,7 @@ class SlurmLauncher(Launcher):
         super().__init__(spec, job_dir, view)
         self.host, self._place, self.term = place.host, place, term
         self.fresh = term == 0
-        self._slurm_engine = SlurmEngine(spec, job_dir, self.allocation, view.note, self._post)
+        self._slurm_engine = SlurmEngine(spec, job_dir, self.allocation, self.note, self._post)
 
     @property
     def allocation(self) -> str:
@@ -57,7 +57,7 @@ class SlurmLauncher(Launcher):
             (self.job_dir / KNOWN).unlink(missing_ok=True)
             if resume.checkpoints:
                 newest = resume.checkpoints[0]
-                self.view.note(f"the newest checkpoint is of step {newest.step} ({newest.place})")
+                self.note(f"the newest checkpoint is of step {newest.step} ({newest.place})")
             loop.add_signal_handler(signal.SIGTERM, self._ended_by_slurm)
             loop.add_signal_handler(signal.SIGUSR1, self.stop, "the time limit")
         loop.add_signal_handler(signal.SIGINT, lambda: None)
@@ -92,7 +92,7 @@ class SlurmLauncher(Launcher):
             try:
                 await client.post("/engine", body)
             except UsageError as error:
-                self.view.note(str(error))
+                self.note(str(error))
 
     # ------------------------------------------------------------ the end
 
@@ -106,14 +106,14 @@ class SlurmLauncher(Launcher):
             job = await slurm.job(id)
             again = again and job is not None and (job.state == "RUNNING" or self._lost_its_script(job))
             if again:
-                self.view.note(f"the job is queued again, to go on from its state: {reason}")
+                self.note(f"the job is queued again, to go on from its state: {reason}")
                 await slurm.run("scontrol", "requeue", id)
                 return
             jobs.write_allocation(self.job_dir, Allocation("slurm", id, over=True))
             if not self.fresh:  # the batch script, whose end is the job's, is lost
                 await slurm.cancel(id)
         except SlurmError as error:
-            self.view.note(str(error))
+            self.note(str(error))
             jobs.write_allocation(self.job_dir, Allocation("slurm", id, over=True))
 
     def _lost_its_script(self, job: JobLine) -> bool:

@@ -5,6 +5,7 @@ coordinator's own node is lost, one of these processes starts a new coordinator 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import sys
@@ -30,6 +31,7 @@ from holdfast.protocol.job import JobSpec
 from holdfast.protocol.leadership import GRACE_S, claim_term, newest_term
 from holdfast.protocol.python import python_module
 
+_log = logging.getLogger("holdfast.engines.slurm.node")
 RETRY_S = 0.3
 TURN_S = 0.5
 """Nodes claim in the order of their names, so much apart."""
@@ -55,6 +57,7 @@ async def _run(spec: JobSpec, job_dir: Path) -> int:
     stand_by = StandBy(spec, job_dir, place, slurm)
     standing_by = asyncio.create_task(stand_by.run())
     code = await agent.wait()
+    _log.info("the agent ended", extra={"code": code, "in_office": stand_by.in_office})
     if code == 0:  # in order; one that was killed may be started again and adopt it
         await asyncio.to_thread(remove_memory, memory / place.node)
     if not stand_by.in_office:  # whoever has the coordinator stays until the job is over
@@ -131,6 +134,8 @@ class StandBy:
         return True
 
     def _say_missing(self) -> None:
+        if not self._misses(self._place.node, newest_term(self._job_dir)):
+            _log.warning("this node cannot reach the coordinator", extra={"term": newest_term(self._job_dir)})
         self._missing.mkdir(exist_ok=True)
         (self._missing / self._place.node).write_text(str(newest_term(self._job_dir)))
 
@@ -168,6 +173,7 @@ class StandBy:
 
     async def _take_over(self, term: int) -> None:
         self.in_office = True
+        _log.warning("taking over as coordinator", extra={"term": term})
         await asyncio.sleep(GRACE_S)  # if the other lives, it has stopped by now
         await asyncio.to_thread(succeed, self._job_dir, term)
         with PlainView(self._spec, self._job_dir) as view:

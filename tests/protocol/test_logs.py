@@ -1,0 +1,129 @@
+"""Lines of Holdfast's own logs: what they look like, where they go, and what is never in them."""
+
+import json
+import logging
+import re
+import threading
+
+import pytest
+
+from holdfast import logs
+from holdfast.errors import UsageError
+
+log = logging.getLogger("holdfast.agent.agent")
+
+
+@pytest.fixture
+def configured():
+    """Configures, and undoes it at the end."""
+    closing = []
+
+    def configure(*args, **kwargs):
+        closing.append(logs.configure(*args, **kwargs))
+        return closing[-1]
+
+    yield configure
+    for close in closing:
+        close()
+
+
+def lines(path):
+    return path.read_text().splitlines()
+
+
+def test_a_line_has_the_fields_of_its_process_and_of_its_event(configured, tmp_path):
+    close = configured("", {"job": "demo", "node": "n0", "term": ""}, file=tmp_path / "logs" / "n0.log")
+    log.info("started %s", "a worker", extra={"rank": 3, "idle_s": 0.5, "reason": 'it said "no"\nand left'})
+    log.debug("nobody asked for this")
+    close()
+    (line,) = lines(tmp_path / "logs" / "n0.log")
+    assert re.fullmatch(
+        r"time=\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z level=info logger=agent.agent "
+        r'msg="started a worker" job=demo node=n0 rank=3 idle_s=0.5 reason="it said \\"no\\"\\nand left"',
+        line,
+    )
+
+
+def test_json_has_the_same_and_the_traceback(configured, tmp_path):
+    close = configured("debug,json", {"job": "demo"}, file=tmp_path / "log")
+    try:
+        raise ValueError("no")
+    except ValueError as error:
+        log.debug("it broke", exc_info=error, extra={"rank": 1})
+    close()
+    (line,) = lines(tmp_path / "log")
+    read = json.loads(line)
+    assert "ValueError: no" in read.pop("traceback")
+    assert read.pop("time")
+    assert read == {"level": "debug", "logger": "agent.agent", "msg": "it broke", "job": "demo", "rank": 1}
+
+
+def test_with_a_file_only_warnings_go_to_stderr(configured, tmp_path, capsys):
+    close = configured("debug", {}, file=tmp_path / "log")
+    log.info("quiet")
+    log.warning("loud")
+    close()
+    assert "quiet" not in (shown := capsys.readouterr().err)
+    assert "loud" in shown
+    assert len(lines(tmp_path / "log")) == 2
+
+
+def test_a_users_root_logger_is_left_alone(configured, capsys):
+    root = logging.getLogger()
+    before = [*root.handlers], root.level
+    close = configured("", {}, others=False)
+    assert ([*root.handlers], root.level) == before
+    log.warning("once")
+    close()
+    assert capsys.readouterr().err.count("once") == 1
+    assert logging.getLogger("holdfast").handlers == []
+
+
+def test_secrets_are_not_written(configured, tmp_path):
+    close = configured("", {}, file=tmp_path / "log", secrets=("s3cr3t", ""))
+    log.warning("no answer from postgres://me:pass@db/x and s3://me@b", extra={"told": "Bearer s3cr3t"})
+    try:
+        raise OSError("https://u:p@host/ s3cr3t")
+    except OSError:
+        log.exception("it broke")
+    close()
+    text = (tmp_path / "log").read_text()
+    assert "postgres://***@db/x" in text
+    assert not re.search("s3cr3t|pass|u:p|me@", text)
+
+
+def test_a_file_that_takes_nothing_holds_nobody_up(configured, tmp_path, monkeypatch):
+    hangs, entered = threading.Event(), threading.Event()
+
+    def emit(handler, record):
+        entered.set()
+        hangs.wait(30)
+
+    monkeypatch.setattr(logs._LogFile, "emit", emit)
+    monkeypatch.setattr(logs, "PENDING_LINES", 10)
+    monkeypatch.setattr(logs, "CLOSE_S", 0.0)
+    close = configured("", {}, file=tmp_path / "log")
+    for _ in range(100):
+        log.info("x")
+    assert entered.wait(30)
+    close()
+    hangs.set()
+
+
+def test_logs_that_are_put_away_go_on_in_a_new_file(configured, tmp_path):
+    folder = tmp_path / "logs"
+    close = configured("", {}, file=folder / "log")
+    log.info("before")
+    close()
+    folder.rename(tmp_path / "old")
+    close = configured("", {}, file=folder / "log")
+    log.info("after")
+    close()
+    assert "before" in (tmp_path / "old" / "log").read_text()
+    assert "after" in (folder / "log").read_text()
+
+
+@pytest.mark.parametrize("text", ["loud", "debug,info", "info,xml"])
+def test_an_unknown_level_is_refused(text):
+    with pytest.raises(UsageError, match=f"--log-level '{text}': write one of debug, info, warning, error"):
+        logs.parse_settings(text, "--log-level")
