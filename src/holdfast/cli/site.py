@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from importlib import resources
 
 import typer
 
@@ -25,4 +24,6 @@ def epilog() -> None:
 
 
 def _print(name: str) -> None:
+    from importlib import resources
+
     sys.stdout.write(resources.files("holdfast.engines.slurm").joinpath("site", name).read_text())

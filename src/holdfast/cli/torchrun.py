@@ -6,7 +6,6 @@ something else are refused, with what to do.
 
 from __future__ import annotations
 
-import socket
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -97,6 +96,8 @@ def _check(left_out: dict[str, str | None]) -> None:
 
 def _is_here(address: str) -> bool:
     """Whether HOST[:PORT] names this machine."""
+    import socket
+
     host = address[1:].partition("]")[0] if address.startswith("[") else address.partition(":")[0]
     if host.startswith("127.") or host in ("localhost", "::1", "0.0.0.0"):
         return True

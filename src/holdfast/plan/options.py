@@ -12,11 +12,14 @@ from typing import Annotated
 from holdfast.protocol.options import Group, Option, declared
 
 Text = str | None
+# The dataclasses below are only read field by field. Each method that `dataclass` would make for them delays every start
+# of the command line, so they have none but `__init__`.
+#
 # None in a field means that it was not given as a flag: the YAML file may still have it. So what holds by default stands in
 # the option, where `--help` and `plan/inputs.py` both read it, and never in the field.
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class Work:
     """The cluster, and the work that it does."""
 
@@ -61,7 +64,7 @@ class Work:
     ] = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class Recovery:
     """How often something fails, and how long recovery takes."""
 
@@ -150,7 +153,7 @@ class Recovery:
     ] = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class Saves:
     """What checkpoints cost."""
 
@@ -201,7 +204,7 @@ class Saves:
     ] = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class PlanOptions:
     """What was given."""
 

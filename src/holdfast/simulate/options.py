@@ -12,11 +12,14 @@ from typing import Annotated
 from holdfast.protocol.options import Group, Option, declared
 
 Text = str | None
+# The dataclasses below are only read field by field. Each method that `dataclass` would make for them delays every start
+# of the command line, so they have none but `__init__`.
+#
 # None in a field means that it was not given as a flag: the YAML file may still have it. The defaults in the options are
 # what a `Scenario` has; a test compares them.
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class Work:
     """The cluster, and the work that it does."""
 
@@ -57,7 +60,7 @@ class Work:
     ] = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class Failures:
     """What fails, how often, and what comes instead."""
 
@@ -109,7 +112,7 @@ class Failures:
     ] = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class Recovery:
     """What recovery takes, and how often the state is saved."""
 
@@ -187,7 +190,7 @@ class Recovery:
     ] = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class ScenarioOptions:
     """What was given."""
 
