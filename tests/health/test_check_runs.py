@@ -9,7 +9,8 @@ from holdfast.coordinator.service.checking import CheckRuns, choose
 from holdfast.errors import UsageError
 from holdfast.health.checks.fleet import summary
 from holdfast.protocol import messages as m
-from holdfast.protocol.checking import CheckNews, CheckWish
+from holdfast.protocol.check_options import CheckOptions
+from holdfast.protocol.checking import CheckNews
 from holdfast.protocol.health import CheckResult, Condition
 from holdfast.protocol.job import JobSpec
 
@@ -71,7 +72,7 @@ class Fleet:
             results = (CheckResult(name=check, condition=HEALTHY, value=rate, unit="GB/s", with_node=other),)
         assert self.runs.answered(node, m.Checked(order.request, results))
 
-    async def check(self, wish: CheckWish, of: CoreState) -> CheckNews:
+    async def check(self, wish: CheckOptions, of: CoreState) -> CheckNews:
         id = self.runs.begin(wish, of)
         news = await self.runs.news(id, 0, 5)
         while not news.over:
@@ -82,7 +83,7 @@ class Fleet:
 
 def test_a_slow_node_is_singled_out_and_left_out_of_the_group():
     fleet = Fleet(slow={"n2"})
-    wish = CheckWish(("n0", "n1", "n2", "n3"), deep=True, disturb=True)
+    wish = CheckOptions(("n0", "n1", "n2", "n3"), deep=True, disturb=True)
     news = asyncio.run(fleet.check(wish, state()))
     assert summary(news.results) == {"n0": HEALTHY, "n1": HEALTHY, "n2": FAULTY, "n3": HEALTHY}
     assert [f.rule for f in fleet.found["n2"].findings] == ["check-pair"]
@@ -93,7 +94,7 @@ def test_a_slow_node_is_singled_out_and_left_out_of_the_group():
 
 def test_nodes_with_rdma_are_measured_over_it_as_well():
     fleet = Fleet(rdma={"n0", "n1", "n2", "n3"}, slow_rdma={"n1"})
-    news = asyncio.run(fleet.check(CheckWish(deep=True, disturb=True), state(training=1, spares=4)))
+    news = asyncio.run(fleet.check(CheckOptions(deep=True, disturb=True), state(training=1, spares=4)))
     pairs = [o for _, o in fleet.orders if o.only == ("rdma-pair",)]
     assert {p.node for o in pairs for p in o.peers} == fleet.rdma  # n4 has none
     assert [f.rule for f in fleet.found["n1"].findings] == ["check-rdma-pair"]
@@ -101,13 +102,13 @@ def test_nodes_with_rdma_are_measured_over_it_as_well():
     group = [o for n, o in fleet.orders if o.only == ("all-reduce",)]
     assert [p.node for p in group[0].peers] == ["n0", "n2", "n3", "n4"]
     fleet = Fleet(rdma={"n0"})
-    asyncio.run(fleet.check(CheckWish(deep=True, disturb=True), state()))
+    asyncio.run(fleet.check(CheckOptions(deep=True, disturb=True), state()))
     assert not [o for _, o in fleet.orders if o.only == ("rdma-pair",)]
 
 
 def test_the_one_that_listens_and_the_one_that_comes_know_of_each_other():
     fleet = Fleet()
-    asyncio.run(fleet.check(CheckWish(("n1", "n2"), deep=True), state()))
+    asyncio.run(fleet.check(CheckOptions(("n1", "n2"), deep=True), state()))
     (listens, comes) = [(n, o) for n, o in fleet.orders if o.only == ("pair",)]
     assert (listens[0], listens[1].port) == ("n1", 8001)
     assert comes[1].peers == (m.Peer("n1", "10.0.0.1", 8001),)
@@ -115,29 +116,29 @@ def test_the_one_that_listens_and_the_one_that_comes_know_of_each_other():
 
 def test_pairs_of_one_machine_are_measured_in_turn():
     fleet = Fleet()
-    asyncio.run(fleet.check(CheckWish(deep=True, disturb=True), state(same_host=True)))
+    asyncio.run(fleet.check(CheckOptions(deep=True, disturb=True), state(same_host=True)))
     assert fleet.most_at_once == 1
     fleet = Fleet()
-    asyncio.run(fleet.check(CheckWish(deep=True, disturb=True), state()))
+    asyncio.run(fleet.check(CheckOptions(deep=True, disturb=True), state()))
     assert fleet.most_at_once == 2
 
 
 def test_a_node_that_goes_away_is_unknown():
     fleet = Fleet(gone={"n1"}, faulty={"n2"})
-    news = asyncio.run(fleet.check(CheckWish(), state()))
+    news = asyncio.run(fleet.check(CheckOptions(), state()))
     assert summary(news.results) == {"n0": HEALTHY, "n1": UNKNOWN, "n2": FAULTY, "n3": HEALTHY}
     assert news.results["n1"][0].detail == "the node did not answer"
 
 
 def test_deep_checks_leave_alone_what_trains():
-    assert [n.name for n in choose(CheckWish(deep=True), state())] == ["n1", "n2", "n3"]
-    assert [n.name for n in choose(CheckWish(), state())] == ["n0", "n1", "n2", "n3"]
+    assert [n.name for n in choose(CheckOptions(deep=True), state())] == ["n1", "n2", "n3"]
+    assert [n.name for n in choose(CheckOptions(), state())] == ["n0", "n1", "n2", "n3"]
     with pytest.raises(UsageError, match="n0: deep checks would disturb"):
-        choose(CheckWish(("n0", "n1"), deep=True), state())
+        choose(CheckOptions(("n0", "n1"), deep=True), state())
     with pytest.raises(UsageError, match=r"all nodes train \(n0, n1\)"):
-        choose(CheckWish(deep=True), state(training=2, spares=0))
+        choose(CheckOptions(deep=True), state(training=2, spares=0))
     with pytest.raises(UsageError, match="no node 'n9' in this job: there are n0"):
-        choose(CheckWish(("n9",)), state())
+        choose(CheckOptions(("n9",)), state())
 
 
 def test_an_answer_to_the_core_is_left_to_it():

@@ -1,4 +1,4 @@
-"""`holdfast check`: tests nodes on purpose, this machine or those of a running job."""
+"""`holdfast check`: tests the nodes of a running job, or this machine."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from holdfast.cli.common import JobName
+from holdfast.cli.options import command
+from holdfast.protocol.check_options import CheckOptions
 
 if TYPE_CHECKING:
-    from holdfast.protocol.checking import CheckNews, CheckWish
+    from holdfast.protocol.checking import CheckNews
     from holdfast.protocol.health import CheckResult, Condition
 
     Results = dict[str, Sequence[CheckResult]]
@@ -22,52 +24,46 @@ WIDTH = 100
 EXIT_FAULTY = 1
 EXIT_UNKNOWN = 3
 HERE = "this machine"
-MOST_SECONDS = 3600.0
 
 
+@command
 def check(
-    nodes: Annotated[
-        list[str] | None, typer.Argument(help="Nodes of the job; without any, those that do not train.")
-    ] = None,
+    options: CheckOptions,
     job: JobName = None,
-    deep: Annotated[
-        bool,
-        typer.Option("--deep", help="Also processor, memory, disk, network and GPUs: some ten seconds each."),
-    ] = False,
-    disturb: Annotated[
-        bool, typer.Option("--disturb", help="Deep checks also on nodes that train: it slows them down.")
-    ] = False,
-    seconds: Annotated[
-        float, typer.Option("--seconds", help="About how long each deep check lasts; 0: as usual (2).")
-    ] = 0.0,
     folder: Annotated[
-        Path, typer.Option("--folder", help="This machine: where its disk is tested; by default here.")
+        Path,
+        typer.Option(
+            "--folder",
+            metavar="DIR",
+            help="Without a job: the folder whose disk is tested.",
+            show_default="the working folder",
+        ),
     ] = Path(),
     json: Annotated[
-        Path | None, typer.Option("--json", help="Write the results as JSON; - for standard output.")
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write the results as JSON; - for standard output."),
     ] = None,
 ) -> None:
-    """Checks nodes of a running job, or this machine when neither nodes nor a job are named.
+    """Checks nodes of a running job, or this machine if neither nodes nor a job are named.
 
-    Exit code 0: all healthy; 1: something is faulty; 3: nothing is, but something could not be found out.
+    Exit code 0: all are healthy. 1: something is faulty. 3: nothing is faulty, but something could not be tested.
     """
     from holdfast.errors import UsageError
     from holdfast.health.checks.fleet import summary
-    from holdfast.protocol.checking import CheckWish
     from holdfast.protocol.health import Condition
 
-    if not 0 <= seconds <= MOST_SECONDS:
-        raise UsageError(f"--seconds {seconds:g}: between 0 and {MOST_SECONDS:.0f}, for example 10")
+    # Before the checks, because they take a minute: a report that cannot be written would come too late.
     if json is not None and str(json) != "-" and not json.resolve().parent.is_dir():
         raise UsageError(f"--json {json}: there is no folder {json.resolve().parent}")
-    if nodes or job:
-        results = _of_job(job, CheckWish(tuple(nodes or ()), deep, disturb, seconds))
+    if options.nodes or job:
+        results = _of_job(job, options)
     else:
         if not folder.is_dir():
             raise UsageError(f"--folder {folder}: there is no such folder")
-        results = {HERE: _of_machine(folder.resolve(), deep, seconds)}
+        results = {HERE: _of_machine(folder.resolve(), options.deep, options.seconds)}
     conditions = summary(results)
     _show(results, conditions, json)
+    # Both may be there at once. The fault is the one that somebody has to act on, so it decides the exit code.
     if Condition.FAULTY in conditions.values():
         raise typer.Exit(EXIT_FAULTY)
     if Condition.UNKNOWN in conditions.values():
@@ -100,15 +96,15 @@ def _of_machine(folder: Path, deep: bool, seconds: float) -> Sequence[CheckResul
     return [*results, *asyncio.run(run())]
 
 
-def _of_job(job: str | None, wish: CheckWish) -> Results:
+def _of_job(job: str | None, options: CheckOptions) -> Results:
     import asyncio
 
     from holdfast.engines import jobs
 
-    return asyncio.run(_ask(jobs.existing(job), wish))
+    return asyncio.run(_ask(jobs.existing(job), options))
 
 
-async def _ask(folder: Path, wish: CheckWish) -> Results:
+async def _ask(folder: Path, options: CheckOptions) -> Results:
     import msgspec
 
     from holdfast.engines.client import JobClient
@@ -116,7 +112,9 @@ async def _ask(folder: Path, wish: CheckWish) -> Results:
 
     async with JobClient(folder) as client:
         with _Doing() as doing:
-            news = msgspec.convert(await client.post("/check", msgspec.json.encode(wish).decode()), CheckNews)
+            news = msgspec.convert(
+                await client.post("/check", msgspec.json.encode(options).decode()), CheckNews
+            )
             while not news.over:
                 doing.now(_told(news))
                 page = f"/check?id={news.id}&after={news.version}"
@@ -133,7 +131,7 @@ def _told(news: CheckNews) -> str:
 
 
 class _Doing:
-    """Says what goes on, first after two silent seconds: one line, rewritten in a terminal, ever more rarely elsewhere."""
+    """Shows what is going on after two silent seconds: one line, rewritten in a terminal, and ever more rarely elsewhere."""
 
     def __init__(self) -> None:
         import time

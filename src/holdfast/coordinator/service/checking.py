@@ -20,7 +20,8 @@ from holdfast.health.checks.check import unknown
 from holdfast.health.checks.fleet import against_fleet
 from holdfast.health.checks.network import measured_of
 from holdfast.protocol import messages as m
-from holdfast.protocol.checking import CheckNews, CheckWish
+from holdfast.protocol.check_options import CheckOptions
+from holdfast.protocol.checking import CheckNews
 from holdfast.protocol.health import CheckResult, Condition, Finding, Remedy, Severity
 
 ANSWER_S = 1800.0
@@ -38,7 +39,7 @@ Send = Callable[[str, m.RunChecks], None]
 Tell = Callable[[str, m.FindingsReported], None]
 
 
-def choose(wish: CheckWish, state: CoreState) -> list[Node]:
+def choose(wish: CheckOptions, state: CoreState) -> list[Node]:
     """The nodes that a wish is about.
 
     Raises:
@@ -77,7 +78,7 @@ class CheckRuns:
         self._asked: dict[tuple[str, int], asyncio.Future[tuple[CheckResult, ...] | None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def begin(self, wish: CheckWish, state: CoreState) -> int:
+    def begin(self, wish: CheckOptions, state: CoreState) -> int:
         """Starts a run; returns its number. Raises UsageError when it cannot be done."""
         nodes = choose(wish, state)
         self._count += 1
@@ -147,11 +148,11 @@ class CheckRuns:
 
 
 def check_routes(runs: CheckRuns, state: Callable[[], CoreState]) -> list[web.RouteDef]:
-    """`POST /check`: a CheckWish as JSON begins a run. `GET /check?id=&after=`: its news, as soon as there are some."""
+    """`POST /check`: a CheckOptions as JSON begins a run. `GET /check?id=&after=`: its news, as soon as there are some."""
 
     async def begin(request: web.Request) -> web.StreamResponse:
         try:
-            wish = msgspec.json.decode(await request.read(), type=CheckWish)
+            wish = msgspec.json.decode(await request.read(), type=CheckOptions)
             id = runs.begin(wish, state())
         except (msgspec.MsgspecError, UsageError) as error:
             return web.Response(status=400, text=str(error))
@@ -179,7 +180,7 @@ Ask = Callable[[str, m.RunChecks, float], Awaitable[tuple[CheckResult, ...] | No
 class _Run:
     """One run of checks: each node by itself, then in pairs, then all together."""
 
-    def __init__(self, id: int, wish: CheckWish, nodes: Sequence[Node], ask: Ask, tell: Tell) -> None:
+    def __init__(self, id: int, wish: CheckOptions, nodes: Sequence[Node], ask: Ask, tell: Tell) -> None:
         self.id = id
         self._wish, self._nodes, self._ask, self._tell = wish, {n.name: n for n in nodes}, ask, tell
         self._doing = ""
