@@ -97,31 +97,31 @@ async def _lost_and_formed(job_dir: Path, nodes: int, nproc: int) -> tuple[int, 
     generation, and how many events each batch had."""
     coordinator = Coordinator(job_dir, job(nodes, nproc), Resume())
     state, batches = coordinator._core.state, []
-    deciding = asyncio.create_task(coordinator.decide_all())
+    deciding = asyncio.create_task(coordinator._loop.decide_all())
     for number in range(nodes - 1):
-        coordinator.handle(e.NodeJoined(hello(number, nproc)))
-    await coordinator.effect(e.NodeJoined(hello(nodes - 1, nproc)))
+        coordinator._loop.handle(e.NodeJoined(hello(number, nproc)))
+    await coordinator._loop.effect(e.NodeJoined(hello(nodes - 1, nproc)))
     workers = list(state.workers.values())
     for worker in workers:
-        coordinator.handle(says(worker, m.Attached()))
-        coordinator.handle(says(worker, ready(worker)))
-    await coordinator.effect(e.Tick())
+        coordinator._loop.handle(says(worker, m.Attached()))
+        coordinator._loop.handle(says(worker, ready(worker)))
+    await coordinator._loop.effect(e.Tick())
     assert state.number == 1
     for worker in workers:
-        coordinator.handle(says(worker, m.Joined(1, 0.01)))
-        coordinator.handle(says(worker, m.Progress(generation=1, committed=5, median_s=0.5)))
-    await coordinator.effect(e.Tick())
+        coordinator._loop.handle(says(worker, m.Joined(1, 0.01)))
+        coordinator._loop.handle(says(worker, m.Progress(generation=1, committed=5, median_s=0.5)))
+    await coordinator._loop.effect(e.Tick())
     handle_all, last = coordinator._core.handle_all, workers[-1].node
     coordinator._core.handle_all = lambda events, now: (batches.append(len(events)), handle_all(events, now))[
         1
     ]
-    await coordinator.effect(e.NodeLost(last, state.nodes[last].session))
+    await coordinator._loop.effect(e.NodeLost(last, state.nodes[last].session))
     left = [w for w in workers if w.node != last]
     for worker in left:
-        coordinator.handle(e.NodeSays(worker.node, m.Heartbeat()))
-        coordinator.handle(says(worker, m.Parked(generation=1, committed=5)))
+        coordinator._loop.handle(e.NodeSays(worker.node, m.Heartbeat()))
+        coordinator._loop.handle(says(worker, m.Parked(generation=1, committed=5)))
         await asyncio.sleep(0)  # each comes by a connection of its own
-    await coordinator.effect(e.Tick())
+    await coordinator._loop.effect(e.Tick())
     deciding.cancel()
     assert await coordinator._ledger.close(30.0)
     assert state.generation is not None

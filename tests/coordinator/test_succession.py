@@ -76,8 +76,8 @@ def test_every_state_is_kept_with_the_time_of_the_core(tmp_path: Path) -> None:
     async def handled() -> float:
         coordinator = Coordinator(job_dir, JobSpec("job", "x.py"), Resume())
         now_s = coordinator._clock()
-        deciding = asyncio.create_task(coordinator.decide_all())
-        await coordinator.effect(StopRequested("test"))
+        deciding = asyncio.create_task(coordinator._loop.decide_all())
+        await coordinator._loop.effect(StopRequested("test"))
         deciding.cancel()
         assert await coordinator._ledger.close(5.0)
         await coordinator._memory.close()

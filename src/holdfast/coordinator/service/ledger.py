@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from holdfast.coordinator.service.store import Page, Store
+from holdfast.coordinator.service.store import Page, StepRow, Store
 from holdfast.errors import HoldfastError
 
 T = TypeVar("T")
@@ -108,6 +108,11 @@ class Ledger:
             if part is not None:
                 page.add(part)
         return page
+
+    async def steps(self) -> list[StepRow]:
+        """All committed steps: those of the file, and those that it could not take yet. Raises Unreadable."""
+        left = Page(steps=self.unwritten().steps)
+        return await self.read(lambda store: store.steps(left))
 
     async def close(self, within_s: float) -> bool:
         """Ends it; whether everything was written."""

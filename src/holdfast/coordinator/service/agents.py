@@ -1,0 +1,124 @@
+"""Agents that connect: who speaks for a node, and what they report."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from aiohttp import WSCloseCode, WSMsgType, web
+
+from holdfast.coordinator.kernel import events as ev
+from holdfast.coordinator.service.agent_lines import AgentLines, Line
+from holdfast.coordinator.service.checking import CheckRuns
+from holdfast.coordinator.service.decision_loop import DecisionLoop
+from holdfast.coordinator.service.drain import FAREWELL_S, drain
+from holdfast.coordinator.service.history_writer import Memory
+from holdfast.coordinator.service.watchers import Watchers
+from holdfast.errors import ProtocolError
+from holdfast.protocol import messages as m
+from holdfast.protocol.frames import Codec, encode
+
+_codec: Codec[m.AgentMessage] = Codec(m.AgentMessage)
+_log = logging.getLogger(__name__)
+
+
+class AgentConnections:
+    """Serves the connections of agents. `gone` is set whenever one has ended."""
+
+    def __init__(
+        self,
+        *,
+        loop: DecisionLoop,
+        lines: AgentLines,
+        checks: CheckRuns,
+        memory: Memory,
+        watchers: Watchers,
+        gone: asyncio.Event,
+    ) -> None:
+        self._loop, self._lines, self._checks = loop, lines, checks
+        self._memory, self._watchers, self._gone = memory, watchers, gone
+
+    async def serve(self, request: web.Request) -> web.StreamResponse:
+        socket = web.WebSocketResponse(max_msg_size=16 << 20, autoping=True)
+        await socket.prepare(request)
+        hello = await self._first(socket)
+        if hello is None:
+            await socket.close(code=WSCloseCode.PROTOCOL_ERROR)
+            return socket
+        line = Line(hello.node, hello.session, request.transport)
+        sender = asyncio.create_task(drain(line, socket))
+        try:
+            await self._joined(line, hello)
+            async for frame in socket:
+                if frame.type is WSMsgType.BINARY and self._lines.by_node.get(line.node) is line:
+                    await self._heard(line, frame.data)
+        except ProtocolError as error:
+            self._watchers.say(f"{line.node}: {error}")
+        finally:
+            sender.cancel()
+            if self._lines.by_node.get(line.node) is line:
+                _log.info("lost the connection of an agent", extra={"node": line.node})
+                del self._lines.by_node[line.node]
+                self._gone.set()
+                self._checks.lost(line.node)
+                self._loop.handle(ev.NodeLost(line.node, line.known))
+        return socket
+
+    async def _first(self, socket: web.WebSocketResponse) -> m.Hello | None:
+        frame = await socket.receive()
+        if frame.type is not WSMsgType.BINARY:
+            return None
+        try:
+            message = _codec.decode(frame.data)
+        except ProtocolError:
+            return None
+        return message if isinstance(message, m.Hello) else None
+
+    async def _joined(self, line: Line, hello: m.Hello) -> None:
+        """A node that is not known joins with its history."""
+        if hello.node != line.node:
+            raise ProtocolError(f"its connection says hello for {hello.node}, too")
+        self._take_place(line, hello)
+        known = self._loop.core.state.nodes.get(hello.node)
+        new = known is None or known.session != hello.session
+        past = await self._memory.past(hello.identity, hello.devices) if new else ()
+        if self._lines.by_node.get(line.node) is line:  # and no newer one came meanwhile
+            line.known = hello.session
+            _log.info("an agent connected", extra={"node": hello.node, "host": hello.host, "pid": hello.pid})
+            self._loop.handle(ev.NodeJoined(hello, past), line)
+
+    def _take_place(self, line: Line, hello: m.Hello) -> None:
+        """From now on this connection, and no other, speaks for its node. Nothing counts that the one before still says,
+        nor its end.
+
+        An agent that connects again has left its old connection. But another agent of the same node may still listen
+        there, whose workers the core counts as lost: it is told to end, or it would connect again and take the place.
+        """
+        before, self._lines.by_node[line.node] = self._lines.by_node.get(line.node), line
+        if before is None or before is line:
+            line.session = hello.session
+            return
+        line.known = before.known
+        if before.session != hello.session:
+            self._checks.lost(line.node)
+            before.put_nowait(encode(m.Shutdown("a newer agent of this node took its place")))
+        before.put_nowait(None)
+        if before.transport is not None:
+            asyncio.get_running_loop().call_later(FAREWELL_S, before.transport.abort)
+
+    async def _heard(self, line: Line, data: bytes) -> None:
+        node, message = line.node, _codec.decode(data)
+        if isinstance(message, m.Hello):
+            await self._joined(line, message)
+        elif isinstance(message, m.Checked) and self._checks.answered(node, message):
+            pass
+        elif isinstance(message, m.FaultFired):
+            self._loop.fired(message.fault, node, self._armed_worker(message.fault))
+        elif isinstance(message, m.FromWorker) and isinstance(message.message, m.FaultFired):
+            self._loop.fired(message.message.fault, node, message.worker)
+        else:
+            self._loop.handle(ev.NodeSays(node, message))
+
+    def _armed_worker(self, fault: str) -> str | None:
+        plan = self._loop.injector.plans.get(fault.partition("/")[0])
+        return plan.struck if plan else None

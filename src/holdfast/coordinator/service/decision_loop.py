@@ -1,0 +1,346 @@
+"""The one way from what came to what is done about it.
+
+Connections and timers put events into an inbox. One task takes all that wait there, has the core
+decide, has that written, and then does it; meanwhile the next events gather. So however long a write takes, no order
+leaves before it, nobody's word is lost, and nobody is taken for silent because of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from holdfast.coordinator.kernel import events as ev
+from holdfast.coordinator.kernel.validate import validate
+from holdfast.coordinator.machine import Core
+from holdfast.coordinator.membership import script_metrics
+from holdfast.coordinator.service.agent_lines import AgentLines, Line
+from holdfast.coordinator.service.clock import CoreClock
+from holdfast.coordinator.service.history_writer import Memory
+from holdfast.coordinator.service.inbox import Inbox, Waiting
+from holdfast.coordinator.service.injector import Injector, Strike
+from holdfast.coordinator.service.ledger import Ledger
+from holdfast.coordinator.service.starvation import Starving
+from holdfast.coordinator.service.store import SNAPSHOT, LedgerEntry, Page, Said
+from holdfast.coordinator.service.watchers import Watchers
+from holdfast.protocol import ledger
+from holdfast.protocol import messages as m
+from holdfast.protocol.faults import NODE_FAULTS, FaultKind
+from holdfast.protocol.ledger import LedgerEvent
+
+_log = logging.getLogger(__name__)
+LAST_S = 10.0
+"""How long a job that ends waits for a ledger that cannot be written. What it trained is in its checkpoints."""
+VALIDATE_VARIABLE = "HOLDFAST_VALIDATE"
+"""With 1 the state is checked after every batch of events; what is wrong goes to the coordinator's log."""
+
+
+class DecisionLoop:
+    """Feeds the core, writes what it decides, and carries it out."""
+
+    def __init__(
+        self,
+        *,
+        core: Core,
+        clock: CoreClock,
+        injector: Injector,
+        ledger_file: Ledger,
+        memory: Memory,
+        lines: AgentLines,
+        watchers: Watchers,
+        job_dir: Path,
+    ) -> None:
+        self.core, self.clock, self.injector = core, clock, injector
+        self._ledger, self._memory, self._lines, self._watchers = ledger_file, memory, lines, watchers
+        self._job_dir = job_dir
+        self.seq = ledger_file.store.last_seq()
+        """Number of the ledger's newest entry."""
+        self._validates = os.environ.get(VALIDATE_VARIABLE) == "1"
+        self._inbox = Inbox()
+        self._starving = Starving(core.timing.heartbeat_s)
+        self._tick: asyncio.TimerHandle | None = None
+        self._beat: asyncio.TimerHandle | None = None
+        self._ends: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._ends_at: float | None = None
+        self._failed_at = 0.0
+        self.unwritten = False
+        """The job has ended without its last entries, because the ledger cannot be written."""
+        self.over = asyncio.Event()
+        """The job is over: the core has decided its end, and that is written."""
+
+    # ------------------------------------------------------------ from events to decisions
+
+    def handle(self, event: ev.Event, line: Line | None = None) -> None:
+        """Takes an event in, for the core to hear of soon. line: of the agent that it came by."""
+        self._take_in(event, line)
+
+    def _take_in(self, event: ev.Event, line: Line | None = None) -> Waiting | None:
+        if _ending(event) and self._ends_at is None:
+            self._ends_at = asyncio.get_running_loop().time()
+            self._ends.set_result(None)
+        return self._inbox.put(event, line)
+
+    async def effect(self, event: ev.Event) -> None:
+        """Takes an event in, and waits until what was decided about it is written and done."""
+        if (waiting := self._take_in(event)) is not None:
+            waiting.done = asyncio.get_running_loop().create_future()
+            await waiting.done
+
+    async def decide_all(self) -> None:
+        """The one way from what came to what is done about it, until cancelled."""
+        self._late_s()
+        while True:
+            waiting = await self._inbox.take()
+            now_s = time.monotonic()
+            events = [w.aged(now_s) for w in waiting]
+            if (late_s := self._late_s()) is not None:
+                events = [*self._excuses(late_s), *events]
+            for each in waiting:
+                self._meet(each)
+            if events:
+                await self._decide(events)
+            for each in waiting:
+                if each.done is not None and not each.done.done():
+                    each.done.set_result(None)
+
+    def _late_s(self) -> float | None:
+        """How late this look is, of which there are two for every heartbeat; None: it is not time for one."""
+        loop, every_s = asyncio.get_running_loop(), self.core.timing.heartbeat_s / 2
+        late_s = 0.0
+        if self._beat is not None:
+            late_s = loop.time() - self._beat.when()
+            if late_s < 0:
+                return None
+            self._beat.cancel()
+        self._beat = loop.call_later(every_s, self._inbox.wake)
+        return late_s
+
+    def _excuses(self, late_s: float) -> list[ev.Event]:
+        """What the core has to know before it looks at any deadline, or it would end those for whom there was no time: that
+        the processor or the ledger kept this process from listening, and agents from speaking."""
+        excuses: list[ev.Event] = []
+        if late_s > self.core.timing.heartbeat_s / 2:
+            excuses.append(ev.Overslept(late_s))
+        heard = [(n.name, n.last_seen_s) for n in self.core.state.nodes.values() if n.alive]
+        starved = self._starving.look(heard, self.clock())
+        return [*excuses, *(ev.Starved(node, waited_s) for node, waited_s in starved.items())]
+
+    def _meet(self, waiting: Waiting) -> None:
+        """From here on orders to a node go to the agent that the core hears of now. A decision about the agent before it must
+        not reach it: it would start workers that nobody knows of."""
+        if isinstance(waiting.event, ev.NodeJoined) and waiting.line is not None:
+            waiting.line.joined = True
+            hello = waiting.event.hello
+            self._starving.joined(hello.node, hello.kernel, hello.pid)
+
+    async def _decide(self, events: list[ev.Event]) -> None:
+        """One batch: decided at one moment, written at once, then done."""
+        now, state = self.clock(), self.core.state
+        before = state.generation
+        actions = self.core.handle_all(events, now)
+        for wrong in validate(state) if self._validates else ():
+            _log.error("the coordinator's state is not valid: %s; after %s", wrong, events)
+        formed = any(isinstance(a, ev.Record) and a.kind in ("formed", "started") for a in actions)
+        strikes = self.injector.formed(state, now) if formed else []
+        strikes += self.injector.due(state, now)
+        urgent = bool(actions) or not all(map(_routine, events))
+        page = self._page(events, actions, now, before)
+        if urgent:
+            page.kept[SNAPSHOT] = msgspec.msgpack.encode(state)
+            page.kept["clock"] = msgspec.msgpack.encode(self.clock.mark())
+            page.kept["injector"] = msgspec.msgpack.encode(self.injector.plans)
+            await self._written(page)
+        elif page.steps:
+            self._ledger.write(page)  # agents tell again what a coordinator that died had not written
+        self._carry_out(actions, strikes)
+        for entry in page.entries:
+            _log.debug("event %s", entry.kind, extra={"seq": entry.seq, "event": entry.fields})
+            self._watchers.announce("event", entry)
+        if self.core.moved or self._tick is None:
+            self.plan_tick()
+        self._watchers.plan_status()
+
+    def _page(
+        self, events: list[ev.Event], actions: list[ev.Action], now: float, before: m.Generation | None
+    ) -> Page:
+        """What a batch leaves in the ledger. before: the generation in which its steps were made."""
+        state = self.core.state
+        records = [a for a in actions if isinstance(a, ev.Record)]
+        if any(isinstance(a, ev.End) for a in actions):
+            records += [ev.Record(ledger.FaultNotFired(fault=f)) for f in self.injector.unfired()]
+        page = Page([self._entry(r.event, now) for r in records])
+        for event in events:
+            said = _with_losses(event)
+            made_in = before or state.generation
+            if said is not None and made_in is not None:
+                t_s = round(now - state.began_s - _age_s(event), 4)
+                logged = script_metrics.rows(state, said) if isinstance(said, m.Progress) else ()
+                page.steps.append(Said(t_s, said.losses, said.generation, len(made_in.members), logged))
+        return page
+
+    def _entry(self, event: LedgerEvent, now: float) -> LedgerEntry:
+        self.seq += 1
+        utc = datetime.now(UTC).isoformat(timespec="milliseconds")
+        return LedgerEntry(self.seq, round(now - self.core.state.began_s, 4), utc, event.kind, event)
+
+    async def _written(self, page: Page) -> None:
+        """Waits until a decision is in the ledger: nobody may hear of it before, or the next coordinator could decide
+        otherwise. Only a job that ends does not wait for ever: there is no next one."""
+        writing = self._ledger.write(page)
+        if not self._ends.done():
+            await asyncio.wait([writing, self._ends], return_when=asyncio.FIRST_COMPLETED)
+        if writing.done() or self._ends_at is None:
+            writing.result()
+            return
+        left_s = self._ends_at + LAST_S - asyncio.get_running_loop().time()
+        await asyncio.wait([writing], timeout=max(left_s, 0.0 if self.unwritten else LAST_S / 2))
+        if not writing.done() and not self.unwritten:
+            self.unwritten = True
+            told = (
+                f"the job ends without its ledger, which cannot be written: {self._ledger.why or 'no answer'}"
+            )
+            self._watchers.say(told)
+
+    def note(self, event: LedgerEvent) -> None:
+        """An event that the core knows nothing of. It is announced when it is written."""
+        entry = self._entry(event, self.clock())
+        self._ledger.write(Page([entry])).add_done_callback(lambda _: self._watchers.announce("event", entry))
+
+    def on_ledger_trouble(self, why: str | None) -> None:
+        now_s = asyncio.get_running_loop().time()
+        if why is not None:
+            self._failed_at = now_s
+            where = f"{self._job_dir} ({why})"
+            self._watchers.say(
+                f"the ledger cannot be written in {where}: training goes on, what has to be written first waits; make "
+                "room there, or make it writable"
+            )
+            self.note(ledger.LedgerFailed(reason=why))
+        else:
+            failed_s = round(now_s - self._failed_at, 1)
+            text = f"the ledger is written again, after {failed_s:g} s; nothing is missing in it"
+            self._watchers.say(text)
+            self.note(ledger.LedgerBack(failed_s=failed_s))
+
+    # ------------------------------------------------------------ what was decided is done
+
+    def _carry_out(self, actions: list[ev.Action], strikes: list[Strike]) -> None:
+        begun = {
+            a.message.worker
+            for a in actions
+            if isinstance(a, ev.Send) and isinstance(a.message, m.StartWorker)
+        }
+        early = [s for s in strikes if getattr(s.message, "worker", None) not in begun]
+        for strike in early:
+            self.strike(strike)  # before the JoinGeneration: a fault may wait for the joining itself
+        for action in actions:
+            self.do(action)
+        for strike in strikes:
+            if strike not in early:
+                self.strike(strike)  # nobody can be told anything before it is started
+
+    def do(self, action: ev.Action) -> None:
+        match action:
+            case ev.Send(node, message):
+                self._lines.send(node, message)
+            case ev.ProvideNode(reason):
+                self._watchers.announce("provide-node", {"reason": reason})
+            case ev.ReleaseNode(node, reason, planned):
+                self._watchers.announce("release-node", {"node": node, "reason": reason, "planned": planned})
+            case ev.MarkNode(node, reason):
+                self._watchers.announce("mark-node", {"node": node, "reason": reason})
+            case ev.RebootNode(node, reason):
+                self._watchers.announce("reboot-node", {"node": node, "reason": reason})
+            case ev.Remember():
+                self._memory.remember(action)
+            case ev.End():
+                self.over.set()
+            case _:
+                pass
+
+    def plan_tick(self) -> None:
+        times = [t for t in (self.core.next_deadline(), self.injector.next_due()) if t is not None]
+        if self._tick is not None:
+            self._tick.cancel()
+            self._tick = None
+        if times and not self.over.is_set():
+            delay = max(0.0, min(times) - self.clock()) + 1e-3
+            self._tick = asyncio.get_running_loop().call_later(delay, self._tick_due, 2)
+
+    def _tick_due(self, turns: int) -> None:
+        """A turn of the loop runs what timers are due before it reads on from what has arrived. Who has spoken in time is
+        not to be judged before that is read."""
+        self._tick = None
+        if turns:
+            asyncio.get_running_loop().call_soon(self._tick_due, turns - 1)
+        else:
+            for excuse in self._excuses(0.0):
+                self.handle(excuse)
+            self.handle(ev.Tick())
+
+    # ------------------------------------------------------------ injected faults
+
+    def strike(self, strike: Strike) -> None:
+        if strike.message is None:
+            self.fired(f"{strike.plan}/", None, None)
+        else:
+            self._lines.send(strike.node, strike.message)
+
+    def fired(self, id: str, node: str | None, worker: str | None) -> None:
+        plan = self.injector.fired(id)
+        if plan is None:
+            return
+        kind = plan.spec.kind
+        struck = None if kind in NODE_FAULTS else worker
+        waiting = self._take_in(ev.Injected(str(plan.spec), kind.value, node, struck))
+        if kind is FaultKind.KILL_COORDINATOR and waiting is not None:
+            waiting.done = asyncio.get_running_loop().create_future()
+            waiting.done.add_done_callback(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def _ending(event: ev.Event) -> bool:
+    """From here on the job comes to its end, whatever the ledger does: it was asked to, or somebody has all steps."""
+    if isinstance(event, ev.StopRequested):
+        return True
+    if not isinstance(event, ev.NodeSays):
+        return False
+    said = event.message
+    if isinstance(said, m.Exited):
+        return said.code == 0
+    return isinstance(said, m.FromWorker) and isinstance(said.message, m.Done)
+
+
+def _with_losses(event: ev.Event) -> m.Progress | m.Parked | None:
+    """The message that tells losses or figures, if it is one."""
+    if isinstance(event, ev.NodeSays) and isinstance(event.message, m.FromWorker):
+        said = event.message.message
+        if isinstance(said, m.Parked) and said.losses:
+            return said
+        if isinstance(said, m.Progress) and (said.losses or said.figures):
+            return said
+    return None
+
+
+def _age_s(event: ev.Event) -> float:
+    """How long the news waited in the agent while there was no coordinator."""
+    said = event.message if isinstance(event, ev.NodeSays) else None
+    return said.age_s if isinstance(said, m.FromWorker) else 0.0
+
+
+def _routine(event: ev.Event) -> bool:
+    """Events that come many times a second and change nothing that a successor could not learn anew."""
+    if isinstance(event, ev.Tick | ev.Starved):
+        return True
+    if not isinstance(event, ev.NodeSays):
+        return False
+    said = event.message
+    return isinstance(said, m.Heartbeat | m.StoreProgress) or (
+        isinstance(said, m.FromWorker) and isinstance(said.message, m.Progress | m.Restoring)
+    )

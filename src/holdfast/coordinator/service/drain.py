@@ -1,0 +1,23 @@
+"""Sends what is queued for one connection."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiohttp import web
+
+FAREWELL_S = 2.0
+"""So long the last words to a connection may take before it is closed anyway."""
+
+
+async def drain(queue: Any, socket: web.WebSocketResponse, text: bool = False) -> None:
+    """Sends what is queued, in order, until cancelled or the other side is gone; after None it closes."""
+    try:
+        while (data := await queue.get()) is not None:
+            if text:
+                await socket.send_str(data.decode())
+            else:
+                await socket.send_bytes(data)
+        await socket.close()
+    except (ConnectionError, OSError):
+        return

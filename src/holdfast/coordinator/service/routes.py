@@ -1,0 +1,220 @@
+"""What people, watchers and engines may ask of a running job over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from holdfast.coordinator.kernel import events as ev
+from holdfast.coordinator.membership import resize
+from holdfast.coordinator.service.checking import CheckRuns, check_routes
+from holdfast.coordinator.service.decision_loop import DecisionLoop
+from holdfast.coordinator.service.drain import FAREWELL_S, drain
+from holdfast.coordinator.service.ledger import Ledger, Unreadable
+from holdfast.coordinator.service.metrics import CONTENT_TYPE, metrics_text
+from holdfast.coordinator.service.report import build_report, build_status
+from holdfast.coordinator.service.store import Store
+from holdfast.coordinator.service.watchers import Watcher, Watchers, announcement
+from holdfast.errors import UsageError
+from holdfast.protocol.availability import Availability, NodeGoing
+from holdfast.protocol.faults import check_watched, node_name, parse_fault
+
+_engine_says = msgspec.json.Decoder(Availability)
+
+
+class Routes:
+    """The coordinator's routes but that of agents. `gone` is set whenever somebody stops watching."""
+
+    def __init__(
+        self,
+        *,
+        loop: DecisionLoop,
+        ledger_file: Ledger,
+        checks: CheckRuns,
+        watchers: Watchers,
+        gone: asyncio.Event,
+    ) -> None:
+        self._loop, self._ledger, self._checks = loop, ledger_file, checks
+        self._watchers, self._gone = watchers, gone
+        self._productive = (0, 0.0)
+
+    def all(self) -> list[web.RouteDef]:
+        """For `web.Application.add_routes`."""
+        return [
+            web.get("/watch", self._watch),
+            web.get("/status", self._status_page),
+            web.get("/report", self._report_page),
+            web.get("/metrics", self._metrics_page),
+            web.get("/ledger", self._ledger_page),
+            web.get("/presence", self._presence),
+            web.post("/stop", self._stop),
+            web.post("/fault", self._fault),
+            web.post("/resize", self._resize),
+            web.post("/drain", self._drain),
+            web.post("/engine", self._engine),
+            *check_routes(self._checks, lambda: self._loop.core.state),
+            web.post("/clear", self._clear),
+        ]
+
+    async def _watch(self, request: web.Request) -> web.StreamResponse:
+        """Every event from `?after=SEQ` on and the status as it changes, one JSON text each."""
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        watcher = Watcher()
+        after = int(request.query.get("after", "0"))
+        self._watchers.all.add(watcher)  # what is announced from now on waits until it knows the past
+        sender = asyncio.create_task(drain(watcher.queue, socket, text=True))
+        try:
+            try:
+                watcher.begin(await self._ledger.read(lambda store: _past(store, after)))
+            except Unreadable as error:
+                watcher.begin([(0, announcement("log", {"text": str(error)}))])
+            watcher.tell(announcement("status", self._status()))
+            async for _ in socket:
+                pass
+        finally:
+            self._watchers.all.discard(watcher)
+            self._gone.set()
+            sender.cancel()
+        return socket
+
+    async def _status_page(self, request: web.Request) -> web.StreamResponse:
+        return _json(self._status())
+
+    async def _report_page(self, request: web.Request) -> web.StreamResponse:
+        try:
+            steps = await self._ledger.steps()
+        except Unreadable as error:
+            return web.Response(status=503, text=str(error))
+        return _json(build_report(self._loop.core.state, steps, self._loop.clock()))
+
+    async def _metrics_page(self, request: web.Request) -> web.StreamResponse:
+        try:
+            self._productive = await self._ledger.read(Store.productive)
+        except Unreadable:
+            pass  # what was known last is better than no figures: others do not need the ledger
+        steps, productive_s = self._productive
+        text = metrics_text(
+            self._loop.core.state, steps, productive_s, self._loop.clock(), self._ledger.why is None
+        )
+        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
+
+    async def _ledger_page(self, request: web.Request) -> web.StreamResponse:
+        """The job's SQLite file."""
+        try:
+            return web.Response(
+                body=await self._ledger.read(Store.copy), content_type="application/vnd.sqlite3"
+            )
+        except Unreadable as error:
+            return web.Response(status=503, text=str(error))
+
+    async def _presence(self, request: web.Request) -> web.StreamResponse:
+        """Open for as long as this process lives: its end is how those who would take over hear of it."""
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        async for _ in socket:
+            pass
+        return socket
+
+    async def _stop(self, request: web.Request) -> web.StreamResponse:
+        try:
+            async with asyncio.timeout(FAREWELL_S):
+                await self._loop.effect(ev.StopRequested(request.query.get("reason", "asked for")))
+        except TimeoutError:
+            pass  # it waits for the ledger, and so long only: LAST_S
+        return _json({"stopping": True})
+
+    async def _fault(self, request: web.Request) -> web.StreamResponse:
+        try:
+            spec = parse_fault(await request.text())
+            check_watched(spec, self._loop.core.spec.health.watch)
+            self._check_target(spec.rank, spec.node)
+        except UsageError as error:
+            return web.Response(status=400, text=str(error))
+        now = self._loop.clock()
+        plan = self._loop.injector.add(spec, now)
+        for strike in self._loop.injector.strike_now(plan, self._loop.core.state):
+            self._loop.strike(strike)
+        self._loop.plan_tick()
+        return _json({"fault": str(spec)})
+
+    def _check_target(self, rank: int | None, node: int | str | None) -> None:
+        state = self._loop.core.state
+        members = state.generation.members if state.generation else ()
+        if rank is not None and rank not in {x.rank for x in members}:
+            raise UsageError(f"no rank {rank} in this job: there are {len(members)}, counted from 0")
+        if node is not None and node_name(node) not in {n for n, x in state.nodes.items() if x.alive}:
+            alive = ", ".join(n for n, x in state.nodes.items() if x.alive)
+            raise UsageError(f"no node {node_name(node)} in this job: there are {alive}")
+
+    async def _resize(self, request: web.Request) -> web.StreamResponse:
+        """`?nodes=N&reason=`: how many to train on from now on."""
+        try:
+            nodes = int(request.query.get("nodes", ""))
+        except ValueError:
+            return web.Response(status=400, text="send ?nodes=N, a whole number")
+        state = self._loop.core.state
+        try:
+            resize.check_resize(state, nodes)
+        except UsageError as error:
+            return web.Response(status=400, text=str(error))
+        if refusal := self._refusal():
+            return refusal
+        before = state.wanted_nodes
+        await self._loop.effect(ev.ResizeRequested(nodes, request.query.get("reason", "asked for")))
+        return _json({"before": before, "nodes": state.wanted_nodes, "capacity": state.capacity_nodes})
+
+    async def _drain(self, request: web.Request) -> web.StreamResponse:
+        """A NodeGoing as JSON, of a node that must be there."""
+        try:
+            going = msgspec.json.decode(await request.read(), type=NodeGoing)
+            resize.check_drain(self._loop.core.state, going.node)
+        except (msgspec.MsgspecError, UsageError) as error:
+            return web.Response(status=400, text=str(error))
+        if refusal := self._refusal():
+            return refusal
+        await self._loop.effect(going)
+        return _json({"node": going.node})
+
+    async def _clear(self, request: web.Request) -> web.StreamResponse:
+        """`?machine=ID&rule=`: a person says that a machine is well, or that a rule was wrong about it."""
+        machine = request.query.get("machine", "")
+        if not machine:
+            return web.Response(status=400, text="send ?machine=ID")
+        if refusal := self._refusal():
+            return refusal
+        await self._loop.effect(ev.MachineCleared(machine, request.query.get("rule", "")))
+        return _json({})
+
+    async def _engine(self, request: web.Request) -> web.StreamResponse:
+        """What the engine knows of capacity: one of `protocol.availability`, as JSON."""
+        try:
+            event = _engine_says.decode(await request.read())
+        except msgspec.MsgspecError as error:
+            return web.Response(status=400, text=str(error))
+        if self._ledger.why is None:
+            await self._loop.effect(event)
+        else:
+            self._loop.handle(event)  # it is heard of when that can be written
+        return _json({})
+
+    def _refusal(self) -> web.Response | None:
+        """What a person hears who wants something changed that cannot be written: else it would happen much later."""
+        if self._ledger.why is None:
+            return None
+        told = f"the ledger cannot be written ({self._ledger.why}): nothing is changed; try again when it can"
+        return web.Response(status=503, text=told)
+
+    def _status(self) -> dict[str, Any]:
+        return build_status(self._loop.core.state, self._loop.clock())
+
+
+def _past(store: Store, after: int) -> list[tuple[int, bytes]]:
+    return [(entry.seq, announcement("event", entry)) for entry in store.events(after)]
+
+
+def _json(value: Any) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")

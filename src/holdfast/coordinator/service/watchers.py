@@ -1,0 +1,75 @@
+"""Who watches a running job: what is announced to them, and when the status is sent."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from holdfast.coordinator.service.store import LedgerEntry
+
+_log = logging.getLogger(__name__)
+
+STATUS_EVERY_S = 0.2
+
+
+class Watcher:
+    """Somebody who watches. What is announced while the past is still being read waits for it."""
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._held: list[tuple[int, bytes | None]] | None = []
+        self._read = 0
+
+    def tell(self, data: bytes | None, seq: int = 0) -> None:
+        """Queues an announcement; None: the last one was before. seq: of an event, which may have been read already."""
+        if 0 < seq <= self._read:
+            return
+        if self._held is not None:
+            self._held.append((seq, data))
+        else:
+            self.queue.put_nowait(data)
+
+    def begin(self, past: list[tuple[int, bytes]]) -> None:
+        """The past comes first, and nothing twice."""
+        held, self._held = self._held or [], None
+        self._read = past[-1][0] if past else 0
+        for _, data in past:
+            self.queue.put_nowait(data)
+        for seq, later in held:
+            self.tell(later, seq)
+
+
+class Watchers:
+    """All who watch. `status` gives the status as it is now."""
+
+    def __init__(self, status: Callable[[], dict[str, Any]]) -> None:
+        self.all: set[Watcher] = set()
+        self._status, self._status_due = status, False
+
+    def announce(self, kind: str, value: Any) -> None:
+        if self.all:
+            data = announcement(kind, value)
+            for watcher in self.all:
+                watcher.tell(data, value.seq if isinstance(value, LedgerEntry) else 0)
+
+    def say(self, text: str) -> None:
+        """Something about the coordinator itself: for whoever looks on, and for the log."""
+        _log.info("%s", text)
+        self.announce("log", {"text": text})
+
+    def plan_status(self) -> None:
+        if self.all and not self._status_due:
+            self._status_due = True
+            asyncio.get_running_loop().call_later(STATUS_EVERY_S, self._send_status)
+
+    def _send_status(self) -> None:
+        self._status_due = False
+        self.announce("status", self._status())
+
+
+def announcement(kind: str, value: Any) -> bytes:
+    return msgspec.json.encode({"kind": kind, "value": value})
