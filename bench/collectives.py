@@ -27,8 +27,8 @@ from rich.table import Table
 
 from bench.machine import ForeignCpu, conclude, introduce
 from bench.recovery.environments import versions
-from holdfast.train.buffer_pool import Scratch
-from holdfast.train.gloo_group import Wires
+from holdfast.train.buffer_pool import BufferPool
+from holdfast.train.gloo_group import GlooGroup
 
 BLOCK_BYTES = 4 << 20
 STREAMS = 2
@@ -85,31 +85,31 @@ def _collectives(workers: int, nbytes: int, reps: int) -> Times:
 
 def _work(rank: int, size: int, nbytes: int, reps: int, path: str) -> Times:
     torch.set_num_threads(1)
-    wires = Wires(rank, size, "127.0.0.1")
-    wires.connect(dist.FileStore(path, size))  # type: ignore[attr-defined, unused-ignore]
+    gloo = GlooGroup(rank, size, "127.0.0.1")
+    gloo.connect(dist.FileStore(path, size))  # type: ignore[attr-defined, unused-ignore]
     count = nbytes // torch.bfloat16.itemsize
     mine = torch.full((count,), rank + 1.0, dtype=torch.bfloat16)
     everybody = torch.ones(size * count, dtype=torch.bfloat16)
-    scratch = Scratch()
+    scratch = BufferPool()
     calls: dict[str, Callable[[], object]] = {
-        "gloo all-gather": lambda: wires.wait(wires.start(lambda g: g._allgather_base(everybody, mine))),
-        "our all-gather": lambda: wires.gather(everybody, mine),
-        "gloo reduce-scatter": lambda: wires.wait(
-            wires.start(lambda g: g._reduce_scatter_base(mine, everybody))
+        "gloo all-gather": lambda: gloo.wait(gloo.start(lambda g: g._allgather_base(everybody, mine))),
+        "our all-gather": lambda: gloo.gather(everybody, mine),
+        "gloo reduce-scatter": lambda: gloo.wait(
+            gloo.start(lambda g: g._reduce_scatter_base(mine, everybody))
         ),
-        "our reduce-scatter": lambda: wires.scatter_sum(mine, everybody, scratch),
+        "our reduce-scatter": lambda: gloo.scatter_sum(mine, everybody, scratch),
     }
     times: Times = {name: [] for name in calls}
     for nth in range(reps + 1):  # the first brings the memory in
         for name, call in calls.items():
-            wires.wait(wires.start(lambda g: g.barrier()))
+            gloo.wait(gloo.start(lambda g: g.barrier()))
             began = time.perf_counter()
             call()
             if nth:
                 times[name].append(time.perf_counter() - began)
             mine.fill_(rank + 1.0)
-    wires.wait(wires.start(lambda g: g.barrier()))
-    wires.close()
+    gloo.wait(gloo.start(lambda g: g.barrier()))
+    gloo.close()
     return times
 
 

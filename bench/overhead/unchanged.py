@@ -1,4 +1,4 @@
-"""`python -m bench.overhead.unchanged`: what it costs to see that only commits change the protected state.
+"""`python -m bench.overhead.state_guard`: what it costs to see that only commits change the protected state.
 
 One process trains the model of the other benchmarks with an average of its weights, on one thread, and the time spent in
 `holdfast.train.state_guard` is taken out of every step after the first ones, in which all content is read. It is the
@@ -25,7 +25,7 @@ from bench import machine
 from bench.recovery import model as job
 from bench.recovery.analyse import Spread, spread
 from bench.recovery.environments import versions
-from holdfast.train.state_guard import FIRST_LOOKS, Unchanged
+from holdfast.train.state_guard import FIRST_LOOKS, StateGuard
 
 WARM_UP = 5
 WIDTH = 100
@@ -54,7 +54,7 @@ def measure(size: str, steps: int) -> tuple[list[float], list[float]]:
     whole: list[float] = []
     looking: list[float] = []
     methods = ("note", "after_step", "before_update", "release")
-    plain = {name: getattr(Unchanged, name) for name in methods}
+    plain = {name: getattr(StateGuard, name) for name in methods}
 
     def main(run: hf.Run) -> None:
         network = job.build(size).to(run.device)
@@ -76,17 +76,17 @@ def measure(size: str, steps: int) -> tuple[list[float], list[float]]:
 
     try:
         for name, method in plain.items():
-            setattr(Unchanged, name, watch.timed(method))
+            setattr(StateGuard, name, watch.timed(method))
         hf.start(main)
     finally:
         for name, method in plain.items():
-            setattr(Unchanged, name, method)
+            setattr(StateGuard, name, method)
     first = max(WARM_UP, FIRST_LOOKS) + 1
     return whole[first:], looking[first:]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.overhead.unchanged", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.overhead.state_guard", description=__doc__)
     parser.add_argument("--models", default="10m", help="comma-separated: 10m, tiny (default: 10m)")
     parser.add_argument("--runs", type=int, default=5, help="of each model (default: 5)")
     parser.add_argument(

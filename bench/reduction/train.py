@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from bench.recovery import model as job
 from bench.reduction.fixed_point import AheadSum, FixedPointSum
 from holdfast.protocol.messages import Generation, Member
-from holdfast.train.control_channel import MeshListener
+from holdfast.train.control_channel import ChannelListener
 from holdfast.train.exact import ExactSum
 from holdfast.train.generation_group import Group
 from holdfast.train.reduction import Gradients, GradientSum
@@ -41,7 +41,7 @@ def rank_main(
 ) -> None:
     """Says its port, hears all ports, trains, says after every block: (kind, seconds of each step)."""
     job.prepare_process()
-    listener = MeshListener(HOST, TOKEN, f"w{rank}")
+    listener = ChannelListener(HOST, TOKEN, f"w{rank}")
     pipe.send(listener.port)
     members = tuple(
         Member(rank=i, worker=f"w{i}", node=f"n{i}", slot=0, host=HOST, vote_port=port)
@@ -57,8 +57,8 @@ def rank_main(
 
     def step(gradients: Gradients) -> float:
         nonlocal index
-        group.mesh.say(index, (0.0, 0.0, 0.0))
-        group.mesh.hear(index, [(0.0, 0.0, 0.0)])
+        group.channel.send(index, (0.0, 0.0, 0.0))
+        group.channel.receive(index, [(0.0, 0.0, 0.0)])
         began = time.perf_counter()
         gradients.begin()
         gradients.expect(micro_batches, rank, world)

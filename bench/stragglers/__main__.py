@@ -22,7 +22,7 @@ from bench.stragglers.noises import NOISES
 from bench.stragglers.simulate import WINDOW_STEPS, quiet, slowed
 from holdfast.health.stragglers import Stragglers
 from holdfast.protocol.phases import BLOCK_STEPS, Phase
-from holdfast.train.step_timing import Laps
+from holdfast.train.step_timing import StepTimer
 
 WIDTH = 100
 REPEATS = 7
@@ -103,17 +103,17 @@ def _costs() -> Table:
 
 def _steps(micros: int) -> float:
     """Seconds per step."""
-    laps, steps = Laps(), 10_000
+    timer, steps = StepTimer(), 10_000
     began = time.process_time()
     for step in range(steps):
-        laps.begin()
+        timer.begin()
         for _ in range(micros):
-            laps.enter(Phase.DATA)
-            laps.enter(Phase.FORWARD)
-            laps.enter(Phase.BACKWARD)
+            timer.enter(Phase.DATA)
+            timer.enter(Phase.FORWARD)
+            timer.enter(Phase.BACKWARD)
         for phase in (Phase.REDUCE, Phase.VOTE, Phase.UPDATE, Phase.COMMIT):
-            laps.enter(phase)
-        laps.commit(step, micros, 1.0, 1.0)
+            timer.enter(phase)
+        timer.commit(step, micros, 1.0, 1.0)
     return (time.process_time() - began) / steps
 
 

@@ -116,10 +116,10 @@ def main(run: hf.Run) -> None:
                 step.backward(cross_entropy(model(x).float(), y, reduction="sum"), weight=len(y))
             step.apply(optimizer, max_grad_norm=1.0, scheduler=scheduler, also=average.update)
         if args.gate and step.committed and step.index == 13:
-            with run.aside(), open(args.gate, "rb", buffering=0) as gate:
+            with run.relaxed_watchdog(), open(args.gate, "rb", buffering=0) as gate:
                 gate.read(1)
         if args.evaluate and step.committed and step.index % 4 == 3:
-            with run.aside(), torch.no_grad():
+            with run.relaxed_watchdog(), torch.no_grad():
                 for number in range(8):
                     if (step.index, run.rank, number, args.evaluate) == (11, 1, 5, "die"):
                         os.kill(os.getpid(), signal.SIGKILL)

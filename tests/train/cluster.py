@@ -3,7 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 
 from holdfast.protocol.messages import Generation, Member
-from holdfast.train.control_channel import MeshListener
+from holdfast.train.control_channel import ChannelListener
 from holdfast.train.generation_group import Group
 
 TOKEN = "secret"
@@ -12,7 +12,7 @@ TOKEN = "secret"
 class Cluster:
     def __init__(self, size: int) -> None:
         self.size = size
-        self.listeners = [MeshListener("127.0.0.1", TOKEN, f"w{rank}") for rank in range(size)]
+        self.listeners = [ChannelListener("127.0.0.1", TOKEN, f"w{rank}") for rank in range(size)]
         self.pool = ThreadPoolExecutor(size)
 
     def generation(self, number: int, ranks=None) -> Generation:

@@ -4,14 +4,14 @@ import gc
 
 import torch
 
-from holdfast.train.buffer_pool import KEPT_BLOCKS, SMALL_BYTES, Scratch
-from holdfast.train.fsdp_buffers import KeptAllGather
+from holdfast.train.buffer_pool import KEPT_BLOCKS, SMALL_BYTES, BufferPool
+from holdfast.train.fsdp_buffers import PooledAllGather
 
 COUNT = SMALL_BYTES  # of two bytes each
 
 
 def test_what_is_given_back_is_used_again():
-    scratch = Scratch()
+    scratch = BufferPool()
     first = scratch.take(COUNT, torch.bfloat16)
     where = first.data_ptr()
     assert scratch.take(COUNT, torch.bfloat16).data_ptr() != where  # the first is in use
@@ -25,14 +25,14 @@ def test_what_is_given_back_is_used_again():
 
 
 def test_a_block_serves_what_is_a_little_smaller():
-    scratch = Scratch()
+    scratch = BufferPool()
     large = scratch.take(2 * COUNT, torch.bfloat16).data_ptr()
     assert scratch.take(COUNT + 8, torch.bfloat16).data_ptr() == large
     assert scratch.take(COUNT - 8, torch.bfloat16).data_ptr() != large  # less than half of it would waste it
 
 
 def test_few_blocks_are_kept():
-    scratch = Scratch()
+    scratch = BufferPool()
     blocks = [scratch.take(COUNT, torch.float32) for _ in range(3 * KEPT_BLOCKS)]
     for block in blocks:
         block.fill_(1.0)
@@ -41,7 +41,7 @@ def test_few_blocks_are_kept():
 
 
 def test_sizes_are_those_asked_for():
-    gather = KeptAllGather(Scratch())
+    gather = PooledAllGather(BufferPool())
     for size in [(7,), (3, 5), (COUNT,), (2, COUNT)]:
         given = gather.allocate(size, dtype=torch.bfloat16, device=torch.device("cpu"))
         assert given.shape == torch.Size(size)

@@ -17,7 +17,7 @@ from cluster import TOKEN, Cluster
 
 from holdfast.errors import CollectiveFailed
 from holdfast.protocol.messages import Generation, Member
-from holdfast.train.control_channel import Mesh, MeshStore
+from holdfast.train.control_channel import ChannelStore, ControlChannel
 
 SOON_S = 1.5
 """Joining takes milliseconds; a connection that is waited for would add seconds."""
@@ -34,7 +34,7 @@ def cluster():
 def joined(cluster, number):
     """The meshes of a generation, connected. Tells how long that took, too."""
     generation = cluster.generation(number)
-    meshes = [Mesh(generation, rank) for rank in range(cluster.size)]
+    meshes = [ControlChannel(generation, rank) for rank in range(cluster.size)]
     began = time.monotonic()
     try:
         list(cluster.pool.map(lambda m: m.connect(cluster.listeners[m.rank], TOKEN), meshes))
@@ -48,7 +48,7 @@ def joined(cluster, number):
 def joins_soon(cluster, number):
     with joined(cluster, number) as (meshes, took_s):
         heard = cluster.each(
-            lambda m: m.say(1, (float(m.rank), 0.0, 0.0)) or m.hear(1, [(9.0, 0.0, 0.0)]), meshes
+            lambda m: m.send(1, (float(m.rank), 0.0, 0.0)) or m.receive(1, [(9.0, 0.0, 0.0)]), meshes
         )
         assert [word[0] for word in heard[0]] == [9.0, 1.0, 2.0]
         assert took_s < SOON_S
@@ -212,7 +212,7 @@ def test_who_listens_in_a_members_place_is_shown_nothing_of_use(cluster, says):
         first = Member(
             rank=0, worker="w0", node="n0", slot=0, host="127.0.0.1", vote_port=server.getsockname()[1]
         )
-        mesh = Mesh(Generation(number=1, members=(first, *cluster.generation(1).members[1:])), 1)
+        mesh = ControlChannel(Generation(number=1, members=(first, *cluster.generation(1).members[1:])), 1)
         with pytest.raises(CollectiveFailed, match=r"cannot reach rank 0 on n0.*where w0 listened"):
             mesh.connect(cluster.listeners[1], TOKEN)
         listening.result()
@@ -229,7 +229,7 @@ def test_a_break_frees_who_waits_for_an_answer(cluster):
         first = Member(
             rank=0, worker="w0", node="n0", slot=0, host="127.0.0.1", vote_port=server.getsockname()[1]
         )
-        mesh = Mesh(Generation(number=1, members=(first, *cluster.generation(1).members[1:])), 1)
+        mesh = ControlChannel(Generation(number=1, members=(first, *cluster.generation(1).members[1:])), 1)
         joining = cluster.pool.submit(mesh.connect, cluster.listeners[1], TOKEN)
         sock, _ = server.accept()
         with sock:
@@ -245,7 +245,7 @@ def test_a_member_that_comes_for_a_generation_that_broke_is_let_go(cluster):
     cluster.listeners[0].release(1)
     generation = cluster.generation(1, ranks=[0, 1])
     with pytest.raises(CollectiveFailed):
-        Mesh(generation, 1).connect(cluster.listeners[1], TOKEN)
+        ControlChannel(generation, 1).connect(cluster.listeners[1], TOKEN)
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -256,12 +256,12 @@ def test_large_values_cross(count):
     with joined(cluster, 1) as (meshes, _):
 
         def share(mesh):
-            store = MeshStore(mesh)
+            store = ChannelStore(mesh)
             store.set(f"key-{mesh.rank}", bytes([mesh.rank]) * size)
             values = [store.get(f"key-{rank}") for rank in range(count)]
             store.finish()
-            mesh.say(3, (float(mesh.rank), 0.0, 0.0))
-            words = mesh.hear(3, [(float(mesh.rank), 0.0, 0.0)])
+            mesh.send(3, (float(mesh.rank), 0.0, 0.0))
+            words = mesh.receive(3, [(float(mesh.rank), 0.0, 0.0)])
             return values == [bytes([r]) * size for r in range(count)] and [w[0] for w in words] == list(
                 range(count)
             )

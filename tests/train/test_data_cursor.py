@@ -10,7 +10,7 @@ import holdfast as hf
 from holdfast.data.batches import DatasetBatches
 from holdfast.errors import UsageError
 from holdfast.train import state_image
-from holdfast.train.data_cursor import NAME, Position
+from holdfast.train.data_cursor import NAME, DataCursor
 
 
 class Numbers:
@@ -31,10 +31,10 @@ class Files:
 
 
 def saved(global_batch=16, steps=3, seed=0, fingerprint="d1"):
-    position = Position(global_batch, seed, Files(fingerprint), None, "refuse")
+    cursor = DataCursor(global_batch, seed, Files(fingerprint), None, "refuse")
     for _ in range(steps):
-        position.advance()
-    return position.state_dict()
+        cursor.advance()
+    return cursor.state_dict()
 
 
 def optimizer(lr=0.1, kind=torch.optim.SGD):
@@ -47,36 +47,36 @@ def test_the_position_counts_samples():
 
 def test_a_changed_global_batch_is_refused_unless_told():
     with pytest.raises(UsageError, match=r"global_batch=32.*made with 16.*linear"):
-        Position(32, 0, Files("d1"), None, "refuse").load_state_dict(saved())
+        DataCursor(32, 0, Files("d1"), None, "refuse").load_state_dict(saved())
 
 
 @pytest.mark.parametrize(("rule", "expected"), [("keep", 0.1), ("linear", 0.2), ("sqrt", 0.1 * math.sqrt(2))])
 def test_the_rule_is_followed_once(rule, expected):
-    trained, position = optimizer(), Position(32, 0, Files("d1"), None, rule)
+    trained, cursor = optimizer(), DataCursor(32, 0, Files("d1"), None, rule)
     scheduler = torch.optim.lr_scheduler.LambdaLR(trained, lambda n: 1.0)
-    protected = {"optimizer": trained, "scheduler": scheduler, NAME: position}
-    position.load_state_dict(saved())
-    position.adapt(protected)
-    position.load_state_dict(position.state_dict())  # from a peer that has adapted
-    position.adapt(protected)
+    protected = {"optimizer": trained, "scheduler": scheduler, NAME: cursor}
+    cursor.load_state_dict(saved())
+    cursor.adapt(protected)
+    cursor.load_state_dict(cursor.state_dict())  # from a peer that has adapted
+    cursor.adapt(protected)
     assert trained.param_groups[0]["lr"] == pytest.approx(expected)
     trained.step()
     scheduler.step()
     assert trained.param_groups[0]["lr"] == pytest.approx(expected)
-    position.advance()
-    assert position.samples == 48 + 32
+    cursor.advance()
+    assert cursor.samples == 48 + 32
 
 
 def test_another_seed_or_data_set_is_refused():
     with pytest.raises(UsageError, match="seed 0"):
-        Position(16, 1, Files("d1"), None, "refuse").load_state_dict(saved())
+        DataCursor(16, 1, Files("d1"), None, "refuse").load_state_dict(saved())
     with pytest.raises(UsageError, match="it is d2"):
-        Position(16, 0, Files("d2"), None, "refuse").load_state_dict(saved())
+        DataCursor(16, 0, Files("d2"), None, "refuse").load_state_dict(saved())
 
 
 def test_an_unknown_rule_is_refused_with_the_known_ones():
     with pytest.raises(UsageError, match="'sqrt'"):
-        Position(16, 0, None, None, "cubic")
+        DataCursor(16, 0, None, None, "cubic")
     with pytest.raises(UsageError, match="'linear', 'sqrt'"):
         hf.scale_lr(optimizer(), 2.0, "cubic")
     with pytest.raises(UsageError, match=r"factor=0"):
@@ -84,10 +84,10 @@ def test_an_unknown_rule_is_refused_with_the_known_ones():
 
 
 def test_the_position_is_part_of_an_image():
-    position = Position(16, 0, None, None, "refuse")
-    position.advance()
-    image = state_image.capture({NAME: position}, 1)
-    fresh = Position(16, 0, None, None, "refuse")
+    cursor = DataCursor(16, 0, None, None, "refuse")
+    cursor.advance()
+    image = state_image.capture({NAME: cursor}, 1)
+    fresh = DataCursor(16, 0, None, None, "refuse")
     state_image.load({NAME: fresh}, image)
     assert fresh.samples == 16
 
@@ -104,8 +104,8 @@ def ids_of(global_batch, micro_batch, positions):
     )
     share = range(global_batch // micro_batch)
     ids = []
-    for step, position in enumerate(positions):
-        batches.aim(step, position, share)
+    for step, cursor in enumerate(positions):
+        batches.aim(step, cursor, share)
         ids += [batches.load(step, micro)[0] for micro in share]
     return ids
 

@@ -17,7 +17,7 @@ from cluster import Cluster
 import holdfast as hf
 from holdfast.errors import CollectiveFailed, UsageError
 from holdfast.train import exact
-from holdfast.train.data_cursor import Position
+from holdfast.train.data_cursor import DataCursor
 from holdfast.train.exact import ExactSum, prepare
 from holdfast.train.outcome import Stage
 from holdfast.train.reduction import GradientSum
@@ -40,7 +40,7 @@ class Worker:
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         self.gradients = kind(dict.fromkeys(model.parameters()), lambda: None)
         self.norms = []
-        self.unchanged = SimpleNamespace(before_update=self.nothing)  # tests/train/test_state_guard.py
+        self.state_guard = SimpleNamespace(before_update=self.nothing)  # tests/train/test_state_guard.py
 
     def join(self, group):
         self.group, self.rank, self.world_size, self.generation = (
@@ -92,7 +92,7 @@ class Batches:
     def count(self):
         return self._count
 
-    def aim(self, step, position, micros):
+    def aim(self, step, cursor, micros):
         pass
 
     def giving(self, step, generation):
@@ -152,9 +152,9 @@ def train(worlds, micro_batches, build=mlp, clip=None, lengths=lambda micro: 3, 
                     worker.join(group)
 
             def step_of(worker, index=index):
-                position = Position(3 * micro_batches, 0, None, None, "refuse")
-                position.samples = index * 3 * micro_batches
-                step = Step(worker, Batches(micro_batches, lengths), index, 7, position)
+                cursor = DataCursor(3 * micro_batches, 0, None, None, "refuse")
+                cursor.samples = index * 3 * micro_batches
+                step = Step(worker, Batches(micro_batches, lengths), index, 7, cursor)
                 with step:
                     micros = iter(step)
                     while True:

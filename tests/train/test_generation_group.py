@@ -32,8 +32,8 @@ def test_words_arrive_in_the_order_of_the_ranks(cluster):
     groups = cluster.join(1)
 
     def talk(group):
-        group.mesh.say(5, (float(group.rank), 1.0, 0.5))
-        return group.mesh.hear(5, [(float(group.rank), 1.0, 0.5)])
+        group.channel.send(5, (float(group.rank), 1.0, 0.5))
+        return group.channel.receive(5, [(float(group.rank), 1.0, 0.5)])
 
     expected = [(float(r), 1.0, 0.5) for r in range(3)]
     assert cluster.each(talk, groups) == [expected] * 3
@@ -46,9 +46,9 @@ def test_a_rank_at_another_step_is_noticed(cluster):
 
     def talk(group):
         step = 6 if group.rank == 1 else 5
-        group.mesh.say(step, (0.0, 0.0, 0.0))
+        group.channel.send(step, (0.0, 0.0, 0.0))
         with pytest.raises(CollectiveFailed, match="at step"):
-            group.mesh.hear(step, [(0.0, 0.0, 0.0)])
+            group.channel.receive(step, [(0.0, 0.0, 0.0)])
         return True
 
     assert all(cluster.each(talk, groups))
@@ -76,11 +76,11 @@ def test_a_broken_mesh_frees_who_waits(cluster):
     def wait(group):
         if group.rank == 2:
             waiting.wait()
-            groups[0].mesh.abort()
+            groups[0].channel.abort()
             return "silent"
         waiting.set()
         with pytest.raises(CollectiveFailed):
-            group.mesh.hear(1, [(0.0, 0.0, 0.0)])
+            group.channel.receive(1, [(0.0, 0.0, 0.0)])
         return "free"
 
     assert cluster.each(wait, groups) == ["free", "free", "silent"]
@@ -206,7 +206,7 @@ def test_a_member_whose_machine_is_silent_does_not_hold_the_others_after_a_break
         rest = cluster.generation(3).members[1:]
         group = cluster.group(Generation(number=3, members=(first, *rest), start=0), 1)
         waiting = cluster.pool.submit(group.join, TOKEN)
-        while [_tcp_state(sock) for sock in group.mesh.sockets()] != [SYN_SENT]:
+        while [_tcp_state(sock) for sock in group.channel.sockets()] != [SYN_SENT]:
             threading.Event().wait(0.001)  # the kernel tells nobody when it has sent it
         began = time.monotonic()
         group.abort()

@@ -11,8 +11,8 @@ from torch.distributed import HashStore
 from holdfast.errors import CollectiveFailed
 from holdfast.protocol.sockets import CONGESTION, unpace
 from holdfast.train import gloo_group as wires_module
-from holdfast.train.buffer_pool import Scratch
-from holdfast.train.gloo_group import Wires, _addresses, _gloo, _key, sockets_here, with_socket
+from holdfast.train.buffer_pool import BufferPool
+from holdfast.train.gloo_group import GlooGroup, _addresses, _gloo, _key, sockets_here, with_socket
 
 
 def each(count, call):
@@ -21,9 +21,9 @@ def each(count, call):
 
 
 @pytest.fixture(params=[2, 3, 5])
-def wires(request):
+def gloo(request):
     store = HashStore()
-    made = [Wires(rank, request.param, "127.0.0.1") for rank in range(request.param)]
+    made = [GlooGroup(rank, request.param, "127.0.0.1") for rank in range(request.param)]
     each(request.param, lambda rank: made[rank].connect(store))
     yield made
     for one in made:
@@ -37,8 +37,8 @@ def drawn(rank, count, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 @pytest.mark.parametrize("in_place", [False, True])
-def test_everybody_gets_all_parts(wires, dtype, in_place):
-    size, count = len(wires), 70_001
+def test_everybody_gets_all_parts(gloo, dtype, in_place):
+    size, count = len(gloo), 70_001
 
     def gather(rank):
         out = torch.zeros(size * count, dtype=dtype)
@@ -46,7 +46,7 @@ def test_everybody_gets_all_parts(wires, dtype, in_place):
         if in_place:  # as FSDP2 does
             out[rank * count : (rank + 1) * count] = mine
             mine = out[rank * count : (rank + 1) * count]
-        wires[rank].gather(out, mine)
+        gloo[rank].gather(out, mine)
         return out
 
     expected = torch.cat([(drawn(rank, count, torch.float32) * 100).to(dtype) for rank in range(size)])
@@ -54,8 +54,8 @@ def test_everybody_gets_all_parts(wires, dtype, in_place):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_sums_are_added_in_the_order_of_the_ranks_and_rounded_once(wires, dtype):
-    size, count = len(wires), 70_001
+def test_sums_are_added_in_the_order_of_the_ranks_and_rounded_once(gloo, dtype):
+    size, count = len(gloo), 70_001
     inputs = [drawn(rank, size * count, dtype) for rank in range(size)]
     wide = torch.promote_types(dtype, torch.float32)
     expected = inputs[0].to(wide)
@@ -64,9 +64,9 @@ def test_sums_are_added_in_the_order_of_the_ranks_and_rounded_once(wires, dtype)
 
     def scatter(rank):
         before, out = inputs[rank].clone(), torch.empty(count, dtype=dtype)
-        scratch = Scratch()
+        scratch = BufferPool()
         for _ in range(2):  # also out of memory that was used before
-            wires[rank].scatter_sum(out, inputs[rank], scratch)
+            gloo[rank].scatter_sum(out, inputs[rank], scratch)
         assert torch.equal(inputs[rank], before)
         return out
 
@@ -74,24 +74,24 @@ def test_sums_are_added_in_the_order_of_the_ranks_and_rounded_once(wires, dtype)
         assert torch.equal(out, expected[rank * count : (rank + 1) * count].to(dtype))
 
 
-def test_an_abort_frees_who_waits_for_the_others(wires):
+def test_an_abort_frees_who_waits_for_the_others(gloo):
     begun = threading.Event()
 
     def wait(rank):
         if rank == 0:
             begun.wait(30)
-            for every in wires:
+            for every in gloo:
                 every.abort()
             return
         begun.set()
         with pytest.raises(CollectiveFailed):
-            wires[rank].scatter_sum(torch.empty(1000), torch.ones(1000 * len(wires)), Scratch())
+            gloo[rank].scatter_sum(torch.empty(1000), torch.ones(1000 * len(gloo)), BufferPool())
 
-    each(len(wires), wait)
+    each(len(gloo), wait)
 
 
 @pytest.mark.skipif(CONGESTION is None, reason="this system's connections have no such choice")
-def test_connections_within_the_machine_are_not_paced(wires):
+def test_connections_within_the_machine_are_not_paced(gloo):
     def kind(sock):
         if sock.family == socket.AF_INET and sock.type == socket.SOCK_STREAM:
             try:
@@ -101,7 +101,7 @@ def test_connections_within_the_machine_are_not_paced(wires):
             found.add(sock.getsockopt(socket.IPPROTO_TCP, CONGESTION, 16).rstrip(b"\0"))
 
     found: set[bytes] = set()
-    for one in wires:
+    for one in gloo:
         for fd in one._connections():
             with_socket(fd, kind)
     assert found == {b"reno"}
@@ -137,7 +137,7 @@ def test_an_abort_leaves_alone_what_the_script_connected_meanwhile(elsewhere, mo
 
     monkeypatch.setattr(wires_module, "_gloo", slow_gloo)
     store = HashStore()
-    made = [Wires(rank, 2, "127.0.0.1") for rank in range(2)]
+    made = [GlooGroup(rank, 2, "127.0.0.1") for rank in range(2)]
     each(2, lambda rank: made[rank].connect(store))
     assert [len(one._connections()) for one in made] == [1, 1]
     for one in made:
@@ -168,7 +168,7 @@ def connected(ours):
 @pytest.mark.parametrize("size", [2, 3, 6])
 def test_all_that_gloo_connects_is_known_by_its_addresses(size):
     before, store = connected(set()), HashStore()
-    made = [Wires(rank, size, "127.0.0.1") for rank in range(size)]
+    made = [GlooGroup(rank, size, "127.0.0.1") for rank in range(size)]
     each(size, lambda rank: made[rank].connect(store))
     assert set().union(*(one._sockets for one in made)) == connected(before)
     assert len(connected(before)) == size * (size - 1)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from holdfast.train.module_buffers import SMALL_BYTES, Buffers
+from holdfast.train.module_buffers import SMALL_BYTES, ModuleBuffers
 
 LARGE = SMALL_BYTES // 4 + 1
 
@@ -12,7 +12,7 @@ LARGE = SMALL_BYTES // 4 + 1
 def test_a_dropped_step_leaves_no_trace(size):
     buffer = torch.arange(size, dtype=torch.float32)
     before = buffer.clone()
-    buffers = Buffers([buffer])
+    buffers = ModuleBuffers([buffer])
     for _ in range(3):
         buffers.keep()
         buffer.mul_(2.0).add_(1.0)
@@ -28,7 +28,7 @@ def test_a_dropped_step_leaves_no_trace(size):
 
 def test_batch_norm_whose_changes_torch_does_not_count():
     norm = torch.nn.BatchNorm1d(LARGE)
-    buffers = Buffers(norm.buffers())
+    buffers = ModuleBuffers(norm.buffers())
     before = [b.clone() for b in norm.buffers()]
     for _ in range(3):
         buffers.keep()
@@ -40,7 +40,7 @@ def test_batch_norm_whose_changes_torch_does_not_count():
 
 def test_a_large_buffer_that_stays_is_copied_once():
     buffer = torch.randn(LARGE)
-    buffers = Buffers([buffer])
+    buffers = ModuleBuffers([buffer])
     first = buffers.copy_of(buffer)
     for _ in range(3):
         buffers.keep()
@@ -54,7 +54,7 @@ def test_a_large_buffer_that_stays_is_copied_once():
 
 def test_what_was_filled_from_outside_is_copied_again():
     buffer = torch.zeros(LARGE)
-    buffers = Buffers([buffer])
+    buffers = ModuleBuffers([buffer])
     buffers.keep()
     memoryview(buffer.numpy())[7] = 3.0  # neither counted nor among the samples
     buffers.forget()

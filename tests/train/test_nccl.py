@@ -9,8 +9,8 @@ from torch.distributed import HashStore
 
 from holdfast.errors import CollectiveFailed
 from holdfast.train import nccl
-from holdfast.train.control_channel import MeshStore
-from holdfast.train.gloo_group import Wires
+from holdfast.train.control_channel import ChannelStore
+from holdfast.train.gloo_group import GlooGroup
 
 GPU = torch.device("cuda", 0)
 
@@ -45,12 +45,12 @@ def test_without_a_gpu_nobody_is_asked():
 
 
 @pytest.fixture
-def wires(monkeypatch):
+def gloo(monkeypatch):
     monkeypatch.setattr(nccl, "agreed", lambda *_: True)
-    return Wires(0, 2, "127.0.0.1", GPU)
+    return GlooGroup(0, 2, "127.0.0.1", GPU)
 
 
-def test_an_abort_reaches_a_group_that_is_being_made(wires, monkeypatch):
+def test_an_abort_reaches_a_group_that_is_being_made(gloo, monkeypatch):
     """Its first kernel waits for a peer that never comes."""
     group, waiting = Standin(), threading.Event()
 
@@ -65,37 +65,37 @@ def test_an_abort_reaches_a_group_that_is_being_made(wires, monkeypatch):
 
     def connect():
         with pytest.raises(CollectiveFailed):
-            wires.connect(None)
+            gloo.connect(None)
         failed.append(True)
 
     thread = threading.Thread(target=connect)
     thread.start()
     waiting.wait()
-    wires.abort()
+    gloo.abort()
     thread.join()
     assert failed
     group.ended.wait()
-    wires.abort()
-    wires.close()
+    gloo.abort()
+    gloo.close()
     assert group.aborts == 1
 
 
-def test_a_group_that_came_after_the_abort_is_aborted_too(wires, monkeypatch):
+def test_a_group_that_came_after_the_abort_is_aborted_too(gloo, monkeypatch):
     group = Standin()
 
     def build(store, rank, size, device, timeout, made):
-        wires.abort()
+        gloo.abort()
         made(group)
 
     monkeypatch.setattr(nccl, "build", build)
     with pytest.raises(CollectiveFailed):
-        wires.connect(None)
+        gloo.connect(None)
     group.ended.wait()
-    wires.close()
+    gloo.close()
     assert group.aborts == 1
 
 
-def test_garbage_does_not_count(wires, monkeypatch):
+def test_garbage_does_not_count(gloo, monkeypatch):
     """A queued collective is waited for at once, and after an abort it is not believed."""
     group = Standin()
 
@@ -110,17 +110,17 @@ def test_garbage_does_not_count(wires, monkeypatch):
             self.waits += 1
 
     monkeypatch.setattr(nccl, "build", build)
-    wires.connect(None)
+    gloo.connect(None)
     work = Work()
-    wires.wait(work)
-    wires.abort()
+    gloo.wait(work)
+    gloo.abort()
     with pytest.raises(CollectiveFailed):
-        wires.wait(work)
+        gloo.wait(work)
     with pytest.raises(CollectiveFailed):
-        wires.intact()
-    assert wires.drain(work)  # what comes next on the device comes after it
+        gloo.intact()
+    assert gloo.drain(work)  # what comes next on the device comes after it
     assert work.waits == 3
-    wires.close()
+    gloo.close()
     group.ended.wait()
     assert group.aborts == 1
 
@@ -132,16 +132,16 @@ def test_a_key_that_a_group_sets_later_does_not_disturb_the_mesh():
     groups = [cluster.group(generation, rank) for rank in range(2)]
 
     def talk(group):
-        group.mesh.connect(group._listener, "secret")
-        store = MeshStore(group.mesh)
+        group.channel.connect(group._listener, "secret")
+        store = ChannelStore(group.channel)
         store.set(f"before-{group.rank}", "x")
         store.finish()
         store.set("exception_dump", "y")
         assert store.check([f"before-{1 - group.rank}", "exception_dump"])
         with pytest.raises(CollectiveFailed):
             store.get("nobody's")
-        group.mesh.say(3, (1.0, 2.0, 3.0))
-        return group.mesh.hear(3, [(1.0, 2.0, 3.0)])
+        group.channel.send(3, (1.0, 2.0, 3.0))
+        return group.channel.receive(3, [(1.0, 2.0, 3.0)])
 
     assert cluster.each(talk, groups) == [[(1.0, 2.0, 3.0)] * 2] * 2
     for group in groups:

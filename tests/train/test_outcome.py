@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from holdfast.errors import CollectiveFailed
-from holdfast.train.data_cursor import Position
+from holdfast.train.data_cursor import DataCursor
 from holdfast.train.outcome import Stage
 from holdfast.train.step import Step
 from holdfast.train.summation_order import Seat
@@ -37,8 +37,8 @@ class Replica:
             flush=nothing,
             finish=lambda scale: 1.0,
         )
-        self.group = SimpleNamespace(mesh=SimpleNamespace(say=nothing))
-        self.unchanged = SimpleNamespace(before_update=nothing)
+        self.group = SimpleNamespace(channel=SimpleNamespace(send=nothing))
+        self.state_guard = SimpleNamespace(before_update=nothing)
         self.done = self.left = self.error = None
 
     begin_step = enter = check = nothing
@@ -79,7 +79,7 @@ def fail(*_):
 def run(replica, batches=None, also=()):
     weight = torch.nn.Parameter(torch.zeros(4))
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    step = Step(replica, batches or Batches(), 7, 0, Position(3, 0, None, None, "refuse"))
+    step = Step(replica, batches or Batches(), 7, 0, DataCursor(3, 0, None, None, "refuse"))
     with step:
         for x in step:
             step.backward((weight * x).sum() + 6.0, weight=3)

@@ -16,7 +16,7 @@ from holdfast.errors import CollectiveFailed, StateError, UsageError
 from holdfast.protocol.messages import Generation, JoinGeneration, Member
 from holdfast.tensors.dtensor_shards import like, local_of, parsed, piece_of, placed
 from holdfast.train import checkpoint_restore, state_image
-from holdfast.train.reconnectable_group import Row
+from holdfast.train.reconnectable_group import ReplicaGroups
 from holdfast.train.replica import Replica
 from holdfast.train.sharding import Sharding
 from holdfast.train.summation_order import seat, weighs, words
@@ -104,7 +104,7 @@ def test_a_checkpoint_loads_into_any_sharding(sharding, tmp_path, before, after)
                 local_of(p).zero_()
         objects = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
         checkpoint_restore.restore(
-            objects, str(tmp_path), 5, place=(shard_index, size), submesh=place.submesh
+            objects, str(tmp_path), 5, shard=(shard_index, size), submesh=place.submesh
         )
         whole(place, objects, found)
     assert found.keys() == content.keys()
@@ -118,7 +118,7 @@ def test_another_model_is_refused(sharding, tmp_path):
     other = torch.nn.Linear(4, 4)
     fully_shard(other, mesh=place.mesh["shard"])
     with pytest.raises((StateError, UsageError)):
-        checkpoint_restore.restore({"model": other}, str(tmp_path), 5, place=(0, 3), submesh=place.submesh)
+        checkpoint_restore.restore({"model": other}, str(tmp_path), 5, shard=(0, 3), submesh=place.submesh)
 
 
 def test_the_mesh_has_one_replica_in_it(sharding):
@@ -246,8 +246,8 @@ def test_the_size_of_the_world_is_that_of_those_that_compute():
 # ---------------------------------------------------------------- leaving a step together
 
 
-def test_a_row_goes_on_to_where_it_is_told_to():
-    row = Row(0, 2, "127.0.0.1", lambda begins: None)
+def test_a_replica_goes_on_to_where_it_is_told_to():
+    row = ReplicaGroups(0, 2, "127.0.0.1", lambda begins: None)
     row.connected_in = 4
     row.begin()
     assert row.halt() == 1
@@ -261,7 +261,7 @@ def test_a_row_goes_on_to_where_it_is_told_to():
 
 
 def test_a_row_that_was_left_too_early_is_of_no_use():
-    row = Row(0, 2, "127.0.0.1", lambda begins: None)
+    row = ReplicaGroups(0, 2, "127.0.0.1", lambda begins: None)
     row.connected_in = 4
     row.begin()
     row.halt()
@@ -272,7 +272,7 @@ def test_a_row_that_was_left_too_early_is_of_no_use():
 
 def test_a_row_is_left_when_it_is_known_where():
     """The main thread may come before the link's thread has halted the row."""
-    row = Row(0, 2, "127.0.0.1", lambda begins: None)
+    row = ReplicaGroups(0, 2, "127.0.0.1", lambda begins: None)
     row.connected_in = 4
     row.begin()
     with ThreadPoolExecutor(1) as pool:

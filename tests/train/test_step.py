@@ -9,6 +9,7 @@ import torch
 import holdfast as hf
 from holdfast.data.seeds import micro_seed
 from holdfast.errors import UsageError
+from holdfast.protocol.phases import Phase
 from holdfast.tensors import staging
 
 
@@ -132,3 +133,24 @@ def test_micro_seeds_do_not_collide():
     seeds = {micro_seed(0, step, micro) for step in range(200) for micro in range(64)}
     assert len(seeds) == 200 * 64
     assert micro_seed(1, 0, 0) not in seeds
+
+
+def test_the_old_name_of_the_relaxed_watchdog_works_and_warns():
+    def main(run):
+        model = torch.nn.Linear(4, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.protect(model=model, optimizer=optimizer)
+        for step in run.steps(Points(), global_batch=4, micro_batch=4, until=1):
+            with step:
+                for x, y in step:
+                    step.backward(torch.nn.functional.cross_entropy(model(x), y, reduction="sum"))
+                step.apply(optimizer)
+            with pytest.warns(DeprecationWarning, match=r"run\.relaxed_watchdog\(\)") as warned, run.aside():
+                phases.append(run._replica.link.page.phase)
+            assert warned[0].filename == __file__
+            with run.relaxed_watchdog():
+                phases.append(run._replica.link.page.phase)
+
+    phases = []
+    hf.start(main)
+    assert phases == [Phase.ASIDE] * 2

@@ -6,7 +6,7 @@ import pytest
 
 from holdfast.protocol.phases import BLOCK_STEPS, Phase
 from holdfast.train import step_timing
-from holdfast.train.step_timing import Laps
+from holdfast.train.step_timing import StepTimer
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def step(clock, watch, index, micros=2, own=1.0, loss=1.0, slow=1.0):
 
 
 def test_a_block_has_the_means_of_its_steps_but_for_the_longest(clock):
-    watch = Laps()
+    watch = StepTimer()
     watch.forget()
     found = [step(clock, watch, i, slow=10.0 if i == 2 else 1.0) for i in range(2 * BLOCK_STEPS)]
     first, second = found[BLOCK_STEPS - 1], found[-1]
@@ -48,7 +48,7 @@ def test_a_block_has_the_means_of_its_steps_but_for_the_longest(clock):
 
 
 def test_a_block_that_is_not_whole_is_not_said(clock):
-    watch = Laps()
+    watch = StepTimer()
     assert [step(clock, watch, i) for i in range(2, 5)] == [None] * 3
     assert [step(clock, watch, i) for i in range(5, 8)] == [None] * 3
     watch.forget()  # another generation
@@ -58,7 +58,7 @@ def test_a_block_that_is_not_whole_is_not_said(clock):
 
 
 def test_the_loss_that_is_furthest_off_is_told(clock):
-    watch = Laps()
+    watch = StepTimer()
     off = [1.1, 0.2, 1.3, 1.0, 1.0]
     assert [step(clock, watch, i, own=x) for i, x in enumerate(off)][-1].loss == 0.2
     off[3] = math.inf
@@ -66,7 +66,7 @@ def test_the_loss_that_is_furthest_off_is_told(clock):
 
 
 def test_what_a_dropped_try_took_does_not_count(clock):
-    watch = Laps()
+    watch = StepTimer()
     watch.begin()
     watch.enter(Phase.FORWARD)
     clock[0] += 100.0
@@ -84,7 +84,7 @@ def test_the_rank_whose_vote_comes_last_is_told(clock):
         clock[0] += 9.0
         return watch.commit(index, 1, 1.0, 1.0)
 
-    watch = Laps()
+    watch = StepTimer()
     assert [vote(watch, i, s) for i, s in enumerate([2, 3, 2, 0, 2])][-1].late == 2
     assert [vote(watch, 5 + i, s) for i, s in enumerate([2, 3, 2, 0, 0])][-1].late == -1
 
@@ -92,17 +92,17 @@ def test_the_rank_whose_vote_comes_last_is_told(clock):
 def test_what_a_replica_does_together_is_waiting(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("holdfast.train.step_timing.perf_counter", lambda: now[0])
-    laps = Laps()
+    timer = StepTimer()
     block = None
     for step in range(5):
-        laps.begin()
-        laps.enter(Phase.FORWARD)
+        timer.begin()
+        timer.enter(Phase.FORWARD)
         now[0] += 0.25
-        laps.together(True)
+        timer.on_collective(True)
         now[0] += 1.0
-        laps.together(False)
+        timer.on_collective(False)
         now[0] += 0.5
-        laps.enter(Phase.UPDATE)
+        timer.enter(Phase.UPDATE)
         block = step_timing.commit(step, 1, None, 0.0)
     assert block is not None
     assert (block.forward_s, block.wait_s) == (0.75, 1.0)

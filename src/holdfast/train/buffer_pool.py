@@ -15,7 +15,7 @@ SMALL_BYTES = 1 << 20
 KEPT_BLOCKS = 8
 
 
-class Scratch:
+class BufferPool:
     """Blocks of memory that go back to it when the last tensor in them is gone. Safe from any thread."""
 
     def __init__(self) -> None:

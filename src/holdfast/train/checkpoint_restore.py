@@ -32,7 +32,7 @@ READERS = 4
 def save(
     image: Image, url: str, retention: Retention, seen: Callable[[int], None] = lambda nbytes: None
 ) -> str:
-    """Writes the image as a checkpoint of one shard; returns its place. Prunes what need not be kept.
+    """Writes the image as a checkpoint of one shard; returns where it is. Prunes what need not be kept.
 
     Raises:
         TierError: the tier cannot take it.
@@ -53,13 +53,13 @@ def restore(
     url: str,
     step: int,
     seen: Seen = lambda nbytes, total: None,
-    place: tuple[int, int] = (0, 1),
+    shard: tuple[int, int] = (0, 1),
     submesh: Submesh | None = None,
 ) -> int:
     """Loads one shard of a checkpoint into the objects; returns its bytes. Every one of them is verified.
 
     Args:
-        place: which shard, of how many; what was saved with another number is put together from its pieces.
+        shard: which one, of how many; what was saved with another number is put together from its pieces.
         submesh: of the replica, if it has several workers.
 
     Raises:
@@ -70,14 +70,14 @@ def restore(
     archive = Archive(url)
     try:
         manifest = archive.manifest(step)
-        shard = manifest.shards[place[0] % manifest.world]
-        head = archive.head(shard)
-        if manifest.world != place[1] or not lies_alike(objects, head.index):
-            found = find_in_archive(archive, step, reader=place[0], readers=place[1])
-            return reshard.load(objects, found, place[0], submesh, seen)
-        archive.check_size(shard, head)
+        saved = manifest.shards[shard[0] % manifest.world]
+        head = archive.head(saved)
+        if manifest.world != shard[1] or not lies_alike(objects, head.index):
+            found = find_in_archive(archive, step, reader=shard[0], readers=shard[1])
+            return reshard.load(objects, found, shard[0], submesh, seen)
+        archive.check_size(saved, head)
         image = targets(objects, head.index)
-        fill(image, archive.row(shard, head), lambda nbytes: seen(nbytes, head.index.nbytes))
+        fill(image, archive.row(saved, head), lambda nbytes: seen(nbytes, head.index.nbytes))
     except StateError as error:
         raise UnreadError(str(error)) from error
     load(objects, image, submesh)

@@ -1,4 +1,4 @@
-"""The mesh: one TCP connection between every two members of a generation, for messages of a few bytes.
+"""the control channel: one TCP connection between every two members of a generation, for messages of a few bytes.
 
 It carries what must be quick and exact: the weights of the micro-batches, the vote that closes a step, and
 the addresses from which gloo builds its own connections. A tiny all-reduce over gloo costs milliseconds when
@@ -34,22 +34,22 @@ _TAG_KEY, _TAG_END = 1, 2
 _HEAD = struct.Struct("<BI")
 
 
-class _MeshHello(msgspec.Struct, frozen=True):
+class _Hello(msgspec.Struct, frozen=True):
     credential: str
     generation: int
     rank: int
 
 
-_hellos: Codec[_MeshHello] = Codec(_MeshHello)
+_hellos: Codec[_Hello] = Codec(_Hello)
 _HELLO_BYTES = 1024
 
 
 def _server_name(worker: str) -> str:
     """For the proof: a worker's name is that of one process."""
-    return f"mesh {worker}"
+    return f"channel {worker}"
 
 
-class MeshListener:
+class ChannelListener:
     """Accepts the connections of members with higher ranks. One for the life of the worker."""
 
     def __init__(self, host: str, token: str, worker: str) -> None:
@@ -61,7 +61,7 @@ class MeshListener:
         self._arrived: dict[tuple[int, int], socket.socket] = {}
         self._news = threading.Condition()
         self._broken = 0
-        self._door = Door(server, "holdfast-mesh", lambda said: missing(said, _HELLO_BYTES), self._enter)
+        self._door = Door(server, "holdfast-channel", lambda said: missing(said, _HELLO_BYTES), self._enter)
 
     def _enter(self, sock: socket.socket, frame: bytes) -> bool:
         """Whoever shows in its hello that it knows the token is a member, and is shown the same."""
@@ -101,7 +101,7 @@ class MeshListener:
             self._news.notify_all()
 
 
-class Mesh:
+class ControlChannel:
     """The connections of one generation.
 
     Every member calls the same methods in the same order. A peer that is gone raises CollectiveFailed in
@@ -111,7 +111,7 @@ class Mesh:
         waits: called with the rank that is waited for, and with -1 when nobody is. While members connect, those of lower
             rank are called, and of higher rank awaited.
         reached: called when one more member is connected.
-        fails_late: what cannot be said raises nothing; hearing from that peer will.
+        fails_on_receive: what cannot be said raises nothing; hearing from that peer will.
     """
 
     def __init__(self, generation: Generation, rank: int) -> None:
@@ -122,9 +122,9 @@ class Mesh:
         self.reached: Callable[[], None] = lambda: None
         self._peers: dict[int, socket.socket] = {}
         self._aborted = False
-        self.fails_late = False
+        self.fails_on_receive = False
 
-    def connect(self, listener: MeshListener, token: str) -> None:
+    def connect(self, listener: ChannelListener, token: str) -> None:
         """Connects to the lower ranks and waits for the higher ones.
 
         Raises:
@@ -136,7 +136,7 @@ class Mesh:
             question = Question(token, _server_name(member.worker), str(number), str(self.rank))
             with self._calling(member):
                 sock = self._call(member)
-                sock.sendall(pack(_MeshHello(question.credential, number, self.rank)))
+                sock.sendall(pack(_Hello(question.credential, number, self.rank)))
             asked.append((member, sock, question))
         for member, sock, question in asked:  # all are at work on their answers by now
             with self._calling(member):
@@ -177,7 +177,7 @@ class Mesh:
             raise CollectiveFailed("the generation broke while its members connected")
 
     def sockets(self) -> list[socket.socket]:
-        """Every connection of the mesh."""
+        """Every connection of the control channel."""
         return list(self._peers.values())
 
     def abort(self) -> None:
@@ -196,17 +196,17 @@ class Mesh:
 
     # ------------------------------------------------------------ words
 
-    def say(self, step: int, *words: Word) -> None:
+    def send(self, step: int, *words: Word) -> None:
         """Sends words of three numbers for this step to every peer."""
         data = b"".join(_WORD.pack(step, *word) for word in words)
         for rank, sock in self._peers.items():
             try:
                 sock.sendall(data)
             except OSError as error:
-                if not self.fails_late:
+                if not self.fails_on_receive:
                     raise CollectiveFailed(f"lost rank {rank}: {error}") from error
 
-    def hear(self, step: int, own: Sequence[Word], counts: Sequence[int] | None = None) -> list[Word]:
+    def receive(self, step: int, own: Sequence[Word], counts: Sequence[int] | None = None) -> list[Word]:
         """What every member said for this step, in the order of the ranks: so all add it up alike.
 
         Args:
@@ -219,11 +219,11 @@ class Mesh:
                 words += own
             else:
                 self.waits(rank)
-                words += [self._hear_one(rank, step) for _ in range(counts[rank] if counts else 1)]
+                words += [self._receive_one(rank, step) for _ in range(counts[rank] if counts else 1)]
         self.waits(-1)
         return words
 
-    def _hear_one(self, rank: int, step: int) -> Word:
+    def _receive_one(self, rank: int, step: int) -> Word:
         try:
             word = self._peers[rank].recv(_WORD.size, socket.MSG_WAITALL)
         except OSError as error:
@@ -236,20 +236,20 @@ class Mesh:
         return a, b, c
 
 
-class MeshStore(dist.Store):  # type: ignore[misc, name-defined, unused-ignore]
-    """A torch.distributed Store whose keys travel over the mesh and live no longer than one generation.
+class ChannelStore(dist.Store):  # type: ignore[misc, name-defined, unused-ignore]
+    """A torch.distributed Store whose keys travel over the control channel and live no longer than one generation.
 
-    After `finish` the mesh carries words: a key that a process group sets later (NCCL's watchdog may) stays here.
+    After `finish` the control channel carries words: a key that a process group sets later (NCCL's watchdog may) stays here.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, channel: ControlChannel) -> None:
         super().__init__()
-        self._mesh = mesh
+        self._channel = channel
         self._finished = False
         self._values: dict[str, bytes] = {}
         self._ended: set[int] = set()
         self._unsent: dict[int, memoryview] = {}
-        self._unread: dict[int, bytearray] = {rank: bytearray() for rank in mesh._peers}
+        self._unread: dict[int, bytearray] = {rank: bytearray() for rank in channel._peers}
 
     def set(self, key: str, value: bytes | str) -> None:
         """Sends the value to every peer."""
@@ -275,13 +275,13 @@ class MeshStore(dist.Store):  # type: ignore[misc, name-defined, unused-ignore]
         return all(k in self._values for k in keys)
 
     def finish(self) -> None:
-        """Tells the peers that no key follows, and waits until all have said so: the mesh is clear again."""
+        """Tells the peers that no key follows, and waits until all have said so: the control channel is clear again."""
         self._finished = True
         self._send(_HEAD.pack(_TAG_END, 0))
-        self._move_until(lambda: len(self._ended) == self._mesh.size - 1)
+        self._move_until(lambda: len(self._ended) == self._channel.size - 1)
 
     def _send(self, data: bytes) -> None:
-        for rank in self._mesh._peers:
+        for rank in self._channel._peers:
             self._unsent[rank] = memoryview(data)
             self._write(rank)
         self._move_until(lambda: not self._unsent)
@@ -291,7 +291,7 @@ class MeshStore(dist.Store):  # type: ignore[misc, name-defined, unused-ignore]
         if done():
             return
         with selectors.DefaultSelector() as selector:
-            for rank, sock in self._mesh._peers.items():
+            for rank, sock in self._channel._peers.items():
                 if wants := self._wants(rank):
                     selector.register(sock, wants, rank)
             while not done():
@@ -316,7 +316,7 @@ class MeshStore(dist.Store):  # type: ignore[misc, name-defined, unused-ignore]
         """As much as the connection takes now."""
         data = self._unsent[rank]
         try:
-            data = data[self._mesh._peers[rank].send(data, socket.MSG_DONTWAIT) :]
+            data = data[self._channel._peers[rank].send(data, socket.MSG_DONTWAIT) :]
         except BlockingIOError:
             return
         except OSError as error:
@@ -327,11 +327,11 @@ class MeshStore(dist.Store):  # type: ignore[misc, name-defined, unused-ignore]
             del self._unsent[rank]
 
     def _read(self, rank: int) -> None:
-        """What has come of a peer's next frame, and nothing behind it: after the last one the mesh's words follow."""
+        """What has come of a peer's next frame, and nothing behind it: after the last one the control channel's words follow."""
         frame = self._unread[rank]
         size = _HEAD.unpack_from(frame)[1] if len(frame) >= _HEAD.size else 0
         try:
-            data = self._mesh._peers[rank].recv(_HEAD.size + size - len(frame), socket.MSG_DONTWAIT)
+            data = self._channel._peers[rank].recv(_HEAD.size + size - len(frame), socket.MSG_DONTWAIT)
         except BlockingIOError:
             return
         except OSError as error:

@@ -12,12 +12,12 @@ from holdfast.errors import UsageError
 from holdfast.train.scaling import scale_lr
 
 NAME = "holdfast"
-"""Under this name the position is in the protected state."""
+"""Under this name the cursor is in the protected state."""
 
 BatchChanged = Literal["refuse", "keep", "linear", "sqrt"]
 
 
-class Position:
+class DataCursor:
     """Samples that are committed, and what gives that number its meaning.
 
     Counted in samples, not in steps: so a change of the global batch neither repeats nor skips one.

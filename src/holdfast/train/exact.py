@@ -107,7 +107,7 @@ class _Bucket:
 
     def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
         self.parameters = parameters
-        self.places = {p: i for i, p in enumerate(parameters)}
+        self.index_of = {p: i for i, p in enumerate(parameters)}
         self.direct = is_large(parameters[0])
         self.counts = True
         self.size = sum(local_of(p).numel() for p in parameters)
@@ -147,10 +147,10 @@ class _Bucket:
     def take(self, p: torch.nn.Parameter) -> None:
         """A gradient is there."""
         if self.leaf is not None:
-            place = self.places[p]
-            into, grad = self.leaf.grads[place], p.grad
+            index = self.index_of[p]
+            into, grad = self.leaf.grads[index], p.grad
             if grad is not None and grad is not into:
-                self.leaf.views[place].copy_(local_of(grad))
+                self.leaf.views[index].copy_(local_of(grad))
                 p.grad = into
         self.arrived.add(p)
 
@@ -205,7 +205,7 @@ class ExactSum(Gradients):
         self._buckets = [_Bucket(group) for group in grouped(chosen, counts)]
         for bucket in self._buckets:
             bucket.counts = counts(bucket.parameters[0])
-        self._place = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._layout: _Layout | None = None
         self._leaf = 0
         self._inside = False
@@ -263,7 +263,7 @@ class ExactSum(Gradients):
         assert isinstance(p, torch.nn.Parameter)
         if not self._inside:
             return  # a backward pass of the script's own
-        bucket = self._place[p]
+        bucket = self._bucket_of[p]
         if p in bucket.arrived:
             raise UsageError(
                 'reduction="exact": a parameter received its gradient twice in one backward pass; with activation '
@@ -335,7 +335,7 @@ class ExactSum(Gradients):
             else:
                 sent, given = bucket.inbox[:0], [0] * group.size
             bucket.works.append(group.exchange(received, counts, sent, given))
-        bucket.rows = [found[place] for place in sorted(found)]
+        bucket.rows = [found[index] for index in sorted(found)]
 
     def _send_slice(self, bucket: _Bucket, group: Group) -> None:
         """Adds up this worker's slice of all subtrees and gives it to all."""

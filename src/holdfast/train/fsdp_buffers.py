@@ -14,34 +14,34 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
-from holdfast.train.buffer_pool import Scratch
+from holdfast.train.buffer_pool import BufferPool
 
 
-class _Kept:
-    def __init__(self, scratch: Scratch) -> None:
-        self._scratch = scratch
+class _Pooled:
+    def __init__(self, pool: BufferPool) -> None:
+        self._pool = pool
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """As FSDP2 asks for it."""
         if device.type != "cpu":
             return torch.empty(*size, dtype=dtype, device=device)
-        return self._scratch.take(math.prod(map(int, size)), dtype).view(*size)
+        return self._pool.take(math.prod(map(int, size)), dtype).view(*size)
 
 
-class KeptAllGather(_Kept, DefaultAllGather):
-    """What it gathers lies in kept memory."""
+class PooledAllGather(_Pooled, DefaultAllGather):
+    """What it gathers comes from the pool."""
 
 
-class KeptReduceScatter(_Kept, DefaultReduceScatter):
-    """What it scatters lies in kept memory."""
+class PooledReduceScatter(_Pooled, DefaultReduceScatter):
+    """What it scatters comes from the pool."""
 
 
-def keep(module: FSDPModule, scratch: Scratch) -> None:
+def use_pool(module: FSDPModule, pool: BufferPool) -> None:
     """This module's collectives take their memory from here, unless the script has said where from."""
     groups = module._get_fsdp_state()._fsdp_param_groups
     if len(groups) != 1:
         return  # FSDP2 takes no such wish where a module has parameters on several meshes
     if type(groups[0]._all_gather_comm) is DefaultAllGather:
-        module.set_custom_all_gather(KeptAllGather(scratch))
+        module.set_custom_all_gather(PooledAllGather(pool))
     if type(groups[0]._reduce_scatter_comm) is DefaultReduceScatter:
-        module.set_custom_reduce_scatter(KeptReduceScatter(scratch))
+        module.set_custom_reduce_scatter(PooledReduceScatter(pool))

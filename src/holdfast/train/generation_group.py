@@ -1,4 +1,4 @@
-"""The connections of one generation: the mesh for words between all, gloo for gradients between those that hold the
+"""The connections of one generation: the control channel for words between all, gloo for gradients between those that hold the
 same shard, and, where a replica has several workers, its own groups (`switched`)."""
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined, unused-i
 
 from holdfast.errors import CollectiveFailed
 from holdfast.protocol.messages import Generation
-from holdfast.train.control_channel import Mesh, MeshListener, MeshStore
-from holdfast.train.gloo_group import Wires
+from holdfast.train.control_channel import ChannelListener, ChannelStore, ControlChannel
+from holdfast.train.gloo_group import GlooGroup
 
 if TYPE_CHECKING:
-    from holdfast.train.reconnectable_group import Row
+    from holdfast.train.reconnectable_group import ReplicaGroups
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class _Failed:
     error: CollectiveFailed
 
 
-class Group(Wires):
+class Group(GlooGroup):
     """One generation's connections. Built in two parts, so that `abort` works while `connect` runs.
 
     Attributes:
         rank, size: among the workers that hold the same shard of the state, which sum their gradients.
-        mesh: connects all members of the generation.
+        channel: connects all members of the generation.
     """
 
     def __init__(
@@ -39,88 +39,90 @@ class Group(Wires):
         generation: Generation,
         rank: int,
         host: str,
-        listener: MeshListener,
-        row: Row | None = None,
+        listener: ChannelListener,
+        replica: ReplicaGroups | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """row: the groups of this worker's replica, if it has several workers. device: where the gradients are."""
+        """replica: the groups of this worker's replica, if it has several workers. device: where the gradients are."""
         own = generation.members[rank]
         column = [m.rank for m in generation.members if m.shard_index == own.shard_index]
         super().__init__(column.index(rank), len(column), host, device)
         self.generation = generation.number
-        self.mesh = Mesh(generation, rank)
+        self.channel = ControlChannel(generation, rank)
         self._listener = listener
         self._own = own
-        self._row = row if generation.shard_count > 1 else None
-        self._connects_row = self._row is not None and generation.rows[own.replica] == generation.number
-        self.mesh.fails_late = self._row is not None
+        self._replica_groups = replica if generation.shard_count > 1 else None
+        self._connects_replica = (
+            self._replica_groups is not None and generation.rows[own.replica] == generation.number
+        )
+        self.channel.fails_on_receive = self._replica_groups is not None
 
     def join(self, token: str) -> None:
         """Connects to every member. Raises CollectiveFailed when one is gone or the generation breaks."""
-        if self.mesh.size == 1:
+        if self.channel.size == 1:
             return
-        self.mesh.connect(self._listener, token)
-        store = MeshStore(self.mesh)
+        self.channel.connect(self._listener, token)
+        store = ChannelStore(self.channel)
         if self.size > 1:
             self.connect(PrefixStore(f"shard-{self._own.shard_index}", store))
-        if self._row is not None and self._connects_row:
+        if self._replica_groups is not None and self._connects_replica:
             where = f"replica-{self._own.replica}"
-            self._row.connect(lambda name: PrefixStore(f"{where}/{name}", store), self.generation)
+            self._replica_groups.connect(lambda name: PrefixStore(f"{where}/{name}", store), self.generation)
         store.finish()
         if self._aborted:
             self.abort()
             raise CollectiveFailed("the generation broke while its members connected")
 
     def start(self, call: Callable[[Any], Any]) -> Any:
-        """As in Wires. A replica of several workers leaves a step together (`Row`), so what fails here in the middle of
+        """As in GlooGroup. A replica of several workers leaves a step together (`ReplicaGroups`), so what fails here in the middle of
         one is said when it is waited for."""
         try:
             return super().start(call)
         except CollectiveFailed as error:
-            if self._row is None:
+            if self._replica_groups is None:
                 raise
             return _Failed(error)
 
     def wait(self, work: Any) -> None:
-        """As in Wires."""
+        """As in GlooGroup."""
         if isinstance(work, _Failed):
             raise work.error
         super().wait(work)
 
     def drain(self, work: Any) -> bool:
-        """As in Wires."""
+        """As in GlooGroup."""
         return isinstance(work, _Failed) or super().drain(work)
 
     def intact(self) -> None:
-        """As in Wires, also for the replica's own groups."""
+        """As in GlooGroup, also for the replica's own groups."""
         super().intact()
-        if self._row is not None and self._device is not None and self._row.aborted:
+        if self._replica_groups is not None and self._device is not None and self._replica_groups.aborted:
             raise CollectiveFailed("the generation broke")
 
     def abort(self) -> None:
         """Frees every call that waits for a peer in another replica. Safe from any thread, more than once."""
         super().abort()
         self._listener.release(self.generation)
-        self.mesh.abort()
+        self.channel.abort()
 
     def abort_all(self) -> None:
         """Frees those too that wait for one in this replica."""
         self.abort()
-        if self._row is not None:
-            self._row.abort()
+        if self._replica_groups is not None:
+            self._replica_groups.abort()
 
     def halt(self) -> int:
-        """Frees calls to other replicas; this one is whole, see `Row.halt`."""
+        """Frees calls to other replicas; this one is whole, see `ReplicaGroups.halt`."""
         self.abort()
-        return self._row.halt() if self._row is not None else -1
+        return self._replica_groups.halt() if self._replica_groups is not None else -1
 
     def leave(self, broken: bool) -> int:
-        """The main thread is out of every call; see `Row.leave`."""
-        return self._row.leave(broken) if self._row is not None else -1
+        """The main thread is out of every call; see `ReplicaGroups.leave`."""
+        return self._replica_groups.leave(broken) if self._replica_groups is not None else -1
 
     def close(self) -> None:
         """Gives everything back, after `abort` or when no member needs the group any more. Not the replica's own groups,
         which the next generation may use."""
         super().close()
-        self.mesh.close()
+        self.channel.close()
         self._listener.release(self.generation)

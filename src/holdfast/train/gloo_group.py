@@ -3,7 +3,7 @@
 `ProcessGroupGloo.abort` does not free a call that waits for a silent peer, and gloo's own time-out is minutes
 long. Shutting down this process's own sockets of the group does, within milliseconds, and needs no privilege.
 They are told by their addresses: gloo's members tell each other where they listen through the store, as the kernel
-writes addresses (`Told`). Whatever else the process connects meanwhile (a store of objects, a tracker, a loader) has
+writes addresses (`AddressStore`). Whatever else the process connects meanwhile (a store of objects, a tracker, a loader) has
 others, and is left alone.
 
 It does not free all of them: gloo tells a closed connection to the operations that are still queued, but not
@@ -33,7 +33,7 @@ import torch.distributed as dist
 from holdfast.errors import CollectiveFailed
 from holdfast.protocol.sockets import unpace
 from holdfast.train import nccl
-from holdfast.train.buffer_pool import Scratch
+from holdfast.train.buffer_pool import BufferPool
 
 GLOO_TIMEOUT = timedelta(minutes=30)
 """Never waited for: the coordinator breaks a generation that stands still long before."""
@@ -57,7 +57,7 @@ DRAIN = timedelta(milliseconds=200)
 T = TypeVar("T")
 
 
-class Wires:
+class GlooGroup:
     """The connections between the members of one group. Built in two parts, so that `abort` works during `connect`.
 
     Attributes:
@@ -71,7 +71,7 @@ class Wires:
         self._host = host
         self._wanted = device
         self._device: torch.device | None = None  # the GPU, once the members have agreed on NCCL
-        self._told: Told | None = None
+        self._addresses_told: AddressStore | None = None
         self._before: set[int] = set()
         self._sockets: dict[int, int] | None = None  # once all are there: an address may be another's later
         self._group: Any = None
@@ -93,16 +93,16 @@ class Wires:
     def connect(self, store: Any) -> None:
         """Connects to every member. Raises CollectiveFailed when one is gone or `abort` is called."""
         self._before = set(sockets_here())
-        self._told = Told(store)
-        self._group = self._built(self._told)
-        self._sockets = self._found()
+        self._addresses_told = AddressStore(store)
+        self._group = self._build(self._addresses_told)
+        self._sockets = self._group_sockets()
         for fd in self._connections():
             with_socket(fd, unpace)
         if self._aborted:
             self.abort()
             raise CollectiveFailed("the generation broke while its members connected")
 
-    def _built(self, store: Any) -> Any:
+    def _build(self, store: Any) -> Any:
         """The process group. A thread makes it, because nothing frees one that waits for a lost peer."""
         results: list[Any] = []
 
@@ -117,7 +117,7 @@ class Wires:
                     )
                 else:
                     result = _gloo(store, self.rank, self.size, self._host)
-            except Exception as error:  # noqa: BLE001 - gloo's or, through the store, the mesh's; told below
+            except Exception as error:  # noqa: BLE001 - gloo's or, through the store, the control channel's; raised below
                 result = error
             finally:
                 with self._news:
@@ -201,16 +201,16 @@ class Wires:
             parts[self.rank].copy_(mine.view(-1))
         self._all([partial(self.broadcast, part, root) for root, part in enumerate(parts)])
 
-    def scatter_sum(self, out: torch.Tensor, mine: torch.Tensor, scratch: Scratch) -> None:
+    def scatter_sum(self, out: torch.Tensor, mine: torch.Tensor, pool: BufferPool) -> None:
         """The sum over all members of this member's part of `mine`, contiguous. Added up in the order of the ranks, in single
-        precision at least, rounded once. Gloo's own reduce-scatter is an all-reduce of everything. scratch: for what
+        precision at least, rounded once. Gloo's own reduce-scatter is an all-reduce of everything. pool: for what
         the others send.
 
         Raises:
             CollectiveFailed: a peer is gone, or `abort` was called.
         """
         parts = mine.view(self.size, -1)
-        received = scratch.take(mine.numel(), mine.dtype).view(self.size, -1)
+        received = pool.take(mine.numel(), mine.dtype).view(self.size, -1)
         calls = []
         for distance in range(1, self.size):
             there, back = (self.rank + distance) % self.size, (self.rank - distance) % self.size
@@ -294,14 +294,14 @@ class Wires:
 
     def _connections(self) -> list[int]:
         """Descriptors of the group's connections, as far as they are there."""
-        found = self._found() if self._sockets is None else self._sockets
+        found = self._group_sockets() if self._sockets is None else self._sockets
         return [fd for inode, fd in list(found.items()) if is_socket(fd, inode)]
 
-    def _found(self) -> dict[int, int]:
-        told, now = self._told, sockets_here()
-        if told is None:
+    def _group_sockets(self) -> dict[int, int]:
+        store, now = self._addresses_told, sockets_here()
+        if store is None:
             return {}
-        return {i: fd for i, fd in now.items() if i not in self._before and with_socket(fd, told.has)}
+        return {i: fd for i, fd in now.items() if i not in self._before and with_socket(fd, store.has)}
 
     def close(self) -> None:
         """Gives everything back, after `abort` or when no member needs the group any more."""
@@ -316,7 +316,7 @@ class Wires:
             group.abort()
 
 
-class Told(dist.Store):  # type: ignore[misc, name-defined, unused-ignore]
+class AddressStore(dist.Store):  # type: ignore[misc, name-defined, unused-ignore]
     """A group's store, which remembers what its members told each other: where gloo listens, among other things.
 
     Gloo listens once in every process. So the connections that it accepted have the address that this member told, and

@@ -31,7 +31,7 @@ from holdfast.errors import ChecksumError, CollectiveFailed, ProtocolError, Stat
 from holdfast.protocol.frames import Codec, pack
 from holdfast.tensors.staging import Lane
 from holdfast.train import nccl
-from holdfast.train.gloo_group import Wires
+from holdfast.train.gloo_group import GlooGroup
 from holdfast.train.state_image import Image
 
 CHOICE = "HOLDFAST_DIRECT"
@@ -179,7 +179,7 @@ def send(sock: socket.socket, image: Image, low: int, stop: int, opened: Callabl
         CollectiveFailed: the newcomer is gone, or they cannot be connected.
     """
     device = image.device
-    pair = Wires(DONOR, 2, sock.getsockname()[0], device)
+    pair = GlooGroup(DONOR, 2, sock.getsockname()[0], device)
     line = Line(sock, pair.abort)
     said: deque[tuple[int, torch.Tensor, object]] = deque()
 
@@ -217,7 +217,7 @@ def receive(sock: socket.socket, image: Image, low: int, stop: int, moved: Moved
         StateError: the rest has to come another way; the message says why.
     """
     device = image.device
-    pair = Wires(NEWCOMER, 2, sock.getsockname()[0], device)
+    pair = GlooGroup(NEWCOMER, 2, sock.getsockname()[0], device)
     line = Line(sock, pair.abort)
     coming: deque[tuple[int, int, torch.Tensor, object]] = deque()
     late_s = time.monotonic() + CONNECT_S
@@ -265,7 +265,7 @@ def receive(sock: socket.socket, image: Image, low: int, stop: int, moved: Moved
 
 
 @contextmanager
-def _lane(image: Image, pair: Wires) -> Iterator[Lane]:
+def _lane(image: Image, pair: GlooGroup) -> Iterator[Lane]:
     """For one stripe: on a stream that no other one uses meanwhile, or they would wait for each other. On leaving nothing of
     it is read or written any more."""
     try:
@@ -288,7 +288,7 @@ _numbers = itertools.count()
 _idle: list[int] = []
 
 
-def _move(pair: Wires, row: torch.Tensor) -> None:
+def _move(pair: GlooGroup, row: torch.Tensor) -> None:
     """One chunk, from the donor to the newcomer. With NCCL it is queued."""
     work = pair.broadcast(row, DONOR)
     try:

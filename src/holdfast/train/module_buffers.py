@@ -48,7 +48,7 @@ class _Kept:
             self._version = self.buffer._version
 
 
-class Buffers:
+class ModuleBuffers:
     """The buffers of the protected modules."""
 
     def __init__(self, buffers: Iterable[torch.Tensor]) -> None:

@@ -3,7 +3,7 @@
 Written against ProcessGroupNCCL of PyTorch 2.13; what differs from gloo:
 
 - A collective is only queued when its Work is waited for, so an abort shows later: an aborted kernel ends and leaves
-  garbage. Whoever is about to count a step asks `Wires.intact` once the device has come to its end.
+  garbage. Whoever is about to count a step asks `GlooGroup.intact` once the device has come to its end.
 - A communicator that is still being made cannot be aborted: torch holds its lock while it waits for it. So it is made, and
   used once, on a thread of its own, and TORCH_NCCL_NONBLOCKING_TIMEOUT ends the wait for a peer that never came.
 - An abort waits for the communicator's own threads, and must come once: torch joins its watchdog in it. All aborts of a

@@ -333,7 +333,7 @@ def _stripes(nbytes: int, donors: int) -> list[tuple[int, int]]:
 def _read_chunk(
     response: http.client.HTTPResponse, image: Image, low: int, high: int, member: Member
 ) -> None:
-    row = xxhash.xxh3_64()
+    hasher = xxhash.xxh3_64()
     with image.filling(low, high) as pieces:
         for piece in pieces:
             view = piece
@@ -342,6 +342,6 @@ def _read_chunk(
                 if not got:
                     raise StateError(f"rank {member.rank} on {member.node} closed the connection")
                 view = view[got:]
-            row.update(piece)
-    if response.read(DIGEST_BYTES) != row.digest():
+            hasher.update(piece)
+    if response.read(DIGEST_BYTES) != hasher.digest():
         raise ChecksumError(f"bytes {low} to {high} from rank {member.rank} on {member.node} are damaged")

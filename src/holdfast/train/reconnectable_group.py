@@ -20,8 +20,8 @@ from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[
 from torch.distributed import HashStore  # type: ignore[attr-defined, unused-ignore]
 
 from holdfast.errors import CollectiveFailed, UsageError
-from holdfast.train.buffer_pool import Scratch
-from holdfast.train.gloo_group import Wires
+from holdfast.train.buffer_pool import BufferPool
+from holdfast.train.gloo_group import GlooGroup
 
 BACKEND = "holdfast"
 
@@ -29,11 +29,11 @@ StoreOf = Callable[[str], Any]
 """The store through which a group, named, finds its members."""
 
 
-class Row:
+class ReplicaGroups:
     """All process groups of one replica, as one of its workers has them.
 
     Attributes:
-        scratch: memory for its collectives.
+        pool: memory for its collectives.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class Row:
         self.device = device
         self.host = host
         self.called = called
-        self.scratch = Scratch()
-        self._groups: list[SwitchedGroup] = []
+        self.pool = BufferPool()
+        self._groups: list[ReconnectableGroup] = []
         self._aborted = False
         self.connected_in = 0
         self.beside = False
@@ -60,7 +60,7 @@ class Row:
         self._limit: int | None = None
 
     def open(self) -> None:
-        """Makes torch's default process group a shell of this row's.
+        """Makes torch's default process group a shell of these groups.
 
         Raises:
             UsageError: the script has made one.
@@ -72,7 +72,7 @@ class Row:
             )
         if BACKEND not in dist.Backend.backend_list:
             dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
-        _row[:] = [self]
+        _replica[:] = [self]
         dist.init_process_group(BACKEND, store=HashStore(), rank=self.shard_index, world_size=self.size)
 
     def shut(self) -> None:
@@ -82,9 +82,9 @@ class Row:
             dist.destroy_process_group()
         self._groups.clear()
 
-    def add(self, rank: int, size: int, name: str) -> SwitchedGroup:
+    def add(self, rank: int, size: int, name: str) -> ReconnectableGroup:
         """One more group, which torch asked for."""
-        group = SwitchedGroup(self, rank, size, name)
+        group = ReconnectableGroup(self, rank, size, name)
         self._groups.append(group)
         return group
 
@@ -105,10 +105,10 @@ class Row:
         """
         for group in self._groups:
             if group.size() > 1:
-                group.wires = Wires(group.rank(), group.size(), self.host, self.device)
+                group.gloo = GlooGroup(group.rank(), group.size(), self.host, self.device)
                 if self._aborted:
                     raise CollectiveFailed("the generation broke while its members connected")
-                group.wires.connect(store_of(group.label))
+                group.gloo.connect(store_of(group.label))
         self.connected_in = generation
 
     @property
@@ -122,15 +122,15 @@ class Row:
             self._aborted = True
             self._news.notify_all()
         for group in self._groups:
-            if group.size() > 1 and group.wires is not None:
-                group.wires.abort()
+            if group.size() > 1 and group.gloo is not None:
+                group.gloo.abort()
 
     def close(self) -> None:
         """Gives the connections back, after `abort` or when nobody needs them any more."""
         for group in self._groups:
-            if group.size() > 1 and group.wires is not None:
-                group.wires.close()
-                group.wires = None
+            if group.size() > 1 and group.gloo is not None:
+                group.gloo.close()
+                group.gloo = None
         self.connected_in = 0
 
     # ------------------------------------------------------------ leaving a step together
@@ -177,66 +177,66 @@ class Row:
         return -1
 
 
-_row: list[Row] = []
+_replica: list[ReplicaGroups] = []
 """Whose groups torch makes: this process is in one replica."""
 
 
-def _create(common: Any, options: Any) -> SwitchedGroup:
+def _create(common: Any, options: Any) -> ReconnectableGroup:
     """What torch calls for every new group."""
-    return _row[0].add(common.group_rank, common.group_size, common.group_id)
+    return _replica[0].add(common.group_rank, common.group_size, common.group_id)
 
 
 _ProcessGroup: Any = dist.ProcessGroup
 
 
-class SwitchedGroup(_ProcessGroup):  # type: ignore[misc]
+class ReconnectableGroup(_ProcessGroup):  # type: ignore[misc]
     """A process group whose connections come with the generation and go with it.
 
     A collective returns when it is done (with NCCL: when it is queued before all that follows): with gloo nothing is gained
     by waiting later, and only here is a wait ended by an abort. A group of one worker has its own connection to itself for ever.
     """
 
-    def __init__(self, row: Row, rank: int, size: int, name: str) -> None:
+    def __init__(self, groups: ReplicaGroups, rank: int, size: int, name: str) -> None:
         super().__init__(rank, size)
-        self._row, self._place, self._members = row, rank, size
+        self._replica_groups, self._rank, self._size = groups, rank, size
         self.label = name
-        self.wires: Wires | None = None
+        self.gloo: GlooGroup | None = None
         if size == 1:
-            self.wires = Wires(0, 1, row.host)
-            self.wires.connect(HashStore())
+            self.gloo = GlooGroup(0, 1, groups.host)
+            self.gloo.connect(HashStore())
 
     def _run(self, name: str, *args: Any, **options: Any) -> Any:
-        if self._members == 1 and name in BY_ITSELF:
+        if self._size == 1 and name in BY_ITSELF:
             return self._run_beside(name, *args)  # gloo would copy it, of a GPU to host memory and back
-        wires = self.wires
-        if wires is None:
-            if self._row.beside:
+        gloo = self.gloo
+        if gloo is None:
+            if self._replica_groups.beside:
                 return self._run_beside(name, *args)
-            if self._row.aborted:
+            if self._replica_groups.aborted:
                 raise CollectiveFailed("the generation broke")
             raise UsageError(
                 f"{name} before the first step: the workers of a replica are connected when run.steps() begins. Build "
                 "the model without communication: every worker from the same seed, distribute_tensor and "
                 "parallelize_module with src_data_rank=None"
             )
-        if self._members > 1:
-            self._row.begin()
-        self._row.called(True)
-        work = self._ran_better(wires, name, *args)
+        if self._size > 1:
+            self._replica_groups.begin()
+        self._replica_groups.called(True)
+        work = self._ran_better(gloo, name, *args)
         if work is None:
-            work = wires.start(lambda gloo: getattr(gloo, name)(*args, **options))
+            work = gloo.start(lambda gloo: getattr(gloo, name)(*args, **options))
             try:
-                wires.wait(work)
+                gloo.wait(work)
             except CollectiveFailed:
-                wires.drain(work)
+                gloo.drain(work)
                 raise
-        self._row.called(False)
+        self._replica_groups.called(False)
         return work
 
-    def _ran_better(self, wires: Wires, name: str, *args: Any) -> Any:
+    def _ran_better(self, gloo: GlooGroup, name: str, *args: Any) -> Any:
         """FSDP2's two collectives where gloo's own are slow. None: as gloo has it. All members decide alike: by what is called
         and with what."""
-        if name not in ("_allgather_base", "_reduce_scatter_base") or self._members == 1:
+        if name not in ("_allgather_base", "_reduce_scatter_base") or self._size == 1:
             return None
         out, mine = args[:2]
         if out.device.type != "cpu" or out.dtype != mine.dtype:
@@ -244,9 +244,9 @@ class SwitchedGroup(_ProcessGroup):  # type: ignore[misc]
         if not (out.is_contiguous() and mine.is_contiguous()):
             return None
         if name == "_allgather_base":
-            wires.gather(out, mine)
+            gloo.gather(out, mine)
         elif out.is_floating_point() and len(args) > 2 and args[2].reduceOp == dist.ReduceOp.SUM:
-            wires.scatter_sum(out, mine, self._row.scratch)
+            gloo.scatter_sum(out, mine, self._replica_groups.pool)
         else:
             return None
         return _ended()
@@ -255,9 +255,9 @@ class SwitchedGroup(_ProcessGroup):  # type: ignore[misc]
         """What a collective leaves here without anybody else: all that there is to do in a group of one. Where this worker's
         replica is not complete, work of the script's own between two steps so comes to its end, and means nothing."""
         if name == "_allgather_base":
-            args[0].view(self._members, -1).copy_(args[1].reshape(1, -1))
+            args[0].view(self._size, -1).copy_(args[1].reshape(1, -1))
         elif name == "_reduce_scatter_base":
-            args[0].copy_(args[1].view(self._members, -1)[self._place].view_as(args[0]))
+            args[0].copy_(args[1].view(self._size, -1)[self._rank].view_as(args[0]))
         elif name not in BY_ITSELF:
             raise UsageError(
                 f"{name}: this worker's replica is not complete (run.world.replica is -1): skip it here"
@@ -275,11 +275,11 @@ class SwitchedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def rank(self) -> int:
         """This worker's rank in the group."""
-        return self._place
+        return self._rank
 
     def size(self) -> int:
         """Workers in the group."""
-        return self._members
+        return self._size
 
     @property
     def group_name(self) -> str:
@@ -342,9 +342,9 @@ ONE_BY_ONE = {
 
 def _forward() -> None:
     for name, of_gloo in {**{name: name for name in SAME}, **OTHERWISE}.items():
-        setattr(SwitchedGroup, name, partialmethod(SwitchedGroup._run, of_gloo))
+        setattr(ReconnectableGroup, name, partialmethod(ReconnectableGroup._run, of_gloo))
     for name, of_gloo in ONE_BY_ONE.items():
-        setattr(SwitchedGroup, name, partialmethod(SwitchedGroup._run_each, of_gloo))
+        setattr(ReconnectableGroup, name, partialmethod(ReconnectableGroup._run_each, of_gloo))
 
 
 _forward()

@@ -170,7 +170,9 @@ class GradientSum(Gradients):
         self._buckets = [_Bucket(group) for group in grouped(chosen, counts)]
         for bucket in self._buckets:
             bucket.counts = counts(bucket.parameters[0])
-        self._place = {p: (bucket, i) for bucket in self._buckets for i, p in enumerate(bucket.parameters)}
+        self._bucket_of = {
+            p: (bucket, i) for bucket in self._buckets for i, p in enumerate(bucket.parameters)
+        }
         self._group: Group | None = None
         self._next = 0
         self._filled: set[torch.nn.Parameter] = set()
@@ -203,7 +205,7 @@ class GradientSum(Gradients):
 
     def _arrived(self, p: torch.Tensor) -> None:
         assert isinstance(p, torch.nn.Parameter)
-        bucket, index = self._place[p]
+        bucket, index = self._bucket_of[p]
         if not bucket.direct:
             view, grad = bucket.grads[index], p.grad
             if grad is not None and grad is not view:
@@ -248,7 +250,7 @@ class GradientSum(Gradients):
         clip([bucket.flat for bucket in self._buckets], norm, max_norm)
 
     def local_is_finite(self) -> bool:
-        return all(p.grad is None or bool(local_of(p.grad).isfinite().all()) for p in self._place)
+        return all(p.grad is None or bool(local_of(p.grad).isfinite().all()) for p in self._bucket_of)
 
     def drain(self, group: Group) -> None:
         for bucket in self._buckets:

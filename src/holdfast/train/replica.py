@@ -25,19 +25,19 @@ from holdfast.protocol import messages as m
 from holdfast.protocol.phases import Phase, Spent
 from holdfast.protocol.snapshots import DurableTier, tiers_of
 from holdfast.train import checkpoint_restore, state_image
-from holdfast.train.control_channel import MeshListener
-from holdfast.train.data_cursor import NAME, Position
+from holdfast.train.control_channel import ChannelListener
+from holdfast.train.data_cursor import NAME, DataCursor
 from holdfast.train.faults import FaultPlan
 from holdfast.train.generation_group import Group
 from holdfast.train.link import Link
-from holdfast.train.module_buffers import Buffers
+from holdfast.train.module_buffers import ModuleBuffers
 from holdfast.train.outcome import CommittedStep, Stage, StepOutcome
 from holdfast.train.peer_transfer import DonorServer
 from holdfast.train.reduction import Gradients
-from holdfast.train.restore import Restoring
+from holdfast.train.restore import StateRestorer
 from holdfast.train.snapshots import Snapshots
-from holdfast.train.state_guard import Unchanged
-from holdfast.train.step_timing import Laps
+from holdfast.train.state_guard import StateGuard
+from holdfast.train.step_timing import StepTimer
 from holdfast.train.summation_order import Seat, seat, weighs, words
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ CHECKED_STEPS = 20
 another one."""
 
 
-class Rebuilt(BaseException):
+class RunMainAgain(BaseException):
     """`main` is to be run again, as the holder of another shard. No error: `holdfast.start` catches it, and nobody else should."""
 
     def __init__(self, shard_index: int) -> None:
@@ -66,7 +66,7 @@ class Endpoint:
     """Where other workers reach this process. It lasts as long as the process, also when `main` is run again."""
 
     def __init__(self, host: str, token: str, worker: str) -> None:
-        self.listener = MeshListener(host, token, worker)
+        self.listener = ChannelListener(host, token, worker)
         self.donor = DonorServer(host, token, worker)
 
     def close(self) -> None:
@@ -103,7 +103,7 @@ class Replica:
         committed: steps that count here; None while this worker holds no usable state.
         checks_local: look at this rank's own gradients before they are summed (after one was not finite).
         stopped: the job was asked to stop; no further step is to be begun.
-        unchanged: whether the state is what the newest commit left.
+        state_guard: whether the state is what the newest commit left.
     """
 
     group: Group
@@ -136,8 +136,8 @@ class Replica:
         host = link.start.host
         endpoint = endpoint or Endpoint(host, link.token, link.start.worker)
         self._listener, self._donor = endpoint.listener, endpoint.donor
-        self._buffers = Buffers(state_image.buffers_of(protected))
-        self.unchanged = Unchanged(
+        self._buffers = ModuleBuffers(state_image.buffers_of(protected))
+        self.state_guard = StateGuard(
             {
                 name: thing
                 for name, thing in protected.items()
@@ -145,12 +145,12 @@ class Replica:
             }
         )
         self._snapshots = Snapshots(link, faults, device)
-        self._restoring = Restoring(link, protected, sharding)
+        self._restorer = StateRestorer(link, protected, sharding)
         self._durations: deque[float] = deque(maxlen=MEDIAN_OVER)
         self._losses: deque[tuple[int, float, float]] = deque(maxlen=KEPT_LOSSES)
         self._unsent: list[tuple[int, float, float]] = []
         self._tells = False
-        self._laps = Laps()
+        self._timer = StepTimer()
         self._spent: list[Spent] = []
         self._sent_at = 0.0
         self._first_in_generation = True
@@ -212,9 +212,9 @@ class Replica:
         self.group.intact()
         if shards == 1:
             return squares if squares >= 0 else math.nan
-        mesh = self.group.mesh
-        mesh.say(step, (squares, 0.0, 0.0))
-        words = mesh.hear(step, [(squares, 0.0, 0.0)])
+        channel = self.group.channel
+        channel.send(step, (squares, 0.0, 0.0))
+        words = channel.receive(step, [(squares, 0.0, 0.0)])
         total = sum(words[rank][0] for rank in range(shards))  # of one replica: all have the same
         return total if total >= 0 else math.nan
 
@@ -250,7 +250,7 @@ class Replica:
             if isinstance(order, m.Stop):
                 self._leave(order)
             if isinstance(order, m.Rebuild):
-                raise Rebuilt(order.shard_index)
+                raise RunMainAgain(order.shard_index)
             assert isinstance(order, m.JoinGeneration)
             self.form = order
             self._page.generation = self.generation
@@ -277,11 +277,11 @@ class Replica:
 
     def _join(self, form: m.JoinGeneration) -> None:
         began = time.monotonic()
-        self._laps.forget()
+        self._timer.forget()
         generation = form.generation
         replica = generation.members[form.rank].replica
         if self.sharding and (replica < 0 or generation.number in generation.rows[replica : replica + 1]):
-            self.sharding.row.renew(beside=replica < 0)
+            self.sharding.groups.renew(beside=replica < 0)
         self._snapshots.join(form)
         reads_for_all = form.serve and form.restore
         if reads_for_all:
@@ -299,21 +299,26 @@ class Replica:
         self._page.wait_for(-1)
         self._page.committed, self._page.collectives = self.committed or 0, 0
         self._page.enter(Phase.JOIN)
-        row = self.sharding.row if self.sharding and replica >= 0 and generation.shard_count > 1 else None
+        groups = (
+            self.sharding.groups if self.sharding and replica >= 0 and generation.shard_count > 1 else None
+        )
         group = self.group = Group(
-            generation, form.rank, self.link.start.host, self._listener, row, self.device
+            generation, form.rank, self.link.start.host, self._listener, groups, self.device
         )
         self.link.guard(
-            generation.number, group.abort_all, group.halt if row else None, row.run_to if row else None
+            generation.number,
+            group.abort_all,
+            group.halt if groups else None,
+            groups.run_to if groups else None,
         )
-        self.group.mesh.waits, self.group.mesh.reached = self._wait_for, self._page.beat
+        self.group.channel.waits, self.group.channel.reached = self._wait_for, self._page.beat
         self.group.join(self.link.token)
         self.link.check(generation.number)
         self._page.beat()
         self._first_in_generation = True
         join_s = time.monotonic() - began - (restore_s or 0.0)
         self.link.send(m.Joined(generation.number, join_s, restore_s, restored))
-        self.unchanged.note(self.committed or 0, from_peer=form.restore and bool(form.donors))
+        self.state_guard.note(self.committed or 0, from_peer=form.restore and bool(form.donors))
 
     def _image(self) -> state_image.Image:
         return state_image.capture(self._protected, self.committed or 0, self._buffers.copy_of)
@@ -326,10 +331,10 @@ class Replica:
         self._page.wait_for(-1)
         self._page.enter(Phase.TRANSFER)
         self._faults.reach(Phase.TRANSFER, form.generation.start)
-        restored = self._restoring.bring(form)
-        position = self._protected.get(NAME)
-        if isinstance(position, Position):
-            position.adapt(self._protected)
+        restored = self._restorer.restore(form)
+        cursor = self._protected.get(NAME)
+        if isinstance(cursor, DataCursor):
+            cursor.adapt(self._protected)
         self._buffers.forget()
         self.committed = form.generation.start
         return restored, time.monotonic() - began
@@ -410,15 +415,15 @@ class Replica:
         self.gradients.begin()
         self._buffers.keep()
         self._page.enter(Phase.DATA)
-        self._laps.begin()
+        self._timer.begin()
 
     def enter(self, phase: Phase, step: int) -> None:
         """The step is in this phase now; an injected fault may be waiting for it."""
         if self._faults.slow > 1.0:
-            self._faults.drag(self._laps.phase, self._laps.lasted_s())
+            self._faults.drag(self._timer.phase, self._timer.lasted_s())
         if phase is not Phase.DATA:
             self._page.enter(phase)
-        self._laps.enter(phase)
+        self._timer.enter(phase)
         self._faults.reach(phase, step)
 
     def alive(self) -> None:
@@ -426,10 +431,10 @@ class Replica:
         self._page.collectives += 1
         self._page.beat()
 
-    def together(self, begins: bool) -> None:
+    def on_collective(self, begins: bool) -> None:
         """A collective of this worker's own replica begins, or has ended. Whoever looks for the one that holds the others
         up sees that this one waits."""
-        self._laps.together(begins)
+        self._timer.on_collective(begins)
         if begins:
             self._before_call = self._page.phase
         self._page.enter(Phase.REDUCE if begins else self._before_call)
@@ -438,12 +443,12 @@ class Replica:
     def check(self) -> None:
         """Raises GenerationBroken when there is no use in going on with this step. In a replica of several workers nobody
         leaves it alone, but at a call to the others."""
-        if self.sharding is None or self.sharding.row.aborted:
+        if self.sharding is None or self.sharding.groups.aborted:
             self.link.check(self.generation)
 
     def _wait_for(self, rank: int) -> None:
         self._page.wait_for(rank)
-        self._laps.wait_for(rank)
+        self._timer.wait_for(rank)
 
     def vote(self, step: int) -> None:
         """Closes the reduction: returns when every member holds the complete gradient.
@@ -453,10 +458,10 @@ class Replica:
         """
         ends = 1.0 if self.link.yielding(self.generation) else 0.0
         saves = 1.0 if self.rank == 0 and self._snapshots.due(step + 1) else 0.0
-        mesh = self.group.mesh
-        mesh.say(step, (1.0, ends, saves))
+        channel = self.group.channel
+        channel.send(step, (1.0, ends, saves))
         self.alive()
-        words = mesh.hear(step, [(1.0, ends, saves)])
+        words = channel.receive(step, [(1.0, ends, saves)])
         self._ends_here = any(e > 0 for _, e, _ in words)
         if any(x > 0 for _, _, x in words):
             self._snapshots.want()
@@ -466,7 +471,7 @@ class Replica:
         decided_s = time.perf_counter()
         self.enter(Phase.UPDATE, prepared.index)
         self._snapshots.before_update()
-        self.unchanged.release()
+        self.state_guard.release()
         step = prepared.finish(decided_s)
         # From here on this worker holds the state after the step. It must be noted before anything can raise (a fault that
         # is injected at this phase does): what is reported on parking would otherwise be a state that is gone.
@@ -484,14 +489,16 @@ class Replica:
         entry = (step.index, step.loss, step.took_s)
         self._losses.append(entry)
         self._unsent.append(entry)
-        if (spent := self._laps.commit(step.index, step.micro_batches, step.own_loss, step.loss)) is not None:
+        if (
+            spent := self._timer.commit(step.index, step.micro_batches, step.own_loss, step.loss)
+        ) is not None:
             self._spent.append(spent)
         now = time.monotonic()
         if self._first_in_generation or now - self._sent_at >= PROGRESS_EVERY_S:
             self._first_in_generation = False
             self._sent_at = now
             self._flush_losses()
-        self.unchanged.note(step.index + 1)
+        self.state_guard.note(step.index + 1)
 
     def _flush_losses(self) -> None:
         if not self._unsent and not self._figures:
@@ -532,10 +539,10 @@ class Replica:
         if self._durations[-1] >= PROGRESS_EVERY_S:
             self._flush_losses()  # the next commit's word is a whole step away, and this worker may not live to say it
 
-    def aside(self, on: bool) -> None:
+    def off_step(self, on: bool) -> None:
         """The script begins or ends work of its own between two steps."""
         if on and self._page.phase not in (Phase.COMMIT, Phase.JOIN):
-            raise UsageError("run.aside() is for work between two steps: leave `with step` first")
+            raise UsageError("run.relaxed_watchdog() is for work between two steps; leave `with step` first")
         self.link.send(m.OffStep(on))
         self._page.enter(Phase.ASIDE if on else Phase.COMMIT)
 
@@ -550,7 +557,7 @@ class Replica:
     def interrupted(self, error: Exception) -> bool:
         """Work between two steps raised. True when a fault did that, in a call to the other workers of the replica: they are
         together again, and the work is not done."""
-        if self.sharding is None or not (isinstance(error, StepFault) or self.sharding.row.aborted):
+        if self.sharding is None or not (isinstance(error, StepFault) or self.sharding.groups.aborted):
             return False
         self._last = None
         self._part(error)
@@ -564,7 +571,7 @@ class Replica:
             return False
         self._last = step
         # Torch may have put it in other words.
-        torn_apart = self.sharding is not None and self.sharding.row.aborted
+        torn_apart = self.sharding is not None and self.sharding.groups.aborted
         if isinstance(error, StepFault) or torn_apart:
             self._part(error)
         else:

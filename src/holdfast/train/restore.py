@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from holdfast.train.sharding import Sharding
 
 
-class Restoring:
+class StateRestorer:
     """Brings the state of a generation's start into the protected objects, as the coordinator says."""
 
     def __init__(self, link: Link, objects: state_image.Protected, sharding: Sharding | None) -> None:
@@ -29,7 +29,7 @@ class Restoring:
         self._objects = objects
         self._sharding = sharding
 
-    def bring(self, form: m.JoinGeneration) -> int:
+    def restore(self, form: m.JoinGeneration) -> int:
         """Returns the bytes that came.
 
         Raises:
@@ -70,7 +70,7 @@ class Restoring:
     def _from_shards(self, form: m.JoinGeneration) -> int:
         """The snapshot, which was taken with another number of shards."""
         own_node = self.link.start.env.get("HOLDFAST_NODE", "")
-        shard_index, shard_count = self._place(form)
+        shard_index, shard_count = self._shard_of(form)
         try:
             found = find_in_memory(
                 form.shards, self.link.token, own_node=own_node, reader=shard_index, readers=shard_count
@@ -79,7 +79,7 @@ class Restoring:
         except (StateError, TierError) as error:
             raise CollectiveFailed(str(error)) from error
 
-    def _place(self, form: m.JoinGeneration) -> tuple[int, int]:
+    def _shard_of(self, form: m.JoinGeneration) -> tuple[int, int]:
         """Which shard this worker holds, of how many."""
         return form.generation.members[form.rank].shard_index, form.generation.shard_count
 
@@ -92,9 +92,9 @@ class Restoring:
         assert form.durable is not None
         self._page.enter(Phase.TIER)
         try:
-            seen, place = self._seen(form), self._place(form)
+            seen, shard = self._seen(form), self._shard_of(form)
             return checkpoint_restore.restore(
-                self._objects, form.durable.url, form.durable.step, seen, place, self._submesh
+                self._objects, form.durable.url, form.durable.step, seen, shard, self._submesh
             )
         except UnreadError as error:
             raise StateLost(str(error)) from error

@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from typing import Any
 
 import torch
@@ -17,11 +18,11 @@ from holdfast.data.batches import DatasetBatches
 from holdfast.data.decoding import is_decoder
 from holdfast.errors import UsageError
 from holdfast.train import state_image, worker
-from holdfast.train.data_cursor import NAME, BatchChanged, Position
+from holdfast.train.data_cursor import NAME, BatchChanged, DataCursor
 from holdfast.train.exact import ExactSum, Reduction, prepare
 from holdfast.train.faults import FaultPlan
 from holdfast.train.reduction import GradientSum
-from holdfast.train.replica import Rebuilt, Replica, World
+from holdfast.train.replica import Replica, RunMainAgain, World
 from holdfast.train.sharding import Sharding
 from holdfast.train.step import Step
 
@@ -39,7 +40,7 @@ class Run:
         self._protected: dict[str, Any] = {}
         self._replica: Replica | None = None
         self._step: Step | None = None
-        self._position: Position | None = None
+        self._cursor: DataCursor | None = None
         self._resized: list[Callable[[World], object]] = []
         self._known_size: int | None = None
         self._sharding: Sharding | None = None
@@ -89,7 +90,7 @@ class Run:
     @property
     def samples(self) -> int:
         """Samples in all committed steps: what a schedule advances by, whatever the global batch was or becomes."""
-        return self._position.samples if self._position else 0
+        return self._cursor.samples if self._cursor else 0
 
     @property
     def stopped(self) -> bool:
@@ -117,7 +118,7 @@ class Run:
                 self.device,
                 where.link.start.host,
                 where.target,
-                self._together,
+                self._on_collective,
             )
         elif self._sharding.shape != (shard, tensor):
             raise UsageError(f"run.mesh() was called with {self._sharding.shape} before; a run has one mesh")
@@ -134,16 +135,16 @@ class Run:
             raise UsageError("run.replicate() came before run.mesh(): shard the model over run.mesh() first")
         self._sharding.replicate(model)
 
-    def _together(self, begins: bool) -> None:
+    def _on_collective(self, begins: bool) -> None:
         if self._replica is not None:
-            self._replica.together(begins)
+            self._replica.on_collective(begins)
 
     def protect(self, **objects: Any) -> None:
         """Names the state that must survive: modules, optimizers, schedulers, or anything with
         `state_dict` and `load_state_dict`. Call it before `steps`, with the same names on every worker.
 
         From then on a step's commit alone changes them: the optimizer, the scheduler and `also` of `step.apply`. A change
-        made elsewhere would be lost or made twice by a fault; it is found at the next step's edge and refused. Buffers
+        made elsewhere would be lost or made twice by a fault; it is found at the next step's edge and refused. ModuleBuffers
         that forward passes change are each worker's own. An object with an attribute `changes_between_steps` that is true
         may change between two steps as well, if it changes alike on every worker.
 
@@ -186,7 +187,7 @@ class Run:
                 error of the gradient at most 1e-6). "exact": losses and parameters are those of a run on one worker,
                 bit by bit, at any sequence of world sizes. That needs the same kind of processor and number of threads
                 (OMP_NUM_THREADS) everywhere, and on CUDA deterministic algorithms; chance must come from torch's default
-                generators. Buffers that a forward pass changes (running statistics) stay each worker's own. It keeps up
+                generators. ModuleBuffers that a forward pass changes (running statistics) stay each worker's own. It keeps up
                 to 1 + log2 of a worker's micro-batches sums of gradients in memory.
             batch_changed: what becomes of the learning rates of the protected optimizers and schedulers when the job
                 goes on from a state that was made with another global batch: "keep", "linear" or "sqrt" (see
@@ -214,18 +215,18 @@ class Run:
             launch=xxhash.xxh3_64_hexdigest(token.encode()),
         )
         try:
-            position = Position(global_batch, seed, batches.dataset, threads, batch_changed)
-            self._position = position
-            replica = self._enroll(modules, batches.count(), position, reduction)
+            cursor = DataCursor(global_batch, seed, batches.dataset, threads, batch_changed)
+            self._cursor = cursor
+            replica = self._enroll(modules, batches.count(), cursor, reduction)
             while not replica.stopped and (replica.committed or 0) < until:
                 self._tell_size(replica)
-                self._step = Step(replica, batches, replica.committed or 0, seed, position)
+                self._step = Step(replica, batches, replica.committed or 0, seed, cursor)
                 try:
                     yield self._step
                 except GeneratorExit:  # the script left the loop early: on purpose, or by an error
                     replica.done(stopped=False)
                     raise
-                replica.unchanged.after_step()
+                replica.state_guard.after_step()
                 replica.after_commit()
             replica.done(stopped=replica.stopped)
         finally:
@@ -236,7 +237,7 @@ class Run:
         self._known_size = size
         if size == before or not self._resized:
             return
-        with self.aside():
+        with self.relaxed_watchdog():
             for callback in self._resized:
                 callback(replica.world)
 
@@ -258,30 +259,39 @@ class Run:
         self._replica.log(self._step.index, figures)
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """For work between two steps that takes longer than a step: evaluation, a checkpoint of one's own.
+    def relaxed_watchdog(self) -> Iterator[None]:
+        """For work between two steps that takes longer than a step: evaluation, a checkpoint of the script's own.
 
-        Without it a worker that is away for `max(3 s, 5 median steps)` while others wait for it counts as hung and
-        is replaced; with it that takes as long as a start may (5 minutes by default).
+        A worker that keeps the others waiting for `max(3 s, 5 median steps)` counts as hung and is replaced. Inside this
+        block the limit is that of a start: 5 minutes by default.
 
-        With `mesh` the work may use the sharded model. A fault in such a call is then swallowed, as in a step: the body is
-        left where it is, and training goes on. A worker whose `world.replica` is -1 computes nothing of meaning meanwhile.
+        After `run.mesh()` the work may use the sharded model. A fault in such a call is swallowed, as in a step: the rest
+        of the block is skipped, and training continues. Where `run.world.replica` is -1 the results mean nothing.
 
         Raises:
-            UsageError: inside `with step`.
+            UsageError: it is used inside `with step`.
         """
         if self._replica is None:
             yield
             return
-        self._replica.aside(True)
+        self._replica.off_step(True)
         try:
             yield
         except BaseException as error:
             if isinstance(error, Exception) and self._replica.interrupted(error):
                 return
-            self._replica.aside(False)
+            self._replica.off_step(False)
             raise
-        self._replica.aside(False)
+        self._replica.off_step(False)
+
+    def aside(self) -> AbstractContextManager[None]:
+        """The name of `relaxed_watchdog` up to version 0.1. It will be removed in the next version."""
+        warnings.warn(
+            "run.aside() is now run.relaxed_watchdog(); the old name will be removed in the next version",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return self.relaxed_watchdog()
 
     def close(self) -> None:
         """`main` is about to be run again, or a job of one has ended: gives back what only one run may have."""
@@ -291,7 +301,7 @@ class Run:
             self._sharding.close()
 
     def _enroll(
-        self, modules: list[torch.nn.Module], micro_batches: int, position: Position, reduction: Reduction
+        self, modules: list[torch.nn.Module], micro_batches: int, cursor: DataCursor, reduction: Reduction
     ) -> Replica:
         if self._replica is not None:
             raise UsageError("run.steps() is called once per run; put epochs into `until`")
@@ -318,7 +328,7 @@ class Run:
         replica = Replica(
             self._attachment.link,
             self._attachment.faults,
-            self._protected | {NAME: position},
+            self._protected | {NAME: cursor},
             gradients,
             self.device,
             self._attachment.alone,
@@ -353,7 +363,7 @@ def _run(main: Callable[[Run], object], attachment: worker.Attachment) -> None:
         try:
             main(run)
             return
-        except Rebuilt as order:
+        except RunMainAgain as order:
             attachment.shard_index = order.shard_index
         run.close()
         del run

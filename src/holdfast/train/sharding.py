@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from holdfast.errors import StateError, UsageError
 from holdfast.protocol.messages import SHARD_INDEX_VARIABLE
 from holdfast.tensors.dtensor_shards import forget_meshes
-from holdfast.train.fsdp_buffers import keep
-from holdfast.train.reconnectable_group import Row
+from holdfast.train.fsdp_buffers import use_pool
+from holdfast.train.reconnectable_group import ReplicaGroups
 
 DIMENSIONS = ("replicate", "shard", "tensor")
 SHOWN = 5
@@ -32,7 +32,7 @@ class Sharding:
         shape: workers of a replica: shard degree, and tensor degree.
         shard_index: which of them this one is; the tensor dimension is the inner one.
         mesh: what the script gets.
-        row: the replica's process groups.
+        groups: the replica's process groups.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Sharding:
         called: Callable[[bool], None],
     ) -> None:
         """shard_index: None where the coordinator has not said. target: workers of the job at full strength.
-        called: as in Row.
+        called: as in ReplicaGroups.
 
         Raises:
             UsageError: a mesh that does not fit the job.
@@ -64,8 +64,8 @@ class Sharding:
             asked = os.environ.get(SHARD_INDEX_VARIABLE, "") or os.environ.get("RANK", "0")
             shard_index = int(asked) % size
         self.shape, self.shard_index = shape, shard_index
-        self.row = Row(shard_index, size, host, called, device)
-        self.row.open()
+        self.groups = ReplicaGroups(shard_index, size, host, called, device)
+        self.groups.open()
         names = DIMENSIONS if tensor > 1 else DIMENSIONS[:2]
         lengths = (1, shard, tensor) if tensor > 1 else (1, shard)
         self.mesh: DeviceMesh = init_device_mesh(device.type, lengths, mesh_dim_names=names)
@@ -85,7 +85,7 @@ class Sharding:
         """
         if not set(names) <= set(self.mesh.mesh_dim_names or ()):
             raise StateError(
-                f"the state lies on the dimensions {', '.join(names)}, which run.mesh() has not all"
+                f"the state lies on the dimensions {', '.join(names)}, which run.mesh() does not have"
             )
         return self.mesh if names == self.mesh.mesh_dim_names else self.mesh[names]
 
@@ -113,7 +113,7 @@ class Sharding:
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
                 if self.mesh.device_type == "cpu":
-                    keep(module, self.row.scratch)
+                    use_pool(module, self.groups.pool)
                 groups = _state_of(module)._fsdp_param_groups
                 self._kept_whole += [
                     g for g in groups if not g._reshard_after_forward and g.reshard_after_backward
@@ -164,7 +164,7 @@ class Sharding:
 
     def close(self) -> None:
         """`main` is about to be run again, as another shard."""
-        self.row.shut()
+        self.groups.shut()
         forget_meshes()
 
 

@@ -58,7 +58,7 @@ class Snapshots:
         self._cadence = parse_cadence(link.start.env.get("HOLDFAST_SNAPSHOT_EVERY", "0"))
         self._saves = False
         self._generation = 0
-        self._place = 0, 1
+        self._shard = 0, 1
         self._mtbf_s = 0.0
         self._interval_s = math.inf
         self._last_s = time.monotonic()
@@ -72,7 +72,7 @@ class Snapshots:
         """A new generation: whether this worker saves, and what `auto` goes by."""
         self._saves, self._mtbf_s = form.saves, form.mtbf_s
         self._generation, self._wanted = form.generation.number, False
-        self._place = form.generation.members[form.rank].shard_index, form.generation.shard_count
+        self._shard = form.generation.members[form.rank].shard_index, form.generation.shard_count
         self._choose_interval()
 
     @property
@@ -104,7 +104,7 @@ class Snapshots:
         began_s = time.perf_counter()
         self.before_update()
         image = capture()
-        key = Key(step, self._generation, *self._place)
+        key = Key(step, self._generation, *self._shard)
         self._link.send(m.SlotWanted(key, image.index.nbytes))
         copying = self._current = _Copying(key, image)
         copying.stall_s = time.perf_counter() - began_s
@@ -124,7 +124,7 @@ class Snapshots:
         """After the last step: copies the state. True when the agent has it."""
         self.before_update()
         image = capture()
-        copying = _Copying(Key(step, self._generation, *self._place), image)
+        copying = _Copying(Key(step, self._generation, *self._shard), image)
         self._link.send(m.SlotWanted(copying.key, image.index.nbytes, waits=True))
         self._copy(copying, LAST_SLOT_S)
         return copying.filled

@@ -42,7 +42,7 @@ HEAD_BYTES = 1 << 20
 WINDOW_BYTES = 4096
 
 
-class Unchanged:
+class StateGuard:
     """Compares the protected objects with what the newest commit left. Local to this worker, and without collectives."""
 
     def __init__(self, objects: Protected) -> None:

@@ -180,12 +180,12 @@ def digest(objects: Protected) -> str:
 
 def parameters_digest(objects: Protected) -> str:
     """xxh3 (64 bits) over the parameters of every protected module, in their order."""
-    row = xxhash.xxh3_64()
+    hasher = xxhash.xxh3_64()
     for thing in objects.values():
         if isinstance(thing, torch.nn.Module):
             for parameter in thing.parameters():
-                row.update(buffer_of(local_of(parameter).detach().cpu().contiguous()))
-    return row.hexdigest()
+                hasher.update(buffer_of(local_of(parameter).detach().cpu().contiguous()))
+    return hasher.hexdigest()
 
 
 def buffers_of(objects: Protected) -> list[torch.Tensor]:
@@ -195,10 +195,10 @@ def buffers_of(objects: Protected) -> list[torch.Tensor]:
 
 
 def _hash(image: Image, head: bytes) -> str:
-    row = xxhash.xxh3_64(head)
+    hasher = xxhash.xxh3_64(head)
     for piece in image.pieces(0, image.index.nbytes):
-        row.update(piece)
-    return row.hexdigest()
+        hasher.update(piece)
+    return hasher.hexdigest()
 
 
 def _device_of(objects: Protected) -> torch.device:

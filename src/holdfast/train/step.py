@@ -19,7 +19,7 @@ from holdfast.train.outcome import CommittedStep, Stage, StepOutcome
 
 if TYPE_CHECKING:
     from holdfast.train.control_channel import Word
-    from holdfast.train.data_cursor import Position
+    from holdfast.train.data_cursor import DataCursor
     from holdfast.train.replica import Replica
 
 
@@ -57,9 +57,9 @@ class Step:
         grad_norm: norm of the global gradient before it was clipped; NaN until the step is reduced.
     """
 
-    def __init__(self, replica: Replica, batches: Batches, index: int, seed: int, position: Position) -> None:
+    def __init__(self, replica: Replica, batches: Batches, index: int, seed: int, cursor: DataCursor) -> None:
         self.index = index
-        self.samples = position.samples
+        self.samples = cursor.samples
         self.loss = math.nan
         self.grad_norm = math.nan
         self._stage = Stage.OPEN
@@ -67,7 +67,7 @@ class Step:
         self._replica = replica
         self._batches = batches
         self._seed = seed
-        self._position = position
+        self._cursor = cursor
         self._words: list[Word] = []
         self._left: int | None = None
         self._said: list[Word] | None = None
@@ -190,7 +190,7 @@ class Step:
                 "call step.backward(loss) once for every micro-batch"
             )
         replica = self._replica
-        replica.unchanged.before_update(self.index)
+        replica.state_guard.before_update(self.index)
         replica.enter(Phase.REDUCE, self.index)
         gradients = replica.gradients
         if self._said is None:
@@ -242,7 +242,7 @@ class Step:
         # The same on every replica, also for what an update or the script draws before the next micro-batch.
         seed_generators(micro_seed(self._seed, self.index, self._batches.count()), self._replica.device)
         optimizer.step()
-        self._position.advance()
+        self._cursor.advance()
         if scheduler is not None:  # which may ask for `run.samples`: those with this step
             scheduler.step()
         for part in also:
@@ -270,7 +270,7 @@ class Step:
             self._said = counted
         else:
             self._said = [(sum(w for w, _, _ in counted), sum(x for _, x, _ in counted), 0.0)]
-        self._replica.group.mesh.say(self.index, *self._said)
+        self._replica.group.channel.send(self.index, *self._said)
 
     def _scale(self) -> float:
         """One over the weight of the global batch; known when every replica has said its own."""
@@ -279,7 +279,7 @@ class Step:
             counts = None
             if self._replica.gradients.exact:
                 counts = self._replica.words(self._batches.count())
-            words = self._replica.group.mesh.hear(self.index, self._said, counts)
+            words = self._replica.group.channel.receive(self.index, self._said, counts)
             self._global_weight = math.fsum(w for w, _, _ in words)
             if not self._global_weight > 0:
                 raise UsageError(

@@ -16,7 +16,7 @@ _PART[Phase.REDUCE] = _PART[Phase.VOTE] = _WAIT
 _PART[Phase.UPDATE] = _UPDATE
 
 
-class Laps:
+class StepTimer:
     """One worker's stopwatch; `phase` is what it is in. What it costs: `python -m bench.stragglers --cost`."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Laps:
             self._longest = (now - since_s, before)
         self._wait = (rank, now)
 
-    def together(self, begins: bool) -> None:
+    def on_collective(self, begins: bool) -> None:
         """A collective of this worker's own replica begins, or has ended: what it takes is waiting, in whatever phase it
         comes."""
         now = perf_counter()

@@ -112,7 +112,7 @@ class HoldfastMixin:
         self._reports = self.state.is_world_process_zero = self.is_world_process_zero()
         # Callbacks that begin a training may take long, and the others wait for this worker's first step.
         self._before_steps = ExitStack()
-        self._before_steps.enter_context(run.aside())
+        self._before_steps.enter_context(run.relaxed_watchdog())
         return (self.state.global_step - self._progress.outstanding) // steps_per_epoch, 0
 
     def _prepare_for_training(self: Any, max_steps: int, loader: Any, resume: Any) -> tuple[Any, Any]:
@@ -182,7 +182,7 @@ class HoldfastMixin:
             or self.control.should_training_stop
         )
         with (
-            self._run.aside()
+            self._run.relaxed_watchdog()
             if over or self.control.should_evaluate or self.control.should_save
             else nullcontext()
         ):
