@@ -16,7 +16,8 @@ import msgspec
 
 from bench.machine import describe
 from holdfast.coordinator.kernel import events as e
-from holdfast.coordinator.kernel.state import JobPhase, Worker, WorkerPhase
+from holdfast.coordinator.kernel.membership_state import Worker
+from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
 from holdfast.coordinator.machine import Core
 from holdfast.protocol import messages as m
 from holdfast.protocol.frames import encode
@@ -65,10 +66,10 @@ class Job:
     def __init__(self, nodes: int, nproc: int) -> None:
         self.core, self.now = Core(job(nodes, nproc)), 1000.0
         self.do(e.Tick(), *(e.NodeJoined(hello(i, nproc)) for i in range(nodes)))
-        workers = list(self.core.state.workers.values())
+        workers = list(self.core.state.membership.workers.values())
         self.do(*(says(w, x) for w in workers for x in (m.Attached(), ready(w))))
-        assert self.core.state.phase is JobPhase.RUNNING, self.core.state.phase
-        number = self.core.state.number
+        assert self.core.state.membership.phase is JobPhase.RUNNING, self.core.state.membership.phase
+        number = self.core.state.membership.number
         self.do(
             *(
                 says(w, x)
@@ -87,7 +88,7 @@ def measure(nodes: int, nproc: int) -> list[str]:
     """One line of the table."""
     job = Job(nodes, nproc)
     state = job.core.state
-    workers, number = list(state.workers.values()), state.number
+    workers, number = list(state.membership.workers.values()), state.membership.number
     gc.collect()
     gc.freeze()
     beat = _median_us(job, lambda i: e.NodeSays(workers[i].node, m.Heartbeat()))
@@ -104,7 +105,7 @@ def measure(nodes: int, nproc: int) -> list[str]:
     tick = _median_us(job, lambda i: e.Tick())
     last = workers[-1]
     began = time.process_time()
-    job.do(e.NodeLost(last.node, state.nodes[last.node].session))
+    job.do(e.NodeLost(last.node, state.membership.nodes[last.node].session))
     left = [w for w in workers if w.phase is WorkerPhase.MEMBER]
     told = job.do(*(says(w, m.Parked(generation=number, committed=w.committed)) for w in left))
     formed_s = time.process_time() - began

@@ -163,7 +163,7 @@ def test_real_memories_keep_what_the_core_keeps_until_a_newer_one_has_all_its_co
             assert cluster.both_hold(6)
             for step in (8, 10, 12):
                 await cluster.saves(step, fails=True)
-                newest = cluster.desk.state.snapshots[-1]
+                newest = cluster.desk.state.storage.snapshots[-1]
                 assert (newest.step, newest.whole) == (step, True)
                 assert cluster.both_hold(6)
             await cluster.saves(14)

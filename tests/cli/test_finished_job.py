@@ -5,7 +5,9 @@ import json
 import msgspec
 import pytest
 
-from holdfast.coordinator.kernel.state import CoreState, JobPhase
+from holdfast.coordinator.kernel.membership_state import MembershipState
+from holdfast.coordinator.kernel.phases import JobPhase
+from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.service.report import build_report
 from holdfast.coordinator.service.store import Store
 from holdfast.engines.jobs import JobFolder
@@ -24,7 +26,8 @@ def write_job(name, outcome="finished"):
     for node, incarnation in ((0, 1), (1, 2), (2, 3)):
         log = logs / f"node{node}.0-{incarnation}.log"
         log.write_text("".join(f"node{node} line {i}\n" for i in range(30)))
-    state = CoreState(spec=spec, began_s=5.0, committed=8, number=2, phase=JobPhase.ENDED, outcome=outcome)
+    state = CoreState(spec=spec, began_s=5.0)
+    state.membership = MembershipState(phase=JobPhase.ENDED, number=2, committed=8, outcome=outcome)
     store = Store(folder.path / "job.sqlite")
     store.begin()
     for node, incarnation in ((0, 1), (1, 2), (2, 3)):

@@ -7,7 +7,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from holdfast.coordinator.kernel import events as e
-from holdfast.coordinator.kernel.state import CoreState, Incident, JobPhase, Worker, WorkerPhase
+from holdfast.coordinator.kernel.incident_state import Incident
+from holdfast.coordinator.kernel.membership_state import Worker
+from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
+from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.machine import Core
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import JobSpec
@@ -53,7 +56,7 @@ class Desk:
         """Time passes, with ticks as they are due. alive: nodes that send heartbeats (None: all)."""
         until = self.now + seconds
         step = self.core.timing.heartbeat_s
-        while self.now < until and self.state.phase is not JobPhase.ENDED:
+        while self.now < until and self.state.membership.phase is not JobPhase.ENDED:
             for node in self.core.alive_nodes():
                 if alive is None or node.name in alive:
                     self.do(e.NodeSays(node.name, m.Heartbeat()), 0.0)
@@ -88,7 +91,7 @@ class Desk:
 
     def lose(self, name: str) -> None:
         """An agent's connection closes."""
-        self.do(e.NodeLost(name, self.state.nodes[name].session))
+        self.do(e.NodeLost(name, self.state.membership.nodes[name].session))
 
     def says(self, worker: str, message: m.WorkerMessage, age_s: float = 0.0) -> list[e.Action]:
         """A worker says something."""
@@ -108,7 +111,7 @@ class Desk:
     def ready(self, worker: str, digest: str = "d0") -> None:
         """A worker starts and gets ready."""
         self.started(worker)
-        self.gets_ready(worker, self.state.shape, digest)
+        self.gets_ready(worker, self.state.membership.shape, digest)
 
     def gets_ready(
         self, worker: str, shape: tuple[int, int], digest: str = "d0", shard_index: int | None = None
@@ -123,12 +126,16 @@ class Desk:
 
     def parks(self, worker: str, committed: int | None, prepared: bool = False) -> None:
         """A member is out of the newest generation."""
-        self.says(worker, m.Parked(generation=self.state.number, committed=committed, prepared=prepared))
+        self.says(
+            worker, m.Parked(generation=self.state.membership.number, committed=committed, prepared=prepared)
+        )
 
     def commit(self, committed: int) -> None:
         """Every member commits."""
         for worker in self.members():
-            self.says(worker, m.Progress(generation=self.state.number, committed=committed, median_s=0.1))
+            self.says(
+                worker, m.Progress(generation=self.state.membership.number, committed=committed, median_s=0.1)
+            )
 
     def fails(self, worker: str, step: int, error: str = "ValueError", where: str = "train.py:7") -> None:
         """User code raises in a step."""
@@ -136,7 +143,7 @@ class Desk:
         self.says(
             worker,
             m.Failed(
-                generation=self.state.number,
+                generation=self.state.membership.number,
                 step=step,
                 phase=int(Phase.FORWARD),
                 error=error,
@@ -162,18 +169,18 @@ class Desk:
         """
         for name in nodes or tuple(n.name for n in self.core.alive_nodes()):
             ours = [w for w in self.core.alive_workers() if w.node == name]
-            session = self.state.nodes[name].session.rpartition("-")[2]
-            known = self.state.nodes[name]
+            session = self.state.membership.nodes[name].session.rpartition("-")[2]
+            known = self.state.membership.nodes[name]
             copies = self.held(name) if held is None else held.get(name, ())
             seen = tuple(self.view(w.name, **views.get(w.node, {})) for w in ours)
             self.node(name, session, known.slots, seen, copies, known.rack, known.snapshot_port)
 
     def view(self, worker: str, **changes: Any) -> m.WorkerView:
         """What an agent would say of a worker that is where the core thinks it is."""
-        known = self.state.workers[worker]
+        known = self.state.membership.workers[worker]
         inside = known.phase is WorkerPhase.MEMBER
-        place = Place(self.state.number if inside else 0, known.committed or 0, int(Phase.FORWARD))
-        formed = self.state.number if inside else 0
+        place = Place(self.state.membership.number if inside else 0, known.committed or 0, int(Phase.FORWARD))
+        formed = self.state.membership.number if inside else 0
         view = m.WorkerView(
             worker=worker,
             slot=known.slot,
@@ -207,11 +214,17 @@ class Desk:
 
     def shard(self, step: int, shard_index: int) -> Copy:
         """A shard of the running generation, where a replica is several workers."""
-        return copy_of(step, self.state.number, shard_index, self.state.shard_count, f"p{shard_index}")
+        return copy_of(
+            step,
+            self.state.membership.number,
+            shard_index,
+            self.state.membership.shard_count,
+            f"p{shard_index}",
+        )
 
     def snapshot(self, step: int, *nodes: str, generation: int | None = None, bits: str = "a") -> Copy:
         """The replicas on these nodes save the same."""
-        copy = copy_of(step, self.state.number if generation is None else generation, bits=bits)
+        copy = copy_of(step, self.state.membership.number if generation is None else generation, bits=bits)
         for node in nodes:
             self.holds(node, copy)
         return copy
@@ -219,12 +232,12 @@ class Desk:
     def stores(self, reason: str | None = None, publishes: bool = True, tier: str = TIER.url) -> None:
         """The nodes do what they were asked for a tier; `reason`: or cannot."""
         for node, order in self.sent(m.StoreShard):
-            storing = next((x for x in self.state.storing if x.tier == tier), None)
+            storing = next((x for x in self.state.storage.storing if x.tier == tier), None)
             if storing is None or order.tier != tier or storing.waiting.get(order.key.rank) != node:
                 continue
             if order.key.step != storing.step:
                 continue
-            bits = "a" if self.state.shard_count == 1 else f"p{order.key.rank}"
+            bits = "a" if self.state.membership.shard_count == 1 else f"p{order.key.rank}"
             shard = copy_of(order.key.step, rank=order.key.rank, bits=bits).shard
             said = m.Stored(tier=tier, key=order.key, shard=None if reason else shard, reason=reason or "")
             self.do(e.NodeSays(node, said))
@@ -234,11 +247,11 @@ class Desk:
 
     def held(self, node: str) -> tuple[Copy, ...]:
         """What the core thinks that a node holds."""
-        return tuple(h.copy for x in self.state.snapshots for h in x.shards if node in h.nodes)
+        return tuple(h.copy for x in self.state.storage.snapshots for h in x.shards if node in h.nodes)
 
     def whole(self) -> list[int]:
         """Steps of the whole snapshots, oldest first."""
-        return [x.step for x in self.state.snapshots if x.whole]
+        return [x.step for x in self.state.storage.snapshots if x.whole]
 
     def holders(self, node: str = "") -> tuple[Holder, ...]:
         """Where the newest JoinGeneration of a node's worker says that the snapshot is."""
@@ -253,7 +266,11 @@ class Desk:
 
     def members(self) -> list[str]:
         """The newest generation in the order of its ranks."""
-        return [x.worker for x in self.state.generation.members] if self.state.generation else []
+        return (
+            [x.worker for x in self.state.membership.generation.members]
+            if self.state.membership.generation
+            else []
+        )
 
     def workers(self, *phases: WorkerPhase) -> list[str]:
         """Living workers, or those in some phases."""
@@ -266,7 +283,7 @@ class Desk:
 
     def known(self, worker: str) -> Worker:
         """What the core knows of a worker."""
-        return self.state.workers[worker]
+        return self.state.membership.workers[worker]
 
     def incidents(self) -> list[Incident]:
         """All incidents."""
@@ -318,7 +335,7 @@ def running(
         desk.started(worker)
     for worker in desk.workers():
         desk.gets_ready(worker, shape)
-    assert desk.state.phase is JobPhase.RUNNING
+    assert desk.state.membership.phase is JobPhase.RUNNING
     for worker in desk.members():
         desk.says(worker, m.Joined(1, 0.01))
     if committed:

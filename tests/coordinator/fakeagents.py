@@ -222,7 +222,7 @@ async def serving(home: Path, detection_s: float = 1.0, **spec: Any) -> AsyncIte
         finally:
             for agent in plane.agents:
                 await agent.leave()
-            if plane.state.outcome is None:
+            if plane.state.membership.outcome is None:
                 await session.post(f"{url}/stop")
             await plane.serving
             await watching

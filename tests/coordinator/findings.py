@@ -6,7 +6,7 @@ from desk import Desk
 
 from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel.history import Remembered
-from holdfast.coordinator.kernel.state import WorkerPhase
+from holdfast.coordinator.kernel.phases import WorkerPhase
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import Finding, HealthSpec, Remedy, Severity
 
@@ -28,13 +28,13 @@ def finds(desk: Desk, node: str, *args: object, **more: object) -> list[e.Action
 def park_all(desk: Desk) -> None:
     for worker in desk.members():
         if desk.known(worker).phase is WorkerPhase.MEMBER:
-            desk.parks(worker, desk.state.committed)
+            desk.parks(worker, desk.state.membership.committed)
 
 
 def train_on(desk: Desk) -> None:
     """Whatever ends now ends, and what comes next commits a step."""
     park_all(desk)
-    desk.commit(desk.state.committed + 1)
+    desk.commit(desk.state.membership.committed + 1)
 
 
 def verdicts(desk: Desk) -> list[tuple[object, object]]:

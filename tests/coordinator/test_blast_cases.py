@@ -64,7 +64,7 @@ def test_of_those_that_were_left_alone_one_is_done_in_a_window_the_worst_first()
     train_on(desk)
     desk.wait(601.0)
     assert verdicts(desk)[-1] == ("replace", "")
-    assert desk.state.nodes["n1"].leaving
+    assert desk.state.membership.nodes["n1"].leaving
 
 
 def test_what_is_well_again_meanwhile_is_let_be():
@@ -111,7 +111,9 @@ def test_what_a_repair_since_has_cured_is_not_repaired_again():
     finds(desk, "n1", "xid-95", remedy=Remedy.RESET_DEVICE)
     assert verdicts(desk)[-1] == ("reset-device", "")
     park_all(desk)
-    desk.exits(next(w.name for w in desk.state.workers.values() if w.node == "n1" and not w.exited), -9)
+    desk.exits(
+        next(w.name for w in desk.state.membership.workers.values() if w.node == "n1" and not w.exited), -9
+    )
     request = next(a.request for a in desk.state.health.acts)
     desk.do(e.NodeSays("n1", m.Repaired(request)))
     desk.wait(400.0)
@@ -144,7 +146,7 @@ def test_the_same_on_many_nodes_is_the_network_s():
         finds(desk, f"n{i}", "link-down", ERROR)
     desk.wait(3.0)
     assert marked(desk) == []
-    assert not any(n.leaving for n in desk.state.nodes.values())
+    assert not any(n.leaving for n in desk.state.membership.nodes.values())
     [storm] = desk.records("storm")
     assert (storm["nodes"], storm["of"]) == (3, 8)
     assert {against for _, against in verdicts(desk)} == {"storm"}
@@ -155,10 +157,10 @@ def test_what_was_planned_is_called_off_when_many_report_the_same():
     desk = running(4, wait_for_spare=True)
     finds(desk, "n0", "link-down", ERROR)
     desk.wait(3.0)
-    assert desk.state.nodes["n0"].leaving
+    assert desk.state.membership.nodes["n0"].leaving
     for i in (1, 2):
         finds(desk, f"n{i}", "link-down", ERROR)
-    assert desk.state.nodes["n0"].leaving is None
+    assert desk.state.membership.nodes["n0"].leaving is None
     assert desk.records("node-stays")
     assert blast_radius.acted_on(desk.core) == set()
 

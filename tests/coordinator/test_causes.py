@@ -166,7 +166,7 @@ def test_a_state_of_an_older_version_is_read_with_its_causes():
     plain = msgspec.msgpack.decode(snapshot)
     assert [str(i.cause) for i in state.incidents] == [i["cause"] for i in plain["incidents"]]
     assert [kind_of(i) for i in state.incidents]
-    assert str(state.blame.cause) == plain["blame"]["cause"]
+    assert str(state.membership.blame.cause) == plain["blame"]["cause"]
     assert state_of(msgspec.msgpack.encode(state)) == state
 
 

@@ -119,7 +119,7 @@ def test_another_agent_takes_the_place_and_the_one_before_is_told_to_end(tmp_pat
             await old.send_bytes(encode(m.Leaving("said by the old one", 30.0)))
         assert isinstance((await rest(old))[-1], m.Shutdown)
         await new.send_bytes(encode(m.Started("w", 1, "w.log")))
-        node = there.coordinator._core.state.nodes["n0"]
+        node = there.coordinator._core.state.membership.nodes["n0"]
         assert (node.alive, node.session, node.leaving) == (True, "B", None)
         assert there.kinds("node-lost") == ["node-lost"]  # of A, when B came
         await new.close()
@@ -175,7 +175,7 @@ def test_a_hello_whose_history_comes_late_takes_no_newer_ones_place(tmp_path, mo
         assert isinstance((await rest(old))[-1], m.Shutdown)
         await there.agent("C", "n1")
         await there.until("node-joined", 2)
-        assert there.coordinator._core.state.nodes["n0"].session == "B"
+        assert there.coordinator._core.state.membership.nodes["n0"].session == "B"
         assert there.kinds("node-lost") == []
         await new.close()
         await there.until("node-lost", 1)
@@ -194,6 +194,6 @@ def test_a_connection_speaks_for_one_node(tmp_path, monkeypatch):
         )
         await rest(link)
         await there.until("node-lost", 1)
-        assert set(there.coordinator._core.state.nodes) == {"n0"}
+        assert set(there.coordinator._core.state.membership.nodes) == {"n0"}
 
     with_service(tmp_path, monkeypatch, act)

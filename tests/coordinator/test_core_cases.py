@@ -5,7 +5,7 @@ import pytest
 from desk import TIER, Desk, running
 
 from holdfast.coordinator.kernel import events as e
-from holdfast.coordinator.kernel.state import JobPhase, WorkerPhase
+from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import Durable
 from holdfast.protocol.progress_page import Phase, Place
@@ -49,7 +49,7 @@ def test_the_first_generation_waits_a_while_for_the_target_and_then_goes():
     desk.wait(desk.core.timing.form_s + 0.1)
     for worker in desk.workers():
         desk.ready(worker)
-    assert desk.state.phase is JobPhase.GATHERING
+    assert desk.state.membership.phase is JobPhase.GATHERING
     desk.wait(desk.core.timing.form_s + 0.1)
     assert len(desk.members()) == 2
 
@@ -154,7 +154,7 @@ def test_without_a_spare_it_goes_on_smaller_and_grows_by_a_yield():
 def test_wait_for_spare_never_trains_smaller():
     desk = running(3, wait_for_spare=True)
     lose_worker_and_park(desk, "n1.0#2", 5)
-    assert desk.state.phase is JobPhase.GATHERING
+    assert desk.state.membership.phase is JobPhase.GATHERING
     desk.ready("n1.0#4")
     assert desk.members() == ["n0.0#1", "n1.0#4", "n2.0#3"]
 
@@ -182,7 +182,7 @@ def test_a_late_word_about_an_earlier_step_does_not_change_what_a_parked_worker_
     desk.parks("n0.0#1", 7)
     desk.says("n0.0#1", m.Progress(generation=1, committed=6, median_s=0.1), age_s=0.5)
     desk.parks("n2.0#3", 6, prepared=True)
-    assert desk.state.generation.start == 7
+    assert desk.state.membership.generation.start == 7
     assert desk.told("n2.0#3", m.JoinGeneration)[-1].apply
 
 
@@ -199,9 +199,9 @@ def test_a_death_while_a_generation_yields_frees_the_others():
 def test_a_silent_node_is_lost_after_the_detection_time():
     desk = running(3)
     desk.wait(1.9, alive=("n0", "n2"))
-    assert desk.state.nodes["n1"].alive
+    assert desk.state.membership.nodes["n1"].alive
     desk.wait(0.3, alive=("n0", "n2"))
-    assert not desk.state.nodes["n1"].alive
+    assert not desk.state.membership.nodes["n1"].alive
     assert desk.did(e.ReleaseNode)[0].reason == "silent for 2 s"
 
 
@@ -214,15 +214,15 @@ def test_a_lost_node_that_speaks_is_fenced_once_and_comes_back_as_a_new_one():
     desk.node("n1", session="1")
     assert len(desk.sent(m.Fence)) == 2  # it said hello without having heard
     desk.node("n1", session="2")
-    assert desk.state.nodes["n1"].alive
+    assert desk.state.membership.nodes["n1"].alive
     assert desk.sent(m.StartWorker, newest=True)[0][0] == "n1"
 
 
 def test_a_new_agent_on_the_same_machine_is_not_released_with_the_old_one():
     desk = running(3)
     desk.node("n1", session="2")
-    assert desk.state.nodes["n1"].alive
-    assert desk.state.workers["n1.0#2"].phase is WorkerPhase.GONE
+    assert desk.state.membership.nodes["n1"].alive
+    assert desk.state.membership.workers["n1.0#2"].phase is WorkerPhase.GONE
     assert not desk.did(e.ReleaseNode)
 
 
@@ -234,7 +234,7 @@ def test_an_agent_of_another_version_is_refused():
         )
     )
     assert [n for n, _ in desk.sent(m.Shutdown)] == ["n9"]
-    assert "n9" not in desk.state.nodes
+    assert "n9" not in desk.state.membership.nodes
     assert desk.records("node-refused")
 
 
@@ -247,8 +247,8 @@ def test_torn_survivors_without_any_state_start_as_new_processes():
         desk.ready(worker)
     forms = [desk.told(w, m.JoinGeneration)[0] for w in desk.members()]
     assert [(f.generation.start, f.restore) for f in forms] == [(0, False)] * len(forms)
-    assert desk.state.lost_steps == 5
-    assert desk.state.committed == 0
+    assert desk.state.membership.lost_steps == 5
+    assert desk.state.membership.committed == 0
 
 
 def test_torn_survivors_go_on_from_the_disk_if_a_checkpoint_is_there():
@@ -257,7 +257,7 @@ def test_torn_survivors_go_on_from_the_disk_if_a_checkpoint_is_there():
     desk.exits("n0.0#1", -9)
     desk.parks("n1.0#2", None)
     assert desk.told("n1.0#2", m.JoinGeneration)[-1].durable == Durable(3, "kept")
-    assert desk.state.lost_steps == 2
+    assert desk.state.membership.lost_steps == 2
 
 
 def test_a_break_that_nobody_explains_is_an_incident_too():
@@ -278,17 +278,18 @@ def test_a_break_that_nobody_explains_is_an_incident_too():
 def test_collectives_that_fail_for_ever_end_the_job_with_its_state_saved():
     desk = running(2)
     attempts = 0
-    while desk.state.phase is not JobPhase.STOPPING:
-        number = desk.state.number
+    while desk.state.membership.phase is not JobPhase.STOPPING:
+        number = desk.state.membership.number
         desk.says("n0.0#1", m.CollectiveError(number, 5, "unreachable"))
         desk.parks("n0.0#1", 5)
         desk.parks("n1.0#2", 5)
         attempts += 1
-        while desk.state.number == number and desk.state.phase is JobPhase.GATHERING:
+        while desk.state.membership.number == number and desk.state.membership.phase is JobPhase.GATHERING:
             desk.wait(1.0)
     assert 10 < attempts < 20
     assert (
-        desk.state.stop_reason == f"no step could be finished in {attempts - 1} attempts: a collective failed"
+        desk.state.membership.stop_reason
+        == f"no step could be finished in {attempts - 1} attempts: a collective failed"
     )
     assert desk.told("n0.0#1", m.Stop)[0].save_to == TIER
 
@@ -312,10 +313,10 @@ def test_user_code_that_raises_is_retried_then_restarted_then_blamed():
     desk.parks("n1.0#2", 6)
     assert desk.members() == ["n1.0#2", "n0.0#3"]
     desk.fails("n0.0#3", 5)
-    assert desk.state.outcome == "failed"
-    assert desk.state.stop_reason == "the same error at step 5 in 3 attempts on 2 workers"
-    assert str(desk.state.blame.cause) == "ValueError: bad in forward"
-    assert desk.state.blame.rank == 0
+    assert desk.state.membership.outcome == "failed"
+    assert desk.state.membership.stop_reason == "the same error at step 5 in 3 attempts on 2 workers"
+    assert str(desk.state.membership.blame.cause) == "ValueError: bad in forward"
+    assert desk.state.membership.blame.rank == 0
 
 
 def test_not_a_number_on_all_ranks_at_once_is_retried_in_process():
@@ -325,11 +326,11 @@ def test_not_a_number_on_all_ranks_at_once_is_retried_in_process():
     for worker in desk.members():
         desk.parks(worker, 5)
     assert len(desk.members()) == 3
-    assert desk.state.number == 2
+    assert desk.state.membership.number == 2
     assert not desk.killed()
     assert [i.fault for i in desk.incidents()] == ["nan"]
     desk.commit(6)
-    assert desk.state.outcome is None
+    assert desk.state.membership.outcome is None
 
 
 def test_not_a_number_that_another_rank_says_first_is_the_injected_fault_all_the_same():
@@ -358,7 +359,7 @@ def test_not_a_number_again_is_the_scripts():
             )
         for worker in desk.members():
             desk.parks(worker, 5)
-    assert desk.state.outcome == "failed"
+    assert desk.state.membership.outcome == "failed"
     assert desk.told("n0.0#1", m.Stop)[0].save_to == TIER
 
 
@@ -376,18 +377,18 @@ def test_killed_by_an_injected_fault_says_nothing_about_the_script():
         worker = desk.members()[0]
         desk.do(e.Injected("kill-worker", "kill-worker", None, worker))
         lose_worker_and_park(desk, worker, 5)
-    assert desk.state.outcome is None
+    assert desk.state.membership.outcome is None
     assert all(i.injected for i in desk.incidents())
-    assert not desk.state.failures
+    assert not desk.state.membership.failures
 
 
 def test_an_injection_that_is_heard_of_late_explains_the_incident():
     desk = running(4)
     desk.exits("n0.0#1", -9)
-    assert desk.state.failures
+    assert desk.state.membership.failures
     desk.do(e.Injected("kill-worker", "kill-worker", None, "n0.0#1"))
     assert desk.incidents()[0].injected
-    assert not desk.state.failures
+    assert not desk.state.membership.failures
 
 
 # ---------------------------------------------------------------- workers that do not start
@@ -407,8 +408,8 @@ def test_a_spare_that_cannot_start_does_not_disturb_the_job():
         )
         desk.exits(worker, 1)
         desk.wait(5.0)
-        assert (desk.state.nodes["n2"].alive, desk.state.outcome) == (attempt < 2, None)
-    assert desk.state.number == 1
+        assert (desk.state.membership.nodes["n2"].alive, desk.state.membership.outcome) == (attempt < 2, None)
+    assert desk.state.membership.number == 1
     assert desk.did(e.ReleaseNode)[0].node == "n2"
     desk.node("n2", session="2")
     assert [n for n, _ in desk.sent(m.Shutdown)] == ["n2"]
@@ -420,10 +421,10 @@ def test_a_spare_that_is_slow_to_start_is_replaced_without_a_break():
     slow = desk.worker_on("n2")
     for _ in range(160):
         desk.wait(2.0)
-        desk.commit(desk.state.committed + 1)
+        desk.commit(desk.state.membership.committed + 1)
     assert slow in desk.killed()
-    assert desk.state.number == 1
-    assert desk.state.phase is JobPhase.RUNNING
+    assert desk.state.membership.number == 1
+    assert desk.state.membership.phase is JobPhase.RUNNING
 
 
 def test_the_same_error_before_the_first_step_on_two_nodes_is_the_scripts():
@@ -445,10 +446,10 @@ def test_the_same_error_before_the_first_step_on_two_nodes_is_the_scripts():
             ),
         )
         desk.exits(worker, 1)
-    assert desk.state.outcome == "failed"
-    assert str(desk.state.blame.cause) == "KeyError: 'x'"
-    assert desk.state.blame.node == "n0"
-    assert desk.state.blame.tail == ["last line"]
+    assert desk.state.membership.outcome == "failed"
+    assert str(desk.state.membership.blame.cause) == "KeyError: 'x'"
+    assert desk.state.membership.blame.node == "n0"
+    assert desk.state.membership.blame.tail == ["last line"]
 
 
 def test_the_budget_ends_restarts_and_then_the_job():
@@ -458,8 +459,8 @@ def test_the_budget_ends_restarts_and_then_the_job():
     desk.commit(6)
     desk.exits("n0.0#3", -9)
     desk.parks("n1.0#2", 6)
-    assert desk.state.outcome == "failed"
-    assert desk.state.stop_reason == "the restart budget is spent"
+    assert desk.state.membership.outcome == "failed"
+    assert desk.state.membership.stop_reason == "the restart budget is spent"
     assert len(desk.sent(m.StartWorker)) == 3
     assert desk.told("n1.0#2", m.Stop)[0].save_to == TIER
 
@@ -481,7 +482,7 @@ def test_an_engine_without_nodes_is_asked_again_after_a_while_only():
     assert len(desk.did(e.ProvideNode)) == 1
     desk.wait(2.0)
     assert len(desk.did(e.ProvideNode)) == 2
-    assert desk.state.replaced == 1
+    assert desk.state.membership.replaced == 1
 
 
 def test_a_node_that_was_asked_for_and_never_comes_is_asked_for_again():
@@ -491,7 +492,7 @@ def test_a_node_that_was_asked_for_and_never_comes_is_asked_for_again():
     desk.wait(desk.core.timing.wait_s / 2 + 1)
     assert len(desk.did(e.ProvideNode)) == 2
     desk.wait(desk.core.timing.wait_s / 2)
-    assert desk.state.stop_reason == "too few workers for 300 s"
+    assert desk.state.membership.stop_reason == "too few workers for 300 s"
 
 
 # ---------------------------------------------------------------- hangs
@@ -506,7 +507,7 @@ def stall(desk: Desk, worker: str, **views: m.WorkerView) -> None:
 
 
 def at(desk: Desk, worker: str, phase: Phase, idle_s: float = 5.0, process: str = "S") -> m.WorkerView:
-    number = desk.state.number
+    number = desk.state.membership.number
     median = desk.known(worker).median_s
     return m.WorkerView(
         worker=worker,
@@ -530,12 +531,12 @@ def test_who_holds_the_others_up_is_taken_out():
     stall(desk, "n0.0#1", **views)
     assert desk.killed() == {"n1.0#2"}
     assert str(desk.incidents()[0].cause) == "hang: stands still in backward while others wait for it"
-    assert desk.state.phase is JobPhase.BREAKING
+    assert desk.state.membership.phase is JobPhase.BREAKING
 
 
 def joining(desk: Desk, phase: Phase = Phase.JOIN, **waits_for: int) -> dict[str, m.WorkerView]:
     """All members connect to each other, each waiting for a rank; the last one has just come and committed nothing."""
-    views, number = {}, desk.state.number
+    views, number = {}, desk.state.membership.number
     for worker in desk.members():
         node, last = worker.partition(".")[0], worker == desk.members()[-1]
         place = Place(number, 0 if last else 5, int(phase if last else Phase.JOIN), 0 if last else 3)
@@ -555,10 +556,10 @@ def joining(desk: Desk, phase: Phase = Phase.JOIN, **waits_for: int) -> dict[str
 
 def once_more(desk: Desk, committed: int = 5) -> None:
     """The generation breaks, all leave it, and the next one forms."""
-    assert desk.state.phase is JobPhase.BREAKING
+    assert desk.state.membership.phase is JobPhase.BREAKING
     for worker in desk.members():
         desk.parks(worker, committed)
-    assert desk.state.phase is JobPhase.RUNNING
+    assert desk.state.membership.phase is JobPhase.RUNNING
 
 
 @pytest.mark.parametrize("phase", [Phase.JOIN, Phase.TRANSFER])
@@ -615,7 +616,7 @@ def test_a_first_step_may_compile_while_others_wait():
         "n2": at(desk, "n2.0#3", Phase.REDUCE, idle_s=60.0),
     }
     stall(desk, "n0.0#1", **views)
-    assert desk.state.phase is JobPhase.RUNNING
+    assert desk.state.membership.phase is JobPhase.RUNNING
     views["n1"] = at(desk, "n1.0#2", Phase.FORWARD, idle_s=301.0)
     stall(desk, "n0.0#1", **views)
     assert desk.killed() == {"n1.0#2"}
@@ -632,7 +633,7 @@ def test_work_of_the_scripts_own_is_no_hang_however_its_stack_differs():
     for node, view in views.items():
         desk.do(e.NodeSays(node, m.InspectReply(request, (view,), {view.worker: stacks[node]})))
     assert desk.records("stall-judged")[-1]["reason"] == "some are at work: aside"
-    assert desk.state.phase is JobPhase.RUNNING
+    assert desk.state.membership.phase is JobPhase.RUNNING
     assert not desk.killed()
 
 
@@ -644,13 +645,13 @@ def test_work_of_the_scripts_own_may_last_after_a_break_but_not_for_ever():
     desk.parks("n1.0#2", 5)
     desk.ready(desk.worker_on("n2"))
     desk.wait(0.9 * desk.core.timing.start_s)
-    assert desk.state.phase is JobPhase.BREAKING
+    assert desk.state.membership.phase is JobPhase.BREAKING
     desk.crash()
-    desk.back("n0", "n1", "n2", n0={"place": Place(desk.state.number, 5, int(Phase.ASIDE))})
+    desk.back("n0", "n1", "n2", n0={"place": Place(desk.state.membership.number, 5, int(Phase.ASIDE))})
     assert desk.known("n0.0#1").aside
     desk.wait(0.2 * desk.core.timing.start_s)
     assert desk.killed() == {"n0.0#1"}
-    assert desk.state.phase is not JobPhase.BREAKING
+    assert desk.state.membership.phase is not JobPhase.BREAKING
 
 
 def test_work_of_the_scripts_own_that_ends_lets_the_others_go_on():
@@ -669,7 +670,7 @@ def test_a_compiling_worker_has_time_to_leave_a_broken_generation():
     desk.exits("n2.0#3", -9)
     desk.parks("n0.0#1", 0)
     desk.wait(60.0)
-    assert desk.state.phase is JobPhase.BREAKING
+    assert desk.state.membership.phase is JobPhase.BREAKING
     desk.parks("n1.0#2", 0)
     assert desk.members() == ["n0.0#1", "n1.0#2"]
 
@@ -711,7 +712,7 @@ def test_a_stopped_spare_is_replaced_without_a_break():
     spare = desk.worker_on("n2")
     desk.do(e.NodeSays("n2", m.Stalled(spare, desk.view(spare, process="T"))))
     assert desk.killed() == {spare}
-    assert desk.state.phase is JobPhase.RUNNING
+    assert desk.state.membership.phase is JobPhase.RUNNING
     assert not desk.incidents()
 
 
@@ -721,13 +722,13 @@ def test_nobody_differs_twice_is_retried_then_half_is_replaced_and_the_state_liv
         members = desk.members()
         views = {w.partition(".")[0]: at(desk, w, Phase.REDUCE) for w in members}
         stall(desk, members[0], **views)
-        assert desk.state.phase is JobPhase.BREAKING
+        assert desk.state.membership.phase is JobPhase.BREAKING
         killed = desk.killed()
         for worker in members:
             if worker not in killed:
                 desk.parks(worker, 5)
         assert len(killed) == (2 if attempt == 2 else 0)
-    assert desk.state.lost_steps == 0
+    assert desk.state.membership.lost_steps == 0
     assert len(desk.members()) == 2
 
 
@@ -736,9 +737,9 @@ def test_all_at_a_standstill_without_waiting_for_each_other_is_watched_for_a_whi
     views = {w.partition(".")[0]: at(desk, w, Phase.DATA) for w in desk.members()}
     for _ in range(9):
         stall(desk, desk.members()[0], **views)
-    assert desk.state.phase is JobPhase.RUNNING
+    assert desk.state.membership.phase is JobPhase.RUNNING
     stall(desk, desk.members()[0], **views)
-    assert desk.state.phase is JobPhase.BREAKING
+    assert desk.state.membership.phase is JobPhase.BREAKING
 
 
 def test_no_verdict_while_a_node_does_not_answer():
@@ -749,7 +750,7 @@ def test_no_verdict_while_a_node_does_not_answer():
     desk.do(e.NodeSays("n1", m.InspectReply(1, (at(desk, "n1.0#2", Phase.REDUCE),))))
     desk.wait(desk.core.timing.inspect_s + 0.1)
     assert desk.records("stall-judged")[0]["reason"] == "not every worker was seen"
-    assert desk.state.phase is JobPhase.RUNNING
+    assert desk.state.membership.phase is JobPhase.RUNNING
 
 
 # ---------------------------------------------------------------- the coordinator is lost
@@ -760,12 +761,12 @@ def test_a_new_coordinator_adopts_the_running_generation():
     desk.crash()
     assert desk.newest == [a for a in desk.newest if isinstance(a, e.Record)]
     desk.back()
-    assert desk.state.number == 1
+    assert desk.state.membership.number == 1
     assert not desk.told("n0.0#1", m.JoinGeneration, newest=True)
     desk.commit(6)
     incident = desk.incidents()[0]
     assert (incident.rung, incident.fault, incident.open) == ("coordinator", "kill-coordinator", False)
-    assert desk.state.phase is JobPhase.RUNNING
+    assert desk.state.membership.phase is JobPhase.RUNNING
 
 
 def test_agents_that_do_not_come_back_are_lost():
@@ -773,8 +774,8 @@ def test_agents_that_do_not_come_back_are_lost():
     desk.crash()
     desk.back("n0", "n1")
     desk.wait(desk.core.timing.adopt_s + 0.1, alive=("n0", "n1"))
-    assert not desk.state.nodes["n2"].alive
-    assert desk.state.phase is JobPhase.BREAKING
+    assert not desk.state.membership.nodes["n2"].alive
+    assert desk.state.membership.phase is JobPhase.BREAKING
 
 
 def test_a_generation_that_nobody_heard_of_is_told_again():
@@ -829,7 +830,7 @@ def test_a_worker_whose_start_was_lost_is_started_again_without_cost():
     desk.node("n2")
     assert lost in desk.killed()
     assert desk.worker_on("n2") != lost
-    assert desk.state.restarts_used == 0
+    assert desk.state.membership.restarts_used == 0
 
 
 def test_a_worker_that_ended_meanwhile_is_lost_when_its_end_is_told():
@@ -839,7 +840,7 @@ def test_a_worker_that_ended_meanwhile_is_lost_when_its_end_is_told():
     desk.node("n0", workers=(view,))
     assert desk.known("n0.0#1").phase is WorkerPhase.MEMBER
     desk.exits("n0.0#1", -9)
-    assert desk.state.phase is JobPhase.BREAKING
+    assert desk.state.membership.phase is JobPhase.BREAKING
 
 
 def test_a_worker_that_an_agent_no_longer_knows_is_lost_after_a_while():
@@ -862,8 +863,8 @@ def test_steps_that_were_done_while_no_coordinator_listened_are_not_done_again()
             workers=(desk.view(worker, process="X", done=m.Done(committed=40, params_xxh3="end", loss=0.1)),),
         )
         desk.exits(worker, 0)
-    assert desk.state.outcome == "finished"
-    assert desk.state.committed == 40
+    assert desk.state.membership.outcome == "finished"
+    assert desk.state.membership.committed == 40
 
 
 def test_the_end_is_told_again_by_a_successor():
@@ -912,7 +913,7 @@ def test_stop_while_running_ends_at_a_commit_and_saves_once():
     assert saving == ["n0.0#1"]  # the others keep their copies until it is on disk
     stopped(desk)
     stopped(desk)
-    assert desk.state.durable == Durable(6, "checkpoint")
+    assert desk.state.storage.durable == Durable(6, "checkpoint")
     assert desk.did(e.End)[0].outcome == "stopped"
 
 
@@ -936,7 +937,7 @@ def test_stop_while_breaking_saves_what_counts_after_all():
     assert (stop.apply, stop.save_to) == (True, TIER)
     stopped(desk)
     stopped(desk)
-    assert desk.state.durable.step == 6
+    assert desk.state.storage.durable.step == 6
 
 
 def test_a_saver_that_dies_is_followed_by_another():
@@ -989,7 +990,7 @@ def test_all_done_is_finished():
     for worker in desk.members():
         desk.exits(worker, 0)
     assert desk.did(e.End)[0].outcome == "finished"
-    assert desk.state.restarts_used == 0
+    assert desk.state.membership.restarts_used == 0
 
 
 def test_one_is_done_and_the_others_only_prepared():
@@ -1001,8 +1002,8 @@ def test_one_is_done_and_the_others_only_prepared():
     desk.says("n2.0#3", m.Done(committed=6, params_xxh3="bits", loss=0.5, stopped=True))
     desk.exits("n2.0#3", 0)
     desk.exits("n0.0#1", 0)
-    assert desk.state.outcome == "finished"
-    assert {w.digest for w in desk.state.workers.values() if w.digest} == {"bits"}
+    assert desk.state.membership.outcome == "finished"
+    assert {w.digest for w in desk.state.membership.workers.values() if w.digest} == {"bits"}
 
 
 def test_a_script_that_fails_after_its_last_step_is_told_apart_from_a_machine_that_does():
@@ -1010,7 +1011,7 @@ def test_a_script_that_fails_after_its_last_step_is_told_apart_from_a_machine_th
         desk = running(1)
         desk.says("n0.0#1", m.Done(committed=6, params_xxh3="bits", loss=0.5))
         desk.exits("n0.0#1", code)
-        assert desk.state.outcome == outcome
+        assert desk.state.membership.outcome == outcome
 
 
 # ---------------------------------------------------------------- a month
@@ -1023,29 +1024,30 @@ def test_a_long_run_stays_small():
         desk.wait(0.5)
         name = desk.members()[fault % 3].partition(".")[0]
         if fault % 2:
-            lose_worker_and_park(desk, desk.worker_on(name), desk.state.committed)
-            desk.state.restarts_used = 0
+            lose_worker_and_park(desk, desk.worker_on(name), desk.state.membership.committed)
+            desk.state.membership.restarts_used = 0
         else:
             desk.lose(name)
             for worker in desk.members():
                 if desk.known(worker).phase is WorkerPhase.MEMBER:
-                    desk.parks(worker, desk.state.committed)
-            desk.state.replaced = 0
+                    desk.parks(worker, desk.state.membership.committed)
+            desk.state.membership.replaced = 0
             desk.node(f"m{fault}")
-        desk.commit(desk.state.committed + 1)
+        desk.commit(desk.state.membership.committed + 1)
         for worker in desk.workers(WorkerPhase.STARTING):
             desk.ready(worker)
-        desk.commit(desk.state.committed + 1)
+        desk.commit(desk.state.membership.committed + 1)
         for worker in desk.members():
-            desk.parks(worker, desk.state.committed)
-        desk.commit(desk.state.committed + 1)
-        small = msgspec.structs.replace(desk.state, incidents=[], history=[], changes=[])
+            desk.parks(worker, desk.state.membership.committed)
+        desk.commit(desk.state.membership.committed + 1)
+        small = msgspec.structs.replace(desk.state, incidents=[])
+        small.membership = msgspec.structs.replace(desk.state.membership, history=[], changes=[])
         largest = max(largest, len(msgspec.msgpack.encode(small)))
     assert len(desk.incidents()) == 400
     assert not any(i.open for i in desk.incidents())
     assert largest < 64 << 10, largest
-    assert len(desk.state.workers) < 100
-    assert len(desk.state.nodes) < 100
+    assert len(desk.state.membership.workers) < 100
+    assert len(desk.state.membership.nodes) < 100
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

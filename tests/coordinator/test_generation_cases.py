@@ -3,7 +3,7 @@
 from desk import Desk
 
 from holdfast.coordinator.kernel import events as e
-from holdfast.coordinator.kernel.state import JobPhase
+from holdfast.coordinator.kernel.phases import JobPhase
 from holdfast.coordinator.service.report import build_status
 from holdfast.protocol import messages as m
 
@@ -13,7 +13,7 @@ def launched(nodes: int = 2, nproc: int = 1, spares: int = 0, **spec: object) ->
     desk = Desk(nodes, nproc=nproc, spares=spares, **spec)
     for i in range(nodes + spares):
         desk.node(f"n{i}", slots=nproc)
-    assert desk.state.phase is JobPhase.RUNNING
+    assert desk.state.membership.phase is JobPhase.RUNNING
     return desk
 
 
@@ -66,7 +66,7 @@ def test_a_death_ends_all_and_all_start_again_with_another_port():
 def test_exit_code_0_of_all_is_finished():
     desk = launched(2)
     desk.exits("n0.0#1", 0)
-    assert desk.state.phase is JobPhase.RUNNING
+    assert desk.state.membership.phase is JobPhase.RUNNING
     desk.exits("n1.0#2", 0)
     assert desk.did(e.End)[0].outcome == "finished"
     assert {n for n, _ in desk.sent(m.Shutdown)} == {"n0", "n1"}
@@ -78,8 +78,8 @@ def test_a_restart_and_then_the_end():
     end(desk)
     for worker in desk.workers():
         desk.exits(worker, 0)
-    assert desk.state.outcome == "finished"
-    assert desk.state.restarts_used == 1
+    assert desk.state.membership.outcome == "finished"
+    assert desk.state.membership.restarts_used == 1
 
 
 def test_progress_closes_the_incident():
@@ -112,9 +112,9 @@ def test_an_error_that_tells_of_a_lost_node_before_it_is_missed_is_not_the_worke
     assert (incident.node, incident.ranks) == ("n1", [1])
     assert "connection closed" in str(incident.cause)
     assert "Connection closed by peer" in incident.evidence[0].text
-    assert desk.state.failures == []
-    assert desk.state.nodes["n0"].failures == 0
-    assert desk.state.blame.node == "n1"
+    assert desk.state.membership.failures == []
+    assert desk.state.membership.nodes["n0"].failures == 0
+    assert desk.state.membership.blame.node == "n1"
     assert [n for n, _ in desk.sent(m.StartWorker)][2:] == ["n0", "n2"]
 
 
@@ -124,7 +124,7 @@ def test_an_error_that_tells_of_a_killed_worker_is_not_the_one_s_who_raised_it()
     desk.exits("n0.1#2", -9)
     assert [(i.node, i.ranks) for i in desk.incidents()] == [("n0", [1])]
     assert str(desk.incidents()[0].cause) == "killed by signal 9 (SIGKILL)"
-    assert (desk.state.blame.rank, desk.state.failures) == (1, [])
+    assert (desk.state.membership.blame.rank, desk.state.membership.failures) == (1, [])
 
 
 def test_a_worker_that_was_killed_by_us_explains_no_error():
@@ -147,8 +147,8 @@ def test_without_restarts_too_the_worker_that_was_killed_is_named():
     desk = launched(2, max_restarts=0)
     loses_its_peer(desk, "n0.0#1")
     desk.exits("n1.0#2", -9)
-    assert desk.state.outcome == "failed"
-    assert (desk.state.blame.node, desk.state.blame.rank) == ("n1", 1)
+    assert desk.state.membership.outcome == "failed"
+    assert (desk.state.membership.blame.node, desk.state.membership.blame.rank) == ("n1", 1)
 
 
 def test_a_syntax_error_is_the_scripts_fault_and_the_first_one_is_shown():
@@ -157,10 +157,10 @@ def test_a_syntax_error_is_the_scripts_fault_and_the_first_one_is_shown():
     end(desk)
     raises(desk, "n1.0#4", "SyntaxError: invalid syntax")
     end(desk)
-    assert desk.state.outcome == "failed"
-    assert desk.state.stop_reason == "the same error in 2 attempts in a row"
-    assert (desk.state.blame.node, desk.state.blame.rank) == ("n0", 0)
-    assert str(desk.state.blame.cause) == "SyntaxError: invalid syntax"
+    assert desk.state.membership.outcome == "failed"
+    assert desk.state.membership.stop_reason == "the same error in 2 attempts in a row"
+    assert (desk.state.membership.blame.node, desk.state.membership.blame.rank) == ("n0", 0)
+    assert str(desk.state.membership.blame.cause) == "SyntaxError: invalid syntax"
     assert desk.did(e.End)[0].outcome == "failed"
 
 
@@ -169,12 +169,12 @@ def test_two_deaths_far_apart_are_no_fault_of_the_script():
     for attempt in range(6):
         desk.says(
             desk.members()[0],
-            m.Progress(generation=desk.state.number, committed=10 * (attempt + 1), median_s=0.1),
+            m.Progress(generation=desk.state.membership.number, committed=10 * (attempt + 1), median_s=0.1),
         )
         desk.exits(desk.members()[attempt % 2], -9)
         end(desk)
-    assert desk.state.outcome is None
-    assert desk.state.number == 7
+    assert desk.state.membership.outcome is None
+    assert desk.state.membership.number == 7
 
 
 def test_a_node_whose_workers_fail_again_and_again_is_given_up():
@@ -186,19 +186,19 @@ def test_a_node_whose_workers_fail_again_and_again_is_given_up():
         raises(desk, there[0], "CudaError: ECC")
         end(desk)
     # a node with failures comes last: the spare took its place already
-    assert desk.state.nodes["n0"].failures == 1
+    assert desk.state.membership.nodes["n0"].failures == 1
     desk = launched(2)
     for _ in range(3):
         raises(desk, desk.worker_on("n0"), "CudaError: ECC")
         end(desk)
-    assert not desk.state.nodes["n0"].alive
+    assert not desk.state.membership.nodes["n0"].alive
     assert desk.did(e.ReleaseNode)[0].reason == "its workers fail again and again: CudaError: ECC"
 
 
 def test_without_restarts_the_first_failure_is_the_last():
     desk = launched(1, max_restarts=0)
     raises(desk, "n0.0#1")
-    assert desk.state.stop_reason == "no restarts are allowed"
+    assert desk.state.membership.stop_reason == "no restarts are allowed"
     assert desk.did(e.End)[0].outcome == "failed"
 
 
@@ -207,8 +207,8 @@ def test_the_budget_is_respected():
     for code in (3, 4, 5):
         desk.exits(desk.members()[0], code)
         end(desk)
-    assert desk.state.stop_reason == "the restart budget is spent"
-    assert desk.state.number == 3
+    assert desk.state.membership.stop_reason == "the restart budget is spent"
+    assert desk.state.membership.number == 3
 
 
 def test_no_nodes_and_none_to_be_had():
@@ -216,10 +216,10 @@ def test_no_nodes_and_none_to_be_had():
     desk.lose("n0")
     end(desk)
     desk.node("n2")
-    assert desk.state.number == 2
+    assert desk.state.membership.number == 2
     desk.lose("n2")
     end(desk)
-    assert desk.state.outcome == "failed"
+    assert desk.state.membership.outcome == "failed"
 
 
 def test_a_stopped_worker_restarts_all():
@@ -260,13 +260,13 @@ def test_who_was_told_to_end_is_no_member_at_level_2():
     desk.exits("n0.0#1", -9)
     desk.says("n1.0#2", m.Attached())  # its last words were on the way already
     desk.says("n1.0#2", m.Ready(digest="d", host="n1", vote_port=1, data_port=2))
-    assert desk.state.level == 2
+    assert desk.state.membership.level == 2
     assert not desk.told("n1.0#2", m.JoinGeneration)
     for worker in desk.workers():
         assert worker not in ("n0.0#1", "n1.0#2")
         desk.ready(worker)
     desk.exits("n1.0#2", -15)
-    assert desk.state.phase is JobPhase.RUNNING
+    assert desk.state.membership.phase is JobPhase.RUNNING
     desk.commit(1)
     assert not any(i.open for i in desk.incidents())
 

@@ -20,11 +20,11 @@ def strikes(desk: Desk, first_step_s: float = 0.0) -> float:
     died_s = desk.now
     for worker in desk.members():
         if not worker.startswith("n1"):
-            desk.parks(worker, desk.state.committed)
+            desk.parks(worker, desk.state.membership.committed)
     desk.wait(first_step_s)
     desk.ready(desk.worker_on("n1"))
     assert desk.worker_on("n1") in desk.members()
-    desk.commit(desk.state.committed + 1)
+    desk.commit(desk.state.membership.committed + 1)
     return desk.now - died_s
 
 
@@ -43,7 +43,7 @@ def test_an_incident_that_strikes_again_stalls_for_as_long_as_nobody_trained():
     first = incidents.shown(desk.state, incident)
     for _ in range(20):
         desk.wait(1.0)
-        desk.commit(desk.state.committed + 1)
+        desk.commit(desk.state.membership.committed + 1)
     took_s = strikes(desk, 0.5)
     assert desk.incidents() == [incident]
     told = incidents.shown(desk.state, incident)
@@ -58,7 +58,7 @@ def test_each_stall_counts_once_in_the_metrics_which_never_go_back():
     first_s = strikes(desk, 0.6)
     assert stalls_in_metrics(desk) == (1, pytest.approx(first_s, abs=0.05))
     desk.wait(20.0)
-    desk.commit(desk.state.committed + 1)
+    desk.commit(desk.state.membership.committed + 1)
     assert stalls_in_metrics(desk) == (1, pytest.approx(first_s, abs=0.05))
     second_s = strikes(desk)
     assert stalls_in_metrics(desk) == (2, pytest.approx(first_s + second_s, abs=0.05))
@@ -69,17 +69,17 @@ def test_an_incident_that_strikes_again_before_full_strength_has_two_stalls():
     finds(desk, "n1", "ecc", ERROR, Remedy.WATCH)
     desk.exits(desk.worker_on("n1"), -9)
     for node in ("n0", "n2"):
-        desk.parks(desk.worker_on(node), desk.state.committed)
-    desk.commit(desk.state.committed + 1)  # two go on
+        desk.parks(desk.worker_on(node), desk.state.membership.committed)
+    desk.commit(desk.state.membership.committed + 1)  # two go on
     [incident] = desk.incidents()
     assert incident.open
     assert incident.first_commit_at_s is not None
     first = incidents.shown(desk.state, incident)["stall_s"]
     newcomer = desk.worker_on("n1")
     desk.ready(newcomer)
-    desk.commit(desk.state.committed + 1)
+    desk.commit(desk.state.membership.committed + 1)
     for worker in desk.members():
-        desk.parks(worker, desk.state.committed)
+        desk.parks(worker, desk.state.membership.committed)
     assert newcomer in desk.members()
     desk.exits(newcomer, -9)  # before a step was committed with it
     told = incidents.shown(desk.state, incident)
@@ -90,7 +90,7 @@ def test_training_that_went_on_after_a_finding_is_no_part_of_the_stall():
     desk = running(3, spares=1)
     finds(desk, "n1", "ecc", ERROR, Remedy.WATCH)
     desk.wait(0.8)
-    desk.commit(desk.state.committed + 1)
+    desk.commit(desk.state.membership.committed + 1)
     desk.wait(0.8)
     died_s = desk.now
     desk.exits(desk.worker_on("n1"), -9)

@@ -52,7 +52,7 @@ def asked(desk: Desk, newest: bool = False) -> list[tuple[str, int]]:
 
 
 def remembered(desk: Desk) -> list[int]:
-    return [x.step for x in desk.state.snapshots]
+    return [x.step for x in desk.state.storage.snapshots]
 
 
 def goes_on_from(desk: Desk, lost: str) -> int:
@@ -63,11 +63,11 @@ def goes_on_from(desk: Desk, lost: str) -> int:
         if worker.startswith("n2"):
             desk.ready(worker)
         elif worker in desk.members():
-            desk.parks(worker, desk.state.committed)
+            desk.parks(worker, desk.state.membership.committed)
     for worker in [w.name for w in desk.core.alive_workers() if w.ready is None]:
         desk.ready(worker)
-    assert desk.state.number == 2
-    return desk.state.generation.start
+    assert desk.state.membership.number == 2
+    return desk.state.membership.generation.start
 
 
 def test_a_node_without_a_slot_now_is_asked_again_when_it_has_one():
@@ -111,8 +111,8 @@ def test_a_snapshot_with_fewer_copies_is_whole_and_the_one_with_all_is_kept():
     for step in (8, 10, 12):
         begins(desk, step)
         copies_fail(desk, step)
-        assert desk.state.snapshots[-1].step == step
-        assert desk.state.snapshots[-1].whole
+        assert desk.state.storage.snapshots[-1].step == step
+        assert desk.state.storage.snapshots[-1].whole
         assert told(desk) == m.SnapshotComplete(step, kept=6)
     assert 6 in remembered(desk)
     assert len(remembered(desk)) <= 3
@@ -147,7 +147,7 @@ def test_the_newest_is_gone_on_from_while_it_is_there():
         desk.exits(worker, -9)
     for worker in desk.workers():
         desk.ready(worker)
-    assert desk.state.generation.start == 8
+    assert desk.state.membership.generation.start == 8
 
 
 def test_an_older_one_with_no_more_copies_than_the_newest_is_not_kept():

@@ -50,22 +50,22 @@ def test_a_lemon_that_trains_leaves_at_a_step_edge_when_a_better_node_is_ready()
     desk = sour()
     assert desk.did(e.ProvideNode)  # it was not counted on
     better(desk, "m0")
-    assert not desk.state.yielding  # not before this generation has brought something
+    assert not desk.state.membership.yielding  # not before this generation has brought something
     desk.commit(3)
-    assert desk.state.yielding
+    assert desk.state.membership.yielding
     [told] = desk.records("lemon-leaves")
     assert (told["node"], told["instead"]) == ("n0", "m0")
     assert told["reason"] == "3 incidents in 3 jobs within 30 days"
     train_on(desk)
-    desk.commit(desk.state.committed + 1)
+    desk.commit(desk.state.membership.committed + 1)
     assert there(desk) == {"m0", "n1", "n2"}
-    assert not desk.state.nodes["n0"].alive
+    assert not desk.state.membership.nodes["n0"].alive
     assert [(a.node, a.planned) for a in desk.did(e.ReleaseNode)] == [("n0", True)]
     assert marked(desk) == []  # it did nothing wrong in this job
     assert desk.state.health.quarantine == {}
     assert not desk.did(e.Remember)
     assert desk.incidents() == []
-    assert desk.state.restarts_used == desk.state.lost_steps == 0
+    assert desk.state.membership.restarts_used == desk.state.membership.lost_steps == 0
 
 
 def test_an_engine_that_has_only_lemons_is_not_asked_without_end():
@@ -112,7 +112,7 @@ def test_what_kills_two_workers_of_one_lemon_among_others_is_no_fault_of_the_scr
             ),
         )
         desk.exits(worker, 1)
-    assert desk.state.outcome is None
+    assert desk.state.membership.outcome is None
 
 
 def test_one_lemon_leaves_in_a_window():
@@ -121,7 +121,7 @@ def test_one_lemon_leaves_in_a_window():
     better(desk, "m1")
     desk.commit(3)
     train_on(desk)
-    desk.commit(desk.state.committed + 1)
+    desk.commit(desk.state.membership.committed + 1)
     assert there(desk) == {"m0", "n1", "n2"}
     desk.wait(500.0)
     assert len(desk.records("lemon-leaves")) == 1
@@ -137,7 +137,7 @@ def test_the_limit_of_nodes_that_are_acted_on_holds_for_lemons():
     finds(desk, "n2", "xid-79", FATAL, Remedy.REPLACE)
     train_on(desk)
     better(desk, "m1")
-    desk.commit(desk.state.committed + 1)
+    desk.commit(desk.state.membership.committed + 1)
     assert not desk.records("lemon-leaves")
     desk.wait(601.0)
     assert desk.records("lemon-leaves")
@@ -149,7 +149,7 @@ def test_and_so_does_the_budget_of_repairs():
     finds(desk, "n2", "xid-79", FATAL, Remedy.REPLACE)
     train_on(desk)
     better(desk, "m1")
-    desk.commit(desk.state.committed + 1)
+    desk.commit(desk.state.membership.committed + 1)
     desk.wait(700.0)
     assert not desk.records("lemon-leaves")
 
@@ -170,14 +170,14 @@ def test_a_coordinator_that_comes_back_keeps_the_window():
     train_on(desk)
     desk.crash()
     desk.back()
-    desk.commit(desk.state.committed + 1)
+    desk.commit(desk.state.membership.committed + 1)
     desk.wait(500.0)
     assert len(desk.records("lemon-leaves")) == 1
 
 
 def test_of_a_sharded_replica_a_lemon_leaves_when_the_spare_was_built_for_its_shard():
     desk = running(4, shape=(2, 1))
-    desk.state.nodes["n1"].lemon = "3 incidents"
+    desk.state.membership.nodes["n1"].lemon = "3 incidents"
     come_back(desk, "m0", identity="M0")
     desk.started(desk.worker_on("m0"))
     desk.gets_ready(desk.worker_on("m0"), (2, 1), shard_index=0)
@@ -185,10 +185,10 @@ def test_of_a_sharded_replica_a_lemon_leaves_when_the_spare_was_built_for_its_sh
     assert desk.told(desk.worker_on("m0"), m.Rebuild) == [m.Rebuild(1)]
     assert not any(desk.told(w, m.EndAtCommit) for w in desk.members())
     desk.gets_ready(desk.worker_on("m0"), (2, 1), shard_index=1)
-    assert desk.state.yielding
+    assert desk.state.membership.yielding
     train_on(desk)
     assert there(desk) == {"n0", "m0", "n2", "n3"}
-    assert desk.state.lost_steps == 0
+    assert desk.state.membership.lost_steps == 0
 
 
 def test_what_comes_in_the_place_of_a_lemon_is_not_too_many_for_a_job_that_was_resized():

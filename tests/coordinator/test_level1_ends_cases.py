@@ -5,7 +5,7 @@ from desk import TIER, Desk, copy_of
 from test_memory_snapshot_cases import at_level_0
 
 from holdfast.coordinator.kernel import events as e
-from holdfast.coordinator.kernel.state import JobPhase
+from holdfast.coordinator.kernel.phases import JobPhase
 from holdfast.coordinator.service.report import build_report
 from holdfast.protocol import messages as m
 from holdfast.protocol.availability import Capacity
@@ -19,7 +19,7 @@ BOTH = Saving(tiers=(DurableTier(TIER.url, "0"), DurableTier(FAR, "0")))
 def gave(desk: Desk, step: int, *ranks: int) -> None:
     """The ranks' states of a step are in their nodes' memory."""
     for rank in ranks:
-        desk.holds(f"n{rank}", copy_of(step, desk.state.number, rank, 2, "a"))
+        desk.holds(f"n{rank}", copy_of(step, desk.state.membership.number, rank, 2, "a"))
 
 
 def saved_twice(**spec: object) -> Desk:
@@ -36,7 +36,7 @@ def end_workers(desk: Desk, code: int = -15) -> None:
 
 
 def ended(desk: Desk) -> str | None:
-    return desk.state.outcome if desk.state.phase is JobPhase.ENDED else None
+    return desk.state.membership.outcome if desk.state.membership.phase is JobPhase.ENDED else None
 
 
 STOPS = {
@@ -56,7 +56,7 @@ def test_stopped_the_newest_whole_state_goes_into_every_tier(stop):
     desk.stores()
     assert ended(desk) is None
     desk.stores(tier=FAR)
-    assert (ended(desk), desk.state.durable) == ("stopped", Durable(5, FAR))
+    assert (ended(desk), desk.state.storage.durable) == ("stopped", Durable(5, FAR))
     assert {s.keeps for _, s in desk.sent(m.Shutdown)} == {False}
 
 
@@ -74,7 +74,7 @@ def test_without_restarts_a_failure_too():
     desk.exits("n1.0#2", -15)
     desk.stores()
     desk.stores(tier=FAR)
-    assert (ended(desk), desk.state.durable.step) == ("failed", 5)
+    assert (ended(desk), desk.state.storage.durable.step) == ("failed", 5)
 
 
 def test_a_shard_that_is_being_summed_up_is_waited_for():
@@ -121,7 +121,7 @@ def test_a_stop_waits_for_as_long_as_something_comes_to_a_tier():
         assert ended(desk) is None
         desk.do(e.NodeSays(node, m.StoreProgress(FAR, order.key, nbytes, 1000)))
     desk.wait(timing.start_s + 1)
-    assert (ended(desk), desk.state.durable.step) == ("stopped", 5)
+    assert (ended(desk), desk.state.storage.durable.step) == ("stopped", 5)
 
 
 def test_workers_that_do_not_end_are_killed_and_what_they_gave_is_saved():
@@ -144,7 +144,7 @@ def test_a_node_that_is_to_leave_stays_until_its_part_is_saved():
     desk.exits("n0.0#1", -15)
     desk.stores()
     desk.stores(tier=FAR)
-    assert (ended(desk), desk.state.durable.step) == ("stopped", 5)
+    assert (ended(desk), desk.state.storage.durable.step) == ("stopped", 5)
 
 
 def refused(**spec: object) -> Desk:
@@ -188,4 +188,4 @@ def test_a_whole_state_of_a_run_that_was_killed_is_saved_too():
     desk.do(e.StopRequested("interrupted"))
     end_workers(desk)
     desk.stores()
-    assert (ended(desk), desk.state.durable) == ("stopped", Durable(9, TIER.url))
+    assert (ended(desk), desk.state.storage.durable) == ("stopped", Durable(9, TIER.url))

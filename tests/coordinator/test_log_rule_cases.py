@@ -19,7 +19,7 @@ def restarted(desk):
         if desk.known(worker).ready is None:
             desk.ready(worker)
     train_on(desk)
-    desk.commit(desk.state.committed + 1)
+    desk.commit(desk.state.membership.committed + 1)
 
 
 def test_a_fault_on_match_ends_its_worker_at_the_first_line():
@@ -31,7 +31,7 @@ def test_a_fault_on_match_ends_its_worker_at_the_first_line():
     restarted(desk)
     [incident] = desk.incidents()
     assert not incident.open
-    assert desk.state.restarts_used == 1
+    assert desk.state.membership.restarts_used == 1
 
 
 def test_what_does_not_say_how_much_is_a_fault_must_come_again():
@@ -78,7 +78,7 @@ def test_a_replacement_that_a_log_asks_for_keeps_to_the_blast_radius():
         log_says(desk, desk.worker_on(node), remedy=Remedy.REPLACE)
     assert verdicts(desk) == [("replace", ""), ("watch", "blast")]
     train_on(desk)
-    desk.commit(desk.state.committed + 1)
+    desk.commit(desk.state.membership.committed + 1)
     assert marked(desk) == ["n0"]
 
 
@@ -99,7 +99,7 @@ def test_the_same_on_many_nodes_is_a_storm():
     assert verdicts(desk)[-1] == ("watch", "storm")
     assert len(desk.records("storm")) == 1
     desk.wait(3.0)
-    desk.commit(desk.state.committed + 1)
+    desk.commit(desk.state.membership.committed + 1)
     assert marked(desk) == []  # what was planned for the first one is called off
 
 

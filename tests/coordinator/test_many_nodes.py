@@ -43,8 +43,8 @@ def test_what_comes_many_times_a_second_costs_the_same_at_any_size(said):
     counts = []
     for nodes in (2, 32):
         job = Job(nodes, 4)
-        worker = next(iter(job.core.state.workers.values()))
-        number, losses = job.core.state.number, ((2, 1.0, 0.5),)
+        worker = next(iter(job.core.state.membership.workers.values()))
+        number, losses = job.core.state.membership.number, ((2, 1.0, 0.5),)
         event = {
             "heartbeat": e.NodeSays(worker.node, m.Heartbeat()),
             "the same step": says(worker, m.Progress(generation=number, committed=1, median_s=0.5)),
@@ -62,7 +62,7 @@ def test_the_next_sign_of_life_is_followed_by_one_more_look():
     looks = []
     for nodes in (2, 32):
         job = Job(nodes, 4)
-        beat = e.NodeSays(next(iter(job.core.state.nodes)), m.Heartbeat())
+        beat = e.NodeSays(next(iter(job.core.state.membership.nodes)), m.Heartbeat())
         looks.append([lines(job, beat) for _ in range(3)])
     assert all(first > second == third for first, second, third in looks)
 
@@ -75,9 +75,9 @@ def test_the_state_is_linear_in_the_workers():
 def test_a_form_that_was_missed_is_told_again_as_it_was():
     job = Job(4, 2)
     state = job.core.state
-    last = state.workers[state.generation.members[-1].worker]
-    job.do(e.NodeLost(last.node, state.nodes[last.node].session))
-    left = [w for w in state.workers.values() if w.node != last.node]
+    last = state.membership.workers[state.membership.generation.members[-1].worker]
+    job.do(e.NodeLost(last.node, state.membership.nodes[last.node].session))
+    left = [w for w in state.membership.workers.values() if w.node != last.node]
     told = job.do(*(says(w, m.Parked(generation=1, committed=w.committed)) for w in left))
     forms = {a.message.worker: a.message for a in told if isinstance(a, e.Send) and _form(a)}
     assert len(forms) == 6
@@ -101,12 +101,12 @@ async def _lost_and_formed(job_dir: Path, nodes: int, nproc: int) -> tuple[int, 
     for number in range(nodes - 1):
         coordinator._loop.handle(e.NodeJoined(hello(number, nproc)))
     await coordinator._loop.effect(e.NodeJoined(hello(nodes - 1, nproc)))
-    workers = list(state.workers.values())
+    workers = list(state.membership.workers.values())
     for worker in workers:
         coordinator._loop.handle(says(worker, m.Attached()))
         coordinator._loop.handle(says(worker, ready(worker)))
     await coordinator._loop.effect(e.Tick())
-    assert state.number == 1
+    assert state.membership.number == 1
     for worker in workers:
         coordinator._loop.handle(says(worker, m.Joined(1, 0.01)))
         coordinator._loop.handle(says(worker, m.Progress(generation=1, committed=5, median_s=0.5)))
@@ -115,7 +115,7 @@ async def _lost_and_formed(job_dir: Path, nodes: int, nproc: int) -> tuple[int, 
     coordinator._core.handle_all = lambda events, now: (batches.append(len(events)), handle_all(events, now))[
         1
     ]
-    await coordinator._loop.effect(e.NodeLost(last, state.nodes[last].session))
+    await coordinator._loop.effect(e.NodeLost(last, state.membership.nodes[last].session))
     left = [w for w in workers if w.node != last]
     for worker in left:
         coordinator._loop.handle(e.NodeSays(worker.node, m.Heartbeat()))
@@ -124,9 +124,9 @@ async def _lost_and_formed(job_dir: Path, nodes: int, nproc: int) -> tuple[int, 
     await coordinator._loop.effect(e.Tick())
     deciding.cancel()
     assert await coordinator._ledger.close(30.0)
-    assert state.generation is not None
-    names = {x.worker for x in state.generation.members}
-    return len(left), len(names & {w.name for w in left}) * (state.number == 2), batches
+    assert state.membership.generation is not None
+    names = {x.worker for x in state.membership.generation.members}
+    return len(left), len(names & {w.name for w in left}) * (state.membership.number == 2), batches
 
 
 @pytest.mark.parametrize(

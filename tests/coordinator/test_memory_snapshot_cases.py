@@ -5,7 +5,8 @@ import pytest
 from desk import TIER, Desk, copy_of, running
 
 from holdfast.coordinator.kernel import events as e
-from holdfast.coordinator.kernel.state import CoreState, JobPhase, WorkerPhase
+from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
+from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.storage import memory_snapshots, queries
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import Durable
@@ -39,7 +40,7 @@ def at_level_0(nodes: int = 3, **spec: object) -> Desk:
         desk.node(f"n{i}")
     for worker in desk.workers():
         desk.do(e.NodeSays(worker.partition(".")[0], m.Started(worker, 1, "log")))
-    assert desk.state.phase is JobPhase.RUNNING
+    assert desk.state.membership.phase is JobPhase.RUNNING
     return desk
 
 
@@ -185,9 +186,9 @@ def test_skipped_is_said_once_until_one_is_whole_again():
         desk.refuses("n0", copy_of(step))
         desk.refuses("n1", copy_of(step))
     assert [x["step"] for x in desk.records("snapshot-skipped")] == [6]
-    assert desk.state.skipped == 6
+    assert desk.state.storage.skipped == 6
     desk.snapshot(9, "n0", "n1")
-    assert desk.state.skipped == 0
+    assert desk.state.storage.skipped == 0
     desk.refuses("n0", copy_of(10))
     assert [x["step"] for x in desk.records("snapshot-skipped")] == [6, 10]
 
@@ -197,7 +198,7 @@ def test_a_latecomer_hears_that_a_newer_one_is_whole():
     desk.snapshot(7, "n0", "n1")
     desk.holds("n0", copy_of(6))
     assert desk.sent(m.SnapshotComplete, newest=True) == [("n0", m.SnapshotComplete(7))]
-    assert [x.step for x in desk.state.snapshots] == [7]
+    assert [x.step for x in desk.state.storage.snapshots] == [7]
 
 
 def test_only_the_last_two_whole_ones_are_kept():
@@ -213,11 +214,11 @@ def test_snapshots_that_never_become_whole_do_not_pile_up():
     desk.snapshot(6, "n0")
     for step in range(7, 60):
         desk.refuses("n0", copy_of(step))
-    assert len(desk.state.snapshots) <= 2 * memory_snapshots.KEPT_PARTIAL + 1
-    assert desk.state.snapshots[0].step == 6
+    assert len(desk.state.storage.snapshots) <= 2 * memory_snapshots.KEPT_PARTIAL + 1
+    assert desk.state.storage.snapshots[0].step == 6
     for step in range(60, 99):
         desk.holds("n0", copy_of(step))
-    assert len(desk.state.snapshots) <= 2 * memory_snapshots.KEPT_PARTIAL + 1
+    assert len(desk.state.storage.snapshots) <= 2 * memory_snapshots.KEPT_PARTIAL + 1
 
 
 # ---------------------------------------------------------------- level 0: every rank has a shard of its own
@@ -265,7 +266,7 @@ def test_a_whole_snapshot_that_lost_a_rank_is_none():
         desk.holds(f"n{rank}", copy_of(9, rank=rank, world=3))
     assert desk.whole() == [9]
     desk.lose("n2")
-    assert desk.state.snapshots == []
+    assert desk.state.storage.snapshots == []
     assert queries.newest_whole(desk.core) is None
 
 
@@ -315,7 +316,7 @@ def test_a_snapshot_goes_with_its_last_holder():
     desk.snapshot(6, "n0", "n1")
     desk.lose("n0")
     desk.lose("n1")
-    assert desk.state.snapshots == []
+    assert desk.state.storage.snapshots == []
 
 
 # ---------------------------------------------------------------- where to go on from
@@ -329,7 +330,7 @@ def test_memory_before_an_older_checkpoint():
     lose_all_workers(desk)
     forms = start_again(desk)
     assert [(f.generation.start, f.restore, f.copy, f.durable) for f in forms] == [(6, True, copy, None)] * 2
-    assert desk.state.lost_steps == 2
+    assert desk.state.membership.lost_steps == 2
     assert desk.records("formed")[-1]["source"] == "memory"
 
 
@@ -341,7 +342,7 @@ def test_a_newer_checkpoint_before_memory():
     forms = start_again(desk)
     assert [(f.generation.start, f.copy, f.holders) for f in forms] == [(7, None, ())] * 2
     assert forms[0].durable == Durable(7, "kept")
-    assert desk.state.snapshots[0].step == 6  # still of this history
+    assert desk.state.storage.snapshots[0].step == 6  # still of this history
 
 
 def test_one_copy_is_enough_to_go_on_from():
@@ -401,12 +402,12 @@ def test_a_snapshot_that_nobody_can_read_is_given_up_for_an_older_one():
     lose_all_workers(desk)
     start_again(desk)
     for attempt in range(1, memory_snapshots.MAX_UNREAD + 1):
-        assert desk.state.generation.start == 6, attempt
+        assert desk.state.membership.generation.start == 6, attempt
         for worker in desk.members():
-            desk.says(worker, m.CollectiveError(desk.state.number, -1, "nobody has it whole"))
+            desk.says(worker, m.CollectiveError(desk.state.membership.number, -1, "nobody has it whole"))
         for worker in desk.members():
             desk.parks(worker, None)
-    assert desk.state.generation.start == 3
+    assert desk.state.membership.generation.start == 3
     assert desk.records("snapshot-unreadable") == [{"step": 6, "generation": 1}]
 
 
@@ -417,11 +418,11 @@ def test_a_broken_connection_says_nothing_against_the_snapshot():
     start_again(desk)
     for _ in range(memory_snapshots.MAX_UNREAD + 1):
         for worker in desk.members():
-            desk.says(worker, m.CollectiveError(desk.state.number, 6, "connection reset"))
+            desk.says(worker, m.CollectiveError(desk.state.membership.number, 6, "connection reset"))
         for worker in desk.members():
             desk.parks(worker, None)
         desk.wait(3.0)
-    assert desk.state.generation.start == 6
+    assert desk.state.membership.generation.start == 6
 
 
 # ---------------------------------------------------------------- a past that did not happen
@@ -434,7 +435,7 @@ def gone_back() -> Desk:
     desk.commit(9)
     lose_all_workers(desk)
     start_again(desk)
-    assert (desk.state.number, desk.state.generation.start) == (2, 3)
+    assert (desk.state.membership.number, desk.state.membership.generation.start) == (2, 3)
     return desk
 
 
@@ -442,10 +443,12 @@ def test_going_back_forgets_what_was_saved_of_later_steps():
     desk = running(2, min_nodes=2)
     desk.snapshot(6, "n0", "n1")
     desk.do(e.DurableFound(Durable(7, "kept")))
-    desk.state.snapshots += [msgspec.structs.replace(desk.state.snapshots[0], step=8, world=2, whole=False)]
+    desk.state.storage.snapshots += [
+        msgspec.structs.replace(desk.state.storage.snapshots[0], step=8, world=2, whole=False)
+    ]
     lose_all_workers(desk)
     start_again(desk)
-    assert [x.step for x in desk.state.snapshots] == [6]
+    assert [x.step for x in desk.state.storage.snapshots] == [6]
     told = [node for node, said in desk.sent(m.ForgetSnapshots) if said.above_step == 7]
     assert told == ["n0", "n1"]
 
@@ -457,25 +460,25 @@ def test_nodes_that_hold_nothing_forget_which_snapshot_was_whole():
     desk.lose("n0")
     desk.lose("n1")
     start_again(desk)
-    assert desk.state.generation.start == 0
+    assert desk.state.membership.generation.start == 0
     assert ("n2", m.ForgetSnapshots(0)) in desk.sent(m.ForgetSnapshots)
 
 
 def test_a_late_word_of_the_other_past_is_not_believed():
     desk = gone_back()
     desk.snapshot(8, "n0", "n1", generation=1)
-    assert desk.state.snapshots == []
+    assert desk.state.storage.snapshots == []
     desk.refuses("n0", copy_of(9, generation=1))
-    assert desk.state.snapshots == []
+    assert desk.state.storage.snapshots == []
     desk.snapshot(2, "n0", generation=1)  # but this one happened
-    assert [x.step for x in desk.state.snapshots] == [2]
+    assert [x.step for x in desk.state.storage.snapshots] == [2]
 
 
 def test_an_agent_that_missed_it_forgets_when_it_is_back():
     desk = gone_back()
     desk.crash()
     desk.back(held={"n0": (copy_of(8, generation=1),), "n1": (copy_of(4, generation=2),)})
-    assert [x.step for x in desk.state.snapshots] == [4]
+    assert [x.step for x in desk.state.storage.snapshots] == [4]
     told = desk.sent(m.ForgetSnapshots)[-1]
     assert told == ("n0", m.ForgetSnapshots(3))  # n1 has one of the generation after it
 
@@ -483,13 +486,13 @@ def test_an_agent_that_missed_it_forgets_when_it_is_back():
 def test_what_a_new_agent_adopted_counts_only_if_it_happened_in_every_past():
     desk = gone_back()
     desk.node("n5", copies=(copy_of(8, generation=0), copy_of(3, generation=0)))
-    assert [x.step for x in desk.state.snapshots] == [3]
+    assert [x.step for x in desk.state.storage.snapshots] == [3]
 
 
 def test_what_is_left_of_an_earlier_run_is_not_ahead_of_this_one():
     desk = running(2)
     desk.node("n5", copies=(copy_of(400, generation=0),))
-    assert desk.state.snapshots == []
+    assert desk.state.storage.snapshots == []
 
 
 def test_a_job_goes_on_from_what_its_agents_adopted():
@@ -505,13 +508,13 @@ def test_a_job_goes_on_from_what_its_agents_adopted():
 def test_many_rewinds_are_few_to_remember():
     desk = running(1)
     for number in range(1, 3 * memory_snapshots.KEPT_REWINDS):
-        desk.state.number = number
+        desk.state.membership.number = number
         memory_snapshots.went_back(desk.core, number * 10)
-    assert len(desk.state.rewinds) == memory_snapshots.KEPT_REWINDS
+    assert len(desk.state.storage.rewinds) == memory_snapshots.KEPT_REWINDS
     assert not memory_snapshots.happened(desk.core, copy_of(15, generation=1).key)
-    assert memory_snapshots.happened(desk.core, copy_of(15, generation=desk.state.number).key)
+    assert memory_snapshots.happened(desk.core, copy_of(15, generation=desk.state.membership.number).key)
     memory_snapshots.went_back(desk.core, 5)
-    assert [r.start for r in desk.state.rewinds] == [5]
+    assert [r.start for r in desk.state.storage.rewinds] == [5]
 
 
 # ---------------------------------------------------------------- durable tiers
@@ -524,9 +527,9 @@ def test_a_checkpoint_is_shards_and_then_a_manifest():
     assert (node, order) == ("n0", m.StoreShard("checkpoint", copy.key))
     desk.do(e.NodeSays(node, m.Stored(tier="checkpoint", key=copy.key, shard=copy.shard)))
     assert desk.sent(m.Publish) == [("n0", m.Publish(EVERY_WHOLE, 6, (copy.shard,)))]
-    assert desk.state.durable is None
+    assert desk.state.storage.durable is None
     desk.do(e.NodeSays("n0", m.Published("checkpoint", 6)))
-    assert desk.state.durable == Durable(6, "checkpoint")
+    assert desk.state.storage.durable == Durable(6, "checkpoint")
     assert desk.records("saved")[0]["step"] == 6
 
 
@@ -576,10 +579,10 @@ def test_a_failure_to_store_is_said_once_and_tried_again_with_a_later_one():
         desk.snapshot(step, "n0", "n1")
         desk.stores(reason="the disk is full")
     assert desk.records("tier-failed") == [{"url": "checkpoint", "step": 6, "reason": "the disk is full"}]
-    assert desk.state.storing == []
+    assert desk.state.storage.storing == []
     desk.snapshot(8, "n0", "n1")
     desk.stores()
-    assert desk.state.durable == Durable(8, "checkpoint")
+    assert desk.state.storage.durable == Durable(8, "checkpoint")
     desk.snapshot(9, "n0", "n1")
     desk.stores(reason="the disk is full")
     assert len(desk.records("tier-failed")) == 2
@@ -590,7 +593,7 @@ def test_a_manifest_that_could_not_be_written_is_a_failure():
     desk.snapshot(6, "n0", "n1")
     desk.stores(publishes=False)
     desk.do(e.NodeSays("n0", m.Published("checkpoint", 6, "no space")))
-    assert (desk.state.durable, desk.state.storing) == (None, [])
+    assert (desk.state.storage.durable, desk.state.storage.storing) == (None, [])
     assert desk.records("tier-failed")[0]["reason"] == "no space"
 
 
@@ -598,13 +601,13 @@ def test_a_node_lost_while_storing_leaves_it_to_the_next_snapshot():
     desk = running(2, spares=1, saving=Saving(tiers=(EVERY_WHOLE,)))
     desk.snapshot(6, "n0", "n1")
     desk.lose("n0")
-    assert desk.state.storing == []
+    assert desk.state.storage.storing == []
     assert not desk.records("tier-failed")
     copy = desk.snapshot(7, "n1")
     desk.parks("n1.0#2", 7)
     desk.holds("n2", copy)
     desk.stores()
-    assert desk.state.durable == Durable(7, "checkpoint")
+    assert desk.state.storage.durable == Durable(7, "checkpoint")
 
 
 def test_one_checkpoint_at_a_time_goes_to_a_tier():
@@ -623,8 +626,8 @@ def test_two_tiers_are_each_on_their_own():
     desk.stores(reason="offline", tier="checkpoint")
     desk.stores(tier="archive")
     assert [(x["step"], x["url"]) for x in desk.records("saved")] == [(4, "checkpoint"), (5, "archive")]
-    assert desk.state.failing_tiers == ["checkpoint"]
-    assert desk.state.durable == Durable(5, "archive")
+    assert desk.state.storage.failing_tiers == ["checkpoint"]
+    assert desk.state.storage.durable == Durable(5, "archive")
 
 
 def test_going_back_stops_storing():
@@ -633,9 +636,9 @@ def test_going_back_stops_storing():
     old = desk.snapshot(6, "n0", "n1")
     desk.lose("n1")  # with it, and with n0's worker and memory, all is gone
     desk.exits("n0.0#1", -9)
-    desk.state.snapshots = []
+    desk.state.storage.snapshots = []
     start_again(desk)
-    assert desk.state.generation.start == 0
+    assert desk.state.membership.generation.start == 0
     desk.snapshot(5, "n0")
     assert [order.key.step for _, order in desk.sent(m.StoreShard)] == [6]
     desk.do(e.NodeSays("n0", m.Stored(tier="checkpoint", key=old.key, shard=old.shard)))
@@ -650,10 +653,10 @@ def test_a_manifest_of_the_other_past_is_not_where_training_goes_on():
     desk.stores(publishes=False)
     desk.exits("n0.0#1", -9)
     desk.exits("n1.0#2", -9)
-    desk.state.snapshots = []
+    desk.state.storage.snapshots = []
     start_again(desk)
     desk.do(e.NodeSays("n0", m.Published("checkpoint", 6)))
-    assert (desk.state.durable, desk.state.storing) == (None, [])
+    assert (desk.state.storage.durable, desk.state.storage.storing) == (None, [])
 
 
 def test_nothing_is_stored_once_the_job_is_to_stop():
@@ -687,7 +690,7 @@ def test_a_failed_save_at_the_end_is_said():
     desk.parks("n0.0#1", 6)
     assert desk.told("n0.0#1", m.Stop)[0].save_to == TIER
     desk.says("n0.0#1", m.Saved(6, "checkpoint", "no space"))
-    assert desk.state.durable is None
+    assert desk.state.storage.durable is None
     assert desk.records("tier-failed")[0]["reason"] == "no space"
 
 
@@ -704,7 +707,7 @@ def test_the_state_survives_as_it_is():
     memory_snapshots.went_back(desk.core, 50)
     state = msgspec.msgpack.decode(msgspec.msgpack.encode(desk.state), type=CoreState)
     assert state == desk.state
-    assert any(-1 in x.waiting for x in state.storing)
+    assert any(-1 in x.waiting for x in state.storage.storing)
 
 
 def test_what_agents_hold_is_known_after_a_restart():
@@ -720,7 +723,7 @@ def test_what_agents_no_longer_hold_is_known_after_a_restart():
     desk.snapshot(6, "n0", "n1")
     desk.crash()
     desk.back(held={"n0": (copy_of(6),), "n1": (), "n2": ()})
-    assert desk.state.snapshots[0].shards[0].nodes == ["n0"]
+    assert desk.state.storage.snapshots[0].shards[0].nodes == ["n0"]
 
 
 def test_a_lost_order_to_copy_is_given_again():
@@ -747,7 +750,7 @@ def test_a_lost_order_to_store_is_given_again():
     desk.back()
     assert len(desk.sent(m.Publish)) == 2
     desk.do(e.NodeSays("n0", m.Published("checkpoint", 6)))
-    assert desk.state.durable == Durable(6, "checkpoint")
+    assert desk.state.storage.durable == Durable(6, "checkpoint")
 
 
 def test_an_agent_hears_again_which_snapshot_is_whole():
@@ -787,8 +790,8 @@ def test_a_refusal_that_comes_before_anybody_holds_the_last_state_is_not_waited_
     desk.refuses("n0", copy_of(6), "its row went bad")
     for worker in list(desk.workers()):
         desk.exits(worker, 0)
-    assert desk.state.phase is not JobPhase.ENDED  # n1 has not said whether it holds it
+    assert desk.state.membership.phase is not JobPhase.ENDED  # n1 has not said whether it holds it
     desk.holds("n1", copy_of(6))
     desk.stores()
-    assert desk.state.phase is JobPhase.ENDED
-    assert desk.state.durable.step == 6
+    assert desk.state.membership.phase is JobPhase.ENDED
+    assert desk.state.storage.durable.step == 6

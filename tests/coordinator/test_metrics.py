@@ -41,7 +41,7 @@ def test_training():
 
 def test_incidents_by_what_was_seen_of_them():
     desk = running(3, spares=1)
-    desk.do(e.NodeLost("n1", desk.state.nodes["n1"].session))
+    desk.do(e.NodeLost("n1", desk.state.membership.nodes["n1"].session))
     for worker in ("n0.0#1", "n2.0#3"):
         desk.parks(worker, 5)
     desk.commit(6)

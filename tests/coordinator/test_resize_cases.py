@@ -4,7 +4,7 @@ import pytest
 from desk import Desk, copy_of, running
 
 from holdfast.coordinator.kernel import events as e
-from holdfast.coordinator.kernel.state import JobPhase, WorkerPhase
+from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
 from holdfast.coordinator.membership.queries import GAIN_SHARE
 from holdfast.coordinator.membership.resize import check_drain, check_resize, describe
 from holdfast.errors import UsageError
@@ -22,7 +22,7 @@ def shrink(desk: Desk, nodes: int) -> None:
 def park_all(desk: Desk, committed: int | None = None) -> None:
     for worker in desk.members():
         if desk.known(worker).phase is WorkerPhase.MEMBER:
-            desk.parks(worker, desk.state.committed if committed is None else committed)
+            desk.parks(worker, desk.state.membership.committed if committed is None else committed)
 
 
 def left(desk: Desk) -> list[object]:
@@ -36,13 +36,17 @@ def test_a_smaller_job_lets_its_highest_ranks_go_at_a_commit():
     assert not desk.did(e.ReleaseNode)  # not before the step is done
     park_all(desk, 6)
     assert desk.members() == ["n0.0#1", "n1.0#2"]
-    assert desk.state.generation.start == 6
+    assert desk.state.membership.generation.start == 6
     assert not any(desk.told(w, m.JoinGeneration)[-1].restore for w in desk.members())
     assert desk.killed() == {"n2.0#3", "n3.0#4"}
     assert not left(desk)  # their memory may be needed until the new generation has committed
     desk.commit(7)
     assert sorted(left(desk)) == ["n2", "n3"]
-    assert [desk.state.restarts_used, desk.state.replaced, desk.incidents()] == [0, 0, []]
+    assert [desk.state.membership.restarts_used, desk.state.membership.replaced, desk.incidents()] == [
+        0,
+        0,
+        [],
+    ]
 
 
 def test_a_larger_job_asks_for_nodes_beside_the_restart_budget():
@@ -96,8 +100,8 @@ def test_joining_is_held_back_when_it_costs_too_much_of_the_time():
         desk.lose(node)
         for worker in desk.members():
             if desk.known(worker).phase is WorkerPhase.MEMBER:
-                desk.parks(worker, desk.state.committed)
-        desk.commit(desk.state.committed + 1)
+                desk.parks(worker, desk.state.membership.committed)
+        desk.commit(desk.state.membership.committed + 1)
         desk.node(name)
         desk.ready(desk.worker_on(name))
         yields = len(desk.told("n0.0#1", m.EndAtCommit))
@@ -105,8 +109,8 @@ def test_joining_is_held_back_when_it_costs_too_much_of_the_time():
         if count == 0:
             park_all(desk)
             desk.now += 0.6
-            desk.commit(desk.state.committed + 1)  # it took 0.6 s, of which a step has 0.1 s
-    stall_s = desk.state.changes[0].stall_s
+            desk.commit(desk.state.membership.committed + 1)  # it took 0.6 s, of which a step has 0.1 s
+    stall_s = desk.state.membership.changes[0].stall_s
     assert stall_s == pytest.approx(0.5, abs=0.1)
     third = GAIN_SHARE / 3  # of what one more beside two adds
     desk.wait(stall_s / third - 1.0)
@@ -129,8 +133,8 @@ def test_less_capacity_than_the_job_can_train_on_ends_it_with_its_state_saved():
     desk = running(3, min_nodes=2)
     desk.do(e.Capacity(1, "preempted by job 17", 30.0))
     park_all(desk, 6)
-    assert desk.state.phase is JobPhase.STOPPING
-    assert "1 of at least 2 nodes are left" in str(desk.state.stop_reason)
+    assert desk.state.membership.phase is JobPhase.STOPPING
+    assert "1 of at least 2 nodes are left" in str(desk.state.membership.stop_reason)
     saver = next(w for w in desk.workers() if desk.told(w, m.Stop))
     assert desk.told(saver, m.Stop)[0].save_to is not None
 
@@ -158,8 +162,8 @@ def test_a_drained_member_is_replaced_by_the_spare_in_one_change():
     desk.commit(7)
     assert left(desk) == ["n1"]
     assert ("n1", m.Shutdown("maintenance")) in desk.sent(m.Shutdown)
-    assert [desk.state.restarts_used, desk.incidents()] == [0, []]
-    told = describe(desk.state, desk.state.changes[0])
+    assert [desk.state.membership.restarts_used, desk.incidents()] == [0, []]
+    told = describe(desk.state, desk.state.membership.changes[0])
     assert (told.from_world, told.to_world, told.joined) == (3, 3, 1)
 
 
@@ -231,7 +235,7 @@ def test_a_survivor_that_alone_committed_stays_though_it_is_to_leave():
     desk.parks("n0.0#1", 7)
     desk.parks("n1.0#2", 6)
     assert "n0.0#1" in desk.members()
-    assert desk.state.generation.start == 7
+    assert desk.state.membership.generation.start == 7
     assert desk.told("n1.0#2", m.JoinGeneration)[-1].restore
 
 
@@ -249,7 +253,7 @@ def test_a_node_that_left_and_missed_it_is_told_again():
     desk.node("n2")
     assert ("n2", m.Shutdown("maintenance")) in desk.sent(m.Shutdown, newest=True)
     desk.node("n2", session="2")
-    assert desk.state.nodes["n2"].alive  # it was repaired, and is a new node
+    assert desk.state.membership.nodes["n2"].alive  # it was repaired, and is a new node
 
 
 def test_a_node_that_is_not_there_or_leaves_already_cannot_be_drained():
@@ -267,7 +271,7 @@ def test_a_fault_during_a_planned_change_settles_the_step_as_ever():
     desk.lose("n0")
     for worker in ("n1.0#2", "n2.0#3", "n3.0#4"):
         desk.parks(worker, 5, prepared=True)
-    assert desk.state.generation.start == 6
+    assert desk.state.membership.generation.start == 6
     assert len(desk.members()) == 2
     assert desk.incidents()[0].open
     desk.commit(7)
@@ -286,7 +290,7 @@ def test_at_level_0_a_resize_starts_all_again_without_a_charge():
     for worker in desk.workers():
         desk.exits(worker, -15)
     assert len(desk.members()) == 2
-    assert desk.state.restarts_used == 0
+    assert desk.state.membership.restarts_used == 0
     assert len(left(desk)) == 1
 
 
@@ -323,7 +327,7 @@ def test_nodes_that_are_too_many_stay_until_somebody_trains():
     assert not desk.members()  # the others may have something newer
     desk.node("n1", copies=(copy_of(20),))
     desk.node("n2", copies=(copy_of(20),))
-    assert desk.state.generation.start == 20
+    assert desk.state.membership.generation.start == 20
     assert len(desk.members()) == 1
     assert not left(desk)
     desk.commit(21)
@@ -336,4 +340,4 @@ def test_a_node_that_never_comes_is_not_waited_for_much_longer():
     desk.node("n0", copies=(copy_of(10),))
     desk.ready(desk.worker_on("n0"))
     desk.wait(desk.core.timing.form_s + 0.1)
-    assert desk.state.generation.start == 10
+    assert desk.state.membership.generation.start == 10

@@ -18,7 +18,7 @@ from holdfast.protocol import messages as m
 
 
 def tell(desk, step, generation=None, **values):
-    number = desk.state.number if generation is None else generation
+    number = desk.state.membership.number if generation is None else generation
     desk.says(
         desk.members()[0],
         m.Progress(generation=number, committed=step + 1, median_s=0.1, figures=((step, values),)),
@@ -44,10 +44,10 @@ def test_the_newest_value_of_each_name_is_shown_everywhere():
 def test_a_late_word_of_an_older_generation_changes_nothing_and_a_step_computed_again_does():
     desk = running(2)
     tell(desk, 9, accuracy=0.5)
-    tell(desk, 5, generation=desk.state.number - 1, accuracy=0.1)
-    assert desk.state.figures["accuracy"] == (9, 0.5)
+    tell(desk, 5, generation=desk.state.membership.number - 1, accuracy=0.1)
+    assert desk.state.membership.figures["accuracy"] == (9, 0.5)
     tell(desk, 6, accuracy=0.2)  # the job went back to a snapshot
-    assert desk.state.figures["accuracy"] == (6, 0.2)
+    assert desk.state.membership.figures["accuracy"] == (6, 0.2)
 
 
 def test_names_do_not_grow_for_ever():
@@ -55,8 +55,8 @@ def test_names_do_not_grow_for_ever():
     for number in range(m.MOST_FIGURES + 9):
         tell(desk, number, **{f"name{number}": 1.0})
     tell(desk, 99, name0=2.0, **{"x" * (m.FIGURE_NAME + 1): 1.0})
-    assert len(desk.state.figures) == m.MOST_FIGURES
-    assert desk.state.figures["name0"] == (99, 2.0)
+    assert len(desk.state.membership.figures) == m.MOST_FIGURES
+    assert desk.state.membership.figures["name0"] == (99, 2.0)
 
 
 def test_a_value_that_is_told_again_is_one_row(tmp_path):

@@ -5,7 +5,7 @@ from desk import TIER, Desk, running
 
 from holdfast.coordinator.health.stragglers import SLOW_RANK
 from holdfast.coordinator.kernel import events as e
-from holdfast.coordinator.kernel.state import JobPhase, WorkerPhase
+from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
 from holdfast.coordinator.membership.hangs import _half
 from holdfast.coordinator.membership.resize import check_resize
 from holdfast.errors import UsageError
@@ -78,7 +78,7 @@ def test_a_size_that_makes_no_whole_replicas_is_rounded_down():
 def test_the_nodes_that_stay_make_up_whole_replicas():
     """Those that failed before go first, but not where the others hold one shard twice and the other not at all."""
     desk = sharded(4)
-    desk.state.nodes["n1"].failures = 1
+    desk.state.membership.nodes["n1"].failures = 1
     desk.do(e.ResizeRequested(2, "smaller"))
     staying = [n.name for n in desk.core.alive_nodes() if n.leaving is None]
     assert {desk.known(desk.worker_on(n)).shard_index for n in staying} == {0, 1}
@@ -89,7 +89,7 @@ def test_the_nodes_that_stay_make_up_whole_replicas():
 def test_with_less_room_than_a_replica_needs_the_job_stops():
     desk = sharded(4)
     desk.do(Capacity(1, "preempted", None))
-    assert (desk.state.stop_reason or "").endswith("1 of at least 2 nodes are left")
+    assert (desk.state.membership.stop_reason or "").endswith("1 of at least 2 nodes are left")
 
 
 def test_too_few_nodes_are_noticed_when_the_shape_is_known():
@@ -99,11 +99,13 @@ def test_too_few_nodes_are_noticed_when_the_shape_is_known():
     first, *others = desk.workers()
     desk.started(first)
     desk.do(Capacity(1, "preempted", None))
-    assert desk.state.stop_reason is None
-    staying = next(w for w in (first, *others) if desk.state.nodes[desk.known(w).node].leaving is None)
+    assert desk.state.membership.stop_reason is None
+    staying = next(
+        w for w in (first, *others) if desk.state.membership.nodes[desk.known(w).node].leaving is None
+    )
     desk.says(staying, m.Attached())
     desk.gets_ready(staying, (2, 1))
-    assert "1 of at least 2 nodes are left" in (desk.state.stop_reason or "")
+    assert "1 of at least 2 nodes are left" in (desk.state.membership.stop_reason or "")
 
 
 def test_who_is_to_leave_gives_its_shard_to_the_one_in_its_place_and_goes():
@@ -116,8 +118,8 @@ def test_who_is_to_leave_gives_its_shard_to_the_one_in_its_place_and_goes():
         assert desk.told(worker, m.EndAtCommit)
         desk.parks(worker, 6)
     assert desk.members() == [spare, other, leaver]
-    assert desk.state.generation is not None
-    assert desk.state.generation.members[2].replica == -1
+    assert desk.state.membership.generation is not None
+    assert desk.state.membership.generation.members[2].replica == -1
     assert desk.told(spare, m.JoinGeneration)[-1].donors == (2,)
     desk.commit(7)
     for worker in desk.members():
@@ -152,7 +154,7 @@ def test_a_snapshot_that_the_other_holder_may_bring_is_waited_for():
     assert desk.sent(m.ForgetSnapshots) == []
     desk.holds("n2", desk.shard(6, 0))
     desk.holds("n3", desk.shard(6, 1))
-    assert [x.step for x in desk.state.snapshots] == [6]
+    assert [x.step for x in desk.state.storage.snapshots] == [6]
 
 
 def test_when_nobody_differs_somebody_keeps_every_shard():
@@ -170,9 +172,9 @@ def test_who_computes_nothing_is_compared_with_nobody():
             own_s = 0.001 * (5 if rank == 3 else 1) if rank > 1 else 0.1
             spent = Spent(block * BLOCK_STEPS, 0 if rank > 1 else 4, 0.0, own_s, 0.0, 0.1, 0.0, 0.0, None)
             desk.says(worker, m.Progress(generation=1, committed=6 + block, median_s=0.1, spent=(spent,)))
-    assert desk.state.slow == []
+    assert desk.state.health.slow == []
     assert not any(SLOW_RANK in str(r) for r in desk.records("finding"))
-    assert desk.state.phase is JobPhase.RUNNING
+    assert desk.state.membership.phase is JobPhase.RUNNING
 
 
 def test_a_newcomer_that_fills_one_of_two_places_waits_for_the_other():
@@ -184,5 +186,5 @@ def test_a_newcomer_that_fills_one_of_two_places_waits_for_the_other():
     assert desk.known(desk.worker_on("n4")).shard_index == 0
     desk.commit(7)
     desk.wait(5.0)
-    assert desk.state.replacing
+    assert desk.state.membership.replacing
     assert not any(desk.told(w, m.EndAtCommit) for w in desk.members())

@@ -4,7 +4,7 @@ from desk import TIER, Desk, copy_of, running
 from findings import ERROR, WIDE, finds, park_all
 
 from holdfast.coordinator.kernel import events as e
-from holdfast.coordinator.kernel.state import JobPhase, WorkerPhase
+from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
 from holdfast.coordinator.storage import memory_snapshots
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import Remedy
@@ -25,7 +25,7 @@ def comes_back(desk: Desk, node: str, *copies: Copy) -> None:
 
 
 def remembered(desk: Desk) -> list[int]:
-    return [x.step for x in desk.state.snapshots]
+    return [x.step for x in desk.state.storage.snapshots]
 
 
 def test_a_node_that_comes_back_with_its_shard_makes_the_snapshot_whole_again():
@@ -37,7 +37,7 @@ def test_a_node_that_comes_back_with_its_shard_makes_the_snapshot_whole_again():
     assert desk.whole() == [6]
     assert ("n1", m.SnapshotComplete(6)) in desk.sent(m.SnapshotComplete, newest=True)
     assert desk.records("snapshot-back") == [{"step": 6, "generation": 1}]
-    assert desk.state.totals.snapshots == len(desk.records("snapshot")) == 1
+    assert desk.state.storage.totals.snapshots == len(desk.records("snapshot")) == 1
 
 
 def test_plain_fsdp_goes_on_from_what_came_back():
@@ -45,7 +45,7 @@ def test_plain_fsdp_goes_on_from_what_came_back():
     shard = desk.shard(6, 1)
     desk.lose("n1")
     park_all(desk)
-    assert desk.state.phase is JobPhase.GATHERING
+    assert desk.state.membership.phase is JobPhase.GATHERING
     comes_back(desk, "n1", shard)
     for worker in desk.workers():
         if worker not in desk.members():
@@ -77,7 +77,7 @@ def test_a_newer_whole_one_ends_the_waiting():
     desk = saved()
     desk.lose("n1")
     park_all(desk)
-    assert desk.state.number == 2
+    assert desk.state.membership.number == 2
     desk.shards(8, "n2", "n3")
     assert (desk.whole(), remembered(desk)) == ([8], [8])
 
@@ -120,7 +120,7 @@ def test_of_those_that_are_begun_what_was_whole_is_kept_longest_and_what_was_giv
             desk.refuses("n3", desk.shard(step, 1))
     assert remembered(desk)[0] == 6
     assert len(remembered(desk)) <= memory_snapshots.KEPT_PARTIAL + 1
-    assert sum(x.given_up for x in desk.state.snapshots) <= 1
+    assert sum(x.given_up for x in desk.state.storage.snapshots) <= 1
 
 
 def test_a_snapshot_from_before_the_job_knows_its_shape_is_remembered_too():
@@ -172,12 +172,12 @@ def replaced(then: Remedy | None = None) -> Desk:
 
 def test_a_node_that_is_drained_leaves_when_another_has_the_only_copy_of_its_part():
     desk = replaced()
-    assert desk.state.nodes["n1"].alive
+    assert desk.state.membership.nodes["n1"].alive
     [(buddy, order)] = desk.sent(m.Replicate)
     assert buddy in ("n0", "n2")
     assert order.copy == desk.held("n1")[0]
     desk.holds(buddy, order.copy)
-    assert not desk.state.nodes["n1"].alive
+    assert not desk.state.membership.nodes["n1"].alive
     assert desk.whole() == [6]
 
 
@@ -194,22 +194,22 @@ def test_a_part_that_nobody_can_keep_does_not_hold_it_up_for_ever():
     desk = replaced()
     for _ in range(2):
         name, order = desk.sent(m.Replicate)[-1]
-        assert desk.state.nodes["n1"].alive
+        assert desk.state.membership.nodes["n1"].alive
         desk.refuses(name, order.copy)
-    assert not desk.state.nodes["n1"].alive
+    assert not desk.state.membership.nodes["n1"].alive
 
 
 def test_a_newer_snapshot_makes_the_copy_superfluous():
     desk = replaced()
     desk.shards(9, "n0", "n2")
-    assert not desk.state.nodes["n1"].alive
+    assert not desk.state.membership.nodes["n1"].alive
 
 
 def test_who_has_only_a_while_goes_with_it():
     desk = replaced()
-    assert desk.state.nodes["n1"].alive
+    assert desk.state.membership.nodes["n1"].alive
     desk.do(e.NodeGoing("n1", "preempted", 0.1))
-    assert not desk.state.nodes["n1"].alive
+    assert not desk.state.membership.nodes["n1"].alive
 
 
 def test_a_device_is_reset_with_the_memory_kept():
@@ -228,8 +228,8 @@ def test_while_only_a_part_of_the_state_lives_no_node_is_booted():
     finds(desk, "n2", severity=ERROR, remedy=Remedy.REBOOT)
     desk.wait(3.0)
     desk.exits(desk.killed().pop(), -9)
-    assert desk.state.nodes["n2"].then is Remedy.REBOOT
-    assert desk.state.phase is JobPhase.GATHERING
+    assert desk.state.membership.nodes["n2"].then is Remedy.REBOOT
+    assert desk.state.membership.phase is JobPhase.GATHERING
     assert desk.did(e.RebootNode) == []
     for worker in desk.workers(WorkerPhase.STARTING):
         desk.ready(worker)

@@ -3,7 +3,7 @@
 from desk import TIER, Desk, running
 
 from holdfast.coordinator.kernel import events as e
-from holdfast.coordinator.kernel.state import JobPhase, WorkerPhase
+from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import Durable
 from holdfast.protocol.snapshots import Saving
@@ -34,7 +34,7 @@ def leaves(desk: Desk, node: str, held: bool, step: int = 6) -> None:
 
 
 def outcome(desk: Desk) -> str | None:
-    return desk.state.outcome if desk.state.phase is JobPhase.ENDED else None
+    return desk.state.membership.outcome if desk.state.membership.phase is JobPhase.ENDED else None
 
 
 def test_one_of_each_shard_keeps_it_and_the_agents_write_the_checkpoint():
@@ -50,7 +50,7 @@ def test_one_of_each_shard_keeps_it_and_the_agents_write_the_checkpoint():
     leaves(desk, "n3", held=False)
     assert outcome(desk) is None, "it is written"
     desk.stores()
-    assert (outcome(desk), desk.state.durable) == ("stopped", Durable(6, TIER.url))
+    assert (outcome(desk), desk.state.storage.durable) == ("stopped", Durable(6, TIER.url))
 
 
 def test_what_all_are_prepared_for_counts():
@@ -60,7 +60,7 @@ def test_what_all_are_prepared_for_counts():
         leaves(desk, f"n{shard_index}", held=True, step=7)
         desk.holds(f"n{shard_index}", desk.shard(7, shard_index))
     desk.stores()
-    assert desk.state.durable == Durable(7, TIER.url)
+    assert desk.state.storage.durable == Durable(7, TIER.url)
 
 
 def test_where_one_has_no_memory_the_other_holder_keeps_it():
@@ -75,7 +75,7 @@ def test_where_one_has_no_memory_the_other_holder_keeps_it():
     desk.holds("n3", desk.shard(6, 1))
     leaves(desk, "n2", held=False)
     desk.stores()
-    assert desk.state.durable == Durable(6, TIER.url)
+    assert desk.state.storage.durable == Durable(6, TIER.url)
 
 
 def test_where_one_is_lost_meanwhile_the_other_holder_keeps_it():
@@ -97,7 +97,7 @@ def test_without_a_whole_state_the_newest_snapshot_is_what_is_left():
     assert not desk.workers()
     assert outcome(desk) is None
     desk.stores()
-    assert (outcome(desk), desk.state.durable) == ("stopped", Durable(5, TIER.url))
+    assert (outcome(desk), desk.state.storage.durable) == ("stopped", Durable(5, TIER.url))
 
 
 def test_a_state_that_nobody_can_keep_is_said():
@@ -126,7 +126,7 @@ def test_a_new_coordinator_goes_on_with_the_end():
     leaves(desk, "n1", held=True)
     desk.holds("n1", desk.shard(6, 1))
     desk.stores()
-    assert (outcome(desk), desk.state.durable) == ("stopped", Durable(6, TIER.url))
+    assert (outcome(desk), desk.state.storage.durable) == ("stopped", Durable(6, TIER.url))
 
 
 def test_the_end_of_training_is_kept_by_all_that_save():
@@ -137,7 +137,7 @@ def test_the_end_of_training_is_kept_by_all_that_save():
         desk.holds(node, desk.shard(9, int(node[1])))
     assert outcome(desk) is None
     desk.stores()
-    assert (outcome(desk), desk.state.durable) == ("finished", Durable(9, TIER.url))
+    assert (outcome(desk), desk.state.storage.durable) == ("finished", Durable(9, TIER.url))
 
 
 def test_who_comes_to_the_end_by_what_it_prepared_keeps_its_shard():
@@ -150,7 +150,7 @@ def test_who_comes_to_the_end_by_what_it_prepared_keeps_its_shard():
     leaves(desk, "n1", held=True, step=9)
     desk.holds("n1", desk.shard(9, 1))
     desk.stores()
-    assert (outcome(desk), desk.state.durable) == ("finished", Durable(9, TIER.url))
+    assert (outcome(desk), desk.state.storage.durable) == ("finished", Durable(9, TIER.url))
 
 
 def test_where_a_shard_of_the_last_state_is_lost_training_goes_on_from_the_snapshot():
@@ -162,6 +162,6 @@ def test_where_a_shard_of_the_last_state_is_lost_training_goes_on_from_the_snaps
     assert outcome(desk) is None
     for node in ("n0", "n1"):
         desk.ready(desk.worker_on(node))
-    assert desk.state.generation is not None
-    assert (desk.state.number, desk.state.generation.start) == (2, 7)
-    assert desk.state.lost_steps == 2
+    assert desk.state.membership.generation is not None
+    assert (desk.state.membership.number, desk.state.membership.generation.start) == (2, 7)
+    assert desk.state.membership.lost_steps == 2

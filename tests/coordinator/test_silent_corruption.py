@@ -15,7 +15,9 @@ def lose(desk, first, losses):
         entry = ((step, loss, 0.1),)
         desk.says(
             desk.members()[0],
-            m.Progress(generation=desk.state.number, committed=step + 1, median_s=0.1, losses=entry),
+            m.Progress(
+                generation=desk.state.membership.number, committed=step + 1, median_s=0.1, losses=entry
+            ),
         )
 
 
@@ -32,7 +34,7 @@ def test_a_jump_of_the_loss_is_written_down_and_blames_nobody():
 
 def not_finite(desk, rank, step):
     """One rank's own gradient is not finite; the step is tried again and counts."""
-    number = desk.state.number
+    number = desk.state.membership.number
     worker = desk.members()[rank]
     desk.says(
         worker,
@@ -49,7 +51,7 @@ def not_finite(desk, rank, step):
     for name in desk.members():
         desk.says(name, m.Parked(generation=number, committed=step))
     for name in desk.members():
-        desk.says(name, m.Joined(desk.state.number, 0.01))
+        desk.says(name, m.Joined(desk.state.membership.number, 0.01))
     desk.commit(step + 1)
 
 
@@ -59,7 +61,7 @@ def asked(desk):
 
 def test_a_node_that_alone_brings_what_is_not_finite_is_for_a_person_to_look_at():
     desk = running()
-    node = desk.state.workers[desk.members()[1]].node
+    node = desk.state.membership.workers[desk.members()[1]].node
     for step in (5, 9, 30):
         not_finite(desk, 1, step)
     assert asked(desk) == [(node, "watch"), (node, "watch"), (node, "ask")]

@@ -29,7 +29,7 @@ def test_what_cannot_be_is_refused(text):
 
 def test_a_node_is_slow_in_all_of_its_workers_and_a_rank_is_one():
     desk = running(nodes=2, slots=2)
-    members = desk.state.generation.members
+    members = desk.state.membership.generation.members
     injector = Injector(())
     spec = parse_fault("slow=1.5x,rank=1")
     (strike,) = injector.strike_now(injector.add(spec, 0.0), desk.state)

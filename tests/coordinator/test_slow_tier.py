@@ -3,7 +3,7 @@
 from desk import TIER, Desk, running
 
 from holdfast.coordinator.kernel import events as e
-from holdfast.coordinator.kernel.state import JobPhase
+from holdfast.coordinator.kernel.phases import JobPhase
 from holdfast.coordinator.service.report import build_status
 from holdfast.observe.dashboard import saved_line
 from holdfast.observe.event_text import event_line
@@ -17,7 +17,7 @@ def stuck(step: int = 6) -> Desk:
     """The checkpoint of a step is on its way, and nothing is heard of it."""
     desk = running(2, saving=EVERY_2)
     desk.snapshot(step, "n0", "n1")
-    assert [x.step for x in desk.state.storing] == [step]
+    assert [x.step for x in desk.state.storage.storing] == [step]
     return desk
 
 
@@ -45,7 +45,7 @@ def test_it_is_said_once_after_a_while_and_training_goes_on():
     assert tier(desk)["slow"] is True
     assert "checkpoint STANDS STILL" in saved_line(build_status(desk.state, desk.now)).plain
     assert lines(desk, "tier-slow") == ["for 30.0 s nothing of step 6 reached checkpoint"]
-    assert desk.state.phase is JobPhase.RUNNING
+    assert desk.state.membership.phase is JobPhase.RUNNING
 
 
 def test_one_that_is_slow_but_moves_is_not_said_to_stand_still():
@@ -66,23 +66,23 @@ def test_what_is_due_meanwhile_is_skipped_with_a_word():
     desk = stuck()
     for step in (7, 8, 9, 10):
         desk.snapshot(step, "n0", "n1")
-    assert [x.step for x in desk.state.storing] == [6]
+    assert [x.step for x in desk.state.storage.storing] == [6]
     assert desk.whole()[-1] == 10
     assert lines(desk, "checkpoint-skipped") == [
         "step 8 is not saved: step 6 is still being written to checkpoint"
     ]
     desk.stores()
     assert lines(desk, "saved") == ["step 6 is saved in checkpoint (2 checkpoints skipped meanwhile)"]
-    assert desk.state.totals.tiers[TIER.url].skipped == 2
+    assert desk.state.storage.totals.tiers[TIER.url].skipped == 2
     desk.snapshot(11, "n0", "n1")
-    assert [x.step for x in desk.state.storing] == [11], (
+    assert [x.step for x in desk.state.storage.storing] == [11], (
         "the next one, and those of steps 8 and 10 are passed by"
     )
 
 
 def test_one_that_nobody_wants_any_more_is_still_in_the_way():
     desk = stuck()
-    desk.core.state.storing[0].void = True
+    desk.core.state.storage.storing[0].void = True
     desk.wait(desk.core.timing.tier_s + 1)
     assert tier(desk)["slow"] is True
 
@@ -104,7 +104,7 @@ def test_at_the_end_it_is_given_up_after_the_time_of_a_start():
     for worker in desk.members():
         desk.exits(worker, 0)
     desk.wait(desk.core.timing.start_s - 5)
-    assert desk.state.phase is not JobPhase.ENDED
+    assert desk.state.membership.phase is not JobPhase.ENDED
     desk.wait(6)
-    assert (desk.state.phase, desk.state.outcome) == (JobPhase.ENDED, "finished")
+    assert (desk.state.membership.phase, desk.state.membership.outcome) == (JobPhase.ENDED, "finished")
     assert desk.records("tier-failed")[0]["reason"] == "nothing of it came to checkpoint for 300 s"

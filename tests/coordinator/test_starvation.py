@@ -85,7 +85,7 @@ def test_a_node_whose_agent_only_starves_is_not_given_up_and_one_that_is_stopped
             await asyncio.to_thread(a_quarter, starved)
             silent_s = asyncio.get_running_loop().time() - began_s
             assert silent_s > 1.5 * detection_s, "it had rivals"
-            assert plane.state.nodes["n0"].alive
+            assert plane.state.membership.nodes["n0"].alive
             starved.send_signal(signal.SIGSTOP)
             assert "silent" in (await plane.event("node-lost"))["cause"]
             await line.close()

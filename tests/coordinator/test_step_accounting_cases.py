@@ -24,18 +24,18 @@ def steps(desk: Desk) -> tuple[int | None, int | None, int | None]:
 
 def trains(desk: Desk, count: int) -> None:
     for worker in desk.members():
-        desk.says(worker, m.Progress(generation=desk.state.number, committed=count, median_s=0.1))
+        desk.says(worker, m.Progress(generation=desk.state.membership.number, committed=count, median_s=0.1))
 
 
 def gives(desk: Desk, step: int, count: int) -> None:
     """Rank 0's script gives a state, and all ranks' parts of it are in memory."""
-    desk.says(desk.members()[0], m.StateServed(desk.state.number, step, count))
+    desk.says(desk.members()[0], m.StateServed(desk.state.membership.number, step, count))
     for rank in (0, 1):
-        desk.holds(f"n{rank}", copy_of(step, desk.state.number, rank, 2))
+        desk.holds(f"n{rank}", copy_of(step, desk.state.membership.number, rank, 2))
 
 
 def loads(desk: Desk, step: int | None, count: int = 0) -> None:
-    desk.says(desk.members()[0], m.Loaded(desk.state.number, step, count))
+    desk.says(desk.members()[0], m.Loaded(desk.state.membership.number, step, count))
 
 
 def fails(desk: Desk, last: int = 0) -> None:
@@ -62,7 +62,7 @@ def test_the_last_steps_of_a_worker_are_counted_though_it_could_not_tell():
     desk = launched(2)
     trains(desk, 7)
     fails(desk, last=9)
-    assert desk.state.counted.earlier == 9
+    assert desk.state.membership.counted.earlier == 9
 
 
 def test_after_a_restart_only_the_script_knows_where_it_went_on():
@@ -144,7 +144,7 @@ def test_what_may_still_be_loaded_is_remembered_and_no_more():
     loads(desk, None)
     for step in range(1, 200):
         gives(desk, step, step)
-    assert len(desk.state.counted.given) < 40
+    assert len(desk.state.membership.counted.given) < 40
     fails(desk)
     loads(desk, 198)
     trains(desk, 1)

@@ -18,7 +18,10 @@ def spends(desk, worker, block):
     """A worker reports where the time of a block of steps went."""
     committed = block.first + BLOCK_STEPS
     desk.says(
-        worker, m.Progress(generation=desk.state.number, committed=committed, median_s=0.2, spent=(block,))
+        worker,
+        m.Progress(
+            generation=desk.state.membership.number, committed=committed, median_s=0.2, spent=(block,)
+        ),
     )
 
 
@@ -35,7 +38,7 @@ def running(nodes=3, slots=1, **spec):
     desk = Desk(nodes=nodes, nproc=slots, **spec)
     for n in range(nodes):
         desk.node(f"n{n}", slots=slots)
-    for worker in list(desk.state.workers):
+    for worker in list(desk.state.membership.workers):
         desk.ready(worker)
     for worker in desk.members():
         desk.says(worker, m.Joined(1, 0.01))
@@ -83,9 +86,9 @@ def test_a_policy_replaces_what_has_cost_more_than_a_replacement():
     train(desk, 20, {slow: 0.15}, first=150)
     assert [f["remedy"] for f in findings(desk)] == ["watch", "replace"]
     train(desk, 25, {slow: 0.15}, first=250)
-    assert desk.state.slow[0].asked_s < 11.0
+    assert desk.state.health.slow[0].asked_s < 11.0
     train(desk, 20, {slow: 0.15}, first=375)
-    assert desk.state.slow[0].asked_s > 20.0  # once more: it is still there
+    assert desk.state.health.slow[0].asked_s > 20.0  # once more: it is still there
 
 
 @pytest.mark.parametrize("trial", ["*", "slow-rank"])
@@ -127,7 +130,7 @@ def test_a_member_that_says_nothing_holds_nobody_up():
 def test_the_slow_node_leaves_at_a_steps_edge_when_its_replacement_is_ready():
     desk = running(nodes=4, max_nodes=3, spares=1, health=HealthSpec(replace_slow=1.3))
     slow = desk.members()[1]
-    node = desk.state.workers[slow].node
+    node = desk.state.membership.workers[slow].node
     train(desk, 60, {slow: 0.15})
     desk.wait(5.0)
     verdicts = [a.fields for a in desk.actions if getattr(a, "kind", "") == "verdict"]
@@ -135,4 +138,4 @@ def test_the_slow_node_leaves_at_a_steps_edge_when_its_replacement_is_ready():
     (incident,) = desk.state.incidents
     assert incident.quiet
     assert str(incident.cause).startswith("slow-rank: computes 1.50 times as long as its peers")
-    assert desk.state.nodes[node].leaving is not None
+    assert desk.state.membership.nodes[node].leaving is not None

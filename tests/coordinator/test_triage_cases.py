@@ -21,7 +21,7 @@ from findings import (
 from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel import incidents
 from holdfast.coordinator.kernel.history import Kind, Remembered
-from holdfast.coordinator.kernel.state import Incident
+from holdfast.coordinator.kernel.incident_state import Incident
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import CheckResult, Condition, HealthSpec, Remedy
 
@@ -31,7 +31,7 @@ from holdfast.protocol.health import CheckResult, Condition, HealthSpec, Remedy
 def test_a_fatal_finding_breaks_the_generation_and_replaces_the_node():
     desk = running(3, spares=1)
     finds(desk, "n1")
-    assert not desk.state.nodes["n1"].alive
+    assert not desk.state.membership.nodes["n1"].alive
     assert marked(desk) == ["n1"]
     assert verdicts(desk) == [("replace", "")]
     [incident] = desk.incidents()
@@ -65,7 +65,7 @@ def test_a_dead_worker_and_then_a_finding_are_one_incident_too():
     assert str(incident.cause) == "xid-79: xid-79 was seen"
     assert desk.records("incident-explained")[0]["was"] == "killed by signal 6 (SIGABRT)"
     assert marked(desk) == ["n1"]
-    assert not desk.state.nodes["n1"].alive
+    assert not desk.state.membership.nodes["n1"].alive
     train_on(desk)
     assert not incident.open
 
@@ -77,7 +77,7 @@ def test_a_finding_after_training_went_on_still_explains_and_still_replaces():
     assert not desk.incidents()[0].open
     finds(desk, "n1")
     assert len(desk.incidents()) == 1
-    assert not desk.state.nodes["n1"].alive
+    assert not desk.state.membership.nodes["n1"].alive
 
 
 def test_a_failed_collective_is_explained_by_a_link_that_went_down():
@@ -150,15 +150,15 @@ def test_an_error_lets_the_node_go_at_a_step_edge():
     assert verdicts(desk) == []  # others may report the same in a moment
     desk.wait(desk.core.timing.detection_s + 0.1)
     assert verdicts(desk) == [("replace", "")]
-    assert desk.state.yielding
+    assert desk.state.membership.yielding
     train_on(desk)
-    desk.commit(desk.state.committed + 1)
+    desk.commit(desk.state.membership.committed + 1)
     assert marked(desk) == ["n1"]
-    assert not desk.state.nodes["n1"].alive
+    assert not desk.state.membership.nodes["n1"].alive
     [incident] = desk.incidents()
     assert incident.quiet
     assert not incident.open
-    assert desk.state.lost_steps == desk.state.restarts_used == 0
+    assert desk.state.membership.lost_steps == desk.state.membership.restarts_used == 0
     assert incidents.shown(desk.state, incident)["stall_s"] is None
 
 
@@ -170,14 +170,14 @@ def test_without_another_node_it_trains_on_until_there_is_one():
     desk.do(e.NodeUnavailable("none"))
     assert desk.records("node-trains-on")
     desk.wait(60.0)
-    assert not desk.state.yielding
+    assert not desk.state.membership.yielding
     desk.commit(20)
     desk.node("n9")
     desk.ready(desk.worker_on("n9"))
     desk.wait(3.0)
-    assert desk.state.yielding
+    assert desk.state.membership.yielding
     train_on(desk)
-    assert not desk.state.nodes["n1"].alive
+    assert not desk.state.membership.nodes["n1"].alive
 
 
 def test_a_node_that_leaves_while_its_device_is_reset_gets_one_order():
@@ -185,15 +185,17 @@ def test_a_node_that_leaves_while_its_device_is_reset_gets_one_order():
     finds(desk, "n1", "xid-95", ERROR, Remedy.RESET_DEVICE)
     desk.wait(3.0)
     train_on(desk)
-    desk.commit(desk.state.committed + 1)
-    desk.exits(next(w.name for w in desk.state.workers.values() if w.node == "n1" and not w.exited), -9)
+    desk.commit(desk.state.membership.committed + 1)
+    desk.exits(
+        next(w.name for w in desk.state.membership.workers.values() if w.node == "n1" and not w.exited), -9
+    )
     [(_, order)] = desk.sent(m.Repair)
     desk.do(e.NodeGoing("n1", "a person wants it", None))
     desk.wait(5.0)
     assert len(desk.sent(m.Repair)) == 1
-    assert desk.state.nodes["n1"].alive
+    assert desk.state.membership.nodes["n1"].alive
     desk.do(e.NodeSays("n1", m.Repaired(order.request)))
-    assert not desk.state.nodes["n1"].alive
+    assert not desk.state.membership.nodes["n1"].alive
     assert not any(i.open for i in desk.incidents())
 
 
@@ -202,11 +204,13 @@ def test_a_node_that_must_leave_does_not_wait_for_its_reset():
     finds(desk, "n1", "xid-95", ERROR, Remedy.RESET_DEVICE)
     desk.wait(3.0)
     train_on(desk)
-    desk.commit(desk.state.committed + 1)
-    desk.exits(next(w.name for w in desk.state.workers.values() if w.node == "n1" and not w.exited), -9)
+    desk.commit(desk.state.membership.committed + 1)
+    desk.exits(
+        next(w.name for w in desk.state.membership.workers.values() if w.node == "n1" and not w.exited), -9
+    )
     desk.do(e.NodeGoing("n1", "preempted", 10.0))
     desk.wait(11.0)
-    assert not desk.state.nodes["n1"].alive
+    assert not desk.state.membership.nodes["n1"].alive
     assert len(desk.sent(m.Repair)) == 1
     assert not any(i.open for i in desk.incidents())
 
@@ -218,8 +222,8 @@ def test_a_node_whose_worker_ends_before_it_could_leave_is_repaired_while_the_ot
     desk.wait(3.0)
     desk.do(e.NodeUnavailable("none"))
     desk.commit(20)
-    assert desk.state.nodes["n1"].then is remedy
-    assert desk.state.nodes["n1"].leaving
+    assert desk.state.membership.nodes["n1"].then is remedy
+    assert desk.state.membership.nodes["n1"].leaving
     desk.exits(desk.worker_on("n1"), -9)
     assert not desk.did(e.RebootNode)  # what it has in its memory may be needed yet
     desk.parks(desk.worker_on("n0"), 20)
@@ -239,7 +243,7 @@ def test_a_fatal_finding_does_not_wait_for_what_was_planned():
     finds(desk, "n1", "ecc", ERROR)
     desk.wait(3.0)
     finds(desk, "n1", "xid-79")
-    assert not desk.state.nodes["n1"].alive
+    assert not desk.state.membership.nodes["n1"].alive
     assert len(desk.incidents()) == 1
 
 
@@ -250,10 +254,10 @@ def test_a_second_trouble_does_not_weaken_or_forget_what_is_planned():
     finds(desk, "n1", "hot", ERROR, Remedy.RESET_DEVICE, device="GPU-2")
     desk.wait(3.0)
     assert verdicts(desk) == [("replace", "")]
-    assert desk.state.nodes["n1"].then is Remedy.REPLACE
+    assert desk.state.membership.nodes["n1"].then is Remedy.REPLACE
     finds(desk, "n1", "xid-13", FATAL, Remedy.RESTART_WORKER, device="GPU-3")
     assert verdicts(desk)[-1] == ("replace", "")
-    assert not desk.state.nodes["n1"].alive
+    assert not desk.state.membership.nodes["n1"].alive
     assert not any(i.open and i.quiet for i in desk.incidents())
 
 
@@ -263,12 +267,12 @@ def test_at_level_0_an_error_waits_for_the_next_start():
         desk.node(f"n{i}")
     finds(desk, "n1", "ecc", ERROR)
     desk.wait(3.0)
-    assert desk.state.nodes["n1"].held
-    assert desk.state.number == 1
+    assert desk.state.membership.nodes["n1"].held
+    assert desk.state.membership.number == 1
     desk.exits(desk.worker_on("n0"), 1)
     desk.exits(desk.worker_on("n1"), -15)
-    assert not desk.state.nodes["n1"].alive
-    assert {x.node for x in desk.state.generation.members} == {"n0", "n2"}
+    assert not desk.state.membership.nodes["n1"].alive
+    assert {x.node for x in desk.state.membership.generation.members} == {"n0", "n2"}
 
 
 # ---------------------------------------------------------------- the ladder
@@ -287,7 +291,7 @@ def test_a_reset_ends_the_workers_first_and_then_the_node_is_used_again():
     [(node, order)] = desk.sent(m.Repair)
     assert (node, order.remedy, order.device) == ("n1", Remedy.RESET_DEVICE, "GPU-1")
     desk.do(e.NodeSays("n1", m.Repaired(order.request)))
-    assert desk.state.nodes["n1"].held is None
+    assert desk.state.membership.nodes["n1"].held is None
     desk.ready(desk.worker_on("n1"))
     train_on(desk)
     train_on(desk)
@@ -296,7 +300,7 @@ def test_a_reset_ends_the_workers_first_and_then_the_node_is_used_again():
 
 
 def reset(desk: Desk, node: str, error: str | None = None) -> None:
-    for worker in list(desk.state.workers.values()):
+    for worker in list(desk.state.membership.workers.values()):
         if worker.node == node and not worker.exited:
             desk.exits(worker.name, -9)
     request = desk.sent(m.Repair)[-1][1].request
@@ -319,7 +323,7 @@ def test_a_job_of_one_node_waits_for_a_reset_without_an_answer():
     park_all(desk)
     desk.exits(desk.killed().pop(), -9)
     desk.wait(desk.core.timing.start_s + 1)
-    assert desk.state.outcome is None
+    assert desk.state.membership.outcome is None
     assert [a.node for a in desk.did(e.RebootNode)] == ["n0"]
 
 
@@ -402,7 +406,7 @@ def test_a_machine_that_comes_back_from_its_boot_is_used_again():
     desk.wait(100.0)
     come_back(desk, "m0", session="after")
     assert desk.records("rebooted")[0]["took_s"] == pytest.approx(100.0, abs=1.0)
-    assert desk.state.nodes["m0"].held is None
+    assert desk.state.membership.nodes["m0"].held is None
     desk.wait(210.0)
     assert marked(desk) == []
 
@@ -430,7 +434,7 @@ def test_a_machine_that_does_not_come_back_from_its_boot_is_given_up(planned):
     assert "did not come back within 200 s" in str(desk.records("verdict")[-1]["reason"])
     assert desk.did(e.Remember)[-1].kind is Kind.QUARANTINED
     come_back(desk, "m0", session="after")
-    assert desk.state.nodes["m0"].checking is not None
+    assert desk.state.membership.nodes["m0"].checking is not None
 
 
 def test_a_coordinator_that_comes_back_waits_for_machines_that_boot():
@@ -452,7 +456,7 @@ def test_what_asks_for_a_person_is_not_acted_on():
     finds(desk, "n1", "xid-142", FATAL, Remedy.ASK)
     assert verdicts(desk) == [("ask", "")]
     assert [a.rule for a in desk.state.health.asks] == ["xid-142"]
-    assert desk.state.nodes["n1"].alive
+    assert desk.state.membership.nodes["n1"].alive
     assert not desk.incidents()[0].open
 
 
@@ -489,7 +493,7 @@ def test_what_is_never_acted_on(more, against):
     desk = running(3, spares=1)
     finds(desk, "n1", **more)
     desk.wait(5.0)
-    assert all(n.alive and not n.leaving for n in desk.state.nodes.values())
+    assert all(n.alive and not n.leaving for n in desk.state.membership.nodes.values())
     assert [a for _, a in verdicts(desk)] == ([against] if against else [])
     if against == "trial":
         assert desk.records("verdict")[0]["would"] == "replace"
@@ -503,7 +507,7 @@ def test_what_is_unknown_for_long_is_asked_about():
         desk.wait(301.0)
     assert len(desk.records("asked")) == 1
     finds(desk, "n1", "nvml-hang", condition=Condition.HEALTHY)
-    assert desk.state.nodes["n1"].unknown == {}
+    assert desk.state.membership.nodes["n1"].unknown == {}
 
 
 def test_what_is_well_again_before_it_is_decided_is_let_be():
@@ -520,11 +524,11 @@ def test_repairs_of_one_machine_back_off():
     come_back(desk, "m0", *past)
     finds(desk, "m0", "hot", ERROR, Remedy.RESET_DEVICE)
     desk.wait(5.0)
-    assert desk.state.nodes["m0"].then is None
+    assert desk.state.membership.nodes["m0"].then is None
     assert desk.incidents()[0].due_s is not None
     desk.wait(46.0)
     reset(desk, "m0")
-    assert desk.state.nodes["m0"].held is None
+    assert desk.state.membership.nodes["m0"].held is None
 
 
 def test_a_machine_that_was_repaired_too_often_is_replaced():
@@ -572,10 +576,10 @@ def test_nan_on_most_nodes_is_nobody_s():
 def test_what_follows_the_step_across_nodes_is_the_script_s():
     desk = running(4, spares=2)
     finds(desk, "n1", "xid-31", FATAL, Remedy.RESTART_WORKER)
-    train_at = desk.state.committed
+    train_at = desk.state.membership.committed
     park_all(desk)
-    assert desk.state.number == 2
-    desk.state.committed = train_at
+    assert desk.state.membership.number == 2
+    desk.state.membership.committed = train_at
     finds(desk, "n2", "xid-31", FATAL, Remedy.RESTART_WORKER)
     assert verdicts(desk) == [("restart-worker", ""), ("watch", "script")]
 
@@ -589,7 +593,7 @@ def test_a_node_whose_basic_checks_are_faulty_is_refused_and_another_asked_for()
     asked = len(desk.did(e.ProvideNode))
     bad = CheckResult(name="disk", condition=Condition.FAULTY, detail="12 GB/s were promised, 0.1 measured")
     come_back(desk, "m0", checks=(bad,))
-    assert "m0" not in desk.state.nodes
+    assert "m0" not in desk.state.membership.nodes
     assert "0.1 measured" in str(desk.records("node-refused")[0]["reason"])
     assert marked(desk) == ["m0"]
     desk.wait(2.0)
@@ -599,7 +603,7 @@ def test_a_node_whose_basic_checks_are_faulty_is_refused_and_another_asked_for()
 def test_unknown_checks_are_said_and_no_reason_to_refuse():
     desk = running(2)
     come_back(desk, "m0", checks=(CheckResult(name="nvml", condition=Condition.UNKNOWN),))
-    assert desk.state.nodes["m0"].held is None
+    assert desk.state.membership.nodes["m0"].held is None
     assert desk.records("checks-unknown")[0]["checks"] == ["nvml"]
 
 
@@ -609,7 +613,7 @@ def test_a_replaced_machine_that_comes_back_owes_deep_checks():
     finds(desk, "m0")
     assert [a.kind for a in desk.did(e.Remember)] == [Kind.INCIDENT, Kind.ACTED, Kind.QUARANTINED]
     come_back(desk, "m1")
-    node = desk.state.nodes["m1"]
+    node = desk.state.membership.nodes["m1"]
     assert node.held
     assert not [w for w in desk.core.alive_workers() if w.node == "m1"]
     [(to, order)] = desk.sent(m.RunChecks)
@@ -630,7 +634,7 @@ def test_a_machine_that_does_not_pass_is_turned_away(result):
     order = desk.sent(m.RunChecks)[0][1]
     results = (CheckResult(name="memory", condition=result),) if result else ()
     desk.do(e.NodeSays("m0", m.Checked(order.request, results)))
-    assert not desk.state.nodes["m0"].alive
+    assert not desk.state.membership.nodes["m0"].alive
     assert marked(desk) == ["m0"]
 
 
@@ -638,7 +642,7 @@ def test_deep_checks_that_never_answer():
     desk = running(2)
     come_back(desk, "m0", Remembered(Kind.QUARANTINED, 60.0, "old", "xid-79"))
     desk.wait(1900.0)
-    assert not desk.state.nodes["m0"].alive
+    assert not desk.state.membership.nodes["m0"].alive
 
 
 def test_with_deep_every_new_node_is_checked_and_what_is_unknown_is_no_reason_to_refuse_it():
@@ -647,7 +651,7 @@ def test_with_deep_every_new_node_is_checked_and_what_is_unknown_is_no_reason_to
     assert not desk.workers()
     request = desk.sent(m.RunChecks)[0][1].request
     desk.do(e.NodeSays("n0", m.Checked(request, (CheckResult(name="disk", condition=Condition.UNKNOWN),))))
-    assert desk.state.nodes["n0"].held is None
+    assert desk.state.membership.nodes["n0"].held is None
 
 
 def test_a_job_waits_for_deep_checks_however_long_they_take():
@@ -655,7 +659,7 @@ def test_a_job_waits_for_deep_checks_however_long_they_take():
     for name in ("n0", "n1"):
         desk.node(name)
     desk.wait(900.0)
-    assert desk.state.stop_reason is None
+    assert desk.state.membership.stop_reason is None
     for node, order in desk.sent(m.RunChecks):
         desk.do(
             e.NodeSays(
@@ -705,11 +709,11 @@ def test_a_rule_that_was_wrong_lifts_its_own_quarantine_only():
     given_up = Remembered(Kind.QUARANTINED, 60.0, "before", "xid-79", text="xid-79: gone")
     come_back(desk, "m0", given_up)
     desk.do(e.MachineCleared("M1", "xid-63"))
-    assert desk.state.nodes["m0"].held
+    assert desk.state.membership.nodes["m0"].held
     assert "M1" in desk.state.health.quarantine
     desk.do(e.MachineCleared("M1", "xid-79"))
-    assert not desk.state.nodes["m0"].held
+    assert not desk.state.membership.nodes["m0"].held
     assert desk.state.health.quarantine == desk.state.health.quarantine_rules == {}
     come_back(desk, "m1", given_up, identity="M2")
     desk.do(e.MachineCleared("M2"))
-    assert not desk.state.nodes["m1"].held
+    assert not desk.state.membership.nodes["m1"].held

@@ -3,7 +3,7 @@
 from desk import TIER, Desk, running
 
 from holdfast.coordinator.kernel import events as e
-from holdfast.coordinator.kernel.state import JobPhase, WorkerPhase
+from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
 from holdfast.coordinator.storage import durable_checkpoints
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import Durable
@@ -26,7 +26,7 @@ def started(*checkpoints: Durable, passed_over: tuple[str, ...] = (), nodes: int
 def cannot_load(desk: Desk, lost: bool, detail: str = "bytes 0 to 9 were changed") -> None:
     """Every member says so; then all park without a state."""
     for worker in desk.members():
-        desk.says(worker, m.CollectiveError(desk.state.number, -1, detail, lost))
+        desk.says(worker, m.CollectiveError(desk.state.membership.number, -1, detail, lost))
     for worker in desk.members():
         if desk.known(worker).phase is WorkerPhase.MEMBER:
             desk.parks(worker, None)
@@ -78,19 +78,19 @@ def test_without_another_one_the_job_stops_and_begins_nothing_anew():
     cannot_load(desk, lost=True)
     for worker in desk.workers():
         desk.exits(worker, -9)
-    assert (desk.state.phase, desk.state.outcome) == (JobPhase.ENDED, "failed")
-    assert desk.state.stop_reason is not None
-    assert "near/step-9: bytes 0 to 9 were changed" in desk.state.stop_reason
-    assert desk.state.number == 1, "no generation began from nothing"
+    assert (desk.state.membership.phase, desk.state.membership.outcome) == (JobPhase.ENDED, "failed")
+    assert desk.state.membership.stop_reason is not None
+    assert "near/step-9: bytes 0 to 9 were changed" in desk.state.membership.stop_reason
+    assert desk.state.membership.number == 1, "no generation began from nothing"
 
 
 def test_checkpoints_of_which_none_is_whole_stop_the_job_before_it_trains():
     desk = started(passed_over=("step-9/manifest.json was changed",))
     for worker in desk.workers():
         desk.exits(worker, -9)
-    assert (desk.state.outcome, desk.state.number) == ("failed", 0)
-    assert desk.state.stop_reason is not None
-    assert "step-9/manifest.json was changed" in desk.state.stop_reason
+    assert (desk.state.membership.outcome, desk.state.membership.number) == ("failed", 0)
+    assert desk.state.membership.stop_reason is not None
+    assert "step-9/manifest.json was changed" in desk.state.membership.stop_reason
 
 
 def test_memory_makes_up_for_checkpoints_of_which_none_is_whole():
@@ -109,8 +109,10 @@ def test_what_a_tier_keeps_no_longer_is_not_remembered():
     for step in (6, 7, 8, 9):
         durable_checkpoints.there(desk.core, Durable(step, TIER.url))
         durable_checkpoints.there(desk.core, Durable(step, "elsewhere"))
-    assert desk.state.durable == Durable(9, "elsewhere")
-    kept = {d.url: [x.step for x in desk.state.older if x.url == d.url] for d in desk.state.older}
+    assert desk.state.storage.durable == Durable(9, "elsewhere")
+    kept = {
+        d.url: [x.step for x in desk.state.storage.older if x.url == d.url] for d in desk.state.storage.older
+    }
     assert kept == {TIER.url: [9, 8], "elsewhere": [8, 7, 6]}
 
 
@@ -120,7 +122,7 @@ def test_a_failed_collective_of_a_step_says_nothing_of_the_checkpoint():
         desk.says(worker, m.Joined(1, 0.1, 0.2))
     desk.commit(10)
     desk.says(desk.members()[0], m.CollectiveError(1, 10, "Connection closed by peer"))
-    assert desk.state.durable == NEW
+    assert desk.state.storage.durable == NEW
 
 
 # ---------------------------------------------------------------- in memory
@@ -144,5 +146,5 @@ def test_a_snapshot_goes_with_its_last_good_copy():
     copy = desk.snapshot(6, "n0", "n1")
     for node in ("n0", "n1"):
         desk.do(e.NodeSays(node, m.SnapshotCorrupt(copy.key, "bytes 0 to 9 changed in memory")))
-    assert desk.state.snapshots == []
+    assert desk.state.storage.snapshots == []
     assert len(desk.records("snapshot-spoiled")) == 2

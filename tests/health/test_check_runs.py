@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from holdfast.coordinator.kernel.state import CoreState, Node
+from holdfast.coordinator.kernel.membership_state import Node
+from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.service.checking import CheckRuns, choose
 from holdfast.errors import UsageError
 from holdfast.health.checks.fleet import summary
@@ -22,9 +23,9 @@ def state(training: int = 1, spares: int = 3, same_host: bool = False) -> CoreSt
     made = CoreState(spec=JobSpec("job", "train.py"))
     for i, name in enumerate(names):
         host = "10.0.0.1" if same_host else f"10.0.0.{i}"
-        made.nodes[name] = Node(name, "s", host, 1, 0.0, ports=(7000 + i, 8000 + i))
+        made.membership.nodes[name] = Node(name, "s", host, 1, 0.0, ports=(7000 + i, 8000 + i))
     members = tuple(m.Member(rank=i, worker=f"w{i}", node=names[i], slot=0) for i in range(training))
-    made.generation = m.Generation(number=1, members=members)
+    made.membership.generation = m.Generation(number=1, members=members)
     return made
 
 

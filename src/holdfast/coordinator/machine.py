@@ -39,14 +39,11 @@ from holdfast.coordinator.kernel.events import (
     StopRequested,
     Tick,
 )
+from holdfast.coordinator.kernel.incident_state import Injection
+from holdfast.coordinator.kernel.membership_state import Worker
+from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
 from holdfast.coordinator.kernel.requests import R, Request
-from holdfast.coordinator.kernel.state import (
-    CoreState,
-    Injection,
-    JobPhase,
-    Worker,
-    WorkerPhase,
-)
+from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.membership import (
     failures,
     generations,
@@ -92,7 +89,7 @@ class Core(Context):
         self.now = now
         if self.state.began_s == 0.0:
             self.state.began_s = now
-        if self.state.phase is not JobPhase.ENDED:
+        if self.state.membership.phase is not JobPhase.ENDED:
             self.moved = False
             for event in events:
                 self.moved = self._takes(event) or self.moved
@@ -134,33 +131,46 @@ class Core(Context):
     def _settled(self) -> bool:
         """The newest generation trains, and has committed a step: nothing waits for its next one."""
         s = self.state
-        if s.phase is not JobPhase.RUNNING or s.generation is None:
+        if s.membership.phase is not JobPhase.RUNNING or s.membership.generation is None:
             return False
-        return s.generation_committed > s.generation.start
+        return s.membership.generation_committed > s.membership.generation.start
 
     def _after_the_end(self, event: Event) -> None:
         if isinstance(event, NodeJoined):
-            over = m.Shutdown(self.state.outcome or "ended", self.state.keeps_memory)
+            over = m.Shutdown(self.state.membership.outcome or "ended", self.state.membership.keeps_memory)
             self.send(event.hello.node, over)
         elif isinstance(event, Recovered):
-            self._out.append(End(self.state.outcome or "ended"))  # its first telling may have been lost
+            self._out.append(
+                End(self.state.membership.outcome or "ended")
+            )  # its first telling may have been lost
 
     def next_deadline(self) -> float | None:
         """When a Tick is due even if nothing else happens."""
         s = self.state
-        if s.phase is JobPhase.ENDED:
+        if s.membership.phase is JobPhase.ENDED:
             return None
-        times = [n.last_seen_s + self.timing.detection_s for n in s.nodes.values() if n.alive]
+        times = [n.last_seen_s + self.timing.detection_s for n in s.membership.nodes.values() if n.alive]
         times += [
             w.vanished_s + self.timing.detection_s for w in self.alive_workers() if w.vanished_s is not None
         ]
         times += self.mode.deadlines(self)
-        due = (s.break_deadline_s, s.stop_deadline_s, s.inspect_deadline_s, nodes.ask_again_s(self))
+        due = (
+            s.deadlines.break_deadline_s,
+            s.deadlines.stop_deadline_s,
+            s.deadlines.inspect_deadline_s,
+            nodes.ask_again_s(self),
+        )
         times += [d for d in due if d is not None]
-        if s.phase is JobPhase.GATHERING and s.wait_deadline_s is not None:
-            times.append(s.wait_deadline_s)
+        if s.membership.phase is JobPhase.GATHERING and s.deadlines.wait_deadline_s is not None:
+            times.append(s.deadlines.wait_deadline_s)
         expected_s = queries.expected_until_s(self)
-        waits = (s.form_deadline_s, s.form_after_s, s.ask_after_s, s.start_after_s, expected_s)
+        waits = (
+            s.deadlines.form_deadline_s,
+            s.deadlines.form_after_s,
+            s.deadlines.ask_after_s,
+            s.deadlines.start_after_s,
+            expected_s,
+        )
         times += [d for d in waits if d is not None and d > self.now]
         times += resize.deadlines(self)
         times += durable_checkpoints.deadlines(self)
@@ -171,7 +181,7 @@ class Core(Context):
     @property
     def mode(self) -> Mode:
         """See `Context.mode`."""
-        return self._in_process if self.state.level == 2 else self._restart
+        return self._in_process if self.state.membership.level == 2 else self._restart
 
     # ------------------------------------------------------------ what parts ask of each other
 
@@ -265,7 +275,7 @@ class Core(Context):
             case NodeJoined(hello, past):
                 nodes.joined(self, hello, past)
             case NodeLost(name, session, cause):
-                node = self.state.nodes.get(name)
+                node = self.state.membership.nodes.get(name)
                 if node is not None and node.alive and node.session == session:
                     nodes.lose(self, node, cause)
             case NodeSays(name, message):
@@ -301,18 +311,18 @@ class Core(Context):
                 pass
 
     def _node_says(self, name: str, message: m.AgentMessage) -> None:
-        node = self.state.nodes.get(name)
+        node = self.state.membership.nodes.get(name)
         if node is None or not node.alive:
             nodes.fence(self, node, name)
             return
         node.last_seen_s = self.now
         match message:
             case m.FromWorker(worker_name, said, age_s):
-                worker = self.state.workers.get(worker_name)
+                worker = self.state.membership.workers.get(worker_name)
                 if worker is not None and worker.phase is not WorkerPhase.GONE:
                     self._worker_says(worker, said, age_s)
             case m.Started(worker_name, pid, log):
-                if worker := self.state.workers.get(worker_name):
+                if worker := self.state.membership.workers.get(worker_name):
                     worker.log = log
                     self.record(ledger.WorkerStarted(worker=worker_name, node=name, pid=pid, log=log))
             case m.Exited():
@@ -352,11 +362,14 @@ class Core(Context):
                 workers.ready(self, worker, message)
             case m.Joined():
                 worker.joined = message.generation
-                if self.state.generation and message.generation == self.state.generation.number:
+                if (
+                    self.state.membership.generation
+                    and message.generation == self.state.membership.generation.number
+                ):
                     incidents.joined(self.state, self.now, message)
                     resize.connected(self, message)
             case m.Restoring(generation, nbytes, total_bytes):
-                if worker.phase is WorkerPhase.MEMBER and generation == self.state.number:
+                if worker.phase is WorkerPhase.MEMBER and generation == self.state.membership.number:
                     worker.restored = nbytes, total_bytes
             case m.Progress():
                 workers.progress(self, worker, message, age_s)
@@ -395,17 +408,17 @@ class Core(Context):
                 failures.lose_worker(self, worker, causes.ProcessVanished())
         triage.due(self)
         nodes.write_off(self)
-        if s.inspect_deadline_s is not None and now >= s.inspect_deadline_s:
+        if s.deadlines.inspect_deadline_s is not None and now >= s.deadlines.inspect_deadline_s:
             hangs.judge(self)
         durable_checkpoints.look(self)
         self.mode.due(self)
-        if s.break_deadline_s is not None and now >= s.break_deadline_s:
+        if s.deadlines.break_deadline_s is not None and now >= s.deadlines.break_deadline_s:
             failures.end_stuck(self)
         shutdown.due(self)
 
     def _advance(self) -> None:
         s = self.state
-        if s.phase is JobPhase.ENDED:
+        if s.membership.phase is JobPhase.ENDED:
             return
         remedies.advance(self)
         resize.advance(self)

@@ -18,7 +18,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from holdfast.coordinator.kernel import events as e
-from holdfast.coordinator.kernel.state import CoreState, JobPhase
+from holdfast.coordinator.kernel.membership_state import MembershipState
+from holdfast.coordinator.kernel.phases import JobPhase
+from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.machine import Core
 from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
@@ -175,7 +177,7 @@ class Cluster:
             health=HealthSpec(blast_share=min(1.0, HealthSpec().blast_share * s.nodes / nodes)),
         )
         self.job_starts += 1
-        return Core(spec, CoreState(spec=spec, level=2))
+        return Core(spec, CoreState(spec=spec, membership=MembershipState(level=2)))
 
     def run(self) -> None:
         """Lets time pass until the work is done.
@@ -212,7 +214,7 @@ class Cluster:
             actions = [a for event in events for a in core.handle(event, self.now)]
         else:
             actions = core.handle_all(events, self.now)
-        nodes = core.state.nodes
+        nodes = core.state.membership.nodes
         for event in events:
             name = event.node if isinstance(event, e.NodeSays) else event.hello.node if isinstance(event, e.NodeJoined) else ""  # fmt: skip
             if (node := nodes.get(name)) is not None and node.alive and self.machines[name].up:
@@ -293,7 +295,9 @@ class Cluster:
                 if machine.up:
                     self.at(self.now + 10 * HOP_S, strikes.inspected, self, machine, request)
             case m.Shutdown() | m.Fence():
-                if self.core.state.phase is not JobPhase.ENDED:  # else it is there for the job's next start
+                if (
+                    self.core.state.membership.phase is not JobPhase.ENDED
+                ):  # else it is there for the job's next start
                     self.leave(machine)
             case m.StoreShard(tier, key, _):
                 if machine.up:
@@ -357,7 +361,7 @@ class Cluster:
         s = self.scenario
         if self.trace is not None:
             return
-        while self.under_way < self.core.state.replacing:
+        while self.under_way < self.core.state.membership.replacing:
             self.under_way += 1
             delay_s = s.replace_s * self.rng.uniform(0.8, 1.2)
             if s.scarce and self.rng.random() < s.scarce:
@@ -419,7 +423,7 @@ class Cluster:
         """A machine fails, silently: the coordinator hears nothing of it from now on."""
         self.count(-machine.weight)
         machine.up, machine.ready = False, False
-        node = self.core.state.nodes.get(machine.name)
+        node = self.core.state.membership.nodes.get(machine.name)
         if node is not None and node.alive:
             node.last_seen_s = self.now
         if self.trace is not None:
@@ -463,7 +467,7 @@ class Cluster:
 
     def joined(self, generation: int, restore_s: float | None) -> None:
         """All are connected and have the state: the first step begins."""
-        if generation != self.generation or self.core.state.phase is not JobPhase.RUNNING:
+        if generation != self.generation or self.core.state.membership.phase is not JobPhase.RUNNING:
             return
         if not all(x.up and x.worker and x.hung_s is None for x in self.members):
             return
@@ -499,7 +503,7 @@ class Cluster:
             committed=max(self.steps.committed, self.steps.base + 1),
             median_s=self.steps.step_s,
         )
-        known = self.core.state.workers
+        known = self.core.state.membership.workers
         fresh = [x for x in self.members if x.worker and known[x.worker].median_s is None]
         sayer = self.sayer()
         events: list[e.Event] = [self.word(x, said) for x in fresh if x.up]
@@ -553,7 +557,7 @@ class Cluster:
         if s.durable_every_s and sayer is not None:
             begun_s = (passed_s - s.store_s) // s.durable_every_s * s.durable_every_s
             step = self.steps.committed_at(BEGIN_S + begun_s) if begun_s > 0 else 0
-            known = self.core.state.durable
+            known = self.core.state.storage.durable
             if step and (known is None or known.step < step):
                 events.append(self.word(sayer, m.Saved(step, TIER)))
         if s.memory_every_s:
@@ -585,11 +589,11 @@ class Cluster:
     def ended(self, outcome: str) -> None:
         """The job gave up: somebody starts it again after a while."""
         state = self.core.state
-        self.given_up.append(state.stop_reason or outcome)
+        self.given_up.append(state.membership.stop_reason or outcome)
         self.incidents += len(state.incidents)
         self.halt("given_up")
         self.steps.halted_for = "given_up"
-        self.at(self.now + self.scenario.resubmit_s, self.resubmit, state.durable)
+        self.at(self.now + self.scenario.resubmit_s, self.resubmit, state.storage.durable)
 
     def resubmit(self, durable: Durable | None) -> None:
         start = durable.step if durable else 0

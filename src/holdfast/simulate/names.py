@@ -33,7 +33,7 @@ def bind(cluster: TrialView, known_s: float) -> None:
         raise FewNames
     until_s = cluster.now + 1.5 * cluster.window_s
     wanted = soon(cluster, until_s)
-    nodes = cluster.core.state.nodes
+    nodes = cluster.core.state.membership.nodes
     free = [x for x in cluster.members if x.name != REST and plain(cluster, x, until_s)]
     if len(free) < len(wanted):
         raise FewNames

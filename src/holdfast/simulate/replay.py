@@ -34,10 +34,10 @@ def replay(scenario: Scenario, seed: int, folder: Path, trace: Trace | None = No
     run(scenario, seed, trace=trace, note=lambda *entry: entries.append(entry), keep=kept.append)
     (cluster,) = kept
     trial, state = result(cluster), cluster.core.state
-    state.outcome = state.outcome or "finished"
-    state.committed = cluster.steps.committed
+    state.membership.outcome = state.membership.outcome or "finished"
+    state.membership.committed = cluster.steps.committed
     state.spec = msgspec.structs.replace(state.spec, name=folder.name)
-    for node in state.nodes.values():
+    for node in state.membership.nodes.values():
         node.last_seen_s = min(node.last_seen_s, BEGIN_S + trial.wall_s)
     folder.mkdir(parents=True, exist_ok=True)
     store = Store(folder / "job.sqlite")

@@ -104,7 +104,7 @@ class Ailments:
             return
         health = core.state.health
         machines = [*health.quarantine, *(a.machine for a in health.acts)] or [
-            n.machine for n in core.state.nodes.values()
+            n.machine for n in core.state.membership.nodes.values()
         ]
         if not machines:
             return
@@ -228,7 +228,7 @@ class Ailments:
             if isinstance(action, e.Record) and action.kind == "lemon-leaves":
                 self._lemon_leaves(action.fields, core)
             if isinstance(action, e.Send) and isinstance(action.message, m.StartWorker):
-                node = state.nodes.get(action.node)
+                node = state.membership.nodes.get(action.node)
                 if node is not None:
                     require(
                         node.machine not in state.health.quarantine,
@@ -247,9 +247,9 @@ class Ailments:
     def _lemon_leaves(self, told: dict[str, object], core: Core) -> None:
         require, state = self.cluster.checks.require, core.state
         self.swaps += 1
-        require(bool(state.nodes[str(told["node"])].lemon), "%s is no lemon", told)
+        require(bool(state.membership.nodes[str(told["node"])].lemon), "%s is no lemon", told)
         require(
-            not any(state.nodes[n].lemon for n in str(told["instead"]).split(", ")),
+            not any(state.membership.nodes[n].lemon for n in str(told["instead"]).split(", ")),
             "for another lemon: %s",
             told,
         )

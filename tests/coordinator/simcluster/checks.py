@@ -9,7 +9,8 @@ import msgspec
 from holdfast.coordinator.health.admission import CHECKS_S
 from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel import incidents
-from holdfast.coordinator.kernel.state import CoreState, JobPhase, WorkerPhase
+from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
+from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.kernel.validate import validate
 from holdfast.coordinator.machine import Core
 from holdfast.coordinator.membership import nodes, queries
@@ -86,7 +87,7 @@ class Checks:
 
     def restarted(self, core: Core) -> None:
         """A new coordinator process; what the old one had not written is not known to it."""
-        self._committed, self._lost = core.state.committed, core.state.lost_steps
+        self._committed, self._lost = core.state.membership.committed, core.state.membership.lost_steps
         self._core = core
 
     def handled(self, event: e.Event, actions: list[e.Action], core: Core) -> None:
@@ -100,7 +101,7 @@ class Checks:
             if not isinstance(action, e.Record):
                 cluster.log("core -> %s", action)
             self._check_action(action, state)
-        heard = (state.number, state.generation_committed)
+        heard = (state.membership.number, state.membership.generation_committed)
         if heard != self._heard and _is_progress(event):
             self._heard_s = cluster.clock.now
         self._heard = heard
@@ -108,18 +109,18 @@ class Checks:
         self.require(not wrong, "after %s the state is not valid: %s", event, wrong)
         self.saved.handled(event, actions, state)
         cluster.ailments.handled(event, actions, core)
-        lost = state.lost_steps - self._lost
+        lost = state.membership.lost_steps - self._lost
         self.require(
-            state.committed >= self._committed - lost or state.number != self._number,
+            state.membership.committed >= self._committed - lost or state.membership.number != self._number,
             "committed went from %d to %d, with %d steps lost",
             self._committed,
-            state.committed,
+            state.membership.committed,
             lost,
         )
-        self._committed, self._lost = state.committed, state.lost_steps
-        if state.number != self._number:
-            self._number = state.number
-            if state.generation is not None and state.level == 2:
+        self._committed, self._lost = state.membership.committed, state.membership.lost_steps
+        if state.membership.number != self._number:
+            self._number = state.membership.number
+            if state.membership.generation is not None and state.membership.level == 2:
                 self._check_formed(core)
         self.require(sum(isinstance(a, e.End) for a in actions) <= 1, "two ends at once")
 
@@ -127,19 +128,20 @@ class Checks:
         spec = state.spec
         match action:
             case e.Send(node, m.Relay(name, m.JoinGeneration(generation=generation))):
-                worker = state.workers.get(name)
+                worker = state.membership.workers.get(name)
                 self.require(
                     worker is not None and worker.phase is not WorkerPhase.GONE, "JoinGeneration to %s", name
                 )
-                self.require(generation == state.generation, "%s is told an old generation", name)
+                self.require(generation == state.membership.generation, "%s is told an old generation", name)
                 self.require(worker is not None and worker.node == node, "%s is not on %s", name, node)
             case e.ProvideNode():
                 self._provided += 1
                 self.require(
-                    self._provided <= spec.max_restarts + state.unpaid + 8 * self.cluster.service.crashes,
+                    self._provided
+                    <= spec.max_restarts + state.membership.unpaid + 8 * self.cluster.service.crashes,
                     "%d nodes were asked for, %d are allowed",
                     self._provided,
-                    spec.max_restarts + state.unpaid,
+                    spec.max_restarts + state.membership.unpaid,
                 )
             case e.Record(kind=kind, fields=fields):
                 msgspec.json.encode(fields)
@@ -147,13 +149,13 @@ class Checks:
                     names = frozenset(str(w) for w in _listed(fields["workers"]))
                     self.cluster.attempts |= dict.fromkeys(names, names)
                     self.require(
-                        state.number <= spec.max_restarts + 1 + len(self.cluster.plan.changes),
+                        state.membership.number <= spec.max_restarts + 1 + len(self.cluster.plan.changes),
                         "attempt %d of %d",
-                        state.number,
+                        state.membership.number,
                         spec.max_restarts + 1,
                     )
                 if kind == "formed":
-                    self._goes_on(state.number, str(fields["source"]), fields["start"])
+                    self._goes_on(state.membership.number, str(fields["source"]), fields["start"])
                 if kind == "incident-resumed" and fields["fault"] is None:
                     self._check_stall(fields["id"], fields["stall_s"])
             case _:
@@ -228,7 +230,7 @@ class Checks:
 
     def _check_formed(self, core: Core) -> None:
         """Who may be in, and from where they go on."""
-        state, generation = core.state, core.state.generation
+        state, generation = core.state, core.state.membership.generation
         assert generation is not None
         if not self.formed:
             self.formed_s = self.cluster.clock.now
@@ -240,7 +242,7 @@ class Checks:
         self.require(len(set(places)) == len(places), "a slot is in twice: %s", places)
         self.require([x.rank for x in generation.members] == list(range(len(names))), "ranks of %s", names)
         if generation.shard_count == 1:
-            leaving = any(state.nodes[x.node].leaving is not None for x in generation.members)
+            leaving = any(state.membership.nodes[x.node].leaving is not None for x in generation.members)
             most = max(1, state.target) + leaving
             self.require(
                 max(1, state.minimum) <= len(names) <= most, "%d members are not allowed", len(names)
@@ -248,9 +250,11 @@ class Checks:
         else:
             self._check_rows(state, generation)
         for member in generation.members:
-            self.require(state.nodes[member.node].alive, "%s is on a lost node", member.worker)
+            self.require(state.membership.nodes[member.node].alive, "%s is on a lost node", member.worker)
             self.require(
-                state.workers[member.worker].phase is WorkerPhase.MEMBER, "%s is no member", member.worker
+                state.membership.workers[member.worker].phase is WorkerPhase.MEMBER,
+                "%s is no member",
+                member.worker,
             )
         self._check_survivors(state, generation)
         self._check_donors(state, generation)
@@ -258,7 +262,7 @@ class Checks:
     def _check_survivors(self, state: CoreState, generation: m.Generation) -> None:
         """Every worker that lives and is reachable has left its generation, and no state of it is lost."""
         names = {x.worker for x in generation.members}
-        for name, known in state.workers.items():
+        for name, known in state.membership.workers.items():
             worker = self.cluster.find_trainer(name)
             if worker is None or known.phase is WorkerPhase.GONE or not worker.alive:
                 continue
@@ -266,7 +270,9 @@ class Checks:
                 self.fail("%s survived and was left out of generation %d", name, generation.number)
             if worker.held is None or self._source != "live":
                 continue
-            holds = worker.held[0] + (1 if name in state.seats and state.seats[name].apply else 0)
+            holds = worker.held[0] + (
+                1 if name in state.membership.seats and state.membership.seats[name].apply else 0
+            )
             self.require(
                 holds <= generation.start,
                 "generation %d starts at %d, but %s holds %d",
@@ -301,7 +307,7 @@ class Checks:
             self.require(number == generation.number or whole, "replica %d is not whole: %s", replica, kept)
             self.kept += number != generation.number
         columns = [[members[r] for r in generation.column(p)] for p in range(size)]
-        there = [sum(state.nodes[x.node].leaving is None for x in column) for column in columns]
+        there = [sum(state.membership.nodes[x.node].leaving is None for x in column) for column in columns]
         least, most = min(there), min(map(len, columns))
         wanted, rows = state.target // size, generation.replicas
         self.require(min(least, wanted) <= rows <= min(most, wanted), "%d replicas, and %s stay", rows, there)
@@ -318,7 +324,7 @@ class Checks:
             self.require(len(there) < generation.shard_count, "step %d is held whole and given up", newest)
 
     def _check_donors(self, state: CoreState, generation: m.Generation) -> None:
-        forms = {name: queries.form(state, state.workers[name]) for name in state.seats}
+        forms = {name: queries.form(state, state.membership.workers[name]) for name in state.membership.seats}
         for form in forms.values():
             if not form.restore:
                 continue
@@ -380,7 +386,7 @@ class Checks:
         self.require(extra <= allowed, "%d workers were started again, %d may be", extra, allowed)
 
     def _condemned(self, name: str) -> bool:
-        known = self._core.state.workers.get(name) if self._core else None
+        known = self._core.state.membership.workers.get(name) if self._core else None
         return known is None or known.phase is WorkerPhase.GONE or known.told_to_end
 
     def formed_worker(self, worker: Trainer, form: m.JoinGeneration) -> None:
@@ -484,12 +490,12 @@ class Checks:
             bound_s += CHECKS_S
         if plan.repair_silent:
             bound_s += plan.spec.timing.start_s  # for the answer of an agent that gives none
-        if state.phase is JobPhase.GATHERING:
+        if state.membership.phase is JobPhase.GATHERING:
             bound_s += plan.spec.timing.wait_s / 2  # a node that was on its way may never come
             self._gathered_s = self.cluster.clock.now
         else:
             since = max(since, self._gathered_s)
-        if state.stop_reason is not None:
+        if state.membership.stop_reason is not None:
             return  # no more steps: the end has deadlines of its own
         if plan.level == 2 and self.cluster.clock.now - since > bound_s:
             self.fail("no step was committed for %g s after the last fault", bound_s)
@@ -499,14 +505,17 @@ class Checks:
         plan, core = self.cluster.plan, self._core
         assert core is not None
         state = core.state
-        self.require(state.phase is JobPhase.ENDED, "End in phase %s", state.phase)
+        self.require(state.membership.phase is JobPhase.ENDED, "End in phase %s", state.membership.phase)
         self.require(
-            state.outcome in self._outcomes(state), "it ended as %s: %s", state.outcome, state.stop_reason
+            state.membership.outcome in self._outcomes(state),
+            "it ended as %s: %s",
+            state.membership.outcome,
+            state.membership.stop_reason,
         )
-        if state.outcome == "finished" and plan.level == 2:
+        if state.membership.outcome == "finished" and plan.level == 2:
             self._check_finished(state)
         self.saved.final(state)
-        if state.outcome == "stopped" and plan.level == 2:
+        if state.membership.outcome == "stopped" and plan.level == 2:
             self._check_stopped(state)
         self.require([i.id for i in state.incidents] == list(range(1, len(state.incidents) + 1)), "ids")
         for incident in state.incidents:
@@ -520,13 +529,15 @@ class Checks:
                 )
         self._check_changes(state)
         most = 2 * nodes.KEPT_GONE + 4 * plan.spec.target
-        self.require(len(state.workers) <= most, "%d workers are kept", len(state.workers))
+        self.require(
+            len(state.membership.workers) <= most, "%d workers are kept", len(state.membership.workers)
+        )
 
     def _check_changes(self, state: CoreState) -> None:
         """Who was to leave has left, if the job could go on without; and where nothing broke nothing was lost."""
         plan, now = self.cluster.plan, self.cluster.clock.now
-        staying = sum(n.alive and n.leaving is None for n in state.nodes.values())
-        for node in state.nodes.values():
+        staying = sum(n.alive and n.leaving is None for n in state.membership.nodes.values())
+        for node in state.membership.nodes.values():
             late = (
                 node.leaving is not None
                 and now - node.leaves_since_s > plan.spec.timing.form_s + PROGRESS_BOUND_S
@@ -536,21 +547,33 @@ class Checks:
                 self.fail(
                     "%s is still there %g s after it was to leave", node.name, now - node.leaves_since_s
                 )
-        self.require(not plan.only_planned or not state.lost_steps, "%d steps are lost", state.lost_steps)
+        self.require(
+            not plan.only_planned or not state.membership.lost_steps,
+            "%d steps are lost",
+            state.membership.lost_steps,
+        )
         sudden = {"preempt-soon", "preempt"} & {kind for _, kind in plan.changes}
         if plan.only_changes and not plan.asides and plan.compile_s < 5 and plan.level == 2:
-            self.require(state.lost_steps == 0 or bool(sudden), "%d steps are lost", state.lost_steps)
+            self.require(
+                state.membership.lost_steps == 0 or bool(sudden),
+                "%d steps are lost",
+                state.membership.lost_steps,
+            )
             if not sudden:
-                self.require(state.restarts_used == 0, "%d restarts were counted", state.restarts_used)
+                self.require(
+                    state.membership.restarts_used == 0,
+                    "%d restarts were counted",
+                    state.membership.restarts_used,
+                )
                 causes = {
                     str(i.cause) for i in state.incidents
                 }  # the last word of a vote may come after its sender left
                 self.require(causes <= {"a collective failed"}, "incidents: %s", causes)
-        for change in state.changes:
+        for change in state.membership.changes:
             self.require(change.stall_s is None or change.stall_s >= 0, "change %d has no stall", change.id)
 
     def _outcomes(self, state: CoreState) -> set[str]:
-        plan, reason = self.cluster.plan, state.stop_reason or ""
+        plan, reason = self.cluster.plan, state.membership.stop_reason or ""
         asked = plan.stop_after_s is not None or "nodes are left" in reason
         if plan.bug == "start":
             return {"failed", "stopped"} if asked else {"failed"}
@@ -571,14 +594,19 @@ class Checks:
 
     def _check_finished(self, state: CoreState) -> None:
         until = self.cluster.until
-        self.require(state.committed == until, "finished at step %d of %d", state.committed, until)
+        self.require(
+            state.membership.committed == until,
+            "finished at step %d of %d",
+            state.membership.committed,
+            until,
+        )
         expected = [f"{b:x}" if b is not None else None for b in self._last_bits(until)]
-        ended = [w for w in state.workers.values() if w.digest is not None]
+        ended = [w for w in state.membership.workers.values() if w.digest is not None]
         self.require(bool(ended), "nobody finished")
         for known in ended:
             digest = expected[known.shard_index]
             self.require(known.digest == digest, "%s ended with %s, not %s", known.name, known.digest, digest)
-        plan, durable = self.cluster.plan, state.durable
+        plan, durable = self.cluster.plan, state.storage.durable
         undisturbed = self.cluster.clock.now - self.cluster.faults.last_s > 30.0
         if (
             undisturbed
@@ -605,11 +633,11 @@ class Checks:
         plan = self.cluster.plan
         quiet = self.cluster.clock.now - self.cluster.faults.last_s > 15.0
         if plan.shard_count > 1 and (
-            plan.hold_fails or plan.no_memory or plan.tier_fails or not state.last_step
+            plan.hold_fails or plan.no_memory or plan.tier_fails or not state.membership.last_step
         ):
             return
         if quiet and self.newest > 0 and self.cluster.plan.spec.saving.tiers:
-            durable = state.durable
+            durable = state.storage.durable
             self.require(
                 durable is not None and durable.step == self.newest, "saved %s, not %d", durable, self.newest
             )

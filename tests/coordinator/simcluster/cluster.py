@@ -7,7 +7,7 @@ from collections import deque
 from typing import Any
 
 from holdfast.coordinator.kernel import events as e
-from holdfast.coordinator.kernel.state import JobPhase
+from holdfast.coordinator.kernel.phases import JobPhase
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import Durable
 from holdfast.protocol.snapshots import Copy, Holder
@@ -211,9 +211,12 @@ class Cluster:
         """Ends a job without a last step a few steps after it is whole again."""
         self.checks.alive()
         core = self.service.core
-        if self.until == FOREVER and core is not None and core.state.phase is JobPhase.RUNNING:
+        if self.until == FOREVER and core is not None and core.state.membership.phase is JobPhase.RUNNING:
             state = core.state
-            began = state.generation is not None and state.generation_committed > state.generation.start
+            began = (
+                state.membership.generation is not None
+                and state.membership.generation_committed > state.membership.generation.start
+            )
             whole = core.at_full_strength() and not any(i.open for i in state.incidents)
             patience_s = self.plan.faults_until_s + 60.0
             if self.plan.budget_is_small and self.clock.now - self.began_s > patience_s:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from holdfast.coordinator.kernel import events as e
-from holdfast.coordinator.kernel.state import WorkerPhase
+from holdfast.coordinator.kernel.phases import WorkerPhase
 from holdfast.protocol.phases import Phase
 from simcluster.worker import Trainer
 
@@ -159,7 +159,7 @@ class Faults:
     def _kill_some(self, worker: SimWorker | None, what: str) -> None:
         """All workers of one replica, or all that hold one shard, as the newest generation has them."""
         core = self.cluster.service.core
-        generation = core.state.generation if core is not None else None
+        generation = core.state.membership.generation if core is not None else None
         if generation is None:
             return
         parts: dict[int, list[str]] = {}

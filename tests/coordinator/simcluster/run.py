@@ -62,7 +62,7 @@ def run_seed(seed: int, level: int | None = None) -> Summary:
         cluster.checks.formed,
         len(state.incidents),
         service.crashes,
-        state.committed,
+        state.membership.committed,
         tuple(sorted(cluster.checks.saved.restored_from.items())),
         cluster.checks.records.get("snapshot", 0),
         cluster.checks.records.get("saved", 0),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from holdfast.coordinator.kernel import events as e
-from holdfast.coordinator.kernel.state import CoreState, JobPhase
+from holdfast.coordinator.kernel.phases import JobPhase
+from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.storage import memory_snapshots, queries
 from holdfast.protocol import messages as m
 from holdfast.protocol.snapshots import Copy, Key, Lack
@@ -40,7 +41,9 @@ class SavedChecks:
         """After every event."""
         self._hear(event, state)
         left = {a.fields["node"] for a in actions if isinstance(a, e.Record) and a.kind == "node-left"}
-        for name in [n for n in self._holds if n not in state.nodes or not state.nodes[n].alive]:
+        for name in [
+            n for n in self._holds if n not in state.membership.nodes or not state.membership.nodes[n].alive
+        ]:
             if name in left:
                 self._check_left(name, state)
             self._lose(name)
@@ -53,12 +56,12 @@ class SavedChecks:
         self._said_last = wholes[-1] if wholes else None
         # It may come with a node that is not needed, and go with it at once.
         shuts = any(isinstance(a, e.Send) and isinstance(a.message, m.Shutdown) for a in actions)
-        if self._said_last is not None and shuts and not any(x.whole for x in state.snapshots):
+        if self._said_last is not None and shuts and not any(x.whole for x in state.storage.snapshots):
             self._said_last = None
         for action in actions:
             self._check(action, state)
         if self.checks.cluster.plan.shard_count > 1:
-            known = {(x.step, x.generation) for x in state.snapshots}
+            known = {(x.step, x.generation) for x in state.storage.snapshots}
             self._pushed_out |= self._known - known
             self._known = known
         self._check_size(state)
@@ -68,7 +71,7 @@ class SavedChecks:
     def _hear(self, event: e.Event, state: CoreState) -> None:
         match event:
             case e.NodeJoined(hello):
-                node = state.nodes.get(hello.node)
+                node = state.membership.nodes.get(hello.node)
                 if node is not None and node.alive and node.session == hello.session:
                     self._lose(hello.node, keeps_orders=True)
                     self._holds[hello.node] = {c.key for c in hello.copies}
@@ -116,12 +119,14 @@ class SavedChecks:
     def _check_retired(self, said: m.SnapshotComplete, state: CoreState) -> None:
         """Of the snapshots that agents may write over now, none has more copies than what they are to keep. firm (the
         values of `_safe`): agents were told to keep it, and memory was not short since."""
-        if state.level != 2:
+        if state.membership.level != 2:
             return
         told = {said.step, said.kept}
         short = any(step == said.step for step, _ in self._short)
         self._short = {t for t in self._short if t[0] >= said.step}
-        steps = {(x.step, x.generation) for x in state.snapshots if x.step in told and queries.has_all(x)}
+        steps = {
+            (x.step, x.generation) for x in state.storage.snapshots if x.step in told and queries.has_all(x)
+        }
         stays = max((self._copies(t) for t in steps), default=0)
         for taken, firm in self._safe.items():
             gone = taken[0] < said.step and taken[0] != said.kept
@@ -141,7 +146,7 @@ class SavedChecks:
         if (
             not plan.only_planned
             or plan.no_memory
-            or state.phase not in (JobPhase.RUNNING, JobPhase.GATHERING)
+            or state.membership.phase not in (JobPhase.RUNNING, JobPhase.GATHERING)
         ):
             return
         takes = [
@@ -179,7 +184,7 @@ class SavedChecks:
                 said == self._said_last
             ):  # others are overtaken
                 self._check_retired(said, state)
-                known = [x for x in state.snapshots if x.step == step and x.whole]
+                known = [x for x in state.storage.snapshots if x.step == step and x.whole]
                 require(bool(known), "step %d is called whole and is not known", step)
                 there = {h.copy.key.rank for x in known for h in x.shards if h.nodes}
                 require(there == set(range(known[0].world)), "step %d is called whole, held: %s", step, there)
@@ -240,32 +245,49 @@ class SavedChecks:
         self._orders = {at: n for at, n in self._orders.items() if at[1] <= start}
 
     def _check_size(self, state: CoreState) -> None:
-        require, nodes = self.checks.require, len(state.nodes)
+        require, nodes = self.checks.require, len(state.membership.nodes)
         most = memory_snapshots.KEPT_WHOLE + 2 * memory_snapshots.KEPT_PARTIAL + 1
-        require(len(state.snapshots) <= most, "%d snapshots are kept", len(state.snapshots))
-        require(len(state.rewinds) <= memory_snapshots.KEPT_REWINDS, "%d rewinds", len(state.rewinds))
-        require(len(state.storing) <= len(state.spec.saving.tiers), "stored at once: %s", state.storing)
-        for snapshot in state.snapshots:
+        require(len(state.storage.snapshots) <= most, "%d snapshots are kept", len(state.storage.snapshots))
+        require(
+            len(state.storage.rewinds) <= memory_snapshots.KEPT_REWINDS,
+            "%d rewinds",
+            len(state.storage.rewinds),
+        )
+        require(
+            len(state.storage.storing) <= len(state.spec.saving.tiers),
+            "stored at once: %s",
+            state.storage.storing,
+        )
+        for snapshot in state.storage.snapshots:
             require(len(snapshot.shards) <= snapshot.world * nodes, "shards of %d", snapshot.step)
             require(
                 len(snapshot.refused) <= len(set(snapshot.refused)), "refused twice: %s", snapshot.refused
             )
             for entry in snapshot.shards:
                 require(bool(entry.nodes), "a shard of %d without a holder", snapshot.step)
-                require(all(state.nodes[n].alive for n in entry.nodes), "a lost node holds %d", snapshot.step)
+                require(
+                    all(state.membership.nodes[n].alive for n in entry.nodes),
+                    "a lost node holds %d",
+                    snapshot.step,
+                )
 
     def final(self, state: CoreState) -> None:
         """Undisturbed, snapshots become whole."""
         cluster = self.checks.cluster
         plan, after_s = cluster.plan, cluster.whole_s + 5.0
         memories = [a for a in cluster.agents.values() if a.alive and a.memory.there]
-        if state.outcome != "finished" or not plan.snapshot_every or plan.hold_fails or plan.no_memory:
+        if (
+            state.membership.outcome != "finished"
+            or not plan.snapshot_every
+            or plan.hold_fails
+            or plan.no_memory
+        ):
             return
         if (
             plan.steps != FOREVER
             or not memories
             or cluster.clock.now < after_s
-            or state.phase is not JobPhase.ENDED
+            or state.membership.phase is not JobPhase.ENDED
         ):
             return
         newest = max((step for step, _ in self._whole), default=0)

@@ -10,8 +10,9 @@ from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.events import MarkNode, Remember
 from holdfast.coordinator.kernel.health_state import KEPT_MACHINES, Act, Checking, count
 from holdfast.coordinator.kernel.history import Kind, Remembered
+from holdfast.coordinator.kernel.incident_state import Incident
+from holdfast.coordinator.kernel.membership_state import Node
 from holdfast.coordinator.kernel.requests import PauseRequests, RefuseNode
-from holdfast.coordinator.kernel.state import Incident, Node
 from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
 from holdfast.protocol.causes import ChecksFailed
@@ -162,7 +163,7 @@ def cleared(context: Context, machine: str, rule: str) -> None:
     """A person says that a machine is well, or that a rule was wrong about it. What was asked about it is answered. A
     quarantine for something else than that rule stands."""
     health = context.state.health
-    names = {n.name for n in context.state.nodes.values() if n.machine == machine}
+    names = {n.name for n in context.state.membership.nodes.values() if n.machine == machine}
     health.asks[:] = [a for a in health.asks if a.node not in names or rule not in ("", a.rule)]
     if rule and machine in health.quarantine and health.quarantine_rules.get(machine) != rule:
         return

@@ -5,8 +5,8 @@ from __future__ import annotations
 from holdfast.coordinator.health import escalation
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.health_state import KEPT_ACTS, KEPT_RULES, Act, Sighting
+from holdfast.coordinator.kernel.membership_state import Failure, Node
 from holdfast.coordinator.kernel.script_fault import script_fault
-from holdfast.coordinator.kernel.state import Failure, Node
 from holdfast.protocol.health import Remedy, acts_on_node
 
 STORM_S = 60.0
@@ -102,7 +102,9 @@ def storm(context: Context, rule: str) -> tuple[int, int, float] | None:
     None: of few enough to be their own fault. Machines that were replaced meanwhile are on both sides."""
     near = _near(context, rule)
     could = {
-        n.machine for n in context.state.nodes.values() if n.alive or context.now - n.last_seen_s <= STORM_S
+        n.machine
+        for n in context.state.membership.nodes.values()
+        if n.alive or context.now - n.last_seen_s <= STORM_S
     }
     of = len(could | set(near))
     if len(near) < STORM_NODES or len(near) <= context.spec.health.blast_share * of:

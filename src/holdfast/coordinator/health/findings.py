@@ -16,7 +16,8 @@ from holdfast.coordinator.kernel.health_state import (
     graver,
     stronger,
 )
-from holdfast.coordinator.kernel.state import Incident, Node
+from holdfast.coordinator.kernel.incident_state import Incident
+from holdfast.coordinator.kernel.membership_state import Node
 from holdfast.protocol import causes, ledger
 from holdfast.protocol.health import Condition, Finding, Remedy, Severity
 
@@ -90,8 +91,8 @@ def _sight(context: Context, node: Node, finding: Finding) -> None:
             text,
             finding.worker,
             grave and not finding.shared,
-            s.committed,
-            s.number,
+            s.membership.committed,
+            s.membership.number,
         )
     )
     del sightings[:-KEPT_SIGHTINGS]
@@ -148,7 +149,7 @@ def _belongs(context: Context, incident: Incident, finding: Finding) -> bool:
     """To a burst that goes on, or to what is being dealt with, or was just now. Once more after that is a new incident."""
     act = next((a for a in reversed(context.state.health.acts) if a.incident == incident.id), None)
     if act is not None:
-        worker = context.state.workers.get(finding.worker)
+        worker = context.state.membership.workers.get(finding.worker)
         if finding.firm and worker is not None and worker.started_s >= act.at_s:
             return False  # a worker that was started for it: what was done did not help
         return act.done_s is None or context.now - act.done_s <= ECHO_S

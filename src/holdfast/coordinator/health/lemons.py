@@ -8,8 +8,9 @@ from __future__ import annotations
 from holdfast.coordinator.health import blast_radius
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.health_state import Act, count
+from holdfast.coordinator.kernel.membership_state import Node
+from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
 from holdfast.coordinator.kernel.requests import DrainNode, JoinAfter
-from holdfast.coordinator.kernel.state import JobPhase, Node, WorkerPhase
 from holdfast.protocol import ledger
 from holdfast.protocol.health import Remedy
 
@@ -42,19 +43,20 @@ def _trains(context: Context) -> Node | None:
     """The lemon with the lowest rank in a job that lacks nobody and changes nothing."""
     s = context.state
     if (
-        s.phase is not JobPhase.RUNNING
-        or s.yielding
-        or s.stop_reason is not None
+        s.membership.phase is not JobPhase.RUNNING
+        or s.membership.yielding
+        or s.membership.stop_reason is not None
         or not context.at_full_strength()
-        or s.generation is None
-        or s.generation_committed <= s.generation.start  # this one is to bring something first
+        or s.membership.generation is None
+        or s.membership.generation_committed
+        <= s.membership.generation.start  # this one is to bring something first
     ):
         return None
     if blast_radius.repairs(context) >= context.spec.max_restarts or any(
         n.leaving is not None for n in context.alive_nodes()
     ):
         return None
-    members = [s.nodes[w.node] for w in context.members() if w.node in s.nodes]
+    members = [s.membership.nodes[w.node] for w in context.members() if w.node in s.membership.nodes]
     return next((n for n in members if n.lemon and n.alive and n.then is None), None)
 
 
@@ -62,7 +64,7 @@ def _better(context: Context, lemon: Node) -> list[Node]:
     """Nodes that are ready to take its place, and of which less is known that speaks against them."""
     s = context.state
     doubted = {s.incidents[number - 1].node for number in s.health.undecided}
-    ready = [s.nodes[w.node] for w in context.workers_in(WorkerPhase.READY)]
+    ready = [s.membership.nodes[w.node] for w in context.workers_in(WorkerPhase.READY)]
     good = [
         n
         for n in ready

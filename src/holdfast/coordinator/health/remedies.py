@@ -12,6 +12,9 @@ from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.events import MarkNode, RebootNode, ReleaseNode
 from holdfast.coordinator.kernel.health_state import Act
 from holdfast.coordinator.kernel.history import Kind
+from holdfast.coordinator.kernel.incident_state import Incident
+from holdfast.coordinator.kernel.membership_state import Node, Worker
+from holdfast.coordinator.kernel.phases import WorkerPhase
 from holdfast.coordinator.kernel.requests import (
     AwaitReturn,
     DecideIncident,
@@ -21,7 +24,6 @@ from holdfast.coordinator.kernel.requests import (
     EvictWorkers,
     RemoveNode,
 )
-from holdfast.coordinator.kernel.state import Incident, Node, Worker, WorkerPhase
 from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
 from holdfast.protocol.causes import Cause
@@ -56,9 +58,9 @@ def _restart(context: Context, node: Node, incident: Incident, act: Act) -> None
     ours = [w for w in context.alive_workers() if w.node == node.name and w.phase is not WorkerPhase.DONE]
     named = [w for w in ours if w.name in incident.workers]
     gone = any(
-        context.state.workers[w].phase is WorkerPhase.GONE
+        context.state.membership.workers[w].phase is WorkerPhase.GONE
         for w in incident.workers
-        if w in context.state.workers
+        if w in context.state.membership.workers
     )
     if named or not gone:
         _end(context, node, [w for w in named or ours if not w.told_to_end], incident.cause)
@@ -67,7 +69,7 @@ def _restart(context: Context, node: Node, incident: Incident, act: Act) -> None
 
 def also(context: Context, node: Node, incident: Incident, name: str) -> None:
     """A worker says what others of its node were ended for a moment ago: it ends, too."""
-    worker = context.state.workers.get(name)
+    worker = context.state.membership.workers.get(name)
     if incident.does is not Remedy.RESTART_WORKER or worker is None:
         return
     if not (worker.exited or worker.told_to_end or worker.phase is WorkerPhase.DONE):
@@ -78,7 +80,7 @@ def _plan(context: Context, node: Node, incident: Incident, remedy: Remedy) -> N
     if incident.quiet:
         incidents.reopen(context.state, incident)
     node.then = remedy
-    if context.state.level == 2:
+    if context.state.membership.level == 2:
         context.request(DrainNode(node, f"{remedy.value} for {incident.cause}"))
     elif node.held is None:
         node.held = str(incident.cause)
@@ -129,7 +131,7 @@ def _reboot(context: Context, node: Node, incident: Incident | None, reason: str
 
 def came_back(context: Context, node: Node, known: Node | None) -> None:
     """A node that joins may be a machine that was rebooted. known: what bore its name before."""
-    for before in [*context.state.nodes.values(), *([known] if known is not None else [])]:
+    for before in [*context.state.membership.nodes.values(), *([known] if known is not None else [])]:
         same = before is known or before.machine == node.machine
         if same and before.boots_until_s is not None:
             took_s = context.now - before.boots_until_s + context.spec.health.reboot_s
@@ -212,7 +214,7 @@ def _order(context: Context, act: Act) -> None:
 
 def _send(context: Context, node: Node, act: Act) -> None:
     """The order goes out once nothing of the job runs on the node."""
-    if any(w.node == node.name and not w.exited for w in context.state.workers.values()):
+    if any(w.node == node.name and not w.exited for w in context.state.membership.workers.values()):
         return
     act.sent, act.until_s = True, context.now + context.timing.start_s
     context.record(
@@ -269,7 +271,7 @@ def deadlines(context: Context) -> list[float]:
     return [
         *(a.until_s for a in context.state.health.acts if a.until_s is not None and not a.done),
         *(n.checking.until_s for n in context.alive_nodes() if n.checking is not None),
-        *(n.boots_until_s for n in context.state.nodes.values() if n.boots_until_s is not None),
+        *(n.boots_until_s for n in context.state.membership.nodes.values() if n.boots_until_s is not None),
     ]
 
 
@@ -277,7 +279,7 @@ def late(context: Context) -> None:
     """Answers, and machines, that did not come."""
     for act in list(context.state.health.acts):
         if act.until_s is not None and not act.done and context.now >= act.until_s:
-            node = context.state.nodes.get(act.node)
+            node = context.state.membership.nodes.get(act.node)
             if node is None or not node.alive:
                 act.done_s = context.now
             else:
@@ -286,7 +288,7 @@ def late(context: Context) -> None:
     for node in context.alive_nodes():
         if node.checking is not None and context.now >= node.checking.until_s:
             admission.turn_away(context, node, "its deep checks gave no answer in time")
-    for node in list(context.state.nodes.values()):
+    for node in list(context.state.membership.nodes.values()):
         if node.boots_until_s is not None and context.now >= node.boots_until_s:
             _stays_away(context, node)
 
@@ -294,16 +296,20 @@ def late(context: Context) -> None:
 def advance(context: Context) -> None:
     """Orders that waited for workers to end; at level 0, what waited for a restart of all."""
     for act in context.state.health.acts:
-        node = context.state.nodes.get(act.node)
+        node = context.state.membership.nodes.get(act.node)
         if node is not None and node.alive and act.request and not act.sent and not act.done:
             _send(context, node, act)
-    if context.state.stop_reason is not None:
+    if context.state.membership.stop_reason is not None:
         return
     for node in context.alive_nodes():
         if node.then is None or queries.ordered(context, node):
             continue
-        if context.state.level == 2 and node.leaving is None:  # it was planned before the job was at level 2
+        if (
+            context.state.membership.level == 2 and node.leaving is None
+        ):  # it was planned before the job was at level 2
             context.request(DrainNode(node, f"{node.then.value} for {node.held}"))
             node.held = None
-        elif context.state.level != 2 and not any(w.node == node.name for w in context.alive_workers()):
+        elif context.state.membership.level != 2 and not any(
+            w.node == node.name for w in context.alive_workers()
+        ):
             left(context, node)

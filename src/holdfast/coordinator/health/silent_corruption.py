@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from holdfast.coordinator.health import findings
 from holdfast.coordinator.kernel.context import Context
-from holdfast.coordinator.kernel.state import Worker
+from holdfast.coordinator.kernel.membership_state import Worker
 from holdfast.health.losses import Losses, WorkerLosses
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import Finding, Remedy, Severity
@@ -58,20 +58,22 @@ def compared(context: Context, said: dict[str, Spent]) -> None:
         f"its own part of the loss is {apart.loss:.4g}, that of most {apart.usual:.4g}; so it was {apart.times} times, and "
         "no other's: it may compute wrongly"
     )
-    _suspect(context, context.state.workers[apart.worker], PART_APART, told)
+    _suspect(context, context.state.membership.workers[apart.worker], PART_APART, told)
 
 
 def brought(context: Context, worker: Worker, message: m.Failed) -> None:
     """A rank's own part was not finite, before anything was added to it."""
     if not context.spec.health.watch or message.step is None:
         return
-    steps = context.state.brought.setdefault(worker.node, [])
+    steps = context.state.health.brought.setdefault(worker.node, [])
     if message.step in steps:
         return  # the same once more: the data of that step, or the script
     steps.append(message.step)
     del steps[:-TIMES]
     told = f"its own part of step {message.step} is not finite"
-    if len(steps) < TIMES or any(s for node, s in context.state.brought.items() if node != worker.node):
+    if len(steps) < TIMES or any(
+        s for node, s in context.state.health.brought.items() if node != worker.node
+    ):
         _say(context, worker, NOT_FINITE, Severity.WARNING, Remedy.WATCH, told)
     else:
         steps.clear()
@@ -96,10 +98,14 @@ def _say(
     told: str,
     shared: bool = False,
 ) -> None:
-    node = context.state.nodes.get(worker.node)
+    node = context.state.membership.nodes.get(worker.node)
     if node is None:
         return
-    rank = context.state.generation.rank_of(worker.name) if context.state.generation else None
+    rank = (
+        context.state.membership.generation.rank_of(worker.name)
+        if context.state.membership.generation
+        else None
+    )
     subject = "" if shared or rank is None else f"rank {rank}"
     name = "" if shared else worker.name
     finding = Finding(

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 from holdfast.coordinator.health import findings, silent_corruption
 from holdfast.coordinator.kernel.context import Context
-from holdfast.coordinator.kernel.state import Slow, Worker
+from holdfast.coordinator.kernel.health_state import Slow
+from holdfast.coordinator.kernel.membership_state import Worker
 from holdfast.health import reductions
 from holdfast.health.reductions import Reductions
 from holdfast.health.stragglers import Change, Stragglers
@@ -50,13 +51,13 @@ class Peers:
 
 def heard(context: Context, worker: Worker, spent: tuple[Spent, ...]) -> None:
     """A member says where the time of its last steps went."""
-    generation = context.state.generation
+    generation = context.state.membership.generation
     if not spent or generation is None or not context.spec.health.watch:
         return
     peers = context.transient(Peers)
     size = len(generation.members)
-    if peers.generation != context.state.number:
-        peers.generation, peers.blocks, peers.looked = context.state.number, {}, -1
+    if peers.generation != context.state.membership.number:
+        peers.generation, peers.blocks, peers.looked = context.state.membership.number, {}, -1
         peers.reductions = Reductions()
         _new_members(context, size)
     for block in spent:
@@ -77,9 +78,9 @@ def _new_members(context: Context, size: int) -> None:
         peers.size, peers.tests = size, {}
     for test in peers.tests.values():
         test.keep(members)
-    for slow in context.state.slow:
+    for slow in context.state.health.slow:
         if slow.until_step is None and (slow.worker not in members or not peers.tests):
-            slow.until_step = context.state.committed
+            slow.until_step = context.state.membership.committed
 
 
 def _look(context: Context, first: int, said: dict[str, Spent]) -> None:
@@ -97,7 +98,7 @@ def _look(context: Context, first: int, said: dict[str, Spent]) -> None:
     for micros, group in by_load.items():
         test = context.transient(Peers).tests.setdefault(micros, Stragglers())
         changes += test.look(first, {name: spent.own_s for name, spent in group.items()})
-        for slow in context.state.slow:
+        for slow in context.state.health.slow:
             if slow.until_step is None and slow.worker in group:
                 _cost(context, slow, group, test.ratio(slow.worker))
     for change in changes:
@@ -130,33 +131,33 @@ def _price_s(context: Context) -> float:
         for i in context.state.incidents
         if i.first_commit_at_s is not None and i.needs_newcomer
     ]
-    return max([context.state.join_cost_s, *took]) or REPLACEMENT_S
+    return max([context.state.membership.join_cost_s, *took]) or REPLACEMENT_S
 
 
 def _found(context: Context, change: Change, group: dict[str, Spent]) -> None:
     s = context.state
-    worker = s.workers[change.worker]
+    worker = s.membership.workers[change.worker]
     own = group[change.worker]
     excess_s = own.own_s - _median(group, change.worker)
     slow = Slow(
         worker=worker.name,
         node=worker.node,
-        rank=s.generation.rank_of(worker.name) if s.generation else None,
+        rank=s.membership.generation.rank_of(worker.name) if s.membership.generation else None,
         ratio=round(change.ratio, 3),
         since_step=change.since,
-        found_step=s.committed,
+        found_step=s.membership.committed,
         part=_part(group, change.worker),
         excess_s=round(excess_s, 6),
         share=round(min(1.0, max(0.0, excess_s) / max(own.step_s, 1e-9)), 4),
         world=len(context.members()),
         pair=change.compared == 1,
     )
-    s.slow = [*s.slow[-KEPT + 1 :], slow]
+    s.health.slow = [*s.health.slow[-KEPT + 1 :], slow]
     _say(context, slow, Severity.WARNING, Remedy.WATCH)
 
 
 def _over(context: Context, change: Change) -> None:
-    for slow in context.state.slow:
+    for slow in context.state.health.slow:
         if slow.worker == change.worker and slow.until_step is None:
             slow.until_step = change.since
             _say(context, slow, Severity.INFO, Remedy.WATCH, Condition.HEALTHY)
@@ -166,7 +167,7 @@ def _reduction(context: Context, change: reductions.Change) -> None:
     """The communication itself takes longer than it did. Without a rank that stands out it is nobody's node."""
     members = context.members()
     rank = change.rank if change.rank is not None and change.rank < len(members) else None
-    node = context.state.nodes.get(members[rank or 0].node)
+    node = context.state.membership.nodes.get(members[rank or 0].node)
     if node is None:
         return
     told = f"the reduction takes {change.now_s * 1e3:.3g} ms a step, {change.usual_s * 1e3:.3g} ms as the generation began"
@@ -195,7 +196,7 @@ def _reduction(context: Context, change: reductions.Change) -> None:
 
 def _neighbour(context: Context, rank: int) -> int:
     """From whom a rank gets its part in gloo's ring: of those that hold the same shard."""
-    generation = context.state.generation
+    generation = context.state.membership.generation
     assert generation is not None
     column = generation.column(generation.members[rank].shard_index)
     return column[(column.index(rank) + 1) % len(column)]
@@ -204,12 +205,12 @@ def _neighbour(context: Context, rank: int) -> int:
 def _say(
     context: Context, slow: Slow, severity: Severity, remedy: Remedy, condition: Condition = Condition.FAULTY
 ) -> None:
-    node = context.state.nodes.get(slow.node)
+    node = context.state.membership.nodes.get(slow.node)
     if node is None:
         return
     rule, subject = SLOW_RANK, f"rank {slow.rank}"
     ours = {w.name for w in context.members() if w.node == slow.node}
-    if len(ours) > 1 and ours <= {x.worker for x in context.state.slow if x.until_step is None}:
+    if len(ours) > 1 and ours <= {x.worker for x in context.state.health.slow if x.until_step is None}:
         rule, subject = SLOW_NODE, "all ranks"
     finding = Finding(
         rule=rule,

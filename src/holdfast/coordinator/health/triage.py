@@ -21,7 +21,8 @@ from holdfast.coordinator.kernel.health_state import (
     stronger,
 )
 from holdfast.coordinator.kernel.history import Kind
-from holdfast.coordinator.kernel.state import Incident, Node
+from holdfast.coordinator.kernel.incident_state import Incident
+from holdfast.coordinator.kernel.membership_state import Node
 from holdfast.protocol import ledger
 from holdfast.protocol.health import Finding, Remedy, Severity, acts_on_node
 
@@ -66,7 +67,7 @@ def _is_storm(context: Context, node: Node, incident: Incident) -> bool:
     health = context.state.health
     for number in sorted({*health.undecided, *(a.incident for a in health.acts if not a.done)}):
         other = context.state.incidents[number - 1]
-        there = context.state.nodes.get(other.node or "")
+        there = context.state.membership.nodes.get(other.node or "")
         if other.rule != incident.rule or there is None:
             continue
         if remedies.call_off(context, there, other) or other.due_s is not None:
@@ -106,7 +107,7 @@ def due(context: Context) -> None:
     """Decides what was left until now, the worst first."""
     now = [i for i in _undecided(context) if i.due_s is not None and context.now >= i.due_s]
     for incident in sorted(now, key=lambda i: -SEVERITIES.index(i.severity)):
-        node = context.state.nodes.get(incident.node or "")
+        node = context.state.membership.nodes.get(incident.node or "")
         if incident.due_s is None:
             continue  # what was just decided called it off
         if incident.verdict and node is not None and node.alive:
@@ -145,9 +146,9 @@ def well_again(context: Context, node: Node, rule: str) -> None:
 
 def cleared(context: Context, machine: str, rule: str) -> None:
     """A person says that a machine is well, or that a rule was wrong about it: what is left to do is not done."""
-    nodes = {n.name for n in context.state.nodes.values() if n.machine == machine}
+    nodes = {n.name for n in context.state.membership.nodes.values() if n.machine == machine}
     for incident in _undecided(context):
-        node = context.state.nodes.get(incident.node or "")
+        node = context.state.membership.nodes.get(incident.node or "")
         if node is not None and node.name in nodes and rule in ("", incident.rule):
             _withhold(
                 context, node, incident, Decision(Remedy.WATCH, "a person says that it is well", "cleared")
@@ -157,10 +158,10 @@ def cleared(context: Context, machine: str, rule: str) -> None:
 def decide(context: Context, incident: Incident) -> None:
     """Says what is done about an incident, and begins it."""
     incident.due_s = None
-    node = context.state.nodes.get(incident.node or "")
-    if node is None or not node.alive or context.state.stop_reason is not None:
+    node = context.state.membership.nodes.get(incident.node or "")
+    if node is None or not node.alive or context.state.membership.stop_reason is not None:
         return
-    if any(w.digest is not None for w in context.state.workers.values()):
+    if any(w.digest is not None for w in context.state.membership.workers.values()):
         _withhold(context, node, incident, Decision(Remedy.WATCH, "the job is about to end", "ending"))
         return
     if node.checking is not None:

@@ -19,8 +19,11 @@ from holdfast.coordinator.kernel.events import (
     Remember,
     Send,
 )
+from holdfast.coordinator.kernel.incident_state import Incident
+from holdfast.coordinator.kernel.membership_state import Node, Worker
+from holdfast.coordinator.kernel.phases import WorkerPhase
 from holdfast.coordinator.kernel.requests import NoteStrike, R, Request
-from holdfast.coordinator.kernel.state import CoreState, Incident, Node, Worker, WorkerPhase
+from holdfast.coordinator.kernel.state import CoreState
 from holdfast.protocol import causes, ledger
 from holdfast.protocol import messages as m
 from holdfast.protocol.causes import Cause
@@ -114,20 +117,20 @@ class Context(ABC):
 
     def alive_nodes(self) -> list[Node]:
         """Nodes that are not lost, in the order of their joining."""
-        return [n for n in self.state.nodes.values() if n.alive]
+        return [n for n in self.state.membership.nodes.values() if n.alive]
 
     def workers_in(self, *phases: WorkerPhase) -> list[Worker]:
         """Workers in any of these phases, oldest first."""
-        return [w for w in self.state.workers.values() if w.phase in phases]
+        return [w for w in self.state.membership.workers.values() if w.phase in phases]
 
     def alive_workers(self) -> list[Worker]:
         """Workers whose process is not known to be gone."""
-        return [w for w in self.state.workers.values() if w.phase is not WorkerPhase.GONE]
+        return [w for w in self.state.membership.workers.values() if w.phase is not WorkerPhase.GONE]
 
     def members(self) -> list[Worker]:
         """Workers of the newest generation, in the order of their ranks, dead ones included."""
-        g = self.state.generation
-        return [self.state.workers[x.worker] for x in g.members] if g else []
+        g = self.state.membership.generation
+        return [self.state.membership.workers[x.worker] for x in g.members] if g else []
 
     def inside(self) -> list[Worker]:
         """Members that have not left the newest generation."""
@@ -139,12 +142,12 @@ class Context(ABC):
 
     def at_full_strength(self) -> bool:
         """The newest generation has the target size."""
-        g = self.state.generation
+        g = self.state.membership.generation
         return g is not None and g.strength >= self.state.target
 
     def budget_spent(self) -> bool:
         """No worker may be started again."""
-        return self.state.restarts_used > self.spec.max_restarts
+        return self.state.membership.restarts_used > self.spec.max_restarts
 
 
 class Mode(Protocol):

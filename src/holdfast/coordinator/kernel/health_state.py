@@ -92,6 +92,31 @@ class HealthTotals(msgspec.Struct, omit_defaults=True):
     withheld: dict[str, int] = {}
 
 
+class Slow(msgspec.Struct):
+    """A worker that computes longer than its peers, so that all wait for it.
+
+    ratio: its time over theirs. part: of a step in which it needs most more. excess_s: more per step. share: of a step's
+    time for which the others wait. world: how many they are, with it. pair: it has only one peer. lost_s: of training
+    time so far. until_step: since when it is as fast as they are, or gone. asked_s: what was
+    lost when its replacement was asked for last.
+    """
+
+    worker: str
+    node: str
+    rank: int | None
+    ratio: float
+    since_step: int
+    found_step: int
+    part: str
+    excess_s: float
+    share: float
+    world: int
+    pair: bool = False
+    lost_s: float = 0.0
+    until_step: int | None = None
+    asked_s: float = 0.0
+
+
 class Health(msgspec.Struct, omit_defaults=True):
     """reports: rule to the machines that it matched on within the last minute, and when. quarantine: machine to the
     reason why it is not used. quarantine_rules: to the rule, if that is the reason. said: what was said loudly, and when.
@@ -110,6 +135,9 @@ class Health(msgspec.Struct, omit_defaults=True):
     refusals: int = 0
     turned_away: dict[str, str] = {}
     totals: HealthTotals = msgspec.field(default_factory=HealthTotals)
+    slow: list[Slow] = []
+    brought: dict[str, list[int]] = {}
+    """Node to the steps of which its own part was not finite."""
 
 
 SEVERITIES = tuple(Severity)

@@ -9,7 +9,8 @@ import msgspec
 
 from holdfast.coordinator.kernel.events import Record
 from holdfast.coordinator.kernel.health_state import KEPT_EVIDENCE, TEXT_CHARS, Evidence, Sighting, graver
-from holdfast.coordinator.kernel.state import CoreState, Incident, Injection
+from holdfast.coordinator.kernel.incident_state import Incident, Injection
+from holdfast.coordinator.kernel.state import CoreState
 from holdfast.protocol import ledger
 from holdfast.protocol.causes import Cause, CauseKind, Hang, RuleMatched
 from holdfast.protocol.health import Severity
@@ -54,7 +55,7 @@ def open_incident(
     """
     names = list(workers)
     unnamed_hang = isinstance(cause, Hang) and node is None
-    generation, ranks = state.generation, _ranks(state, names)
+    generation, ranks = state.membership.generation, _ranks(state, names)
     known = None if quiet or kind == "kill-coordinator" else _part_of(state, now, node, names)
     if known is not None:
         if cause != known.cause:  # not what was done about it
@@ -75,7 +76,7 @@ def open_incident(
         at_step=state.step,
         fault_at_s=injection.at_s if injection else fault_at_s,
         detected_at_s=now,
-        generation=state.number,
+        generation=state.membership.number,
         world=generation.strength if generation else 1,
         fault=injection.fault if injection else kind,
         injected=injection is not None,
@@ -125,8 +126,8 @@ def _disturb(
     if not at_once:
         incident.fault_at_s, incident.detected_at_s = None, now
     incident.quiet = False
-    incident.at_step, incident.generation = state.step, state.number
-    incident.world = len(state.generation.members) if state.generation else 1
+    incident.at_step, incident.generation = state.step, state.membership.number
+    incident.world = len(state.membership.generation.members) if state.membership.generation else 1
     incident.decided_at_s = incident.first_commit_at_s = incident.replaced_at_s = incident.rung = None
     incident.joined_at_s = incident.join_s = incident.restore_s = None
     reopen(state, incident)
@@ -155,7 +156,13 @@ def raised_now(state: CoreState) -> Incident | None:
     """The incident that ended the newest generation, if what it began with is an error that a worker raised: that may be
     the end of another, which is still to be heard of."""
     last = state.incidents[-1] if state.incidents else None
-    if last is None or not last.raised or last.rule or last.injected or last.generation != state.number:
+    if (
+        last is None
+        or not last.raised
+        or last.rule
+        or last.injected
+        or last.generation != state.membership.number
+    ):
         return None
     return last if last.open else None
 
@@ -242,7 +249,7 @@ def _began(incident: Incident, injection: Injection) -> None:
 
 def _ranks(state: CoreState, workers: Iterable[str]) -> list[int]:
     """Ascending, of those that are members."""
-    generation = state.generation
+    generation = state.membership.generation
     return sorted(r for w in workers if generation and (r := generation.rank_of(w)) is not None)
 
 
@@ -286,11 +293,11 @@ def committed(state: CoreState, now: float) -> list[Record]:
     """The first commit of a generation, by anyone: stalls end; at full strength incidents close."""
     records = []
     for incident in open_ones(state):
-        if incident.generation >= state.number and incident.rung != COORDINATOR:
+        if incident.generation >= state.membership.number and incident.rung != COORDINATOR:
             continue
         if incident.first_commit_at_s is None:
             incident.first_commit_at_s = now
-            if state.level == 2 or incident.rung == COORDINATOR:
+            if state.membership.level == 2 or incident.rung == COORDINATOR:
                 incident.lost_steps = incident.lost_steps or 0
             records.append(Record(describe(state, incident, ledger.IncidentResumed)))
         if _full(state, incident):
@@ -303,7 +310,9 @@ def committed(state: CoreState, now: float) -> list[Record]:
 
 def _full(state: CoreState, incident: Incident) -> bool:
     """The job has the size again that it had when the fault struck, or that it is to have by now."""
-    return state.generation is not None and state.generation.strength >= min(incident.world, state.target)
+    return state.membership.generation is not None and state.membership.generation.strength >= min(
+        incident.world, state.target
+    )
 
 
 F = TypeVar("F", bound=IncidentFacts)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from holdfast.coordinator.kernel.history import Remembered
-from holdfast.coordinator.kernel.state import Blame, Incident, Node, Worker
+from holdfast.coordinator.kernel.incident_state import Incident
+from holdfast.coordinator.kernel.membership_state import Blame, Node, Worker
 from holdfast.protocol import messages as m
 from holdfast.protocol.causes import Cause
 from holdfast.protocol.health import Remedy

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from holdfast.coordinator.kernel.state import Failure
+from holdfast.coordinator.kernel.membership_state import Failure
 
 
 class ScriptFault(msgspec.Struct, frozen=True):

@@ -9,7 +9,8 @@ from __future__ import annotations
 from enum import Enum
 
 from holdfast.coordinator.kernel.context import Context
-from holdfast.coordinator.kernel.state import JobPhase, Node, Worker, WorkerPhase
+from holdfast.coordinator.kernel.membership_state import Node, Worker
+from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
 from holdfast.errors import HoldfastError
 
 _G, _R, _B, _S, _E = JobPhase
@@ -51,10 +52,10 @@ def enter_job(context: Context, to: JobPhase) -> None:
     Raises:
         IllegalTransition: it cannot from the one that it is in.
     """
-    was = context.state.phase
+    was = context.state.membership.phase
     if to not in JOB[was]:
         raise _illegal(context, "the job", was, to)
-    context.state.phase = to
+    context.state.membership.phase = to
 
 
 def enter(context: Context, worker: Worker, to: WorkerPhase) -> None:

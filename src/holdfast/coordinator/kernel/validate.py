@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from holdfast.coordinator.kernel.state import CoreState, JobPhase, WorkerPhase
+from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
+from holdfast.coordinator.kernel.state import CoreState
 
 _USED = (WorkerPhase.MEMBER, WorkerPhase.PARKED)
 
@@ -26,54 +27,56 @@ def validate(state: CoreState) -> list[str]:
 
 
 def _job(s: CoreState) -> Iterator[str]:
-    if s.phase is JobPhase.RUNNING and (s.generation is None or s.generation.number != s.number):
-        yield f"the job runs without its generation {s.number}"
-    if s.phase is JobPhase.ENDED and s.outcome is None:
+    if s.membership.phase is JobPhase.RUNNING and (
+        s.membership.generation is None or s.membership.generation.number != s.membership.number
+    ):
+        yield f"the job runs without its generation {s.membership.number}"
+    if s.membership.phase is JobPhase.ENDED and s.membership.outcome is None:
         yield "the job has ended without an outcome"
-    if s.stop_reason is not None and s.outcome is None:
+    if s.membership.stop_reason is not None and s.membership.outcome is None:
         yield "the job is to stop without an outcome"
     counts = {
-        "restarts_used": s.restarts_used,
-        "replacing": s.replacing,
-        "committed": s.committed,
-        "lost_steps": s.lost_steps,
-        "fruitless": s.fruitless,
-        "bad_starts": s.bad_starts,
+        "restarts_used": s.membership.restarts_used,
+        "replacing": s.membership.replacing,
+        "committed": s.membership.committed,
+        "lost_steps": s.membership.lost_steps,
+        "fruitless": s.membership.fruitless,
+        "bad_starts": s.membership.bad_starts,
     }
     yield from (f"{name} is {count}" for name, count in counts.items() if count < 0)
-    starts = [r.start for r in s.rewinds]
+    starts = [r.start for r in s.storage.rewinds]
     if starts != sorted(set(starts)):
         yield f"rewinds do not rise: {starts}"
 
 
 def _workers(s: CoreState) -> Iterator[str]:
-    members = {x.worker for x in s.generation.members} if s.generation else set()
+    members = {x.worker for x in s.membership.generation.members} if s.membership.generation else set()
     slots: Counter[tuple[str, int]] = Counter()
-    for name, worker in s.workers.items():
+    for name, worker in s.membership.workers.items():
         if worker.name != name:
             yield f"worker {worker.name} is known as {name}"
         if worker.phase is WorkerPhase.GONE:
             continue
         slots[worker.node, worker.slot] += 1
-        node = s.nodes.get(worker.node)
+        node = s.membership.nodes.get(worker.node)
         if node is None or not node.alive:
             yield f"{name} is {worker.phase.value} on a node that is gone"
         if worker.phase in _USED and name not in members:
-            yield f"{name} is {worker.phase.value} and not in generation {s.number}"
+            yield f"{name} is {worker.phase.value} and not in generation {s.membership.number}"
         if worker.phase is WorkerPhase.READY and worker.ready is None:
             yield f"{name} is ready, and it is not known for what"
     yield from (
         f"{count} workers have slot {slot} of {node}" for (node, slot), count in slots.items() if count > 1
     )
-    if s.level == 2 and s.phase is JobPhase.RUNNING:
-        yield from (f"{name} is a member without a seat" for name in members - set(s.seats))
-    unknown = set(s.stops) - set(s.workers)
+    if s.membership.level == 2 and s.membership.phase is JobPhase.RUNNING:
+        yield from (f"{name} is a member without a seat" for name in members - set(s.membership.seats))
+    unknown = set(s.membership.stops) - set(s.membership.workers)
     if unknown:
         yield f"workers were told to leave that are not known: {sorted(unknown)}"
 
 
 def _nodes(s: CoreState) -> Iterator[str]:
-    for name, node in s.nodes.items():
+    for name, node in s.membership.nodes.items():
         if node.name != name:
             yield f"node {node.name} is known as {name}"
         if node.checking is not None and node.held is None:
@@ -95,29 +98,33 @@ def _incidents(s: CoreState) -> Iterator[str]:
 
 
 def _snapshots(s: CoreState) -> Iterator[str]:
-    keys = Counter((x.step, x.generation, x.world) for x in s.snapshots)
+    keys = Counter((x.step, x.generation, x.world) for x in s.storage.snapshots)
     yield from (f"{count} snapshots of step {key[0]} are one" for key, count in keys.items() if count > 1)
-    for snapshot in s.snapshots:
+    for snapshot in s.storage.snapshots:
         ranks = {h.copy.key.rank for h in snapshot.shards}
         if not ranks <= set(range(snapshot.world)):
             yield f"the snapshot of step {snapshot.step} has shards of ranks that there are not"
         if snapshot.whole and ranks != set(range(snapshot.world)):
             yield f"the snapshot of step {snapshot.step} counts as complete without all of its shards"
         for shard in snapshot.shards:
-            gone = [n for n in (*shard.nodes, *shard.asked) if n not in s.nodes or not s.nodes[n].alive]
+            gone = [
+                n
+                for n in (*shard.nodes, *shard.asked)
+                if n not in s.membership.nodes or not s.membership.nodes[n].alive
+            ]
             if gone:
                 yield f"nodes that are gone hold the snapshot of step {snapshot.step}: {gone}"
 
 
 def _tiers(s: CoreState) -> Iterator[str]:
     urls = {t.url for t in s.spec.saving.tiers}
-    under_way = Counter(x.tier for x in s.storing)
+    under_way = Counter(x.tier for x in s.storage.storing)
     yield from (
         f"{count} checkpoints are on their way to {url}" for url, count in under_way.items() if count > 1
     )
     yield from (
         f"a checkpoint is on its way to {url}, which the job has not" for url in set(under_way) - urls
     )
-    steps = [d.step for d in (s.durable, *s.older) if d is not None]
+    steps = [d.step for d in (s.storage.durable, *s.storage.older) if d is not None]
     if steps != sorted(steps, reverse=True):
         yield f"checkpoints are not known from the newest to the oldest: {steps}"

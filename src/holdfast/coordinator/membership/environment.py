@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from holdfast.coordinator.kernel.context import Context
-from holdfast.coordinator.kernel.state import Node
+from holdfast.coordinator.kernel.membership_state import Node
 from holdfast.protocol.job import CACHE_VARIABLE
 from holdfast.protocol.snapshots import TIERS_VARIABLE
 
@@ -26,14 +26,14 @@ def environment(context: Context, node: Node, slot: int, rank: int, world: int) 
         "GROUP_WORLD_SIZE": str(max(1, world // spec.nproc)),
         "ROLE_WORLD_SIZE": str(world),
         "MASTER_ADDR": master.host,
-        "MASTER_PORT": str(ports[context.state.master_uses % len(ports)]),
-        "TORCHELASTIC_RESTART_COUNT": str(context.state.restarts_used),
+        "MASTER_PORT": str(ports[context.state.membership.master_uses % len(ports)]),
+        "TORCHELASTIC_RESTART_COUNT": str(context.state.membership.restarts_used),
         "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
         "TORCHELASTIC_RUN_ID": spec.name,
         "HOLDFAST_JOB": spec.name,
         "HOLDFAST_NODE": node.name,
         "HOLDFAST_TARGET": str(spec.target),
-        "HOLDFAST_GENERATION": str(context.state.number),
+        "HOLDFAST_GENERATION": str(context.state.membership.number),
         "HOLDFAST_SNAPSHOT_EVERY": spec.saving.memory,
         **({CACHE_VARIABLE: spec.data_cache} if spec.data_cache else {}),
         TIERS_VARIABLE: msgspec.json.encode(spec.saving.tiers).decode(),

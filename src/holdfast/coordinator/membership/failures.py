@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterable
 
 from holdfast.coordinator.kernel import incidents, transitions
 from holdfast.coordinator.kernel.context import Context
+from holdfast.coordinator.kernel.incident_state import Injection
+from holdfast.coordinator.kernel.membership_state import Blame, Failure, Worker
+from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
 from holdfast.coordinator.kernel.requests import (
     AwaitChecksums,
     EndGeneration,
@@ -14,7 +17,6 @@ from holdfast.coordinator.kernel.requests import (
     StopJob,
 )
 from holdfast.coordinator.kernel.script_fault import script_fault
-from holdfast.coordinator.kernel.state import Blame, Failure, Injection, JobPhase, Worker, WorkerPhase
 from holdfast.coordinator.membership import (
     policy,
     processes,
@@ -40,11 +42,11 @@ LIKE_A_SCRIPT = ("segfault", "exit", "raise")
 
 def failed(context: Context, worker: Worker, message: m.Failed) -> None:
     """User code raised. In a step: retry in process, then a fresh worker, then it is the script's."""
-    s = context.state
-    current = s.generation
+    membership = context.state.membership
+    current = membership.generation
     if any(
         (f.worker, f.generation, f.step) == (worker.name, message.generation, message.step)
-        for f in s.failures
+        for f in membership.failures
     ):
         return  # said again by an agent that could not know whether it had been heard
     rank = current.rank_of(worker.name) if current else None
@@ -52,7 +54,7 @@ def failed(context: Context, worker: Worker, message: m.Failed) -> None:
     kind = causes.NotFinite if message.error == NonFiniteGradient.__name__ else causes.ScriptRaised
     cause = kind(message.error, message.message, phase if message.step is not None else None)
     blame = Blame(cause, rank, worker.node, message.step, message.traceback, log=worker.log)
-    s.blames[worker.name] = blame
+    membership.blames[worker.name] = blame
     at = message.step if message.step is not None else worker.committed  # between two steps: after that many
     context.record(
         ledger.Failed(
@@ -71,12 +73,12 @@ def failed(context: Context, worker: Worker, message: m.Failed) -> None:
     note_failure(context, message.step, message.signature, worker, message.generation)
     if message.own:
         context.request(NoteNonFinite(worker, message))
-    verdict = script_fault(s.failures)
+    verdict = script_fault(membership.failures)
     if verdict is not None:
         context.request(EndGeneration(cause))
         context.request(StopJob(verdict.reason, "failed", first_blame(context, message.signature) or blame))
         return
-    if s.phase is JobPhase.RUNNING or s.yielding:
+    if membership.phase is JobPhase.RUNNING or membership.yielding:
         again = _failed_before(context, worker, message)
         context.open_incident(
             cause,
@@ -94,7 +96,7 @@ def failed(context: Context, worker: Worker, message: m.Failed) -> None:
 def _failed_before(context: Context, worker: Worker, message: m.Failed) -> bool:
     same = [
         f
-        for f in context.state.failures
+        for f in context.state.membership.failures
         if f.worker == worker.name and (f.step, f.signature) == (message.step, message.signature)
     ]
     return len(same) >= 2
@@ -102,26 +104,26 @@ def _failed_before(context: Context, worker: Worker, message: m.Failed) -> bool:
 
 def first_blame(context: Context, signature: str) -> Blame | None:
     """What the first worker said that failed in this way."""
-    for failure in context.state.failures:
-        if failure.signature == signature and failure.worker in context.state.blames:
-            return context.state.blames[failure.worker]
+    for failure in context.state.membership.failures:
+        if failure.signature == signature and failure.worker in context.state.membership.blames:
+            return context.state.membership.blames[failure.worker]
     return None
 
 
 def note_failure(context: Context, step: int | None, signature: str, worker: Worker, generation: int) -> None:
     """Remembers a failure for `script_fault`."""
-    context.state.failures.append(Failure(step, signature, worker.name, worker.node, generation))
-    if node := context.state.nodes.get(worker.node):
+    context.state.membership.failures.append(Failure(step, signature, worker.name, worker.node, generation))
+    if node := context.state.membership.nodes.get(worker.node):
         node.failures += 1
 
 
 def forgive(context: Context, innocent: Callable[[Failure], bool]) -> None:
     """Forgets failures that turned out to be something else's."""
-    s = context.state
-    for failure in filter(innocent, s.failures):
-        if node := s.nodes.get(failure.node):
+    membership = context.state.membership
+    for failure in filter(innocent, membership.failures):
+        if node := membership.nodes.get(failure.node):
             node.failures -= 1
-    s.failures = [f for f in s.failures if not innocent(f)]
+    membership.failures = [f for f in membership.failures if not innocent(f)]
 
 
 # ---------------------------------------------------------------- processes that end
@@ -130,12 +132,12 @@ def forgive(context: Context, innocent: Callable[[Failure], bool]) -> None:
 def exited(context: Context, message: m.Exited) -> None:
     """A worker's process ended."""
     s = context.state
-    worker = s.workers.get(message.worker)
+    worker = s.membership.workers.get(message.worker)
     if worker is None or worker.exited:
         return
     worker.exited = True
     described = Blame(causes.ProcessEnded(message.code), node=worker.node, log=message.log)
-    blame = s.blames.setdefault(worker.name, described)
+    blame = s.membership.blames.setdefault(worker.name, described)
     blame.tail, blame.log = list(message.tail), message.log
     context.record(
         ledger.WorkerExited(worker=worker.name, node=worker.node, code=message.code, log=message.log)
@@ -157,12 +159,14 @@ def lose_worker(
 
 
 def judge_exit(context: Context, worker: Worker, message: m.Exited, early: bool) -> None:
-    s = context.state
-    blame = s.blames[worker.name]
-    blame.rank = blame.rank if s.generation is None else s.generation.rank_of(worker.name)
+    membership = context.state.membership
+    blame = membership.blames[worker.name]
+    blame.rank = blame.rank if membership.generation is None else membership.generation.rank_of(worker.name)
     signature = policy.failure_signature(blame, message)
-    note_failure(context, None if early else s.committed, signature, worker, s.number)
-    verdict = script_fault(s.failures, trained=s.number > 0, nodes=queries.hoped_for(context))
+    note_failure(context, None if early else membership.committed, signature, worker, membership.number)
+    verdict = script_fault(
+        membership.failures, trained=membership.number > 0, nodes=queries.hoped_for(context)
+    )
     if verdict is not None:
         context.request(EndGeneration(blame.cause))
         context.request(StopJob(verdict.reason, "failed", first_blame(context, signature)))
@@ -170,12 +174,12 @@ def judge_exit(context: Context, worker: Worker, message: m.Exited, early: bool)
 
 def did_not_start(context: Context, worker: Worker, cause: causes.Cause) -> None:
     """One more that did not get ready. Workers that were started together count once."""
-    s, node = context.state, context.state.nodes.get(worker.node)
-    if worker.started_s >= s.bad_start_at_s:
-        s.bad_starts, s.bad_start_at_s = s.bad_starts + 1, context.now
-        if s.bad_starts >= 2:
-            pause_s = context.timing.heartbeat_s * 2.0 ** min(s.bad_starts - 2, 16)
-            s.start_after_s = context.now + min(pause_s, context.timing.wait_s)
+    s, node = context.state, context.state.membership.nodes.get(worker.node)
+    if worker.started_s >= s.membership.bad_start_at_s:
+        s.membership.bad_starts, s.membership.bad_start_at_s = s.membership.bad_starts + 1, context.now
+        if s.membership.bad_starts >= 2:
+            pause_s = context.timing.heartbeat_s * 2.0 ** min(s.membership.bad_starts - 2, 16)
+            s.deadlines.start_after_s = context.now + min(pause_s, context.timing.wait_s)
     if node is not None and worker.started_s >= node.struck_at_s:
         node.strikes, node.struck_at_s = node.strikes + 1, context.now
         if node.alive and node.strikes >= STRIKES:
@@ -184,8 +188,8 @@ def did_not_start(context: Context, worker: Worker, cause: causes.Cause) -> None
 
 def started_well(context: Context, worker: Worker) -> None:
     """A worker became ready: what failed before was no rule."""
-    context.state.bad_starts, context.state.start_after_s = 0, None
-    if node := context.state.nodes.get(worker.node):
+    context.state.membership.bad_starts, context.state.deadlines.start_after_s = 0, None
+    if node := context.state.membership.nodes.get(worker.node):
         node.strikes = 0
 
 
@@ -194,14 +198,14 @@ def started_well(context: Context, worker: Worker) -> None:
 
 def condemn(context: Context, workers: Iterable[Worker], cause: causes.Cause) -> None:
     """Takes workers out that will not leave by themselves."""
-    s = context.state
+    membership = context.state.membership
     by_node: dict[str, list[Worker]] = {}
     for worker in workers:
         by_node.setdefault(worker.node, []).append(worker)
     breaks = False
     for node, ours in by_node.items():
         part = any(w.phase in (WorkerPhase.MEMBER, WorkerPhase.PARKED) for w in ours)
-        if part and s.phase is not JobPhase.STOPPING:
+        if part and membership.phase is not JobPhase.STOPPING:
             names = [w.name for w in ours]
             context.open_incident(cause, node=node, workers=names)
             breaks = True
@@ -210,8 +214,8 @@ def condemn(context: Context, workers: Iterable[Worker], cause: causes.Cause) ->
                 ledger.WorkerEnded(workers=[w.name for w in ours], cause=str(cause), cause_kind=cause.kind)
             )
         for worker in ours:
-            rank = s.generation.rank_of(worker.name) if s.generation else None
-            s.blames[worker.name] = Blame(cause, rank, node, s.committed, log=worker.log)
+            rank = membership.generation.rank_of(worker.name) if membership.generation else None
+            membership.blames[worker.name] = Blame(cause, rank, node, membership.committed, log=worker.log)
             processes.end_worker(context, worker)
     if breaks:
         context.request(EndGeneration(cause))
@@ -235,16 +239,24 @@ def end_stuck(context: Context) -> None:
     the time of a start for that.
     """
     s = context.state
-    s.break_deadline_s = None
-    stuck = [w for w in context.alive_workers() if w.phase is WorkerPhase.MEMBER or w.name in s.stops]
+    s.deadlines.break_deadline_s = None
+    stuck = [
+        w for w in context.alive_workers() if w.phase is WorkerPhase.MEMBER or w.name in s.membership.stops
+    ]
     stuck = [w for w in stuck if w.phase in (WorkerPhase.MEMBER, WorkerPhase.PARKED)]
-    until_s = {w.name: s.broke_at_s + s.unheard_s + context.timing.start_s for w in stuck if w.aside}
+    until_s = {
+        w.name: s.membership.broke_at_s + s.membership.unheard_s + context.timing.start_s
+        for w in stuck
+        if w.aside
+    }
     for worker in stuck:
-        if worker.median_s is None and worker.joined == s.number:
-            until_s.setdefault(worker.name, s.formed_at_s + context.timing.start_s)
-    patient = [w for w in stuck if s.stop_reason is None and context.now < until_s.get(w.name, 0.0)]
+        if worker.median_s is None and worker.joined == s.membership.number:
+            until_s.setdefault(worker.name, s.membership.formed_at_s + context.timing.start_s)
+    patient = [
+        w for w in stuck if s.membership.stop_reason is None and context.now < until_s.get(w.name, 0.0)
+    ]
     if patient:
-        s.break_deadline_s = min(until_s[w.name] for w in patient)
+        s.deadlines.break_deadline_s = min(until_s[w.name] for w in patient)
     condemn(context, [w for w in stuck if w not in patient], causes.LeftBehind())
 
 
@@ -254,7 +266,11 @@ def end_stuck(context: Context) -> None:
 def injected(context: Context, injection: Injection) -> None:
     """A fault is being injected now, or was just before: it explains an incident, and blames nobody."""
     s = context.state
-    rank = s.generation.rank_of(injection.worker) if s.generation and injection.worker else None
+    rank = (
+        s.membership.generation.rank_of(injection.worker)
+        if s.membership.generation and injection.worker
+        else None
+    )
     context.record(
         ledger.FaultInjected(
             fault=injection.fault,
@@ -262,7 +278,7 @@ def injected(context: Context, injection: Injection) -> None:
             node=injection.node,
             worker=injection.worker,
             rank=rank,
-            step=s.committed,
+            step=s.membership.committed,
         )
     )
     if injection.kind == "preempt-node":
@@ -275,6 +291,6 @@ def injected(context: Context, injection: Injection) -> None:
 
 def forget(context: Context) -> None:
     """Keeps the state small, however long the job runs."""
-    failures = context.state.failures
+    failures = context.state.membership.failures
     if len(failures) > KEPT:
         del failures[: -KEPT // 2]

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 from holdfast.coordinator.kernel import incidents, transitions
 from holdfast.coordinator.kernel.context import Context
+from holdfast.coordinator.kernel.membership_state import Seat, Worker
+from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
 from holdfast.coordinator.kernel.requests import ReportUnreadable, RewindTo, SpreadCopies, StopJob
-from holdfast.coordinator.kernel.state import JobPhase, Seat, Snapshot, Worker, WorkerPhase
+from holdfast.coordinator.kernel.storage_state import Snapshot
 from holdfast.coordinator.membership import (
     nodes,
     policy,
@@ -43,38 +45,46 @@ MAX_ATTEMPTS = 16
 def break_generation(context: Context, cause: causes.Cause) -> None:
     """Every member leaves the generation and reports what it holds."""
     s = context.state
-    draining = s.phase is JobPhase.BREAKING and s.yielding
-    if s.generation is None or not context.mode.replaces_one or not (s.phase is JobPhase.RUNNING or draining):
+    draining = s.membership.phase is JobPhase.BREAKING and s.membership.yielding
+    if (
+        s.membership.generation is None
+        or not context.mode.replaces_one
+        or not (s.membership.phase is JobPhase.RUNNING or draining)
+    ):
         return
     transitions.enter_job(context, JobPhase.BREAKING)
-    s.yielding, s.change_reason = False, None
-    s.broke_cause, s.broke_at_s, s.unheard_s = cause, context.now, 0.0
-    s.break_deadline_s = context.now + context.timing.stall_s(context.median_s())
-    s.inspect_deadline_s = None
-    context.record(ledger.Broke(generation=s.generation.number, reason=str(cause), step=s.committed))
+    s.membership.yielding, s.membership.change_reason = False, None
+    s.membership.broke_cause, s.membership.broke_at_s, s.membership.unheard_s = cause, context.now, 0.0
+    s.deadlines.break_deadline_s = context.now + context.timing.stall_s(context.median_s())
+    s.deadlines.inspect_deadline_s = None
+    context.record(
+        ledger.Broke(
+            generation=s.membership.generation.number, reason=str(cause), step=s.membership.committed
+        )
+    )
     replica_groups.broke(context, str(cause))
 
 
 def end_at_commit(context: Context, reason: str) -> None:
     """The generation ends at its next commit: nothing is lost."""
-    s = context.state
-    if s.generation is None or s.yielding:
+    membership = context.state.membership
+    if membership.generation is None or membership.yielding:
         return
-    s.yielding, s.change_reason = True, reason
-    context.record(ledger.Yield(generation=s.generation.number, reason=reason))
+    membership.yielding, membership.change_reason = True, reason
+    context.record(ledger.Yield(generation=membership.generation.number, reason=reason))
     for worker in context.inside():
-        context.tell(worker, m.EndAtCommit(s.generation.number))
+        context.tell(worker, m.EndAtCommit(membership.generation.number))
 
 
 def collective_error(context: Context, worker: Worker, message: m.CollectiveError) -> None:
     """Evidence that something is wrong, not who: the generation breaks, and its members say what they hold."""
-    s = context.state
-    if s.generation is None or message.generation != s.generation.number:
+    membership = context.state.membership
+    if membership.generation is None or message.generation != membership.generation.number:
         return
     if worker.phase is WorkerPhase.MEMBER:
         context.record(ledger.CollectiveError(worker=worker.name, step=message.step, detail=message.detail))
-        seat = s.seats[worker.name]
-        if seat.restore and message.step < 0 and s.phase is JobPhase.RUNNING:
+        seat = membership.seats[worker.name]
+        if seat.restore and message.step < 0 and membership.phase is JobPhase.RUNNING:
             if seat.copy is not None:
                 context.request(ReportUnreadable(seat.copy, message))
             elif seat.durable is not None:
@@ -85,7 +95,7 @@ def collective_error(context: Context, worker: Worker, message: m.CollectiveErro
 def parked(context: Context, worker: Worker, message: m.Parked) -> None:
     """A member is out of the generation and says what it holds."""
     s = context.state
-    if s.generation is None or message.generation != s.generation.number:
+    if s.membership.generation is None or message.generation != s.membership.generation.number:
         return
     if worker.phase is not WorkerPhase.MEMBER:
         return
@@ -93,13 +103,13 @@ def parked(context: Context, worker: Worker, message: m.Parked) -> None:
     worker.aside = False
     worker.committed, worker.prepared = message.committed, message.prepared
     worker.begun = message.begun
-    s.committed = max(s.committed, message.committed or 0)
-    if s.phase is not JobPhase.RUNNING:
+    s.membership.committed = max(s.membership.committed, message.committed or 0)
+    if s.membership.phase is not JobPhase.RUNNING:
         return
-    if s.yielding:
+    if s.membership.yielding:
         transitions.enter_job(context, JobPhase.BREAKING)
-        s.broke_at_s, s.unheard_s = context.now, 0.0
-        s.break_deadline_s = context.now + context.timing.stall_s(context.median_s())
+        s.membership.broke_at_s, s.membership.unheard_s = context.now, 0.0
+        s.deadlines.break_deadline_s = context.now + context.timing.stall_s(context.median_s())
     else:
         break_generation(context, causes.MemberLeft(worker.name))
 
@@ -108,24 +118,28 @@ def gather(context: Context) -> None:
     """Everyone has left the generation."""
     s = context.state
     transitions.enter_job(context, JobPhase.GATHERING)
-    s.break_deadline_s, s.yielding = None, False
+    s.deadlines.break_deadline_s, s.membership.yielding = None, False
     context.request(SpreadCopies())  # what members would have saved themselves is asked of others now
-    cause, s.broke_cause = s.broke_cause, None
+    cause, s.membership.broke_cause = s.membership.broke_cause, None
     if (
         cause is None
-        or s.stop_reason is not None
+        or s.membership.stop_reason is not None
         or any(i.decided_at_s is None for i in incidents.open_ones(s))
     ):
         return
-    context.open_incident(cause, node=None, rung="retry in process", at_s=s.broke_at_s, needs_newcomer=False)
-    if s.generation is None or s.generation_committed > s.generation.start:
+    context.open_incident(
+        cause, node=None, rung="retry in process", at_s=s.membership.broke_at_s, needs_newcomer=False
+    )
+    if s.membership.generation is None or s.membership.generation_committed > s.membership.generation.start:
         return
-    s.fruitless += 1
-    if s.fruitless >= MAX_ATTEMPTS:
-        context.request(StopJob(f"no step could be finished in {s.fruitless} attempts: {cause}", "failed"))
-    elif s.fruitless > PATIENT_ATTEMPTS:
-        pause_s = context.timing.heartbeat_s * 2.0 ** (s.fruitless - PATIENT_ATTEMPTS)
-        s.form_after_s = context.now + min(pause_s, context.timing.form_s)
+    s.membership.fruitless += 1
+    if s.membership.fruitless >= MAX_ATTEMPTS:
+        context.request(
+            StopJob(f"no step could be finished in {s.membership.fruitless} attempts: {cause}", "failed")
+        )
+    elif s.membership.fruitless > PATIENT_ATTEMPTS:
+        pause_s = context.timing.heartbeat_s * 2.0 ** (s.membership.fruitless - PATIENT_ATTEMPTS)
+        s.deadlines.form_after_s = context.now + min(pause_s, context.timing.form_s)
 
 
 # ---------------------------------------------------------------- the next one
@@ -134,36 +148,41 @@ def gather(context: Context) -> None:
 def try_form(context: Context) -> None:
     """Forms a generation as soon as there are workers enough; nobody waits for a slow starter."""
     s = context.state
-    if s.form_after_s is not None and context.now < s.form_after_s:
+    if s.deadlines.form_after_s is not None and context.now < s.deadlines.form_after_s:
         return
     survivors = context.workers_in(WorkerPhase.PARKED)
-    nothing_saved = s.durable is None and storage.newest_whole(context) is None
+    nothing_saved = s.storage.durable is None and storage.newest_whole(context) is None
     if survivors and nothing_saved and not _whole(context, survivors):
         _start_over(context, survivors)
         survivors = []
-    if s.unread and nothing_saved and not any(w.committed is not None for w in survivors):
-        more = f" (and {len(s.unread) - 1} more)" if len(s.unread) > 1 else ""
+    if s.storage.unread and nothing_saved and not any(w.committed is not None for w in survivors):
+        more = f" (and {len(s.storage.unread) - 1} more)" if len(s.storage.unread) > 1 else ""
         advice = "remove it, or choose another --job, to begin anew"
-        context.request(StopJob(f"no checkpoint could be loaded: {s.unread[0]}{more}; {advice}", "failed"))
+        context.request(
+            StopJob(f"no checkpoint could be loaded: {s.storage.unread[0]}{more}; {advice}", "failed")
+        )
         return
     ready = context.workers_in(WorkerPhase.READY)
-    fresh = sorted(ready, key=lambda w: (bool(s.nodes[w.node].lemon), s.nodes[w.node].failures, w.node))
+    fresh = sorted(
+        ready,
+        key=lambda w: (bool(s.membership.nodes[w.node].lemon), s.membership.nodes[w.node].failures, w.node),
+    )
     kept, joining = resize.choose(context, survivors, fresh)
     count = shard_policy.strength(context, kept, joining)
     if count >= s.needed:
-        s.wait_deadline_s = None
-        enough = count >= s.target and not (s.snapshots and queries.expected(context))
-        if s.number > 0 or enough or not _worth_waiting(context):
+        s.deadlines.wait_deadline_s = None
+        enough = count >= s.target and not (s.storage.snapshots and queries.expected(context))
+        if s.membership.number > 0 or enough or not _worth_waiting(context):
             resize.let_go(context, [w for w in survivors if w not in kept])
             _form(context, survivors, kept, joining)
         return
     shard_policy.rebuild(context)  # also for what those held that were ended just now
     if context.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED) or queries.under_repair(context):
-        s.wait_deadline_s = None  # they have a deadline of their own
-    elif s.wait_deadline_s is None:
-        s.wait_deadline_s = context.now + context.timing.wait_s
-    if s.number and not s.waiting:
-        s.waiting = True
+        s.deadlines.wait_deadline_s = None  # they have a deadline of their own
+    elif s.deadlines.wait_deadline_s is None:
+        s.deadlines.wait_deadline_s = context.now + context.timing.wait_s
+    if s.membership.number and not s.membership.waiting:
+        s.membership.waiting = True
         context.record(ledger.Waiting(workers=count, target=s.target))
     if queries.hopeless(context):
         why = "the restart budget is spent" if context.budget_spent() else "no more nodes may be asked for"
@@ -174,7 +193,7 @@ def _whole(context: Context, survivors: list[Worker]) -> bool:
     """Whether survivors hold every shard of one state."""
     outcome = policy.settle({w.name: policy.Report(w.committed, w.prepared) for w in survivors})
     return {w.shard_index for w in survivors if w.name in outcome.holders} == set(
-        range(context.state.shard_count)
+        range(context.state.membership.shard_count)
     )
 
 
@@ -183,12 +202,14 @@ def _worth_waiting(context: Context) -> bool:
     with snapshots of a run before, for all nodes: the newest may be in the memory of the last one."""
     s = context.state
     pending = context.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED)
-    missing = len(context.alive_nodes()) < s.wanted_nodes or (s.snapshots and queries.expected(context))
-    if not (pending or s.replacing or missing):
+    missing = len(context.alive_nodes()) < s.wanted_nodes or (
+        s.storage.snapshots and queries.expected(context)
+    )
+    if not (pending or s.membership.replacing or missing):
         return False
-    if s.form_deadline_s is None:
-        s.form_deadline_s = context.now + context.timing.form_s
-    return context.now < s.form_deadline_s
+    if s.deadlines.form_deadline_s is None:
+        s.deadlines.form_deadline_s = context.now + context.timing.form_s
+    return context.now < s.deadlines.form_deadline_s
 
 
 def _start_over(context: Context, survivors: list[Worker]) -> None:
@@ -208,10 +229,13 @@ def _form(context: Context, survivors: list[Worker], kept: list[Worker], fresh: 
     outcome = policy.settle(reports)
     seating = _seating(context, survivors, kept, fresh)
     ranks = seating.workers
-    columns = [[w for w in ranks if s.workers[w].shard_index == p] for p in range(s.shard_count)]
+    columns = [
+        [w for w in ranks if s.membership.workers[w].shard_index == p]
+        for p in range(s.membership.shard_count)
+    ]
     durable, snapshot = None, None
     if any(outcome.holders.isdisjoint(column) for column in columns):
-        durable, snapshot = s.durable, storage.newest_whole(context)
+        durable, snapshot = s.storage.durable, storage.newest_whole(context)
         if snapshot is not None and durable is not None and durable.step > snapshot.step:
             snapshot = None
         elif snapshot is not None:
@@ -229,32 +253,39 @@ def _form(context: Context, survivors: list[Worker], kept: list[Worker], fresh: 
         context.request(RewindTo(start))
     else:
         start, holders, restore = outcome.start or 0, outcome.holders, outcome.restore
-    before = s.generation.strength if s.generation else 0
-    connected = replica_groups.connected_in(context, seating.rows, s.generation) if s.shard_count > 1 else ()
-    s.number += 1
-    complete = len(seating.rows) * s.shard_count
-    members = tuple(
-        _member(r, s.workers[w], r // s.shard_count if r < complete else -1) for r, w in enumerate(ranks)
+    before = s.membership.generation.strength if s.membership.generation else 0
+    connected = (
+        replica_groups.connected_in(context, seating.rows, s.membership.generation)
+        if s.membership.shard_count > 1
+        else ()
     )
-    s.generation = m.Generation(number=s.number, members=members, start=start, shape=s.shape, rows=connected)
+    s.membership.number += 1
+    complete = len(seating.rows) * s.membership.shard_count
+    members = tuple(
+        _member(r, s.membership.workers[w], r // s.membership.shard_count if r < complete else -1)
+        for r, w in enumerate(ranks)
+    )
+    s.membership.generation = m.Generation(
+        number=s.membership.number, members=members, start=start, shape=s.membership.shape, rows=connected
+    )
     live = durable is None and snapshot is None
-    savers = storage.savers(context, s.generation)
+    savers = storage.savers(context, s.membership.generation)
     givers, served = [], []
-    for shard_index in range(s.shard_count):
-        column = s.generation.column(shard_index)
+    for shard_index in range(s.membership.shard_count):
+        column = s.membership.generation.column(shard_index)
         readers = _readers([members[r] for r in column]) if durable is not None else ()
         givers.append(
             (tuple(r for r in column if ranks[r] in holders)[:MAX_DONORS] if live else ()) or readers
         )
         served.append(any(ranks[r] in restore for r in column) and len(column) > len(readers))
-    s.seats, s.givers = {}, tuple(givers)
+    s.membership.seats, s.membership.givers = {}, tuple(givers)
     mtbf_s = storage.mean_time_between_failures_s(context)
     for rank, name in enumerate(ranks):
         copy: Copy | None = None
         sources: tuple[Holder, ...] = ()
         others: tuple[tuple[Copy, tuple[Holder, ...]], ...] = ()
-        shard_index, node = s.workers[name].shard_index, s.workers[name].node
-        if snapshot is not None and snapshot.world == s.shard_count:
+        shard_index, node = s.membership.workers[name].shard_index, s.membership.workers[name].node
+        if snapshot is not None and snapshot.world == s.membership.shard_count:
             copy, sources = storage.sources(context, snapshot, shard_index, node)
         elif snapshot is not None:
             others = tuple(storage.sources(context, snapshot, x, node) for x in range(snapshot.world))
@@ -273,20 +304,20 @@ def _form(context: Context, survivors: list[Worker], kept: list[Worker], fresh: 
             mtbf_s=mtbf_s,
             shards=others if name in restore else (),
         )
-        _enroll(context, s.workers[name], seat, start)
+        _enroll(context, s.membership.workers[name], seat, start)
     transitions.enter_job(context, JobPhase.RUNNING)
-    s.generation_committed, s.committed = start, max(start, s.committed)
-    s.form_deadline_s = s.wait_deadline_s = s.form_after_s = None
-    s.waiting = False
-    s.formed_at_s = context.now
-    s.history.append((round(context.now - s.began_s, 4), complete))
+    s.membership.generation_committed, s.membership.committed = start, max(start, s.membership.committed)
+    s.deadlines.form_deadline_s = s.deadlines.wait_deadline_s = s.deadlines.form_after_s = None
+    s.membership.waiting = False
+    s.membership.formed_at_s = context.now
+    s.membership.history.append((round(context.now - s.began_s, 4), complete))
     resize.formed(context, before, complete, len(fresh))
     for _ in fresh:
         incidents.replaced(s, context.now)
     incidents.decided(s, context.now, _rung(context, fresh, complete))
     context.record(
         ledger.Formed(
-            generation=s.number,
+            generation=s.membership.number,
             start=start,
             world=complete,
             workers=list(ranks),
@@ -299,9 +330,9 @@ def _form(context: Context, survivors: list[Worker], kept: list[Worker], fresh: 
 
 
 def _seating(context: Context, survivors: list[Worker], kept: list[Worker], fresh: list[Worker]) -> Seating:
-    if context.state.shard_count > 1:
+    if context.state.membership.shard_count > 1:
         return resize.seating(context, kept, fresh)
-    previous = context.state.generation if survivors else None
+    previous = context.state.membership.generation if survivors else None
     ranks = policy.assign_ranks(previous, [w.name for w in kept], [w.name for w in fresh])
     return Seating(tuple((w,) for w in ranks))
 
@@ -324,8 +355,8 @@ def _enroll(context: Context, worker: Worker, seat: Seat, start: int) -> None:
     transitions.enter(context, worker, WorkerPhase.MEMBER)
     worker.prepared, worker.restored = False, None
     worker.committed = start
-    context.state.blames.pop(worker.name, None)
-    context.state.seats[worker.name] = seat
+    context.state.membership.blames.pop(worker.name, None)
+    context.state.membership.seats[worker.name] = seat
     context.tell(worker, queries.form(context.state, worker))
 
 
@@ -338,7 +369,7 @@ def _rung(context: Context, fresh: list[Worker], world: int) -> str:
 
 def _differs(context: Context, name: str, other: str) -> bool:
     """Whether two workers that hold the same shard began with different states."""
-    mine, theirs = context.state.workers[name].ready, context.state.workers[other].ready
+    mine, theirs = context.state.membership.workers[name].ready, context.state.membership.workers[other].ready
     return (mine and mine.digest) != (theirs and theirs.digest)
 
 
@@ -359,9 +390,9 @@ def _member(rank: int, worker: Worker, replica: int) -> m.Member:
 
 def _count_lost(context: Context, start: int) -> None:
     s = context.state
-    lost = max(0, s.committed - start)
-    s.lost_steps += lost
-    s.committed = min(s.committed, start)
+    lost = max(0, s.membership.committed - start)
+    s.membership.lost_steps += lost
+    s.membership.committed = min(s.membership.committed, start)
     for incident in incidents.open_ones(s):
         if incident.first_commit_at_s is None:
             incident.lost_steps = (incident.lost_steps or 0) + lost

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from holdfast.coordinator.kernel.context import Context
+from holdfast.coordinator.kernel.membership_state import Worker
+from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
 from holdfast.coordinator.kernel.requests import EndGeneration
-from holdfast.coordinator.kernel.state import JobPhase, Worker, WorkerPhase
 from holdfast.coordinator.membership import failures, policy
 from holdfast.health import stacks
 from holdfast.protocol import causes, ledger
@@ -43,41 +44,41 @@ class Inspection:
 def stalled(context: Context, name: str, view: m.WorkerView) -> None:
     """An agent says that a worker stands still: every node is asked how its workers stand."""
     s = context.state
-    worker = s.workers.get(name)
+    worker = s.membership.workers.get(name)
     if worker is None or worker.phase is WorkerPhase.GONE:
         return
-    running = s.phase is JobPhase.RUNNING and worker.phase is WorkerPhase.MEMBER
+    running = s.membership.phase is JobPhase.RUNNING and worker.phase is WorkerPhase.MEMBER
     if view.process in "Tt" and not running and context.mode.replaces_one:
         failures.condemn(context, [worker], causes.ProcessStopped())
         return
     if _left_behind(context, worker, view):
         failures.condemn(context, [worker], causes.LeftBehind())
         return
-    if not running or s.inspect_deadline_s is not None or context.now < s.look_again_s:
+    if not running or s.deadlines.inspect_deadline_s is not None or context.now < s.membership.look_again_s:
         return
-    s.inspect_request += 1
-    s.inspect_deadline_s = context.now + context.timing.inspect_s
+    s.membership.inspect_request += 1
+    s.deadlines.inspect_deadline_s = context.now + context.timing.inspect_s
     inspection = context.transient(Inspection)
     inspection.begin({w.node for w in context.inside()})
     context.record(ledger.Stalled(worker=name, node=worker.node, step=s.step))
     for node in sorted(inspection.unheard):
-        context.send(node, m.Inspect(s.inspect_request))
+        context.send(node, m.Inspect(s.membership.inspect_request))
 
 
 def _left_behind(context: Context, worker: Worker, view: m.WorkerView) -> bool:
     """It still waits for its peers, though the generation has long been broken. (One that computes its first
     step may be compiling, and will come.)"""
-    s = context.state
-    if s.phase is not JobPhase.BREAKING or worker.phase is not WorkerPhase.MEMBER:
+    membership = context.state.membership
+    if membership.phase is not JobPhase.BREAKING or worker.phase is not WorkerPhase.MEMBER:
         return False
-    waits = min(view.idle_s, context.now - s.broke_at_s - s.unheard_s)
+    waits = min(view.idle_s, context.now - membership.broke_at_s - membership.unheard_s)
     return view.place.phase in WAITING_PHASES and waits >= MARGIN * context.timing.stall_s(context.median_s())
 
 
 def inspected(context: Context, message: m.InspectReply) -> None:
     """One node's answer; the last one leads to a verdict."""
     s, inspection = context.state, context.transient(Inspection)
-    if s.inspect_deadline_s is None or message.request != s.inspect_request:
+    if s.deadlines.inspect_deadline_s is None or message.request != s.membership.inspect_request:
         return
     members = {w.name: w.node for w in context.inside()}
     for view in message.workers:
@@ -92,19 +93,19 @@ def inspected(context: Context, message: m.InspectReply) -> None:
 def judge(context: Context) -> None:
     """All have answered, or the time for it is over."""
     s, inspection = context.state, context.transient(Inspection)
-    s.inspect_deadline_s = None
+    s.deadlines.inspect_deadline_s = None
     allowed = {v.worker: _allowed_s(context, v) for v in inspection.views}
-    ranks = {x.worker: x.rank for x in s.generation.members} if s.generation else {}
+    ranks = {x.worker: x.rank for x in s.membership.generation.members} if s.membership.generation else {}
     verdict = policy.find_culprits(
         inspection.views, allowed, inspection.stacks, complete=not inspection.unheard, ranks=ranks
     )
     named = verdict.workers
-    if verdict.again and s.stall_rounds < RETRIES:
+    if verdict.again and s.membership.stall_rounds < RETRIES:
         named = ()
     groups = stacks.cluster({v.worker: inspection.stacks.get(v.worker, "") for v in inspection.views})
     where = stacks.describe(groups, ranks)
     context.record(ledger.StallJudged(workers=list(named), reason=verdict.reason, where=where))
-    culprits = [s.workers[w] for w in named if s.workers[w].phase is WorkerPhase.MEMBER]
+    culprits = [s.membership.workers[w] for w in named if s.membership.workers[w].phase is WorkerPhase.MEMBER]
     if verdict.one_of:  # the longest here, so that it is the other one's turn if the hang comes again
         culprits = sorted(culprits, key=lambda w: w.started_s)[:1]
     before = len(s.incidents)
@@ -133,12 +134,12 @@ def _allowed_s(context: Context, view: m.WorkerView) -> float:
 def nobody_differs(context: Context, reason: str) -> None:
     """Tries the step again, twice. After that half of the workers are replaced, and then the other half: one of
     them is at fault, and the state lives on in the rest."""
-    s = context.state
+    membership = context.state.membership
     waiting = any(v.place.phase in _FOR_OTHERS for v in context.transient(Inspection).views)
-    s.stall_rounds += 1
-    if not waiting and s.stall_rounds < PATIENT_ROUNDS:
+    membership.stall_rounds += 1
+    if not waiting and membership.stall_rounds < PATIENT_ROUNDS:
         return
-    if not waiting or s.stall_rounds <= RETRIES:
+    if not waiting or membership.stall_rounds <= RETRIES:
         cause = causes.Hang(reason)
         context.open_incident(cause, node=None, rung="retry in process", needs_newcomer=False)
         context.request(EndGeneration(cause))

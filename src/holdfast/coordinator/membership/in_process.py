@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from holdfast.coordinator.kernel import transitions
 from holdfast.coordinator.kernel.context import Context
+from holdfast.coordinator.kernel.incident_state import Incident
+from holdfast.coordinator.kernel.membership_state import Node, Worker
+from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
 from holdfast.coordinator.kernel.requests import EndGeneration, ForgetLast, StopJob, SwapLemons
-from holdfast.coordinator.kernel.state import Incident, JobPhase, Node, Worker, WorkerPhase
 from holdfast.coordinator.membership import (
     failures,
     generations,
@@ -33,12 +35,12 @@ class InProcess:
 
     def on_exit(self, context: Context, worker: Worker, message: m.Exited) -> None:
         """A worker that had all steps may end; any other is lost."""
-        s = context.state
-        blame = s.blames[worker.name]
+        membership = context.state.membership
+        blame = membership.blames[worker.name]
         if worker.phase is WorkerPhase.DONE:
             transitions.enter(context, worker, WorkerPhase.GONE)
             if (
-                message.code > 0 and s.outcome is None
+                message.code > 0 and membership.outcome is None
             ):  # a signal is the machine's fault, and its steps are done
                 context.request(StopJob("the script failed after its last step", "failed", blame))
         else:
@@ -49,14 +51,14 @@ class InProcess:
         self, context: Context, worker: Worker, was: WorkerPhase, cause: Cause, message: m.Exited | None
     ) -> None:
         """The generation ends if it was a member; another worker takes its place."""
-        s = context.state
-        if s.phase is JobPhase.STOPPING or was is WorkerPhase.DONE:
+        membership = context.state.membership
+        if membership.phase is JobPhase.STOPPING or was is WorkerPhase.DONE:
             return
-        s.restarts_used += 1
+        membership.restarts_used += 1
         member = was in (WorkerPhase.MEMBER, WorkerPhase.PARKED)
         early = was in (WorkerPhase.STARTING, WorkerPhase.ATTACHED)
         injected = False
-        if member or s.number == 0:
+        if member or membership.number == 0:
             incident = context.open_incident(cause, node=worker.node, workers=[worker.name])
             injected = incident.injected and not str(incident.fault).startswith(failures.LIKE_A_SCRIPT)
         if message is not None and (member or early) and not injected:
@@ -101,18 +103,21 @@ class InProcess:
     def on_out_of_time(self, context: Context) -> None:
         """The step in flight took too long: it is dropped and what was committed is saved, by another if need be."""
         s = context.state
-        if s.phase is JobPhase.RUNNING:
+        if s.membership.phase is JobPhase.RUNNING:
             context.request(EndGeneration(causes.Stopping()))
-        elif s.phase is JobPhase.BREAKING:
+        elif s.membership.phase is JobPhase.BREAKING:
             failures.end_stuck(context)
-        elif any(w.name not in s.stops for w in context.workers_in(WorkerPhase.PARKED)):
-            stuck = [w for w in context.workers_in(WorkerPhase.PARKED) if w.name in s.stops]
+        elif any(w.name not in s.membership.stops for w in context.workers_in(WorkerPhase.PARKED)):
+            stuck = [w for w in context.workers_in(WorkerPhase.PARKED) if w.name in s.membership.stops]
             failures.condemn(context, stuck, causes.NotSaved())
             context.request(ForgetLast())
-            s.stop_deadline_s = context.now + context.timing.start_s
-        elif s.phase is JobPhase.STOPPING and (until_s := storage.moves_until_s(context)) > context.now:
-            s.stop_deadline_s = until_s
-        elif s.phase is JobPhase.STOPPING:
+            s.deadlines.stop_deadline_s = context.now + context.timing.start_s
+        elif (
+            s.membership.phase is JobPhase.STOPPING
+            and (until_s := storage.moves_until_s(context)) > context.now
+        ):
+            s.deadlines.stop_deadline_s = until_s
+        elif s.membership.phase is JobPhase.STOPPING:
             processes.ask_all_to_end(context, grace_s=0.0)
             shutdown.end(context)
 
@@ -127,30 +132,30 @@ class InProcess:
 
     def advance(self, context: Context) -> None:
         """Ends what is to end, starts workers, and forms the next generation."""
-        s = context.state
-        if s.phase is JobPhase.STOPPING:
+        membership = context.state.membership
+        if membership.phase is JobPhase.STOPPING:
             shutdown.advance(context)
             return
         if shutdown.finishing(context):
             return
         replica_groups.give_up(context)
-        if s.phase is JobPhase.BREAKING and not context.inside():
+        if membership.phase is JobPhase.BREAKING and not context.inside():
             generations.gather(context)
             nodes.write_off(context)  # which comes sooner now that nobody trains
-        if s.stop_reason is None:
+        if membership.stop_reason is None:
             nodes.staff(context)
-        if s.phase is JobPhase.RUNNING:
-            if s.stop_reason is not None:
+        if membership.phase is JobPhase.RUNNING:
+            if membership.stop_reason is not None:
                 generations.end_at_commit(context, "stop")
             else:
                 context.request(SwapLemons())
                 shard_policy.rebuild(context)  # for those that are to leave since just now: they wait for it
                 if (reason := resize.change_due(context)) is not None:
                     generations.end_at_commit(context, reason)
-        if s.stop_reason is None:
+        if membership.stop_reason is None:
             shard_policy.rebuild(context)
-        if s.phase is JobPhase.GATHERING:
-            if s.stop_reason is None:
+        if membership.phase is JobPhase.GATHERING:
+            if membership.stop_reason is None:
                 generations.try_form(context)
-            if s.stop_reason is not None:  # asked for before, or given up just now
+            if membership.stop_reason is not None:  # asked for before, or given up just now
                 shutdown.begin(context)

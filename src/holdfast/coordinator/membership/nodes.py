@@ -7,6 +7,8 @@ from holdfast.coordinator.kernel import incidents, transitions
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.events import ProvideNode, ReleaseNode
 from holdfast.coordinator.kernel.history import Remembered
+from holdfast.coordinator.kernel.membership_state import Node, Worker
+from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
 from holdfast.coordinator.kernel.requests import (
     AdmitNode,
     CompareCopies,
@@ -17,7 +19,6 @@ from holdfast.coordinator.kernel.requests import (
     RefuseAdmission,
     RepeatOrders,
 )
-from holdfast.coordinator.kernel.state import JobPhase, Node, Worker, WorkerPhase
 from holdfast.coordinator.membership import (
     environment,
     processes,
@@ -35,8 +36,8 @@ KEPT_GONE = 32
 
 def joined(context: Context, hello: m.Hello, past: tuple[Remembered, ...] = ()) -> None:
     """An agent said hello, for the first time or again. past: what is known of the machine."""
-    s = context.state
-    known = s.nodes.get(hello.node)
+    membership = context.state.membership
+    known = membership.nodes.get(hello.node)
     if hello.version != m.PROTOCOL_VERSION:
         theirs, ours = hello.version, m.PROTOCOL_VERSION
         _refuse(context, hello.node, f"it speaks version {theirs}, not {ours}; run one Holdfast on all nodes")
@@ -59,18 +60,18 @@ def joined(context: Context, hello: m.Hello, past: tuple[Remembered, ...] = ()) 
     if reason is not None:
         context.request(RefuseAdmission(hello, reason))
         _refuse(context, hello.node, reason)
-        s.joined += known is None
-        s.replacing = max(0, s.replacing - 1)
+        membership.joined += known is None
+        membership.replacing = max(0, membership.replacing - 1)
         return
-    s.nodes.pop(hello.node, None)
+    membership.nodes.pop(hello.node, None)
     node = Node(hello.node, hello.session, hello.host, hello.slots, context.now, ports=hello.ports)
     node.rack = hello.rack
     node.failures = known.failures if known else 0
-    s.nodes[hello.node] = node
+    membership.nodes[hello.node] = node
     if hello.leaving is not None:
         context.request(LeaveSoon(node.name, hello.leaving.reason, hello.leaving.within_s))
-    s.joined += known is None
-    s.replacing = max(0, s.replacing - 1)
+    membership.joined += known is None
+    membership.replacing = max(0, membership.replacing - 1)
     context.record(ledger.NodeJoined(node=hello.node, host=hello.host, slots=hello.slots))
     context.request(AdmitNode(node, hello, past, known))
     _reconcile(context, node, hello)
@@ -89,7 +90,7 @@ def give_up(context: Context, node: Node, cause: causes.Cause) -> None:
 
 def taken(context: Context, name: str, reason: str) -> None:
     """A node belongs to somebody else now: what still runs there is to end, not to come back as a new node."""
-    node = context.state.nodes.get(name)
+    node = context.state.membership.nodes.get(name)
     if node is None:
         return
     node.leaving = node.leaving or reason
@@ -115,7 +116,7 @@ def fence(context: Context, node: Node | None, name: str) -> None:
 
 def lose(context: Context, node: Node, cause: causes.Cause, release: bool = True) -> None:
     """A node is gone, or is treated so. release: tell the engine, that nothing of it runs on."""
-    s = context.state
+    membership = context.state.membership
     transitions.lose_node(node)
     ours = [w for w in context.alive_workers() if w.node == node.name]
     part = [w for w in ours if w.phase in (WorkerPhase.MEMBER, WorkerPhase.PARKED)]
@@ -123,7 +124,7 @@ def lose(context: Context, node: Node, cause: causes.Cause, release: bool = True
     incident = None
     if node.refused is None:
         incident = context.mode.explain_earlier(context, node, part, cause)
-    if incident is None and part and s.phase is not JobPhase.STOPPING:
+    if incident is None and part and membership.phase is not JobPhase.STOPPING:
         incident = context.open_incident(cause, node=node.name, workers=[w.name for w in part])
     context.request(NoteNodeLost(node, incident))
     for worker in ours:
@@ -138,7 +139,7 @@ def overslept(context: Context, away_s: float) -> None:
     """Nobody was heard for so long because nobody listened, and what was decided before may have left that late: it is no
     silence of theirs. Whoever has a time to answer in has as much of it as before."""
     s = context.state
-    for node in s.nodes.values():
+    for node in s.membership.nodes.values():
         if node.alive:
             node.last_seen_s = min(context.now, node.last_seen_s + away_s)
         node.boots_until_s = _later(node.boots_until_s, away_s)
@@ -151,20 +152,20 @@ def overslept(context: Context, away_s: float) -> None:
             worker.vanished_s = min(context.now, worker.vanished_s + away_s)
     for act in s.health.acts:
         act.until_s = _later(act.until_s, away_s)
-    for storing in s.storing:
+    for storing in s.storage.storing:
         storing.moved_s = min(context.now, storing.moved_s + away_s)
-    s.unheard_s += away_s
-    s.asked_at_s += away_s
-    s.break_deadline_s = _later(s.break_deadline_s, away_s)
-    s.stop_deadline_s = _later(s.stop_deadline_s, away_s)
-    s.inspect_deadline_s = _later(s.inspect_deadline_s, away_s)
-    s.wait_deadline_s = _later(s.wait_deadline_s, away_s)
-    s.form_deadline_s = _later(s.form_deadline_s, away_s)
+    s.membership.unheard_s += away_s
+    s.membership.asked_at_s += away_s
+    s.deadlines.break_deadline_s = _later(s.deadlines.break_deadline_s, away_s)
+    s.deadlines.stop_deadline_s = _later(s.deadlines.stop_deadline_s, away_s)
+    s.deadlines.inspect_deadline_s = _later(s.deadlines.inspect_deadline_s, away_s)
+    s.deadlines.wait_deadline_s = _later(s.deadlines.wait_deadline_s, away_s)
+    s.deadlines.form_deadline_s = _later(s.deadlines.form_deadline_s, away_s)
 
 
 def starved(context: Context, name: str, waited_s: float) -> None:
     """A node was silent because its agent did not get a processor."""
-    node = context.state.nodes.get(name)
+    node = context.state.membership.nodes.get(name)
     if node is not None and node.alive:
         node.last_seen_s = min(context.now, node.last_seen_s + waited_s)
 
@@ -180,18 +181,23 @@ def recovered(context: Context, last_s: float) -> None:
     """
     s, timing = context.state, context.timing
     back_s = context.now + timing.adopt_s
-    for node in s.nodes.values():
+    for node in s.membership.nodes.values():
         node.last_seen_s = back_s - timing.detection_s
         node.boots_until_s = _not_before(node.boots_until_s, back_s)
-    for worker in s.workers.values():
+    for worker in s.membership.workers.values():
         worker.started_s = max(worker.started_s, back_s - timing.start_s)
         worker.vanished_s = None
-    s.break_deadline_s = _not_before(s.break_deadline_s, back_s + timing.stall_s(context.median_s()))
-    s.stop_deadline_s = _not_before(s.stop_deadline_s, back_s + timing.stop_s)
-    s.wait_deadline_s = _not_before(s.wait_deadline_s, back_s)
-    s.form_deadline_s = _not_before(s.form_deadline_s, back_s)
-    s.inspect_deadline_s = None
-    s.replacing, s.ask_after_s = 0, back_s  # the engine's answers may be lost, and its ear not be open yet
+    s.deadlines.break_deadline_s = _not_before(
+        s.deadlines.break_deadline_s, back_s + timing.stall_s(context.median_s())
+    )
+    s.deadlines.stop_deadline_s = _not_before(s.deadlines.stop_deadline_s, back_s + timing.stop_s)
+    s.deadlines.wait_deadline_s = _not_before(s.deadlines.wait_deadline_s, back_s)
+    s.deadlines.form_deadline_s = _not_before(s.deadlines.form_deadline_s, back_s)
+    s.deadlines.inspect_deadline_s = None
+    s.membership.replacing, s.deadlines.ask_after_s = (
+        0,
+        back_s,
+    )  # the engine's answers may be lost, and its ear not be open yet
     incident = context.open_incident(
         causes.CoordinatorLost(),
         node=None,
@@ -220,7 +226,7 @@ def _reconcile(context: Context, node: Node, hello: m.Hello) -> None:
         elif view is None or view.process == "X":
             worker.vanished_s = context.now  # its Exited follows, unless it was lost on the way
     for view in hello.workers:
-        known = context.state.workers.get(view.worker)
+        known = context.state.membership.workers.get(view.worker)
         if known is None or known.phase is WorkerPhase.GONE:
             if view.process != "X":
                 context.send(node.name, m.KillWorker(view.worker))
@@ -235,7 +241,7 @@ def _never_started(context: Context, worker: Worker) -> None:
     """The order to start it was lost, or is still waiting for a warm process: it is taken back."""
     context.send(worker.node, m.KillWorker(worker.name))
     transitions.enter(context, worker, WorkerPhase.GONE)
-    if node := context.state.nodes.get(worker.node):
+    if node := context.state.membership.nodes.get(worker.node):
         node.used = [slot for slot in node.used if slot != worker.slot]
     context.mode.on_never_started(context, worker)
 
@@ -263,19 +269,19 @@ def _repeat(context: Context, worker: Worker, view: m.WorkerView) -> None:
         context.send(worker.node, m.KillWorker(worker.name))
     if not context.mode.replaces_one:
         return
-    if worker.name in s.stops and worker.phase is WorkerPhase.PARKED:
-        context.tell(worker, s.stops[worker.name])
+    if worker.name in s.membership.stops and worker.phase is WorkerPhase.PARKED:
+        context.tell(worker, s.membership.stops[worker.name])
     if worker.rebuilds is not None and view.ready is not None:
         # Its agent would know of no Ready if it had passed that on.
         context.tell(worker, m.Rebuild(worker.rebuilds))
-    if s.generation is None or worker.phase is not WorkerPhase.MEMBER:
+    if s.membership.generation is None or worker.phase is not WorkerPhase.MEMBER:
         return
-    number = s.generation.number
+    number = s.membership.generation.number
     if view.formed < number:
         context.tell(worker, queries.form(s, worker))
-    if s.yielding:
+    if s.membership.yielding:
         context.tell(worker, m.EndAtCommit(number))
-    elif s.phase is JobPhase.BREAKING:
+    elif s.membership.phase is JobPhase.BREAKING:
         context.tell(worker, m.Break(number, "repeated"))
 
 
@@ -286,8 +292,8 @@ def staff(context: Context) -> None:
     """Every slot of every node has a worker, so that spares are ready before they are needed."""
     for node, slot in queries.free_slots(context):
         if (
-            context.state.start_after_s is not None
-            and context.now < context.state.start_after_s
+            context.state.deadlines.start_after_s is not None
+            and context.now < context.state.deadlines.start_after_s
             and slot in node.used
         ):
             continue
@@ -301,38 +307,38 @@ def staff(context: Context) -> None:
 def ask(context: Context) -> None:
     """One request to the engine for every node that is missing."""
     s = context.state
-    if s.ask_after_s is not None and context.now < s.ask_after_s:
+    if s.deadlines.ask_after_s is not None and context.now < s.deadlines.ask_after_s:
         return
     wanted = s.wanted_nodes + context.spec.spares
     for _ in range(queries.missing(context)):
-        s.replacing += 1
-        s.replaced += 1
-        s.asked_at_s = context.now
+        s.membership.replacing += 1
+        s.membership.replaced += 1
+        s.membership.asked_at_s = context.now
         context.act(ProvideNode(f"{len(queries.staying_nodes(context))} of {wanted} nodes are there"))
 
 
 def ask_again_s(context: Context) -> float | None:
     """When nodes that were asked for count as lost on the way: early when the job cannot train without."""
-    if not context.state.replacing:
+    if not context.state.membership.replacing:
         return None
-    halves = 1 if context.state.phase is JobPhase.GATHERING else 4
-    return context.state.asked_at_s + halves * context.timing.wait_s / 2
+    halves = 1 if context.state.membership.phase is JobPhase.GATHERING else 4
+    return context.state.membership.asked_at_s + halves * context.timing.wait_s / 2
 
 
 def write_off(context: Context) -> None:
     """Nodes that were asked for long ago count as lost on the way."""
     again_s = ask_again_s(context)
     if again_s is not None and context.now >= again_s:
-        context.state.replacing = 0
+        context.state.membership.replacing = 0
 
 
 def unavailable(context: Context, reason: str) -> None:
     """The engine has no node now: it is asked again after a while, and the request was not one used up."""
     s = context.state
-    if s.replacing > 0:
-        s.replacing -= 1
-        s.replaced -= 1
-    s.ask_after_s = context.now + context.timing.form_s
+    if s.membership.replacing > 0:
+        s.membership.replacing -= 1
+        s.membership.replaced -= 1
+    s.deadlines.ask_after_s = context.now + context.timing.form_s
     context.record(ledger.NodeUnavailable(reason=reason))
     for node in context.alive_nodes():
         if node.then is not None and node.leaving is not None:
@@ -341,33 +347,43 @@ def unavailable(context: Context, reason: str) -> None:
 
 def available(context: Context) -> None:
     """The engine has nodes again."""
-    context.state.ask_after_s = None
+    context.state.deadlines.ask_after_s = None
 
 
 def ask_no_sooner(context: Context, until_s: float) -> None:
     """The engine is asked for no node before this time."""
-    context.state.ask_after_s = max(context.state.ask_after_s or 0.0, until_s)
+    context.state.deadlines.ask_after_s = max(context.state.deadlines.ask_after_s or 0.0, until_s)
 
 
 def on_its_way(context: Context) -> None:
     """A machine that was rebooted comes back as a node that was asked for."""
-    s = context.state
-    s.replacing, s.replaced, s.asked_at_s = s.replacing + 1, s.replaced + 1, context.now
+    membership = context.state.membership
+    membership.replacing, membership.replaced, membership.asked_at_s = (
+        membership.replacing + 1,
+        membership.replaced + 1,
+        context.now,
+    )
 
 
 def forget(context: Context) -> None:
     """Keeps the state small, however long the job runs: the ledger has what is dropped here."""
-    s = context.state
-    gone = [w.name for w in s.workers.values() if w.phase is WorkerPhase.GONE]
+    membership = context.state.membership
+    gone = [w.name for w in membership.workers.values() if w.phase is WorkerPhase.GONE]
     if len(gone) > 2 * KEPT_GONE:
-        members = {x.worker for x in s.generation.members} if s.generation else set()
+        members = {x.worker for x in membership.generation.members} if membership.generation else set()
         for name in gone[:-KEPT_GONE]:
-            if name not in members and s.workers[name].digest is None:
-                del s.workers[name]
-                s.seats.pop(name, None)
-        needed = {f.worker for f in s.failures}
-        s.blames = {w: b for w, b in s.blames.items() if w in s.workers or w in needed}
-    lost = [n.name for n in s.nodes.values() if not n.alive and n.refused is None and n.boots_until_s is None]
+            if name not in members and membership.workers[name].digest is None:
+                del membership.workers[name]
+                membership.seats.pop(name, None)
+        needed = {f.worker for f in membership.failures}
+        membership.blames = {
+            w: b for w, b in membership.blames.items() if w in membership.workers or w in needed
+        }
+    lost = [
+        n.name
+        for n in membership.nodes.values()
+        if not n.alive and n.refused is None and n.boots_until_s is None
+    ]
     if len(lost) > 2 * KEPT_GONE:
         for name in lost[:-KEPT_GONE]:
-            del s.nodes[name]
+            del membership.nodes[name]

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from holdfast.coordinator.kernel.membership_state import Blame, Failure
 from holdfast.coordinator.kernel.script_fault import ScriptFault
-from holdfast.coordinator.kernel.state import Blame, Failure
 from holdfast.health import stacks as health_stacks
 from holdfast.protocol.messages import Exited, Generation, WorkerView
 from holdfast.protocol.phases import WAITING_PHASES, Phase

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from holdfast.coordinator.kernel import transitions
 from holdfast.coordinator.kernel.context import Context
-from holdfast.coordinator.kernel.state import Node, Worker, WorkerPhase
+from holdfast.coordinator.kernel.membership_state import Node, Worker
+from holdfast.coordinator.kernel.phases import WorkerPhase
 from holdfast.coordinator.membership import shard_policy
 from holdfast.protocol import messages as m
 
@@ -12,11 +13,11 @@ from holdfast.protocol import messages as m
 def start_worker(context: Context, node: Node, slot: int, env: dict[str, str]) -> Worker:
     """A new process for one slot of a node."""
     s, spec = context.state, context.spec
-    s.incarnations += 1
-    worker = Worker(f"{node.name}.{slot}#{s.incarnations}", node.name, slot, context.now)
+    s.membership.incarnations += 1
+    worker = Worker(f"{node.name}.{slot}#{s.membership.incarnations}", node.name, slot, context.now)
     worker.shard_index = shard_policy.next_shard(context, int(env["RANK"]))
     env = {**env, m.SHARD_INDEX_VARIABLE: str(worker.shard_index)}
-    s.workers[worker.name] = worker
+    s.membership.workers[worker.name] = worker
     if slot not in node.used:
         node.used.append(slot)
     context.send(
@@ -38,7 +39,7 @@ def end_worker(context: Context, worker: Worker, counts: bool = True) -> None:
     """Takes a worker out of the job, whatever its process does. counts: it is a restart."""
     worker.told_to_end = True
     transitions.enter(context, worker, WorkerPhase.GONE)
-    context.state.restarts_used += counts
+    context.state.membership.restarts_used += counts
     context.send(worker.node, m.KillWorker(worker.name))
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from holdfast.coordinator.health import queries as health
 from holdfast.coordinator.kernel.context import Context
-from holdfast.coordinator.kernel.state import CoreState, Node, Worker, WorkerPhase
+from holdfast.coordinator.kernel.membership_state import Node, Worker
+from holdfast.coordinator.kernel.phases import WorkerPhase
+from holdfast.coordinator.kernel.state import CoreState
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import Remedy
 
@@ -19,7 +21,7 @@ GAIN_SHARE = 0.5
 
 def leaves(context: Context, worker: Worker) -> bool:
     """Its node is to leave."""
-    node = context.state.nodes.get(worker.node)
+    node = context.state.membership.nodes.get(worker.node)
     return node is not None and node.leaving is not None
 
 
@@ -40,10 +42,14 @@ def join_after_s(context: Context, staying: int, full: int = 0) -> float:
         staying, full: workers that compute without them, and with them.
     """
     s = context.state
-    if s.generation is None:
+    if s.membership.generation is None:
         return float("inf")
     gain = 1 - staying / full if full > staying else 0.0
-    after_s = s.grew_at_s + s.join_cost_s / max(COST_SHARE, GAIN_SHARE * gain) if s.grew_at_s else 0.0
+    after_s = (
+        s.membership.grew_at_s + s.membership.join_cost_s / max(COST_SHARE, GAIN_SHARE * gain)
+        if s.membership.grew_at_s
+        else 0.0
+    )
     ready = ready_to_join(context)
     if about_to_join(context) and staying + len(ready) < s.target:
         after_s = max(after_s, min(w.ready_at_s for w in ready) + context.timing.gather_s)
@@ -67,11 +73,11 @@ def missing(context: Context) -> int:
     """Nodes to ask for: neither there, nor asked for, nor still expected from the start of the job."""
     s = context.state
     wanted = s.wanted_nodes + context.spec.spares
-    staying, coming = len(staying_nodes(context)), s.replacing + expected(context)
+    staying, coming = len(staying_nodes(context)), s.membership.replacing + expected(context)
     lemons = sum(bool(n.lemon) and n.leaving is None for n in context.alive_nodes())
     room = wanted + max(1, context.spec.spares) - staying - lemons  # an engine may have nothing but lemons
     count = min(wanted - staying, room) - coming
-    return max(0, min(count, context.spec.max_restarts + s.unpaid - s.replaced))
+    return max(0, min(count, context.spec.max_restarts + s.membership.unpaid - s.membership.replaced))
 
 
 def staying_nodes(context: Context) -> list[Node]:
@@ -93,16 +99,16 @@ def expected_until_s(context: Context) -> float:
 
 def expected(context: Context) -> int:
     """Nodes that the job was started with and that have not come yet."""
-    s = context.state
+    membership = context.state.membership
     if context.now >= expected_until_s(context):
         return 0
-    return max(0, context.spec.max_nodes + context.spec.spares - s.joined)
+    return max(0, context.spec.max_nodes + context.spec.spares - membership.joined)
 
 
 def hoped_for(context: Context) -> int:
     """Nodes that are there, lemons among them, on their way, or can be asked for."""
     there = sum(n.leaving is None for n in context.alive_nodes())
-    return there + context.state.replacing + expected(context) + missing(context)
+    return there + context.state.membership.replacing + expected(context) + missing(context)
 
 
 def hopeless(context: Context) -> bool:
@@ -113,7 +119,9 @@ def hopeless(context: Context) -> bool:
 
 def coming(context: Context) -> bool:
     """Another node is on its way, or can be asked for."""
-    return bool(mending(context) or context.state.replacing or expected(context) or missing(context))
+    return bool(
+        mending(context) or context.state.membership.replacing or expected(context) or missing(context)
+    )
 
 
 def under_repair(context: Context) -> bool:
@@ -130,15 +138,17 @@ def mending(context: Context) -> bool:
 
 def form(state: CoreState, worker: Worker) -> m.JoinGeneration:
     """What a member is told of the newest generation, at first and when it has to be told again."""
-    assert state.generation is not None
-    seat = state.seats[worker.name]
+    assert state.membership.generation is not None
+    seat = state.membership.seats[worker.name]
     return m.JoinGeneration(
-        generation=state.generation,
+        generation=state.membership.generation,
         rank=seat.rank,
         apply=seat.apply,
         restore=seat.restore,
         serve=seat.serve,
-        donors=state.givers[state.generation.members[seat.rank].shard_index] if seat.fetches else (),
+        donors=state.membership.givers[state.membership.generation.members[seat.rank].shard_index]
+        if seat.fetches
+        else (),
         copy=seat.copy,
         holders=seat.holders,
         durable=seat.durable,

@@ -8,39 +8,48 @@ So nothing is half sent between them, and the next generation uses the same conn
 from __future__ import annotations
 
 from holdfast.coordinator.kernel.context import Context
-from holdfast.coordinator.kernel.state import Worker, WorkerPhase
+from holdfast.coordinator.kernel.membership_state import Worker
+from holdfast.coordinator.kernel.phases import WorkerPhase
 from holdfast.protocol import messages as m
 
 
 def members(context: Context, replica: int) -> list[Worker]:
     """The workers of a complete replica of the newest generation."""
-    g = context.state.generation
-    return [context.state.workers[x.worker] for x in g.members if x.replica == replica] if g else []
+    g = context.state.membership.generation
+    return (
+        [context.state.membership.workers[x.worker] for x in g.members if x.replica == replica] if g else []
+    )
 
 
 def broke(context: Context, reason: str) -> None:
     """The generation breaks: replicas of which nobody is missing halt together, the others at once."""
-    s = context.state
-    assert s.generation is not None
-    s.halting = {}
-    if s.shard_count > 1:
+    membership = context.state.membership
+    assert membership.generation is not None
+    membership.halting = {}
+    if membership.shard_count > 1:
         left = {
-            x.replica for x in s.generation.members if s.workers[x.worker].phase is not WorkerPhase.MEMBER
+            x.replica
+            for x in membership.generation.members
+            if membership.workers[x.worker].phase is not WorkerPhase.MEMBER
         }
-        s.halting = {replica: {} for replica in range(s.generation.replicas) if replica not in left}
-    for member in s.generation.members:
-        worker = s.workers[member.worker]
+        membership.halting = {
+            replica: {} for replica in range(membership.generation.replicas) if replica not in left
+        }
+    for member in membership.generation.members:
+        worker = membership.workers[member.worker]
         if worker.phase is WorkerPhase.MEMBER:
-            context.tell(worker, m.Break(s.generation.number, reason, member.replica in s.halting))
+            context.tell(
+                worker, m.Break(membership.generation.number, reason, member.replica in membership.halting)
+            )
 
 
 def halted(context: Context, worker: Worker, message: m.Halted) -> None:
     """A worker says how far it is; when its whole replica has, all are told where to leave the step."""
-    s = context.state
-    if s.generation is None or message.generation != s.generation.number:
+    membership = context.state.membership
+    if membership.generation is None or message.generation != membership.generation.number:
         return
-    replica = next((x.replica for x in s.generation.members if x.worker == worker.name), -1)
-    said = s.halting.get(replica)
+    replica = next((x.replica for x in membership.generation.members if x.worker == worker.name), -1)
+    said = membership.halting.get(replica)
     if said is None:
         return
     said[worker.name] = message.begun
@@ -48,25 +57,25 @@ def halted(context: Context, worker: Worker, message: m.Halted) -> None:
     if len(said) == len(row):
         furthest = max(said.values())
         for other in row:
-            context.tell(other, m.RunTo(s.generation.number, furthest))
+            context.tell(other, m.RunTo(membership.generation.number, furthest))
 
 
 def give_up(context: Context) -> None:
     """A replica that halts cannot do so any more when one of its workers is gone, or has left the step in another way:
     the others leave it at once."""
-    s = context.state
-    for replica in list(s.halting):
+    membership = context.state.membership
+    for replica in list(membership.halting):
         row = members(context, replica)
         gone = [w for w in row if w.phase not in (WorkerPhase.MEMBER, WorkerPhase.PARKED)]
-        said = s.halting[replica]
+        said = membership.halting[replica]
         furthest = max(said.values(), default=0) if len(said) == len(row) else None
         parked = [w for w in row if w.phase is WorkerPhase.PARKED]
         left = [w for w in parked if w.begun < 0 or w.name not in said or furthest not in (None, w.begun)]
-        if (gone or left) and s.generation is not None:
-            del s.halting[replica]
+        if (gone or left) and membership.generation is not None:
+            del membership.halting[replica]
             for worker in row:
                 if worker.phase is WorkerPhase.MEMBER:
-                    context.tell(worker, m.Break(s.generation.number, "its replica lost a worker"))
+                    context.tell(worker, m.Break(membership.generation.number, "its replica lost a worker"))
 
 
 def connected_in(
@@ -74,10 +83,10 @@ def connected_in(
 ) -> tuple[int, ...]:
     """For every complete replica of the next generation the one in which its groups were connected: an earlier one, where
     the same workers come from it with their groups whole, else the next one."""
-    s = context.state
+    membership = context.state.membership
     known: dict[tuple[str, ...], int] = {}
     for replica, number in enumerate(before.rows if before else ()):
         row = members(context, replica)
         if len({w.begun for w in row}) == 1 and row[0].begun >= 0:
             known[tuple(w.name for w in row)] = number
-    return tuple(known.get(row, s.number + 1) for row in seated)
+    return tuple(known.get(row, membership.number + 1) for row in seated)

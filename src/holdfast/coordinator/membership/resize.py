@@ -12,8 +12,10 @@ from holdfast.coordinator.health import queries as health
 from holdfast.coordinator.kernel import incidents, transitions
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.events import ReleaseNode
+from holdfast.coordinator.kernel.membership_state import Change, Node, Worker
+from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
 from holdfast.coordinator.kernel.requests import ApplyRemedy, DropCopies, HandOver, NoteNodeLost, StopJob
-from holdfast.coordinator.kernel.state import Change, CoreState, JobPhase, Node, Worker, WorkerPhase
+from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.membership import (
     policy,
     processes,
@@ -47,15 +49,15 @@ def check_resize(state: CoreState, nodes: int) -> None:
         )
     if nodes < state.least_nodes:
         raise UsageError(
-            f"cannot resize to {nodes} nodes: replicas of {state.shard_count} workers need {state.least_nodes}"
+            f"cannot resize to {nodes} nodes: replicas of {state.membership.shard_count} workers need {state.least_nodes}"
         )
 
 
 def check_drain(state: CoreState, name: str) -> None:
     """Raises UsageError for a node that is not there, or leaves already."""
-    node = state.nodes.get(name)
+    node = state.membership.nodes.get(name)
     if node is None or not node.alive:
-        there = ", ".join(n.name for n in state.nodes.values() if n.alive)
+        there = ", ".join(n.name for n in state.membership.nodes.values() if n.alive)
         raise UsageError(f"no node {name!r} in this job; there are {there}")
     if node.leaving is not None:
         raise UsageError(f"{name} is leaving already: {node.leaving}")
@@ -65,7 +67,7 @@ def resize(context: Context, nodes: int, reason: str) -> None:
     """A person wants another size."""
     s = context.state
     before = s.wanted_nodes
-    s.asked_nodes = nodes
+    s.membership.asked_nodes = nodes
     context.record(ledger.Resize(nodes=nodes, before=before, reason=reason))
     _resized(context, before, reason, None)
 
@@ -74,7 +76,7 @@ def capacity(context: Context, nodes: int | None, reason: str, within_s: float |
     """The engine gives less room, or more again. With less than the job can train on it ends, its state saved."""
     s = context.state
     before = s.wanted_nodes
-    s.capacity_nodes = nodes
+    s.membership.capacity_nodes = nodes
     context.record(ledger.Capacity(nodes=nodes, before=before, reason=reason, within_s=within_s))
     least = max(s.spec.min_nodes, s.least_nodes)
     if s.wanted_nodes < least:
@@ -85,11 +87,11 @@ def capacity(context: Context, nodes: int | None, reason: str, within_s: float |
 
 def going(context: Context, name: str, reason: str, within_s: float | None) -> None:
     """A node is to leave. Unknown ones are ignored: it may be gone already."""
-    node = context.state.nodes.get(name)
+    node = context.state.membership.nodes.get(name)
     if node is None or not node.alive:
         return
     if node.leaving is None:
-        context.state.unpaid += 1  # a node in its place is no repair
+        context.state.membership.unpaid += 1  # a node in its place is no repair
     _mark(context, node, reason, within_s)
     node.excess = False
 
@@ -102,9 +104,9 @@ def leave(context: Context, node: Node, reason: str) -> None:
 
 def _resized(context: Context, before: int, reason: str, within_s: float | None) -> None:
     s = context.state
-    s.unpaid += max(0, s.wanted_nodes - before)
-    s.grows = s.wanted_nodes > before
-    s.wait_deadline_s = s.form_deadline_s = s.ask_after_s = None
+    s.membership.unpaid += max(0, s.wanted_nodes - before)
+    s.membership.grows = s.wanted_nodes > before
+    s.deadlines.wait_deadline_s = s.deadlines.form_deadline_s = s.deadlines.ask_after_s = None
     _fit(context, reason, within_s)
 
 
@@ -121,13 +123,13 @@ def _fit(context: Context, reason: str, within_s: float | None) -> None:
         for node in [n for n in context.alive_nodes() if n.excess][:-excess]:
             node.leaving, node.leaves_until_s, node.excess = None, None, False
             context.record(ledger.NodeStays(node=node.name))
-    trains = s.generation is not None and s.phase is JobPhase.RUNNING
+    trains = s.membership.generation is not None and s.membership.phase is JobPhase.RUNNING
     if excess <= 0 or (context.mode.replaces_one and not trains):
         return
-    ranks = {x.node: x.rank for x in s.generation.members} if s.generation else {}
+    ranks = {x.node: x.rank for x in s.membership.generation.members} if s.membership.generation else {}
     members = sorted((n for n in there if n.name in ranks), key=lambda n: (n.failures, ranks[n.name]))
     others = [n for n in there if n.name not in ranks]
-    if s.shard_count > 1:
+    if s.membership.shard_count > 1:
         members = _whole_rows_first(context, members)
     going = [*reversed(members[s.wanted_nodes :]), *reversed(others)]
     for node in going[:excess]:
@@ -138,7 +140,7 @@ def _fit(context: Context, reason: str, within_s: float | None) -> None:
 def _whole_rows_first(context: Context, members: list[Node]) -> list[Node]:
     """Of these nodes, the best first, those in front whose workers make up as many replicas as are wanted."""
     s = context.state
-    rows, held = s.target // s.shard_count, Counter(w.shard_index for w in context.members())
+    rows, held = s.target // s.membership.shard_count, Counter(w.shard_index for w in context.members())
     holds: dict[str, Counter[int]] = {}
     for worker in context.members():
         holds.setdefault(worker.node, Counter())[worker.shard_index] += 1
@@ -168,7 +170,7 @@ def _mark(context: Context, node: Node, reason: str, within_s: float | None) -> 
 def change_due(context: Context) -> str | None:
     """Why the running generation is to end at its next commit; None: it goes on."""
     s = context.state
-    if s.generation is None:
+    if s.membership.generation is None:
         return None
     members = context.members()
     staying = [w for w in members if not queries.leaves(context, w)]
@@ -177,7 +179,7 @@ def change_due(context: Context) -> str | None:
     if len(staying) < len(members) and _may_leave(context, full):
         gone = sorted({w.node for w in members if queries.leaves(context, w)})
         verb = "leaves" if len(gone) == 1 else "leave"
-        return f"{', '.join(gone)} {verb}: {s.nodes[gone[0]].leaving}"
+        return f"{', '.join(gone)} {verb}: {s.membership.nodes[gone[0]].leaving}"
     if left > s.target:
         return f"the job is resized to {s.wanted_nodes} nodes"
     left, full = _with_newcomers(context)
@@ -190,7 +192,7 @@ def _with_newcomers(context: Context) -> tuple[int, int]:
     """How many compute without those that are ready, and with them; of sharded replicas those that are to leave keep
     their seats until they can leave."""
     s = context.state
-    there = [w for w in context.members() if s.shard_count > 1 or not queries.leaves(context, w)]
+    there = [w for w in context.members() if s.membership.shard_count > 1 or not queries.leaves(context, w)]
     return shard_policy.strength(context, there, []), min(
         shard_policy.strength(context, there, queries.ready_to_join(context)), s.target
     )
@@ -198,8 +200,8 @@ def _with_newcomers(context: Context) -> tuple[int, int]:
 
 def deadlines(context: Context) -> list[float]:
     """When `change_due` may say something else without an event."""
-    s = context.state
-    if s.phase is not JobPhase.RUNNING or s.generation is None:
+    membership = context.state.membership
+    if membership.phase is not JobPhase.RUNNING or membership.generation is None:
         return []
     times = [
         f(context, n)
@@ -225,7 +227,7 @@ def _may_leave(context: Context, left: int) -> bool:
     starting = queries.about_to_join(context)
     if any(w.rebuilds is not None for w in starting):
         return False  # a spare becomes what is missing, for as long as a start may take
-    coming = bool(starting or s.replacing)
+    coming = bool(starting or s.membership.replacing)
     return not coming or any(context.now >= _patience_s(context, n) for n in leaving)
 
 
@@ -253,12 +255,12 @@ def choose(
     the target if need be, for one more generation when nobody else holds the newest state.
     """
     s = context.state
-    ranks = {x.worker: x.rank for x in s.generation.members} if s.generation else {}
+    ranks = {x.worker: x.rank for x in s.membership.generation.members} if s.membership.generation else {}
     survivors = sorted(survivors, key=lambda w: ranks.get(w.name, len(ranks)))
     staying = [w for w in survivors if not queries.leaves(context, w)]
     fresh = [w for w in fresh if not queries.leaves(context, w)]
     outcome = policy.settle({w.name: policy.Report(w.committed, w.prepared) for w in survivors})
-    if s.shard_count > 1:
+    if s.membership.shard_count > 1:
         return _choose_rows(context, survivors, staying, fresh, outcome)
     kept = staying[: s.target]
     joining = fresh[: max(0, s.target - len(kept))]
@@ -279,11 +281,11 @@ def _choose_rows(
     """The same where a replica is several workers. Of each shard one stays that has the newest state; survivors of which
     there are more than replicas are wanted go, and others are started for what is missing."""
     plan = shard_policy.seating(context, staying, fresh)
-    if not _may_leave(context, len(plan.rows) * context.state.shard_count):
+    if not _may_leave(context, len(plan.rows) * context.state.membership.shard_count):
         plan = shard_policy.seating(context, [*staying, *(w for w in survivors if w not in staying)], fresh)
     seated = {w for row in plan.rows for w in row}
     kept = [w for w in survivors if w.name in seated]
-    most = context.state.target // context.state.shard_count
+    most = context.state.target // context.state.membership.shard_count
     for worker in staying:
         if worker not in kept and sum(w.shard_index == worker.shard_index for w in kept) < most:
             kept.append(worker)
@@ -312,13 +314,13 @@ def let_go(context: Context, workers: list[Worker]) -> None:
 
 def advance(context: Context) -> None:
     """Nodes that are to leave and have nobody in the job go; those that a smaller job has too many are to leave."""
-    s = context.state
-    if s.asked_nodes is not None or s.capacity_nodes is not None:
+    membership = context.state.membership
+    if membership.asked_nodes is not None or membership.capacity_nodes is not None:
         _fit(context, "the job was resized", None)
     for node in [n for n in context.alive_nodes() if n.leaving is not None]:
         ours = [w for w in context.alive_workers() if w.node == node.name]
         needed = (WorkerPhase.MEMBER, WorkerPhase.PARKED, WorkerPhase.DONE)
-        if context.mode.replaces_one and s.phase is not JobPhase.STOPPING:
+        if context.mode.replaces_one and membership.phase is not JobPhase.STOPPING:
             let_go(context, [w for w in ours if w.phase not in needed])
             ours = [w for w in ours if w.phase in needed]
         if not ours and not _holds_on(context, node) and not _hands_over(context, node):
@@ -329,26 +331,28 @@ def advance(context: Context) -> None:
 def _holds_on(context: Context, node: Node) -> bool:
     """What the node does or has may be needed: while it writes a checkpoint, while a generation is put together and until
     its first commit, and when the job is about to end."""
-    s = context.state
+    membership = context.state.membership
     writes = storage.writes(context, node)
     saves = writes or storage.has_last(context, node)
     if saves and not (context.mode.replaces_one and context.alive_workers()):
         return True  # no step has to end before it goes: all of its time is for what it saves
     if context.now >= _deadline_s(context, node):
         return False
-    if writes or any(w.digest for w in s.workers.values()):
+    if writes or any(w.digest for w in membership.workers.values()):
         return True
     if health.ordered(context, node):
         return True  # it answers first
-    if not context.mode.replaces_one or not s.number or s.generation is None:
+    if not context.mode.replaces_one or not membership.number or membership.generation is None:
         return False
     parked = context.workers_in(WorkerPhase.PARKED)
     holders = policy.settle({w.name: policy.Report(w.committed, w.prepared) for w in parked}).holders
-    whole = len({w.shard_index for w in parked if w.name in holders}) == s.shard_count
+    whole = len({w.shard_index for w in parked if w.name in holders}) == membership.shard_count
     if node.then is Remedy.RESET_DEVICE or (node.then is Remedy.REBOOT and whole):
         return False  # it loses nothing, or what others have; and the sooner it is back the better
-    settled = s.phase is JobPhase.RUNNING and s.generation_committed > s.generation.start
-    return not settled and s.phase is not JobPhase.STOPPING
+    settled = (
+        membership.phase is JobPhase.RUNNING and membership.generation_committed > membership.generation.start
+    )
+    return not settled and membership.phase is not JobPhase.STOPPING
 
 
 def _hands_over(context: Context, node: Node) -> bool:
@@ -375,22 +379,31 @@ def _release(context: Context, node: Node) -> None:
 
 def formed(context: Context, before: int, after: int, joined: int) -> None:
     """A generation was formed after one that ended as planned."""
-    s = context.state
-    reason, s.change_reason = s.change_reason, None
+    membership = context.state.membership
+    reason, membership.change_reason = membership.change_reason, None
     if reason is None:
         return
     if joined:
-        s.grew_at_s = context.now
-    number = s.changes[-1].id + 1 if s.changes else 1
-    change = Change(number, reason, s.committed, before, after, s.broke_at_s, context.now, s.number)
+        membership.grew_at_s = context.now
+    number = membership.changes[-1].id + 1 if membership.changes else 1
+    change = Change(
+        number,
+        reason,
+        membership.committed,
+        before,
+        after,
+        membership.broke_at_s,
+        context.now,
+        membership.number,
+    )
     change.joined = joined
-    s.changes.append(change)
-    del s.changes[:-KEPT]
+    membership.changes.append(change)
+    del membership.changes[:-KEPT]
 
 
 def connected(context: Context, message: m.Joined) -> None:
     """A member is connected, and has the state."""
-    change = context.state.changes[-1] if context.state.changes else None
+    change = context.state.membership.changes[-1] if context.state.membership.changes else None
     if change is not None and change.generation == message.generation:
         change.join_s = incidents.most(change.join_s, message.join_s)
         change.restore_s = incidents.most(change.restore_s, message.restore_s)
@@ -399,13 +412,16 @@ def connected(context: Context, message: m.Joined) -> None:
 def committed(context: Context, now: float) -> None:
     """The first commit of a generation: what the change before it cost."""
     s = context.state
-    change = s.changes[-1] if s.changes else None
-    if change is None or change.generation != s.number or change.stall_s is not None:
+    change = s.membership.changes[-1] if s.membership.changes else None
+    if change is None or change.generation != s.membership.number or change.stall_s is not None:
         return
     change.stall_s = max(0.0, now - change.left_at_s - (context.median_s() or 0.0))
-    s.changed.count, s.changed.stall_s = s.changed.count + 1, s.changed.stall_s + change.stall_s
+    s.membership.changed.count, s.membership.changed.stall_s = (
+        s.membership.changed.count + 1,
+        s.membership.changed.stall_s + change.stall_s,
+    )
     if change.joined:
-        s.join_cost_s = change.stall_s
+        s.membership.join_cost_s = change.stall_s
     context.record(describe(s, change))
 
 

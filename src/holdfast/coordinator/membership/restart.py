@@ -8,9 +8,11 @@ import signal
 
 from holdfast.coordinator.kernel import incidents, transitions
 from holdfast.coordinator.kernel.context import Context
+from holdfast.coordinator.kernel.incident_state import Incident
+from holdfast.coordinator.kernel.membership_state import Blame, Node, Worker
+from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
 from holdfast.coordinator.kernel.requests import RefuseNode, StopJob
 from holdfast.coordinator.kernel.script_fault import ScriptFault
-from holdfast.coordinator.kernel.state import Blame, Incident, JobPhase, Node, Worker, WorkerPhase
 from holdfast.coordinator.membership import (
     environment,
     failures,
@@ -41,10 +43,10 @@ class Restart:
     def on_attached(self, context: Context) -> None:
         """What was started together goes on one by one, at level 2."""
         s = context.state
-        s.level, s.generation, s.number = 2, None, 0
-        s.history.clear()
+        s.membership.level, s.membership.generation, s.membership.number = 2, None, 0
+        s.membership.history.clear()
         transitions.enter_job(context, JobPhase.GATHERING)
-        s.committed, s.generation_committed = 0, 0
+        s.membership.committed, s.membership.generation_committed = 0, 0
         for worker in context.alive_workers():
             transitions.enter(
                 context, worker, WorkerPhase.GONE if worker.told_to_end else WorkerPhase.STARTING
@@ -55,18 +57,18 @@ class Restart:
 
     def on_exit(self, context: Context, worker: Worker, message: m.Exited) -> None:
         """A worker's process ended: with code 0 it is done; anything else ends all, and all start again."""
-        s = context.state
-        expected = s.phase is not JobPhase.RUNNING or worker.told_to_end
+        membership = context.state.membership
+        expected = membership.phase is not JobPhase.RUNNING or worker.told_to_end
         transitions.enter(context, worker, WorkerPhase.GONE)
         if expected or message.code == 0:
             if message.code == -signal.SIGKILL and not message.killed:
                 _explain(context, [worker], worker.node, ProcessEnded(message.code))
             return
-        blame = s.blames[worker.name]
-        blame.rank = s.generation.rank_of(worker.name) if s.generation else None
+        blame = membership.blames[worker.name]
+        blame.rank = membership.generation.rank_of(worker.name) if membership.generation else None
         cause = blame.cause if blame.traceback else ProcessEnded(message.code)
         injected = _fault(context, [worker], worker.node, cause, raised=message.code > 0)
-        s.blame = blame
+        membership.blame = blame
         if context.spec.max_restarts == 0:
             context.request(StopJob("no restarts are allowed", "failed", blame))
         elif not injected:
@@ -76,12 +78,12 @@ class Restart:
         self, context: Context, worker: Worker, was: WorkerPhase, cause: Cause, message: m.Exited | None
     ) -> None:
         """All start again."""
-        if context.state.phase is JobPhase.RUNNING:
+        if context.state.membership.phase is JobPhase.RUNNING:
             _fault(context, [worker], worker.node, cause)
 
     def on_never_started(self, context: Context, worker: Worker) -> None:
         """It was to start with the others: all start again."""
-        if context.state.phase is JobPhase.RUNNING:
+        if context.state.membership.phase is JobPhase.RUNNING:
             _fault(context, [worker], worker.node, causes.NeverStarted())
 
     def explain_earlier(
@@ -93,36 +95,36 @@ class Restart:
     def on_node_lost(self, context: Context, workers: list[Worker], cause: Cause) -> None:
         """A node with members is gone (its incident is open)."""
         s = context.state
-        if workers and s.phase is JobPhase.RUNNING:
-            s.blame = Blame(cause, None, workers[0].node, s.step)
+        if workers and s.membership.phase is JobPhase.RUNNING:
+            s.membership.blame = Blame(cause, None, workers[0].node, s.step)
             _restart(context, str(cause))
 
     def evict(self, context: Context, node: Node, workers: list[Worker], cause: Cause) -> None:
         """A node's workers are to end, and so all start again, unless they do so anyway."""
-        if workers and context.state.phase is JobPhase.RUNNING:
+        if workers and context.state.membership.phase is JobPhase.RUNNING:
             _fault(context, workers, node.name, cause)
 
     def on_stall(
         self, context: Context, culprits: list[Worker], reason: str, allowed: dict[str, float]
     ) -> None:
         """All start again, unless a suspect is at work."""
-        s = context.state
+        membership = context.state.membership
         if hangs.at_work(context, {w.name for w in culprits}):
-            s.look_again_s = context.now + LOOK_AGAIN * context.timing.detection_s
-        elif s.phase is JobPhase.RUNNING:
+            membership.look_again_s = context.now + LOOK_AGAIN * context.timing.detection_s
+        elif membership.phase is JobPhase.RUNNING:
             node = culprits[0].node if culprits else None
             _fault(context, culprits, node, Hang(reason))
 
     def change_members(self, context: Context) -> None:
         """A change of the membership is a restart of all: when it must be, or when a person wants it."""
         s, members = context.state, context.members()
-        if s.phase is not JobPhase.RUNNING or s.generation is None:
+        if s.membership.phase is not JobPhase.RUNNING or s.membership.generation is None:
             return
         gone = [w.node for w in members if queries.leaves(context, w)]
         full = _size_now(context)
         if gone:
-            _restart(context, f"{gone[0]} leaves: {s.nodes[gone[0]].leaving}", counts=False)
-        elif len(members) > s.target or (s.grows and full == s.target > len(members)):
+            _restart(context, f"{gone[0]} leaves: {s.membership.nodes[gone[0]].leaving}", counts=False)
+        elif len(members) > s.target or (s.membership.grows and full == s.target > len(members)):
             _restart(context, f"the job is resized to {s.wanted_nodes} nodes", counts=False)
 
     def on_out_of_time(self, context: Context) -> None:
@@ -131,9 +133,12 @@ class Restart:
         if context.alive_workers():
             for worker in context.alive_workers():
                 processes.end_worker(context, worker, counts=False)
-            s.stop_deadline_s = context.now + context.timing.start_s
-        elif s.phase is JobPhase.STOPPING and (until_s := storage.moves_until_s(context)) > context.now:
-            s.stop_deadline_s = until_s
+            s.deadlines.stop_deadline_s = context.now + context.timing.start_s
+        elif (
+            s.membership.phase is JobPhase.STOPPING
+            and (until_s := storage.moves_until_s(context)) > context.now
+        ):
+            s.deadlines.stop_deadline_s = until_s
         else:
             shutdown.end(context)
 
@@ -146,22 +151,22 @@ class Restart:
 
     def advance(self, context: Context) -> None:
         """Starts all workers when there are nodes enough, and ends the job when all are done."""
-        s = context.state
-        if s.phase is JobPhase.STOPPING:
+        membership = context.state.membership
+        if membership.phase is JobPhase.STOPPING:
             shutdown.end_when_saved(context)
-        elif s.stop_reason is not None:
+        elif membership.stop_reason is not None:
             transitions.enter_job(context, JobPhase.STOPPING)
             processes.ask_all_to_end(context, grace_s=context.timing.stop_s / 2)
             shutdown.end_when_saved(context)
-        elif s.phase is JobPhase.BREAKING:
+        elif membership.phase is JobPhase.BREAKING:
             if not context.alive_workers():
                 transitions.enter_job(context, JobPhase.GATHERING)
                 self.advance(context)
-        elif s.phase is JobPhase.GATHERING:
+        elif membership.phase is JobPhase.GATHERING:
             self._launch(context)
-        elif s.phase is JobPhase.RUNNING and not context.alive_workers():
+        elif membership.phase is JobPhase.RUNNING and not context.alive_workers():
             transitions.enter_job(context, JobPhase.STOPPING)
-            s.outcome = "finished"
+            membership.outcome = "finished"
             shutdown.end_when_saved(context)
 
     def _launch(self, context: Context) -> None:
@@ -172,28 +177,28 @@ class Restart:
         count = min(len(usable), s.wanted_nodes)
         minimum = s.wanted_nodes if spec.wait_for_spare else spec.min_nodes
         if context.budget_spent():
-            context.request(StopJob("the restart budget is spent", "failed", s.blame))
+            context.request(StopJob("the restart budget is spent", "failed", s.membership.blame))
             self.advance(context)
             return
         if count < minimum:
             if queries.under_repair(context):
-                s.wait_deadline_s = None  # they have a deadline of their own
-            elif s.wait_deadline_s is None:
-                s.wait_deadline_s = context.now + context.timing.wait_s
+                s.deadlines.wait_deadline_s = None  # they have a deadline of their own
+            elif s.deadlines.wait_deadline_s is None:
+                s.deadlines.wait_deadline_s = context.now + context.timing.wait_s
                 context.record(ledger.Waiting(workers=count * spec.nproc, target=s.target))
             if not queries.coming(context):
-                context.request(StopJob("no more nodes may be asked for", "failed", s.blame))
+                context.request(StopJob("no more nodes may be asked for", "failed", s.membership.blame))
                 self.advance(context)
             return
-        s.wait_deadline_s = None
+        s.deadlines.wait_deadline_s = None
         mending = any(n.then is not None or n.checking is not None for n in context.alive_nodes())
-        if count < s.wanted_nodes and (s.number == 0 or s.replacing or mending):
-            if s.form_deadline_s is None:
-                s.form_deadline_s = context.now + context.timing.form_s
-            if context.now < s.form_deadline_s:
+        if count < s.wanted_nodes and (s.membership.number == 0 or s.membership.replacing or mending):
+            if s.deadlines.form_deadline_s is None:
+                s.deadlines.form_deadline_s = context.now + context.timing.form_s
+            if context.now < s.deadlines.form_deadline_s:
                 return
-        s.form_deadline_s = None
-        _start_all(context, sorted(usable[:count], key=lambda n: list(s.nodes).index(n.name)))
+        s.deadlines.form_deadline_s = None
+        _start_all(context, sorted(usable[:count], key=lambda n: list(s.membership.nodes).index(n.name)))
 
 
 def _usable(context: Context) -> list[Node]:
@@ -210,9 +215,9 @@ def _size_now(context: Context) -> int:
 def _start_all(context: Context, chosen: list[Node]) -> None:
     s, spec = context.state, context.spec
     world = len(chosen) * spec.nproc
-    s.number += 1
+    s.membership.number += 1
     step_accounting.starts(s)
-    s.master_uses += 1
+    s.membership.master_uses += 1
     members = []
     for index, node in enumerate(chosen):
         for slot in range(spec.nproc):
@@ -220,30 +225,35 @@ def _start_all(context: Context, chosen: list[Node]) -> None:
             env = environment.environment(context, node, slot, rank, world)
             env |= {"MASTER_ADDR": chosen[0].host, "GROUP_RANK": str(index)}
             ports = chosen[0].ports or (29500,)
-            env["MASTER_PORT"] = str(ports[s.master_uses % len(ports)])
+            env["MASTER_PORT"] = str(ports[s.membership.master_uses % len(ports)])
             worker = processes.start_worker(context, node, slot, env)
             transitions.enter(context, worker, WorkerPhase.MEMBER)
             members.append(m.Member(rank=rank, worker=worker.name, node=node.name, slot=slot, host=node.host))
-    s.generation, s.grows = m.Generation(number=s.number, members=tuple(members)), False
-    s.generation_committed = 0
-    s.committed = 0
+    s.membership.generation, s.membership.grows = (
+        m.Generation(number=s.membership.number, members=tuple(members)),
+        False,
+    )
+    s.membership.generation_committed = 0
+    s.membership.committed = 0
     transitions.enter_job(context, JobPhase.RUNNING)
-    s.history.append((round(context.now - s.began_s, 4), world))
+    s.membership.history.append((round(context.now - s.began_s, 4), world))
     incidents.decided(s, context.now, "restart of all workers")
-    context.record(ledger.Started(generation=s.number, world=world, workers=[x.worker for x in members]))
+    context.record(
+        ledger.Started(generation=s.membership.number, world=world, workers=[x.worker for x in members])
+    )
 
 
 def _judge(context: Context, worker: Worker, signature: str) -> None:
     """The script's fault, a node's, or one that a restart may cure?"""
-    s = context.state
-    failures.note_failure(context, s.committed or None, signature, worker, s.number)
-    verdict = policy.gang_fault(s.failures, nodes=queries.hoped_for(context))
+    membership = context.state.membership
+    failures.note_failure(context, membership.committed or None, signature, worker, membership.number)
+    verdict = policy.gang_fault(membership.failures, nodes=queries.hoped_for(context))
     match verdict:
         case ScriptFault(reason):
-            s.blame = failures.first_blame(context, signature) or s.blame
+            membership.blame = failures.first_blame(context, signature) or membership.blame
             context.request(StopJob(reason, "failed"))
         case policy.NodeFault(name):
-            context.request(RefuseNode(s.nodes[name], WorkersFail(signature)))
+            context.request(RefuseNode(membership.nodes[name], WorkersFail(signature)))
         case None:
             pass
 
@@ -255,15 +265,15 @@ def _explain(context: Context, workers: list[Worker], node: str, cause: Cause) -
     """
     s = context.state
     incident = incidents.raised_now(s)
-    if incident is None or s.phase is JobPhase.RUNNING or not workers:
+    if incident is None or s.membership.phase is JobPhase.RUNNING or not workers:
         return None
-    if s.stop_reason is not None and context.spec.max_restarts > 0:
+    if s.membership.stop_reason is not None and context.spec.max_restarts > 0:
         return None  # a verdict, which was reached with more than this
     failures.forgive(context, lambda failure: failure.generation == incident.generation)
     was, names = incident.cause, [w.name for w in workers]
     incidents.caused(s, context.now, incident, cause, node, names)
     rank = incident.ranks[0] if len(incident.ranks) == 1 else None
-    s.blame = Blame(cause, rank, node, s.step, log=workers[0].log)
+    s.membership.blame = Blame(cause, rank, node, s.step, log=workers[0].log)
     context.record(
         ledger.IncidentExplained(
             id=incident.id,
@@ -289,8 +299,8 @@ def _fault(
 def _restart(context: Context, reason: str, counts: bool = True) -> None:
     """Ends all workers; when they are gone, all start again. counts: against the restart budget."""
     s = context.state
-    s.restarts_used += counts
+    s.membership.restarts_used += counts
     transitions.enter_job(context, JobPhase.BREAKING)
-    s.break_deadline_s = None
-    context.record(ledger.Restart(generation=s.number, reason=reason))
+    s.deadlines.break_deadline_s = None
+    context.record(ledger.Restart(generation=s.membership.number, reason=reason))
     processes.ask_all_to_end(context, grace_s=TERM_GRACE_S)

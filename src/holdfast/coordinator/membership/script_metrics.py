@@ -13,22 +13,31 @@ from holdfast.protocol import messages as m
 
 def heard(state: CoreState, told: m.Progress) -> None:
     """A worker told figures. Names beyond the bounds that `run.log` keeps are not taken: nothing here may grow for ever."""
-    current = state.generation is not None and told.generation == state.generation.number
+    current = (
+        state.membership.generation is not None and told.generation == state.membership.generation.number
+    )
     for step, values in told.figures:
         for name, value in values.items():
-            known = state.figures.get(name)
-            if known is None and (len(state.figures) >= m.MOST_FIGURES or len(name) > m.FIGURE_NAME):
+            known = state.membership.figures.get(name)
+            if known is None and (
+                len(state.membership.figures) >= m.MOST_FIGURES or len(name) > m.FIGURE_NAME
+            ):
                 continue
             # A job that went back to a snapshot logs steps again; a word of the generation before may come late.
             if known is None or current or step >= known[0]:
-                state.figures[name] = step, value
+                state.membership.figures[name] = step, value
 
 
 def rows(state: CoreState, told: m.Progress) -> list[tuple[str, int, float]]:
     """For the ledger: (name, step, value) of each figure that was taken."""
-    return [(n, step, v) for step, values in told.figures for n, v in values.items() if n in state.figures]
+    return [
+        (n, step, v)
+        for step, values in told.figures
+        for n, v in values.items()
+        if n in state.membership.figures
+    ]
 
 
 def shown(state: CoreState) -> dict[str, Any]:
     """Name to step and value, for status and report. In JSON a value that is not finite becomes null."""
-    return {name: {"step": step, "value": value} for name, (step, value) in state.figures.items()}
+    return {name: {"step": step, "value": value} for name, (step, value) in state.membership.figures.items()}

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 
 from holdfast.coordinator.kernel import transitions
 from holdfast.coordinator.kernel.context import Context
+from holdfast.coordinator.kernel.membership_state import Blame, Worker
+from holdfast.coordinator.kernel.phases import WorkerPhase
 from holdfast.coordinator.kernel.requests import StopJob
-from holdfast.coordinator.kernel.state import Blame, Worker, WorkerPhase
 from holdfast.coordinator.membership.rank_assignment import Seating, seat, wanted
 from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
@@ -21,18 +22,24 @@ def fits(context: Context, worker: Worker, ready: m.Ready) -> bool:
     """Notes the shape that the script gave its replicas; all workers must agree. False: this one does not."""
     s = context.state
     known = [w for w in context.alive_workers() if w.ready is not None]
-    if not known or ready.shape == s.shape:
-        s.shape, worker.shard_index = ready.shape, ready.shard_index
+    if not known or ready.shape == s.membership.shape:
+        s.membership.shape, worker.shard_index = ready.shape, ready.shard_index
         for starting in context.workers_in(*COMING):
-            starting.shard_index %= s.shard_count
-        if s.asked_nodes is not None and s.asked_nodes < s.least_nodes:  # nobody knew the shape then
-            context.record(ledger.Resize(nodes=s.least_nodes, before=s.asked_nodes, reason="a whole replica"))
-            s.asked_nodes = s.least_nodes
+            starting.shard_index %= s.membership.shard_count
+        if (
+            s.membership.asked_nodes is not None and s.membership.asked_nodes < s.least_nodes
+        ):  # nobody knew the shape then
+            context.record(
+                ledger.Resize(nodes=s.least_nodes, before=s.membership.asked_nodes, reason="a whole replica")
+            )
+            s.membership.asked_nodes = s.least_nodes
         if s.wanted_nodes < s.least_nodes:
             reason = f"{s.wanted_nodes} of at least {s.least_nodes} nodes are left"
-            context.request(StopJob(f"{reason} for a replica of {s.shard_count} workers", "stopped"))
+            context.request(
+                StopJob(f"{reason} for a replica of {s.membership.shard_count} workers", "stopped")
+            )
         return True
-    reason = f"{worker.name} made replicas of shard x tensor = {ready.shape}, other workers of {s.shape}"
+    reason = f"{worker.name} made replicas of shard x tensor = {ready.shape}, other workers of {s.membership.shape}"
     advice = "call run.mesh() with the same sizes everywhere"
     blame = Blame(ShapesDiffer(reason), None, worker.node, log=worker.log)
     context.request(StopJob(f"{reason}: {advice}", "failed", blame))
@@ -47,47 +54,51 @@ def shards_of(workers: Iterable[Worker]) -> dict[str, int]:
 def seating(context: Context, survivors: Iterable[Worker], newcomers: Iterable[Worker]) -> Seating:
     """Who sits where in the next generation."""
     s = context.state
-    most = s.target // s.shard_count
-    return seat(s.generation, shards_of(survivors), shards_of(newcomers), s.shard_count, most)
+    most = s.target // s.membership.shard_count
+    return seat(
+        s.membership.generation, shards_of(survivors), shards_of(newcomers), s.membership.shard_count, most
+    )
 
 
 def strength(context: Context, survivors: list[Worker], newcomers: list[Worker]) -> int:
     """So many workers would compute."""
-    s = context.state
-    if s.shard_count == 1:
+    membership = context.state.membership
+    if membership.shard_count == 1:
         return len(survivors) + len(newcomers)
     there = len(survivors) + len(newcomers)
-    rows = seat(s.generation, shards_of(survivors), shards_of(newcomers), s.shard_count, there).rows
-    return len(rows) * s.shard_count
+    rows = seat(
+        membership.generation, shards_of(survivors), shards_of(newcomers), membership.shard_count, there
+    ).rows
+    return len(rows) * membership.shard_count
 
 
 def next_shard(context: Context, rank: int) -> int:
     """The shard for which a worker that is started now is most likely needed. While the shape is not known its rank, of
     which the worker takes the remainder."""
     s = context.state
-    if s.shard_count == 1:
+    if s.membership.shard_count == 1:
         return rank
-    there = [w.shard_index for w in context.alive_workers() if s.nodes[w.node].leaving is None]
-    rows = max(s.target // s.shard_count, len(there) // s.shard_count + 1)
-    return wanted(there, s.shard_count, rows)[0]
+    there = [w.shard_index for w in context.alive_workers() if s.membership.nodes[w.node].leaving is None]
+    rows = max(s.target // s.membership.shard_count, len(there) // s.membership.shard_count + 1)
+    return wanted(there, s.membership.shard_count, rows)[0]
 
 
 def _rows_within_reach(context: Context, there: list[int], others: int) -> int:
     """So many complete rows there can be, of workers that hold a shard and `others` that may be built for any."""
     s = context.state
-    rows = max(1, s.target // s.shard_count)
-    while rows > 1 and len(wanted(there, s.shard_count, rows)) > others:
+    rows = max(1, s.target // s.membership.shard_count)
+    while rows > 1 and len(wanted(there, s.membership.shard_count, rows)) > others:
         rows -= 1
     return rows
 
 
 def rebuild(context: Context) -> None:
     """Spares that were built for a shard of which there are enough are built again for one that is missing."""
-    s = context.state
-    if s.shard_count == 1:
+    membership = context.state.membership
+    if membership.shard_count == 1:
         return
     ready, seated, coming = (
-        [w for w in context.workers_in(*phases) if s.nodes[w.node].leaving is None]
+        [w for w in context.workers_in(*phases) if membership.nodes[w.node].leaving is None]
         for phases in ((WorkerPhase.READY,), SEATED, COMING)
     )
     there = [w.shard_index for w in seated]
@@ -99,7 +110,7 @@ def rebuild(context: Context) -> None:
             there.append(worker.shard_index)
         else:
             spare.append(worker)
-    for shard_index in wanted(there, s.shard_count, rows):
+    for shard_index in wanted(there, membership.shard_count, rows):
         if shard_index in expected:
             expected.remove(shard_index)
         elif spare:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from holdfast.coordinator.kernel import transitions
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.events import End
+from holdfast.coordinator.kernel.membership_state import Blame, Worker
+from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
 from holdfast.coordinator.kernel.requests import ForgetLast, NoteLast, ReportUnsaved, StoreLast
-from holdfast.coordinator.kernel.state import Blame, JobPhase, Worker, WorkerPhase
 from holdfast.coordinator.membership import (
     policy,
     processes,
@@ -21,22 +22,29 @@ from holdfast.protocol import messages as m
 def request(context: Context, reason: str, outcome: str, blame: Blame | None = None) -> None:
     """The job ends at the next commit. blame: who or what is at fault, if nobody is named yet."""
     s = context.state
-    s.blame = s.blame or blame
-    if s.stop_reason is not None:
+    s.membership.blame = s.membership.blame or blame
+    if s.membership.stop_reason is not None:
         return
-    s.stop_reason, s.outcome = reason, s.outcome or outcome  # all steps may be done already
-    s.stop_deadline_s = context.now + max(context.timing.stop_s, 3 * (context.median_s() or 0.0))
+    s.membership.stop_reason, s.membership.outcome = (
+        reason,
+        s.membership.outcome or outcome,
+    )  # all steps may be done already
+    s.deadlines.stop_deadline_s = context.now + max(context.timing.stop_s, 3 * (context.median_s() or 0.0))
     context.record(ledger.StopRequested(reason=reason, outcome=outcome))
 
 
 def due(context: Context) -> None:
     """Times that are over: for workers to come, and for the job to end."""
     s = context.state
-    if s.phase is JobPhase.GATHERING and s.wait_deadline_s is not None and context.now >= s.wait_deadline_s:
-        s.wait_deadline_s = None
+    if (
+        s.membership.phase is JobPhase.GATHERING
+        and s.deadlines.wait_deadline_s is not None
+        and context.now >= s.deadlines.wait_deadline_s
+    ):
+        s.deadlines.wait_deadline_s = None
         request(context, f"too few workers for {context.timing.wait_s:g} s", "failed")
-    if s.stop_deadline_s is not None and context.now >= s.stop_deadline_s:
-        s.stop_deadline_s = None
+    if s.deadlines.stop_deadline_s is not None and context.now >= s.deadlines.stop_deadline_s:
+        s.deadlines.stop_deadline_s = None
         context.mode.on_out_of_time(context)
 
 
@@ -50,7 +58,7 @@ def done(context: Context, worker: Worker, message: m.Done) -> None:
     transitions.enter(context, worker, WorkerPhase.DONE)
     worker.committed, worker.digest = message.committed, message.params_xxh3
     worker.loss = message.loss if message.loss is not None else worker.loss
-    context.state.committed = max(context.state.committed, message.committed)
+    context.state.membership.committed = max(context.state.membership.committed, message.committed)
     if message.held:
         context.request(NoteLast(worker))
     context.record(
@@ -65,7 +73,7 @@ def finishing(context: Context) -> bool:
     """Someone has all steps: the others come to the same point by themselves or by what they prepared. Then their state
     becomes a checkpoint."""
     s = context.state
-    ended = [w for w in s.workers.values() if w.digest is not None]
+    ended = [w for w in s.membership.workers.values() if w.digest is not None]
     if not ended:
         return False
     if context.inside():
@@ -73,28 +81,30 @@ def finishing(context: Context) -> bool:
     last = max(w.committed or 0 for w in ended)
     can = [w for w in context.workers_in(WorkerPhase.PARKED) if _comes_to(w, last)]
     there = {w.shard_index for w in (*ended, *can)} | storage.kept_shards(context, last)
-    if there != set(range(s.shard_count)) and (s.durable is None or s.durable.step < last):
+    if there != set(range(s.membership.shard_count)) and (
+        s.storage.durable is None or s.storage.durable.step < last
+    ):
         _undone(context, ended)
         return False
     for worker in context.workers_in(WorkerPhase.PARKED):
-        if worker.name in s.stops:
+        if worker.name in s.membership.stops:
             continue
         if worker in can:
             stop = _last_stop(context, worker, last)
             _stop(context, worker, stop)
-            s.broke_at_s, s.unheard_s = context.now, 0.0
+            s.membership.broke_at_s, s.membership.unheard_s = context.now, 0.0
             saves = stop.keep or stop.save_to
             within_s = context.timing.start_s if saves else context.timing.stall_s(context.median_s())
-            s.break_deadline_s = max(s.break_deadline_s or 0.0, context.now + within_s)
+            s.deadlines.break_deadline_s = max(s.deadlines.break_deadline_s or 0.0, context.now + within_s)
         else:
             processes.end_worker(context, worker, counts=False)
     if context.workers_in(WorkerPhase.PARKED):
         return True
-    s.break_deadline_s = None
+    s.deadlines.break_deadline_s = None
     for worker in context.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED, WorkerPhase.READY):
         processes.end_worker(context, worker, counts=False)
     if not context.request(StoreLast()) and not context.workers_in(WorkerPhase.DONE):
-        s.outcome = "failed" if s.outcome == "failed" else "finished"
+        s.membership.outcome = "failed" if s.membership.outcome == "failed" else "finished"
         end(context)
     return True
 
@@ -109,13 +119,17 @@ def _comes_to(worker: Worker, last: int) -> bool:
 def _last_stop(context: Context, worker: Worker, last: int) -> m.Stop:
     """A worker that has all steps, or is about to, leaves; when nobody else keeps what it holds it does."""
     s = context.state
-    at_work = [w for w in context.workers_in(WorkerPhase.PARKED) if w.name in s.stops]
-    savers = {w.shard_index for w in at_work if s.stops[w.name].save_to or s.stops[w.name].keep}
+    at_work = [w for w in context.workers_in(WorkerPhase.PARKED) if w.name in s.membership.stops]
+    savers = {
+        w.shard_index
+        for w in at_work
+        if s.membership.stops[w.name].save_to or s.membership.stops[w.name].keep
+    }
     kept = worker.shard_index in savers | storage.kept_shards(context, last) | storage.awaited_shards(context)
-    kept = kept or (s.durable is not None and s.durable.step >= last)
+    kept = kept or (s.storage.durable is not None and s.storage.durable.step >= last)
     tier = context.spec.saving.tiers[0] if context.spec.saving.tiers and not kept else None
     apply = worker.committed != last
-    return m.Stop(apply, None, tier is not None) if s.shard_count > 1 else m.Stop(apply, tier)
+    return m.Stop(apply, None, tier is not None) if s.membership.shard_count > 1 else m.Stop(apply, tier)
 
 
 def _undone(context: Context, ended: list[Worker]) -> None:
@@ -138,8 +152,10 @@ def begin(context: Context) -> None:
     """Everyone has left its generation: the newest state is saved, then all leave."""
     s = context.state
     transitions.enter_job(context, JobPhase.STOPPING)
-    s.wait_deadline_s, s.form_deadline_s = None, None
-    s.stop_deadline_s = context.now + context.timing.start_s  # a large state takes its time to reach the disk
+    s.deadlines.wait_deadline_s, s.deadlines.form_deadline_s = None, None
+    s.deadlines.stop_deadline_s = (
+        context.now + context.timing.start_s
+    )  # a large state takes its time to reach the disk
     for worker in context.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED, WorkerPhase.READY):
         processes.end_worker(context, worker, counts=False)
     advance(context)
@@ -147,10 +163,10 @@ def begin(context: Context) -> None:
 
 def advance(context: Context) -> None:
     """Holders of the newest state save it; the others keep theirs until that is done."""
-    s = context.state
-    waiting = [w for w in context.workers_in(WorkerPhase.PARKED) if w.name not in s.stops]
+    membership = context.state.membership
+    waiting = [w for w in context.workers_in(WorkerPhase.PARKED) if w.name not in membership.stops]
     if waiting and not _saving(context):
-        if s.shard_count > 1:
+        if membership.shard_count > 1:
             _keep(context, waiting)
         else:
             _save(context, waiting)
@@ -162,9 +178,9 @@ def _save(context: Context, waiting: list[Worker]) -> None:
     """One writes it to a durable tier."""
     s = context.state
     outcome = policy.settle({w.name: policy.Report(w.committed, w.prepared) for w in waiting})
-    s.committed = max(s.committed, outcome.start or 0)
+    s.membership.committed = max(s.membership.committed, outcome.start or 0)
     tier = context.spec.saving.tiers[0] if context.spec.saving.tiers else None
-    todo = tier and outcome.start and (s.durable is None or s.durable.step < outcome.start)
+    todo = tier and outcome.start and (s.storage.durable is None or s.storage.durable.step < outcome.start)
     holders = [w for w in waiting if w.name in outcome.holders]
     for worker in waiting:
         if worker not in holders:
@@ -178,17 +194,17 @@ def _keep(context: Context, waiting: list[Worker]) -> None:
     """Of every shard some leave it in their nodes' memory, from where the agents bring it to the durable tiers; where
     that fails others do. Of a state that is not whole nothing is kept: the newest whole snapshot is brought there."""
     s = context.state
-    if s.last_step is None:
-        s.last_step = _settled(context, waiting)
-    last = s.last_step
+    if s.membership.last_step is None:
+        s.membership.last_step = _settled(context, waiting)
+    last = s.membership.last_step
     for worker in [w for w in waiting if not _comes_to(w, last)]:
         waiting.remove(worker)
         processes.end_worker(context, worker, counts=False)
-    missing = [p for p in range(s.shard_count) if p not in storage.kept_shards(context, last)]
-    todo = context.spec.saving.tiers and last and (s.durable is None or s.durable.step < last)
-    able = {w.shard_index for w in waiting if s.nodes[w.node].snapshot_port}
+    missing = [p for p in range(s.membership.shard_count) if p not in storage.kept_shards(context, last)]
+    todo = context.spec.saving.tiers and last and (s.storage.durable is None or s.storage.durable.step < last)
+    able = {w.shard_index for w in waiting if s.membership.nodes[w.node].snapshot_port}
     if todo and missing and able.issuperset(missing):
-        first = not s.stops
+        first = not s.membership.stops
         keep = [
             w for p in missing for w in _keepers(context, [w for w in waiting if w.shard_index == p], first)
         ]
@@ -201,31 +217,31 @@ def _keep(context: Context, waiting: list[Worker]) -> None:
 
 def _settled(context: Context, waiting: list[Worker]) -> int:
     """The step at which the job stops; 0: no state is whole."""
-    s = context.state
+    membership = context.state.membership
     outcome = policy.settle({w.name: policy.Report(w.committed, w.prepared) for w in waiting})
-    if {w.shard_index for w in waiting if w.name in outcome.holders} != set(range(s.shard_count)):
+    if {w.shard_index for w in waiting if w.name in outcome.holders} != set(range(membership.shard_count)):
         return 0
-    s.committed = max(s.committed, outcome.start or 0)
+    membership.committed = max(membership.committed, outcome.start or 0)
     return outcome.start or 0
 
 
 def _keepers(context: Context, column: list[Worker], first: bool) -> list[Worker]:
     """Who keeps a shard: those that took the snapshots, else one."""
-    column = [w for w in column if context.state.nodes[w.node].snapshot_port]
-    saved = [w for w in column if context.state.seats[w.name].saves]
+    column = [w for w in column if context.state.membership.nodes[w.node].snapshot_port]
+    saved = [w for w in column if context.state.membership.seats[w.name].saves]
     return saved if first and saved else column[:1]
 
 
 def _saving(context: Context) -> bool:
-    s = context.state
-    at_work = [w for w in context.workers_in(WorkerPhase.PARKED) if w.name in s.stops]
-    return any(s.stops[w.name].save_to or s.stops[w.name].keep for w in at_work) or bool(
+    membership = context.state.membership
+    at_work = [w for w in context.workers_in(WorkerPhase.PARKED) if w.name in membership.stops]
+    return any(membership.stops[w.name].save_to or membership.stops[w.name].keep for w in at_work) or bool(
         storage.awaited_shards(context)
     )
 
 
 def _stop(context: Context, worker: Worker, stop: m.Stop) -> None:
-    context.state.stops[worker.name] = stop
+    context.state.membership.stops[worker.name] = stop
     context.tell(worker, stop)
 
 
@@ -241,14 +257,18 @@ def end(context: Context) -> None:
     nodes are somebody else's after the job it cannot, and that is said."""
     s = context.state
     transitions.enter_job(context, JobPhase.ENDED)
-    s.outcome = s.outcome or "finished"
+    s.membership.outcome = s.membership.outcome or "finished"
     context.request(ReportUnsaved())
     step = storage.only_in_memory(context)
     ours = context.spec.engine == "local"
-    s.keeps_memory = ours and (step is not None or storage.may_be_in_memory(context))
+    s.membership.keeps_memory = ours and (step is not None or storage.may_be_in_memory(context))
     if step is not None:
-        context.record(ledger.OnlyInMemory(step=step, kept=ours, saved=s.durable.step if s.durable else None))
-    context.record(ledger.Ended(outcome=s.outcome, reason=s.stop_reason, step=s.step))
+        context.record(
+            ledger.OnlyInMemory(
+                step=step, kept=ours, saved=s.storage.durable.step if s.storage.durable else None
+            )
+        )
+    context.record(ledger.Ended(outcome=s.membership.outcome, reason=s.membership.stop_reason, step=s.step))
     for node in context.alive_nodes():
-        context.send(node.name, m.Shutdown(s.outcome, s.keeps_memory))
-    context.act(End(s.outcome))
+        context.send(node.name, m.Shutdown(s.membership.outcome, s.membership.keeps_memory))
+    context.act(End(s.membership.outcome))

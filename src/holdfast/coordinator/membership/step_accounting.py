@@ -22,47 +22,51 @@ KEPT = 16
 
 def starts(state: CoreState) -> None:
     """All workers start (again): this start's count begins at zero, from wherever the script goes on."""
-    counted = state.counted
+    counted = state.membership.counted
     counted.left_at = state.step
-    counted.earlier += state.committed
-    if state.number > 1:
+    counted.earlier += state.membership.committed
+    if state.membership.number > 1:
         counted.known = counted.known and counted.base is not None  # the start before went on from somewhere
         counted.base = None
 
 
 def exited(state: CoreState, worker: str, steps: int) -> None:
     """A worker of this start ended. Its last words on the way there may have been held back."""
-    if state.level != 2 and state.generation is not None and state.generation.rank_of(worker) is not None:
-        state.committed = max(state.committed, steps)
+    if (
+        state.membership.level != 2
+        and state.membership.generation is not None
+        and state.membership.generation.rank_of(worker) is not None
+    ):
+        state.membership.committed = max(state.membership.committed, steps)
 
 
 def gave(state: CoreState, generation: int, step: int, steps: int) -> None:
     """Rank 0 gave the state that its script calls `step`, after so many optimizer steps of this start."""
-    counted = state.counted
-    if state.level == 2 or generation != state.number:
+    counted = state.membership.counted
+    if state.membership.level == 2 or generation != state.membership.number:
         return
-    state.committed = max(state.committed, steps)
+    state.membership.committed = max(state.membership.committed, steps)
     if counted.base is None:
         return
     counted.given.pop(step, None)  # the newest is last
     counted.given[step] = counted.base + steps
     counted.gives = True
-    there = {NOTHING, *(x.step for x in state.snapshots), *(x.step for x in state.storing)}
-    there.update(x.step for x in (state.durable, *state.older) if x is not None)
+    there = {NOTHING, *(x.step for x in state.storage.snapshots), *(x.step for x in state.storage.storing)}
+    there.update(x.step for x in (state.storage.durable, *state.storage.older) if x is not None)
     newest = list(counted.given)[-KEPT:]
     counted.given = {s: at for s, at in counted.given.items() if s in there or s in newest}
 
 
 def loaded(context: Context, generation: int, step: int | None, steps: int) -> None:
     """Rank 0's script goes on from the state of `step`; None: it found nothing to load."""
-    s, counted = context.state, context.state.counted
-    if s.level == 2 or generation != s.number:
+    s, counted = context.state, context.state.membership.counted
+    if s.membership.level == 2 or generation != s.membership.number:
         return
     name = NOTHING if step is None else step
-    if s.number == 1 and not steps and not counted.gives:
+    if s.membership.number == 1 and not steps and not counted.gives:
         counted.given = {name: 0}  # what this job begins with, be it of a run before
         return
-    s.committed = max(s.committed, steps)
+    s.membership.committed = max(s.membership.committed, steps)
     before = counted.base + steps if counted.base is not None else counted.left_at
     if counted.base is None and steps:
         before = None  # what it did before it loaded began nobody knows where
@@ -76,20 +80,26 @@ def loaded(context: Context, generation: int, step: int | None, steps: int) -> N
     counted.lost += lost
     counted.base = after - steps
     for incident in incidents.open_ones(s):
-        if incident.generation < s.number and incident.first_commit_at_s is None:
+        if incident.generation < s.membership.number and incident.first_commit_at_s is None:
             incident.lost_steps = max(incident.lost_steps or 0, lost)
 
 
 def shown(state: CoreState, committed: int | None = None) -> dict[str, Any]:
     """For report, status and metrics. None: not known. computed: all steps, those that were lost and done again among
     them. committed: at level 2, what the ledger has."""
-    if state.level == 2:
-        computed = None if committed is None else committed + state.lost_steps
-        return {"committed": state.committed, "lost": state.lost_steps, "computed": computed}
-    counted = state.counted
+    if state.membership.level == 2:
+        computed = None if committed is None else committed + state.membership.lost_steps
+        return {
+            "committed": state.membership.committed,
+            "lost": state.membership.lost_steps,
+            "computed": computed,
+        }
+    counted = state.membership.counted
     known = counted.known and counted.base is not None
-    computed = counted.earlier + state.committed or None  # a script without torch's optimizers has no count
-    if not state.number:
+    computed = (
+        counted.earlier + state.membership.committed or None
+    )  # a script without torch's optimizers has no count
+    if not state.membership.number:
         computed = 0  # nothing was ever started
     lost = counted.lost if known else None
     return {

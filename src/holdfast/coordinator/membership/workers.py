@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from holdfast.coordinator.kernel import incidents, transitions
 from holdfast.coordinator.kernel.context import Context
+from holdfast.coordinator.kernel.membership_state import Worker
+from holdfast.coordinator.kernel.phases import WorkerPhase
 from holdfast.coordinator.kernel.requests import CompareSteps
-from holdfast.coordinator.kernel.state import Worker, WorkerPhase
 from holdfast.coordinator.membership import failures, resize, script_metrics, shard_policy
 from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
@@ -30,7 +31,7 @@ def ready(context: Context, worker: Worker, ready: m.Ready) -> None:
     worker.rebuilds = None
     transitions.enter(context, worker, WorkerPhase.READY)
     worker.ready, worker.ready_at_s = ready, context.now
-    context.state.micro_batches = ready.micro_batches or context.state.micro_batches
+    context.state.membership.micro_batches = ready.micro_batches or context.state.membership.micro_batches
     context.record(ledger.WorkerReady(worker=worker.name, node=worker.node))
     incidents.replaced(context.state, context.now)
     failures.started_well(context, worker)
@@ -40,20 +41,20 @@ def progress(context: Context, worker: Worker, message: m.Progress, age_s: float
     """A worker reports what it has committed. age_s: for so long the message was on its way."""
     s = context.state
     worker.median_s = message.median_s if message.median_s is not None else worker.median_s
-    if message.losses and message.losses[-1][0] + 1 >= s.committed:
+    if message.losses and message.losses[-1][0] + 1 >= s.membership.committed:
         worker.loss = message.losses[-1][1]
     script_metrics.heard(s, message)
-    current = s.generation
+    current = s.membership.generation
     if current is None or message.generation != current.number:
         return
     if worker.phase is WorkerPhase.MEMBER:  # one that has parked since said more than this late word
         worker.committed = message.committed
         context.request(CompareSteps(worker, message))
-    s.committed = max(s.committed, message.committed)
-    if message.committed <= s.generation_committed:
+    s.membership.committed = max(s.membership.committed, message.committed)
+    if message.committed <= s.membership.generation_committed:
         return
-    s.generation_committed = message.committed
-    s.stall_rounds = s.fruitless = 0
+    s.membership.generation_committed = message.committed
+    s.membership.stall_rounds = s.membership.fruitless = 0
     for record in incidents.committed(s, context.now - age_s):
         context.act(record)
     resize.committed(context, context.now - age_s)

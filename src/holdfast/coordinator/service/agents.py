@@ -79,7 +79,7 @@ class AgentConnections:
         if hello.node != line.node:
             raise ProtocolError(f"its connection says hello for {hello.node}, too")
         self._take_place(line, hello)
-        known = self._loop.core.state.nodes.get(hello.node)
+        known = self._loop.core.state.membership.nodes.get(hello.node)
         new = known is None or known.session != hello.session
         past = await self._memory.past(hello.identity, hello.devices) if new else ()
         if self._lines.by_node.get(line.node) is line:  # and no newer one came meanwhile

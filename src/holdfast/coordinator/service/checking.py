@@ -13,7 +13,8 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 import msgspec
 from aiohttp import web
 
-from holdfast.coordinator.kernel.state import CoreState, Node
+from holdfast.coordinator.kernel.membership_state import Node
+from holdfast.coordinator.kernel.state import CoreState
 from holdfast.errors import UsageError
 from holdfast.health.checks import pairs
 from holdfast.health.checks.check import unknown
@@ -45,8 +46,8 @@ def choose(wish: CheckOptions, state: CoreState) -> list[Node]:
     Raises:
         UsageError: one is not there, or trains and is not to be disturbed.
     """
-    there = {n.name: n for n in state.nodes.values() if n.alive}
-    training = {x.node for x in state.generation.members} if state.generation else set()
+    there = {n.name: n for n in state.membership.nodes.values() if n.alive}
+    training = {x.node for x in state.membership.generation.members} if state.membership.generation else set()
     for name in wish.nodes:
         if name not in there:
             raise UsageError(f"no node {name!r} in this job: there are {', '.join(there) or 'none'}")

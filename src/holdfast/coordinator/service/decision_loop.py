@@ -128,7 +128,7 @@ class DecisionLoop:
         excuses: list[ev.Event] = []
         if late_s > self.core.timing.heartbeat_s / 2:
             excuses.append(ev.Overslept(late_s))
-        heard = [(n.name, n.last_seen_s) for n in self.core.state.nodes.values() if n.alive]
+        heard = [(n.name, n.last_seen_s) for n in self.core.state.membership.nodes.values() if n.alive]
         starved = self._starving.look(heard, self.clock())
         return [*excuses, *(ev.Starved(node, waited_s) for node, waited_s in starved.items())]
 
@@ -143,7 +143,7 @@ class DecisionLoop:
     async def _decide(self, events: list[ev.Event]) -> None:
         """One batch: decided at one moment, written at once, then done."""
         now, state = self.clock(), self.core.state
-        before = state.generation
+        before = state.membership.generation
         actions = self.core.handle_all(events, now)
         for wrong in validate(state) if self._validates else ():
             _log.error("the coordinator's state is not valid: %s; after %s", wrong, events)
@@ -178,7 +178,7 @@ class DecisionLoop:
         page = Page([self._entry(r.event, now) for r in records])
         for event in events:
             said = _with_losses(event)
-            made_in = before or state.generation
+            made_in = before or state.membership.generation
             if said is not None and made_in is not None:
                 t_s = round(now - state.began_s - _age_s(event), 4)
                 logged = script_metrics.rows(state, said) if isinstance(said, m.Progress) else ()

@@ -6,7 +6,8 @@ import random
 
 import msgspec
 
-from holdfast.coordinator.kernel.state import CoreState, JobPhase
+from holdfast.coordinator.kernel.phases import JobPhase
+from holdfast.coordinator.kernel.state import CoreState
 from holdfast.protocol import messages as m
 from holdfast.protocol.faults import NODE_FAULTS, PHASES, ArmedFault, FaultKind, FaultSpec, node_name
 from holdfast.protocol.phases import Phase
@@ -56,7 +57,7 @@ class Injector:
             self._running_since = now
             for plan in self.plans.values():
                 self._schedule(plan, now, first=True)
-        generation = state.generation
+        generation = state.membership.generation
         members = {x.worker: x for x in generation.members} if generation and self.plans else {}
         by_worker: dict[str, list[ArmedFault]] = {w: [] for w in members}  # who lost its rank is disarmed
         for plan in self.plans.values():
@@ -77,7 +78,7 @@ class Injector:
                 continue
             if plan.left <= 0 or plan.due_s is None or now < plan.due_s:
                 continue
-            if state.phase is not JobPhase.RUNNING:
+            if state.membership.phase is not JobPhase.RUNNING:
                 plan.due_s = now + 0.1  # nothing to strike yet: try again when there is
                 continue
             strike = self._strike(plan, state)
@@ -112,8 +113,13 @@ class Injector:
         if spec.node is None or spec.kind not in NODE_FAULTS or plan.struck or _timed(spec) or spec.phase:
             return None
         name = node_name(spec.node)
-        node, generation = state.nodes.get(name), state.generation
-        if generation is None or node is None or not node.alive or state.committed < (spec.step or 0):
+        node, generation = state.membership.nodes.get(name), state.membership.generation
+        if (
+            generation is None
+            or node is None
+            or not node.alive
+            or state.membership.committed < (spec.step or 0)
+        ):
             return None
         return None if any(x.node == name for x in generation.members) else name
 
@@ -144,7 +150,7 @@ class Injector:
         member = self._target(plan, state)
         armed = _armed(plan)
         if member is None:
-            node = None if plan.spec.node is None else state.nodes.get(node_name(plan.spec.node))
+            node = None if plan.spec.node is None else state.membership.nodes.get(node_name(plan.spec.node))
             spare = node is not None and node.alive and plan.spec.kind in NODE_FAULTS
             return Strike(plan.id, node.name, m.RunFault(armed)) if spare and node else None
         plan.struck = member.worker
@@ -157,22 +163,24 @@ class Injector:
     def _targets(self, plan: Planned, state: CoreState) -> list[m.Member]:
         """A node that is slow is so for all of its workers; any other fault strikes one."""
         member = self._target(plan, state)
-        if member is None or state.generation is None:
+        if member is None or state.membership.generation is None:
             return []
         if plan.spec.kind is FaultKind.SLOW and plan.spec.node is not None:
-            return [x for x in state.generation.members if x.node == member.node]
+            return [x for x in state.membership.generation.members if x.node == member.node]
         return [member]
 
     def _target(self, plan: Planned, state: CoreState) -> m.Member | None:
-        if state.generation is None:
+        if state.membership.generation is None:
             return None
-        spec, members = plan.spec, state.generation.members
+        spec, members = plan.spec, state.membership.generation.members
         if spec.rank is not None:
             return next((x for x in members if x.rank == spec.rank), None)
         if spec.node is not None:
             return next((x for x in members if x.node == node_name(spec.node)), None)
         if spec.phase == "transfer":
-            restoring = [x for x in members if (seat := state.seats.get(x.worker)) and seat.restore]
+            restoring = [
+                x for x in members if (seat := state.membership.seats.get(x.worker)) and seat.restore
+            ]
             return restoring[0] if restoring else None
         return random.Random(f"{spec.seed}/{plan.id}/{plan.fired}").choice(members)
 

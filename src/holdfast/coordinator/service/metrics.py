@@ -13,7 +13,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from holdfast.coordinator.kernel.incidents import kind_of, stall_s
-from holdfast.coordinator.kernel.state import CoreState, JobPhase, Snapshot, WorkerPhase
+from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
+from holdfast.coordinator.kernel.state import CoreState
+from holdfast.coordinator.kernel.storage_state import Snapshot
 from holdfast.coordinator.membership import step_accounting
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -57,12 +59,12 @@ class _Job(Collector):
             "holdfast_phase", "1 for what the job is doing now, else 0.", labels=["phase"]
         )
         for name in JobPhase:
-            phase.add_metric([name.value], float(s.phase is name))
+            phase.add_metric([name.value], float(s.membership.phase is name))
         yield phase
         if s.step is not None:
             yield _gauge("holdfast_step", "Committed steps of the state that training is at.", s.step)
         steps = step_accounting.shown(s, self._steps)
-        if s.level == 2 or self._steps:
+        if s.membership.level == 2 or self._steps:
             steps["committed"] = self._steps
         if steps["committed"] is not None:
             text = "Steps committed since the job's start."
@@ -73,21 +75,21 @@ class _Job(Collector):
         if steps["computed"] is not None:
             text = "Steps computed since the job's start, also those that were done again."
             yield _counter("holdfast_steps_computed", text, steps["computed"])
-        world = s.generation.strength if s.generation else 0
+        world = s.membership.generation.strength if s.membership.generation else 0
         yield _gauge("holdfast_world_size", "Workers that compute in the newest generation.", world)
         yield _gauge("holdfast_target_world_size", "Workers at full strength.", s.target)
-        nodes = sum(n.alive for n in s.nodes.values())
+        nodes = sum(n.alive for n in s.membership.nodes.values())
         yield _gauge("holdfast_nodes", "Nodes that are there, spares included.", nodes)
-        ready = sum(w.phase is WorkerPhase.READY for w in s.workers.values())
+        ready = sum(w.phase is WorkerPhase.READY for w in s.membership.workers.values())
         yield _gauge("holdfast_ready_workers", "Workers that wait, warm, to be taken in.", ready)
-        yield _counter("holdfast_generations", "Generations that were formed.", s.number)
+        yield _counter("holdfast_generations", "Generations that were formed.", s.membership.number)
         writable = float(self._writable)
         yield _gauge(
             "holdfast_ledger_writable", "1 while the ledger takes what is written, else 0.", writable
         )
         wall_s = max(0.0, self._now - s.began_s)
         yield _counter("holdfast_wall_seconds", "Time since the job's start.", wall_s)
-        if s.level == 2 or self._steps:
+        if s.membership.level == 2 or self._steps:
             yield _counter(
                 "holdfast_productive_seconds",
                 "Time spent on committed steps; over holdfast_wall_seconds_total it is the goodput.",
@@ -98,7 +100,7 @@ class _Job(Collector):
         value = GaugeMetricFamily(
             "holdfast_run_value", "The newest value that the script logged, by its name.", labels=["name"]
         )
-        for name, (_, newest) in sorted(self._state.figures.items()):
+        for name, (_, newest) in sorted(self._state.membership.figures.items()):
             value.add_metric([name], newest)
         yield value
 
@@ -128,10 +130,12 @@ class _Job(Collector):
         yield stall
         still_open = sum(i.open for i in s.incidents)
         yield _gauge("holdfast_open_incidents", "Incidents not yet back at full strength.", still_open)
-        yield _counter("holdfast_restarts", "Workers (at level 0: jobs) started again.", s.restarts_used)
+        yield _counter(
+            "holdfast_restarts", "Workers (at level 0: jobs) started again.", s.membership.restarts_used
+        )
 
     def _slow(self) -> Iterator[Metric]:
-        now = [x for x in self._state.slow if x.until_step is None]
+        now = [x for x in self._state.health.slow if x.until_step is None]
         ratio = GaugeMetricFamily(
             "holdfast_slow_rank_ratio",
             "Computing time over that of its peers, of ranks that were found to be slow.",
@@ -141,12 +145,12 @@ class _Job(Collector):
             ratio.add_metric([str(x.rank), x.node, x.part], x.ratio)
         yield ratio
         yield _gauge("holdfast_slow_ranks", "Ranks that all others wait for.", len(now))
-        lost_s = sum(x.lost_s for x in self._state.slow)
+        lost_s = sum(x.lost_s for x in self._state.health.slow)
         yield _counter("holdfast_slow_seconds", "Training time that was waited for slow ranks.", lost_s)
 
     def _changes(self) -> Iterator[Metric]:
         s = self._state
-        done = s.changed
+        done = s.membership.changed
         yield _summary(
             "holdfast_change_stall_seconds",
             "For which planned changes of the membership stalled training.",
@@ -154,7 +158,7 @@ class _Job(Collector):
             done.stall_s,
         )
         yield _gauge("holdfast_wanted_nodes", "Nodes that are wanted to train on now.", s.wanted_nodes)
-        leaving = sum(n.alive and n.leaving is not None for n in s.nodes.values())
+        leaving = sum(n.alive and n.leaving is not None for n in s.membership.nodes.values())
         yield _gauge("holdfast_leaving_nodes", "Nodes that are to leave and are still there.", leaving)
 
     def _health(self) -> Iterator[Metric]:
@@ -177,14 +181,14 @@ class _Job(Collector):
         yield _gauge(
             "holdfast_quarantined_machines", "Machines not used for their health.", len(health.quarantine)
         )
-        held = sum(n.alive and n.held is not None for n in self._state.nodes.values())
+        held = sum(n.alive and n.held is not None for n in self._state.membership.nodes.values())
         yield _gauge("holdfast_held_nodes", "Nodes that are there and not used now.", held)
-        unknown = sum(n.alive and bool(n.unknown) for n in self._state.nodes.values())
+        unknown = sum(n.alive and bool(n.unknown) for n in self._state.membership.nodes.values())
         yield _gauge("holdfast_unwatched_nodes", "Nodes of which something cannot be told.", unknown)
         yield _gauge("holdfast_health_asks", "Matters that a person is to look at.", len(health.asks))
 
     def _snapshots(self) -> Iterator[Metric]:
-        totals = self._state.totals
+        totals = self._state.storage.totals
         yield _counter(
             "holdfast_snapshot_bytes", "Bytes of whole snapshots, each counted once.", totals.nbytes
         )
@@ -207,7 +211,7 @@ class _Job(Collector):
         yield from self._lag()
 
     def _lag(self) -> Iterator[Metric]:
-        there = self._state.snapshots
+        there = self._state.storage.snapshots
         whole = max((x.step for x in there if x.whole), default=None)
         if whole is not None:
             newest = max(x.step for x in there)
@@ -226,7 +230,7 @@ class _Job(Collector):
     def _newest(self, held_by: int) -> Snapshot | None:
         """The newest snapshot of which every shard is in the memory of so many nodes."""
         there = []
-        for snapshot in self._state.snapshots:
+        for snapshot in self._state.storage.snapshots:
             nodes: dict[int, set[str]] = defaultdict(set)
             for entry in snapshot.shards:
                 nodes[entry.copy.key.rank].update(entry.nodes)
@@ -268,7 +272,7 @@ class _Job(Collector):
             labels=["tier"],
         )
         for url in (t.url for t in s.spec.saving.tiers):
-            last, totals = s.stored.get(url), s.totals.tiers.get(url)
+            last, totals = s.storage.stored.get(url), s.storage.totals.tiers.get(url)
             if last is not None and last.took_s is not None:
                 step.add_metric([url], last.step)
                 age.add_metric([url], self._now - last.began_s)
@@ -276,8 +280,8 @@ class _Job(Collector):
             took.add_metric([url], totals.checkpoints if totals else 0, totals.took_s if totals else 0.0)
             failures.add_metric([url], totals.failures if totals else 0)
             skipped.add_metric([url], totals.skipped if totals else 0)
-            failing.add_metric([url], float(url in s.failing_tiers))
-            slow.add_metric([url], float(any(x.tier == url and x.slow for x in s.storing)))
+            failing.add_metric([url], float(url in s.storage.failing_tiers))
+            slow.add_metric([url], float(any(x.tier == url and x.slow for x in s.storage.storing)))
         yield from (step, age, nbytes, took, failures, skipped, failing, slow)
 
 

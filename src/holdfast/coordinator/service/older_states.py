@@ -6,16 +6,36 @@ from typing import Any
 
 import msgspec
 
+from holdfast.coordinator.kernel.deadlines import Deadlines
+from holdfast.coordinator.kernel.membership_state import MembershipState
 from holdfast.coordinator.kernel.state import CoreState
+from holdfast.coordinator.kernel.storage_state import StorageState
 from holdfast.protocol import causes
+
+_PARTS: dict[str, type[msgspec.Struct]] = {
+    "membership": MembershipState,
+    "storage": StorageState,
+    "deadlines": Deadlines,
+}
+_HEALTH = ("slow", "brought")
 
 
 def state_of(snapshot: bytes) -> CoreState:
     """A snapshot of this or of an older version. Raises msgspec.ValidationError for anything else."""
-    try:
-        return msgspec.msgpack.decode(snapshot, type=CoreState)
-    except msgspec.ValidationError:
-        return msgspec.convert(_with_causes(msgspec.msgpack.decode(snapshot)), type=CoreState)
+    written = msgspec.msgpack.decode(snapshot)
+    if isinstance(written, dict) and "membership" not in written:
+        written = _divided(_with_causes(written))
+    return msgspec.convert(written, type=CoreState)
+
+
+def _divided(state: dict[str, Any]) -> dict[str, Any]:
+    """Up to version 0.1 all fields stood beside each other."""
+    parts: dict[str, Any] = {
+        part: {field: state[field] for field in kind.__struct_encode_fields__ if field in state}
+        for part, kind in _PARTS.items()
+    }
+    health = state.get("health", {}) | {field: state[field] for field in _HEALTH if field in state}
+    return state | parts | {"health": health}
 
 
 def _with_causes(state: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,9 @@ import msgspec
 
 from holdfast.coordinator.health import stragglers
 from holdfast.coordinator.kernel import incidents
-from holdfast.coordinator.kernel.state import Blame, CoreState, Worker, WorkerPhase
+from holdfast.coordinator.kernel.membership_state import Blame, Worker
+from holdfast.coordinator.kernel.phases import WorkerPhase
+from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.membership import resize, script_metrics, step_accounting
 from holdfast.coordinator.service.store import StepRow
 from holdfast.coordinator.storage.queries import has_all, how_far
@@ -24,25 +26,28 @@ def build_report(state: CoreState, steps: list[StepRow], now: float) -> dict[str
     wall_s = now - state.began_s
     took = [s.took_s for s in steps if s.took_s is not None]
     productive_s = sum(took) if took else None
-    ended = [w for w in state.workers.values() if w.digest is not None]
-    digests = [sorted({str(w.digest) for w in ended if w.shard_index == p}) for p in range(state.shard_count)]
+    ended = [w for w in state.membership.workers.values() if w.digest is not None]
+    digests = [
+        sorted({str(w.digest) for w in ended if w.shard_index == p})
+        for p in range(state.membership.shard_count)
+    ]
     losses = [s.loss for s in steps if s.loss is not None]
     return {
         "schema": SCHEMA,
         "job": state.spec.name,
         "engine": state.spec.engine,
-        "outcome": state.outcome,
-        "reason": state.stop_reason,
+        "outcome": state.membership.outcome,
+        "reason": state.membership.stop_reason,
         "world": {
             "target": state.target,
-            "history": [list(h) for h in state.history],
-            "micro_batches": state.micro_batches,
+            "history": [list(h) for h in state.membership.history],
+            "micro_batches": state.membership.micro_batches,
             "idle": _idle(state),
         },
         "steps": step_accounting.shown(state, len(steps)) | {"median_s": _median_s(state, took)},
         "incidents": [incidents.shown(state, i) for i in state.incidents],
-        "changes": [msgspec.structs.asdict(resize.describe(state, c)) for c in state.changes],
-        "slow": [stragglers.shown(x) for x in state.slow],
+        "changes": [msgspec.structs.asdict(resize.describe(state, c)) for c in state.membership.changes],
+        "slow": [stragglers.shown(x) for x in state.health.slow],
         "figures": script_metrics.shown(state),
         "goodput": {
             "wall_s": round(wall_s, 3),
@@ -54,7 +59,7 @@ def build_report(state: CoreState, steps: list[StepRow], now: float) -> dict[str
             "params_xxh3": ":".join(d[0] for d in digests) if all(len(d) == 1 for d in digests) else None,
             "replicas_equal": all(len(d) <= 1 for d in digests) if ended else None,
         },
-        "saved": msgspec.to_builtins(state.durable) if state.durable else None,
+        "saved": msgspec.to_builtins(state.storage.durable) if state.storage.durable else None,
         "in_memory": _in_memory(state),
     }
 
@@ -62,17 +67,22 @@ def build_report(state: CoreState, steps: list[StepRow], now: float) -> dict[str
 def _in_memory(state: CoreState) -> dict[str, int | None] | None:
     """What no durable tier has and stays in the nodes' memory for the next start. step None: of a run before, and not all
     nodes have said what they hold."""
-    if not state.keeps_memory:
+    if not state.membership.keeps_memory:
         return None
-    newest = max((x.step for x in state.snapshots if has_all(x)), default=None)
-    saved = state.durable.step if state.durable else 0
+    newest = max((x.step for x in state.storage.snapshots if has_all(x)), default=None)
+    saved = state.storage.durable.step if state.storage.durable else 0
     return {"step": newest if newest is not None and newest > saved else None}
 
 
 def _idle(state: CoreState) -> list[tuple[int, float]]:
     """World sizes that the job had and that do not divide its micro-batches, and the share that each leaves idle."""
-    count = (state.micro_batches or 0) // state.shape[0]  # a replica computes so many at a time
-    sizes = {world: world // state.shard_count for _, world in sorted(state.history, key=lambda h: h[1])}
+    count = (state.membership.micro_batches or 0) // state.membership.shape[
+        0
+    ]  # a replica computes so many at a time
+    sizes = {
+        world: world // state.membership.shard_count
+        for _, world in sorted(state.membership.history, key=lambda h: h[1])
+    }
     return [(w, round(idle_share(count, n), 4)) for w, n in sizes.items() if n and n <= count and count % n]
 
 
@@ -80,25 +90,29 @@ def _median_s(state: CoreState, took: list[float]) -> float | None:
     """Of the steps in the ledger; at level 0, where it holds none, as the slowest worker counted."""
     if took:
         return round(statistics.median(took), 5)
-    counted = [w.median_s for w in state.workers.values() if w.median_s is not None]
+    counted = [w.median_s for w in state.membership.workers.values() if w.median_s is not None]
     return round(max(counted), 5) if counted else None
 
 
 def build_status(state: CoreState, now: float) -> dict[str, Any]:
     """The job at this moment. Unknown is None. Durations in seconds."""
-    members = state.generation.members if state.generation else ()
+    members = state.membership.generation.members if state.membership.generation else ()
     ranks = {x.worker: x.rank for x in members}
-    latest = sorted(state.workers.values(), key=lambda w: w.name in ranks)  # members last: theirs counts
+    latest = sorted(
+        state.membership.workers.values(), key=lambda w: w.name in ranks
+    )  # members last: theirs counts
     losses = [w.loss for w in latest if w.loss is not None]
-    medians = [w.median_s for w in state.workers.values() if w.name in ranks and w.median_s is not None]
+    medians = [
+        w.median_s for w in state.membership.workers.values() if w.name in ranks and w.median_s is not None
+    ]
     return {
         "job": state.spec.name,
-        "phase": state.phase.value,
-        "outcome": state.outcome,
-        "reason": state.stop_reason,
-        "level": state.level,
-        "generation": state.number,
-        "world": state.generation.strength if state.generation else 0,
+        "phase": state.membership.phase.value,
+        "outcome": state.membership.outcome,
+        "reason": state.membership.stop_reason,
+        "level": state.membership.level,
+        "generation": state.membership.number,
+        "world": state.membership.generation.strength if state.membership.generation else 0,
         "target": state.target,
         "step": state.step,
         "steps": step_accounting.shown(state),
@@ -110,7 +124,7 @@ def build_status(state: CoreState, now: float) -> dict[str, Any]:
             | ({"held": n.held} if n.held else {})
             | ({"identity": n.identity} if n.identity else {})
             | ({"unknown": sorted(n.unknown)} if n.alive and n.unknown else {})
-            for n in state.nodes.values()
+            for n in state.membership.nodes.values()
         ],
         "health": {
             "asks": [msgspec.to_builtins(a) for a in state.health.asks],
@@ -126,13 +140,13 @@ def build_status(state: CoreState, now: float) -> dict[str, Any]:
                 "step": w.committed,
                 "log": w.log,
             }
-            for w in state.workers.values()
+            for w in state.membership.workers.values()
             if w.phase is not WorkerPhase.GONE
         ],
         "incidents": [incidents.shown(state, i) for i in state.incidents[-INCIDENTS_SHOWN:]],
-        "slow": [stragglers.shown(x) for x in state.slow if x.until_step is None],
+        "slow": [stragglers.shown(x) for x in state.health.slow if x.until_step is None],
         "figures": script_metrics.shown(state),
-        "blame": shown_blame(state.blame) if state.blame else None,
+        "blame": shown_blame(state.membership.blame) if state.membership.blame else None,
         "saving": _saving(state, now),
     }
 
@@ -147,22 +161,22 @@ def _restoring(state: CoreState, worker: Worker) -> bool:
     """It is a member, and fetches the state. At level 0 it is known only of what takes its time."""
     if worker.phase is not WorkerPhase.MEMBER:
         return False
-    if state.level != 2:
+    if state.membership.level != 2:
         return worker.restored is not None and worker.restored[0] < worker.restored[1]
-    seat = state.seats.get(worker.name)
-    return worker.joined < state.number and seat is not None and seat.restore
+    seat = state.membership.seats.get(worker.name)
+    return worker.joined < state.membership.number and seat is not None and seat.restore
 
 
 def _saving(state: CoreState, now: float) -> dict[str, Any]:
     """What is saved where, and how old it is. Durations in seconds; None: nothing yet."""
-    whole = [s for s in state.snapshots if s.whole]
+    whole = [s for s in state.storage.snapshots if s.whole]
     newest = max(whole, key=lambda s: (s.step, s.generation), default=None)
     tiers = []
     for tier in state.spec.saving.tiers:
-        last = state.stored.get(tier.url)
+        last = state.storage.stored.get(tier.url)
         there = last is not None and last.took_s is not None
-        under_way = next((s for s in state.storing if s.tier == tier.url and not s.void), None)
-        slow = any(s.tier == tier.url and s.slow for s in state.storing)
+        under_way = next((s for s in state.storage.storing if s.tier == tier.url and not s.void), None)
+        slow = any(s.tier == tier.url and s.slow for s in state.storage.storing)
         tiers.append(
             {
                 "url": tier.url,
@@ -171,7 +185,7 @@ def _saving(state: CoreState, now: float) -> dict[str, Any]:
                 "took_s": last.took_s if last is not None else None,
                 "under_way": under_way.step if under_way else None,
                 "written": how_far(under_way) if under_way else None,
-                "failing": tier.url in state.failing_tiers,
+                "failing": tier.url in state.storage.failing_tiers,
                 "slow": slow,
             }
         )
@@ -185,6 +199,6 @@ def _saving(state: CoreState, now: float) -> dict[str, Any]:
             "took_s": round((newest.whole_s or now) - newest.began_s, 4),
             "age_s": round(now - (newest.whole_s or now), 3),
         },
-        "skipped": state.skipped,
+        "skipped": state.storage.skipped,
         "tiers": tiers,
     }

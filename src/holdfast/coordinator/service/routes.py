@@ -143,11 +143,13 @@ class Routes:
 
     def _check_target(self, rank: int | None, node: int | str | None) -> None:
         state = self._loop.core.state
-        members = state.generation.members if state.generation else ()
+        members = state.membership.generation.members if state.membership.generation else ()
         if rank is not None and rank not in {x.rank for x in members}:
             raise UsageError(f"no rank {rank} in this job: there are {len(members)}, counted from 0")
-        if node is not None and node_name(node) not in {n for n, x in state.nodes.items() if x.alive}:
-            alive = ", ".join(n for n, x in state.nodes.items() if x.alive)
+        if node is not None and node_name(node) not in {
+            n for n, x in state.membership.nodes.items() if x.alive
+        }:
+            alive = ", ".join(n for n, x in state.membership.nodes.items() if x.alive)
             raise UsageError(f"no node {node_name(node)} in this job: there are {alive}")
 
     async def _resize(self, request: web.Request) -> web.StreamResponse:
@@ -165,7 +167,9 @@ class Routes:
             return refusal
         before = state.wanted_nodes
         await self._loop.effect(ev.ResizeRequested(nodes, request.query.get("reason", "asked for")))
-        return _json({"before": before, "nodes": state.wanted_nodes, "capacity": state.capacity_nodes})
+        return _json(
+            {"before": before, "nodes": state.wanted_nodes, "capacity": state.membership.capacity_nodes}
+        )
 
     async def _drain(self, request: web.Request) -> web.StreamResponse:
         """A NodeGoing as JSON, of a node that must be there."""

@@ -106,7 +106,7 @@ class Coordinator:
     @property
     def outcome(self) -> str | None:
         """How the job ended; None while it runs."""
-        return self._core.state.outcome
+        return self._core.state.membership.outcome
 
     async def serve(self, listener: socket.socket, host: str, lifeline: int | None = None) -> None:
         """Serves until the job is over.
@@ -205,8 +205,8 @@ class Coordinator:
             steps = []
         report = build_report(state, steps, self._clock())
         # Of faults that the job has survived the incidents tell; what is printed last is why it failed.
-        failed = state.outcome == "failed" and state.blame is not None
-        report["blame"] = shown_blame(state.blame) if failed and state.blame else None
+        failed = state.membership.outcome == "failed" and state.membership.blame is not None
+        report["blame"] = shown_blame(state.membership.blame) if failed and state.membership.blame else None
         path = self._job_dir / "report.json"
         try:
             async with asyncio.timeout(LAST_S):

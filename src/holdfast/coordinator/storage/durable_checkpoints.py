@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from holdfast.checkpoint.policy import Retention, parse_cadence
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.events import DurableFound
-from holdfast.coordinator.kernel.state import Node, Snapshot, Storing, TierTotals, Worker
+from holdfast.coordinator.kernel.membership_state import Node, Worker
+from holdfast.coordinator.kernel.storage_state import Snapshot, Storing, TierTotals
 from holdfast.coordinator.storage import queries
 from holdfast.plan.formulas import daly_interval_s
 from holdfast.protocol import ledger
@@ -35,11 +36,13 @@ def begin_due(context: Context) -> None:
     """Begins to store the newest whole snapshot in every tier whose time has come. While an older one is on its way
     there it is skipped: what is written behind running training must not pile up."""
     s = context.state
-    snapshot = max((x for x in s.snapshots if x.whole), key=lambda x: (x.step, x.generation), default=None)
-    if snapshot is None or s.stop_reason is not None:
+    snapshot = max(
+        (x for x in s.storage.snapshots if x.whole), key=lambda x: (x.step, x.generation), default=None
+    )
+    if snapshot is None or s.membership.stop_reason is not None:
         return
     for tier in context.spec.saving.tiers:
-        last, current = s.stored.get(tier.url), under_way(context, tier.url)
+        last, current = s.storage.stored.get(tier.url), under_way(context, tier.url)
         step, at_s = (last.step, last.began_s) if last else (0, s.began_s)
         if current is not None:
             step, at_s = current.seen_step, current.seen_s
@@ -57,7 +60,7 @@ def begin_due(context: Context) -> None:
 
 def under_way(context: Context, url: str) -> Storing | None:
     """What is on its way to a tier, be it of a past that did not happen."""
-    return next((x for x in context.state.storing if x.tier == url), None)
+    return next((x for x in context.state.storage.storing if x.tier == url), None)
 
 
 def _skip(context: Context, current: Storing, step: int) -> None:
@@ -74,14 +77,14 @@ def _skip(context: Context, current: Storing, step: int) -> None:
 def deadlines(context: Context) -> list[float]:
     """When there is something to say of a tier that nothing comes to; and, at the end of training, to give it up."""
     s, timing = context.state, context.timing
-    times = [x.moved_s + timing.tier_s for x in s.storing if not x.slow]
-    given_up = [x.moved_s + timing.start_s for x in s.storing if queries.ending(context)]
+    times = [x.moved_s + timing.tier_s for x in s.storage.storing if not x.slow]
+    given_up = [x.moved_s + timing.start_s for x in s.storage.storing if queries.ending(context)]
     return times + [d for d in given_up if d > context.now]
 
 
 def look(context: Context) -> None:
     """Tells people of tiers that nothing comes to: training goes on, but nothing more is saved there."""
-    for current in context.state.storing:
+    for current in context.state.storage.storing:
         if not current.slow and context.now >= current.moved_s + context.timing.tier_s:
             current.slow = True
             nbytes, total = queries.how_far(current) or (None, None)
@@ -118,7 +121,7 @@ def _store(context: Context, tier: DurableTier, snapshot: Snapshot, last: bool =
         if first is not copy.shard:
             current.rows[rank] = first.row.name
         current.waiting[rank] = holders[rank % len(holders)].node
-    context.state.storing.append(current)
+    context.state.storage.storing.append(current)
     for name in dict.fromkeys(current.waiting.values()):
         _order(context, current, name)
 
@@ -141,13 +144,13 @@ def _answered(context: Context, current: Storing, node: Node, rank: int | None =
     """One less to wait for (rank None: nothing more comes from this node) of a checkpoint that nobody wants."""
     current.waiting = {r: n for r, n in current.waiting.items() if n != node.name or rank not in (None, r)}
     if not current.waiting:
-        context.state.storing.remove(current)
+        context.state.storage.storing.remove(current)
 
 
 def stored(context: Context, node: Node, message: m.Stored) -> None:
     """A shard is in a tier, or could not be brought there."""
     key = message.key
-    for current in list(context.state.storing):
+    for current in list(context.state.storage.storing):
         if (current.tier, current.step, current.generation) != (message.tier, key.step, key.generation):
             continue
         if current.waiting.get(key.rank) != node.name:
@@ -168,7 +171,7 @@ def stored(context: Context, node: Node, message: m.Stored) -> None:
 def progress(context: Context, node: Node, message: m.StoreProgress) -> None:
     """How far a shard is."""
     key = message.key
-    for current in context.state.storing:
+    for current in context.state.storage.storing:
         if (current.tier, current.step) == (message.tier, key.step) and current.waiting.get(
             key.rank
         ) == node.name:
@@ -178,11 +181,13 @@ def progress(context: Context, node: Node, message: m.StoreProgress) -> None:
 
 def published(context: Context, node: Node, message: m.Published) -> None:
     """A checkpoint exists, or its manifest could not be written."""
-    s = context.state
+    storage = context.state.storage
     asked = [
-        x for x in s.storing if (x.tier, x.step, x.waiting.get(-1)) == (message.tier, message.step, node.name)
+        x
+        for x in storage.storing
+        if (x.tier, x.step, x.waiting.get(-1)) == (message.tier, message.step, node.name)
     ]
-    doubtful = s.doubtful.get(message.tier)
+    doubtful = storage.doubtful.get(message.tier)
     if not asked and message.error is None and doubtful is not None and doubtful.step == message.step:
         asked = [doubtful]  # it was asked for twice; the other answer was that it could not be done
     for current in asked:
@@ -190,16 +195,16 @@ def published(context: Context, node: Node, message: m.Published) -> None:
             _answered(context, current, node)
             continue
         if message.error is not None:
-            s.doubtful[current.tier] = current
+            storage.doubtful[current.tier] = current
             _failed(context, current, message.error)
             continue
-        s.doubtful.pop(current.tier, None)
-        if current in s.storing:
-            s.storing.remove(current)
+        storage.doubtful.pop(current.tier, None)
+        if current in storage.storing:
+            storage.storing.remove(current)
         current.took_s = context.now - current.began_s
-        s.stored[current.tier] = current
+        storage.stored[current.tier] = current
         there(context, Durable(message.step, message.tier))
-        s.failing_tiers = [t for t in s.failing_tiers if t != message.tier]
+        storage.failing_tiers = [t for t in storage.failing_tiers if t != message.tier]
         came = totals(context, message.tier)
         came.checkpoints += 1
         came.nbytes += sum({x.row.name: x.row.nbytes for x in current.shards}.values())
@@ -230,42 +235,42 @@ def saved(context: Context, worker: Worker, message: m.Saved) -> None:
 
 def given_last(context: Context, worker: Worker) -> None:
     """A worker left the state after its last step to its node."""
-    context.state.last_from.append((worker.node, worker.shard_index))
+    context.state.storage.last_from.append((worker.node, worker.shard_index))
 
 
 def forget_last(context: Context) -> None:
     """Who has not reported what became of it is not waited for any more."""
-    context.state.last_from = []
+    context.state.storage.last_from = []
 
 
 def summing(context: Context, node: str, keys: Iterable[Key]) -> None:
     """A node computes the checksums of shards whose workers have ended."""
-    context.state.summing += [(node, key, context.now) for key in keys]
+    context.state.storage.summing += [(node, key, context.now) for key in keys]
 
 
 def summed(context: Context, node: Node, key: Key) -> None:
     """What became of a shard is known."""
-    s = context.state
-    s.summing = [x for x in s.summing if x[:2] != (node.name, key)]
+    storage = context.state.storage
+    storage.summing = [x for x in storage.summing if x[:2] != (node.name, key)]
 
 
 def last_on_its_way(context: Context) -> bool:
     """The job ends: begins to store its last state in every durable tier; where that is not whole, the newest snapshot
     that is. False when nothing more comes of it."""
     s = context.state
-    if s.stop_reason is not None and s.stop_deadline_s is None:
+    if s.membership.stop_reason is not None and s.deadlines.stop_deadline_s is None:
         return False  # asked to stop, and the time for that is over
-    if queries.awaited_shards(context) or s.summing:
+    if queries.awaited_shards(context) or s.storage.summing:
         return True
     snapshot = queries.newest_whole(context)
-    newest = s.durable.step if s.durable is not None else 0
+    newest = s.storage.durable.step if s.storage.durable is not None else 0
     if snapshot is None or snapshot.step < newest or newest == snapshot.step != queries.last_step(context):
         return False
-    kept = (s.durable, *s.older)
+    kept = (s.storage.durable, *s.storage.older)
     todo = [
         t
         for t in context.spec.saving.tiers
-        if Durable(snapshot.step, t.url) not in kept and t.url not in s.last_failed
+        if Durable(snapshot.step, t.url) not in kept and t.url not in s.storage.last_failed
     ]
     for tier in todo:
         current = under_way(context, tier.url)
@@ -282,8 +287,8 @@ def last_on_its_way(context: Context) -> bool:
 def say_unsaved(context: Context) -> None:
     """The job ends without its last state in a tier, for a reason that was not said."""
     s, last = context.state, queries.last_step(context)
-    known = s.last_failed or (s.durable is not None and s.durable.step >= last)
-    if s.level != 2 or s.shard_count == 1 or not last or known:
+    known = s.storage.last_failed or (s.storage.durable is not None and s.storage.durable.step >= last)
+    if s.membership.level != 2 or s.membership.shard_count == 1 or not last or known:
         return
     for tier in context.spec.saving.tiers:
         reason = "not every shard of the last state could be kept in the memory of a node"
@@ -295,14 +300,18 @@ def say_unsaved(context: Context) -> None:
 
 def found(context: Context, event: DurableFound) -> None:
     """What a start found in the durable tiers."""
-    s = context.state
-    s.durable, s.older, s.unread = event.durable, list(event.older[:KEPT_OLDER]), list(event.passed_over)
+    storage = context.state.storage
+    storage.durable, storage.older, storage.unread = (
+        event.durable,
+        list(event.older[:KEPT_OLDER]),
+        list(event.passed_over),
+    )
 
 
 def there(context: Context, durable: Durable) -> None:
     """A checkpoint came to be; those that its tier keeps no longer are gone."""
-    s = context.state
-    kept = [d for d in (s.durable, *s.older) if d is not None and d != durable]
+    storage = context.state.storage
+    kept = [d for d in (storage.durable, *storage.older) if d is not None and d != durable]
     tier = next((t for t in context.spec.saving.tiers if t.url == durable.url), None)
     if tier is not None:
         steps = [durable.step, *(d.step for d in kept if d.url == tier.url)]
@@ -310,22 +319,22 @@ def there(context: Context, durable: Durable) -> None:
         kept = [d for d in kept if d.url != tier.url or d.step not in gone]
     # Of one step the one that came last; training may have gone back, but never behind what can be loaded.
     newest, *older = sorted([durable, *kept], key=lambda d: -d.step)
-    s.durable, s.older, s.durable_tries = newest, older[:KEPT_OLDER], 0
+    storage.durable, storage.older, storage.durable_tries = newest, older[:KEPT_OLDER], 0
 
 
 def unread(context: Context, durable: Durable, message: m.CollectiveError) -> None:
     """A worker could not be restored from a checkpoint. A damaged one is not tried again, one in a tier that does not
     answer is; then the next older one is taken."""
-    s = context.state
-    if durable != s.durable:
+    storage = context.state.storage
+    if durable != storage.durable:
         return
-    s.durable_tries += 1
-    if not message.lost and s.durable_tries < MAX_TRIES:
+    storage.durable_tries += 1
+    if not message.lost and storage.durable_tries < MAX_TRIES:
         return
-    s.durable_tries = 0
-    s.totals.unread += 1
-    s.durable = s.older.pop(0) if s.older else None
-    s.unread.append(f"{durable.place}: {message.detail}")
+    storage.durable_tries = 0
+    storage.totals.unread += 1
+    storage.durable = storage.older.pop(0) if storage.older else None
+    storage.unread.append(f"{durable.place}: {message.detail}")
     context.record(
         ledger.CheckpointUnread(
             step=durable.step,
@@ -338,7 +347,7 @@ def unread(context: Context, durable: Durable, message: m.CollectiveError) -> No
 
 def _instead(context: Context) -> str | None:
     """What training goes on from now, for people; None: nothing is left."""
-    durable, snapshot = context.state.durable, queries.newest_whole(context)
+    durable, snapshot = context.state.storage.durable, queries.newest_whole(context)
     if snapshot is not None and (durable is None or durable.step <= snapshot.step):
         return f"step {snapshot.step} in memory"
     return durable.place if durable else None
@@ -346,20 +355,20 @@ def _instead(context: Context) -> str | None:
 
 def totals(context: Context, url: str) -> TierTotals:
     """What came to a tier since the job's start."""
-    return context.state.totals.tiers.setdefault(url, TierTotals())
+    return context.state.storage.totals.tiers.setdefault(url, TierTotals())
 
 
 def _failed(context: Context, current: Storing, reason: str) -> None:
     """Said once; tried again with a later snapshot, after the tier's usual time."""
-    s = context.state
-    s.storing.remove(current)
-    last = s.stored.get(current.tier)
+    storage = context.state.storage
+    storage.storing.remove(current)
+    last = storage.stored.get(current.tier)
     totals(context, current.tier).failures += 1
     if queries.ending(context) or current.last:
-        s.last_failed.append(current.tier)
-    s.stored[current.tier] = Storing(current.tier, last.step if last else 0, context.now)
-    if current.tier not in s.failing_tiers:
-        s.failing_tiers.append(current.tier)
+        storage.last_failed.append(current.tier)
+    storage.stored[current.tier] = Storing(current.tier, last.step if last else 0, context.now)
+    if current.tier not in storage.failing_tiers:
+        storage.failing_tiers.append(current.tier)
         context.record(ledger.TierFailed(url=current.tier, step=current.step, reason=reason))
 
 
@@ -368,22 +377,22 @@ def _failed(context: Context, current: Storing, reason: str) -> None:
 
 def node_lost(context: Context, node: Node) -> None:
     """What it was writing does not come: the next whole snapshot is stored instead."""
-    context.state.summing = [x for x in context.state.summing if x[0] != node.name]
-    context.state.last_from = [(n, p) for n, p in context.state.last_from if n != node.name]
-    for current in list(context.state.storing):
+    context.state.storage.summing = [x for x in context.state.storage.summing if x[0] != node.name]
+    context.state.storage.last_from = [(n, p) for n, p in context.state.storage.last_from if n != node.name]
+    for current in list(context.state.storage.storing):
         if node.name not in current.waiting.values():
             continue
         if current.void:
             _answered(context, current, node)
         else:
-            context.state.storing.remove(current)
+            context.state.storage.storing.remove(current)
 
 
 def joined(context: Context, node: Node, hello: m.Hello) -> None:
     """A node may have missed what it was asked for, or its answer was."""
-    context.state.summing = [x for x in context.state.summing if x[0] != node.name]
+    context.state.storage.summing = [x for x in context.state.storage.summing if x[0] != node.name]
     summing(context, node.name, hello.summing)
-    for current in list(context.state.storing):
+    for current in list(context.state.storage.storing):
         if current.void:
             _answered(context, current, node)
         else:
@@ -392,12 +401,12 @@ def joined(context: Context, node: Node, hello: m.Hello) -> None:
 
 def went_back(context: Context, start: int) -> None:
     """What is being stored of later steps is of a past that did not happen."""
-    s = context.state
-    for current in s.storing:
+    storage = context.state.storage
+    for current in storage.storing:
         current.void = current.void or current.step > start
         current.seen_step = min(current.seen_step, start)
-    s.doubtful = {tier: x for tier, x in s.doubtful.items() if x.step <= start}
-    s.last_failed = []  # there are steps to do again, so that was not the last state
-    for tier, last in list(s.stored.items()):
+    storage.doubtful = {tier: x for tier, x in storage.doubtful.items() if x.step <= start}
+    storage.last_failed = []  # there are steps to do again, so that was not the last state
+    for tier, last in list(storage.stored.items()):
         if last.step > start:
-            s.stored[tier] = Storing(tier, start, last.began_s)
+            storage.stored[tier] = Storing(tier, start, last.began_s)

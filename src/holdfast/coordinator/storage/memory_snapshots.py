@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from holdfast.checkpoint import placement
 from holdfast.coordinator.kernel.context import Context
-from holdfast.coordinator.kernel.state import HeldShard, JobPhase, Node, Rewind, Snapshot, Worker
+from holdfast.coordinator.kernel.membership_state import Node, Worker
+from holdfast.coordinator.kernel.phases import JobPhase
+from holdfast.coordinator.kernel.storage_state import HeldShard, Rewind, Snapshot
 from holdfast.coordinator.storage import durable_checkpoints, queries
 from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
@@ -60,8 +62,8 @@ def _take(context: Context, node: Node, copy: Copy) -> Snapshot | None:
     for other in snapshot.shards:
         if node.name in other.asked and other.copy.key == copy.key:
             other.asked.remove(node.name)
-            context.state.totals.copies += 1
-            context.state.totals.copied_bytes += copy.shard.row.nbytes
+            context.state.storage.totals.copies += 1
+            context.state.storage.totals.copied_bytes += copy.shard.row.nbytes
     if node.name not in entry.nodes:
         entry.nodes.append(node.name)
     snapshot.lost = [r for r in snapshot.lost if r != copy.key.rank]
@@ -71,10 +73,10 @@ def _take(context: Context, node: Node, copy: Copy) -> Snapshot | None:
 def not_held(context: Context, node: Node, key: Key, reason: str, lack: Lack | None = None) -> None:
     """A node could not keep a shard. Said once, until a snapshot is whole again."""
     durable_checkpoints.summed(context, node, key)
-    if not context.state.skipped:
+    if not context.state.storage.skipped:
         context.record(ledger.SnapshotSkipped(node=node.name, step=key.step, rank=key.rank, reason=reason))
-    context.state.skipped += 1
-    context.state.totals.skipped += 1
+    context.state.storage.skipped += 1
+    context.state.storage.totals.skipped += 1
     node.refused_steps[key.rank] = max(node.refused_steps.get(key.rank, -1), key.step)
     if lack is not Lack.SLOT:
         _slots_freed(context, node)  # what was begun there has ended
@@ -102,7 +104,7 @@ def not_held(context: Context, node: Node, key: Key, reason: str, lack: Lack | N
     if not asked:
         _note(snapshot.passed, place)
     held_by_any = any(h.copy.key.rank == key.rank for h in snapshot.shards)
-    if context.state.level != 2 and not held_by_any and not snapshot.whole:
+    if context.state.membership.level != 2 and not held_by_any and not snapshot.whole:
         _give_up(context, snapshot)
     else:
         spread(context)
@@ -115,15 +117,15 @@ def _note(places: list[tuple[str, int]], place: tuple[str, int]) -> None:
 
 def _slots_freed(context: Context, node: Node | None = None) -> None:
     """There may be room again, on a node or on all: whoever had none is asked again."""
-    for snapshot in context.state.snapshots:
+    for snapshot in context.state.storage.snapshots:
         snapshot.busy = [] if node is None else [(n, r) for n, r in snapshot.busy if n != node.name]
 
 
 def spoiled(context: Context, node: Node, key: Key, reason: str) -> None:
     """What a node held went bad in its memory: it is copied anew, where another has it."""
-    context.state.totals.unread += 1
+    context.state.storage.totals.unread += 1
     context.record(ledger.SnapshotSpoiled(node=node.name, step=key.step, rank=key.rank, reason=reason))
-    for snapshot in context.state.snapshots:
+    for snapshot in context.state.storage.snapshots:
         for entry in snapshot.shards:
             if entry.copy.key == key:
                 entry.nodes = [n for n in entry.nodes if n != node.name]
@@ -137,22 +139,24 @@ def _give_up(context: Context, snapshot: Snapshot) -> None:
     _slots_freed(context)
     for name in dict.fromkeys(n for h in snapshot.shards for n in h.nodes):
         context.send(name, _forgets(context, snapshot))
-    if context.state.level == 2:
+    if context.state.membership.level == 2:
         snapshot.shards = []
         return
-    for later in context.state.snapshots:
+    for later in context.state.storage.snapshots:
         if later.step >= snapshot.step:
             later.shards = []  # forgotten with it, where it was not whole either
 
 
 def _forgets(context: Context, snapshot: Snapshot) -> m.ForgetSnapshots:
     """At level 0 all ranks save at their own times: of later ones nothing is whole either."""
-    return m.ForgetSnapshots(snapshot.step - 1, snapshot.step if context.state.level == 2 else None)
+    return m.ForgetSnapshots(
+        snapshot.step - 1, snapshot.step if context.state.membership.level == 2 else None
+    )
 
 
 def node_lost(context: Context, node: Node) -> None:
     """What it held is gone; the copies that are left are brought up to their number again."""
-    for snapshot in context.state.snapshots:
+    for snapshot in context.state.storage.snapshots:
         for entry in snapshot.shards:
             entry.asked = [n for n in entry.asked if n != node.name]
             entry.nodes = [n for n in entry.nodes if n != node.name]
@@ -170,7 +174,7 @@ def joined(context: Context, node: Node, hello: m.Hello) -> None:
     node.snapshot_port, node.snapshot_server = hello.snapshot_port, hello.snapshot_server
     _slots_freed(context, node)
     there = {(c.key, c.shard.row.xxh3) for c in hello.copies}
-    for snapshot in context.state.snapshots:
+    for snapshot in context.state.storage.snapshots:
         for entry in snapshot.shards:
             entry.asked = [n for n in entry.asked if n != node.name]
             if (entry.copy.key, entry.copy.shard.row.xxh3) not in there:
@@ -178,7 +182,11 @@ def joined(context: Context, node: Node, hello: m.Hello) -> None:
     _drop_lost(context)
     # It keeps nothing of a generation that a rewind began, so it may not have heard of that rewind. Whatever it
     # holds of later steps is then of generations before, and never happened.
-    missed = [r for r in context.state.rewinds if not any(c.key.generation >= r.number for c in hello.copies)]
+    missed = [
+        r
+        for r in context.state.storage.rewinds
+        if not any(c.key.generation >= r.number for c in hello.copies)
+    ]
     if missed and node.snapshot_port:
         context.send(node.name, m.ForgetSnapshots(missed[0].start))
     durable_checkpoints.joined(context, node, hello)
@@ -199,18 +207,23 @@ def happened(context: Context, key: Key) -> bool:
     What a new agent adopted of an earlier run has lost its generation.
     """
     s = context.state
-    if key.generation < 1 and s.number and s.level == 2 and key.step > s.committed:
+    if (
+        key.generation < 1
+        and s.membership.number
+        and s.membership.level == 2
+        and key.step > s.membership.committed
+    ):
         return False
-    return all(key.generation >= r.number or key.step <= r.start for r in s.rewinds)
+    return all(key.generation >= r.number or key.step <= r.start for r in s.storage.rewinds)
 
 
 def _newest(context: Context) -> Snapshot | None:
-    whole = [x for x in context.state.snapshots if x.whole]
+    whole = [x for x in context.state.storage.snapshots if x.whole]
     return max(whole, key=lambda x: (x.step, x.generation), default=None)
 
 
 def _newest_step(context: Context) -> int:
-    return max((x.step for x in context.state.snapshots if x.whole), default=-1)
+    return max((x.step for x in context.state.storage.snapshots if x.whole), default=-1)
 
 
 def _copies(context: Context, snapshot: Snapshot) -> int:
@@ -233,7 +246,7 @@ def _kept(context: Context) -> Snapshot | None:
     if copies > context.spec.saving.copies:
         return None
     at = (newest.step, newest.generation)
-    older = [x for x in context.state.snapshots if (x.step, x.generation) < at and not x.given_up]
+    older = [x for x in context.state.storage.snapshots if (x.step, x.generation) < at and not x.given_up]
     ranked = [(n, x.step, x.generation, x) for x in older if (n := _copies(context, x)) > copies]
     return max(ranked, key=lambda r: r[:3])[3] if ranked else None
 
@@ -246,9 +259,9 @@ def _whole_now(context: Context) -> m.SnapshotComplete:
 
 def _snapshot(context: Context, key: Key) -> Snapshot | None:
     """The snapshot that a shard is of, a new one if need be; None when it is of no use."""
-    s = context.state
+    storage = context.state.storage
     wanted = (key.step, key.generation, key.world)
-    for snapshot in s.snapshots:
+    for snapshot in storage.snapshots:
         if (snapshot.step, snapshot.generation, snapshot.world) == wanted:
             return snapshot
     if key.step <= _newest_step(context) or not happened(context, key):
@@ -256,22 +269,22 @@ def _snapshot(context: Context, key: Key) -> Snapshot | None:
     if not _makes_room(context, key):
         return None
     new = Snapshot(key.step, key.generation, key.world, context.now)
-    s.snapshots.append(new)
+    storage.snapshots.append(new)
     return new
 
 
 def _makes_room(context: Context, key: Key) -> bool:
     """One more snapshot is begun, which nobody holds yet. False: of those that are not whole, newer ones are kept. Of
     which nothing is held goes first: agents that were without a coordinator say at once what they could not keep."""
-    s = context.state
-    partial = sorted((x for x in s.snapshots if not x.whole), key=lambda x: (x.step, x.generation))
+    storage = context.state.storage
+    partial = sorted((x for x in storage.snapshots if not x.whole), key=lambda x: (x.step, x.generation))
     held = [x for x in partial if queries.has_all(x)]
     begun = [x for x in partial if not queries.has_all(x)]
     begun.sort(key=lambda x: (bool(x.shards), x.whole_s is not None))
     if len(held) >= KEPT_PARTIAL and held[-KEPT_PARTIAL].step > key.step:
         return False
     for old in held[:-KEPT_PARTIAL] + begun[: max(0, len(begun) - KEPT_PARTIAL + 1)]:
-        s.snapshots.remove(old)
+        storage.snapshots.remove(old)
     return True
 
 
@@ -279,26 +292,28 @@ def _drop_lost(context: Context, returns: bool = False) -> None:
     """Forgets snapshots of which nothing is left, and whole ones of which a shard is gone. returns: it went with its node,
     which may come back with it; then the others' shards are remembered, until a newer snapshot is whole."""
     s = context.state
-    for snapshot in s.snapshots:
+    for snapshot in s.storage.snapshots:
         gone = {h.copy.key.rank for h in snapshot.shards if not h.nodes}
         snapshot.shards = [h for h in snapshot.shards if h.nodes]
         gone -= {h.copy.key.rank for h in snapshot.shards}
-        level_2 = s.level == 2 or snapshot.generation < 1  # nobody may have said the level yet
+        level_2 = s.membership.level == 2 or snapshot.generation < 1  # nobody may have said the level yet
         if gone and returns and level_2:
             snapshot.lost += sorted(gone)
             snapshot.whole = False
-    s.snapshots = [x for x in s.snapshots if (queries.has_all(x) if x.whole else x.shards or x.given_up)]
+    s.storage.snapshots = [
+        x for x in s.storage.snapshots if (queries.has_all(x) if x.whole else x.shards or x.given_up)
+    ]
 
 
 def spread(context: Context) -> None:
     """Asks for every copy that is missing, of the newest snapshot first: it makes the older ones superfluous. When one is
     whole there is room for others, which are then asked for."""
     while True:
-        told = context.state.told_whole
-        for snapshot in sorted(context.state.snapshots, key=lambda x: (-x.step, -x.generation)):
+        told = context.state.storage.told_whole
+        for snapshot in sorted(context.state.storage.snapshots, key=lambda x: (-x.step, -x.generation)):
             _spread(context, snapshot)
         _retire(context)
-        if context.state.told_whole == told:
+        if context.state.storage.told_whole == told:
             return
 
 
@@ -307,15 +322,19 @@ def _spread(context: Context, snapshot: Snapshot) -> None:
     made: they would take the memory of the next."""
     s = context.state
     superseded = snapshot.step < _newest_step(context)
-    ending = s.phase in (JobPhase.STOPPING, JobPhase.ENDED)
-    if snapshot not in s.snapshots or snapshot.given_up or snapshot.lost or superseded or ending:
+    ending = s.membership.phase in (JobPhase.STOPPING, JobPhase.ENDED)
+    if snapshot not in s.storage.snapshots or snapshot.given_up or snapshot.lost or superseded or ending:
         return
     complete = True
     for rank in range(snapshot.world):
         entries = [h for h in snapshot.shards if h.copy.key.rank == rank]
         if not entries:
             complete = False
-            if s.shard_count > 1 and not s.last_from and not _may_come(context, snapshot, rank):
+            if (
+                s.membership.shard_count > 1
+                and not s.storage.last_from
+                and not _may_come(context, snapshot, rank)
+            ):
                 _give_up(context, snapshot)
                 return
             continue
@@ -344,7 +363,7 @@ def _makes_way(context: Context, snapshot: Snapshot) -> bool:
     """Whether copies of another snapshot are on their way, or all of them have come: then, or when they fail, there is room
     for this one's. So each becomes whole with all its copies before the next one takes its memory."""
     wanted, newest = context.spec.saving.copies + 1, _newest_step(context)
-    others = [x for x in context.state.snapshots if x is not snapshot]
+    others = [x for x in context.state.storage.snapshots if x is not snapshot]
     return any(
         any(h.asked for h in x.shards) or (x.step > newest and _copies(context, x) == wanted) for x in others
     )
@@ -355,14 +374,16 @@ def _expected(context: Context, snapshot: Snapshot, rank: int, there: list[str])
     s = context.state
     if snapshot.whole_s is not None:
         return False
-    g = s.generation
-    running = s.phase in (JobPhase.RUNNING, JobPhase.BREAKING)
-    if s.level != 2 or g is None or snapshot.generation != g.number or not running:
+    g = s.membership.generation
+    running = s.membership.phase in (JobPhase.RUNNING, JobPhase.BREAKING)
+    if s.membership.level != 2 or g is None or snapshot.generation != g.number or not running:
         return False
-    newer = [x for x in s.snapshots if x.generation == snapshot.generation and x.step > snapshot.step]
+    newer = [x for x in s.storage.snapshots if x.generation == snapshot.generation and x.step > snapshot.step]
     further = {n for x in newer for n in (*_declined(x, rank), *_holding(x, rank))}
     nodes = {g.members[saver].node for saver in queries.savers_of(context, g, rank)}
-    return any(s.nodes[n].alive and n not in (*there, *_declined(snapshot, rank), *further) for n in nodes)
+    return any(
+        s.membership.nodes[n].alive and n not in (*there, *_declined(snapshot, rank), *further) for n in nodes
+    )
 
 
 def _refused(snapshot: Snapshot, rank: int) -> list[str]:
@@ -383,20 +404,22 @@ def _may_come(context: Context, snapshot: Snapshot, rank: int) -> bool:
     its node lost it may come back. Of a generation that is over that is not known, and its slots are given to the next
     one's snapshots."""
     s = context.state
-    g = s.generation
+    g = s.membership.generation
     if g is None or snapshot.generation != g.number:
         return True
-    newer = [x for x in s.snapshots if x.generation == snapshot.generation and x.step > snapshot.step]
+    newer = [x for x in s.storage.snapshots if x.generation == snapshot.generation and x.step > snapshot.step]
     past = {n for x in newer for n in _holding(x, rank)} | set(_declined(snapshot, rank))
     return any(g.members[saver].node not in past for saver in queries.savers_of(context, g, rank))
 
 
 def _buddies(context: Context, entry: HeldShard, taken: list[str]) -> list[str]:
     """Nodes that may keep another copy, the owner's own buddies first, then those in other racks."""
-    s = context.state
+    storage = context.state.storage
     alive = [n for n in context.alive_nodes() if n.snapshot_port]
-    placed = placement.place({n.name: n.rack for n in alive}, context.spec.saving.copies, s.buddy_groups)
-    s.buddy_groups = [list(g) for g in placed.groups]
+    placed = placement.place(
+        {n.name: n.rack for n in alive}, context.spec.saving.copies, storage.buddy_groups
+    )
+    storage.buddy_groups = [list(g) for g in placed.groups]
     first = [b for n in entry.nodes for b in placed.buddies.get(n, ())]
     others = sorted((n.name for n in alive), key=lambda n: queries.shares_rack(context, n, entry.nodes))
     return [n for n in dict.fromkeys([*first, *others]) if n not in taken]
@@ -407,7 +430,7 @@ def hands_over(context: Context, node: Node) -> bool:
     snapshot that is whole. What no other can keep goes with it, unless the job is still to go on from there. At one worker
     per replica every member can save the next one alone, so nothing is worth the wait."""
     s = context.state
-    if s.level != 2 or s.phase in (JobPhase.STOPPING, JobPhase.ENDED):
+    if s.membership.level != 2 or s.membership.phase in (JobPhase.STOPPING, JobPhase.ENDED):
         return False
     snapshot = queries.newest_whole(context)
     if snapshot is None or snapshot.world == 1:
@@ -415,7 +438,7 @@ def hands_over(context: Context, node: Node) -> bool:
     waits = False
     for rank in range(snapshot.world):
         entries = [h for h in snapshot.shards if h.copy.key.rank == rank]
-        staying = {n for h in entries for n in h.nodes if s.nodes[n].leaving is None}
+        staying = {n for h in entries for n in h.nodes if s.membership.nodes[n].leaving is None}
         mine = next((h for h in entries if node.name in h.nodes), None)
         if mine is None or staying:
             continue
@@ -426,24 +449,26 @@ def hands_over(context: Context, node: Node) -> bool:
                 *mine.nodes,
                 *_refused(snapshot, rank),
                 *busy,
-                *(n.name for n in s.nodes.values() if n.leaving is not None),
+                *(n.name for n in s.membership.nodes.values() if n.leaving is not None),
             ]
             for name in _buddies(context, mine, taken)[:1]:
                 mine.asked.append(name)
                 asked.append(name)
                 context.send(name, m.Replicate(mine.copy, queries.holders(context, mine)))
-        waits = waits or bool(asked) or (bool(busy) and _makes_way(context, snapshot)) or not s.number
+        waits = (
+            waits or bool(asked) or (bool(busy) and _makes_way(context, snapshot)) or not s.membership.number
+        )
     return waits
 
 
 def _whole(context: Context, snapshot: Snapshot) -> None:
-    s = context.state
+    storage = context.state.storage
     snapshot.whole = True
     if snapshot.whole_s is None:
         _tell_whole(context, snapshot)
     else:
         context.record(ledger.SnapshotBack(step=snapshot.step, generation=snapshot.generation))
-    s.told_whole = None
+    storage.told_whole = None
     _retire(context)
     durable_checkpoints.begin_due(context)
 
@@ -452,32 +477,34 @@ def _retire(context: Context) -> None:
     """Gives up what is older than the newest whole snapshot, but for what is kept beside it, and tells agents if that is
     news to them."""
     s, newest = context.state, _newest(context)
-    if newest is None or (s.told_whole is not None and newest.step < s.told_whole[0]):
+    if newest is None or (s.storage.told_whole is not None and newest.step < s.storage.told_whole[0]):
         return  # a newer one was whole, and lost a shard since: it may come back
     said = _whole_now(context)
-    if s.told_whole == (said.step, said.kept):
+    if s.storage.told_whole == (said.step, said.kept):
         return
-    older = [x for x in s.snapshots if queries.has_all(x) and x.step <= newest.step]
+    older = [x for x in s.storage.snapshots if queries.has_all(x) and x.step <= newest.step]
     keep = sorted(older, key=lambda x: (x.step, x.generation))[-KEPT_WHOLE:]
     if (kept := _kept(context)) is not None:
         keep.append(kept)
-    s.snapshots = [x for x in s.snapshots if x.step > newest.step or any(x is k for k in keep)]
-    s.told_whole = (said.step, said.kept)
+    s.storage.snapshots = [
+        x for x in s.storage.snapshots if x.step > newest.step or any(x is k for k in keep)
+    ]
+    s.storage.told_whole = (said.step, said.kept)
     _slots_freed(context)
     for node in context.alive_nodes():
         context.send(node.name, said)
 
 
 def _tell_whole(context: Context, snapshot: Snapshot) -> None:
-    s = context.state
+    storage = context.state.storage
     snapshot.whole_s = context.now
-    s.skipped = 0
+    storage.skipped = 0
     copies = min(
         len({n for h in snapshot.shards if h.copy.key.rank == r for n in h.nodes})
         for r in range(snapshot.world)
     )
     rows = {h.copy.shard.row.xxh3: h.copy.shard.row.nbytes for h in snapshot.shards}
-    totals = s.totals
+    totals = storage.totals
     totals.snapshots += 1
     totals.nbytes += sum(rows.values())
     totals.took_s += context.now - snapshot.began_s
@@ -492,9 +519,9 @@ def _tell_whole(context: Context, snapshot: Snapshot) -> None:
             took_s=round(context.now - snapshot.began_s, 4),
         )
     )
-    if copies < context.spec.saving.copies + 1 and not s.short_of_copies:
+    if copies < context.spec.saving.copies + 1 and not storage.short_of_copies:
         context.record(ledger.FewCopies(nodes=copies, wanted=context.spec.saving.copies + 1))
-    s.short_of_copies = copies < context.spec.saving.copies + 1
+    storage.short_of_copies = copies < context.spec.saving.copies + 1
 
 
 # ---------------------------------------------------------------- where to go on from
@@ -503,12 +530,12 @@ def _tell_whole(context: Context, snapshot: Snapshot) -> None:
 def unread(context: Context, copy: Copy) -> None:
     """A worker could not read a snapshot from any of its holders: a node may have less than the core thinks."""
     s, key = context.state, copy.key
-    for snapshot in list(s.snapshots):
+    for snapshot in list(s.storage.snapshots):
         if (snapshot.step, snapshot.generation, snapshot.world) == (key.step, key.generation, key.world):
             snapshot.unread += 1
             if snapshot.unread >= MAX_UNREAD:
-                s.snapshots.remove(snapshot)
-                s.totals.unread += 1
+                s.storage.snapshots.remove(snapshot)
+                s.storage.totals.unread += 1
                 context.record(ledger.SnapshotUnreadable(step=snapshot.step, generation=snapshot.generation))
 
 
@@ -516,13 +543,15 @@ def went_back(context: Context, start: int) -> None:
     """The next generation goes on from `start`, and not from live state: what was saved of later steps is of a past
     that did not happen. It may still be reported, and by agents that did not hear this."""
     s = context.state
-    if not s.number and not start:
+    if not s.membership.number and not start:
         return  # the very beginning
-    s.rewinds = [r for r in s.rewinds if r.start < start] + [Rewind(s.number + 1, start)]
-    if len(s.rewinds) > KEPT_REWINDS:
-        s.rewinds[:2] = [Rewind(s.rewinds[1].number, s.rewinds[0].start)]
+    s.storage.rewinds = [r for r in s.storage.rewinds if r.start < start] + [
+        Rewind(s.membership.number + 1, start)
+    ]
+    if len(s.storage.rewinds) > KEPT_REWINDS:
+        s.storage.rewinds[:2] = [Rewind(s.storage.rewinds[1].number, s.storage.rewinds[0].start)]
     durable_checkpoints.went_back(context, start)
-    s.snapshots = [x for x in s.snapshots if x.step <= start]
+    s.storage.snapshots = [x for x in s.storage.snapshots if x.step <= start]
     _slots_freed(context)
     for node in context.alive_nodes():  # also those that hold nothing: they know which snapshot was whole
         context.send(node.name, m.ForgetSnapshots(start))
@@ -531,7 +560,7 @@ def went_back(context: Context, start: int) -> None:
 def sought(context: Context, worker: Worker, request: int) -> None:
     """A script wants to load: it is told what there is."""
     snapshot = queries.newest_whole(context)
-    durable = context.state.durable
+    durable = context.state.storage.durable
     if snapshot is not None and (durable is None or durable.step <= snapshot.step):
         shards = tuple(
             queries.sources(context, snapshot, rank, worker.node) for rank in range(snapshot.world)

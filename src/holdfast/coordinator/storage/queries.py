@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from holdfast.checkpoint.policy import mtbf_s
 from holdfast.coordinator.kernel.context import Context
-from holdfast.coordinator.kernel.state import HeldShard, JobPhase, Node, Snapshot, Storing
+from holdfast.coordinator.kernel.membership_state import Node
+from holdfast.coordinator.kernel.phases import JobPhase
+from holdfast.coordinator.kernel.storage_state import HeldShard, Snapshot, Storing
 from holdfast.protocol import messages as m
 from holdfast.protocol.snapshots import Copy, Holder
 
 
 def newest_whole(context: Context) -> Snapshot | None:
     """The newest snapshot of which every shard is held by a node that lives."""
-    there = [x for x in context.state.snapshots if has_all(x)]
+    there = [x for x in context.state.storage.snapshots if has_all(x)]
     return max(there, key=lambda x: (x.step, x.generation), default=None)
 
 
@@ -28,7 +30,7 @@ def sources(context: Context, snapshot: Snapshot, rank: int, node: str) -> tuple
 
 
 def holders(context: Context, entry: HeldShard) -> tuple[Holder, ...]:
-    nodes = [context.state.nodes[n] for n in entry.nodes]
+    nodes = [context.state.membership.nodes[n] for n in entry.nodes]
     return tuple(Holder(n.name, n.host, n.snapshot_port, n.snapshot_server) for n in nodes if n.alive)
 
 
@@ -42,7 +44,7 @@ def savers_of(context: Context, generation: m.Generation, shard_index: int) -> f
     needs to be sent; they hold the same."""
     first: dict[str, int] = {}
     for member in (generation.members[r] for r in generation.column(shard_index)):
-        if context.state.nodes[member.node].snapshot_port:
+        if context.state.membership.nodes[member.node].snapshot_port:
             first.setdefault(member.node, member.rank)
     wanted = context.spec.saving.copies + 1
     chosen: list[str] = []
@@ -54,8 +56,8 @@ def savers_of(context: Context, generation: m.Generation, shard_index: int) -> f
 
 
 def shares_rack(context: Context, name: str, others: list[str]) -> bool:
-    rack = context.state.nodes[name].rack
-    return rack is not None and any(context.state.nodes[n].rack == rack for n in others)
+    rack = context.state.membership.nodes[name].rack
+    return rack is not None and any(context.state.membership.nodes[n].rack == rack for n in others)
 
 
 def mean_time_between_failures_s(context: Context) -> float:
@@ -66,73 +68,81 @@ def mean_time_between_failures_s(context: Context) -> float:
 
 def writes(context: Context, node: Node) -> bool:
     """Whether something of a checkpoint is waited for from this node."""
-    return any(node.name in x.waiting.values() for x in context.state.storing)
+    return any(node.name in x.waiting.values() for x in context.state.storage.storing)
 
 
 def has_last(context: Context, node: Node) -> bool:
     """Whether a node that is to leave may have a part of the state that the job ends with."""
     s = context.state
-    if s.level == 2 or s.stop_reason is None:
-        return any(name == node.name for name, _ in s.last_from)
+    if s.membership.level == 2 or s.membership.stop_reason is None:
+        return any(name == node.name for name, _ in s.storage.last_from)
     snapshot = newest_whole(context)
     held = snapshot is not None and any(node.name in h.nodes for h in snapshot.shards)
-    return held or any(name == node.name for name, *_ in s.summing)
+    return held or any(name == node.name for name, *_ in s.storage.summing)
 
 
 def ending(context: Context) -> bool:
     """No worker has steps to do any more."""
     s = context.state
-    return s.phase is JobPhase.STOPPING or bool(s.last_from)
+    return s.membership.phase is JobPhase.STOPPING or bool(s.storage.last_from)
 
 
 def last_step(context: Context) -> int:
     """Of the state that the job ends with: where scripts save, the newest that is whole."""
     s = context.state
-    if s.level != 2:
+    if s.membership.level != 2:
         snapshot = newest_whole(context)
         return snapshot.step if snapshot is not None else 0
-    return s.committed if s.last_step is None else s.last_step
+    return s.membership.committed if s.membership.last_step is None else s.membership.last_step
 
 
 def kept_shards(context: Context, step: int) -> set[int]:
     """The shards of the last state that nodes hold."""
     s = context.state
-    taken = [x for x in s.snapshots if x.step == step]
+    taken = [x for x in s.storage.snapshots if x.step == step]
     if any(has_all(x) for x in taken):
-        return set(range(s.shard_count))
-    return {h.copy.key.rank for x in taken if x.generation == s.number for h in x.shards if h.nodes}
+        return set(range(s.membership.shard_count))
+    return {
+        h.copy.key.rank for x in taken if x.generation == s.membership.number for h in x.shards if h.nodes
+    }
 
 
 def awaited_shards(context: Context) -> set[int]:
     """Shards of the last state that agents were given; what became of them they have not said yet."""
     s, last = context.state, last_step(context)
-    taken = [x for x in s.snapshots if x.step == last]
+    taken = [x for x in s.storage.snapshots if x.step == last]
     if any(has_all(x) or x.given_up for x in taken):
         return set()
     answered = {(n, h.copy.key.rank) for x in taken for h in x.shards for n in h.nodes}
-    asked = [(s.nodes[n], p) for n, p in s.last_from if n in s.nodes and (n, p) not in answered]
+    asked = [
+        (s.membership.nodes[n], p)
+        for n, p in s.storage.last_from
+        if n in s.membership.nodes and (n, p) not in answered
+    ]
     return {p for n, p in asked if n.alive and n.refused_steps.get(p, -1) < last}
 
 
 def moves_until_s(context: Context) -> float:
     """While something comes to a tier its checkpoint is waited for, at least until this time; so is what is summed up."""
-    since_s = [x.moved_s for x in context.state.storing] + [x[2] for x in context.state.summing]
+    since_s = [x.moved_s for x in context.state.storage.storing] + [
+        x[2] for x in context.state.storage.summing
+    ]
     return max(since_s) + context.timing.start_s if since_s else 0.0
 
 
 def only_in_memory(context: Context) -> int | None:
     """The step of the newest snapshot, if no durable tier has it or a later one."""
     snapshot = newest_whole(context)
-    newest = context.state.durable.step if context.state.durable is not None else 0
+    newest = context.state.storage.durable.step if context.state.storage.durable is not None else 0
     return snapshot.step if snapshot is not None and snapshot.step > newest else None
 
 
 def may_be_in_memory(context: Context) -> bool:
     """The job ended before all nodes had said what a killed run left in their memory: it may be newer than any tier's."""
     s = context.state
-    newest = s.durable.step if s.durable is not None else 0
-    missed = not s.number and s.joined < context.spec.max_nodes + context.spec.spares
-    return missed or any(x.generation < 1 and x.step > newest for x in s.snapshots)
+    newest = s.storage.durable.step if s.storage.durable is not None else 0
+    missed = not s.membership.number and s.membership.joined < context.spec.max_nodes + context.spec.spares
+    return missed or any(x.generation < 1 and x.step > newest for x in s.storage.snapshots)
 
 
 def how_far(current: Storing) -> tuple[int, int] | None:

@@ -1,0 +1,30 @@
+"""What a job and a worker are doing. Only `transitions` assigns these."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class JobPhase(StrEnum):
+    """What the job as a whole is doing."""
+
+    GATHERING = "gathering"  # no generation: waiting for workers to form one
+    RUNNING = "running"
+    BREAKING = "breaking"  # a generation ended; its members are reporting
+    STOPPING = "stopping"  # workers save and leave
+    ENDED = "ended"
+
+
+class WorkerPhase(StrEnum):
+    """What one worker is doing, as far as the coordinator was told."""
+
+    STARTING = "starting"
+    ATTACHED = "attached"  # the script called holdfast.start
+    READY = "ready"  # model built, waiting: a spare
+    MEMBER = "member"  # in the running generation
+    PARKED = "parked"  # out of a broken generation, holding its state
+    DONE = "done"
+    GONE = "gone"
+
+
+ALIVE = frozenset(set(WorkerPhase) - {WorkerPhase.GONE})
