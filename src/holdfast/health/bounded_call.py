@@ -30,6 +30,8 @@ class _Call(Generic[T]):
     def make(self) -> None:
         try:
             self.result = self.work()
+        # Everything, also what is no Exception: an error that ended this thread would leave the caller
+        # waiting for its limit, and every later call after it.
         except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
             self.error = error
         self.done.set()
@@ -51,14 +53,19 @@ class BoundedCaller:
         Raises:
             NoAnswerError: it did not come back within the limit, or an earlier call did not yet.
         """
+        # No second call while one hangs. A call into a driver that waits in the kernel cannot be cancelled
+        # (state D ignores even SIGKILL), so each further one would leave one more thread for good.
         if self._pending is not None:
             if not self._pending.done.is_set():
+                # At once, without waiting the limit again: the watcher's other sources share its period.
                 raise NoAnswerError(self._what, time.monotonic() - self._pending.since)
             self._pending = None
         if self._thread is None:
             # A daemon: a thread that hangs in the kernel must not keep the agent from ending.
             self._thread = threading.Thread(target=self._run, name=f"bounded-call-{self._what}", daemon=True)
             self._thread.start()
+        # A new object for each call, never a slot that is used again: a call that was given up writes its
+        # late result into its own object, where nobody reads it.
         call = _Call(work)
         self._calls.put(call)
         if not call.done.wait(self._limit_s):
@@ -75,5 +82,7 @@ class BoundedCaller:
     def close(self) -> None:
         """Lets the thread end when its call comes back. Does not wait for it."""
         if self._thread is not None:
+            # The thread ends when it is free, which may be never. Joining it would make the agent's end
+            # depend on the device that hangs.
             self._calls.put(None)
             self._thread = None

@@ -7,6 +7,8 @@ from pathlib import Path
 
 def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
     """What new processes can have: of the machine, or of the container if that is less. None: unknown."""
+    # In a container /proc/meminfo still shows the machine. Trusting it alone, workers would be started that
+    # the container's limit then kills.
     known = [x for x in (_machine(proc / "meminfo"), _container(cgroup)) if x is not None]
     return min(known, default=None)
 
@@ -29,6 +31,8 @@ def _container(cgroup: Path) -> int | None:
         return None
     if limit == "max":
         return None
+    # memory.current counts the page cache too. Its inactive part is given up before anything is killed; the
+    # active part and anonymous memory are not.
     return max(0, int(limit) - used + int(stat.get("inactive_file", 0)))
 
 
@@ -38,5 +42,6 @@ def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
         return ""
+    # x86, Arm (a part number only) and MIPS.
     keys = ("model name", "CPU part", "cpu model")
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(keys)), "")

@@ -48,6 +48,8 @@ _NAMES = {
 _XID = "DCGM_FI_DEV_XID_ERRORS"
 _XID_COUNT = "DCGM_EXP_XID_ERRORS_COUNT"
 _WANTED = {*_NAMES, _XID, _XID_COUNT}
+# DCGM writes special large numbers for `not supported`, `not found` and `no permission`; as values they would
+# exceed every limit.
 _NO_VALUE = 0x7FFFFFF0
 """From here on DCGM's blank values begin (dcgm_structs.h)."""
 
@@ -60,6 +62,8 @@ class Dcgm:
 
     def __init__(self, url: str, fetch: Callable[[str], str] | None = None) -> None:
         self._url, self._fetch = url, fetch or fetch_page
+        # The socket has its own time limit, but a server that sends a byte now and then never runs into it;
+        # and name resolution has none.
         self._caller = BoundedCaller("DCGM's exporter", FETCH_LIMIT_S + 1.0)
         self._last_xid: dict[str, float] = {}
         self._counts: dict[tuple[str, str], float] = {}
@@ -72,12 +76,16 @@ class Dcgm:
         except (NoAnswerError, OSError, ValueError) as error:
             yield unknown("dcgm", "dcgm.page", f"{self._url}: {error}")
             return
+        # An exporter answers before it has read its first values. An empty page is Unknown, because the loop
+        # below would call every GPU lost.
         if not samples and self._seen:  # it has just been started, say
             yield unknown("dcgm", "dcgm.page", f"{self._url} tells of no GPU")
             return
         yield Reading(source="dcgm", name="dcgm.silent", value=0.0)
         here: set[str] = set()
         for name, labels, value in samples:
+            # DCGM writes `00000000:65:00.0`; the kernel and the rules write `0000:65:00`, a domain of four
+            # digits and no function.
             pci = labels.get("pci_bus_id", "").lower()[4:].partition(".")[0]
             subject = f"gpu {pci or labels.get('gpu', '')}"
             uuid = labels.get("UUID", "")
@@ -88,6 +96,7 @@ class Dcgm:
             elif name == _XID_COUNT:
                 yield from self._counted(pci, uuid, labels.get("xid", ""), value)
             elif name in _NAMES:
+                # Under NVML's name as the source, so that the rules and users' changes of them hold for both.
                 yield Reading(source="nvml", name=_NAMES[name], value=value, subject=subject, device=uuid)
         # A GPU that DCGM has lost is no longer on its page.
         for uuid, subject in self._seen.items():
@@ -99,12 +108,16 @@ class Dcgm:
         """The gauge holds the last Xid: the first look may see an old one, and a repeated one cannot be seen."""
         before = self._last_xid.get(uuid)
         self._last_xid[uuid] = code
+        # The gauge has no time and is never cleared. Where the exporter counts by code as well (below), both
+        # may tell of one Xid; the rules' bursts make it one finding.
         if before is not None and code not in (before, 0.0) and pci:
             yield xid_line(pci, int(code))
 
     def _counted(self, pci: str, uuid: str, xid: str, count: float) -> Iterator[Line]:
         before = self._counts.get((uuid, xid))
         self._counts[uuid, xid] = count
+        # Not on the first look, which would report Xids from before the job; and a counter that fell belongs
+        # to an exporter that was restarted.
         if before is not None and count > before and pci and xid.isdigit():
             yield xid_line(pci, int(xid))
 
@@ -115,6 +128,8 @@ class Dcgm:
 
 def parse_samples(page: str) -> Iterator[tuple[str, dict[str, str], float]]:
     """(name, labels, value) of every sample that somebody here asks for and that has a value. Raises ValueError."""
+    # Filtered as text first: a page of a node with eight GPUs has thousands of lines, and parsing them all
+    # takes longer than everything else here.
     wanted = "\n".join(line for line in page.splitlines() if line.partition("{")[0] in _WANTED)
     for family in text_string_to_metric_families(wanted + "\n"):
         for sample in family.samples:
@@ -125,6 +140,7 @@ def parse_samples(page: str) -> Iterator[tuple[str, dict[str, str], float]]:
 def fetch_page(url: str) -> str:
     """Raises OSError (urllib's errors are) and ValueError."""
     with urllib.request.urlopen(url, timeout=FETCH_LIMIT_S) as answer:
+        # Bounded, because the address comes from the environment and may lead to anything.
         page: bytes = answer.read(PAGE_BYTES)
     return page.decode(errors="replace")
 

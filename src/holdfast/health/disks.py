@@ -18,6 +18,8 @@ from holdfast.health.sources import Machine
 
 DISKS_S = 60.0
 ANSWER_S = 5.0
+# _IOWR('N', 0x41, struct nvme_passthru_cmd) of linux/nvme_ioctl.h; opcode and log page of the NVM Express
+# base specification.
 _NVME_ADMIN_COMMAND = 0xC0484E41
 _GET_LOG_PAGE, _SMART_LOG, _ALL_NAMESPACES = 0x02, 0x02, 0xFFFFFFFF
 _LOG_BYTES = 512
@@ -56,6 +58,8 @@ class Disks:
             elif name.startswith("sd"):
                 device = blocks / name / "device"
                 serial = _serial(device)
+                # The file is in hexadecimal (`0x2`). Counted from when the disk was found, and from zero
+                # again after it was removed and came back.
                 yield from number("disk", "disk.io_errors", device / "ioerr_cnt", name, serial, base=16)
                 yield from _word("disk.state", device / "state", name, serial)
         drives = self._sys / "class/nvme"
@@ -63,6 +67,8 @@ class Disks:
             serial = _serial(drives / name)
             yield from _word("nvme.state", drives / name / "state", name, serial)
             for sensor in (entry for entry in names(drives / name) if entry.startswith("hwmon")):
+                # The drive's own limit, which differs with the model; a temperature in degrees would need a
+                # table of models.
                 alarm = drives / name / sensor / "temp1_alarm"
                 yield from number("disk", "nvme.temperature_alarm", alarm, name, serial)
             if self._smart is not None:
@@ -72,9 +78,12 @@ class Disks:
             yield from number("disk", "fs.errors", systems / name / "errors_count", name)
 
     def _own_log(self, smart: Callable[[str], Smart], name: str, serial: str) -> Iterator[Reading]:
+        # A thread for each drive: a controller that hangs is what this is about, and the others must still be
+        # read.
         caller = self._callers.setdefault(name, BoundedCaller(f"drive {name}", ANSWER_S))
         try:
             log = caller.call(lambda: smart(f"/dev/{name}"))
+        # sysfs shows the machine's drives also to containers that were given none of the device files.
         except FileNotFoundError:
             return  # a container without the device
         except (NoAnswerError, OSError) as error:
@@ -114,6 +123,8 @@ def _serial(folder: Path) -> str:
         found = (text(folder / "serial") or text(folder / "wwid") or "").strip()
     except OSError:
         return ""
+    # As in `identity.devices`: the node's history finds the drive under this name, whatever machine it is
+    # moved to.
     return f"nvme:{found}" if found and folder.name.startswith("nvme") else found
 
 
@@ -128,6 +139,7 @@ def _word(name: str, path: Path, subject: str, device: str) -> Iterator[Reading]
 def nvme_smart(path: str) -> Smart:
     """Asks a drive for its log. For root only (CAP_SYS_ADMIN). Raises OSError."""
     log = ctypes.create_string_buffer(_LOG_BYTES)
+    # The number of 32-bit words less one, in the upper half of command word 10.
     words = (_LOG_BYTES // 4 - 1) << 16 | _SMART_LOG
     address = ctypes.addressof(log)
     command = _COMMAND.pack(
@@ -143,6 +155,8 @@ def nvme_smart(path: str) -> Smart:
 
 def parse_smart(log: bytes) -> Smart:
     """Of the 512 bytes that a drive answers."""
+    # Byte 0: warnings as bits; byte 5: estimate of the life that is used, may exceed 100; bytes 160 to 175: a
+    # counter of 128 bits that never wraps in practice.
     return Smart(log[0], log[5], int.from_bytes(log[160:176], "little"))
 
 

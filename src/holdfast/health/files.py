@@ -18,6 +18,9 @@ interface that is down by administration)."""
 def text(path: Path | str) -> str | None:
     """The whole file without the last line feed. None: there is no such thing here. Raises OSError otherwise."""
     try:
+        # Plain system calls instead of Path.read_text: a round reads a file of every process and of every
+        # device, and the objects of the buffered layers cost more than the reads. The bound on the agent's
+        # processor share (docs/benchmarks.md) depends on it.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             data = os.read(fd, READ_BYTES)
@@ -27,6 +30,8 @@ def text(path: Path | str) -> str | None:
         finally:
             os.close(fd)
     except OSError as error:
+        # Absent and unreadable are kept apart, because they mean different things: what a machine does not
+        # have gives no reading and no rule, what it has and cannot be read is Unknown.
         if error.errno in ABSENT:
             return None
         raise
@@ -63,6 +68,8 @@ def number(
                 subject=subject,
                 device=device,
             )
+    # Drivers write `N/A`, nothing, or -1 into files of numbers. Each is Unknown for this value alone; the
+    # source goes on with the next.
     except (OSError, ValueError, IndexError) as error:
         yield unknown(source, name, error, subject, device)
 
@@ -81,6 +88,7 @@ def attempt(source: str, name: str, work: Callable[[], float | None], subject: s
 def unknown(source: str, name: str, error: Exception | str, subject: str = "", device: str = "") -> Reading:
     """A value that should be there and cannot be read."""
     why = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+    # An empty reason would be shown as `no answer`, which is another fault.
     why = why or type(error).__name__
     if isinstance(error, OSError) and error.filename:
         why = f"{error.filename}: {why}"

@@ -29,6 +29,9 @@ PLACEHOLDERS = {
 """What makers leave in these fields; many machines have the same."""
 
 _FILES = (
+    # From what belongs to the machine to what belongs to its installation: a serial number survives a new
+    # image and a cloud's instance id does not survive a new instance. Files of one kind are two ways to the
+    # same value.
     ("serial", "sys/class/dmi/id/product_serial"),
     ("serial", "proc/device-tree/serial-number"),
     ("uuid", "sys/class/dmi/id/product_uuid"),
@@ -43,9 +46,13 @@ def identity(root: Path, part: str = "") -> str:
     """The machine's lasting identity, the most lasting that can be read: `serial:...`, `uuid:...` (both mostly for root
     only), `instance:...` (a cloud's), `machine-id:...`; empty when it has none. part: for nodes that are only a part of
     the machine, as the local engine's are: `machine-id:.../node1`."""
+    # Parts of a machine share its serial number; they are told apart by their names, and only the machine id
+    # is readable by every user, so it does not depend on who runs the job.
     files = _FILES if not part else [file for file in _FILES if file[0] == "machine-id"]
     for kind, file in files:
         value = quiet(root / file).strip()
+        # A placeholder taken for an identity would merge the histories of all machines of a maker, and one
+        # lemon would bar them all.
         if value.casefold() not in PLACEHOLDERS and not _placeholder_pattern(value):
             return f"{kind}:{value}/{part}" if part else f"{kind}:{value}"
     return ""
@@ -53,6 +60,7 @@ def identity(root: Path, part: str = "") -> str:
 
 def _placeholder_pattern(value: str) -> bool:
     """One character over and over (`........`, `xxxxxxx`, zeros)."""
+    # Also catches an empty field of separators.
     return len(set(value.replace("-", "").replace(" ", ""))) <= 1
 
 
@@ -68,6 +76,8 @@ def gpu_uuids(root: Path) -> dict[str, str]:
     found = {}
     for address in names(folder):
         uuid = keyed(quiet(folder / address / "information"), ":").get("GPU UUID", "")
+        # The module reads the UUID when somebody first opens the GPU; before that it prints question marks. A
+        # later look has it.
         if uuid and "?" not in uuid:
             found[address.lower()] = uuid
     return found
@@ -76,6 +86,7 @@ def gpu_uuids(root: Path) -> dict[str, str]:
 def _adapters(root: Path) -> list[str]:
     folder = root / "sys/class/infiniband"
     guids = (quiet(folder / name / "node_guid") for name in names(folder))
+    # All zeros: a software device (rxe, siw), or a driver that has none.
     return [f"guid:{guid}" for guid in guids if guid.strip("0:")]
 
 

@@ -45,6 +45,8 @@ def parse_record(data: bytes) -> Record | None:
     match = _RECORD.match(text)
     if match is None:
         return None
+    # The first number is facility times eight plus level. The kernel refuses facility 0 to writers of
+    # /dev/kmsg, so it proves who wrote the line.
     return Record(int(match[2]), int(match[3]) / 1e6, _unescape(text[match.end() :]), int(match[1]) >> 3)
 
 
@@ -54,10 +56,13 @@ def format_record(sequence: int, text: str, priority: int = 3) -> bytes:
 
 
 def _unescape(text: str) -> str:
+    # The kernel writes control characters and bytes above 126 as \xNN. Undone, so that patterns may match
+    # names of devices as they are.
     return re.sub(r"\\x([0-9a-f]{2})", lambda m: chr(int(m[1], 16)), text) if "\\x" in text else text
 
 
 def _line(record: Record) -> Line:
+    # Never negative: the kernel stamps with local_clock, which may run ahead of CLOCK_MONOTONIC by a little.
     return Line(SOURCE, record.text, age_s=max(0.0, time.monotonic() - record.uptime_s))
 
 
@@ -75,6 +80,8 @@ class Kmsg:
         self._after = self._read_left()
         self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
+            # From the first record that the kernel still has, if an agent before read some of it: what came
+            # between the two agents must not be lost. `_after` skips what was judged already.
             os.lseek(self._fd, 0, os.SEEK_SET if self._after is not None else os.SEEK_END)
         except OSError:
             os.close(self._fd)
@@ -95,14 +102,19 @@ class Kmsg:
             except BlockingIOError:
                 break
             except OSError as error:
+                # The ring buffer was overwritten faster than it was read. The descriptor now stands at the
+                # oldest record that is left, and reading goes on there.
                 if error.errno == errno.EPIPE:
                     self.overrun += 1
                     continue
                 raise
             record = parse_record(data)
+            # Sequence numbers begin again with each boot; `_read_left` compares the boot, so this number is
+            # of this one.
             if record is None or (self._after is not None and record.sequence <= self._after):
                 continue
             last = record.sequence
+            # Anybody who may write to /dev/kmsg could otherwise have a node replaced with one echo.
             if record.facility == KERNEL_FACILITY:
                 lines.append(_line(record))
         if last is not None:
@@ -127,6 +139,9 @@ class Kmsg:
     def _write_left(self) -> None:
         if self._left is None:
             return
+        # Replaced, not rewritten: an agent that is killed in between leaves the old number or the new one,
+        # never half of it. Too old a number only means that lines are judged twice, and a burst swallows
+        # that.
         work = self._left.with_suffix(".tmp")
         try:
             work.write_text(f"{self._boot} {self._after}")
@@ -148,6 +163,7 @@ class KmsgFile:
     def lines(self) -> list[Line]:
         """What was appended since. A record is complete with its newline."""
         data = self._rest + self._file.read()
+        # The writer may be in the middle of a record.
         whole, newline, self._rest = data.rpartition(b"\n")
         records = (parse_record(r) for r in whole.split(b"\n")) if newline else ()
         return [_line(r) for r in records if r is not None and r.facility == KERNEL_FACILITY]
@@ -166,6 +182,7 @@ class Journal:
         if command is None:
             raise FileNotFoundError(errno.ENOENT, "there is no journalctl")
         self._process = subprocess.Popen(
+            # JSON, see `journal_text`. `--lines=0`: only what comes from now on, as with /dev/kmsg.
             [command, "--dmesg", "--follow", "--lines=0", "--output=json", "--quiet"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -189,6 +206,8 @@ class Journal:
         if not data:
             raise EOFError(f"journalctl ended with exit code {self._process.wait()}")
         whole, _, rest = (self._rest + data).rpartition(b"\n")
+        # Bounded: an entry may be as large as its writer likes. The cut one is no JSON any more and is left
+        # out.
         self._rest = rest[-JOURNAL_BYTES:]
         texts = (journal_text(entry) for entry in whole.split(b"\n"))
         return [Line(SOURCE, text) for text in texts if text is not None]
@@ -211,6 +230,8 @@ def journal_text(entry: bytes) -> str | None:
         fields = json.loads(entry)
     except (ValueError, RecursionError):
         return None
+    # Fields that begin with an underscore are journald's own and cannot be set by a program. Both are asked
+    # for: `--dmesg` selects the transport, and a user's line in /dev/kmsg has it too, but another facility.
     if not isinstance(fields, dict) or fields.get("_TRANSPORT") != "kernel":
         return None
     if fields.get("SYSLOG_FACILITY") != str(KERNEL_FACILITY):
@@ -231,6 +252,8 @@ def open_kernel_log(left: Path | None) -> Kmsg | Journal:
         return Kmsg(left=left)
     except OSError as error:
         try:
+            # Asked before it is started: without permission journalctl neither fails nor ends, so the node
+            # would seem watched and nothing would ever be seen.
             if os.geteuid() != 0 and not _may_read_journal():
                 raise PermissionError(errno.EACCES, "no permission for the journal")
             return Journal()

@@ -34,9 +34,11 @@ class Matcher:
     def __init__(self, rules: list[Rule]) -> None:
         first = rules[0]
         self.pattern = re.compile(first.pattern)
-        # What takes a node out of the job must stand where the kernel puts it, at the line's beginning: further on stand
-        # names of processes, files and groups, which anybody chooses.
+        # What takes a node out of the job must stand where the kernel puts it, at the line's beginning:
+        # further on stand names of processes, files and groups, which anybody chooses.
         self._severe = first.source == "kmsg" and any(acts_on_node(r.remedy) for r in rules)
+        # Every line of a busy log meets every pattern of the catalogue. Looking for a fixed text first is
+        # much cheaper than a search, and almost no line passes.
         self._hints = literals(first.pattern)
         self._variant = re.compile(first.variant) if first.variant else None
         self._rules = rules if not first.family else []
@@ -53,6 +55,8 @@ class Matcher:
         """by_name: the line begins with a name that a process gave itself."""
         if not self._severe:
             return self.pattern.search(text)
+        # `match`, not `search`: even a pattern whose author forgot the ^ is held to the beginning of the
+        # line.
         return None if by_name else self.pattern.match(text)
 
     def rules(self, text: str, match: re.Match[str]) -> list[Rule]:
@@ -61,11 +65,16 @@ class Matcher:
             return self._rules
         code = match["code"]
         variant = None
+        # The process's name is removed before the variant is looked for, for the same reason: a name may
+        # contain the words of a more severe variant.
         rest = _NAMED.sub("", text[match.end("code") :], count=1)
         if self._variant is not None and (found := self._variant.search(rest)):
             variant = found.lastgroup or next((g for g in found.groups() if g), "").lower()
+        # Drivers add codes with every version. A code that the table does not know gets the family's entry
+        # for unknown ones, which watches and never acts.
         if code not in self._codes:
             code = UNKNOWN_CODE
+        # The variant's own entry first; a variant without one is judged as the plain code.
         for name in (f"{code}-{variant}", code):
             if name in self._codes:
                 return self._codes[name]
@@ -83,6 +92,8 @@ class Matchers:
                 groups[rule.source, rule.pattern, own].append(rule)
         self._by_source: dict[str, list[Matcher]] = defaultdict(list)
         for (source, _, _), same in groups.items():
+            # A family is searched for as long as one of its codes is enabled. Disabled codes stay in it:
+            # without them their lines would fall to the entry for unknown codes.
             if any(rule.enabled for rule in same):
                 self._by_source[source].append(Matcher(same))
 
@@ -106,6 +117,8 @@ def begins_with_a_name(text: str) -> bool:
 def literals(pattern: str) -> tuple[str, ...]:
     """Texts of which every match holds one: the longest plain run of each alternative. An empty one: it is not plain to
     see. Looks at the top level only."""
+    # Ignoring case or white space makes a literal text of the pattern a wrong hint. An empty hint matches
+    # every line, so the search always runs: slower, never wrong.
     if re.search(r"\(\?[a-zA-Z-]*[ix]", pattern):
         return ("",)
     alternatives: list[list[str]] = [[""]]
@@ -116,6 +129,7 @@ def literals(pattern: str) -> tuple[str, ...]:
         if c == "\\":
             step = 2
             escaped = pattern[i + 1 : i + 2]
+            # Escapes of several characters are not worth a parser here. Giving up costs speed only.
             if escaped in ("x", "u", "U", "N") or escaped.isdigit():
                 return ("",)
             plain = "" if escaped.isalnum() else escaped
@@ -133,10 +147,13 @@ def literals(pattern: str) -> tuple[str, ...]:
         following = pattern[i + step : i + step + 1]
         if c == "|" and not depth:
             alternatives.append([""])
+        # What is within a group or may occur zero times need not be in the line, so the run ends before it.
         elif depth or not plain or following in ("*", "?", "{"):
             runs.append("")
         else:
             runs[-1] += plain
+            # One occurrence is certain and more may follow: the run includes this character and ends after
+            # it.
             if following == "+":
                 runs.append("")
         i += step

@@ -40,13 +40,19 @@ class LogTail:
             return []
         size = os.fstat(self._file.fileno()).st_size
         at = self._file.tell()
+        # Truncated, by a user or a rotation that copies and empties. Without the jump back nothing would be
+        # read until the log is as long as before.
         if size < at:
             self._file.seek(0)  # somebody emptied it
+        # Passing over the older part is a choice: the newest lines tell what is wrong now, and reading a
+        # gigabyte of repeated warnings would delay the agent's own messages.
         elif size - at > CHUNK_BYTES:
             self._file.seek(size - CHUNK_BYTES)
             self._rest = b""
         data = self._rest + self._file.read(CHUNK_BYTES)
         whole, newline, rest = data.rpartition(b"\n")
+        # The last line may be half written. Progress bars write without a line feed for hours, so the rest is
+        # bounded.
         self._rest = rest[-LINE_BYTES:]
         if not newline:
             return []

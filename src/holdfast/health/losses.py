@@ -46,6 +46,8 @@ class Losses:
 
     def take(self, step: int, loss: float) -> Jump | None:
         """The next loss. A jump is told once, until the loss is down again, or the window has risen to it."""
+        # Steps that are repeated after a recovery give the same losses again; counted twice they would make
+        # the window narrower than it is.
         if step <= self._last:
             return None
         self._last = step
@@ -55,8 +57,12 @@ class Losses:
             return None
         usual = statistics.median(self._window)
         scatter = 1.4826 * statistics.median(abs(x - usual) for x in self._window)
+        # Written as `not <=`: every comparison with NaN is false, so a loss that is no number jumps. An
+        # infinite one does so anyway.
         jumped = not loss - usual <= max(SCALES * scatter, SHARE * abs(usual))  # also what is no number
         told, self._high = jumped and not self._high, jumped
+        # Values above the limit join the window as well. A loss that stays at a new level is the usual one
+        # after half a window, and the jump is over; kept out, the report would never end.
         if math.isfinite(loss):
             self._window.append(loss)
         return Jump(step, loss, usual) if told else None
@@ -83,22 +89,31 @@ class WorkerLosses:
         """One block: per worker, its mean loss that was furthest from the job's. Of fewer than three nobody stands out."""
         if len(own) < 3:
             return None
+        # NaN would make the order of the sort, and with it the median, arbitrary; as infinity it is simply
+        # the worst.
         usual = statistics.median(x if math.isfinite(x) else math.inf for x in own.values())
         if not math.isfinite(usual):
             return None  # most of them: it is the script's
         off = {name: abs(x - usual) if math.isfinite(x) else math.inf for name, x in own.items()}
+        # Before this block is added: a block in which one worker stands out must not widen the measure that
+        # it is judged by.
         common = statistics.median(self._scatter) if len(self._scatter) >= FEWEST else None
         self._scatter.append(1.4826 * statistics.median(off.values()))
         if common is None:
             return None
         limit = max(APART_SCALES * common, SHARE * abs(usual))
         apart = [name for name, far in off.items() if far > limit]
+        # Two at once are the data's or the script's. A processor that computes wrongly is one machine, and
+        # alone.
         worker = apart[0] if len(apart) == 1 else None
         self._recent.append(worker)
         if worker is None:
             return None
         counts = Counter(name for name in self._recent if name is not None)
+        # If another worker stood out within the same blocks, losses of this job are just uneven, and nobody
+        # is named.
         if counts[worker] < TIMES or len(counts) > 1:
             return None
+        # Reported once. Said again it needs the same evidence again, after the core has had its time to act.
         self._recent.clear()
         return Outlier(worker, own[worker], usual, counts[worker])

@@ -20,7 +20,10 @@ MOUNTS_S = 60.0
 CHANGES_APART_S = 5.0
 ANSWER_S = 5.0
 """A file server that takes longer for statfs is not to be relied on; a local disk takes microseconds."""
+# Images that nobody can write to: their `ro` says nothing about a disk.
 _ALWAYS_READ_ONLY = {"squashfs", "iso9660", "udf", "erofs", "cramfs", "romfs"}
+# Kinds of file systems whose answer depends on another machine. Each gets a thread of its own, because one
+# server that does not answer must not keep the others from being looked at.
 _NETWORK = {
     "9p",
     "afs",
@@ -68,6 +71,8 @@ class Mount(msgspec.Struct, frozen=True, kw_only=True):
     def made_read_only(self) -> bool:
         """By the kernel, after an error: whoever mounts read-only says so for the mount as well. Newer kernels leave
         `ro` out and say why (ext4, from 6.15 on)."""
+        # Older kernels set `ro` on the file system and leave the mount's own options alone; that difference
+        # is the only sign that the kernel did it and not the administrator.
         if {"emergency_ro", "shutdown"} & set(self.super_options):
             return True
         return "ro" in self.super_options and "ro" not in self.options
@@ -83,6 +88,8 @@ def parse_mounts(mountinfo: str, folders: tuple[Path, ...] = ()) -> list[Mount]:
     found: dict[str, Mount] = {}
     holding: dict[Path, Mount] = {}
     for line in mountinfo.splitlines():
+        # The number of optional fields before ` - ` varies (proc_pid_mountinfo(5)), so the two halves are
+        # split apart.
         before, _, after = line.partition(" - ")
         head, tail = before.split(" "), after.split(" ")
         if len(head) < 6 or len(tail) < 3:
@@ -101,10 +108,14 @@ def parse_mounts(mountinfo: str, folders: tuple[Path, ...] = ()) -> list[Mount]:
                 best = holding.get(folder)
                 if best is None or len(mount.path) >= len(best.path):  # a later one hides an earlier one
                     holding[folder] = mount
-        # A read-only bind mount of a file system that is written to elsewhere says nothing of the file system.
+        # A read-only bind mount of a file system that is written to elsewhere says nothing of the file
+        # system. One mount stands for each file system, by its device number: containers bind the same disk
+        # to dozens of paths, and its fault is one fault.
         if mount.watched and (known is None or _rank(mount) < _rank(known)):
             found[mount.device] = mount
     for mount in holding.values():
+        # The job's own folders are watched on whatever they are, tmpfs and overlays too: when they are full,
+        # the job cannot save.
         found.setdefault(mount.device, mount)
     return list(found.values())
 
@@ -114,6 +125,7 @@ def _rank(mount: Mount) -> tuple[bool, int, str]:
 
 
 def _plain(path: str) -> str:
+    # The kernel writes blanks, tabs, newlines and backslashes in paths as octal numbers.
     return _ESCAPE.sub(lambda match: chr(int(match[1], 8)), path)
 
 
@@ -138,6 +150,8 @@ class Mounts:
         self._written: set[str] = set()
         self._changes: select.epoll | None = None
         if not machine.stand_in:
+            # The kernel wakes poll() on mountinfo with POLLPRI and POLLERR after a change. epoll is what the
+            # agent's loop can wait for: a descriptor that becomes readable.
             self._fd = os.open(self._mountinfo, os.O_RDONLY | os.O_CLOEXEC)
             self._changes = select.epoll()
             self._changes.register(self._fd, select.EPOLLPRI | select.EPOLLERR)
@@ -151,13 +165,18 @@ class Mounts:
         `mount.silent_s`: for how long one has not answered. After a change only the first, and not again at once: where
         containers come and go mounts change all the time."""
         if self._changes is not None:
+            # Taking the event off re-arms it; left pending, the loop would turn without end.
             self._changes.poll(0)
         now = self._clock()
         due = now >= self._due_s
+        # A change within 5 s of the last one waits for the period. Nothing is lost for long, and a node that
+        # starts containers all the time does not spend its processor here.
         if not due and now < self._free_s:
             return
         self._free_s = now + CHANGES_APART_S
         if due:
+            # A second early: the poller wakes by whole seconds, and a round that came a moment too soon would
+            # skip a whole period.
             self._due_s = now + self.every_s - 1.0
         try:
             mounts = parse_mounts(text(self._mountinfo) or "", self._folders)
@@ -165,12 +184,16 @@ class Mounts:
             yield unknown("disk", "mount.read_only", error)
             return
         for mount in mounts:
+            # What was writable while the agent ran and is not any more counts as lost, too: an administrator
+            # who remounts a running node read-only stops the job in the same way.
             lost = mount.made_read_only or (mount.device in self._written and not mount.writable)
             if mount.writable:
                 self._written.add(mount.device)
             yield Reading(source="disk", name="mount.read_only", value=float(lost), subject=mount.path)
             if due:
                 yield from self._space(mount)
+        # A server that was unmounted gives its thread back; else an agent that runs for months would collect
+        # them.
         for gone in set(self._callers) - {_caller_name(mount) for mount in mounts}:
             self._callers.pop(gone).close()
 
@@ -186,11 +209,15 @@ class Mounts:
             yield unknown("disk", "disk.free_share", str(error), mount.path)
             return
         except OSError as error:
+            # mountinfo lists mounts that another one hides; their path leads elsewhere or nowhere, which is
+            # no fault.
             if not isinstance(error, FileNotFoundError):  # hidden below another mount, or gone meanwhile
                 yield unknown("disk", "disk.free_share", error, mount.path)
             return
+        # Written as 0 explicitly, because the rule's condition ends with a reading, not with silence.
         if mount.network:
             yield Reading(source="disk", name="mount.silent_s", value=0.0, subject=mount.path)
+        # A read-only file system is full by design, and some pseudo file systems report a size of zero.
         if not mount.writable or not space.f_blocks:
             return
         # As df counts: of what is not reserved for root.

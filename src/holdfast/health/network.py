@@ -14,6 +14,8 @@ from holdfast.health.samples import Reading
 from holdfast.health.sources import Machine
 
 NETWORK_S = 30.0
+# linux/rtnetlink.h and linux/if.h: the group of link changes, the header of a message, where struct ifinfomsg
+# has the index, and the administrator's flag.
 _RTMGRP_LINK = 1
 _NLMSG_HEADER = struct.Struct("=IHHII")
 _IFI_INDEX_OFFSET = _NLMSG_HEADER.size + 4
@@ -45,12 +47,17 @@ class Interfaces:
         """`net.carrier` (0 or 1), `net.carrier_changes`, `net.rx_errors`, `net.tx_errors`, `net.tx_timeouts`. Nothing when
         it was called for a change of another kind of interface (containers come and go) before it is due."""
         now = self._clock()
+        # Every container that comes or goes changes a virtual link and wakes this source. Only changes of
+        # interfaces with a device behind them are worth a reading; the others are drained and forgotten.
         if self._news is not None and not (changed_links(self._news) & self._indexes) and now < self._due_s:
             return
         self._due_s = now + self.every_s - 1.0
+        # Looked up anew each time: an interface that was removed and came back has another index.
         self._indexes.clear()
         for name in names(self._folder):
             folder = self._folder / name
+            # Virtual interfaces have no `device`. lexists: the link may point to a device that is just being
+            # removed.
             if os.path.lexists(folder / "device"):
                 if (index := quiet(folder / "ifindex")).isdigit():
                     self._indexes.add(int(index))
@@ -64,9 +71,13 @@ class Interfaces:
 
 
 def _interface(name: str, folder: Path) -> Iterator[Reading]:
+    # An interface that was taken down on purpose has no carrier either; the kernel answers EINVAL for it.
+    # Servers have ports that nobody uses.
     if not _is_up(quiet(folder / "flags")):
         return
     yield from number("net", "net.carrier", folder / "carrier", name)
+    # Also between two readings: a cable that loses its signal for a second has its carrier again at every
+    # look, and only this counter shows it.
     yield from number("net", "net.carrier_changes", folder / "carrier_changes", name)
     for counter in ("rx_errors", "tx_errors"):
         yield from number("net", f"net.{counter}", folder / "statistics" / counter, name)
@@ -89,6 +100,7 @@ def _tx_timeouts(queues: Path) -> float | None:
 def _listen() -> socket.socket | None:
     try:
         news = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, socket.NETLINK_ROUTE)
+        # No root is needed for the group of links. In a sandbox without netlink the period alone has to do.
         news.setblocking(False)
         news.bind((0, _RTMGRP_LINK))
     except OSError:
@@ -115,10 +127,12 @@ def parse_links(data: bytes) -> set[int]:
     at = 0
     while at + _NLMSG_HEADER.size <= len(data):
         length = _NLMSG_HEADER.unpack_from(data, at)[0]
+        # A length below the header's would never advance; what follows in this datagram cannot be found.
         if length < _NLMSG_HEADER.size:
             break
         if at + _IFI_INDEX_OFFSET + 4 <= len(data):
             indexes.add(struct.unpack_from("=i", data, at + _IFI_INDEX_OFFSET)[0])
+        # Messages of netlink are aligned to four bytes.
         at += (length + 3) & ~3
     return indexes
 

@@ -57,6 +57,7 @@ _NVLINK_5_FIELDS = {
 """What NVLink 5 counts, asked for of all links together. No two fields give one reading: a GPU may answer to both."""
 _ALL_LINKS = 0xFFFFFFFF
 """Numbers of nvml.h (NVML_FI_DEV_*), asked for in one call."""
+# Indexed by nvmlValueType_t: which member of the union NVML has filled.
 _FIELD_TYPES = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
 _SLOWDOWN = 1
 _FABRIC_COMPLETED = 3
@@ -77,6 +78,8 @@ class Nvml:
         self._events = XidEvents(library)
         self._due_s = clock()
         self._absent = {
+            # What older drivers, smaller cards and virtual GPUs answer to questions that they do not know.
+            # None of them is a fault, and each would otherwise make the whole GPU Unknown.
             library.NVML_ERROR_NOT_SUPPORTED,
             library.NVML_ERROR_INVALID_ARGUMENT,
             library.NVML_ERROR_FUNCTION_NOT_FOUND,
@@ -95,10 +98,15 @@ class Nvml:
         now = self._clock()
         if now < self._due_s:
             return
+        # See `Mounts.read`: whole seconds, so a second early. Between the periods only Xids are read.
         self._due_s = now + self.every_s - 1.0
         try:
+            # One bounded call for the whole round and not one for each question: a round asks hundreds, and a
+            # driver that hangs would cost the limit once for each.
             readings = self._caller.call(self._readings)
         except NoAnswerError as error:
+            # Both: how long it has been silent is judged by a rule with a limit of its own, and all other
+            # readings are Unknown meanwhile, not healthy.
             yield Reading(source="nvml", name="nvml.silent_s", value=error.waited_s)
             yield unknown("nvml", "nvml.devices", str(error))
             return
@@ -124,6 +132,7 @@ class Nvml:
     # ------------------------------------------------------------ on the caller's thread
 
     def _readings(self) -> list[Reading]:
+        # On the bounded thread, because initializing a broken GPU can hang as well.
         if not self._begun:
             self._nvml.nvmlInit()
             self._begun = True
@@ -131,6 +140,8 @@ class Nvml:
             self._events.start([gpu for gpu in self._gpus if gpu.handle is not None])
         found = [reading for gpu in self._gpus for reading in self._read(gpu)]
         if self._gpus:
+            # The kernel module lists every GPU that it has bound; NVML leaves out those that failed to
+            # initialize. The difference is a GPU that vanished before the agent came, which no counter shows.
             missing = len(names(self._root / "proc/driver/nvidia/gpus")) - len(self._gpus)
             found.append(Reading(source="nvml", name="nvml.missing", value=float(max(0, missing))))
         return found
@@ -143,6 +154,8 @@ class Nvml:
             pci = f"{at.domain:04x}:{at.bus:02x}:{at.device:02x}"
             return Gpu(index, handle, nvml.nvmlDeviceGetUUID(handle), pci)
         except nvml.NVMLError:
+            # Kept without a handle: it is reported as lost at every round, instead of being absent from the
+            # list.
             return Gpu(index, None)
 
     def _read(self, gpu: Gpu) -> Iterator[Reading]:
@@ -154,10 +167,13 @@ class Nvml:
             for read in (self._fields, self._clocks, self._memory, self._links, self._fabric):
                 found += read(gpu)
         except nvml.NVMLError as error:
+            # What was read before the error is valid: a GPU that falls off the bus in the middle of a round
+            # leaves its last counters, which tell why.
             yield from found
             if error.value == nvml.NVML_ERROR_GPU_IS_LOST:
                 yield self._reading(gpu, "nvml.lost", 1.0)
             elif error.value == nvml.NVML_ERROR_RESET_REQUIRED:
+                # The GPU answers, and asks for a reset: that is its own recovery action, and no loss.
                 yield self._reading(gpu, "nvml.lost", 0.0)
                 yield self._reading(
                     gpu, "nvml.recovery_action", float(nvml.NVML_GPU_RECOVERY_ACTION_GPU_RESET)
@@ -181,8 +197,11 @@ class Nvml:
             raise
 
     def _fields(self, gpu: Gpu) -> Iterator[Reading]:
+        # All fields in one call, because every call is a way into the driver and back.
         asked = [*_FIELDS, *((field, _ALL_LINKS) for field in _NVLINK_5_FIELDS)]
         for field in self._ask(self._nvml.nvmlDeviceGetFieldValues, gpu.handle, asked) or ():
+            # The call as a whole succeeds even if every field of it failed; so a lost GPU has to be looked
+            # for here.
             if field.nvmlReturn == self._nvml.NVML_ERROR_GPU_IS_LOST:
                 raise self._nvml.NVMLError(field.nvmlReturn)
             if field.nvmlReturn == self._nvml.NVML_SUCCESS:
@@ -196,6 +215,8 @@ class Nvml:
         if celsius is not None:
             yield self._reading(gpu, "nvml.temperature_c", float(celsius))
         margin = self._ask(nvml.nvmlDeviceGetMarginTemperature, gpu.handle)
+        # The margin to the slowdown differs with model and cooling, and one rule over the margin fits all of
+        # them. Newer drivers compute it; older ones give the limit.
         if margin is None and celsius is not None:  # before Hopper
             limit = self._ask(nvml.nvmlDeviceGetTemperatureThreshold, gpu.handle, _SLOWDOWN)
             margin = None if limit is None else limit - celsius
@@ -223,6 +244,8 @@ class Nvml:
                 break
             if state:
                 active.add(link)
+        # Only links that were once active can go down. Models have fewer links than NVML has numbers, and
+        # bridges connect some of them only.
         gpu.links |= active
         if gpu.links:
             yield self._reading(gpu, "nvml.nvlink.inactive", float(len(gpu.links - active)))
@@ -231,6 +254,7 @@ class Nvml:
         info = self._nvml.c_nvmlGpuFabricInfo_v2_t()
         if self._ask(self._nvml.nvmlDeviceGetGpuFabricInfoV, gpu.handle, ctypes.byref(info)) is None:
             return
+        # 0 means that this machine has no NVSwitch fabric to register with.
         if info.state:
             yield self._reading(gpu, "nvml.fabric.completed", float(info.state == _FABRIC_COMPLETED))
         if info.state == _FABRIC_COMPLETED:

@@ -25,6 +25,7 @@ _KINDS = {
 """By base class and subclass (PCI Code and ID Assignment): VGA and 3D controllers, accelerators, Ethernet and InfiniBand
 controllers, non-volatile memory."""
 _COUNTERS = {"fatal": "TOTAL_ERR_FATAL", "nonfatal": "TOTAL_ERR_NONFATAL", "correctable": "TOTAL_ERR_COR"}
+# A read to an address at which no device answers completes with all ones on PCIe; no vendor has this number.
 _GONE = b"\xff\xff\xff\xff"
 
 
@@ -58,6 +59,8 @@ class Pcie:
     def _look(self) -> None:
         """A device that went away stays in the list: that is what there is to say of it."""
         addresses = names(self._folder)
+        # Comparing one listing is all that a round costs as long as nothing was plugged or lost: classes and
+        # limits are read once per device.
         if addresses == self._addresses:
             return
         self._addresses = addresses
@@ -80,8 +83,12 @@ class Pcie:
         def reading(name: str, value: float) -> Reading:
             return Reading(source="pcie", name=name, value=value, subject=at.subject, device=at.device)
 
+        # Reading the configuration space of a device in D3cold resumes it, so that a look every minute would
+        # never let it sleep.
         if quiet(at.folder / "power/runtime_status") == "suspended":
             return  # it sleeps, and must not be woken to be looked at
+        # The kernel removed it (hot unplug, or a surprise link down). It stays in `_devices` so that this is
+        # reported at every round until the agent restarts.
         if address not in self._addresses:
             yield reading("pcie.lost", 1.0)
             return
@@ -91,16 +98,23 @@ class Pcie:
             yield unknown("pcie", "pcie.lost", error, at.subject, at.device)
             return
         yield reading("pcie.lost", float(lost))
+        # A device that does not answer has neither counters nor a link: sysfs would show stale or absurd
+        # values.
         if lost:
             return
         for kind, total in _COUNTERS.items():
             name = f"pcie.aer_{kind}"
             try:
+                # A device without Advanced Error Reporting has no such files, and gives no reading. The last
+                # line has the total, in front of which the kinds are listed.
                 if content := text(at.folder / f"aer_dev_{kind}"):
                     yield reading(name, float(content.rsplit(total, 1)[1]))
             except (OSError, IndexError, ValueError) as error:
                 yield unknown("pcie", name, error, at.subject, at.device)
         width, speed = _link(at.folder, "current")
+        # As shares of what the link can be: one rule then fits x4 drives and x16 cards, and a card in a
+        # narrow slot has a share of one. GPUs lower the speed of an idle link to save power, so the rules ask
+        # for both to hold for long.
         if width and at.width:
             yield reading("pcie.link_width_share", width / at.width)
         if speed and at.speed:

@@ -21,6 +21,8 @@ BLOCKED_TOLD = 8
 _TAINTS = {"machine_check": 4, "oops": 7, "soft_lockup": 14}
 """Bits of /proc/sys/kernel/tainted (Documentation/admin-guide/tainted-kernels.rst): what the kernel has seen since its
 boot, also where its log cannot be read."""
+# Offsets within struct timex on 64-bit Linux (linux/timex.h): `maxerror` at 24, `status` at 40, 208 bytes in
+# all.
 _STA_UNSYNC = 0x40
 _TIMEX_STATUS, _TIMEX_MAXERROR, _TIMEX_BYTES = 40, 24, 208
 
@@ -36,6 +38,8 @@ class Pressure:
 
     def read(self) -> Iterator[Reading]:
         """`cpu.stalled_percent` and the like: some task for the processor, all tasks for memory and disk."""
+        # `full` does not exist for the processor on the whole machine: somebody always runs. For memory and
+        # disk `some` is everyday life under load, and only `full` means that no work is done.
         for kind, line in (("cpu", "some"), ("memory", "full"), ("io", "full")):
             path = self._root / "proc/pressure" / kind
             yield from attempt("proc", f"{kind}.stalled_percent", partial(_pressure, path, line))
@@ -51,6 +55,7 @@ def _pressure(path: Path, line: str) -> float | None:
     """Over the last minute."""
     if (content := text(path)) is None:
         return None
+    # avg10 jumps with every page-in and avg300 is still low when a job has been stuck for minutes; so avg60.
     fields = next(row for row in content.splitlines() if row.startswith(line)).split()
     return float(fields[2].removeprefix("avg60="))
 
@@ -79,9 +84,13 @@ class Processes:
             if not pid.isdigit():
                 continue
             stat = quiet(f"{prefix}{pid}/stat")
+            # The name in parentheses may hold blanks and parentheses itself, so the line is cut at the last
+            # one.
             command, _, rest = stat.rpartition(")")
             if rest[1:2] == "Z":
                 zombies += 1
+            # State D at one look is normal input and output. Only what was in it at every look since is
+            # counted, so a process that reads a lot of data, in and out of D, is not hung.
             elif rest[1:2] == "D":
                 key = pid, "".join(rest.split()[19:20])  # numbers are given again: with the time of its start
                 since = blocked[key] = self._blocked.get(key, now)
@@ -89,6 +98,7 @@ class Processes:
                     hung[f"process {command.partition('(')[2]} (pid {pid})"] = now - since
         self._blocked = blocked
         longest = sorted(hung, key=hung.__getitem__, reverse=True)[:BLOCKED_TOLD]
+        # Those that were shown and are not blocked any more are read as 0 once, which ends their finding.
         for subject in (*longest, *(self._told - set(longest))):
             yield Reading(
                 source="proc", name="process.blocked_s", value=hung.get(subject, 0.0), subject=subject
@@ -108,6 +118,7 @@ def _processes_share(proc: Path) -> float | None:
 
 
 def _files_share(proc: Path) -> float | None:
+    # `used free limit`; the kernel keeps the second at 0 since 2.6.
     if not (handles := text(proc / "sys/fs/file-nr")):
         return None
     used, _, limit = handles.split()
@@ -131,12 +142,16 @@ class Memory:
     def read(self) -> Iterator[Reading]:
         """`memory.available_share`, `memory.oom_kills` (since the boot), `edac.ce_count` and `edac.ue_count`."""
         try:
+            # MemAvailable, not MemFree: the page cache of a node that reads training data always fills what
+            # is free.
             table = keyed(text(self._root / "proc/meminfo") or "", ":")
         except OSError as error:
             yield unknown("proc", "memory.available_share", error)
             return
         if table:
             yield from attempt("proc", "memory.available_share", lambda: _available(table))
+        # Pages that the kernel took out of use after an error that memory could not correct: visible also
+        # where the machine has no EDAC driver.
         if "HardwareCorrupted" in table:
             yield from attempt(
                 "proc", "memory.corrupted_bytes", lambda: 1024.0 * _kib(table, "HardwareCorrupted")
@@ -144,6 +159,8 @@ class Memory:
         yield from attempt("proc", "memory.oom_kills", lambda: _oom_kills(self._root / "proc/vmstat"))
         for controller in self._controllers:
             for kind in ("ce_count", "ue_count"):
+                # EDAC's counters begin again when its driver is loaded or somebody writes reset_counters;
+                # `Thresholds` treats a fall of a counter as such a reset.
                 path = self._edac / controller / kind
                 yield from number("edac", f"edac.{kind}", path, f"memory controller {controller[2:]}")
 
@@ -161,6 +178,8 @@ def _available(table: dict[str, str]) -> float:
 
 def _oom_kills(path: Path) -> float | None:
     content = text(path) or ""
+    # Searched rather than parsed: vmstat has some 200 lines and is read every 15 s. The blank keeps other
+    # names that begin so apart.
     at = content.find("\noom_kill ")
     return float(content[at + 10 :].split(maxsplit=1)[0]) if at >= 0 else None
 
@@ -179,6 +198,9 @@ class Clock:
         """`clock.unsynchronized` (0 or 1), `boot.id`, `boot.uptime_s`."""
         if self._adjtimex is not None:
             try:
+                # The kernel sets STA_UNSYNC when nobody disciplined the clock for long enough that its
+                # estimated error passed the limit. Asking the kernel needs no knowledge of chrony, ntpd or
+                # timesyncd.
                 status, max_error_us = self._adjtimex()
                 yield Reading(
                     source="proc", name="clock.unsynchronized", value=float(bool(status & _STA_UNSYNC))
@@ -186,6 +208,8 @@ class Clock:
                 yield Reading(source="proc", name="clock.max_error_s", value=max_error_us / 1e6)
             except OSError as error:
                 yield unknown("proc", "clock.unsynchronized", error)
+        # A new id under the same name means that the machine has rebooted, and all counters since the boot
+        # are new.
         if boot := quiet(self._root / "proc/sys/kernel/random/boot_id"):
             yield Reading(source="proc", name="boot.id", value=boot)
         yield from attempt("proc", "boot.uptime_s", lambda: _uptime_s(self._root / "proc/uptime"))

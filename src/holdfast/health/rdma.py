@@ -54,6 +54,8 @@ class Rdma:
         `rdma.char_devices_missing`."""
         devices = names(self._folder)
         for name in devices:
+            # Remembered for as long as the agent runs: a device that disappeared is reported with the
+            # identity that it had.
             if name not in self._guids:
                 self._guids[name] = f"guid:{quiet(self._folder / name / 'node_guid')}"
             for port in names(self._folder / name / "ports"):
@@ -69,12 +71,15 @@ class Rdma:
         subject, device = f"{name} port {port}", self._guids[name]
         if (state := port_state(self._folder / name, folder)) is not None:
             yield Reading(source="rdma", name="rdma.state", value=state, subject=subject, device=device)
+            # The rate of a port that is down is its lowest one, which would look like a fault of its own.
             if state == ACTIVE and (rate := _rate(folder)):
                 yield Reading(
                     source="rdma", name="rdma.rate_gbps", value=rate, subject=subject, device=device
                 )
         for kind, wanted in (("counters", _COUNTERS), ("hw_counters", _HW_COUNTERS)):
             there = set(names(folder / kind))
+            # Only those that this driver has. Counters begin again when the port is reset; `Thresholds`
+            # treats a fall as a reset.
             for counter in wanted:
                 if counter in there:
                     yield from number("rdma", f"rdma.{counter}", folder / kind / counter, subject, device)
@@ -85,6 +90,7 @@ class Rdma:
         if not entries:
             return
         try:
+            # A device without its uverbs file is there for the kernel and out of reach for every program.
             having = {text(folder / entry / "ibdev") for entry in entries if entry.startswith("uverbs")}
         except OSError as error:
             yield unknown("rdma", "rdma.char_devices_missing", error)
@@ -106,6 +112,8 @@ class Rdma:
 def port_state(device: Path, port: Path) -> str | None:
     """Of a port's folder: `ACTIVE`, `DOWN`, `INIT`, ... EFA's driver calls every port active; what is below an interface
     of the same device says it, if there is one (else None: it cannot be told)."""
+    # A port state that is always ACTIVE would hide a lost link of EFA, so the network interface of the same
+    # device answers instead.
     if (device / "device/driver").resolve().name == "efa":
         interfaces = device / "device/net"
         states = [quiet(interfaces / interface / "operstate") for interface in names(interfaces)]

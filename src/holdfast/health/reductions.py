@@ -49,12 +49,17 @@ class Reductions:
 
     def look(self, said: Sequence[Spent]) -> Change | None:
         """One block of all workers."""
+        # One worker alone waits for nobody.
         if len(said) < 2:
             return None
         if self._skip:
             self._skip -= 1
             return None
+        # The minimum, because the slowest worker waits least and what it waits is communication only. Every
+        # other worker's wait contains that worker's slowness.
         least_s = min(s.wait_s for s in said)
+        # Learned anew for each generation, after the first blocks: another set of nodes has another ring, and
+        # the first steps contain connection set-up and compilation.
         if len(self._first) < LEARNED:
             self._first.append(least_s)
             return None
@@ -65,7 +70,11 @@ class Reductions:
         return self._weigh(statistics.median(self._first))
 
     def _weigh(self, usual_s: float) -> Change | None:
+        # Both a ratio and a share of the step: half as slow again is noise where the reduction takes 1% of
+        # the step, and costs nothing.
         slow = [x for x in self._recent if x[1] > SLOWER * usual_s and x[1] - usual_s > WORTH * x[2]]
+        # 12 of 16 to become slow and at most 4 of 16 to be well again. The gap keeps a reduction at the limit
+        # from being reported at every block.
         if self._slow == (len(slow) >= OF_THEM) or (self._slow and len(slow) > LOOKED_AT - OF_THEM):
             return None
         self._slow = not self._slow
@@ -74,6 +83,8 @@ class Reductions:
         share = (now_s - usual_s) / statistics.median(x[2] for x in seen)
         names = Counter(x[3] for x in seen if x[3] is not None)
         rank, times = names.most_common(1)[0] if names else (None, 0)
+        # The rank is only named if most of the slow blocks name the same one. A switch slows all links, and
+        # no rank is to blame for it.
         return Change(
             slow=self._slow,
             since=seen[0][0],
@@ -87,6 +98,7 @@ class Reductions:
 def _named(said: Sequence[Spent]) -> int | None:
     """The rank that most of the others wait for longest."""
     names = Counter(s.late for s in said if s.late >= 0)
+    # Of two workers each waits for the other.
     if not names or len(said) < 3:
         return None
     rank, times = names.most_common(1)[0]

@@ -51,9 +51,13 @@ class RuleEngine:
     def on_line(self, line: Line, now_s: float) -> list[Finding]:
         """What the rules say to a line. now_s: since any moment, never backward."""
         found = []
+        # A line may be old when it arrives: a kernel log is read from where the last agent stopped, and a
+        # journal arrives late. Windows and bursts count in the time at which something happened, not at which
+        # it was read.
         at_s = now_s - line.age_s
         for rule, match in self._matchers.find(line):
             subject = subject_of(rule, match, line.worker)
+            # A line that a rule waits for is no fault; it only pays what its worker owed.
             if rule.absence:
                 self._absence.on_line(rule, line.worker, now_s)
                 continue
@@ -61,6 +65,8 @@ class RuleEngine:
                 continue
             if not _over(rule, match):
                 if rule.window == 0:
+                    # A rule over a log may count without a window: so many bad values one after the other.
+                    # One good value starts the count again.
                     self._matches.pop((rule.id, subject), None)  # `count` in a row
                 continue
             count = self._counted(rule, subject, at_s)
@@ -75,11 +81,17 @@ class RuleEngine:
         if rule.count == 1 and not rule.window:
             return 1
         key = (rule.id, subject)
+        # Popped and stored again: the dictionary's order is the order of last use, so `_bound` forgets the
+        # quietest.
         times = self._matches.pop(key, None) or deque()
         self._matches[key] = times
         _bound(self._matches)
+        # One event often gives several lines (an Xid of every engine of a GPU). Lines closer than `apart` are
+        # one event; without that a single fault would reach a count that asks for repetition.
         if not times or at_s - times[-1] >= rule.apart:
             times.append(at_s)
+        # No more than `count` times are kept: more of them decide nothing, and a flooded log must not cost
+        # memory.
         while len(times) > rule.count or (rule.window and times[0] < at_s - rule.window):
             times.popleft()
         return len(times)
@@ -87,14 +99,22 @@ class RuleEngine:
     def _news(self, rule: Rule, subject: str, at_s: float) -> bool:
         """Not said yet in this burst. Codes of one family on one subject are one burst, in which only worse is news:
         an Xid brings others with it."""
+        # A rule on trial stays out of its family's burst. It is never acted on, so it must not be the reason
+        # that a rule which is acted on stays silent.
         group = rule.family if rule.family and not rule.dry_run else rule.id
         key = (group, subject)
         burst = self._bursts.pop(key, None) or Burst()
         self._bursts[key] = burst
         _bound(self._bursts)
+        # Measured from the last occurrence, not from the first: a fault that repeats every minute is one
+        # burst for as long as it lasts, and is reported once.
         if at_s - burst.last_s > rule.quiet:
             burst.said = None
+        # Lines of several sources may be out of order, and a burst must not end because an old line came
+        # late.
         burst.last_s = max(burst.last_s, at_s)
+        # The order of the enums is the order of severity and of how much a remedy disturbs the job. Within a
+        # burst only a worse one is news: the core has already acted on the milder one.
         rank = (_SEVERITIES.index(rule.severity), _REMEDIES.index(rule.remedy))
         if burst.said is not None and rank <= burst.said:
             return False
@@ -107,7 +127,12 @@ class RuleEngine:
         """What the rules say to a reading. A condition that is over gives a finding with condition healthy."""
         found = []
         for rule, condition, evidence, count in self._thresholds.judge(reading, now_s):
+            # A source that cannot be read concerns the source as a whole, whichever of its readings happened
+            # to fail first.
             about = "" if rule.unknown else reading.subject
+            # Levels are held by `Thresholds` until they are over. A rise is over with the next equal value,
+            # so a counter that rises at every reading would give a finding each time; the burst keeps it to
+            # one.
             if rule.changes and not self._news(rule, about, now_s):
                 continue
             found.append(
@@ -158,6 +183,8 @@ def finding(
     condition: Condition = Condition.FAULTY,
 ) -> Finding:
     """A finding in the rule's name."""
+    # That nothing can be read is neither health nor a fault: acting on it would replace nodes for a missing
+    # permission.
     if rule.unknown and condition is Condition.FAULTY:
         condition = Condition.UNKNOWN
     return Finding(
@@ -169,6 +196,7 @@ def finding(
         subject=subject,
         device=device,
         worker=worker,
+        # Findings are kept in the ledger and in the node's history for good, so one of them is bounded.
         evidence=evidence[:EVIDENCE_CHARS],
         count=count,
         shared=rule.shared,
@@ -182,6 +210,9 @@ def _over(rule: Rule, match: re.Match[str]) -> bool:
     """The number in the line is beyond the rule's threshold; true where the rule has none."""
     if rule.above is None and rule.below is None:
         return True
+    # Scripts print numbers in many ways; what is no number is not judged, because a rule must never make a
+    # fault out of a log's format. NaN compares as false on both sides: not-finite values need a pattern of
+    # their own.
     text = match["value"] if "value" in match.re.groupindex else match[1]
     try:
         value = float(text)

@@ -88,6 +88,8 @@ class Rule(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
     def firm(self) -> bool:
         """It says how much of what logs say is a fault, so one finding is enough. What takes a node out of the job is
         never decided by one line: a log holds what the script prints, and that may be anybody's text."""
+        # `firm` findings skip the core's demand for a second occurrence. A rule with limits, an absence or a
+        # count already says how much is a fault. A rule that takes away a node is never firm on one line.
         limits = self.above is not None or self.below is not None
         one_line = (self.fault_on_match or limits) and not acts_on_node(self.remedy)
         return self.source == "log" and (one_line or self.absence or self.count > 1)
@@ -127,12 +129,15 @@ def make_rule(fields: dict[str, Any]) -> Rule:
         if isinstance(fields.get(key), str):
             fields[key] = _seconds(key, fields[key])
     if fields.get("fault_on_match"):
+        # The short form is for scripts that print what killed them. Restarting the worker is the mildest
+        # remedy that helps, and the only one that a single line of a log may ask for (see `firm`).
         fields.setdefault("severity", "error")
         fields.setdefault("remedy", "restart-worker")
         fields.setdefault("quiet", 1.0)  # each counts: what a log says is acted on when it comes again
     try:
         rule = msgspec.convert(fields, Rule)
     except msgspec.ValidationError as error:
+        # msgspec names the field only in its message; the rule file's line is found by that name.
         text = str(error)
         at = re.search(r"`\$\.(\w+)", text)
         raise RuleError(at[1] if at else "id", text.replace(" - at `$.", " - at `")) from None
@@ -154,6 +159,8 @@ def _check(rule: Rule) -> None:
         raise RuleError("source", f'{rule.id}: source is missing, for example "kmsg" or "log"')
     if rule.count < 1 or rule.count > SAMPLES_CAP:
         raise RuleError("count", f"{rule.id}: count is between 1 and {SAMPLES_CAP}")
+    # A log's lines have an order of their own, so a count without a window means `in a row` there. Kernel
+    # lines and readings have none: without a window two faults a year apart would count as two.
     if rule.count > 1 and not rule.window and rule.source != "log":
         raise RuleError("count", f'{rule.id}: a count needs a window, for example window = "10m"')
     if not 0 <= rule.share <= 1 or (rule.share and not rule.window):
@@ -168,6 +175,7 @@ def _check(rule: Rule) -> None:
 
 
 def _check_reading(rule: Rule) -> None:
+    # Zero is a valid limit (`above = 0`), so absent means None or an empty name, never false.
     given = [c for c in CONDITIONS if getattr(rule, c) not in (None, "")]
     if len(given) != 1:
         raise RuleError(
@@ -190,6 +198,8 @@ def _check_line(rule: Rule) -> None:
     if rule.family and "code" not in pattern.groupindex:
         raise RuleError("pattern", f"{rule.id}: the pattern of a family needs a group (?P<code>...)")
     try:
+        # Formatted once with empty groups: a misspelt group would otherwise raise on the first match, on the
+        # agent, months later.
         rule.subject.format(**dict.fromkeys(pattern.groupindex, ""))
     except KeyError as error:
         raise RuleError(
@@ -203,6 +213,8 @@ def _check_line(rule: Rule) -> None:
         )
     if rule.absence and rule.source != "log":
         raise RuleError("every", f'{rule.id}: start_within and every are for source = "log"')
+    # A process chooses its own name, and the kernel prints it in its lines. A pattern that could match
+    # anywhere would let any user of the node take it out of the job by naming a process `NVRM: Xid ... 79`.
     severe = rule.source == "kmsg" and acts_on_node(rule.remedy)
     if severe and not re.match(r"(?:\(\?[a-zA-Z]+\)\s*)?\^", rule.pattern):
         raise RuleError(
@@ -210,6 +222,8 @@ def _check_line(rule: Rule) -> None:
             f"{rule.id}: a pattern that asks for {rule.remedy.value} begins with ^ and the kernel's own words: further on in "
             "the kernel's lines stand names that any process gives itself",
         )
+    # Examples are checked whenever rules are read, not only in our tests: a user who changes a pattern learns
+    # at the start that it does not match the line that it was written for.
     for line in rule.examples:
         if pattern.search(line) is None:
             raise RuleError("examples", f"{rule.id}: the pattern does not match its example {line!r}")

@@ -64,6 +64,8 @@ class RuleSet:
             raise UsageError(
                 f"{name}, line {_line(text, key)}: {key!r} is no table of a rule file; write [[rule]] or [family.NAME]"
             )
+        # Everything is gathered and checked before anything is stored: a file with one wrong rule must not
+        # leave half of itself behind.
         written: dict[str, Fields] = {}
         families = dict(self._families)
         for family, table in _tables(tables, "family", name, text).items():
@@ -82,6 +84,8 @@ class RuleSet:
                     f"{name}, line {_rule_line(text, nth)}: rule {id!r} is in this file twice, first in line {lines[id]}"
                 )
             lines[id] = _rule_line(text, nth)
+            # A rule of a name that exists changes only the fields that it gives: users adjust a limit or a
+            # remedy without copying the pattern.
             before = written.get(id, self._fields.get(id, {}))
             if "pattern" in given and "pattern" in before:  # the old ones belong to the old pattern
                 before = {
@@ -93,6 +97,8 @@ class RuleSet:
             try:
                 made[id] = make_rule(fields)
             except RuleError as error:
+                # A rule of a family has no table of its own; its code's line in the family's table is the
+                # nearest.
                 line = (
                     _key_line(text, lines[id], error.key)
                     if id in lines
@@ -122,6 +128,8 @@ class RuleSet:
                 raise UsageError(f"no rule is called {name!r}; `holdfast health rules` lists them")
             for id in hit:
                 self._fields[id] = self._fields[id] | {"dry_run": True}
+                # The fields are changed as well as the rule: a file that is read later and changes the rule
+                # must not take it off trial.
                 self._made[id] = make_rule(self._fields[id])
 
     def _merge(self, family: str, given: Fields, before: Fields | None, name: str, text: str) -> Fields:
@@ -133,6 +141,8 @@ class RuleSet:
                 )
         merged = {**(before or {}), **given}
         for table in _TABLES:
+            # Tables of codes and classes are merged entry by entry, so that a user's file may change one Xid
+            # of some hundred.
             merged[table] = {**(before or {}).get(table, {}), **given.get(table, {})}
         for code, entry in merged["code"].items():
             words = [entry, entry.get("repeat", {})] if isinstance(entry, dict) else [entry]
@@ -164,6 +174,7 @@ def _expand(family: str, table: Fields) -> dict[str, Fields]:
             again = rules[fields["id"]] | {"id": f"{family}-{code}-repeated"}
             again |= _entry(table, {"name": entry.get("name", ""), **repeat})
             rules[again["id"]] = again
+    # Examples belong to the family's pattern, which all its rules share; checked once with the first of them.
     first = next(iter(rules.values()), None)
     if first is not None:
         first |= {k: table[k] for k in ("examples", "others") if k in table}

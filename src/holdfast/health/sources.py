@@ -63,5 +63,7 @@ class Machine(msgspec.Struct, frozen=True):
         return self.root != Path("/")
 
 
+# A factory looks for what there is when the agent starts, and a source for what comes later: a machine
+# without RDMA has no source for it at all, and no Unknown either.
 Factory = Callable[[Machine], Iterable[Source]]
 """Makes the sources of one kind that this machine has; none when it has nothing to read."""

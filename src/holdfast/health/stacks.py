@@ -19,6 +19,8 @@ _INSTALLED = re.compile(
 )
 
 _LOCATIONS: tuple[tuple[str, str, str, bool], ...] = (
+    # The order matters: the first entry that fits an innermost frame wins, so a special place in a file
+    # stands before the file as a whole. tests/health/test_stacks.py holds that our own places exist.
     ("torch/distributed/distributed_c10d.py", "", "", True),
     ("holdfast/train/control_channel.py", "_hear_one", "the words of the others", True),
     ("holdfast/train/control_channel.py", "", "connecting", True),
@@ -77,8 +79,13 @@ def read(stack: str) -> tuple[Frame, ...]:
                 frames.append(Frame("", text.strip()))
             continue
         path = found["path"]
+        # Threads wait in different loops of the standard library for the same thing; with these frames two
+        # ranks at one place would be in two groups.
         if _STANDARD.search(path):
             continue
+        # Line numbers of installed code are left out: a wake-up may come from several lines of one function.
+        # The script's own lines are kept, because one function of it may contain several collectives and
+        # which one a rank waits in is the question.
         own = not _INSTALLED.search(path)
         line = int(found["line"]) if own else 0
         frames.append(Frame(_short(path), found["name"], line))
@@ -90,16 +97,21 @@ def cluster(stacks: Mapping[str, str]) -> list[Group]:
     by_frames: dict[tuple[Frame, ...], list[str]] = {}
     known: dict[str, tuple[Frame, ...]] = {}
     for worker, stack in stacks.items():
+        # A rank whose stack nobody could take may be anywhere; it belongs to no group and is never the odd
+        # one by this alone.
         if not stack:
             continue
         frames = known.get(stack)
         if frames is None:
+            # Of thousands of ranks most have exactly the same text. Reading it once keeps a diagnosis of
+            # 4,096 ranks well below a second.
             frames = known[stack] = read(stack)
         by_frames.setdefault(frames, []).append(worker)
     groups = []
     for frames, workers in by_frames.items():
         location, waits = _locate(frames)
         groups.append(Group(location, tuple(workers), waits, frames))
+    # Ties are broken by names, so that the same stacks give the same words on every run.
     return sorted(groups, key=lambda g: (-len(g.workers), g.location, g.workers))
 
 
@@ -112,10 +124,15 @@ def odd_ones(groups: list[Group]) -> Odd | None:
     total = sum(len(g.workers) for g in groups)
     busy = [g for g in groups if not g.waits]
     count = sum(len(g.workers) for g in busy)
+    # Strictly fewer than half. When most ranks do not wait, the few that do are merely early, and a slow file
+    # system would otherwise take half of the job's nodes.
     if busy and 0 < count < total and (2 * count < total or (total == 2 and count == 1)):
         return Odd(_workers(busy), f"the others wait for it: {_names(busy)}")
     most = len(groups[0].workers) if groups else 0
+    # If most do not wait for anybody, those that wait are left out: who waits is not to blame for who does
+    # not.
     others = [g for g in groups[1:] if groups[0].waits or not g.waits]
+    # A majority is needed to say what is usual. With two workers there is none.
     if total >= 3 and others and 2 * most > total:
         return Odd(_workers(others), f"its stack differs from the others': {_names(others)}")
     return None

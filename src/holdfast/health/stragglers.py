@@ -96,17 +96,25 @@ class Stragglers:
 
         Two workers have only each other: which is slower can be seen, and more evidence is asked for.
         """
+        # Logarithms make a ratio a difference, twice as slow as far from zero as twice as fast, and the noise
+        # of a block independent of how long its steps are.
         logs = {name: math.log(max(s, 1e-9)) for name, s in own_s.items()}
         if len(logs) < 2:
             return []
         pair = len(logs) == 2
         both, middle = sum(logs.values()), statistics.median(logs.values())
+        # Of two workers the median of both lies halfway, and each would show only half of its slowdown; so
+        # each is held against the other.
         against = {name: 2 * value - both if pair else value - middle for name, value in logs.items()}
         jumps = [self._note(name, value, step) for name, value in against.items()]
         known = [jump for jump in jumps if jump is not None]
         if known:
+            # The median over the workers: one that is noisy by itself does not make all others harder to
+            # judge; it has its own estimate (`_Track.jumps`).
             self._jumps.append(statistics.median(known))
         common = _noise(self._jumps)
+        # Lorden's bound with Bonferroni's correction: every worker is a test of its own, and their false
+        # alarms add up.
         need = math.log(len(logs) / self._false_per_look) * (PAIR if pair else 1)
         changes = (
             self._test(name, self._tracks[name], step, value, common, need, len(logs) - 1)
@@ -116,6 +124,8 @@ class Stragglers:
 
     def _note(self, name: str, value: float, step: int) -> float | None:
         track = self._tracks.setdefault(name, _Track(since=step))
+        # Differences, not distances from a mean: a worker that has become slow has the same differences as
+        # before, so its slowdown does not count as noise that excuses it.
         jump = abs(value - track.ratios[-LAG]) if len(track.ratios) >= LAG else None
         if jump is not None:
             track.jumps.append(jump)
@@ -125,20 +135,30 @@ class Stragglers:
     def _test(
         self, name: str, track: _Track, step: int, value: float, common: float, need: float, others: int
     ) -> Change | None:
+        # Below half of the shift the likelihood ratio is negative and the score would stay at zero: nothing
+        # to compute. It makes the cost of a job of thousands nearly that of its medians.
         if track.score <= 0.0 and value <= self._shift / 2:
             return None  # so it is for almost all, almost always
         noise = max(common, _noise(track.jumps)) if len(track.jumps) >= OWN_AFTER else common
+        # The log-likelihood ratio of two Gaussians of equal scale, one at the shift and one at zero.
         gain = self._shift / noise**2 * (value - self._shift / 2)
+        # At least six blocks are needed whatever one of them says: a garbage collection or a checkpoint can
+        # make one block ten times as slow. The last factor keeps six such blocks from missing the threshold
+        # by rounding.
         most = SHARE * need * (1 + 1e-9)
         if track.score <= 0.0:
             track.since, track.rising = step, 0
         track.rising += 1
+        # Capped at the threshold, so that a worker which was slow for an hour and recovers is cleared as fast
+        # as one that was slow for a minute.
         track.score = min(need, max(0.0, track.score + max(-most, min(most, gain))))
         if track.slow and track.score <= 0.0:
             track.slow = False
             return Change(worker=name, slow=False, ratio=math.exp(value), since=step, compared=others)
         if track.slow or track.score < need:
             return None
+        # The score may rise on a few extreme blocks; the median of the rise must be slow as well, or nothing
+        # is gained by a replacement.
         level = statistics.median(list(track.ratios)[-track.rising :])
         if level < ENOUGH * self._shift:
             return None
@@ -150,5 +170,7 @@ def _noise(jumps: deque[float]) -> float:
     """The standard deviation of a block's ratio: 1.4826 times the median of Gaussian differences, over √2."""
     if not jumps:
         return UNKNOWN_NOISE
+    # Never zero: simulated or idle workers can be equal to the microsecond, and a division by no noise would
+    # make any difference certain.
     found = max(LEAST_NOISE, 1.4826 / math.sqrt(2) * sorted(jumps)[len(jumps) // 2])
     return found if len(jumps) >= KNOWN_AFTER else max(found, UNKNOWN_NOISE)

@@ -40,6 +40,8 @@ class Thresholds:
 
     def __init__(self) -> None:
         self._series: OrderedDict[tuple[str, str], Series] = OrderedDict()
+        # Only readings that another rule compares with are kept: `below_reading` needs the value of its
+        # partner, which may come in the same round or in the one before.
         self._latest: OrderedDict[tuple[str, str, str], float | str] = OrderedDict()
         self._by_name: dict[tuple[str, str], list[Rule]] = {}
         self._unknown: dict[str, list[Rule]] = {}
@@ -58,6 +60,8 @@ class Thresholds:
     def judge(self, reading: Reading, now_s: float) -> Iterator[tuple[Rule, Condition, str, int]]:
         """Rules whose condition became true or is over, with words for it and how often it became true."""
         yield from self._judge_unknown(reading, now_s)
+        # An unknown value changes no rule's state: it neither confirms a fault nor ends one. The `unknown`
+        # rules above have judged it already.
         if reading.value is None:
             return
         if reading.name in self._compared:
@@ -69,8 +73,11 @@ class Thresholds:
 
     def _judge_unknown(self, reading: Reading, now_s: float) -> Iterator[tuple[Rule, Condition, str, int]]:
         """One finding for a source whose readings cannot be had, whichever of them; they end with its next value."""
+        # A rule for this very source replaces the general one; both together would report the same silence
+        # twice.
         for rule in self._unknown.get(reading.source, self._unknown.get(ANY, [])):
             series = self._of(rule.id, reading.source)
+            # Almost every reading of every source ends here, so the words are not made before this.
             if reading.value is not None and series.since_s is None and not series.said:
                 continue
             words = f"{reading.source}: {reading.name} cannot be read: {reading.why or 'no answer'}"
@@ -87,13 +94,18 @@ class Thresholds:
     def _true(self, rule: Rule, reading: Reading, series: Series, now_s: float) -> bool:
         value = reading.value
         assert value is not None
+        # Only what was in the good state can leave it. A port that was never active has no cable, and a new
+        # node must not begin with a fault.
         if rule.leaves is not None:
             if value == rule.leaves:
                 series.left = True  # it has been there: from now on it can leave
                 return False
             return series.left
         if rule.equals is not None or rule.differs is not None:
+            # Before the check for text: states such as `DOWN` are judged by equality and nothing else.
             return value == rule.equals if rule.equals is not None else value != rule.differs
+        # A number was expected and the source gave a word. It is not judged; a comparison would raise in the
+        # agent's loop.
         if isinstance(value, str):
             return False
         if rule.any_bits is not None:
@@ -104,6 +116,7 @@ class Thresholds:
             other = self._latest.get(
                 (reading.source, rule.below_reading or rule.above_reading, reading.subject)
             )
+            # The partner has not been read yet, or is unknown now: nothing to compare with is no fault.
             if not isinstance(other, int | float):
                 return False
             return value < other if rule.below_reading else value > other
@@ -114,19 +127,27 @@ def _changed(rule: Rule, series: Series, value: float, now_s: float) -> bool:
     """The value rose or fell by so much within the window. A counter that was reset begins again."""
     samples = series.samples
     falling = rule.falls is not None
+    # Counters go back when a driver is reloaded, a device is reset, or a 32-bit counter wraps. The difference
+    # over such a point is meaningless, and without clearing the old maximum would hide every later rise.
+    # `falls` rules watch values for which going down is the fault itself.
     if samples and not falling and value < samples[-1][1]:
         samples.clear()
+    # The newest sample before the window stays, because it is the value with which the window began. Without
+    # it a rise between two rare readings would be lost.
     while len(samples) > 1 and rule.window and samples[1][0] <= now_s - rule.window:
         samples.popleft()  # the newest of those before the window stays: the value when it began
     before = samples[0][1] if samples else value
     if not rule.window and samples:
         before = samples[-1][1]
+    # Memory is bounded by thinning, not by dropping the oldest: a day's window read every 15 s would need
+    # 5,760 samples, and 64 place a rise to within 2% of the window.
     if len(samples) > 1 and now_s - samples[-2][0] < rule.window / SAMPLES:
         samples.pop()
     samples.append((now_s, value))
     while len(samples) > SAMPLES + 2:
         samples.popleft()
     if falling:
+        # The second test is for a limit of zero, where standing still would count as a change.
         return before - value >= (rule.falls or 0.0) and before > value
     needed = rule.rises if rule.rises is not None else (rule.rate_above or 0.0) * rule.window
     return value > before and value - before >= needed
@@ -144,11 +165,15 @@ def _turn(
             series.times.append(now_s)
     elif not true:
         series.since_s = None
+    # Not yet, and nothing else is touched: a condition that was already reported stays reported while it
+    # flickers within `holds`.
     if true and series.since_s is not None and now_s - series.since_s < rule.holds:
         return
     if rule.count > 1:
         while series.times and (series.times[0] < now_s - rule.window or len(series.times) > rule.count):
             series.times.popleft()
+        # Each time that the condition became true counts, not each reading during which it was true: a link
+        # that flaps is the fault, and one that is down is another rule's.
         often = len(series.times) >= rule.count
         if often and not series.said:
             series.said = True
@@ -156,6 +181,8 @@ def _turn(
         elif not often:
             series.said = False
         return
+    # Reported once until it is over. Only what stays unknown is repeated: the core first waits for it to come
+    # back, and asks a person after the second report.
     if true and (not series.said or (rule.unknown and now_s - series.said_s >= REMIND_S)):
         series.said, series.said_s = True, now_s
         yield rule, Condition.FAULTY, words, 1
@@ -168,10 +195,14 @@ def _turn(
 def _share(rule: Rule, series: Series, true: bool, now_s: float) -> bool:
     """True for the rule's share of its window, which must have passed once."""
     samples = series.samples
+    # The share is taken over evenly spaced samples, so that a source which is also woken by events does not
+    # weigh moments of many events more.
     if not samples or now_s - samples[-1][0] >= rule.window / SAMPLES:
         samples.append((now_s, float(true)))
     while len(samples) > 1 and samples[1][0] <= now_s - rule.window:
         samples.popleft()
+    # A share of a window that has not passed yet is no share: a new node would be faulty after its first bad
+    # sample.
     whole = samples[0][0] <= now_s - rule.window
     return whole and sum(v for _, v in samples) >= rule.share * len(samples)
 

@@ -27,9 +27,13 @@ class XidEvents:
 
     def __init__(self, library: Any) -> None:
         self._nvml = library
+        # Bounded: while the agent's loop does not read, a GPU that fails may report an Xid for every fault of
+        # every context. The oldest go first; the newest tell the same story.
         self._lines: deque[Line] = deque(maxlen=LINES_KEPT)
         self._closed = threading.Event()
         self._lock = threading.Lock()
+        # An eventfd is how a thread wakes an epoll loop without a lock between the two: any number of writes
+        # is one wake-up, and reading resets it.
         self._signal = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def fileno(self) -> int:
@@ -39,11 +43,15 @@ class XidEvents:
     def start(self, gpus: Sequence[Gpu]) -> None:
         """Follows these from now on."""
         if gpus:
+            # A daemon: nvmlEventSetWait may hang in the driver as every call may, and then nothing but the
+            # process's end frees it.
             threading.Thread(target=self._run, args=(list(gpus),), name="nvml-events", daemon=True).start()
 
     def lines(self) -> Iterator[Line]:
         """What came since the last call."""
         try:
+            # Reset before the lines are taken. The other order would lose the wake-up of a line that comes
+            # between the two.
             os.eventfd_read(self._signal)
         except BlockingIOError:
             return
@@ -52,6 +60,8 @@ class XidEvents:
 
     def close(self) -> None:
         """Ends the thread, without waiting for it."""
+        # The descriptor's number may be used again right after the close; a late event of the thread would
+        # then write into a stranger's file.
         with self._lock:
             self._closed.set()
             if self._signal >= 0:
@@ -62,6 +72,8 @@ class XidEvents:
         nvml = self._nvml
         addresses: dict[int | None, str] = {}
         try:
+            # NVML counts its users. This thread counts for itself, so that the source's nvmlShutdown does not
+            # take the library away under a wait.
             nvml.nvmlInit()
             events = nvml.nvmlEventSetCreate()
         except nvml.NVMLError:
@@ -69,6 +81,8 @@ class XidEvents:
         for gpu in gpus:
             try:
                 nvml.nvmlDeviceRegisterEvents(gpu.handle, nvml.nvmlEventTypeXidCriticalError, events)
+                # An event names its GPU by a handle only, and a lost GPU no longer answers which one it is;
+                # so the addresses are remembered from before.
                 addresses[_address(gpu.handle)] = gpu.pci
             except nvml.NVMLError:
                 continue
@@ -76,6 +90,7 @@ class XidEvents:
             try:
                 event = nvml.nvmlEventSetWait_v2(events, WAIT_MS)
             except nvml.NVMLError as error:
+                # Timeouts are how the thread notices that it is to end.
                 if error.value != nvml.NVML_ERROR_TIMEOUT:
                     self._closed.wait(AFTER_ERROR_S)  # a lost GPU makes every wait fail
                 continue

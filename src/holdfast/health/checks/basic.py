@@ -71,10 +71,13 @@ def check_memory() -> Iterator[CheckResult]:
 
 def check_shm(memory: Path) -> Iterator[CheckResult]:
     """Room where snapshots and shared tensors are kept."""
+    # The folder itself is made later, by the first snapshot; its file system is known from the nearest folder
+    # that exists.
     there = next(p for p in (memory, *memory.absolute().parents) if p.is_dir())
     if os.statvfs(there).f_flag & os.ST_RDONLY:
         yield CheckResult(name="shm", condition=Condition.FAULTY, detail=f"{there} is read-only")
         return
+    # Unknown, not faulty: another node would have the same setting and the same user.
     if not os.access(there, os.W_OK):  # another user's, or HOLDFAST_MEMORY names one: no fault of the node's
         raise CannotCheck(f"{there} is not this user's to write to; set HOLDFAST_MEMORY to a folder that is")
     yield _at_least("shm", _free(there), SHM_FLOOR_BYTES, "B", f"free in {there}")
@@ -88,6 +91,8 @@ def check_disk(folder: Path) -> Iterator[CheckResult]:
         with probe.open("xb") as out:
             out.write(content)
             out.flush()
+            # An error of the disk often appears only when the pages are written; without this the file would
+            # be read back from memory.
             os.fsync(out.fileno())
         read = probe.read_bytes()
     except OSError as error:
@@ -105,12 +110,14 @@ def check_disk(folder: Path) -> Iterator[CheckResult]:
         return
     yield _at_least("disk", _free(folder), DISK_FLOOR_BYTES, "B", f"free in {folder}")
     left = os.statvfs(folder)
+    # f_favail, not f_ffree: what is reserved for root is of no use to a job.
     if left.f_files:  # some file systems (btrfs) have no such number
         yield _at_least("disk-inodes", left.f_favail, INODES_FLOOR, "files", f"more may be made in {folder}")
 
 
 def check_files(slots: int) -> Iterator[CheckResult]:
     """How many files a process may have open: every worker connects to every other one."""
+    # The soft limit, because workers inherit it as it is.
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     floor = FILES_FLOOR + 8 * slots
     if soft == resource.RLIM_INFINITY:
@@ -131,6 +138,8 @@ def check_clock(folder: Path) -> Iterator[CheckResult]:
         raise CannotCheck(f"{folder}: {error.strerror}") from None
     finally:
         _remove(probe)
+    # The file was stamped between the two readings of this clock, so anything within them is no difference,
+    # however slow the server was.
     off_s = max(before_s - stamped_s, stamped_s - after_s, 0.0)
     shown = round(off_s, 3) if off_s > 0.05 else 0.0  # file times are as coarse as the kernel's tick
     far = off_s > CLOCK_OFF_S
@@ -144,6 +153,8 @@ def check_clock(folder: Path) -> Iterator[CheckResult]:
 def check_port(host: str) -> Iterator[CheckResult]:
     """A port can be bound on the address that others use, and be reached there."""
     try:
+        # Connected to as well as bound: a firewall on the loopback path or a wrong address lets the bind
+        # succeed and nobody through.
         with socket.create_server((host, 0)) as server:
             port = server.getsockname()[1]
             with socket.create_connection((host, port), timeout=2):
@@ -168,6 +179,8 @@ def check_cpus(slots: int) -> Iterator[CheckResult]:
 
 def check_gpus(dev: Path = Path("/dev"), inventory: Inventory | None = None) -> Iterator[CheckResult]:
     """Every GPU that has a device file answers to NVML. A machine without one has no result."""
+    # Files are there for every GPU that the driver found at its start; NVML no longer counts one that fell
+    # off the bus.
     files = sorted(p.name for p in dev.glob("nvidia*") if re.fullmatch(r"nvidia\d+", p.name))
     if not files:
         return
@@ -209,9 +222,12 @@ def in_time(function: Inventory, patience_s: float, what: str) -> list[str]:
         except Exception as error:  # noqa: BLE001 handed to the thread that waits
             trouble.append(error)
 
+    # One call in the life of an agent, so a plain thread does; sources that ask again and again use
+    # `BoundedCaller`.
     thread = threading.Thread(target=ask, daemon=True, name="holdfast-check")
     thread.start()
     thread.join(patience_s)
+    # Read before the answer is looked for: an error is an answer too, and more than `did not answer`.
     if trouble:
         raise trouble[0]
     if not answer:

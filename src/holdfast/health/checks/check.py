@@ -48,6 +48,7 @@ def attempt(name: str, check: Check, task: Task) -> list[CheckResult]:
     try:
         for result in check(task):
             took_s = round(time.monotonic() - began_s, 4)
+            # Generators yield as they go, so a check that fails half-way keeps the results that it had.
             results.append(msgspec.structs.replace(result, took_s=result.took_s or took_s))
             began_s = time.monotonic()
     except CannotCheck as why:

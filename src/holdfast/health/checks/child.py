@@ -47,6 +47,8 @@ async def check_in_child(
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         preexec_fn=_modest,
+        # A session of its own: the check may start tools (dcgmi, ib_write_bw), and all of them are ended by
+        # one signal to the group.
         start_new_session=True,
     )
     results: list[CheckResult] = []
@@ -54,6 +56,8 @@ async def check_in_child(
         why = await _listen(process, task, results, tell)
     finally:
         await _end(process)
+    # What was asked for and gave nothing. After a normal end that means that there was nothing to look at;
+    # after any other end nobody knows.
     left = [name for name in chosen(task.only) if not any(is_of(name, r) for r in results)]
     if process.returncode == 0 and not why:
         return results  # a check without a result has nothing to look at here
@@ -73,11 +77,14 @@ async def _listen(
     """Takes what the child says until its end; why it is not waited for any longer, or ''."""
     assert process.stdin is not None
     assert process.stdout is not None
+    # By stdin: the task has the job's token, and command lines can be read by every user of the machine.
     process.stdin.write(msgspec.json.encode(task))
     process.stdin.write_eof()
     limit, until_s = limit_s(task.seconds), time.monotonic() + TURN_S
     while True:
         try:
+            # The limit is for each check, not for all: a full suite on eight GPUs takes longer than any hang
+            # may. Waiting for a turn has a limit of its own.
             async with asyncio.timeout_at(_loop_time(until_s)):
                 line = await process.stdout.readline()
         except TimeoutError:
@@ -102,6 +109,8 @@ async def _end(process: asyncio.subprocess.Process) -> None:
             if process.stdout is not None and process.stdout.at_eof():
                 await process.wait()
                 return
+            # A process in state D does not end before its call returns. Waiting for it would hold the agent
+            # as long as the device hangs.
             os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
     except (TimeoutError, ProcessLookupError):
@@ -113,6 +122,8 @@ def _unfinished(name: str, why: str, code: int | None, first: bool) -> CheckResu
         return unknown(name, "not made: the one before did not end")
     if why:
         return unknown(name, why)
+    # SIGKILL is not among them: it is the kernel's answer to a lack of memory, or a person's. SIGABRT is not
+    # either, because libraries abort for wrong settings too.
     if code is not None and -code in DAMAGE:
         what = signal.Signals(-code).name
         return CheckResult(
@@ -125,4 +136,5 @@ def _unfinished(name: str, why: str, code: int | None, first: bool) -> CheckResu
 
 def _modest() -> None:
     os.nice(NICE)
+    # If the agent is killed, the check must not go on loading a machine on which nobody waits for its result.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

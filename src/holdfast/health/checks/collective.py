@@ -36,6 +36,7 @@ def check_all_reduce(task: Task) -> Iterator[CheckResult]:
         timedelta(seconds=PATIENCE_S),
         use_libuv=False,
     )
+    # All nodes must take the same backend, and whether NCCL will do depends on the node that has no GPU.
     store.set(f"cuda-{rank}", str(int(cuda)))
     with_gpus = all(store.get(f"cuda-{other}") == b"1" for other in range(world))
     backend = "nccl" if with_gpus and dist.is_nccl_available() else "gloo"
@@ -58,6 +59,7 @@ def reduce_and_judge(
 
     values = torch.empty(nbytes // 4, dtype=torch.float32, device=device)
     wanted = world * (world + 1) / 2
+    # Exact in float32: the sums are of small integers, so any difference is a fault and not rounding.
     best_s, began_s, rounds = float("inf"), time.monotonic(), 0
     go_on = torch.ones(1, device=device)
     while float(go_on) > 0:
@@ -75,6 +77,8 @@ def reduce_and_judge(
                 condition=Condition.FAULTY,
                 detail=f"a sum over {world} nodes is wrong; {how}",
             )
+        # Rank 0 alone looks at the clock. If every node decided for itself, one would stop a round early and
+        # the others would wait for it until the timeout.
         go_on.fill_(1.0 if rank == 0 and (rounds < 3 or time.monotonic() - began_s < seconds) else 0.0)
         dist.all_reduce(go_on)
     rate = 2 * (world - 1) / world * nbytes / best_s / 1e9

@@ -45,12 +45,15 @@ def check_cpu(task: Task) -> Iterator[CheckResult]:
         import torch
     except ImportError:
         raise CannotCheck("needs torch, which is not installed here") from None
+    # Each core must do its own arithmetic. With torch's pool one core's fault would be spread over the
+    # results of all.
     torch.set_num_threads(1)
     operands = operands_for(SIZE)
     cores = sorted(os.sched_getaffinity(0))
     work_once(*operands)  # libraries choose their kernels in the first call
 
     def run(core: int) -> CoreRun:
+        # 0 is the calling thread; the pool has a thread for each core, and none of them migrates.
         os.sched_setaffinity(0, {core})  # of this thread
         return run_core(core, operands, task.seconds)
 
@@ -65,6 +68,8 @@ def operands_for(size: int) -> tuple[Any, ...]:
     import torch
 
     generator = torch.Generator().manual_seed(SEED)
+    # Integers over a power of two are exact in binary, so the operands are the same bits on every machine,
+    # whatever its library of mathematics rounds to.
     vector = torch.randint(1, 1 << 20, (size * size,), generator=generator).to(torch.float64) / (1 << 20)
     return (*matrices(torch.device("cpu"), size), vector)
 
@@ -82,6 +87,8 @@ def matrices(device: torch.device, size: int) -> tuple[Any, Any]:
 def work_once(a: Any, b: Any, vector: Any) -> str:
     """A matrix product in float32, and square roots, exponentials and divisions in float64; hash of the bits."""
     product = a @ b
+    # Roots, exponentials and divisions run in other units of a core than multiplications; defects are often
+    # limited to one of them.
     values = (vector.sqrt() + (-vector).exp()) / (vector + 1.0)
     digest = xxhash.xxh3_64(product.numpy())
     digest.update(values.numpy())
@@ -93,6 +100,8 @@ def run_core(core: int, operands: tuple[Any, ...], seconds: float) -> CoreRun:
     began_s = time.monotonic()
     first = work_once(*operands)
     rounds, wrong = 1, 0
+    # Compared with this core's own first round as well as with other cores: a core may be wrong always, or
+    # only when it is hot.
     while rounds < 2 or time.monotonic() - began_s < seconds:
         wrong += work_once(*operands) != first
         rounds += 1
@@ -102,6 +111,7 @@ def run_core(core: int, operands: tuple[Any, ...], seconds: float) -> CoreRun:
 def judge_cores(runs: list[CoreRun], model: str) -> CheckResult:
     """Every core must have the bits that most have, in every round."""
     digests = [r.digest for r in runs]
+    # The majority on one machine has one model and one library, so it must agree bit by bit.
     common = statistics.mode(digests)
     bad = [r for r in runs if r.wrong or r.digest != common]
     rounds = sum(r.rounds for r in runs)

@@ -49,6 +49,7 @@ def parse_diag(text: str, error: str = "") -> list[CheckResult]:
     Raises:
         CannotCheck: it says that it could not run, or what it says cannot be understood.
     """
+    # Warnings of the host engine may come before the JSON.
     begin = text.find("{")
     try:
         said = msgspec.json.decode(text[begin:].encode()) if begin >= 0 else None
@@ -57,6 +58,8 @@ def parse_diag(text: str, error: str = "") -> list[CheckResult]:
     if not isinstance(said, dict):
         why = next((line.strip() for line in (error + text).splitlines() if line.strip()), "it said nothing")
         raise CannotCheck(f"dcgmi diag: {why[:200]}")
+    # Errors of the tool itself (no host engine, no
+    # permission) have a key of their own and say nothing about the GPU.
     if "DCGM Diagnostic" not in said:
         raise CannotCheck(f"dcgmi diag: {str(said.get('DCGM GPU Diagnostic Error') or said)[:200]}")
     report = said["DCGM Diagnostic"]
@@ -68,6 +71,7 @@ def parse_diag(text: str, error: str = "") -> list[CheckResult]:
             for result in test.get("results", []):
                 if (made := _result(str(test.get("name", "?")), result)) is not None:
                     found.append(made)
+    # All tests skipped: that is an answer about the installation, not about the hardware.
     if not found:
         raise CannotCheck("dcgmi diag ran no test")
     return found

@@ -30,11 +30,14 @@ def check_disk(task: Task) -> Iterator[CheckResult]:
     path = folder / f".check-{secrets.token_hex(8)}"
     try:
         left = os.statvfs(folder)
+        # A share, so that the check itself never fills a disk on which another job writes its checkpoints.
         blocks = min(int(left.f_bavail * left.f_frsize * SHARE), MOST_BYTES) // BLOCK_BYTES
         if blocks < 1:
             raise CannotCheck(f"{folder} has too little room to test it")
         yield from _write_and_read(path, blocks, task.seconds)
     except OSError as error:
+        # Quotas, permissions and a full disk are the user's or the administrator's to mend; replacing the
+        # node would not help.
         if error.errno not in BROKEN:
             raise CannotCheck(f"{folder}: {error.strerror}") from None
         yield CheckResult(
@@ -49,6 +52,8 @@ def check_disk(task: Task) -> Iterator[CheckResult]:
 
 def _write_and_read(path: Path, blocks: int, seconds: float) -> Iterator[CheckResult]:
     where = str(path.parent)
+    # Random bytes, because drives and file systems compress or deduplicate: a block of zeros would measure
+    # their cleverness.
     seed = secrets.token_bytes(BLOCK_BYTES // 2) * 2
     sums: list[int] = []
     with mmap.mmap(-1, BLOCK_BYTES) as buffer:  # O_DIRECT wants whole pages
@@ -56,9 +61,12 @@ def _write_and_read(path: Path, blocks: int, seconds: float) -> Iterator[CheckRe
         try:
             began_s = time.monotonic()
             while len(sums) < blocks and (not sums or time.monotonic() - began_s < seconds):
+                # Made from a seed instead of drawn anew: drawing random bytes is slower than a fast drive
+                # writes.
                 fill(buffer, seed, len(sums))
                 sums.append(xxhash.xxh3_64_intdigest(buffer))
                 _whole(os.write(fd, buffer))
+            # Within the measured time: without it the figure is of the drive's or the file system's memory.
             os.fsync(fd)
             wrote_s = time.monotonic() - began_s
         finally:
@@ -76,6 +84,8 @@ def _write_and_read(path: Path, blocks: int, seconds: float) -> Iterator[CheckRe
         fd, direct = _open(path, os.O_RDONLY)
         try:
             if not direct:
+                # Where O_DIRECT is refused, the pages at least are dropped, or the check would read its own
+                # memory. It is a hint; the detail says that the cache was in between.
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             began_s = time.monotonic()
             wrong = [n for n, wanted in enumerate(sums) if _read(fd, buffer) != wanted]
@@ -105,6 +115,8 @@ def _open(path: Path, flags: int) -> tuple[int, bool]:
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise
+    # The first attempt may have created the file before it refused O_DIRECT, so an exclusive creation would
+    # fail on our own file. Its name is random, so it is nobody else's.
     return os.open(path, (flags & ~os.O_EXCL) | os.O_CLOEXEC, 0o600), False
 
 

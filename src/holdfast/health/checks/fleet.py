@@ -44,7 +44,10 @@ def against_fleet(by_node: Results) -> dict[str, list[CheckResult]]:
     groups: dict[tuple[str, str], list[CheckResult]] = defaultdict(list)
     for results in by_node.values():
         for r in results:
+            # Faulty results count for the median as well: leaving out the worst would raise it and make the
+            # next worst faulty.
             if r.condition is not Condition.UNKNOWN and not r.with_node:
+                # Of one model only. A node of another generation is not slow because the rest is newer.
                 groups[r.name, r.model].append(r)
     return {
         node: [_judged(r, groups.get((r.name, r.model), [])) for r in results]
@@ -75,8 +78,12 @@ def _judged(result: CheckResult, group: Sequence[CheckResult]) -> CheckResult:
     if allowed is None or result.value is None or len(values) < LEAST_VALUES:
         return result
     median = statistics.median(values)
+    # The median distance is untouched by the one bad node that is looked for; a standard deviation would grow
+    # with it and hide it. The factor makes it the standard deviation of a normal distribution.
     spread = _MAD_TO_SIGMA * statistics.median(abs(v - median) for v in values)
     behind = result.value - median if result.lower else median - result.value
+    # Both tests: the tolerance keeps a fleet of nearly equal nodes from losing its last by 1%, the spread
+    # keeps a fleet that is uneven by nature from losing half.
     if not median or behind <= allowed * median or behind <= SIGMAS * spread:
         return result
     word = "above" if result.lower else "below"
@@ -91,6 +98,7 @@ def _same_bits(result: CheckResult, group: Sequence[CheckResult]) -> CheckResult
     total = counts.total()
     if len(counts) == 1 or (result.digest == common and most * 2 > total):
         return result
+    # Two that differ accuse each other, and three with a majority of two is the least that can tell.
     if most * 2 > total and total >= 3:
         return _faulty(result, f"other bits than {most} of {total} of its model, which agree")
     detail = f"{len(counts)} different results among {total} of its model: who is right cannot be told"

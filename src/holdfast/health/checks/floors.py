@@ -46,6 +46,8 @@ def read_floors(path: Path | None = None) -> tuple[Floor, ...]:
 def floor_of(result: CheckResult, floors: Sequence[Floor]) -> Floor | None:
     """The floor that fits the result best."""
     model = result.model.lower()
+    # Vendors put more into the name from driver to driver (`NVIDIA H100 80GB HBM3`), so a floor names a part
+    # of it, and the most exact part wins over a whole series.
     fit = [f for f in floors if f.check == result.name and f.model.lower() in model]
     return max(fit, key=lambda f: len(f.model), default=None)
 
@@ -53,10 +55,12 @@ def floor_of(result: CheckResult, floors: Sequence[Floor]) -> Floor | None:
 def against_floor(result: CheckResult, floors: Sequence[Floor]) -> CheckResult:
     """The result with its floor; a healthy one that misses it is faulty."""
     floor = floor_of(result, floors)
+    # A check that has a floor of its own (a fixed demand, as free memory) keeps it.
     if floor is None or result.value is None or result.floor is not None:
         return result
     missed = result.value > floor.value if result.lower else result.value < floor.value
     result = msgspec.structs.replace(result, floor=floor.value)
+    # The floor never improves a result: what is faulty or unknown for another reason stays so.
     if not missed or result.condition is not Condition.HEALTHY:
         return result
     than = "above" if result.lower else "below"

@@ -51,6 +51,8 @@ def check_gpus(task: Task) -> Iterator[CheckResult]:
     devices = find_devices()
     for gpu in devices:
         yield from check_device(gpu, task.seconds)
+    # A ring covers every GPU as sender and as receiver with n copies; all pairs would take n times as long
+    # and find the same bad GPU.
     for gpu, other in zip(devices, [*devices[1:], *devices[:1]], strict=True):
         if gpu is not other:
             yield between(gpu, other, min(HOST_BYTES, gpu.free_bytes // 4))
@@ -60,6 +62,7 @@ def find_devices() -> list[Device]:
     """What torch sees. Raises CannotCheck where a GPU is there and torch cannot use it."""
     from pathlib import Path
 
+    # `/dev/nvidiactl` and the like exist without a GPU; only a numbered file is one.
     there = any(p.name[6:].isdigit() for p in Path("/dev").glob("nvidia*"))
     try:
         import torch
@@ -74,6 +77,8 @@ def find_devices() -> list[Device]:
     found = []
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
+        # Sizes follow the free memory, not the card's: another process may be using it, and a check that runs
+        # out of memory has found nothing.
         free, _ = torch.cuda.mem_get_info(device)
         found.append(Device(index, device, torch.cuda.get_device_name(device), free))
     return found
@@ -106,11 +111,13 @@ def burn(
     rounds, wrong, best_s = 0, 0, math.inf
     with exact_float32():
         for kind in (torch.float32, torch.bfloat16):
+            # float32 and bfloat16 run in different units, and a defect may be in one of them only.
             x, y = a.to(kind), b.to(kind)
             first = x @ y
             digest.update(first.cpu().view(torch.uint8).numpy())
             until_s = time.monotonic() + seconds / 2
             while True:
+                # Kernels are launched and not awaited; without this the time would be that of the launch.
                 sync()
                 began_s = time.perf_counter()
                 again = x @ y
@@ -119,6 +126,7 @@ def burn(
                     best_s = min(best_s, time.perf_counter() - began_s)
                 rounds += 1
                 damage(rounds, again)
+                # Compared on the device, so that the bus and the host are not suspected for the GPU.
                 wrong += not torch.equal(first, again)
                 if time.monotonic() > until_s:
                     break
@@ -139,6 +147,8 @@ def host_rate(device: torch.device, nbytes: int, to_device: bool, sync: Sync) ->
     """GB/s of copies between pinned host memory and the device, best of five."""
     import torch
 
+    # Pinned memory is what DMA reads directly. From pageable memory the driver copies first, and the figure
+    # would be the processor's.
     host = torch.ones(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     there = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     best_s = math.inf
@@ -159,6 +169,7 @@ def between(gpu: Device, other: Device, nbytes: int) -> CheckResult:
     import torch
 
     generator = torch.Generator().manual_seed(nbytes)
+    # Made on the host and compared there: made and compared on the GPUs, a wrong one could confirm itself.
     content = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
     here, there = content.to(gpu.device), torch.empty(nbytes, dtype=torch.uint8, device=other.device)
     best_s = math.inf

@@ -42,6 +42,7 @@ def check_memory(task: Task) -> Iterator[CheckResult]:
     free = available_bytes()
     if free is None:
         raise CannotCheck("/proc/meminfo cannot be read, so it is not known how much may be used")
+    # One core alone does not saturate the memory of a server.
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     nbytes = min(COPY_BYTES, int(free * SHARE) // 2)
     if nbytes < 1 << 20:
@@ -69,6 +70,7 @@ def copy_rate(
 
     source = torch.ones(nbytes // WORD_BYTES, dtype=torch.int64, device=device)
     target = torch.zeros_like(source)
+    # Once before the clock runs: the first touch of a page maps it, which takes longer than copying it.
     target.copy_(source)
     sync()
     best_s, times, until_s = math.inf, 0, time.monotonic() + seconds
@@ -98,15 +100,20 @@ def check_patterns(
     tested = len(words)
     for pattern in (*PATTERNS, ADDRESS):
         for start in range(0, tested, chunk):
+            # Writing is timed only with the first pattern; from then on the same part is tested for all of
+            # them. A pattern that covers less would compare words that it never wrote.
             if start >= LEAST_CHUNKS * chunk and tested == len(words) and time.monotonic() > until_s:
                 tested = start
                 break
             _write(words[start : min(start + chunk, tested)], pattern, start)
         until_s = math.inf
+        # All is written before any of it is read: a word that is read back at once comes from a cache and not
+        # from memory.
         damage(words)
         for start in range(0, tested, chunk):
             part = words[start : min(start + chunk, tested)]
             if (where := _first_wrong(part, pattern, start)) is not None:
+                # Shown as unsigned: torch has signed words, and a minus sign would hide which bits differ.
                 found = int(part[where - start]) & (1 << 64) - 1
                 wanted = (PATTERNS.get(pattern, where)) & (1 << 64) - 1
                 return CheckResult(

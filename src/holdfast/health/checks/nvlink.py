@@ -32,6 +32,8 @@ def judge_links(gpus: Iterable[Links]) -> Iterator[CheckResult]:
         card = "pcie" in gpu.model.lower()
         if not known or (card and not active):
             continue
+        # A server board has all its links, so one that is down is faulty. A PCIe card may have a bridge to
+        # one neighbour only, and which links that uses nobody writes down.
         condition = Condition.HEALTHY if active == known else Condition.UNKNOWN if card else Condition.FAULTY
         down = ", ".join(str(n) for n, up in enumerate(gpu.states) if not up)
         detail = f"down: {down}" if down else ""
@@ -71,6 +73,7 @@ def read_links() -> list[Links]:
 def _of(nvml: Any, index: int) -> Links:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     states = []
+    # The first link that is not supported is the end of the list.
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
         try:
             states.append(nvml.nvmlDeviceGetNvLinkState(handle, link) == nvml.NVML_FEATURE_ENABLED)

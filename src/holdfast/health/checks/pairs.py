@@ -37,6 +37,8 @@ def first_round(nodes: Sequence[str]) -> list[list[Pair]]:
     """Everyone with somebody. Pairs of one batch have no node in common, so they can be measured at once."""
     pairs = list(zip(nodes[::2], nodes[1::2], strict=False))
     batches = [pairs] if pairs else []
+    # In a batch of its own, because the first node is in another pair already and must not be measured twice
+    # at once.
     if len(nodes) % 2 and len(nodes) > 1:
         batches.append([(nodes[-1], nodes[0])])
     return batches
@@ -48,6 +50,8 @@ def slow_pairs(first: Mapping[Pair, Measured]) -> list[Pair]:
     rates = sorted(m.bytes_per_s for m in known.values() if m.bytes_per_s)
     if not rates:
         return list(known)
+    # The upper quartile: in a round of pairs one bad node spoils one pair of every two to five, so half of
+    # the pairs of a small job may be slow and the median with them.
     rate = rates[3 * len(rates) // 4]
     latency_s = sorted(m.latency_s for m in known.values() if m.bytes_per_s)[(len(rates) - 1) // 4]
     ceiling_s = max(2 * latency_s, latency_s + LATENCY_FLOOR_S)
@@ -63,11 +67,14 @@ def second_round(first: Mapping[Pair, Measured]) -> list[list[Pair]]:
     slow = slow_pairs(first)
     suspects = list(dict.fromkeys(n for p in slow for n in p))
     fast = list(dict.fromkeys(n for p, m in first.items() if p not in slow and m.bytes_per_s for n in p))
+    # With an odd number of nodes the first is in two pairs. If one of them is fast, the other partner is to
+    # be asked.
     cleared = [n for n in suspects if n in fast]  # with somebody else it was fast already
     suspects = [n for n in suspects if n not in cleared]
     if not fast:
         return []
     batches: list[list[Pair]] = []
+    # No fast node twice in one batch: two measurements at once would halve each other and accuse both.
     for start in range(0, len(suspects), len(fast)):
         part = suspects[start : start + len(fast)]
         batches.append([(node, fast[i]) for i, node in enumerate(part)])
@@ -82,6 +89,7 @@ def judge(
     slow = slow_pairs(first)
     nodes = list(dict.fromkeys(n for p in first for n in p))
     best = _best(nodes, [*first.items(), *second.items()])
+    # No fast pair at all: there is no good partner to measure against, so nobody is blamed.
     unclear = bool(slow) and not second and not any(p not in slow and m.bytes_per_s for p, m in first.items())
     again = _again(first, second, slow)
     results: dict[str, list[CheckResult]] = {}
@@ -108,6 +116,8 @@ def judge(
         else:
             results[node] = [_pair(over, Condition.HEALTHY, best[node], "")]
             for other in (_other(p, node) for p in mine):
+                # Both ends are fast with others, so it is the way between them: a link, reported once from
+                # each side and against no node.
                 if again.get(other) is False:
                     measured = first.get((node, other)) or first[(other, node)]
                     results[node].append(_link(over, other, measured))

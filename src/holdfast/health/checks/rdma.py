@@ -87,6 +87,8 @@ def read_ports(root: Path = Path("/")) -> list[Port]:
 def judge_ports(ports: Sequence[Port]) -> Iterator[CheckResult]:
     """A result for every port's state, rate and addresses, and how many are active in all."""
     for port in ports:
+        # Ports of one card model and number are cabled alike in a server. A management port is of another
+        # kind and is not compared with the rails.
         kin = [p for p in ports if p.kind == port.kind]
         if not port.active:
             yield _inactive(port, kin, any(p.active for p in ports))
@@ -110,8 +112,11 @@ def judge_ports(ports: Sequence[Port]) -> Iterator[CheckResult]:
 def _inactive(port: Port, kin: Sequence[Port], any_active: bool) -> CheckResult:
     active = sum(p.active for p in kin)
     told = f"{port.state or 'no state'}, {port.physical or 'link unknown'}"
+    # The cable works and the subnet manager did not configure the port: certainly a fault, but often the
+    # fabric's.
     if port.physical == LINK_UP:
         condition, why = Condition.FAULTY, "the link is up and was not made active (subnet manager?)"
+    # Most of its kind are connected, so this one should be.
     elif 2 * active > len(kin):
         condition, why = Condition.FAULTY, f"{active} of {len(kin)} of its kind are active"
     elif active:
@@ -167,6 +172,8 @@ def gid_index(port: Port) -> int | None:
     needs none, or a port without any."""
     if port.link_layer != ETHERNET:
         return None
+    # RoCE v2 is routed and what NCCL uses; among its addresses the IPv4 one does not change when the link-
+    # local one does.
     ranked = sorted(port.gids, key=lambda g: ("v2" not in g.kind, _IPV4.match(g.address) is None, g.index))
     return ranked[0].index if ranked else None
 

@@ -121,6 +121,7 @@ def judge_rails(measured: Sequence[tuple[Rail, Outcome]], other: str) -> CheckRe
 
 def offer(ports: Sequence[Port]) -> Offer:
     """The fastest of the active ports: slower ones carry other things."""
+    # EFA has no queue pairs of the reliable kind that the tool needs.
     active = [p for p in ports if p.active and p.driver != EFA]
     if not active:
         efa = any(p.driver == EFA for p in ports)
@@ -136,6 +137,8 @@ def common(here: Offer, there: Offer) -> list[Rail]:
     """Own rails that the other end has as well, by their names; where no name is the same, by their order."""
     theirs = {rail.name for rail in there.rails}
     same = [rail for rail in here.rails if rail.name in theirs]
+    # Names differ between generations of machines; then the order of the slots is the best guess of which
+    # rails share a switch.
     return same or list(here.rails[: len(there.rails)])
 
 
@@ -147,6 +150,7 @@ class _End:
 
     def __init__(self, connection: socket.socket, other: str, seconds: int, root: Path) -> None:
         self._connection, self._other, self._seconds, self._root = connection, other, seconds, root
+        # As long as the other side's slowest turn may take: it answers nothing while its tool runs.
         connection.settimeout(MEET_S + SPARE_S + seconds)
         self._file: BinaryIO = connection.makefile("rb")
 
@@ -186,6 +190,8 @@ class _End:
 
     def _serve(self, rail: Rail) -> Outcome:
         """The tool ends when its client has. Where there came none, it is ended."""
+        # The tool cannot choose a free port and report it, so the kernel gives one, which is closed again
+        # right before the tool binds it.
         with socket.create_server(("", 0)) as free:
             port = free.getsockname()[1]
         with subprocess.Popen(
@@ -218,6 +224,8 @@ class _End:
                 )
             except subprocess.TimeoutExpired:
                 return Outcome(0.0, f"{TOOL} did not end")
+            # The peer says Ready before its tool listens, because the tool prints nothing when it does. So
+            # the first attempts may come too early, and only they are repeated.
             if not _NOBODY_THERE.search(ran.stdout) or time.monotonic() > until_s:
                 return read_outcome(ran.returncode, ran.stdout)
             time.sleep(RETRY_S)
@@ -246,4 +254,6 @@ def read_outcome(code: int, text: str) -> Outcome:
         return Outcome(float(rows[-1]) * 1e9 / 8)
     lines = [line.strip() for line in text.splitlines() if line.strip(" -*")]
     why = f"{TOOL} ended with exit code {code}: {lines[-1][:200] if lines else 'no output'}"
+    # Zero blames the way; None says that it could not be measured. A missing module or a full table of
+    # registrations must not count as a broken network.
     return Outcome(0.0 if _WAY_IS_BAD.search(text) else None, why)

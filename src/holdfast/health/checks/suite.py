@@ -47,6 +47,8 @@ def run_checks(task: Task, say: Callable[[CheckProgress], None]) -> None:
     """Runs the checks that the task names, by default all of the node alone, judged by the floors."""
     floors = read_floors()
     for name, check in chosen(task.only).items():
+        # Checks between nodes take no turn: both ends must run at the same time, and two nodes of one machine
+        # would wait for each other for ever.
         with turn() if name in ALONE else nullcontext():
             say(CheckProgress(running=name))
             for result in attempt(name, check, task):
@@ -64,6 +66,8 @@ def chosen(only: tuple[str, ...]) -> dict[str, Check]:
 def turn() -> Iterator[None]:
     """Nodes that share a machine are checked in turn: they would measure each other."""
     path = Path(tempfile.gettempdir()) / f"holdfast-checks-{os.getuid()}.lock"
+    # In the shared temporary folder, so that all nodes of the machine find it. O_NOFOLLOW and the user's
+    # number in the name: anybody may put a link there. The kernel releases the lock with the process.
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
