@@ -86,23 +86,38 @@ class Core(Context):
 
     def handle_all(self, events: Sequence[Event], now: float) -> list[Action]:
         """The same for events that arrive at one moment: what comes next is looked at once, after the last of them."""
+        # One batch is one moment: every handler of it sees the same `now`. If events of a batch had times of
+        # their own, the order in which they were read from sockets would decide which deadline is over first.
         self.now = now
         if self.state.began_s == 0.0:
             self.state.began_s = now
         if self.state.membership.phase is not JobPhase.ENDED:
+            # Each event is taken in by itself, but what comes next is looked at once, after the last. In a
+            # node's loss dozens of events arrive together; a look between them would form a generation from
+            # half of the news, and break it again with the other half.
             self.moved = False
             for event in events:
                 self.moved = self._takes(event) or self.moved
             if self.moved or self._unsettled:
                 queued = len(self._out)
+                # Deadlines come before `_advance`: who is lost by silence must be gone before the next
+                # generation is put together, or it would get a member that everybody then waits for until the
+                # next detection.
                 self._check_deadlines()
                 self._advance()
+                # Forgetting comes last. What is dropped here may still have been needed by the handlers of
+                # this very batch, for example the blame of a worker that is gone.
                 nodes.forget(self)
                 failures.forget(self)
                 admission.forget(self)
+                # If this look queued actions, it may have changed what it had looked at before (a worker
+                # ended after its node was checked), so the next event gets a look too. This ends by itself: a
+                # look that queues nothing settles it.
                 self._unsettled = self.moved or len(self._out) > queued
                 self.moved = True
         else:
+            # After the end nothing is decided, but agents and a successor of this process still have to learn
+            # that it is over. Without an answer an agent would reconnect for ever.
             for event in events:
                 self._after_the_end(event)
         out, self._out = self._out, []
@@ -115,12 +130,18 @@ class Core(Context):
         together that would grow with the square of the nodes. A sign of life only ever moves deadlines later, and another
         commit of a generation that has one moves none, so the Tick that is planned already comes early enough.
         """
+        # Asked before the event is handled: the first commit of a generation is the one that changes what
+        # comes next, and after its handling the generation counts as settled.
         settled, queued = self._settled(), len(self._out)
         self.event = event
         self._dispatch(event)
         self.event = None
+        # It only moves a deadline of silence later. It arrives on every look at a busy machine, when a full
+        # look at all nodes is what the machine can afford least.
         if isinstance(event, Starved):
             return False
+        # Whatever queued an action has changed something by definition; asking by kind of message instead
+        # would have to be right for every new message.
         if len(self._out) > queued or not isinstance(event, NodeSays):
             return True
         said = event.message.message if isinstance(event.message, m.FromWorker) else event.message
@@ -149,6 +170,9 @@ class Core(Context):
         s = self.state
         if s.membership.phase is JobPhase.ENDED:
             return None
+        # Every time that `_check_deadlines` or `_advance` compares with `now` must appear here, as the same
+        # expression. One that is missing is a job that hangs until the next heartbeat; one that is too early
+        # is a Tick that finds nothing, and costs little.
         times = [n.last_seen_s + self.timing.detection_s for n in s.membership.nodes.values() if n.alive]
         times += [
             w.vanished_s + self.timing.detection_s for w in self.alive_workers() if w.vanished_s is not None
@@ -164,6 +188,8 @@ class Core(Context):
         if s.membership.phase is JobPhase.GATHERING and s.deadlines.wait_deadline_s is not None:
             times.append(s.deadlines.wait_deadline_s)
         expected_s = queries.expected_until_s(self)
+        # These stay set after they are over, so only future ones count. One in the past would ask for a Tick
+        # at once, again and again, and keep the process busy for nothing.
         waits = (
             s.deadlines.form_deadline_s,
             s.deadlines.form_after_s,
@@ -190,6 +216,9 @@ class Core(Context):
         return cast(R, self._serve(request))
 
     def _serve(self, request: Request[Any]) -> object:
+        # The only place where parts of the core meet. A request is served before the caller goes on, so there
+        # is no queue of half-done work between two handlers, and the order of decisions can be read from the
+        # code.
         match request:
             case requests.RemoveNode(node, cause):
                 nodes.lose(self, node, cause)
@@ -234,6 +263,8 @@ class Core(Context):
             case requests.RefuseAdmission(hello, reason):
                 admission.refuse(self, hello, reason)
             case requests.AdmitNode(node, hello, past, known):
+                # Admission first: it may put the node in quarantine, and a machine that comes back from a
+                # reboot is recorded as back either way.
                 admission.admit(self, node, hello, past)
                 remedies.came_back(self, node, known)
             case requests.RepeatOrders(node):
@@ -253,6 +284,8 @@ class Core(Context):
                 triage.struck(self, incident)
             case requests.CompareSteps(worker, message):
                 stragglers.heard(self, worker, message.spent)
+                # Times first, then losses: both may report a finding of the same worker, and the ledger of a
+                # simulated schedule has to have one order.
                 silent_corruption.heard(self, worker, message.losses)
             case requests.AwaitReturn():
                 nodes.on_its_way(self)
@@ -313,12 +346,18 @@ class Core(Context):
     def _node_says(self, name: str, message: m.AgentMessage) -> None:
         node = self.state.membership.nodes.get(name)
         if node is None or not node.alive:
+            # Nothing of a node that was given up counts any more, whatever it says. Its workers may be alive,
+            # and their reports would mix with those of the generation that went on without them.
             nodes.fence(self, node, name)
             return
+        # Any message is a sign of life, not only a heartbeat: an agent that is busy passing on messages sends
+        # its heartbeats late.
         node.last_seen_s = self.now
         match message:
             case m.FromWorker(worker_name, said, age_s):
                 worker = self.state.membership.workers.get(worker_name)
+                # Words of a worker that is gone are dropped here, once, so no handler below has to ask. They
+                # are common: a worker reports its last commit, and its exit overtakes that in the agent.
                 if worker is not None and worker.phase is not WorkerPhase.GONE:
                     self._worker_says(worker, said, age_s)
             case m.Started(worker_name, pid, log):
@@ -366,6 +405,8 @@ class Core(Context):
                     self.state.membership.generation
                     and message.generation == self.state.membership.generation.number
                 ):
+                    # Late news of an earlier generation must not close the incident of this one, or its
+                    # report would show times that belong to no restore.
                     incidents.joined(self.state, self.now, message)
                     resize.connected(self, message)
             case m.Restoring(generation, nbytes, total_bytes):
@@ -400,12 +441,19 @@ class Core(Context):
 
     def _check_deadlines(self) -> None:
         s, now = self.state, self.now
+        # Nodes before workers, workers before generations: a lost node explains its workers' silence. In the
+        # other order the workers' ends would open incidents of their own, and the restart budget would be
+        # charged twice.
         for node in self.alive_nodes():
             if now >= node.last_seen_s + self.timing.detection_s:
                 nodes.lose(self, node, causes.NodeSilent(self.timing.detection_s))
         for worker in self.alive_workers():
+            # The agent no longer has the process, but its Exited may still be on the way with the exit code
+            # and the last lines. A detection time is enough for that; then the loss counts without them.
             if worker.vanished_s is not None and now >= worker.vanished_s + self.timing.detection_s:
                 failures.lose_worker(self, worker, causes.ProcessVanished())
+        # Remedies first, since one may take out the node that is about to be judged. A hang of a node that is
+        # being replaced is no news.
         triage.due(self)
         nodes.write_off(self)
         if s.deadlines.inspect_deadline_s is not None and now >= s.deadlines.inspect_deadline_s:
@@ -420,6 +468,8 @@ class Core(Context):
         s = self.state
         if s.membership.phase is JobPhase.ENDED:
             return
+        # Remedies and planned changes before the mode: both decide who is to leave, and the next generation
+        # is formed (in `mode.advance`) from those that stay.
         remedies.advance(self)
         resize.advance(self)
         self.mode.advance(self)

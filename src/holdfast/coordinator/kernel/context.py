@@ -48,6 +48,9 @@ class Context(ABC):
         self.timing = self.spec.timing
         self.now = 0.0
         self.event: Event | None = None
+        # Actions are queued, never done: the service writes the state first and only then sends. If a handler
+        # could send, a coordinator that crashed in between would have promised what its successor does not
+        # know.
         self._out: list[Action] = []
         self._transient: dict[type, object] = {}
 
@@ -66,6 +69,9 @@ class Context(ABC):
     def transient(self, kind: type[T]) -> T:
         """A part's own memory of this class, made at the first call. It is no part of the state: a successor of this process
         begins with a new one."""
+        # Not in the state on purpose: it is written with every decision, and measurements (step times,
+        # answers to an inspection) change many times a second. A successor measures anew and loses some
+        # minutes of statistics.
         if kind not in self._transient:
             self._transient[kind] = kind()
         return cast(T, self._transient[kind])
@@ -76,6 +82,9 @@ class Context(ABC):
 
     def tell(self, worker: Worker, message: m.ToWorker) -> None:
         """Queues a message for a worker."""
+        # By way of the worker's agent. The coordinator has no connection to workers: with thousands of them
+        # it would need as many, and a worker survives the coordinator only because nothing in it waits for
+        # one.
         self.send(worker.node, m.Relay(worker.name, message))
 
     def record(self, event: LedgerEvent) -> None:
@@ -93,6 +102,8 @@ class Context(ABC):
         **known: Any,
     ) -> Incident:
         """Enters an incident, or what is part of one that is known. known: see `incidents.open_incident`."""
+        # Whether a new incident was opened is seen by the count, because what happens to a job may belong to
+        # an incident that is known: a rule found a fault on the node a minute before.
         count = len(self.state.incidents)
         since_s = self.now if at_s is None else at_s
         incident = incidents.open_incident(self.state, since_s, cause, node=node, workers=workers, **known)
@@ -100,10 +111,14 @@ class Context(ABC):
         if len(self.state.incidents) > count:
             self.record(incidents.describe(self.state, incident, ledger.IncidentOpened))
         else:
+            # The effect of a fault is recorded beside its cause. When both are equal, the report would show
+            # the same line twice.
             if cause != incident.cause:  # else it is what was found that took its effect
                 self.record(
                     ledger.IncidentJoined(id=incident.id, node=node, cause=str(cause), cause_kind=cause.kind)
                 )
+            # A found fault that has now ended a worker is not decided later any more: the grace time was for
+            # a machine that could still train.
             self.request(NoteStrike(incident))
         return incident
 
@@ -138,6 +153,8 @@ class Context(ABC):
 
     def median_s(self) -> float | None:
         """The slowest member's median step."""
+        # The slowest, because a step ends when the slowest is done: a time-out from a mean would take a slow
+        # but healthy worker for one that hangs.
         return max((w.median_s for w in self.members() if w.median_s is not None), default=None)
 
     def at_full_strength(self) -> bool:

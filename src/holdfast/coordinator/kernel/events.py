@@ -21,6 +21,8 @@ class NodeJoined(msgspec.Struct, frozen=True):
     past: tuple[Remembered, ...] = ()
 
 
+# The session says which agent is meant. An old connection may be reported closed after a new agent of the
+# same node has joined; without the session the news about the old one would take out the new one.
 class NodeLost(msgspec.Struct, frozen=True):
     """An agent's connection closed, or its engine says that it is dead."""
 
@@ -73,6 +75,8 @@ class DurableFound(msgspec.Struct, frozen=True):
     passed_over: tuple[str, ...] = ()
 
 
+# The service measures this, because the core has no clock. Without it a coordinator that was stopped for five
+# seconds would wake up, find every node silent for longer than the detection time, and end a healthy job.
 class Overslept(msgspec.Struct, frozen=True):
     """The coordinator's process did not get to listen for so long: what agents said meanwhile is still to be read."""
 
@@ -93,6 +97,8 @@ class MachineCleared(msgspec.Struct, frozen=True):
     rule: str = ""
 
 
+# Nothing is in it: what is due is found by comparing times of the state with `now`. So a Tick too many, or
+# one that comes late, does no harm.
 class Tick(msgspec.Struct, frozen=True):
     """Time passed: a deadline may be due."""
 

@@ -69,13 +69,19 @@ def standing(records: Sequence[Remembered], devices: Sequence[str] = ()) -> Stan
     wrong: dict[str, int] = {}
     counting: list[Remembered] = []
     for record in records:
+        # A faulty GPU that was replaced took its record with it. Without this a repaired machine would stay a
+        # lemon for a month.
         if record.device and devices and record.device not in devices:
             continue
         match record.kind:
+            # A person's word is stronger than any count: whatever came before is forgotten, also what would
+            # make a lemon.
             case Kind.CLEARED:
                 quarantine, counting = "", []
             case Kind.FALSE_POSITIVE:
                 wrong[record.rule] = wrong.get(record.rule, 0) + 1
+                # Only this rule's records are wrong. A quarantine for something else stands, which is why the
+                # rule is kept beside the reason.
                 counting = [r for r in counting if r.rule != record.rule]
                 quarantine = "" if by_rule == record.rule else quarantine
             case Kind.QUARANTINED:
@@ -84,9 +90,11 @@ def standing(records: Sequence[Remembered], devices: Sequence[str] = ()) -> Stan
                 quarantine = ""
             case _:
                 counting.append(record)
+    # Incidents and losses only: a remedy that was begun for one of them would count the same fault twice.
     faults = [r for r in counting if r.kind in (Kind.INCIDENT, Kind.LOST) and r.age_s <= LEMON_WINDOW_S]
     jobs = {r.job for r in faults}
     lemon = ""
+    # At least two jobs, because one broken script can crash a healthy machine many times in one job.
     if len(faults) >= LEMON_INCIDENTS and len(jobs) >= LEMON_JOBS:
         lemon = f"{len(faults)} incidents in {len(jobs)} jobs within {LEMON_WINDOW_S / DAY_S:g} days"
     return Standing(

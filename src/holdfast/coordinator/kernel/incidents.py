@@ -56,11 +56,16 @@ def open_incident(
     names = list(workers)
     unnamed_hang = isinstance(cause, Hang) and node is None
     generation, ranks = state.membership.generation, _ranks(state, names)
+    # A quiet finding starts an incident of its own, and the loss of a coordinator is nobody's effect: both
+    # must not disappear in an incident that happens to be open.
     known = None if quiet or kind == "kill-coordinator" else _part_of(state, now, node, names)
     if known is not None:
         if cause != known.cause:  # not what was done about it
             _add(known, Evidence("", "job", str(cause), now))
         anew = _disturb(state, known, now, names, ranks, needs_newcomer)
+        # The injection is claimed after the match with a known incident, not before: it is removed when
+        # claimed, so one that is claimed for nothing would leave the real effect without its cause, and the
+        # benchmark without its time.
         injection = _claim(state, now, node, names, kind, unnamed_hang)
         if injection is not None:
             known.injected, known.fault = True, injection.fault
@@ -69,6 +74,7 @@ def open_incident(
         return known
     injection = _claim(state, now, node, names, kind, unnamed_hang)
     incident = Incident(
+        # Numbers rise from 1 and incidents are never removed, so the list is its own index.
         id=len(state.incidents) + 1,
         cause=cause,
         node=node,
@@ -96,10 +102,17 @@ def open_incident(
 
 def _part_of(state: CoreState, now: float, node: str | None, workers: list[str]) -> Incident | None:
     """The incident that was found before its effect, if this is one: of the same node; of any for what names nobody."""
+    # The newest first: of two incidents of one node, what happens now belongs to the later one. The bound
+    # keeps this constant in a job that has run for months.
     for incident in reversed(state.incidents[-LOOKED_AT:]):
+        # Only what a rule found and called an error can have an effect later. A mild finding is kept as
+        # evidence, but it explains no end of a worker by itself.
         if not incident.rule or graver(Severity.ERROR, incident.severity):
             continue
         silent_s = now - incident.heard_s
+        # An effect that comes while it is still open what is done belongs to the incident whatever time has
+        # passed. Once something was decided, only a close effect is the same one; a later one means that the
+        # remedy did not help, and must count anew.
         undecided = incident.open and (incident.quiet or incident.decided_at_s is None)
         if not (undecided or silent_s <= (JOIN_S if incident.quiet else NEAR_S)):
             continue
@@ -116,6 +129,8 @@ def _disturb(
     incident.workers += [w for w in names if w not in incident.workers]
     incident.ranks = sorted({*incident.ranks, *ranks})
     incident.needs_newcomer = incident.needs_newcomer or needs_newcomer
+    # Training went on after the first strike, so this is another stall. Its times start anew: with the old
+    # ones an incident that struck twice in an hour would report a stall of an hour.
     again = incident.first_commit_at_s is not None
     if not incident.quiet and not again:
         return False
@@ -127,9 +142,13 @@ def _disturb(
         incident.fault_at_s, incident.detected_at_s = None, now
     incident.quiet = False
     incident.at_step, incident.generation = state.step, state.membership.number
+    # Full strength is measured against the size that this strike hit. Measured against the job's target, an
+    # incident of a job that runs below it on purpose would never close.
     incident.world = len(state.membership.generation.members) if state.membership.generation else 1
     incident.decided_at_s = incident.first_commit_at_s = incident.replaced_at_s = incident.rung = None
     incident.joined_at_s = incident.join_s = incident.restore_s = None
+    # Must follow the new times: `open_ones` starts at `closed`, and an incident below it would never be
+    # closed again.
     reopen(state, incident)
     return not at_once
 
@@ -155,6 +174,9 @@ def explain(incident: Incident, sighting: Sighting, now: float) -> None:
 def raised_now(state: CoreState) -> Incident | None:
     """The incident that ended the newest generation, if what it began with is an error that a worker raised: that may be
     the end of another, which is still to be heard of."""
+    # Only the newest one. At level 0 a lost process shows first as an error of its peers ("connection closed
+    # by peer"), and within milliseconds the agent reports the process itself: the same fault, and its real
+    # cause.
     last = state.incidents[-1] if state.incidents else None
     if (
         last is None
@@ -180,6 +202,8 @@ def caused(
 
 def unexplained(state: CoreState, now: float, node: str, worker: str = "") -> Incident | None:
     """What happened to the job lately on this node, or to nobody in particular, and has no cause yet."""
+    # Backward until one is too old: they are in the order of their detection, so all before it are older
+    # still.
     for incident in reversed(state.incidents):
         if now - incident.detected_at_s > JOIN_S:
             return None
@@ -214,6 +238,8 @@ def expect(state: CoreState, injection: Injection) -> None:
 def _claim(
     state: CoreState, now: float, node: str | None, workers: list[str], kind: str | None, unnamed_hang: bool
 ) -> Injection | None:
+    # Forgotten after a minute. An injection that had no effect would otherwise explain the next real fault of
+    # the same worker, hours later.
     state.injections = [i for i in state.injections if now - i.at_s < INJECTION_AGE_S]
     for injection in state.injections:
         if (
@@ -261,6 +287,8 @@ def open_ones(state: CoreState) -> list[Incident]:
 def reopen(state: CoreState, incident: Incident) -> None:
     """Something is to be done about it after all."""
     incident.full_at_s = None
+    # `closed` is the length of the prefix that is settled, an index for `open_ones`. It must come down to
+    # this one, or a reopened incident would be invisible.
     state.closed = min(state.closed, incident.id - 1)
 
 
@@ -293,6 +321,8 @@ def committed(state: CoreState, now: float) -> list[Record]:
     """The first commit of a generation, by anyone: stalls end; at full strength incidents close."""
     records = []
     for incident in open_ones(state):
+        # A commit of the generation that the fault struck may still arrive after the fault (its message was
+        # on the way). It says nothing about recovery; only a commit of a later generation does.
         if incident.generation >= state.membership.number and incident.rung != COORDINATOR:
             continue
         if incident.first_commit_at_s is None:
@@ -303,6 +333,7 @@ def committed(state: CoreState, now: float) -> list[Record]:
         if _full(state, incident):
             incident.full_at_s = now
             records.append(Record(describe(state, incident, ledger.IncidentClosed)))
+    # After each commit, so the search for open incidents stays short however many faults a long job survives.
     while state.closed < len(state.incidents) and not state.incidents[state.closed].open:
         state.closed += 1
     return records
@@ -310,6 +341,8 @@ def committed(state: CoreState, now: float) -> list[Record]:
 
 def _full(state: CoreState, incident: Incident) -> bool:
     """The job has the size again that it had when the fault struck, or that it is to have by now."""
+    # The smaller of both: a job that was resized downward meanwhile is at full strength with fewer workers
+    # than the fault had found.
     return state.membership.generation is not None and state.membership.generation.strength >= min(
         incident.world, state.target
     )
@@ -362,6 +395,8 @@ def stall_s(incident: Incident) -> float | None:
 
 def kind_of(incident: Incident) -> str:
     """The kind under which an incident is counted: the name of its injected fault, else the kind of its cause."""
+    # An injected fault counts by its own name, so that a test of fault tolerance does not show up as failing
+    # hardware in the metrics that people alert on.
     if incident.fault:
         return incident.fault.partition(":")[0]
     return CauseKind.HEALTH if incident.rule else incident.cause.kind

@@ -27,14 +27,24 @@ def script_fault(failures: Sequence[Failure], trained: bool = False, nodes: int 
     """
     if not failures:
         return None
+    # Only the newest failure is asked about. Older ones were judged when they were the newest, and asking
+    # about them again would stop a job for something that it has survived.
     last = failures[-1]
+    # Step and signature, not the message alone: the same exception at another step is another event, because
+    # the data differs. A script's own fault comes back at the same step.
     same = [f for f in failures if (f.step, f.signature) == (last.step, last.signature)]
     workers, attempts = {f.worker for f in same}, {f.generation for f in same}
+    # A Python exception names a line of the script. A signal may be a flipped bit, a bad driver or the OOM
+    # killer, so it takes one more witness before a person's job is stopped for it.
     needed = 3 if last.signature.startswith("signal") else 2
+    # Two nodes, where there are two: a wrong path or a missing package on one node looks the same as a broken
+    # script, except that the other node starts.
     if last.step is None:
         if trained or len(workers) < needed or len({f.node for f in same}) < min(2, nodes):
             return None
         return ScriptFault(f"the same error before the first step in {len(workers)} workers")
+    # Both counts, because several workers of one attempt prove nothing: one NaN is reduced into every rank,
+    # and all of them raise at once.
     if len(workers) >= needed and len(attempts) >= needed:
         return ScriptFault(
             f"the same error at step {last.step} in {len(attempts)} attempts on {len(workers)} workers"

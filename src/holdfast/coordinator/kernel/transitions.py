@@ -13,6 +13,9 @@ from holdfast.coordinator.kernel.membership_state import Node, Worker
 from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
 from holdfast.errors import HoldfastError
 
+# The tables name every transition that the random schedules reach and that somebody has argued for. A phase
+# that is missing here is not "probably fine": the handlers below go by phases alone, and one that arises
+# unforeseen would be believed by all of them.
 _G, _R, _B, _S, _E = JobPhase
 JOB: dict[JobPhase, frozenset[JobPhase]] = {
     _G: frozenset({_R, _S, _E}),
@@ -26,6 +29,8 @@ JOB: dict[JobPhase, frozenset[JobPhase]] = {
 """From the phase of a job to those that may follow. RUNNING to GATHERING: the script called `holdfast.start`, and what was
 started together goes on one by one."""
 
+# GONE is final. A worker's name holds its incarnation number and is never used twice, so late news of an old
+# process can always be told from news of its successor in the same slot.
 _STARTING, _ATTACHED, _READY, _MEMBER, _PARKED, _DONE, _GONE = WorkerPhase
 WORKER: dict[WorkerPhase, frozenset[WorkerPhase]] = {
     # A member at once: at level 0 all start as members.
@@ -53,6 +58,8 @@ def enter_job(context: Context, to: JobPhase) -> None:
         IllegalTransition: it cannot from the one that it is in.
     """
     was = context.state.membership.phase
+    # Checked before the assignment: the state stays as it was, and what raised can be reproduced from the
+    # state and the event.
     if to not in JOB[was]:
         raise _illegal(context, "the job", was, to)
     context.state.membership.phase = to
@@ -64,6 +71,9 @@ def enter(context: Context, worker: Worker, to: WorkerPhase) -> None:
     Raises:
         IllegalTransition: it cannot from the one that it is in.
     """
+    # It raises rather than logs. The service then ends without having written this batch, its successor loads
+    # the last state that was valid, and agents repeat what they reported: one bad event costs a second, not a
+    # corrupted state.
     if to not in WORKER[worker.phase]:
         raise _illegal(context, f"worker {worker.name}", worker.phase, to)
     worker.phase = to

@@ -27,6 +27,8 @@ def validate(state: CoreState) -> list[str]:
 
 
 def _job(s: CoreState) -> Iterator[str]:
+    # Every message of a worker is matched by the generation's number. With a number that is ahead of the
+    # generation, all their reports would be dropped as old ones, and the job would look hung.
     if s.membership.phase is JobPhase.RUNNING and (
         s.membership.generation is None or s.membership.generation.number != s.membership.number
     ):
@@ -44,12 +46,16 @@ def _job(s: CoreState) -> Iterator[str]:
         "bad_starts": s.membership.bad_starts,
     }
     yield from (f"{name} is {count}" for name, count in counts.items() if count < 0)
+    # `happened` compares a shard's step with each of these. Falling starts would make a state count as having
+    # happened that an earlier rewind had undone.
     starts = [r.start for r in s.storage.rewinds]
     if starts != sorted(set(starts)):
         yield f"rewinds do not rise: {starts}"
 
 
 def _workers(s: CoreState) -> Iterator[str]:
+    # A worker that trains and is in no generation would keep a stale copy of the state, and could become a
+    # donor of it later.
     members = {x.worker for x in s.membership.generation.members} if s.membership.generation else set()
     slots: Counter[tuple[str, int]] = Counter()
     for name, worker in s.membership.workers.items():
@@ -57,6 +63,7 @@ def _workers(s: CoreState) -> Iterator[str]:
             yield f"worker {worker.name} is known as {name}"
         if worker.phase is WorkerPhase.GONE:
             continue
+        # Two workers in one slot would share its GPU: both run out of memory, and both are blamed.
         slots[worker.node, worker.slot] += 1
         node = s.membership.nodes.get(worker.node)
         if node is None or not node.alive:
@@ -79,6 +86,8 @@ def _nodes(s: CoreState) -> Iterator[str]:
     for name, node in s.membership.nodes.items():
         if node.name != name:
             yield f"node {node.name} is known as {name}"
+        # `held` is what keeps workers away from a node. A node that is checked and not held would be measured
+        # under the load of training, and fail.
         if node.checking is not None and node.held is None:
             yield f"{name} is checked, and not held meanwhile"
         if node.refused is not None and node.alive:
@@ -91,6 +100,8 @@ def _nodes(s: CoreState) -> Iterator[str]:
 
 
 def _incidents(s: CoreState) -> Iterator[str]:
+    # Incidents are looked up by `incidents[id - 1]` everywhere; a gap would give a remedy to another fault's
+    # node.
     if [i.id for i in s.incidents] != list(range(1, len(s.incidents) + 1)):
         yield "incidents are not numbered from 1 on"
     if not 0 <= s.closed <= len(s.incidents) or any(i.open for i in s.incidents[: s.closed]):
@@ -104,6 +115,8 @@ def _snapshots(s: CoreState) -> Iterator[str]:
         ranks = {h.copy.key.rank for h in snapshot.shards}
         if not ranks <= set(range(snapshot.world)):
             yield f"the snapshot of step {snapshot.step} has shards of ranks that there are not"
+        # The most expensive lie of all: older snapshots are given up when a newer one is whole, so a wrong
+        # mark here would lose the job's only good copy.
         if snapshot.whole and ranks != set(range(snapshot.world)):
             yield f"the snapshot of step {snapshot.step} counts as complete without all of its shards"
         for shard in snapshot.shards:
@@ -118,6 +131,8 @@ def _snapshots(s: CoreState) -> Iterator[str]:
 
 def _tiers(s: CoreState) -> Iterator[str]:
     urls = {t.url for t in s.spec.saving.tiers}
+    # One checkpoint at a time per tier. Two would compete for a disk that is too slow for one, and the older
+    # could be published after the newer.
     under_way = Counter(x.tier for x in s.storage.storing)
     yield from (
         f"{count} checkpoints are on their way to {url}" for url, count in under_way.items() if count > 1

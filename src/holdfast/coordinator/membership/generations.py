@@ -45,6 +45,8 @@ MAX_ATTEMPTS = 16
 def break_generation(context: Context, cause: causes.Cause) -> None:
     """Every member leaves the generation and reports what it holds."""
     s = context.state
+    # A generation that is ending at its commit may still break: a member dies while the others park. Then the
+    # rest must be told to leave now, or they would wait in a step for the dead one.
     draining = s.membership.phase is JobPhase.BREAKING and s.membership.yielding
     if (
         s.membership.generation is None
@@ -52,10 +54,14 @@ def break_generation(context: Context, cause: causes.Cause) -> None:
         or not (s.membership.phase is JobPhase.RUNNING or draining)
     ):
         return
+    # The phase first: what follows records and sends, and a failure reported by one of these requests must
+    # find the job breaking already, or it would break it a second time.
     transitions.enter_job(context, JobPhase.BREAKING)
     s.membership.yielding, s.membership.change_reason = False, None
     s.membership.broke_cause, s.membership.broke_at_s, s.membership.unheard_s = cause, context.now, 0.0
     s.deadlines.break_deadline_s = context.now + context.timing.stall_s(context.median_s())
+    # An inspection of a generation that has ended is void. Its verdict would name workers of a step that
+    # nobody computes any more.
     s.deadlines.inspect_deadline_s = None
     context.record(
         ledger.Broke(
@@ -79,11 +85,15 @@ def end_at_commit(context: Context, reason: str) -> None:
 def collective_error(context: Context, worker: Worker, message: m.CollectiveError) -> None:
     """Evidence that something is wrong, not who: the generation breaks, and its members say what they hold."""
     membership = context.state.membership
+    # Reports of earlier generations are dropped at every door of this file. They arrive late as a rule, not
+    # as an exception: a parked worker's last message waits behind the queue of its agent.
     if membership.generation is None or message.generation != membership.generation.number:
         return
     if worker.phase is WorkerPhase.MEMBER:
         context.record(ledger.CollectiveError(worker=worker.name, step=message.step, detail=message.detail))
         seat = membership.seats[worker.name]
+        # Step -1: it failed while it fetched its state. That may mean that the source is damaged, which the
+        # storage part has to count; otherwise the next generation would be sent to the same source for ever.
         if seat.restore and message.step < 0 and membership.phase is JobPhase.RUNNING:
             if seat.copy is not None:
                 context.request(ReportUnreadable(seat.copy, message))
@@ -101,11 +111,15 @@ def parked(context: Context, worker: Worker, message: m.Parked) -> None:
         return
     transitions.enter(context, worker, WorkerPhase.PARKED)
     worker.aside = False
+    # What the worker holds now, in its own words, and the only input of `settle`. Progress that was reported
+    # before may be older than this or (after a torn update) newer than what is usable.
     worker.committed, worker.prepared = message.committed, message.prepared
     worker.begun = message.begun
     s.membership.committed = max(s.membership.committed, message.committed or 0)
     if s.membership.phase is not JobPhase.RUNNING:
         return
+    # The first one to park shows that the planned end has come. From here the others have the time of a stall
+    # to follow; one that does not is stuck in the last step.
     if s.membership.yielding:
         transitions.enter_job(context, JobPhase.BREAKING)
         s.membership.broke_at_s, s.membership.unheard_s = context.now, 0.0
@@ -119,7 +133,9 @@ def gather(context: Context) -> None:
     s = context.state
     transitions.enter_job(context, JobPhase.GATHERING)
     s.deadlines.break_deadline_s, s.membership.yielding = None, False
-    context.request(SpreadCopies())  # what members would have saved themselves is asked of others now
+    # Members in a step were expected to bring their own copies of a snapshot. Now that they have left it some
+    # will not, and until others are asked a snapshot stays incomplete.
+    context.request(SpreadCopies())
     cause, s.membership.broke_cause = s.membership.broke_cause, None
     if (
         cause is None
@@ -132,12 +148,16 @@ def gather(context: Context) -> None:
     )
     if s.membership.generation is None or s.membership.generation_committed > s.membership.generation.start:
         return
+    # Counted only where no incident has a culprit and nothing was committed. A job that commits one step
+    # between two faults makes progress, however often it breaks.
     s.membership.fruitless += 1
     if s.membership.fruitless >= MAX_ATTEMPTS:
         context.request(
             StopJob(f"no step could be finished in {s.membership.fruitless} attempts: {cause}", "failed")
         )
     elif s.membership.fruitless > PATIENT_ATTEMPTS:
+        # Growing pauses: whatever makes every generation fail for no known reason (a switch that reboots, a
+        # file server) gets time to end, and a log that people can still read.
         pause_s = context.timing.heartbeat_s * 2.0 ** (s.membership.fruitless - PATIENT_ATTEMPTS)
         s.deadlines.form_after_s = context.now + min(pause_s, context.timing.form_s)
 
@@ -150,11 +170,19 @@ def try_form(context: Context) -> None:
     s = context.state
     if s.deadlines.form_after_s is not None and context.now < s.deadlines.form_after_s:
         return
+    # Called after every batch of events while the job gathers, so it must be safe to do nothing: every exit
+    # below leaves a deadline behind (`wait_deadline_s`, `form_deadline_s`) or relies on one that a starting
+    # worker has of its own. Without one the job would wait for an event that never comes.
     survivors = context.workers_in(WorkerPhase.PARKED)
     nothing_saved = s.storage.durable is None and storage.newest_whole(context) is None
+    # Some shard is held by nobody, alive or saved. Survivors cannot go back to the beginning themselves:
+    # their modules are trained, and only a fresh process builds the state that all began from. So they end,
+    # although they are healthy.
     if survivors and nothing_saved and not _whole(context, survivors):
         _start_over(context, survivors)
         survivors = []
+    # There were checkpoints, none could be loaded, and nobody holds a state. Starting from scratch would
+    # quietly throw away what a person trained for weeks; a person must decide that.
     if s.storage.unread and nothing_saved and not any(w.committed is not None for w in survivors):
         more = f" (and {len(s.storage.unread) - 1} more)" if len(s.storage.unread) > 1 else ""
         advice = "remove it, or choose another --job, to begin anew"
@@ -163,6 +191,8 @@ def try_form(context: Context) -> None:
         )
         return
     ready = context.workers_in(WorkerPhase.READY)
+    # Lemons last, then nodes that failed before. The name breaks ties, so that two coordinators with the same
+    # state choose the same workers.
     fresh = sorted(
         ready,
         key=lambda w: (bool(s.membership.nodes[w.node].lemon), s.membership.nodes[w.node].failures, w.node),
@@ -171,19 +201,27 @@ def try_form(context: Context) -> None:
     count = shard_policy.strength(context, kept, joining)
     if count >= s.needed:
         s.deadlines.wait_deadline_s = None
+        # Only the first generation waits for more; every later one forms with what it has, because training
+        # time is lost while it waits, and a newcomer joins at any later commit for almost nothing.
         enough = count >= s.target and not (s.storage.snapshots and queries.expected(context))
         if s.membership.number > 0 or enough or not _worth_waiting(context):
             resize.let_go(context, [w for w in survivors if w not in kept])
             _form(context, survivors, kept, joining)
         return
+    # Spares may hold the wrong shards: enough workers are ready, and yet no replica is complete. This is what
+    # turns one into the other.
     shard_policy.rebuild(context)  # also for what those held that were ended just now
     if context.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED) or queries.under_repair(context):
+        # Workers that start or nodes under repair end by themselves, well or not, and wake the core. Only
+        # when nobody is on the way does the clock for giving up start.
         s.deadlines.wait_deadline_s = None  # they have a deadline of their own
     elif s.deadlines.wait_deadline_s is None:
         s.deadlines.wait_deadline_s = context.now + context.timing.wait_s
     if s.membership.number and not s.membership.waiting:
         s.membership.waiting = True
         context.record(ledger.Waiting(workers=count, target=s.target))
+    # Nothing is starting, nothing was asked for and nothing may be asked for. Waiting for the deadline would
+    # only make a person wait for the same answer.
     if queries.hopeless(context):
         why = "the restart budget is spent" if context.budget_spent() else "no more nodes may be asked for"
         context.request(StopJob(why, "failed"))
@@ -224,6 +262,8 @@ def _start_over(context: Context, survivors: list[Worker]) -> None:
 def _form(context: Context, survivors: list[Worker], kept: list[Worker], fresh: list[Worker]) -> None:
     """survivors: all that reported, for what becomes of the step in flight; kept: those of them that stay."""
     s = context.state
+    # All survivors vote on the step in flight, also those that will not stay: one of them may be the only one
+    # that has committed it, and then the step happened.
     reports = {w.name: policy.Report(w.committed, w.prepared) for w in survivors}
     reports |= {w.name: policy.Report(None) for w in fresh}
     outcome = policy.settle(reports)
@@ -234,31 +274,46 @@ def _form(context: Context, survivors: list[Worker], kept: list[Worker], fresh: 
         for p in range(s.membership.shard_count)
     ]
     durable, snapshot = None, None
+    # Of some shard no live worker holds the newest state. A state is only as good as its worst shard, so all
+    # go back together to what was saved, also those that hold theirs: mixing shards of two steps would train
+    # on, without an error, from a state that never existed.
     if any(outcome.holders.isdisjoint(column) for column in columns):
         durable, snapshot = s.storage.durable, storage.newest_whole(context)
+        # The newer of the two wins, and memory wins a tie, because it is read at the speed of the network and
+        # costs nobody's disk.
         if snapshot is not None and durable is not None and durable.step > snapshot.step:
             snapshot = None
         elif snapshot is not None:
             durable = None
         saved = snapshot or durable
         start = saved.step if saved else 0
-        outcome = policy.Outcome(None)  # what is prepared was computed from a state that is not whole
+        # No prepared gradient may be applied: it was computed from the state that is being left behind.
+        outcome = policy.Outcome(None)
         if saved:
+            # Whoever is at the snapshot's step already holds exactly its bytes, and fetches nothing.
             holders = frozenset(w for w in ranks if snapshot is not None and reports[w].committed == start)
             restore = frozenset(ranks) - holders
         else:
             holders = frozenset(column[0] for column in columns)
+            # Nothing is saved: the very beginning. Workers that built the same bits need no transfer, which
+            # the digests show; an unseeded script differs, and then the first of each column is the original.
             restore = frozenset(w for column in columns for w in column if _differs(context, w, column[0]))
         _count_lost(context, start)
+        # Before the new number is given out: what was saved of later steps is void from this generation on,
+        # and `Rewind` holds the number that begins it.
         context.request(RewindTo(start))
     else:
         start, holders, restore = outcome.start or 0, outcome.holders, outcome.restore
     before = s.membership.generation.strength if s.membership.generation else 0
     connected = (
+        # From the old generation, so before `s.generation` is replaced.
         replica_groups.connected_in(context, seating.rows, s.membership.generation)
         if s.membership.shard_count > 1
         else ()
     )
+    # The number is the fence. It is in every message of and to a member, rises by one for each generation and
+    # is written before JoinGeneration is sent; so whatever an old generation still says can be recognized and
+    # dropped.
     s.membership.number += 1
     complete = len(seating.rows) * s.membership.shard_count
     members = tuple(
@@ -274,14 +329,20 @@ def _form(context: Context, survivors: list[Worker], kept: list[Worker], fresh: 
     for shard_index in range(s.membership.shard_count):
         column = s.membership.generation.column(shard_index)
         readers = _readers([members[r] for r in column]) if durable is not None else ()
+        # Live donors of the same shard, or, where the state comes from a durable tier, those few that read it
+        # there. Never both: a donor that holds a later state than the checkpoint would be wrong.
         givers.append(
             (tuple(r for r in column if ranks[r] in holders)[:MAX_DONORS] if live else ()) or readers
         )
         served.append(any(ranks[r] in restore for r in column) and len(column) > len(readers))
     s.membership.seats, s.membership.givers = {}, tuple(givers)
     mtbf_s = storage.mean_time_between_failures_s(context)
+    # The state has one seat per member, and no copy of the generation in it: with the member list in every
+    # seat, the state of a thousand workers would have a million entries, and is written with every decision.
     for rank, name in enumerate(ranks):
         copy: Copy | None = None
+        # Holders are listed for each reader with its own node first, so that a survivor reads its shard from
+        # its own memory and the network stays free for newcomers.
         sources: tuple[Holder, ...] = ()
         others: tuple[tuple[Copy, tuple[Holder, ...]], ...] = ()
         shard_index, node = s.membership.workers[name].shard_index, s.membership.workers[name].node
@@ -305,6 +366,8 @@ def _form(context: Context, survivors: list[Worker], kept: list[Worker], fresh: 
             shards=others if name in restore else (),
         )
         _enroll(context, s.membership.workers[name], seat, start)
+    # Only after every member was enrolled: an exception in between leaves the state that was written last,
+    # with the generation before.
     transitions.enter_job(context, JobPhase.RUNNING)
     s.membership.generation_committed, s.membership.committed = start, max(start, s.membership.committed)
     s.deadlines.form_deadline_s = s.deadlines.wait_deadline_s = s.deadlines.form_after_s = None
@@ -341,6 +404,7 @@ def _readers(members: Sequence[m.Member]) -> tuple[int, ...]:
     """Ranks that read a durable checkpoint for all; on different nodes where there are such."""
     first = {member.node: member.rank for member in reversed(members)}
     others = [member.rank for member in members if first[member.node] != member.rank]
+    # One reader per node before a second on any: two readers on one node share its link to the tier.
     return tuple(sorted([*sorted(first.values()), *others][: -(-len(members) // READ_FOR)]))
 
 
@@ -352,6 +416,8 @@ def _source(outcome: policy.Outcome, snapshot: Snapshot | None, durable: Durable
 
 
 def _enroll(context: Context, worker: Worker, seat: Seat, start: int) -> None:
+    # Order matters little here, since nothing is sent before the batch is written. But `queries.form` reads
+    # the seat, so the seat must be in the state.
     transitions.enter(context, worker, WorkerPhase.MEMBER)
     worker.prepared, worker.restored = False, None
     worker.committed = start
@@ -362,6 +428,7 @@ def _enroll(context: Context, worker: Worker, seat: Seat, start: int) -> None:
 
 def _rung(context: Context, fresh: list[Worker], world: int) -> str:
     if fresh:
+        # For the report only: the rung says how the job was repaired. It is never read by a decision.
         latest = context.state.incidents[-1].node if context.state.incidents else None
         return "restart" if all(w.node == latest for w in fresh) else "spare"
     return "go on smaller" if world < context.state.target else "retry in process"

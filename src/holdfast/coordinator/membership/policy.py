@@ -36,15 +36,25 @@ class Outcome(msgspec.Struct, frozen=True):
 
 def settle(reports: Mapping[str, Report]) -> Outcome:
     """Design section 5.4: commit if anyone did, or if everyone could; otherwise compute the step again."""
+    # The vote. Every worker made its update only after it knew that all others could make it too
+    # ("prepared"): so if anyone committed, everyone that is alive has the gradient, and the step can be
+    # completed everywhere. If nobody committed, either all have it (commit together) or some do not (compute
+    # it again). There is no third case, and that is why a fault costs at most the step in flight.
     held = {w: r for w, r in reports.items() if r.committed is not None}
     if not held:
         return Outcome(start=None, restore=frozenset(reports))
     newest = max(r.committed for r in held.values() if r.committed is not None)
     at_newest = {w for w, r in held.items() if r.committed == newest}
+    # All stand at the same step and all hold its complete reduced gradient. The step counts, although nobody
+    # had committed: dropping it would be correct as well, but would cost a step on every fault in the window
+    # between reduction and update.
     if len(at_newest) == len(held) and all(r.prepared for r in held.values()):
         apply, start = frozenset(held), newest + 1
         holders = apply
     else:
+        # Somebody is one step ahead, so the step happened. Those that prepared it apply it now and are equal
+        # bit by bit, because all reduced the same sum in the same order. One without it cannot make it up,
+        # and gets the state from a holder.
         apply = frozenset(w for w, r in held.items() if r.committed == newest - 1 and r.prepared)
         holders, start = apply | at_newest, newest
     return Outcome(start=start, apply=apply, restore=frozenset(reports) - holders, holders=holders)
@@ -58,9 +68,14 @@ def assign_ranks(
     At an unchanged world size survivors keep their ranks and newcomers fill the holes: the order of every
     reduction stays what it was, so a replaced replica changes no bit. Otherwise survivors close ranks.
     """
+    # Ranks decide the order in which gradients are added, and floating-point addition depends on the order. A
+    # survivor that changed its rank would change the loss in the last bits, and the promise of a
+    # bit-identical curve with it.
     old = {m.worker: m.rank for m in previous.members} if previous else {}
     staying = sorted(survivors, key=lambda w: old.get(w, len(old)))
     size = len(survivors) + len(newcomers)
+    # At another size the order of the sum is another one anyway, so nothing is gained by holes; closing them
+    # keeps ranks dense, which every collective needs.
     if previous is None or size != len(previous.members):
         return [*staying, *newcomers]
     slots: list[str | None] = [None] * size
@@ -71,6 +86,8 @@ def assign_ranks(
             extra.append(worker)
         else:
             slots[rank] = worker
+    # A survivor without an old rank comes before newcomers: it holds a state already, so it can be a donor
+    # for them.
     waiting = iter([*extra, *newcomers])
     return [worker if worker is not None else next(waiting) for worker in slots]
 
@@ -101,22 +118,35 @@ def find_culprits(
     allowed_s: per worker, how long it may stand still where it is. complete: every member was seen; without that
     nobody is called behind, for the one that all wait for may be the one that was not seen. ranks: of the workers.
     """
+    # The order of these tests is the order of certainty. A stopped process is a fact that the kernel reports;
+    # everything below is an inference from who waits for whom. A test further up must never be wrong where
+    # one further down would be right.
     stopped = tuple(v.worker for v in views if v.process in ("T", "t", "X", "Z"))
     if stopped:
         return Verdict(stopped, "its process is stopped")
+    # Each worker has its own limit: the first step compiles, a checkpoint may wait for a slow tier. One limit
+    # for all would either kill compiling workers or find real hangs minutes late.
     still = [v for v in views if v.idle_s >= allowed_s[v.worker]]
+    # Its agent passed JoinGeneration on and the worker did not act on it. It is at fault for certain,
+    # although its peers, who wait in the connecting phase, look just as still.
     absent = tuple(v.worker for v in still if v.place.generation < v.formed)
     if absent:
         return Verdict(absent, "does not join the generation that it was told of")
     waiting = [v for v in views if _waits(v)]
     busy = [v for v in still if not _waits(v)]
+    # One computes while others wait for it. Waiting itself is never a fault: everyone who waits has told the
+    # page for whom, so the chain ends at somebody who does not wait.
     if busy and waiting:
         names = ", ".join(sorted({Phase(v.place.phase).name.lower() for v in busy}))
         return Verdict(tuple(v.worker for v in busy), f"stands still in {names} while others wait for it")
+    # From here on the verdict is "who is furthest behind", a comparison. If a member was not seen, it may be
+    # the one that is behind, and the worst of those that were seen would be taken out for nothing.
     if not complete:
         return Verdict((), "not every worker was seen")
     if len(busy) == len(views) == 1:
         return Verdict((busy[0].worker,), f"stands still in {Phase(busy[0].place.phase).name.lower()}")
+    # Somebody still moves. What looks like a hang may be the others' wait for a slow step, and time will
+    # tell: the next stall report asks again.
     at_work = {v.place.phase for v in views if v not in still and not _waits(v)}
     if at_work:
         return Verdict((), f"some are at work: {', '.join(sorted(Phase(p).name.lower() for p in at_work))}")
@@ -124,14 +154,22 @@ def find_culprits(
     if len(connecting) == len(views) and (verdict := _unreached(connecting, ranks or {})):
         return verdict
     if waiting and len(still) == len(views):
+        # (generation, committed, phase, collectives) grows along a step, so the smallest is where the step
+        # stopped. All workers run the same sequence, therefore whoever is behind holds up everyone who is
+        # ahead, and never the other way round.
         least = min(_advance(v) for v in waiting)
         behind = tuple(v.worker for v in waiting if _advance(v) == least)
         pair = _waiting_for_each_other(waiting, ranks or {})
+        # Two that wait for each other are both "behind", and neither is stuck by itself: packets between them
+        # are lost. Taking out both would cost two workers where one is enough, so it is one of them, and the
+        # other one's turn comes if the hang does.
         if pair and set(behind) >= set(pair):
             names = " and ".join(str((ranks or {})[w]) for w in pair)
             return Verdict(pair, f"ranks {names} wait for each other: the network between them", one_of=True)
         if len(behind) < len(waiting):
             return Verdict(behind, "waits at an earlier point than the others")
+    # Stacks are compared only of a job that stands still as a whole. Of a job that moves they are taken at
+    # different moments, differ by chance, and the odd one would be innocent.
     if len(still) < len(views):  # they may have gone on while they were looked at, each with another stack
         return Verdict((), "not every worker stands still")
     return _odd_stack(views, stacks)
@@ -157,6 +195,8 @@ def _unreached(connecting: Sequence[WorkerView], ranks: Mapping[str, int]) -> Ve
     missed = Counter(w for w in misses.values() if w)
     if not missed:
         return None
+    # Being missed is no proof: a worker that misses others may itself be unreachable. Calling nobody is a
+    # proof, because everyone starts to call at once.
     if deaf := tuple(sorted(w for w in missed if not misses.get(w))):
         return Verdict(deaf, "calls nobody while others wait for it to connect")
     most = tuple(sorted(w for w in missed if missed[w] == max(missed.values())))
@@ -173,6 +213,8 @@ def _advance(view: WorkerView) -> tuple[int, int, int, int]:
 
 def _waiting_for_each_other(waiting: Sequence[WorkerView], ranks: Mapping[str, int]) -> tuple[str, ...]:
     """The only two of several workers of which each waits for the other's words: what they send does not arrive."""
+    # Exactly one pair, and more than two workers. With two workers each waits for the other in any hang, so
+    # that would say nothing.
     worker_of = {rank: worker for worker, rank in ranks.items()}
     waits_for = {v.worker: worker_of.get(v.place.waits_for, "") for v in waiting}
     pairs = {tuple(sorted((a, b))) for a, b in waits_for.items() if waits_for.get(b) == a}
@@ -200,6 +242,8 @@ def gang_fault(failures: Sequence[Failure], nodes: int = 1) -> ScriptFault | Nod
     it is the node's.
     """
     run: list[Failure] = []
+    # One failure per attempt, the newest attempts first, without a gap. At level 0 an error kills all workers
+    # of an attempt, and they would be counted as many witnesses where there was one event.
     for failure in reversed(failures):
         if run and failure.generation == run[-1].generation:
             continue
@@ -210,11 +254,15 @@ def gang_fault(failures: Sequence[Failure], nodes: int = 1) -> ScriptFault | Nod
         run.append(failure)
     if not run:
         return None
+    # An exit code or a signal may be the machine's, see `script_fault`; so one attempt more is needed before
+    # a person is told that the script is broken.
     exception = not run[0].signature.startswith(("signal", "exit code"))
     everywhere = len({f.node for f in run}) >= min(2, nodes)
     if everywhere and len(run) >= (2 if exception else 3):
         return ScriptFault(f"the same error in {len(run)} attempts in a row")
     key = (run[0].node, run[0].step, run[0].signature)
+    # Not in a row this time: a bad node fails now and then, with attempts in between in which it was a spare
+    # or got through.
     recent = [f for f in failures if f.generation > run[0].generation - 8]
     attempts = {f.generation for f in recent if (f.node, f.step, f.signature) == key}
     return NodeFault(run[0].node) if len(attempts) >= 3 and nodes > 1 else None

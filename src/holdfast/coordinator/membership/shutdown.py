@@ -22,13 +22,19 @@ from holdfast.protocol import messages as m
 def request(context: Context, reason: str, outcome: str, blame: Blame | None = None) -> None:
     """The job ends at the next commit. blame: who or what is at fault, if nobody is named yet."""
     s = context.state
+    # The first one blamed stays. Later failures are usually effects of the first, and what is printed last
+    # has to be where a person starts to look.
     s.membership.blame = s.membership.blame or blame
+    # Asked twice: the first reason counts, and the deadline is not pushed back, or a person who presses
+    # Ctrl-C again and again would keep the job alive.
     if s.membership.stop_reason is not None:
         return
     s.membership.stop_reason, s.membership.outcome = (
         reason,
         s.membership.outcome or outcome,
     )  # all steps may be done already
+    # Three steps at least: the job ends at a commit, and a large model's step may take longer than any fixed
+    # time.
     s.deadlines.stop_deadline_s = context.now + max(context.timing.stop_s, 3 * (context.median_s() or 0.0))
     context.record(ledger.StopRequested(reason=reason, outcome=outcome))
 
@@ -41,10 +47,15 @@ def due(context: Context) -> None:
         and s.deadlines.wait_deadline_s is not None
         and context.now >= s.deadlines.wait_deadline_s
     ):
+        # Cleared before the request, since a request may come back here in the same batch, and the deadline
+        # that is over would fire again.
         s.deadlines.wait_deadline_s = None
         request(context, f"too few workers for {context.timing.wait_s:g} s", "failed")
     if s.deadlines.stop_deadline_s is not None and context.now >= s.deadlines.stop_deadline_s:
         s.deadlines.stop_deadline_s = None
+        # What remains depends on how far the job is: a step in flight is dropped, a worker that does not save
+        # is replaced by another holder of its shard, and only when nothing moves any more is everything
+        # ended.
         context.mode.on_out_of_time(context)
 
 
@@ -53,6 +64,8 @@ def due(context: Context) -> None:
 
 def done(context: Context, worker: Worker, message: m.Done) -> None:
     """A worker left its loop."""
+    # An agent repeats Done after a reconnect. Counted twice, it would hand the same last state to storage
+    # twice.
     if worker.phase in (WorkerPhase.DONE, WorkerPhase.GONE):
         return
     transitions.enter(context, worker, WorkerPhase.DONE)
@@ -73,17 +86,29 @@ def finishing(context: Context) -> bool:
     """Someone has all steps: the others come to the same point by themselves or by what they prepared. Then their state
     becomes a checkpoint."""
     s = context.state
+    # A digest is what `Done` brings, and it stays when the process is gone: the job may end with workers that
+    # no longer exist, if their state is kept.
     ended = [w for w in s.membership.workers.values() if w.digest is not None]
     if not ended:
         return False
+    # Some are still in the last step. They have everything for it (the vote guarantees that somebody's commit
+    # is everybody's), so they finish by themselves; telling them anything now could make one leave the step
+    # that the others wait in.
     if context.inside():
         return True
     last = max(w.committed or 0 for w in ended)
+    # A worker that prepared the last step is as good as one that committed it: it applies the update on the
+    # way out.
     can = [w for w in context.workers_in(WorkerPhase.PARKED) if _comes_to(w, last)]
+    # Every shard must be held by somebody: a finished worker, a parked one that can come there, or a node's
+    # memory. If one is missing, finishing would leave a last state with a hole, and the job would end as
+    # "finished" with nothing that can be loaded.
     there = {w.shard_index for w in (*ended, *can)} | storage.kept_shards(context, last)
     if there != set(range(s.membership.shard_count)) and (
         s.storage.durable is None or s.storage.durable.step < last
     ):
+        # So the steps since the newest whole snapshot are done again. That costs minutes; the alternative
+        # costs the result.
         _undone(context, ended)
         return False
     for worker in context.workers_in(WorkerPhase.PARKED):
@@ -92,17 +117,25 @@ def finishing(context: Context) -> bool:
         if worker in can:
             stop = _last_stop(context, worker, last)
             _stop(context, worker, stop)
+            # A fresh deadline for each worker that is told to leave: saving a large state takes longer than
+            # leaving a step, and `end_stuck` measures from here.
             s.membership.broke_at_s, s.membership.unheard_s = context.now, 0.0
             saves = stop.keep or stop.save_to
             within_s = context.timing.start_s if saves else context.timing.stall_s(context.median_s())
             s.deadlines.break_deadline_s = max(s.deadlines.break_deadline_s or 0.0, context.now + within_s)
         else:
+            # It is behind the last step and cannot come there. Nobody trains any more, so there is no donor
+            # for it either; and it is no failure, so the restart budget is not charged.
             processes.end_worker(context, worker, counts=False)
     if context.workers_in(WorkerPhase.PARKED):
         return True
     s.deadlines.break_deadline_s = None
+    # Spares go only now. Until the last state was safe, one of them could still have been needed to do steps
+    # again.
     for worker in context.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED, WorkerPhase.READY):
         processes.end_worker(context, worker, counts=False)
+    # StoreLast begins what is still to be stored and says whether anything is awaited. Asked before the phase
+    # is read: its answer is what keeps the job alive until the manifest is written.
     if not context.request(StoreLast()) and not context.workers_in(WorkerPhase.DONE):
         s.membership.outcome = "failed" if s.membership.outcome == "failed" else "finished"
         end(context)
@@ -125,6 +158,9 @@ def _last_stop(context: Context, worker: Worker, last: int) -> m.Stop:
         for w in at_work
         if s.membership.stops[w.name].save_to or s.membership.stops[w.name].keep
     }
+    # One holder of each shard saves it, not all: they hold the same bytes. A shard counts as kept while its
+    # copy is on the way; if that fails, `awaited_shards` lacks it, and the next worker of the column is
+    # asked.
     kept = worker.shard_index in savers | storage.kept_shards(context, last) | storage.awaited_shards(context)
     kept = kept or (s.storage.durable is not None and s.storage.durable.step >= last)
     tier = context.spec.saving.tiers[0] if context.spec.saving.tiers and not kept else None
@@ -139,6 +175,8 @@ def _undone(context: Context, ended: list[Worker]) -> None:
         ledger.WorkerEnded(workers=[w.name for w in ended], cause=str(cause), cause_kind=cause.kind)
     )
     for worker in ended:
+        # Their steps never happened. Without this the next look would find somebody with all steps and come
+        # here again.
         worker.digest = None
         if worker.phase is not WorkerPhase.GONE:
             processes.end_worker(context, worker, counts=False)
@@ -152,6 +190,8 @@ def begin(context: Context) -> None:
     """Everyone has left its generation: the newest state is saved, then all leave."""
     s = context.state
     transitions.enter_job(context, JobPhase.STOPPING)
+    # Nothing is waited for or formed any more; a deadline left behind would fire in a job that is stopping,
+    # and fail it.
     s.deadlines.wait_deadline_s, s.deadlines.form_deadline_s = None, None
     s.deadlines.stop_deadline_s = (
         context.now + context.timing.start_s
@@ -165,6 +205,8 @@ def advance(context: Context) -> None:
     """Holders of the newest state save it; the others keep theirs until that is done."""
     membership = context.state.membership
     waiting = [w for w in context.workers_in(WorkerPhase.PARKED) if w.name not in membership.stops]
+    # One save at a time. While a holder writes, the others keep their state: if it dies, one of them takes
+    # over.
     if waiting and not _saving(context):
         if membership.shard_count > 1:
             _keep(context, waiting)
@@ -177,6 +219,7 @@ def advance(context: Context) -> None:
 def _save(context: Context, waiting: list[Worker]) -> None:
     """One writes it to a durable tier."""
     s = context.state
+    # The same vote as for a new generation. A stop must not lose a step that a fault would not have lost.
     outcome = policy.settle({w.name: policy.Report(w.committed, w.prepared) for w in waiting})
     s.membership.committed = max(s.membership.committed, outcome.start or 0)
     tier = context.spec.saving.tiers[0] if context.spec.saving.tiers else None
@@ -194,6 +237,8 @@ def _keep(context: Context, waiting: list[Worker]) -> None:
     """Of every shard some leave it in their nodes' memory, from where the agents bring it to the durable tiers; where
     that fails others do. Of a state that is not whole nothing is kept: the newest whole snapshot is brought there."""
     s = context.state
+    # Fixed at the first look. Later, workers that have left are gone from the vote, and a smaller vote could
+    # settle on an earlier step than the one that others have saved already.
     if s.membership.last_step is None:
         s.membership.last_step = _settled(context, waiting)
     last = s.membership.last_step
@@ -204,6 +249,8 @@ def _keep(context: Context, waiting: list[Worker]) -> None:
     todo = context.spec.saving.tiers and last and (s.storage.durable is None or s.storage.durable.step < last)
     able = {w.shard_index for w in waiting if s.membership.nodes[w.node].snapshot_port}
     if todo and missing and able.issuperset(missing):
+        # At first those that took the snapshots: their nodes have a slot for the copy. If that failed, anyone
+        # who holds the shard.
         first = not s.membership.stops
         keep = [
             w for p in missing for w in _keepers(context, [w for w in waiting if w.shard_index == p], first)
@@ -256,9 +303,12 @@ def end(context: Context) -> None:
     """Nothing is left to do. A state that no durable tier has stays in the nodes' memory, as if all had been killed: where
     nodes are somebody else's after the job it cannot, and that is said."""
     s = context.state
+    # First, so that nothing that the requests below bring about starts anything again.
     transitions.enter_job(context, JobPhase.ENDED)
     s.membership.outcome = s.membership.outcome or "finished"
     context.request(ReportUnsaved())
+    # Asked after ReportUnsaved: what a tier did not take is known then, and a state that is nowhere else must
+    # outlive the job in memory.
     step = storage.only_in_memory(context)
     ours = context.spec.engine == "local"
     s.membership.keeps_memory = ours and (step is not None or storage.may_be_in_memory(context))
@@ -271,4 +321,6 @@ def end(context: Context) -> None:
     context.record(ledger.Ended(outcome=s.membership.outcome, reason=s.membership.stop_reason, step=s.step))
     for node in context.alive_nodes():
         context.send(node.name, m.Shutdown(s.membership.outcome, s.membership.keeps_memory))
+    # Last of all actions: the service stops when it has carried this out, and everything queued before it has
+    # been sent by then.
     context.act(End(s.membership.outcome))
