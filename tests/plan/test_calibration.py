@@ -54,5 +54,5 @@ def test_without_failures_the_upper_limit_is_all_that_is_known():
 
 
 def test_nothing_to_learn_from():
-    with pytest.raises(UsageError, match="no time in them"):
+    with pytest.raises(UsageError, match="these runs have no duration"):
         calibrate([Run({"incidents": []})])

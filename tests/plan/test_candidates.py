@@ -87,7 +87,7 @@ def test_times_of_ones_own_report():
     spare = from_report({"incidents": [{"stall_s": 2.0, "replace_s": 0.1, "rung": "spare"}]})
     assert spare.replace_s == 900
     assert "no node was replaced without a spare" in spare.source
-    with pytest.raises(UsageError, match="no incident in it was survived"):
+    with pytest.raises(UsageError, match="training survived no incident in it"):
         from_report({"incidents": []})
 
 

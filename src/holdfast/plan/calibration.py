@@ -1,4 +1,4 @@
-"""Rates and phase times of one's own past runs, with how sure they are, as input for the next plan. Pure."""
+"""Failure rates and phase times of past runs, with confidence intervals, as input for the next plan. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdfast.plan import formulas
 from holdfast.protocol.causes import CauseKind, kind_of_text
 
 FEW = 10
-"""With fewer events than this a rate is little more than a guess, and it is said."""
+"""With fewer failures than this, a rate is little more than a guess, and the output warns of it."""
 
 SPARE = "spare"
 """The rung of an incident in which a spare took the place; `spare_s` is how long that took."""
@@ -41,14 +41,19 @@ class Run(msgspec.Struct, frozen=True):
     per_node: int = 1
 
 
-class Rate(msgspec.Struct, frozen=True):
-    """Failures of one kind. low, high: 95% confidence interval of the rate per node-hour."""
+class Rate(msgspec.Struct, frozen=True, kw_only=True):
+    """Failures of one kind, per node-hour."""
 
     kind: str
+    """`node`, `worker`, `hang`, `other`, or `all`."""
     failures: int
+    """How many were seen."""
     rate: float
+    """Failures per node-hour."""
     low: float
+    """The lower end of the rate's 95% confidence interval."""
     high: float
+    """The upper end."""
 
     @property
     def few(self) -> bool:
@@ -65,15 +70,21 @@ class Time(msgspec.Struct, frozen=True):
     p90_s: float
 
 
-class Calibration(msgspec.Struct, frozen=True):
-    """What past runs say. injected: incidents that were made on purpose: they count for times, not for rates."""
+class Calibration(msgspec.Struct, frozen=True, kw_only=True):
+    """What past runs tell."""
 
     runs: int
+    """How many were read."""
     node_hours: float
+    """Over all runs."""
     rates: list[Rate]
+    """By kind; the last one is of all kinds together."""
     times: list[Time]
+    """By phase, of those that occurred."""
     injected: int
+    """Incidents that were injected: they count for times, but not for rates."""
     step_s: float | None
+    """The median of the runs' median steps; None: no run has any."""
 
 
 def calibrate(runs: Sequence[Run]) -> Calibration:
@@ -84,8 +95,11 @@ def calibrate(runs: Sequence[Run]) -> Calibration:
     """
     hours = sum(_node_hours(r) for r in runs)
     if hours <= 0:
-        raise UsageError("these runs have no time in them: world.history and goodput.wall_s are empty")
+        raise UsageError(
+            "these runs have no duration: world.history and goodput.wall_s are empty in their reports"
+        )
     incidents = [i for r in runs for i in r.report.get("incidents", [])]
+    # Somebody chose when an injected fault strikes, so it tells nothing about how often faults come by themselves.
     natural = [i for i in incidents if not i.get("injected")]
     counts: dict[str, int] = {}
     for incident in natural:
@@ -93,27 +107,29 @@ def calibrate(runs: Sequence[Run]) -> Calibration:
     rates = [_rate(kind, n, hours) for kind, n in sorted(counts.items())]
     steps = [r.report["steps"]["median_s"] for r in runs if (r.report.get("steps") or {}).get("median_s")]
     return Calibration(
-        len(runs),
-        hours,
-        [*rates, _rate("all", len(natural), hours)],
-        [t for phase in PHASES if (t := _time(phase, incidents)) is not None],
-        len(incidents) - len(natural),
-        statistics.median(steps) if steps else None,
+        runs=len(runs),
+        node_hours=hours,
+        rates=[*rates, _rate("all", len(natural), hours)],
+        # An injected fault is recovered from as a real one is, so its times count.
+        times=[t for phase in PHASES if (t := _time(phase, incidents)) is not None],
+        injected=len(incidents) - len(natural),
+        step_s=statistics.median(steps) if steps else None,
     )
 
 
 def fields(found: Calibration) -> dict[str, Any]:
-    """The same as fields of `plan run` and `plan simulate`. Without failures the upper limit stands for the rate: it is
-    all that is known."""
+    """The same as fields of `plan run` and `plan simulate`."""
     times = {t.phase: t.median_s for t in found.times}
     every = found.rates[-1]
+    # Without a failure the best estimate would be 0, with which a plan needs no spares and no checkpoints. The upper end of
+    # the interval is the largest rate that these runs do not contradict.
     made: dict[str, Any] = {"rate": f"{100 * (every.rate if every.failures else every.high):.6f}%"}
     if "detect_s" in times:
         made["detect"] = f"{times['detect_s']:.3f}s"
     if "replace_s" in times:
         made["replace"] = f"{times['replace_s']:.3f}s"
     if "spare_s" in times:
-        made["spare"] = "0s"  # it is part of what training stood still for
+        made["spare"] = "0s"  # `peer` below has it: the stall lasts until training continues, spare included
     if "stall_s" in times:
         made["peer"] = f"{max(0.0, times['stall_s'] - times.get('detect_s', 0.0)):.3f}s"
     if found.step_s is not None:
@@ -122,7 +138,7 @@ def fields(found: Calibration) -> dict[str, Any]:
 
 
 def _node_hours(run: Run) -> float:
-    """World sizes over time, up to the end."""
+    """The world size over time, up to the end of the run."""
     report = run.report
     history = [(float(t), float(w)) for t, w in (report.get("world") or {}).get("history") or []]
     end_s = float((report.get("goodput") or {}).get("wall_s") or 0.0)
@@ -132,14 +148,15 @@ def _node_hours(run: Run) -> float:
 
 
 def _kind(incident: Mapping[str, Any]) -> str:
-    """Reports of older versions have a cause's words alone."""
+    """The kind of failure, as `plan simulate` names it."""
+    # Reports of older versions have the cause as a sentence, without its kind.
     kind = incident.get("cause_kind") or kind_of_text(str(incident.get("cause") or ""))
     return KINDS.get(kind, "other")
 
 
 def _rate(kind: str, failures: int, node_hours: float) -> Rate:
     low, high = formulas.rate_interval(failures, node_hours)
-    return Rate(kind, failures, failures / node_hours, low, high)
+    return Rate(kind=kind, failures=failures, rate=failures / node_hours, low=low, high=high)
 
 
 def _time(phase: str, incidents: Sequence[Mapping[str, Any]]) -> Time | None:
@@ -152,7 +169,9 @@ def _time(phase: str, incidents: Sequence[Mapping[str, Any]]) -> Time | None:
 
 
 def _phase(phase: str, incident: Mapping[str, Any]) -> float | None:
-    """A spare that was there says nothing of how long a new node takes."""
+    """One phase of an incident; None if the incident has none."""
+    # One field has both times, told apart by how the incident was resolved: how long a spare took says nothing about how
+    # long a new node takes.
     if phase in ("spare_s", "replace_s"):
         found = incident.get("replace_s")
         return found if (incident.get("rung") == SPARE) == (phase == "spare_s") else None

@@ -1,4 +1,4 @@
-"""What could be done about failures, and what each way comes to: wall time, cost, goodput, and their spread."""
+"""The ways to survive failures, and what each comes to: wall time, cost, goodput, and their spread."""
 
 from __future__ import annotations
 
@@ -21,24 +21,33 @@ FINISHES = 0.02
 """Less goodput than this, and a run does not finish in any practical sense."""
 
 
-class Candidate(msgspec.Struct, frozen=True):
-    """One way. lost_s: of every kind, per failure (`recovery` includes what a smaller job computes less).
-
-    percentiles_s: 10th, 50th and 90th of wall time; empty where it does not finish, or numpy is missing.
-    """
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    """One way to survive failures, and what it comes to."""
 
     strategy: str
+    """One of `STRATEGIES`."""
     spares: int
+    """Nodes that wait."""
     waits: bool
+    """Without a spare the job waits for a new node; otherwise it continues on fewer nodes."""
     interval_s: float
+    """Seconds of training between two saves."""
     recovery_s: float
+    """The mean recovery of one failure, without the work that is computed again."""
     recoveries: tuple[tuple[float, float], ...]
+    """The kinds of recovery: the probability of each, and its seconds."""
     cost_s: float
+    """How long one save stalls training."""
     goodput: float
+    """The share of wall time that trains and is kept."""
     wall_s: float
+    """Expected wall time; infinite if the run does not finish."""
     cost: float
+    """In the currency of the price; spares included."""
     percentiles_s: tuple[float, ...] = ()
+    """10th, 50th and 90th percentile of wall time. Empty if the run does not finish, or numpy is missing."""
     best: bool = False
+    """It takes the fewest GPU-hours of all ways."""
 
     @property
     def name(self) -> str:
@@ -48,49 +57,65 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 def evaluate(inputs: Inputs, strategy: str, spares: int, waits: bool, rate_factor: float = 1.0) -> Candidate:
-    """One way in closed form. The recovery is a mean over failures that find a spare and those that do not; as a run is
-    judged by its mean, that is exact to first order in recovery / MTBF."""
+    """One way in closed form."""
     mtbf_s = inputs.mtbf_s / rate_factor
     cost_s, interval_s = _saving(inputs, strategy, mtbf_s)
+    # A spare is replenished while others fail, so the number in repair is Poisson with mean repair / MTBF.
     free = formulas.spare_free(spares, inputs.repair_s / mtbf_s if mtbf_s < math.inf else 0.0)
     kinds = tuple(
         (share, _recovery_s(inputs, strategy, spare, waits))
         for share, spare in ((free, True), (1 - free, False))
         if share > 1e-12
     )
+    # The closed form knows one recovery time. Their mean stands for the kinds: the expected wall time is then exact to
+    # first order in recovery / MTBF. The percentiles draw from the kinds themselves.
     recovery_s = sum(share * seconds for share, seconds in kinds)
     wall_s = formulas.run_time_s(inputs.work_s, mtbf_s, interval_s, cost_s, recovery_s)
     goodput = 0.0 if math.isinf(wall_s) else inputs.work_s / wall_s
     gpus = inputs.gpus + spares * inputs.gpus_per_node
     money = formulas.cost(wall_s / formulas.DAY_S, gpus, inputs.price)
-    return Candidate(strategy, spares, waits, interval_s, recovery_s, kinds, cost_s, goodput, wall_s, money)
+    return Candidate(
+        strategy=strategy,
+        spares=spares,
+        waits=waits,
+        interval_s=interval_s,
+        recovery_s=recovery_s,
+        recoveries=kinds,
+        cost_s=cost_s,
+        goodput=goodput,
+        wall_s=wall_s,
+        cost=money,
+    )
 
 
 def _saving(inputs: Inputs, strategy: str, mtbf_s: float) -> tuple[float, float]:
-    """What a checkpoint costs training, and how often one is best made. With peers nothing is saved for a failure: a
-    step in flight is lost at most."""
+    """How long a save stalls training, and the time between two saves that loses least."""
+    # The peers' live state is the copy, so a failure loses the step in flight at most and no save is made for it. The
+    # step takes the place of the interval.
     if strategy == PEERS:
         return 0.0, inputs.step_s
     cost_s = inputs.cost_s if strategy == STORAGE else inputs.memory_cost_s
     best_s = formulas.daly_interval_s(cost_s, mtbf_s) if mtbf_s < math.inf else inputs.work_s
+    # A save falls between two steps, so it cannot come more often than they do.
     return cost_s, max(inputs.step_s, min(best_s, inputs.work_s))
 
 
 def _recovery_s(inputs: Inputs, strategy: str, spare: bool, waits: bool) -> float:
-    """What one failure takes, the lost work apart."""
+    """What one failure takes, without the work that is computed again."""
     t = inputs.times
     back_s = {STORAGE: t.resume_s, TIERED: _memory_s(inputs), PEERS: t.peer_s}[strategy]
     if spare:
         return t.detect_s + t.spare_s + back_s
     if waits:
         return t.detect_s + t.replace_s + back_s
-    # Those that start all again do so once more to grow.
+    # A job that continues on fewer nodes grows again when the new node comes. Peers hand over their state within a step;
+    # the other strategies restart a second time for it. Until then the job computes 1 / nodes less, hence the last term.
     again_s = back_s if strategy != PEERS else inputs.step_s
     return t.detect_s + back_s + again_s + t.replace_s / inputs.nodes
 
 
 def _memory_s(inputs: Inputs) -> float:
-    """To start all again with the state from memory: as from storage, less what the sizes say that reading takes."""
+    """To restart all with the state from memory: as from storage, less the difference between the two reading times."""
     if inputs.times.memory_s is not None:
         return inputs.times.memory_s
     share = inputs.checkpoint_bytes / inputs.nodes
@@ -115,9 +140,10 @@ def candidates(inputs: Inputs, trials: int = 1000, seed: int = 0) -> list[Candid
         least = min(found, key=lambda c: c.recovery_s)
         raise UsageError(
             f"the run does not finish: a failure comes every {_words(inputs.mtbf_s)} (MTBF of {inputs.nodes} nodes) and "
-            f"takes at least {_words(least.recovery_s)} to recover from; fewer nodes, a lower rate (rate: 0.016%) or a "
-            "faster recovery (detect, replace, resume, peer) are needed"
+            f"takes at least {_words(least.recovery_s)} to recover from; try fewer nodes, a lower rate (rate: 0.016%) or "
+            "a faster recovery (detect, replace, resume, peer)"
         )
+    # Among those that finish only: a way that never ends may still take the fewest GPU-hours on paper.
     best = min(finishing, key=lambda c: _price(inputs, c))
     return [
         msgspec.structs.replace(
@@ -130,7 +156,7 @@ def candidates(inputs: Inputs, trials: int = 1000, seed: int = 0) -> list[Candid
 
 
 def _price(inputs: Inputs, c: Candidate) -> tuple[float, float]:
-    """What a way is chosen by: node-seconds, spares included; then wall time."""
+    """What the best way is chosen by: node-seconds, spares included, then wall time."""
     return c.wall_s * (inputs.nodes + c.spares), c.wall_s
 
 
@@ -149,13 +175,17 @@ def spread(inputs: Inputs, candidate: Candidate, trials: int, seed: int = 0) -> 
     if not available():
         return ()
     process = Process(
-        inputs.work_s, inputs.mtbf_s, candidate.interval_s, candidate.cost_s, candidate.recoveries
+        work_s=inputs.work_s,
+        mtbf_s=inputs.mtbf_s,
+        interval_s=candidate.interval_s,
+        cost_s=candidate.cost_s,
+        recoveries=candidate.recoveries,
     )
     return simulate(process, trials, seed).percentiles_s
 
 
 class Sensitivity(msgspec.Struct, frozen=True):
-    """The best way if the failure rate is `factor` times what was given, and what the way chosen comes to then."""
+    """The best way if the failure rate is `factor` times the given one, and the goodput of the chosen way then."""
 
     factor: float
     best: str
@@ -164,7 +194,7 @@ class Sensitivity(msgspec.Struct, frozen=True):
 
 
 def sensitivity(inputs: Inputs, chosen: Candidate) -> list[Sensitivity]:
-    """What becomes of the answer if the failure rate is another."""
+    """How the result changes with the failure rate."""
     rows = []
     for factor in FACTORS:
         ways = [
@@ -188,6 +218,8 @@ class Loss(msgspec.Struct, frozen=True):
 
 def waterfall(inputs: Inputs, c: Candidate) -> list[Loss]:
     """Training, checkpoints, recomputing and recovery; they add up to the wall time."""
+    # `run_time_s` has one figure for everything. Saves and recovery are known exactly; what remains of the wall time is
+    # work that a failure destroyed. Rounding must not make it negative.
     saves_s = inputs.work_s * c.cost_s / c.interval_s
     recovering_s = c.wall_s * min(1.0, c.recovery_s / inputs.mtbf_s)
     again_s = max(0.0, c.wall_s - inputs.work_s - saves_s - recovering_s)
@@ -200,13 +232,15 @@ def waterfall(inputs: Inputs, c: Candidate) -> list[Loss]:
 
 
 def next_commands(inputs: Inputs, best: Candidate) -> list[str]:
-    """What to type."""
+    """The commands to continue with: the run, its simulation, and the calibration afterwards."""
     low = inputs.nodes if best.waits else max(1, inputs.nodes - max(1, round(0.05 * inputs.nodes)))
     sizes = str(inputs.nodes) if low == inputs.nodes else f"{low}:{inputs.nodes}"
     run = f"holdfast run --nnodes {sizes} --nproc-per-node {inputs.gpus_per_node}"
     run += f" --spares {best.spares}" if best.spares else ""
     every = f"{best.interval_s:.0f}s" if best.strategy == STORAGE else "30m"
     run += " --snapshot-every 0" if best.strategy == STORAGE else ""
+    # `--max-restarts` is 100 by default. A long run on many nodes has more failures than that, and must not end there:
+    # twice the expected number leaves room for a bad month.
     failures = best.wall_s / inputs.mtbf_s
     run += f" --max-restarts {math.ceil(2 * failures)}" if failures > 50 else ""
     run += f" --checkpoint s3://BUCKET/run,every={every} train.py"

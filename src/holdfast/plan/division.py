@@ -1,4 +1,4 @@
-"""A global batch over workers: whole micro-batches, so some sizes leave workers idle."""
+"""Divides a global batch over workers. Micro-batches are not split, so some sizes leave workers idle."""
 
 from __future__ import annotations
 
@@ -55,10 +55,13 @@ def suggest(global_batch: int, micro_batch: int, worlds: Iterable[int]) -> list[
     def worst(size: int) -> float:
         return max((d.idle for d in divide(global_batch // size, sizes)), default=1.0)
 
+    # Smaller sizes only: a larger micro-batch may not fit into the memory of a device.
     now = worst(micro_batch)
     smaller = [s for s in range(micro_batch - 1, 0, -1) if global_batch % s == 0]
     better: list[Suggestion] = []
     for size in smaller:
+        # Each suggestion must leave less idle than all larger ones, which use a device better. A size with which the largest
+        # world has more workers than micro-batches is no suggestion.
         if global_batch // size >= max(sizes) and worst(size) < min([now, *(b.worst for b in better)]):
             better.append(Suggestion(size, worst(size)))
     return better

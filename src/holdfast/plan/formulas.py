@@ -60,6 +60,7 @@ def daly_interval_s(cost_s: float, mtbf_s: float) -> float:
     """
     if cost_s <= 0:
         return 0.0
+    # Daly's series is for saves that are short against the MTBF. Beyond this bound he takes the MTBF itself.
     if cost_s >= 2 * mtbf_s:
         return mtbf_s
     ratio = cost_s / (2 * mtbf_s)
@@ -79,8 +80,10 @@ def run_time_s(work_s: float, mtbf_s: float, interval_s: float, cost_s: float, r
     """
     if interval_s <= 0:
         return work_s * retried_s(mtbf_s, recovery_s)
+    # Without failures the formula is infinity times zero; this is its limit.
     if math.isinf(mtbf_s):
         return work_s * (1 + cost_s / interval_s)
+    # expm1, because for a large MTBF exp(x) - 1 loses the digits that are the result.
     try:
         segment_s = mtbf_s * math.exp(recovery_s / mtbf_s) * math.expm1((interval_s + cost_s) / mtbf_s)
     except OverflowError:
@@ -100,8 +103,8 @@ def goodput(mtbf_s: float, interval_s: float, cost_s: float, recovery_s: float) 
 
 
 def goodput_first_order(mtbf_s: float, interval_s: float, cost_s: float, recovery_s: float) -> float:
-    """1 - (R + tau/2) / M, over 1 + d/tau: shown beside the exact form, never used. It is wrong by ten points where
-    failures come every half hour, and negative soon after.
+    """1 - (R + tau/2) / M, over 1 + d/tau: for comparison with the exact form, which is used everywhere else. It is wrong by
+    ten points where failures come every half hour, and negative soon after.
 
     Source: A. Kokolis et al., "Revisiting Reliability in Large-Scale Machine Learning Research Clusters" (2024).
     """
@@ -168,7 +171,8 @@ def _exp(x: float) -> float:
 
 
 def _poisson_cdf(count: int, mean: float) -> float:
-    """P(X <= count). Terms are summed from their logarithms, so large means do no harm."""
+    """P(X <= count)."""
+    # From logarithms: e^-mean is 0 in floating point from a mean of 746 on, and so would be every term.
     if count < 0:
         return 0.0
     if mean <= 0:
@@ -178,7 +182,8 @@ def _poisson_cdf(count: int, mean: float) -> float:
 
 
 def _poisson_mean(rising: Callable[[float], float], wanted: float) -> float:
-    """The mean at which a probability that rises with it has a value: by halving."""
+    """The mean at which a probability that rises with it has a value."""
+    # Bisection: a hundred halvings reach the last bit, and need neither scipy nor a starting value that converges.
     low, high = 0.0, 1.0
     while rising(high) < wanted:
         high *= 2

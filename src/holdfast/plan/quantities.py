@@ -1,4 +1,4 @@
-"""Times, rates, sizes and prices as people write them; what cannot be meant is refused with the field's name."""
+"""Reads times, rates, sizes and prices as people write them. Errors name the field and show an example."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SIZES = {"B": 1.0, "kB": 1e3, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "GiB
 _FORM = re.compile(r"\s*([-+]?[0-9][0-9_,]*\.?[0-9]*(?:[eE][-+]?[0-9]+)?|[-+]?\.[0-9]+)\s*([A-Za-z%]*)\s*")
 
 HIGHEST_RATE = 0.02
-"""Failures per node-hour that nobody has: a node that fails every 50 hours. More is a percentage without its sign."""
+"""Failures per node-hour: a node that fails every 50 hours. A higher rate is a percentage without its sign."""
 
 
 def time_s(field: str, given: float | str, zero: bool = False) -> float:
@@ -65,6 +65,7 @@ def amount(field: str, given: float | str, example: str, zero: bool = False) -> 
 
 
 def _parts(field: str, given: float | str, example: str) -> tuple[float, str]:
+    # YAML reads `yes` and `on` as True, and a bool is an int to Python: without this, `nodes: yes` would be one node.
     if isinstance(given, bool) or not isinstance(given, (int, float, str)):
         raise UsageError(f"{field}: {given!r} is no number; for example {example}")
     if not isinstance(given, str):

@@ -1,4 +1,4 @@
-"""The curves behind the planner's pictures: values only, so that a terminal and matplotlib draw the same."""
+"""The curves of the planner's plots, as values: a terminal and matplotlib draw the same ones."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ def goodput_by_size(inputs: Inputs, spares: int, waits: bool) -> list[Curve]:
 
 def cost_by_spares(inputs: Inputs, most: int = 16) -> list[Curve]:
     """What the run costs with 0 to `most` spares, in the price's currency, or in GPU-days where there is no price."""
+    # At this price a GPU-day costs 1, so that the formula for the cost gives GPU-days.
     priced = inputs if inputs.price else msgspec.structs.replace(inputs, price=1 / 24)
     return [
         Curve(
@@ -50,10 +51,12 @@ def goodput_by_interval(inputs: Inputs, recovery_s: float) -> list[Curve]:
     """Goodput against the interval between saves, to storage and to memory; each followed by the point of Daly's interval."""
     curves = []
     for name, cost_s in ((c.STORAGE, inputs.cost_s), (c.TIERED, inputs.memory_cost_s)):
+        # A save that costs nothing is best made all the time: an interval of 0, which a logarithmic axis cannot show.
         best_s = max(1e-3, formulas.daly_interval_s(cost_s, inputs.mtbf_s))
         spread = [best_s * 10 ** (3 * i / POINTS - 1.5) for i in range(POINTS + 1)]
         goodput = [formulas.goodput(inputs.mtbf_s, s, cost_s, recovery_s) for s in spread]
         curves.append(Curve(name, tuple(zip(spread, goodput, strict=True))))
         at_best = formulas.goodput(inputs.mtbf_s, best_s, cost_s, recovery_s)
         curves.append(Curve(f"{name}: Daly's interval", ((best_s, at_best),)))
+    # A run that never finishes has no goodput, and one such point would set the scale of the whole plot.
     return [x for x in curves if all(math.isfinite(y) for _, y in x.points)]

@@ -1,4 +1,4 @@
-"""Published tables, computed anew and compared cell by cell.
+"""Published tables, computed again and compared cell by cell.
 
 Where a published cell does not follow from the formula that its own neighbours follow, the formula is not bent: the
 cell is shown with both values.
@@ -19,16 +19,23 @@ MISFIT = "the formula gives another; nor does it fit table 5"
 CUT = "cut, not rounded"
 
 
-class Cell(msgspec.Struct, frozen=True):
-    """One published figure. computed: rounded as the table rounds; exact: before that. note: what is odd about it."""
+class Cell(msgspec.Struct, frozen=True, kw_only=True):
+    """One published figure, and the same figure computed."""
 
     table: str
+    """Number and title of the table."""
     row: str
+    """The heading of its row."""
     column: str
+    """The heading of its column."""
     published: float
+    """What the table says."""
     computed: float
+    """What the formula gives, rounded as the table rounds."""
     exact: float
+    """The same before rounding."""
     note: str = ""
+    """What is odd about the published figure."""
 
     @property
     def equal(self) -> bool:
@@ -53,12 +60,12 @@ def _rates(runs: list[Mapping[str, Any]]) -> Iterator[Cell]:
     for run in runs:
         exact = 100 * formulas.rate_per_node_hour(run["failures"], run["instances"], run["hours"])
         yield Cell(
-            "observed failure rates",
-            run["run"],
-            "% per node-hour",
-            run["rate_percent"],
-            round(exact, 4),
-            exact,
+            table="observed failure rates",
+            row=run["run"],
+            column="% per node-hour",
+            published=run["rate_percent"],
+            computed=round(exact, 4),
+            exact=exact,
         )
 
 
@@ -66,22 +73,43 @@ def _mtbf(table: Mapping[str, Any]) -> Iterator[Cell]:
     for rate, row in table["rows"].items():
         for nodes, said in zip(table["instances"], row, strict=True):
             exact = formulas.mtbf_hours(nodes, float(rate) / 100)
-            # 1/(256 * 0.0004) is 9.7656..., but 1/(4 * 0.0001) is 2500
+            # The table rounds up, so 2500 computed as a little more in floating point would become 2501: exact fractions.
             up = math.ceil(1 / (nodes * Fraction(rate) / 100))
-            yield Cell("1: MTBF of the cluster, h", f"{rate}%", f"{nodes} nodes", said, up, exact)
+            yield Cell(
+                table="1: MTBF of the cluster, h",
+                row=f"{rate}%",
+                column=f"{nodes} nodes",
+                published=said,
+                computed=up,
+                exact=exact,
+            )
 
 
 def _phases(name: str, table: Mapping[str, Any]) -> Iterator[Cell]:
     for nodes, row in table["rows"].items():
         total = sum(row[:-1])
-        yield Cell(name, f"{nodes} nodes", "total", row[-1], total, total)
+        yield Cell(
+            table=name,
+            row=f"{nodes} nodes",
+            column="total",
+            published=row[-1],
+            computed=total,
+            exact=total,
+        )
 
 
 def _typical(table: Mapping[str, Any]) -> Iterator[Cell]:
     rows = table["rows"]
     for i, column in enumerate(table["columns"]):
         total = sum(rows[phase][i] for phase in ("root_cause", "replace", "resume"))
-        yield Cell("3: typical downtime, min", "total", column, rows["total"][i], total, total)
+        yield Cell(
+            table="3: typical downtime, min",
+            row="total",
+            column=column,
+            published=rows["total"][i],
+            computed=total,
+            exact=total,
+        )
 
 
 def _saved(table: Mapping[str, Any]) -> Iterator[Cell]:
@@ -90,7 +118,13 @@ def _saved(table: Mapping[str, Any]) -> Iterator[Cell]:
             exact = 100 * formulas.share_saved(nodes, float(rate) / 100, 40 / 60, 280 / 60)
             note = "" if round(exact) == said else MISFIT
             yield Cell(
-                "4: training time saved, %", f"{rate}%", f"{nodes} nodes", said, round(exact), exact, note
+                table="4: training time saved, %",
+                row=f"{rate}%",
+                column=f"{nodes} nodes",
+                published=said,
+                computed=round(exact),
+                exact=exact,
+                note=note,
             )
 
 
@@ -107,12 +141,41 @@ def _days(table: Mapping[str, Any]) -> Iterator[Cell]:
         words = who.replace("_", "-")
         cut = math.floor(exact)
         note = CUT if cut != round(exact) else ""
-        yield Cell(name, row, f"lost, {words}", table[f"days_lost_{who}"], cut, exact, note)
-        yield Cell(name, row, f"in all, {words}", table[f"days_{who}"], round(days + exact), days + exact)
+        yield Cell(
+            table=name,
+            row=row,
+            column=f"lost, {words}",
+            published=table[f"days_lost_{who}"],
+            computed=cut,
+            exact=exact,
+            note=note,
+        )
+        yield Cell(
+            table=name,
+            row=row,
+            column=f"in all, {words}",
+            published=table[f"days_{who}"],
+            computed=round(days + exact),
+            exact=days + exact,
+        )
     less = lost["self_managed"] - lost["managed"]
     share = 100 * less / (days + lost["self_managed"])
-    yield Cell(name, row, "improvement, %", table["improvement_percent"], round(share), share)
-    yield Cell(name, row, "saved", table["days_saved"], round(less), less)
+    yield Cell(
+        table=name,
+        row=row,
+        column="improvement, %",
+        published=table["improvement_percent"],
+        computed=round(share),
+        exact=share,
+    )
+    yield Cell(
+        table=name,
+        row=row,
+        column="saved",
+        published=table["days_saved"],
+        computed=round(less),
+        exact=less,
+    )
 
 
 def _cost(table: Mapping[str, Any], job: Mapping[str, Any]) -> Iterator[Cell]:
@@ -120,5 +183,10 @@ def _cost(table: Mapping[str, Any], job: Mapping[str, Any]) -> Iterator[Cell]:
     gpus = job["instances"] * job["gpus_per_instance"]
     exact = formulas.cost(given["days_saved"], gpus, given["usd_per_gpu_hour"])
     yield Cell(
-        "6: cost saved, USD", f"{given['days_saved']} days", f"{gpus} GPUs", table["usd_saved"], exact, exact
+        table="6: cost saved, USD",
+        row=f"{given['days_saved']} days",
+        column=f"{gpus} GPUs",
+        published=table["usd_saved"],
+        computed=exact,
+        exact=exact,
     )

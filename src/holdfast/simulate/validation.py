@@ -43,7 +43,16 @@ def _formula(trials: int) -> Iterator[Check]:
             interval_s = f.daly_interval_s(cost_s, mtbf_s)
             exact = f.goodput(mtbf_s, interval_s, cost_s, recovery_s)
             work_s = 200 * mtbf_s if mtbf_h >= 1 else 40 * mtbf_s
-            found = simulate(Process(work_s, mtbf_s, interval_s, cost_s, ((1.0, recovery_s),)), trials)
+            found = simulate(
+                Process(
+                    work_s=work_s,
+                    mtbf_s=mtbf_s,
+                    interval_s=interval_s,
+                    cost_s=cost_s,
+                    recoveries=((1.0, recovery_s),),
+                ),
+                trials,
+            )
             name = f"formula, simulation: MTBF {mtbf_h:g} h, save {cost_s:g} s, recovery {recovery_s:g} s"
             yield Check(name, exact, found.goodput, "%", abs(exact - found.goodput) <= POINTS)
 
