@@ -79,6 +79,75 @@ def test_the_core_makes_every_one_of_them():
     assert set(CAUSES) - {"Recorded"} <= used
 
 
+def uses(path: Path) -> list[tuple[str, str]]:
+    """(function, cause) of every cause that a module's functions make or choose; types and isinstance() make none."""
+    tree = ast.parse(path.read_text())
+    only_types: set[int] = set()
+    for node in ast.walk(tree):
+        parts = [getattr(node, "annotation", None), getattr(node, "returns", None)]
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("isinstance", "issubclass"):
+            parts += node.args[1:]
+        only_types |= {id(n) for part in parts if isinstance(part, ast.AST) for n in ast.walk(part)}
+    imported = {
+        alias.asname or alias.name: alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == causes.__name__
+        for alias in node.names
+    }
+    found = []
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            for node in ast.walk(function):
+                name = imported.get(getattr(node, "id", ""), "")
+                if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("causes"):
+                    name = node.attr
+                if name in CAUSES and id(node) not in only_types:
+                    found.append((getattr(function, "name", "lambda"), name))
+    return found
+
+
+OUTSIDE = sorted(p for p in SOURCES.rglob("*.py") if p.relative_to(SOURCES).parts[0] != "coordinator")
+
+
+def test_agents_engines_and_workers_report_facts_and_make_no_cause():
+    """What they send is exit codes, silence and reasons; the core alone says whose fault it is."""
+    makers = {str(p.relative_to(SOURCES)) for p in OUTSIDE if uses(p)}
+    assert makers <= {"protocol/causes.py"}
+
+
+def test_only_two_functions_of_the_core_can_blame_the_script():
+    script = {name for name, kind in KINDS.items() if kind in ("script", "nan")}
+    blame = {
+        (str(p.relative_to(SOURCES)), function, name)
+        for p in (SOURCES / "coordinator").rglob("*.py")
+        for function, name in uses(p)
+        if name in script
+    }
+    assert blame == {
+        ("coordinator/membership/failures.py", "failed", "NotFinite"),
+        ("coordinator/membership/failures.py", "failed", "ScriptRaised"),
+        ("coordinator/membership/shard_policy.py", "fits", "ShapesDiffer"),
+    }
+
+
+def test_only_a_worker_that_caught_an_exception_of_the_script_reports_one():
+    """`Failed` is the one message that becomes ScriptRaised."""
+    senders = {
+        str(p.relative_to(SOURCES))
+        for p in OUTSIDE
+        for node in ast.walk(ast.parse(p.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("m.Failed", "messages.Failed", "Failed")
+    }
+    assert senders == {"train/replica.py", "train/worker.py"}
+
+
+def test_every_ledger_event_takes_its_kind_from_a_cause():
+    for path in SOURCES.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.keyword) and node.arg == "cause_kind":
+                assert ast.unparse(node.value).endswith("cause.kind"), f"{path}:{node.value.lineno}"
+
+
 def _all_below(base: type) -> set[type]:
     return set(base.__subclasses__()).union(*(_all_below(c) for c in base.__subclasses__()))
 
@@ -148,6 +217,20 @@ def test_a_worker_that_its_agent_does_not_know_is_a_lost_process():
 def test_a_node_that_slurm_takes_is_reclaimed():
     desk = running(3)
     desk.do(NodeTaken("n1", "Slurm took it out of the allocation"))
+    assert kinds(desk) == ["reclaimed"]
+
+
+@pytest.mark.parametrize("words", ["ValueError: bad", "RuntimeError: CUDA error", "exit code 1", ""])
+def test_the_words_of_engines_agents_and_rules_never_change_a_kind(words):
+    """Reasons and evidence are text of others, and may look like an error of the script."""
+    assert causes.NodeReclaimed(words).kind == "reclaimed"
+    assert causes.ChecksFailed(words).kind == "node"
+    assert causes.WorkersDoNotStart(words).kind == "node"
+    assert causes.WorkersFail(words).kind == "node"
+    assert causes.RuleMatched("a-rule", words).kind == "health"
+    assert causes.Hang(words).kind == "hang"
+    desk = running(3)
+    desk.do(NodeTaken("n1", words))
     assert kinds(desk) == ["reclaimed"]
 
 
