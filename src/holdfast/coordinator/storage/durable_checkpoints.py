@@ -39,19 +39,27 @@ def begin_due(context: Context) -> None:
     snapshot = max(
         (x for x in s.storage.snapshots if x.whole), key=lambda x: (x.step, x.generation), default=None
     )
+    # A job that is stopping stores its last state, and nothing before that: a checkpoint that is begun now
+    # would delay the one that counts.
     if snapshot is None or s.membership.stop_reason is not None:
         return
     for tier in context.spec.saving.tiers:
         last, current = s.storage.stored.get(tier.url), under_way(context, tier.url)
         step, at_s = (last.step, last.began_s) if last else (0, s.began_s)
+        # While one is on its way its own time counts: otherwise every snapshot after the cadence would be
+        # reported as skipped again.
         if current is not None:
             step, at_s = current.seen_step, current.seen_s
         if snapshot.step <= step and (last or current):
             continue
         passed = parse_cadence(tier.every)
         due = passed.due(snapshot.step, context.now - at_s, _auto_s(context, last))
+        # Snapshots are taken when there is time, not at every step, so the very step that the cadence names
+        # may have none. Passing it is what counts.
         if passed.steps:  # snapshots may pass over the very step
             due = snapshot.step // passed.steps > step // passed.steps
+        # Skipped, not queued: with a tier slower than the cadence, a queue would grow for ever and each
+        # checkpoint would be older than the one before.
         if due and current is not None:
             _skip(context, current, snapshot.step)
         elif due:
@@ -105,8 +113,12 @@ def _moved(context: Context, current: Storing) -> None:
 
 def _auto_s(context: Context, last: Storing | None) -> float:
     """Between two stores: what loses least by Daly's formula, and never more than half of the time spent storing."""
+    # From what the last one took there. Before the first, a second: a short first interval, which then shows
+    # the real cost.
     took_s = last.took_s if last and last.took_s else 1.0
     best_s = daly_interval_s(STORE_COST * took_s, STORE_MTBF * queries.mean_time_between_failures_s(context))
+    # Never more than half of the time, whatever the formula says: with a tier that takes ten minutes, a high
+    # failure rate would ask for a checkpoint every five.
     return max(best_s, 2 * took_s)
 
 
@@ -117,9 +129,13 @@ def _store(context: Context, tier: DurableTier, snapshot: Snapshot, last: bool =
     rows: dict[str, Shard] = {}
     for rank in range(snapshot.world):
         copy, holders = queries.sources(context, snapshot, rank, "")
+        # Ranks with equal bytes share a row: one of them writes it and the others only their heads.
+        # Data-parallel replicas would otherwise write the same bytes once for each.
         first = rows.setdefault(copy.shard.row.xxh3, copy.shard)
         if first is not copy.shard:
             current.rows[rank] = first.row.name
+        # Spread over the holders, so that the node of rank 0 does not write everything in a job of equal
+        # replicas.
         current.waiting[rank] = holders[rank % len(holders)].node
     context.state.storage.storing.append(current)
     for name in dict.fromkeys(current.waiting.values()):
@@ -151,11 +167,16 @@ def stored(context: Context, node: Node, message: m.Stored) -> None:
     """A shard is in a tier, or could not be brought there."""
     key = message.key
     for current in list(context.state.storage.storing):
+        # By generation too: after a rewind the same step is stored again with other bytes, and the late
+        # answer of the first must not count for the second.
         if (current.tier, current.step, current.generation) != (message.tier, key.step, key.generation):
             continue
+        # Only the node that was asked. After a reconnect an order is repeated, so answers come twice.
         if current.waiting.get(key.rank) != node.name:
             continue
         _moved(context, current)
+        # Nobody wants it any more, but its files are still being written. It is waited for, so that its parts
+        # are not mixed with those of the same step that come later.
         if current.void:
             _answered(context, current, node, key.rank)
         elif message.shard is None:
@@ -163,6 +184,9 @@ def stored(context: Context, node: Node, message: m.Stored) -> None:
         else:
             del current.waiting[key.rank]
             current.shards.append(message.shard)
+            # The manifest comes last, when every shard is in the tier: it is what makes a checkpoint exist,
+            # so a crash before it leaves files and no checkpoint. Whoever wrote last writes it, because that
+            # node is alive and reaches the tier.
             if not current.waiting:
                 current.waiting[-1] = node.name
                 _order(context, current, node.name)
@@ -188,6 +212,8 @@ def published(context: Context, node: Node, message: m.Published) -> None:
         if (x.tier, x.step, x.waiting.get(-1)) == (message.tier, message.step, node.name)
     ]
     doubtful = storage.doubtful.get(message.tier)
+    # The manifest was ordered twice, around a reconnect. One answer said that it could not be written and the
+    # other that it is there: then it is there.
     if not asked and message.error is None and doubtful is not None and doubtful.step == message.step:
         asked = [doubtful]  # it was asked for twice; the other answer was that it could not be done
     for current in asked:
@@ -195,6 +221,8 @@ def published(context: Context, node: Node, message: m.Published) -> None:
             _answered(context, current, node)
             continue
         if message.error is not None:
+            # An error of a rename does not prove that it did not happen (a network file system may lose the
+            # answer). If the other answer comes, the checkpoint counts after all.
             storage.doubtful[current.tier] = current
             _failed(context, current, message.error)
             continue
@@ -258,8 +286,11 @@ def last_on_its_way(context: Context) -> bool:
     """The job ends: begins to store its last state in every durable tier; where that is not whole, the newest snapshot
     that is. False when nothing more comes of it."""
     s = context.state
+    # The person's patience is over. Whatever is on its way is left behind.
     if s.membership.stop_reason is not None and s.deadlines.stop_deadline_s is None:
         return False  # asked to stop, and the time for that is over
+    # First all shards must be known to be held, or not. Begun earlier, a checkpoint would take the newest
+    # complete snapshot, which is older than the state that is just being kept.
     if queries.awaited_shards(context) or s.storage.summing:
         return True
     snapshot = queries.newest_whole(context)
@@ -278,6 +309,8 @@ def last_on_its_way(context: Context) -> bool:
             before = max((d.step for d in kept if d is not None and d.url == tier.url), default=None)
             context.record(ledger.SavingLast(step=snapshot.step, url=tier.url, there=before))
             _store(context, tier, snapshot, last=True)
+        # Measured from the last byte that came, not from the begin: a slow tier gets all the time that it
+        # needs, one that stands still does not.
         elif context.now >= current.moved_s + context.timing.start_s:
             current.last = True
             _failed(context, current, f"nothing of it came to {tier.url} for {context.timing.start_s:g} s")
@@ -311,6 +344,8 @@ def found(context: Context, event: DurableFound) -> None:
 def there(context: Context, durable: Durable) -> None:
     """A checkpoint came to be; those that its tier keeps no longer are gone."""
     storage = context.state.storage
+    # The same retention as the pruner's, applied to what the core remembers, so that it never sends workers
+    # to a checkpoint that was just removed.
     kept = [d for d in (storage.durable, *storage.older) if d is not None and d != durable]
     tier = next((t for t in context.spec.saving.tiers if t.url == durable.url), None)
     if tier is not None:
@@ -318,6 +353,7 @@ def there(context: Context, durable: Durable) -> None:
         gone = Retention(tier.keep, tier.keep_every).superfluous(steps, spare=durable.step)
         kept = [d for d in kept if d.url != tier.url or d.step not in gone]
     # Of one step the one that came last; training may have gone back, but never behind what can be loaded.
+    # Sorted by step with a stable sort: of equal steps the one that came last is in front.
     newest, *older = sorted([durable, *kept], key=lambda d: -d.step)
     storage.durable, storage.older, storage.durable_tries = newest, older[:KEPT_OLDER], 0
 
@@ -326,9 +362,13 @@ def unread(context: Context, durable: Durable, message: m.CollectiveError) -> No
     """A worker could not be restored from a checkpoint. A damaged one is not tried again, one in a tier that does not
     answer is; then the next older one is taken."""
     storage = context.state.storage
+    # Several workers fail to read the same checkpoint, and report one after another. Only the first counts,
+    # or each would take away one more older checkpoint.
     if durable != storage.durable:
         return
     storage.durable_tries += 1
+    # A damaged one stays damaged. One that could not be reached may be fine: giving it up at once would throw
+    # away hours of training for a short outage.
     if not message.lost and storage.durable_tries < MAX_TRIES:
         return
     storage.durable_tries = 0
@@ -361,12 +401,15 @@ def totals(context: Context, url: str) -> TierTotals:
 def _failed(context: Context, current: Storing, reason: str) -> None:
     """Said once; tried again with a later snapshot, after the tier's usual time."""
     storage = context.state.storage
+    # Removed, and remembered as tried at this time: the next attempt comes with a later snapshot after the
+    # usual interval, not at once in a loop.
     storage.storing.remove(current)
     last = storage.stored.get(current.tier)
     totals(context, current.tier).failures += 1
     if queries.ending(context) or current.last:
         storage.last_failed.append(current.tier)
     storage.stored[current.tier] = Storing(current.tier, last.step if last else 0, context.now)
+    # Reported once until it works again; the totals count every failure.
     if current.tier not in storage.failing_tiers:
         storage.failing_tiers.append(current.tier)
         context.record(ledger.TierFailed(url=current.tier, step=current.step, reason=reason))
@@ -403,9 +446,11 @@ def went_back(context: Context, start: int) -> None:
     """What is being stored of later steps is of a past that did not happen."""
     storage = context.state.storage
     for current in storage.storing:
+        # Not removed, since writing cannot be called back. What comes of it is dropped when it has answered.
         current.void = current.void or current.step > start
         current.seen_step = min(current.seen_step, start)
     storage.doubtful = {tier: x for tier, x in storage.doubtful.items() if x.step <= start}
+    # Cleared because a tier that refused what seemed to be the last state may take the real one.
     storage.last_failed = []  # there are steps to do again, so that was not the last state
     for tier, last in list(storage.stored.items()):
         if last.step > start:

@@ -39,9 +39,14 @@ def held(context: Context, node: Node, message: m.SnapshotStored) -> None:
     durable_checkpoints.summed(context, node, copy.key)
     snapshot = _take(context, node, copy)
     if snapshot is not None:
+        # The longest, not the sum: workers copy in parallel, and training waited for the slowest.
         snapshot.stall_s = max(snapshot.stall_s, message.stall_s)
+        # Every answer is a reason to look again, because it may be the last one that a snapshot waited for,
+        # or show that a copy that was expected will not come.
         spread(context)  # of older ones nothing more comes from this node
     elif (
+        # The agent reports a shard of a snapshot that newer ones have replaced. It would keep it for ever;
+        # telling it what is complete now frees the slot.
         happened(context, copy.key) and _newest_step(context) >= copy.key.step
     ):  # a newer one has replaced it
         context.send(node.name, _whole_now(context))
@@ -52,13 +57,19 @@ def _take(context: Context, node: Node, copy: Copy) -> Snapshot | None:
     snapshot = _snapshot(context, copy.key)
     if snapshot is None:
         return None
+    # Somebody's shard is missing for good. This holder reports late and has to be told, since it was not
+    # among those that were told then.
     if snapshot.given_up:
         context.send(node.name, _forgets(context, snapshot))
         return None
+    # Equal bytes, not only equal rank. Replicas may differ in buffers, and a snapshot that mixed the shards
+    # of two would be of no state that ever was.
     entry = next((h for h in snapshot.shards if h.copy == copy), None)
     if entry is None:
         entry = HeldShard(copy)
         snapshot.shards.append(entry)
+    # Whoever was asked has brought it, whatever bytes it brought; left in `asked`, the copy would be waited
+    # for until the node is lost.
     for other in snapshot.shards:
         if node.name in other.asked and other.copy.key == copy.key:
             other.asked.remove(node.name)
@@ -66,6 +77,8 @@ def _take(context: Context, node: Node, copy: Copy) -> Snapshot | None:
             context.state.storage.totals.copied_bytes += copy.shard.row.nbytes
     if node.name not in entry.nodes:
         entry.nodes.append(node.name)
+    # A node that came back with its memory brings the shard that went with it, and with the last one the
+    # snapshot is complete again.
     snapshot.lost = [r for r in snapshot.lost if r != copy.key.rank]
     return snapshot
 
@@ -73,14 +86,20 @@ def _take(context: Context, node: Node, copy: Copy) -> Snapshot | None:
 def not_held(context: Context, node: Node, key: Key, reason: str, lack: Lack | None = None) -> None:
     """A node could not keep a shard. Said once, until a snapshot is whole again."""
     durable_checkpoints.summed(context, node, key)
+    # One line, and then a count: a node without memory would otherwise write one line for every snapshot,
+    # every few seconds.
     if not context.state.storage.skipped:
         context.record(ledger.SnapshotSkipped(node=node.name, step=key.step, rank=key.rank, reason=reason))
     context.state.storage.skipped += 1
     context.state.storage.totals.skipped += 1
     node.refused_steps[key.rank] = max(node.refused_steps.get(key.rank, -1), key.step)
+    # The copy that took a slot has failed, so that slot is free again. With Lack.SLOT nothing was freed:
+    # asking again at once would be refused again, in a loop.
     if lack is not Lack.SLOT:
         _slots_freed(context, node)  # what was begun there has ended
     newest = _newest(context)
+    # The node has no memory because of what is kept beside the newest snapshot. Giving that up is right: a
+    # newer snapshot with fewer copies loses less than an old one with more.
     makes_room = (
         lack is Lack.MEMORY and newest is not None and key.step > newest.step and _kept(context) is not None
     )
@@ -96,13 +115,19 @@ def not_held(context: Context, node: Node, key: Key, reason: str, lack: Lack | N
         if node.name in entry.asked and entry.copy.key == key:
             entry.asked.remove(node.name)
             asked = True
+    # Busy is for now, refused is for this snapshot. Only what is busy is asked again when a slot becomes
+    # free.
     if lack is Lack.SLOT:
         _note(snapshot.busy, place)
     elif not makes_room:
         _note(snapshot.refused, place)
         snapshot.no_room = snapshot.no_room or lack is Lack.MEMORY
+    # Nobody asked for it, so this was the member's own copy. That worker will not bring it again, and the
+    # wait for it has to end (`_expected`, `_may_come`).
     if not asked:
         _note(snapshot.passed, place)
+    # At level 0 a rank saves on its own, when its script does. If its copy failed, nobody else has these
+    # bytes, so the snapshot cannot become complete and the other ranks' memory is freed.
     held_by_any = any(h.copy.key.rank == key.rank for h in snapshot.shards)
     if context.state.membership.level != 2 and not held_by_any and not snapshot.whole:
         _give_up(context, snapshot)
@@ -125,20 +150,30 @@ def spoiled(context: Context, node: Node, key: Key, reason: str) -> None:
     """What a node held went bad in its memory: it is copied anew, where another has it."""
     context.state.storage.totals.unread += 1
     context.record(ledger.SnapshotSpoiled(node=node.name, step=key.step, rank=key.rank, reason=reason))
+    # Only this node's copy of it. Others may hold the same shard undamaged, and the loop below `spread` then
+    # makes a new copy from one of those.
     for snapshot in context.state.storage.snapshots:
         for entry in snapshot.shards:
             if entry.copy.key == key:
                 entry.nodes = [n for n in entry.nodes if n != node.name]
+    # Before `spread`: it must see that nothing is left of some snapshots, or it would ask a holder that has
+    # none.
     _drop_lost(context)
     spread(context)
 
 
 def _give_up(context: Context, snapshot: Snapshot) -> None:
     """Nobody brings a shard that is missing: the memory of the others is freed for the next snapshot."""
+    # It stays in the list, empty, so that late reports of it are recognized. Removed, the next report would
+    # begin it anew, and wait for the missing shard again.
     snapshot.given_up = True
+    # The holders are told to forget it, which frees a slot on each; whoever was busy for another snapshot is
+    # asked again.
     _slots_freed(context)
     for name in dict.fromkeys(n for h in snapshot.shards for n in h.nodes):
         context.send(name, _forgets(context, snapshot))
+    # At level 2 one shard is missing in one snapshot. At level 0 a rank that failed to save has moved on, so
+    # everything later that the others saved is without that rank, too.
     if context.state.membership.level == 2:
         snapshot.shards = []
         return
@@ -160,6 +195,8 @@ def node_lost(context: Context, node: Node) -> None:
         for entry in snapshot.shards:
             entry.asked = [n for n in entry.asked if n != node.name]
             entry.nodes = [n for n in entry.nodes if n != node.name]
+    # Returns: an agent that was only cut off comes back with its memory. The shards of the others are
+    # remembered until then, because together with its shard they are the newest state.
     _drop_lost(context, returns=True)
     spread(context)
     durable_checkpoints.node_lost(context, node)
@@ -171,17 +208,25 @@ def joined(context: Context, node: Node, hello: m.Hello) -> None:
     Either side may have missed messages of the other, so what was asked of it is asked again, and what it must have
     been told is told again.
     """
+    # The address first: everything below may ask other nodes to fetch from this one.
     node.snapshot_port, node.snapshot_server = hello.snapshot_port, hello.snapshot_server
     _slots_freed(context, node)
+    # What the agent holds is compared by content. It may have lost a copy and made another of the same name
+    # since the coordinator heard of it last.
     there = {(c.key, c.shard.row.xxh3) for c in hello.copies}
     for snapshot in context.state.storage.snapshots:
         for entry in snapshot.shards:
+            # The order or its answer may have been lost with the connection. Asking twice costs a look at
+            # memory; not asking leaves a snapshot incomplete for ever.
             entry.asked = [n for n in entry.asked if n != node.name]
             if (entry.copy.key, entry.copy.shard.row.xxh3) not in there:
                 entry.nodes = [n for n in entry.nodes if n != node.name]
     _drop_lost(context)
     # It keeps nothing of a generation that a rewind began, so it may not have heard of that rewind. Whatever it
     # holds of later steps is then of generations before, and never happened.
+    # Rewinds are numbered by generations, and a node that kept nothing since one of them cannot show that it
+    # heard of it. The oldest one that it may have missed makes it forget all that did not happen; what it
+    # kept rightly is older.
     missed = [
         r
         for r in context.state.storage.rewinds
@@ -192,6 +237,8 @@ def joined(context: Context, node: Node, hello: m.Hello) -> None:
     durable_checkpoints.joined(context, node, hello)
     for copy in hello.copies:
         _take(context, node, copy)
+    # Compared afterwards: if the node's copies completed a newer snapshot, `_retire` has told all agents
+    # already.
     before = _newest_step(context)
     spread(context)
     if node.snapshot_port and before >= 0 and before == _newest_step(context):
@@ -208,12 +255,17 @@ def happened(context: Context, key: Key) -> bool:
     """
     s = context.state
     if (
+        # What an agent adopted from an earlier run has lost its generation, so it cannot be matched with the
+        # rewinds of this one. Once this run has trained, only steps that it came through itself can be
+        # believed.
         key.generation < 1
         and s.membership.number
         and s.membership.level == 2
         and key.step > s.membership.committed
     ):
         return False
+    # A shard is of this past unless some rewind went behind it: taken before that rewind's generation, at a
+    # step after the one that it went back to.
     return all(key.generation >= r.number or key.step <= r.start for r in s.storage.rewinds)
 
 
@@ -228,9 +280,13 @@ def _newest_step(context: Context) -> int:
 
 def _copies(context: Context, snapshot: Snapshot) -> int:
     """So many nodes hold the shard that the fewest hold; no more than are asked for."""
+    # By rank, over all entries: two nodes that hold different bytes of one rank are two entries, but either
+    # one alone is enough to restore from.
     holders: dict[int, set[str]] = {}
     for entry in snapshot.shards:
         holders.setdefault(entry.copy.key.rank, set()).update(entry.nodes)
+    # A snapshot is as safe as its rarest shard. No more than was asked for counts, or a snapshot with one
+    # more copy by chance would never be replaced.
     fewest = min(map(len, holders.values()), default=0) if len(holders) == snapshot.world else 0
     return min(fewest, context.spec.saving.copies + 1)
 
@@ -240,12 +296,16 @@ def _kept(context: Context) -> Snapshot | None:
     of one node could lose all. Not where the newest has fewer copies for want of memory: what is kept would take the
     memory of its successors' copies for ever."""
     newest = _newest(context)
+    # Keeping an old snapshot beside one that is short of memory would take exactly the memory that the next
+    # one's copies need, so it would stay short for ever.
     if newest is None or newest.no_room:
         return None
     copies = _copies(context, newest)
     if copies > context.spec.saving.copies:
         return None
     at = (newest.step, newest.generation)
+    # Only one that has more copies of its rarest shard than the newest: then, and only then, it survives a
+    # loss that the newest does not.
     older = [x for x in context.state.storage.snapshots if (x.step, x.generation) < at and not x.given_up]
     ranked = [(n, x.step, x.generation, x) for x in older if (n := _copies(context, x)) > copies]
     return max(ranked, key=lambda r: r[:3])[3] if ranked else None
@@ -260,10 +320,14 @@ def _whole_now(context: Context) -> m.SnapshotComplete:
 def _snapshot(context: Context, key: Key) -> Snapshot | None:
     """The snapshot that a shard is of, a new one if need be; None when it is of no use."""
     storage = context.state.storage
+    # All three. After a fault the same step is computed again by another generation, and after a resize by
+    # another world; their shards are not parts of one snapshot.
     wanted = (key.step, key.generation, key.world)
     for snapshot in storage.snapshots:
         if (snapshot.step, snapshot.generation, snapshot.world) == wanted:
             return snapshot
+    # A snapshot older than the newest complete one can serve nothing, and one of a past that was undone must
+    # not be restored.
     if key.step <= _newest_step(context) or not happened(context, key):
         return None
     if not _makes_room(context, key):
@@ -278,6 +342,8 @@ def _makes_room(context: Context, key: Key) -> bool:
     which nothing is held goes first: agents that were without a coordinator say at once what they could not keep."""
     storage = context.state.storage
     partial = sorted((x for x in storage.snapshots if not x.whole), key=lambda x: (x.step, x.generation))
+    # Those of which every shard is somewhere could be restored in an emergency, so they have a bound of their
+    # own; a flood of begun ones must not push them out.
     held = [x for x in partial if queries.has_all(x)]
     begun = [x for x in partial if not queries.has_all(x)]
     begun.sort(key=lambda x: (bool(x.shards), x.whole_s is not None))
@@ -293,6 +359,8 @@ def _drop_lost(context: Context, returns: bool = False) -> None:
     which may come back with it; then the others' shards are remembered, until a newer snapshot is whole."""
     s = context.state
     for snapshot in s.storage.snapshots:
+        # Computed before the entries without holders are dropped, and reduced by those that another entry
+        # still holds.
         gone = {h.copy.key.rank for h in snapshot.shards if not h.nodes}
         snapshot.shards = [h for h in snapshot.shards if h.nodes]
         gone -= {h.copy.key.rank for h in snapshot.shards}
@@ -308,8 +376,12 @@ def _drop_lost(context: Context, returns: bool = False) -> None:
 def spread(context: Context) -> None:
     """Asks for every copy that is missing, of the newest snapshot first: it makes the older ones superfluous. When one is
     whole there is room for others, which are then asked for."""
+    # Until nothing changes: a snapshot that becomes complete frees slots on every node, for copies that were
+    # refused for want of one. The loop ends, because each round completes at least one more snapshot.
     while True:
         told = context.state.storage.told_whole
+        # The newest first, since it makes the others superfluous. In the other order nodes would spend their
+        # two slots on snapshots that are about to be given up.
         for snapshot in sorted(context.state.storage.snapshots, key=lambda x: (-x.step, -x.generation)):
             _spread(context, snapshot)
         _retire(context)
@@ -321,13 +393,21 @@ def _spread(context: Context, snapshot: Snapshot) -> None:
     """Asks for the copies that are missing; a snapshot that misses none is whole. Of one that waits for a lost node none are
     made: they would take the memory of the next."""
     s = context.state
+    # Spreading stops for everything that cannot matter any more: older than a complete one, waiting for a
+    # lost node, given up, or of a job that ends. Each of these would take memory from the snapshot that does
+    # matter.
     superseded = snapshot.step < _newest_step(context)
     ending = s.membership.phase in (JobPhase.STOPPING, JobPhase.ENDED)
     if snapshot not in s.storage.snapshots or snapshot.given_up or snapshot.lost or superseded or ending:
         return
+    # Complete means: of no shard a copy is missing that could still come. Not "has as many copies as asked
+    # for": two nodes can never hold three copies, and their snapshots must count all the same.
     complete = True
     for rank in range(snapshot.world):
         entries = [h for h in snapshot.shards if h.copy.key.rank == rank]
+        # Nobody has this shard yet. Usually its worker is still copying; where it has said that it cannot,
+        # and nobody else can bring it, the whole snapshot is given up, since its other shards hold memory for
+        # nothing.
         if not entries:
             complete = False
             if (
@@ -340,19 +420,30 @@ def _spread(context: Context, snapshot: Snapshot) -> None:
             continue
         there = [n for h in entries for n in h.nodes]
         asked = [n for h in entries for n in h.asked]
+        # Distinct nodes, not entries: one node that holds a shard twice, with different bytes, is lost once.
         missing = context.spec.saving.copies + 1 - len(set(there))
         if missing <= 0:
             continue
+        # Another member of the same column is just copying the same bytes from its own GPU. Asking a third
+        # node to fetch them over the network would send what arrives for free a moment later.
         if _expected(context, snapshot, rank, there):
             complete = False
             continue
+        # Where replicas differ in their buffers, the bytes that most nodes hold already are copied on, so the
+        # copies of one shard agree.
         best = max(entries, key=lambda h: len(h.nodes))
         busy = [n for n, r in snapshot.busy if r == rank]
+        # A node that could not keep it is not asked again for this snapshot; one that was busy is, but only
+        # after a slot became free.
         taken = [*there, *asked, *_refused(snapshot, rank), *busy]
         for name in _buddies(context, best, taken)[: max(0, missing - len(asked))]:
+            # Noted before it is sent, and in the state that is written first: a successor of this process
+            # knows what is awaited, and does not ask a second node.
             best.asked.append(name)
             asked.append(name)
             context.send(name, m.Replicate(best.copy, queries.holders(context, best)))
+        # Something is on its way, or there will be room for it. Else nothing more can come, and the snapshot
+        # counts as complete with fewer copies, which is reported.
         if asked or (busy and _makes_way(context, snapshot)):
             complete = False
     if complete and not snapshot.whole:
@@ -362,6 +453,8 @@ def _spread(context: Context, snapshot: Snapshot) -> None:
 def _makes_way(context: Context, snapshot: Snapshot) -> bool:
     """Whether copies of another snapshot are on their way, or all of them have come: then, or when they fail, there is room
     for this one's. So each becomes whole with all its copies before the next one takes its memory."""
+    # Two snapshots may each wait for the slots that the other takes. The one whose copies are on their way
+    # goes first; when it is complete, its slots are free.
     wanted, newest = context.spec.saving.copies + 1, _newest_step(context)
     others = [x for x in context.state.storage.snapshots if x is not snapshot]
     return any(
@@ -372,6 +465,8 @@ def _makes_way(context: Context, snapshot: Snapshot) -> bool:
 def _expected(context: Context, snapshot: Snapshot, rank: int, there: list[str]) -> bool:
     """Another member copies the same just now. (Of a whole one they all have: a copy that went since comes no more.)"""
     s = context.state
+    # It was complete once, so every member had brought its copy. A copy that is missing now went with its
+    # node.
     if snapshot.whole_s is not None:
         return False
     g = s.membership.generation
@@ -380,6 +475,8 @@ def _expected(context: Context, snapshot: Snapshot, rank: int, there: list[str])
         return False
     newer = [x for x in s.storage.snapshots if x.generation == snapshot.generation and x.step > snapshot.step]
     further = {n for x in newer for n in (*_declined(x, rank), *_holding(x, rank))}
+    # Those that save are known from the generation alone, so agents, workers and core agree on them without a
+    # message.
     nodes = {g.members[saver].node for saver in queries.savers_of(context, g, rank)}
     return any(
         s.membership.nodes[n].alive and n not in (*there, *_declined(snapshot, rank), *further) for n in nodes
@@ -416,11 +513,15 @@ def _buddies(context: Context, entry: HeldShard, taken: list[str]) -> list[str]:
     """Nodes that may keep another copy, the owner's own buddies first, then those in other racks."""
     storage = context.state.storage
     alive = [n for n in context.alive_nodes() if n.snapshot_port]
+    # Groups are kept in the state and changed as little as possible: if buddies moved with every node that
+    # comes or goes, each change would copy all snapshots anew.
     placed = placement.place(
         {n.name: n.rack for n in alive}, context.spec.saving.copies, storage.buddy_groups
     )
     storage.buddy_groups = [list(g) for g in placed.groups]
     first = [b for n in entry.nodes for b in placed.buddies.get(n, ())]
+    # Another rack before the same one: nodes of one rack share a switch and a power supply, and are lost
+    # together.
     others = sorted((n.name for n in alive), key=lambda n: queries.shares_rack(context, n, entry.nodes))
     return [n for n in dict.fromkeys([*first, *others]) if n not in taken]
 
@@ -432,12 +533,16 @@ def hands_over(context: Context, node: Node) -> bool:
     s = context.state
     if s.membership.level != 2 or s.membership.phase in (JobPhase.STOPPING, JobPhase.ENDED):
         return False
+    # Only the newest complete one. Handing over older ones as well would keep a node that has two minutes to
+    # leave.
     snapshot = queries.newest_whole(context)
     if snapshot is None or snapshot.world == 1:
         return False
     waits = False
     for rank in range(snapshot.world):
         entries = [h for h in snapshot.shards if h.copy.key.rank == rank]
+        # Copies on nodes that are leaving too do not count, or two nodes that leave together would each rely
+        # on the other.
         staying = {n for h in entries for n in h.nodes if s.membership.nodes[n].leaving is None}
         mine = next((h for h in entries if node.name in h.nodes), None)
         if mine is None or staying:
@@ -468,6 +573,8 @@ def _whole(context: Context, snapshot: Snapshot) -> None:
         _tell_whole(context, snapshot)
     else:
         context.record(ledger.SnapshotBack(step=snapshot.step, generation=snapshot.generation))
+    # So `_retire` tells all agents, also when it is the same step as before: it was lost in between, and
+    # agents may have freed it.
     storage.told_whole = None
     _retire(context)
     durable_checkpoints.begin_due(context)
@@ -477,12 +584,17 @@ def _retire(context: Context) -> None:
     """Gives up what is older than the newest whole snapshot, but for what is kept beside it, and tells agents if that is
     news to them."""
     s, newest = context.state, _newest(context)
+    # A newer snapshot was complete and lost a shard that may come back. What is older than that one was given
+    # up already, so telling agents of this one now would make them drop the newer's shards.
     if newest is None or (s.storage.told_whole is not None and newest.step < s.storage.told_whole[0]):
         return  # a newer one was whole, and lost a shard since: it may come back
     said = _whole_now(context)
+    # Agents are told only of news. This runs after every report of every shard.
     if s.storage.told_whole == (said.step, said.kept):
         return
     older = [x for x in s.storage.snapshots if queries.has_all(x) and x.step <= newest.step]
+    # The last two, whatever their copies: if all holders of the newest are lost at once, the one before is a
+    # few minutes of work, and nothing is the whole run.
     keep = sorted(older, key=lambda x: (x.step, x.generation))[-KEPT_WHOLE:]
     if (kept := _kept(context)) is not None:
         keep.append(kept)
@@ -503,6 +615,7 @@ def _tell_whole(context: Context, snapshot: Snapshot) -> None:
         len({n for h in snapshot.shards if h.copy.key.rank == r for n in h.nodes})
         for r in range(snapshot.world)
     )
+    # By content, so that equal replicas count once: the size of the state, not what all nodes hold together.
     rows = {h.copy.shard.row.xxh3: h.copy.shard.row.nbytes for h in snapshot.shards}
     totals = storage.totals
     totals.snapshots += 1
@@ -532,6 +645,8 @@ def unread(context: Context, copy: Copy) -> None:
     s, key = context.state, copy.key
     for snapshot in list(s.storage.snapshots):
         if (snapshot.step, snapshot.generation, snapshot.world) == (key.step, key.generation, key.world):
+            # A count over generations, not workers: one generation may fail because a holder died in that
+            # very moment. Three in a row mean that the core is wrong about who holds it.
             snapshot.unread += 1
             if snapshot.unread >= MAX_UNREAD:
                 s.storage.snapshots.remove(snapshot)
@@ -545,9 +660,13 @@ def went_back(context: Context, start: int) -> None:
     s = context.state
     if not s.membership.number and not start:
         return  # the very beginning
+    # A later rewind to an earlier step makes those to later steps superfluous: whatever they forbid, it
+    # forbids too. So the starts rise, which bounds the list in practice.
     s.storage.rewinds = [r for r in s.storage.rewinds if r.start < start] + [
         Rewind(s.membership.number + 1, start)
     ]
+    # Two become one that forgets what either does. That may forget a state that did happen, which costs a
+    # transfer; remembering one that did not would corrupt the run.
     if len(s.storage.rewinds) > KEPT_REWINDS:
         s.storage.rewinds[:2] = [Rewind(s.storage.rewinds[1].number, s.storage.rewinds[0].start)]
     durable_checkpoints.went_back(context, start)

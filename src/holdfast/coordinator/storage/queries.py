@@ -13,6 +13,8 @@ from holdfast.protocol.snapshots import Copy, Holder
 
 def newest_whole(context: Context) -> Snapshot | None:
     """The newest snapshot of which every shard is held by a node that lives."""
+    # Holders, not the mark `whole`: a snapshot short of copies that were never made can still be restored,
+    # and after a fault that is all that matters.
     there = [x for x in context.state.storage.snapshots if has_all(x)]
     return max(there, key=lambda x: (x.step, x.generation), default=None)
 
@@ -25,6 +27,7 @@ def has_all(snapshot: Snapshot) -> bool:
 def sources(context: Context, snapshot: Snapshot, rank: int, node: str) -> tuple[Copy, tuple[Holder, ...]]:
     """One shard and its holders, the node's own memory first."""
     entries = [h for h in snapshot.shards if h.copy.key.rank == rank]
+    # The node's own memory first: no network, and it stays readable when the network is what failed.
     best = max(entries, key=lambda h: (node in h.nodes, len(h.nodes)))
     return best.copy, tuple(sorted(holders(context, best), key=lambda h: h.node != node))
 
@@ -42,6 +45,7 @@ def savers(context: Context, generation: m.Generation) -> frozenset[int]:
 def savers_of(context: Context, generation: m.Generation, shard_index: int) -> frozenset[int]:
     """Those of one shard: enough of them, on different nodes and in different racks where there are such, so that nothing
     needs to be sent; they hold the same."""
+    # One saver per node: a second one would put the same bytes into the same memory.
     first: dict[str, int] = {}
     for member in (generation.members[r] for r in generation.column(shard_index)):
         if context.state.membership.nodes[member.node].snapshot_port:
@@ -49,6 +53,8 @@ def savers_of(context: Context, generation: m.Generation, shard_index: int) -> f
     wanted = context.spec.saving.copies + 1
     chosen: list[str] = []
     for name in first:
+        # First from different racks, then any. Members that copy from their own GPU cost nothing on the
+        # network, so as many copies as are wanted are made in this way.
         if len(chosen) < wanted and not shares_rack(context, name, chosen):
             chosen.append(name)
     chosen += [n for n in first if len(chosen) < wanted and n not in chosen][: wanted - len(chosen)]
@@ -74,6 +80,8 @@ def writes(context: Context, node: Node) -> bool:
 def has_last(context: Context, node: Node) -> bool:
     """Whether a node that is to leave may have a part of the state that the job ends with."""
     s = context.state
+    # At level 2 workers hand their last state to their nodes one by one. At level 0 a script saves when it
+    # likes, so the newest complete snapshot is the last state.
     if s.membership.level == 2 or s.membership.stop_reason is None:
         return any(name == node.name for name, _ in s.storage.last_from)
     snapshot = newest_whole(context)
@@ -100,6 +108,8 @@ def kept_shards(context: Context, step: int) -> set[int]:
     """The shards of the last state that nodes hold."""
     s = context.state
     taken = [x for x in s.storage.snapshots if x.step == step]
+    # Complete is complete, whichever generation took it. An incomplete one counts only of the current
+    # generation: shards of another one are not parts of the same state.
     if any(has_all(x) for x in taken):
         return set(range(s.membership.shard_count))
     return {
@@ -113,6 +123,8 @@ def awaited_shards(context: Context) -> set[int]:
     taken = [x for x in s.storage.snapshots if x.step == last]
     if any(has_all(x) or x.given_up for x in taken):
         return set()
+    # A shard that is held was answered with SnapshotStored, one that was refused with SnapshotRejected;
+    # whatever is left of what was given is still awaited, as long as its node lives.
     answered = {(n, h.copy.key.rank) for x in taken for h in x.shards for n in h.nodes}
     asked = [
         (s.membership.nodes[n], p)
@@ -124,6 +136,8 @@ def awaited_shards(context: Context) -> set[int]:
 
 def moves_until_s(context: Context) -> float:
     """While something comes to a tier its checkpoint is waited for, at least until this time; so is what is summed up."""
+    # As long as something moves, a job does not give up its last state, however slow the tier is. Only
+    # standing still is bounded.
     since_s = [x.moved_s for x in context.state.storage.storing] + [
         x[2] for x in context.state.storage.summing
     ]
