@@ -92,6 +92,13 @@ def test_every_dotted_name_of_the_package_exists(page):
         resolve(name)
 
 
+def test_every_public_name_has_its_reference():
+    page = (ROOT / "docs" / "reference" / "api.md").read_text()
+    for package in ("holdfast", "holdfast.data", "holdfast.checkpoint"):
+        for name in importlib.import_module(package).__all__:
+            assert f":: {package}.{name}\n" in page or f":: {package}.{name}." in page, f"{package}.{name}"
+
+
 def resolve(name: str) -> None:
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
