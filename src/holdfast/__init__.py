@@ -29,6 +29,8 @@ _HOMES = {
 def __getattr__(name: str) -> object:
     if name in ("checkpoint", "data"):
         return import_module(f"holdfast.{name}")
+    # Torch takes seconds to import. The command line and scripts that only read a checkpoint import this
+    # package too.
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'holdfast' has no attribute {name!r}")

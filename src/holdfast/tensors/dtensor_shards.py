@@ -46,8 +46,12 @@ def forget_meshes() -> None:
 
 def start_of(tensor: DTensor, local: torch.Tensor) -> tuple[int, ...] | None:
     """Where the piece begins in the whole; None when it is no single box of it."""
+    # A partial tensor is a sum that nobody has completed. Saved as it is, it would be restored as if it were
+    # complete.
     if any(p.is_partial() for p in tensor.placements):
         return None
+    # Mesh and placements hash by value. That is why `forget_meshes` is needed when this process gets another
+    # rank in an equal mesh.
     key = tensor.device_mesh, tensor.placements, tensor.shape, local.shape
     if key not in _starts:
         chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
@@ -86,6 +90,7 @@ def like(piece: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
         piece,
         tensor.device_mesh,
         tensor.placements,
+        # The check would be a collective among workers, in the middle of a step or of a recovery.
         run_check=False,
         shape=tensor.shape,
         stride=tensor.stride(),
@@ -109,6 +114,7 @@ def placed(tensor: torch.Tensor) -> str:
 def _word(placement: Any) -> str:
     if placement.is_replicate():
         return "R"
+    # The exact class: a strided shard is a Shard too, and its pieces lie elsewhere.
     if type(placement) is Shard:
         return f"S{placement.dim}"
     split = getattr(placement, "split_factor", None)

@@ -52,6 +52,7 @@ class Lane:
 
     def __init__(self, device: torch.device, ready: Ready, purpose: str = "out") -> None:
         self._stream = stream_of(device, purpose)
+        # Only this lane waits for the event. The stream that computes goes on.
         if device in ready:
             self._stream.wait_event(ready[device])
 
@@ -110,11 +111,14 @@ def read(parts: Iterable[torch.Tensor], ready: Ready) -> Iterator[memoryview]:
                 lane = Lane(part.device, ready)
                 lanes[part.device] = lane, [lane.buffer(STAGE_BYTES) for _ in range(2)]
             lane, buffers = lanes[part.device]
+            # Two buffers, since a consumer still reads one while the next copy runs. It asks for the next
+            # part only when it is done with this one, so a third is never needed.
             into = buffers[begun % 2][: part.numel()]
             begun += 1
             coming = into, lane.copy(into, part)
         else:
             coming = part, None
+        # One part behind: the copy that was just queued runs while the caller reads the one before it.
         if ahead is not None:
             Lane.wait(ahead[1])
             yield seen(ahead[0])
@@ -156,6 +160,7 @@ def number(tensor: torch.Tensor) -> Callable[[], float]:
     """The value that a GPU's tensor of one element has now, to be called when it is needed. It is fetched meanwhile, so that
     asking waits for nothing that was queued later."""
     into = torch.empty((), dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+    # Into pinned memory, or the copy would block the host after all.
     into.copy_(tensor, non_blocking=True)
     events = now([tensor])
 
@@ -198,11 +203,15 @@ class Pinning:
         with torch.cuda.device(self._device):
             code = torch.cuda.cudart().cudaHostRegister(begin, size, 0)  # type: ignore[no-untyped-call]
         if int(code) == 0:
+            # A refusal is no error: some systems limit locked memory. Then `covers` is false and the copies
+            # take the way through pinned buffers.
             self._known[begin] = size
 
     def unmapped(self, memory: mmap.mmap) -> None:
         """It is about to be given back."""
         begin = address(memory)
+        # Before the pages are given back. A registered address that is mapped anew would send the GPU's
+        # writes into other memory.
         if self._known.pop(begin, 0):
             torch.cuda.cudart().cudaHostUnregister(begin)  # type: ignore[no-untyped-call]
 

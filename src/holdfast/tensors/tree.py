@@ -44,6 +44,8 @@ def pack(value: Any, path: str, tensors: list[tuple[str, torch.Tensor]]) -> Any:
     if isinstance(value, torch.Tensor):
         tensors.append((path, value))
         return ["T", len(tensors) - 1]
+    # A short list on purpose. Anything else would need pickle to come back, which runs code from whoever
+    # wrote the file.
     if value is None or isinstance(value, bool | int | float | str):
         return ["x", value]
     if isinstance(value, Mapping):

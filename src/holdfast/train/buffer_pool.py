@@ -29,11 +29,14 @@ class BufferPool:
             return torch.empty(count, dtype=dtype)
         block = self._block(nbytes)
         view = memoryview(block)[:nbytes]
+        # The tensor keeps the view, and views of the tensor keep it too. So the block comes back when the
+        # last of them is gone, whoever holds it. Not at exit: then the pool itself may be gone.
         weakref.finalize(view, self._give_back, block).atexit = False
         return torch.frombuffer(view, dtype=dtype)  # which keeps the view
 
     def _block(self, nbytes: int) -> mmap.mmap:
         with self._lock:
+            # At most twice as large: a small request must not hold a large block that the next layer needs.
             fit = [block for block in self._free if nbytes <= len(block) <= 2 * nbytes]
             if fit:
                 block = min(fit, key=len)
@@ -44,4 +47,6 @@ class BufferPool:
     def _give_back(self, block: mmap.mmap) -> None:
         with self._lock:
             self._free.append(block)
+            # The oldest go first. A model's layers ask for the same few sizes in turn, so what is old is of a
+            # size that nobody asks for any more.
             del self._free[:-KEPT_BLOCKS]

@@ -72,6 +72,8 @@ def restore(
         manifest = archive.manifest(step)
         saved = manifest.shards[shard[0] % manifest.world]
         head = archive.head(saved)
+        # The same number of shards may still be cut in other places, by another mesh. Loading such bytes as
+        # they are would give a model of the right shapes and wrong values.
         if manifest.world != shard[1] or not lies_alike(objects, head.index):
             found = find_in_archive(archive, step, reader=shard[0], readers=shard[1])
             return reshard.load(objects, found, shard[0], submesh, seen)
@@ -79,6 +81,8 @@ def restore(
         image = targets(objects, head.index)
         fill(image, archive.row(saved, head), lambda nbytes: seen(nbytes, head.index.nbytes))
     except StateError as error:
+        # Bytes are verified while they are read, so the live tensors may be half written by now. The caller
+        # counts the state as absent until `load` below has run.
         raise UnreadError(str(error)) from error
     load(objects, image, submesh)
     return head.index.nbytes
@@ -112,12 +116,14 @@ def fill(image: Image, row: Row, seen: Callable[[int], None] = lambda nbytes: No
     """Brings a row's bytes into an image, several windows at once: an object store answers each after a while."""
     lows = iter(range(0, row.nbytes, WINDOW_BYTES))
     lock = threading.Lock()
+    # An object store may take minutes to fail every request. The first failure ends all readers.
     failed = threading.Event()  # then the others need not go on
 
     def work() -> None:
         buffer = memoryview(bytearray(min(WINDOW_BYTES, row.nbytes)))
         try:
             while not failed.is_set():
+                # An iterator is not safe to share between threads without this.
                 with lock:
                     low = next(lows, None)
                 if low is None:

@@ -70,10 +70,14 @@ class ChannelListener:
         if answer is None:
             raise ProtocolError("a hello without the token")
         with self._news:
+            # A slow member may still call for a generation that is over. Its socket would never be taken, and
+            # would stay open until the process ends.
             if hello.generation <= self._broken:
                 return False
             sock.send(answer.encode())  # the first bytes of a connection: there is room for all of them
             sock.setblocking(True)
+            # The newest connection counts: a caller that lost its answer calls again, and the first socket is
+            # then dead at its other end.
             if (older := self._arrived.pop((hello.generation, hello.rank), None)) is not None:
                 older.close()
             self._arrived[hello.generation, hello.rank] = sock
@@ -84,6 +88,8 @@ class ChannelListener:
         """The connection from a member. Raises CollectiveFailed when the generation breaks first."""
         with self._news:
             self._news.wait_for(lambda: (generation, rank) in self._arrived or self._broken >= generation)
+            # The break is looked at before the connection. When both are there, going on would only connect
+            # to members that have left already.
             if self._broken >= generation:
                 raise CollectiveFailed("the generation broke while its members connected")
             return self._arrived.pop((generation, rank))
@@ -131,6 +137,9 @@ class ControlChannel:
             CollectiveFailed: one cannot be reached, or does not prove that it is this member.
         """
         number = self._generation.number
+        # All lower ranks are called before any answer is awaited. Proofs are computed in the peers' listening
+        # threads, in parallel; one after the other would cost a round trip for each member, at every
+        # generation.
         asked = []
         for member in self._generation.members[: self.rank]:
             question = Question(token, _server_name(member.worker), str(number), str(self.rank))
@@ -141,12 +150,18 @@ class ControlChannel:
         for member, sock, question in asked:  # all are at work on their answers by now
             with self._calling(member):
                 answer = read_exactly(sock, ANSWER_CHARS, CONNECT_S)
+                # The address came from the coordinator, and the port may have been given to another process
+                # since. Words and votes go to nobody who does not know the token: a stranger's vote would
+                # commit a step.
                 if answer is None or not question.proves(answer.decode("latin-1")):
                     sock.close()
                     who = f"{member.host} port {member.vote_port}, where {member.worker} listened,"
                     raise OSError(f"{who} does not show that it is this worker; is another process there?")
                 sock.settimeout(None)
             self.reached()
+        # Lower ranks are called and higher ranks are awaited, so every pair has exactly one connection and
+        # nobody waits in a circle: rank 0 awaits only, and each rank's calls lead to ranks that already
+        # listen.
         for rank in range(self.rank + 1, self.size):
             self.waits(rank)
             self._add(rank, listener.take(number, rank))
@@ -165,13 +180,19 @@ class ControlChannel:
         address = (member.host, member.vote_port)
         family, kind, protocol, _, target = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, protocol)
+        # A member that is gone without a word (a lost node) answers no SYN. Without the socket in the list
+        # `abort` could not end this call, and the worker would be away for CONNECT_S at every fault.
         self._add(member.rank, sock)  # before it is connected: `abort` frees a call to a silent node
         sock.settimeout(CONNECT_S)
         sock.connect(target)
         return sock
 
     def _add(self, rank: int, sock: socket.socket) -> None:
+        # A vote is 32 bytes and closes a step. Nagle's algorithm would hold it until the peer has
+        # acknowledged the word before, up to 40 ms.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # The same order as everywhere here: first in the list, then the flag. `abort` sets the flag and then
+        # walks over the list, so one of the two sees the other.
         self._peers[rank] = sock
         if self._aborted:
             raise CollectiveFailed("the generation broke while its members connected")
@@ -182,6 +203,9 @@ class ControlChannel:
 
     def abort(self) -> None:
         """Frees whoever waits for a peer; nothing can be sent afterwards. Safe from any thread."""
+        # `shutdown` and not `close`: it wakes a thread that is inside `recv` on the socket, and the
+        # descriptor stays taken. A closed number could be given to another file while the main thread still
+        # reads from it.
         self._aborted = True
         for sock in self.sockets():
             try:
@@ -198,6 +222,9 @@ class ControlChannel:
 
     def send(self, step: int, *words: Word) -> None:
         """Sends words of three numbers for this step to every peer."""
+        # One write for all words: with the exact reduction there is one for each micro-batch. It cannot block
+        # for long, because a peer's socket buffer is larger than all words of one step, which it reads before
+        # the next.
         data = b"".join(_WORD.pack(step, *word) for word in words)
         for rank, sock in self._peers.items():
             try:
@@ -215,6 +242,9 @@ class ControlChannel:
         """
         words: list[Word] = []
         for rank in range(self.size):
+            # Everybody adds up in the order of the ranks, its own word in its place. Floating point addition
+            # depends on the order: any other one would give each replica another scale, and the replicas
+            # would drift apart.
             if rank == self.rank:
                 words += own
             else:
@@ -225,12 +255,16 @@ class ControlChannel:
 
     def _receive_one(self, rank: int, step: int) -> Word:
         try:
+            # No time limit. How long a peer may take is the coordinator's decision, because it alone sees all
+            # of them; `abort` ends the wait.
             word = self._peers[rank].recv(_WORD.size, socket.MSG_WAITALL)
         except OSError as error:
             raise CollectiveFailed(f"lost rank {rank}: {error}") from error
         if len(word) < _WORD.size:
             raise CollectiveFailed(f"lost rank {rank}: its connection closed")
         said, a, b, c = _WORD.unpack(word)
+        # The stream has no other frame than the step's number. If two members are at different steps, one has
+        # committed what the other has not, and adding their words up would hide it.
         if said != step:
             raise CollectiveFailed(f"rank {rank} is at step {said}, this rank at {step}")
         return a, b, c
@@ -290,11 +324,15 @@ class ChannelStore(dist.Store):  # type: ignore[misc, name-defined, unused-ignor
         """Sends and reads side by side: of two members that set large values, each would else wait until the other reads."""
         if done():
             return
+        # Of two members that both write a large value first, each would fill the other's socket buffer and
+        # wait for ever. So nobody writes without reading what comes meanwhile.
         with selectors.DefaultSelector() as selector:
             for rank, sock in self._channel._peers.items():
                 if wants := self._wants(rank):
                     selector.register(sock, wants, rank)
             while not done():
+                # All peers have ended and have nothing to send, so the key can never come. Without this the
+                # `select` on nothing would wait for ever.
                 if not selector.get_map():
                     raise CollectiveFailed("a key was asked for that nobody has set")
                 for key, events in selector.select():
@@ -331,6 +369,8 @@ class ChannelStore(dist.Store):  # type: ignore[misc, name-defined, unused-ignor
         frame = self._unread[rank]
         size = _HEAD.unpack_from(frame)[1] if len(frame) >= _HEAD.size else 0
         try:
+            # Exactly what is missing of one frame is read. A larger read would take words that follow the
+            # last frame, and the vote that they belong to would wait for ever.
             data = self._channel._peers[rank].recv(_HEAD.size + size - len(frame), socket.MSG_DONTWAIT)
         except BlockingIOError:
             return

@@ -49,6 +49,8 @@ class DataCursor:
 
     def advance(self) -> None:
         """A step was committed."""
+        # Part of the update closure, so it advances exactly once for every committed step, also for one that
+        # is committed after a fault.
         self.samples += self._global_batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -86,6 +88,8 @@ class DataCursor:
                 f"with {state['threads']}, and the number changes the last bits: set OMP_NUM_THREADS alike everywhere"
             )
         self.samples = int(state["samples"])
+        # Kept until `adapt`: the learning rates that were loaded are those of this batch. A peer that joins
+        # later fetches the adapted state, whose batch is the new one, so it does not adapt twice.
         self._saved_batch = int(batch)
 
     def adapt(self, protected: Mapping[str, Any]) -> None:

@@ -50,6 +50,8 @@ def prepare(reduction: Reduction, alone: bool, device: torch.device) -> int | No
             'reduction="exact" on CUDA needs torch.use_deterministic_algorithms(True) before run.steps '
             "(and CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment)"
         )
+    # The thread count is not forced on a worker, which has one already, nor on a user who chose. It is
+    # returned, so that a state made with another number is refused instead of giving other bits.
     if alone and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     return torch.get_num_threads()
@@ -72,6 +74,8 @@ class _Layout:
 
     @staticmethod
     def of(micro_batches: int, rank: int, world: int, idle: int) -> _Layout:
+        # Idle members of the column hold the same shard and take part in the exchange with no subtree, so
+        # that they can make the update as well.
         numbers = [*shares(micro_batches, world), *([range(0)] * idle)]
         parts = [subtrees(micro_batches, mine) for mine in numbers]
         leaves = [(m, m + 1) for m in numbers[rank]]
@@ -156,10 +160,14 @@ class _Bucket:
 
     def fill(self, joins: bool) -> None:
         """Parameters that took no part in the micro-batch have a gradient of +0."""
+        # A gradient that is missing here may be there on another worker. Leaving it out would make the tree
+        # depend on who computed the micro-batch.
         for i, p in enumerate(self.parameters):
             if p not in self.arrived:
                 if joins:
                     assert self.leaf is not None
+                    # Adding +0 is not nothing: -0 + 0 is +0. A worker that computes this leaf alone makes the
+                    # same addition, so the bits agree.
                     self.leaf.views[i].add_(0.0)
                 elif self.leaf is not None:
                     self.leaf.views[i].zero_()
@@ -174,8 +182,12 @@ class _Bucket:
                 assert grad is not None
                 self.leaf = _Sum(self.parameters, local_of(grad).contiguous())
             self.stack.append(self.leaf)
+        # Autograd has made the first addition of a fold already where the leaf joined the one before it,
+        # because its gradient was accumulated into that one.
         for _ in range(fold - joins):
             right = self.stack.pop()
+            # Left plus right, never the reverse. Addition of two numbers commutes, but the place of the
+            # result decides which memory is reused, and the next fold expects the sum on the left.
             self.stack[-1].flat.add_(right.flat)
             if not self.direct:
                 self.free.append(right)
@@ -264,11 +276,14 @@ class ExactSum(Gradients):
         if not self._inside:
             return  # a backward pass of the script's own
         bucket = self._bucket_of[p]
+        # A second arrival would be added to a bucket that may be on its way to the others. Re-entrant
+        # checkpointing runs a backward pass within the backward pass and is the known cause.
         if p in bucket.arrived:
             raise UsageError(
                 'reduction="exact": a parameter received its gradient twice in one backward pass; with activation '
                 "checkpointing use_reentrant=False is needed"
             )
+        # The copy is made inside autograd's hook, while the gradient is still in the cache.
         bucket.take(p)
         if len(bucket.arrived) == len(bucket.parameters):
             bucket.close(self._joins, self._fold)
@@ -308,11 +323,16 @@ class ExactSum(Gradients):
     def _one_sum(self) -> bool:
         """Two subtrees on two workers: one addition, and a + b is b + a."""
         assert self._layout is not None
+        # Then an all-reduce adds exactly these two numbers, and a + b is b + a in floating point. With a
+        # third one gloo's order of additions would count.
         return self._layout.pieces == [1, 1]
 
     def _send_subtrees(self, bucket: _Bucket, group: Group) -> None:
         """Every member gets its slice of this worker's subtrees; this one gets its slice of everyone's."""
         assert self._layout is not None
+        # Each worker adds up one slice of the bucket, for all. So the additions are made once, in one order,
+        # and everybody receives the same bits; adding up everywhere would also have to move every subtree to
+        # everyone.
         slices = _slices(bucket.size, group.size)
         own = slices[group.rank][1] - slices[group.rank][0]
         pieces = self._layout.pieces
@@ -321,6 +341,8 @@ class ExactSum(Gradients):
             bucket.inbox = local_of(bucket.parameters[0]).new_empty(need).detach()
         found: dict[tuple[int, int], torch.Tensor] = {}
         at = 0
+        # The n-th subtrees of all workers go in one collective. Every member calls the same number of
+        # collectives, also one with fewer subtrees, which then sends nothing.
         for number in range(max(pieces)):
             senders = [rank for rank in range(group.size) if pieces[rank] > number]
             received = bucket.inbox[at : at + len(senders) * own]
@@ -335,6 +357,8 @@ class ExactSum(Gradients):
             else:
                 sent, given = bucket.inbox[:0], [0] * group.size
             bucket.works.append(group.exchange(received, counts, sent, given))
+        # By rank first and number second: that is the order of the leaves in the tree, for which
+        # `piece_folds` was made.
         bucket.rows = [found[index] for index in sorted(found)]
 
     def _send_slice(self, bucket: _Bucket, group: Group) -> None:
@@ -357,6 +381,9 @@ class ExactSum(Gradients):
             group = self._group
             assert group is not None
             if group.size > 1:
+                # The next bucket's slice goes out before this bucket is waited for, so that its transfer and
+                # this one's scaling overlap. Every member launches in this same order, or two of them would
+                # wait for each other.
                 for ahead in self._buckets[number + 1 : number + 2] if number else self._buckets[:2]:
                     self._send_slice(ahead, group)
                 self._wait(bucket, group)
@@ -381,6 +408,8 @@ class ExactSum(Gradients):
     def drain(self, group: Group) -> None:
         for bucket in self._buckets:
             works, bucket.works = bucket.works, []
+            # A list and not `any`, which would stop at the first: each operation has its own time to let go,
+            # and one that was not waited for could still write into memory that is used again.
             if [work for work in works if not group.drain(work)]:  # each of them has its time
                 bucket.forget()
 

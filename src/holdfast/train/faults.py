@@ -58,8 +58,12 @@ class FaultPlan:
                 self._fire(fault, phase, step)
 
     def _fire(self, fault: ArmedFault, phase: Phase, step: int) -> None:
+        # Before it happens: a worker that survives its fault (a raised error, NaN) repeats the step, and the
+        # fault must strike once.
         self._fired.add(fault.id)
         self._link.send(FaultFired(fault.id, step, int(phase)))
+        # The process may be dead on the next line. The coordinator must know that the fault was injected, or
+        # its report would blame the machine.
         self._link.wait_acked(fault.id)
         if fault.kind is FaultKind.SLOW:
             self.slow = fault.factor or 1.0

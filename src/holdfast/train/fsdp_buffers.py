@@ -23,6 +23,8 @@ class _Pooled:
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """As FSDP2 asks for it."""
+        # On a GPU torch's caching allocator already does this, and knows about streams, which this pool does
+        # not.
         if device.type != "cpu":
             return torch.empty(*size, dtype=dtype, device=device)
         return self._pool.take(math.prod(map(int, size)), dtype).view(*size)
@@ -41,6 +43,7 @@ def use_pool(module: FSDPModule, pool: BufferPool) -> None:
     groups = module._get_fsdp_state()._fsdp_param_groups
     if len(groups) != 1:
         return  # FSDP2 takes no such wish where a module has parameters on several meshes
+    # The exact class: a script that has set its own keeps it.
     if type(groups[0]._all_gather_comm) is DefaultAllGather:
         module.set_custom_all_gather(PooledAllGather(pool))
     if type(groups[0]._reduce_scatter_comm) is DefaultReduceScatter:

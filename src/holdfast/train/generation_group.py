@@ -46,6 +46,8 @@ class Group(GlooGroup):
         """replica: the groups of this worker's replica, if it has several workers. device: where the gradients are."""
         own = generation.members[rank]
         column = [m.rank for m in generation.members if m.shard_index == own.shard_index]
+        # The sum of gradients runs over the workers with the same shard: the others hold different
+        # parameters. Within a replica FSDP2 has summed already, so adding over replicas completes the sum.
         super().__init__(column.index(rank), len(column), host, device)
         self.generation = generation.number
         self.channel = ControlChannel(generation, rank)
@@ -55,12 +57,17 @@ class Group(GlooGroup):
         self._connects_replica = (
             self._replica_groups is not None and generation.rows[own.replica] == generation.number
         )
+        # A worker that raised while it sends would leave the step between two collectives of its replica,
+        # where the others still wait for it. What it receives next comes behind all of them, so it fails
+        # there.
         self.channel.fails_on_receive = self._replica_groups is not None
 
     def join(self, token: str) -> None:
         """Connects to every member. Raises CollectiveFailed when one is gone or the generation breaks."""
         if self.channel.size == 1:
             return
+        # The control channel comes first because gloo's addresses travel over it. No store server is needed,
+        # and no key of a former generation can be read, because the sockets are new.
         self.channel.connect(self._listener, token)
         store = ChannelStore(self.channel)
         if self.size > 1:
@@ -68,7 +75,11 @@ class Group(GlooGroup):
         if self._replica_groups is not None and self._connects_replica:
             where = f"replica-{self._own.replica}"
             self._replica_groups.connect(lambda name: PrefixStore(f"{where}/{name}", store), self.generation)
+        # After this the same sockets carry words. A key that still came would be read as a word, so every
+        # member waits until every other one has said that it sends none.
         store.finish()
+        # `abort` may have run while `store.finish` was the only thing going on. Its caller believes that
+        # everything is closed, so what was connected meanwhile is closed here.
         if self._aborted:
             self.abort()
             raise CollectiveFailed("the generation broke while its members connected")

@@ -92,12 +92,20 @@ class GlooGroup:
 
     def connect(self, store: Any) -> None:
         """Connects to every member. Raises CollectiveFailed when one is gone or `abort` is called."""
+        # Sockets that exist now belong to somebody else: a tracker, a store of objects, a former group. Only
+        # later ones can be this group's.
         self._before = set(sockets_here())
         self._addresses_told = AddressStore(store)
         self._group = self._build(self._addresses_told)
+        # From here on inode and descriptor are remembered together. The script may close a socket whose
+        # number is then given to another; the inode shows that, and `abort` leaves the stranger alone.
         self._sockets = self._group_sockets()
+        # Gloo opens its sockets itself. Between workers on one machine BBR, which paces, halves the
+        # bandwidth.
         for fd in self._connections():
             with_socket(fd, unpace)
+        # `abort` may have come while the sockets were not known yet, and shut down nothing. So it is called
+        # again, now that they are.
         if self._aborted:
             self.abort()
             raise CollectiveFailed("the generation broke while its members connected")
@@ -124,8 +132,12 @@ class GlooGroup:
                     results.append(result)
                     self._news.notify_all()
 
+        # A daemon that may never end: gloo's connect cannot be cancelled. It holds its own references and
+        # touches nothing of this object but `results`, which nobody reads after an abort.
         threading.Thread(target=build, name="holdfast-connect", daemon=True).start()
         with self._news:
+            # A sign of life now and then: on a slow network connecting takes longer than a stall is
+            # tolerated, and this worker is not the one that holds the others up.
             while not self._news.wait_for(lambda: results or self._aborted, SIGN_S):
                 self.waits()
         if not results:
@@ -138,6 +150,9 @@ class GlooGroup:
         """From the thread that builds: NCCL's group is there, and its kernels may wait for a peer."""
         with self._news:
             self._group = group
+            # Read under the lock under which `abort` sets it and reads `_group`. Either `abort` finds the
+            # group and frees it, or this thread sees the flag. NCCL must be aborted once: a second abort
+            # joins a watchdog that is gone.
             late = self._aborted
         if late:
             self._free(group)
@@ -156,6 +171,7 @@ class GlooGroup:
         Raises:
             CollectiveFailed: a peer is gone, or `abort` was called.
         """
+        # After an abort gloo would accept the collective and never finish it, because its sockets are shut.
         if self._aborted or self._group is None:
             raise CollectiveFailed("the generation broke")
         try:
@@ -212,12 +228,16 @@ class GlooGroup:
         parts = mine.view(self.size, -1)
         received = pool.take(mine.numel(), mine.dtype).view(self.size, -1)
         calls = []
+        # In round d every member sends to rank + d and receives from rank - d. So at any time each link
+        # carries one part in each direction; with a fixed order of targets all would send to rank 0 first.
         for distance in range(1, self.size):
             there, back = (self.rank + distance) % self.size, (self.rank - distance) % self.size
             counts, shares = [0] * self.size, [0] * self.size
             counts[back] = shares[there] = out.numel()
             calls.append(partial(self.exchange, received[back], counts, parts[there], shares))
         self._all(calls)
+        # Parts are added in the order of the ranks and not of arrival. Otherwise a repeated step would differ
+        # in its last bits from the one before the fault.
         add_up(out.view(-1), [parts[r] if r == self.rank else received[r] for r in range(self.size)])
 
     def _all(self, calls: Sequence[Callable[[], Any]]) -> None:
@@ -249,6 +269,8 @@ class GlooGroup:
                 return
             except RuntimeError as error:
                 if not work.is_completed():
+                    # A time slice that ran out says nothing about the peer. Only the flag does: the
+                    # coordinator has decided that the generation is over.
                     if self._aborted:
                         raise CollectiveFailed("the generation broke") from error
                     continue
@@ -308,6 +330,9 @@ class GlooGroup:
         with self._news:
             self._aborted = True
             group, self._group = self._group, None
+        # Gloo still holds a tensor and waits for a peer that may never close its end. Its destructor would
+        # wait too, in whichever thread drops the last reference. So the group is leaked on purpose: a few
+        # kilobytes, once for such a fault.
         if self._stuck:
             abandon(group)
         elif group is not None and self._device is not None:
@@ -331,6 +356,9 @@ class AddressStore(dist.Store):  # type: ignore[misc, name-defined, unused-ignor
 
     def set(self, key: str, value: bytes | str) -> None:
         """As the store has it."""
+        # Every value is searched for something that looks like an address. What gloo writes is not documented
+        # and differs between versions; a false match costs nothing, because it must also be the address of a
+        # socket that this process opened meanwhile.
         self._mine |= _addresses(value.encode() if isinstance(value, str) else bytes(value))
         self._store.set(key, value)
 
@@ -351,6 +379,8 @@ class AddressStore(dist.Store):  # type: ignore[misc, name-defined, unused-ignor
     def has(self, sock: socket.socket) -> bool:
         """Whether this is a connection of the group."""
         try:
+            # A connection that gloo accepted has this process's listening port at its near end. One that it
+            # made has a peer's at its far end. Nothing else identifies them: gloo gives no descriptors out.
             near, far = sock.getsockname(), sock.getpeername()
         except OSError:
             return False  # it is not connected
@@ -386,6 +416,8 @@ def add_up(out: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         torch.add(parts[0], parts[1], out=out)
         return
     wide = torch.promote_types(out.dtype, torch.float32)
+    # The running sum of a block stays in the cache while all parts are added. Whole tensors at a time would
+    # go through memory once for every part.
     for low in range(0, out.numel(), SUM_BLOCK):
         total = parts[0][low : low + SUM_BLOCK].to(wide, copy=True)
         for part in parts[1:]:
@@ -397,6 +429,8 @@ def _gloo(store: Any, rank: int, size: int, host: str) -> Any:
     backend: Any = dist.ProcessGroupGloo
     options = backend._Options()
     options._devices = [backend.create_device(hostname=host)]
+    # Two limits: a short one while the members connect, and a long one afterwards. Gloo takes the one that it
+    # was made with for both, so the second is set after it is built.
     options._timeout = CONNECT_TIMEOUT
     group = backend(store, rank, size, options)
     group._set_default_timeout(GLOO_TIMEOUT)
@@ -445,6 +479,8 @@ def shut_down(sock: socket.socket) -> None:
 
 def abandon(group: object) -> None:
     """Keeps a process group for ever, also when Python ends: destroying it would wait for its operations."""
+    # A list in this module would not do: at exit Python clears modules, and the destructor would run then and
+    # wait.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 

@@ -92,6 +92,8 @@ class Line(dist.Store):  # type: ignore[misc, name-defined, unused-ignore]
     def __init__(self, sock: socket.socket, closed: Callable[[], None]) -> None:
         """closed: called when there is nobody at the other end any more."""
         super().__init__()
+        # The HTTP client set a limit for its answer. On the line nobody speaks while a chunk is under way, so
+        # it would end a healthy transfer.
         sock.settimeout(None)
         self._sock = sock
         self._values: dict[str, bytes] = {}
@@ -116,12 +118,14 @@ class Line(dist.Store):  # type: ignore[misc, name-defined, unused-ignore]
         with self._news:
             self._over = True
             self._news.notify_all()
+        # Wakes a newcomer that waits for a sum which never comes. The flag above does the same for keys.
         self._sums.put(None)
         self._closed()
 
     def set(self, key: str, value: bytes | str) -> None:
         """Sends the value to the other end."""
         data = value.encode() if isinstance(value, str) else bytes(value)
+        # The value is kept here too: gloo reads its own keys back.
         with self._news:
             self._values[key] = data
         self._send(pack(_Key(key, data)))
@@ -189,7 +193,11 @@ def send(sock: socket.socket, image: Image, low: int, stop: int, opened: Callabl
         line.say(end, words.tolist())
 
     try:
+        # Before the first wait: from here on the end of the generation closes the line, and with it every
+        # wait below.
         opened(line)
+        # The newcomer's HTTP client may have read beyond the answer's head. Anything that the donor sent
+        # before this word would be in that buffer, and lost.
         line.wait([LISTENING])
         pair.connect(line)
         with _lane(image, pair) as lane:
@@ -197,12 +205,16 @@ def send(sock: socket.socket, image: Image, low: int, stop: int, opened: Callabl
                 end = min(begin + CHUNK_BYTES, stop)
                 parts = [p.to(device) for p in image.parts(begin, end)]
                 row = parts[0] if len(parts) == 1 else torch.cat(parts)
+                # The sum is queued before the chunk is sent, on the same stream, so both read the same bytes.
+                # It is fetched two chunks later: waiting for it now would leave the link idle.
                 said.append((end, *_on_host(lane, fingerprint(row))))
                 _move(pair, row)
                 if len(said) > AHEAD:
                     say()
             while said:
                 say()
+        # The donor must not free or change its tensors while the last broadcast still reads them; that it was
+        # queued does not mean that it has ended.
         line.join()  # what it has not received yet may still be on its way
     finally:
         line.close()
@@ -231,6 +243,8 @@ def receive(sock: socket.socket, image: Image, low: int, stop: int, moved: Moved
         begin, end, words, mark = coming.popleft()
         Lane.wait(mark)
         said = line.hear()
+        # With NCCL an aborted kernel ends and leaves garbage behind. It is asked after the device has come to
+        # its end and before the sum is believed: a stale sum could match.
         pair.intact()
         if (said.stop, said.words) != (end, tuple(words.tolist())):
             raise ChecksumError(f"bytes {begin} to {end} are damaged")
@@ -245,6 +259,8 @@ def receive(sock: socket.socket, image: Image, low: int, stop: int, moved: Moved
                 end = min(begin + CHUNK_BYTES, stop)
                 parts = list(image.parts(begin, end))
                 # Gloo may write into what it was given after an abort; what NCCL does has an end that is waited for.
+                # The live tensor may receive directly only where no one writes into it afterwards. Elsewhere
+                # the chunk comes into memory of its own, which can be given up.
                 whole = len(parts) == 1 and parts[0].device == device and pair.queues
                 row = parts[0] if whole else torch.empty(end - begin, dtype=torch.uint8, device=device)
                 _move(pair, row)
@@ -280,6 +296,8 @@ def _lane(image: Image, pair: GlooGroup) -> Iterator[Lane]:
         pair.abort()
         raise
     finally:
+        # Also on an error: the caller goes on to fill the same tensors over HTTP, and a late kernel of this
+        # stripe would overwrite what that brought.
         Lane.wait(lane.mark())
         _idle.append(number)
 
@@ -317,6 +335,8 @@ def fingerprint(row: torch.Tensor) -> torch.Tensor:
     for words in (*torch.split(row[: 8 * count].view(torch.int64), BLOCK_WORDS), rest.view(torch.int64)):
         weights = _weights(row.device)[: words.numel()]
         sums = torch.stack([(words * weights).sum(), ((words >> 32) * weights).sum()])
+        # A polynomial over the blocks, modulo 2^64. With a plain sum two blocks that changed places would not
+        # be seen.
         total = total * FACTOR + sums
     return total
 

@@ -32,9 +32,13 @@ class StepCounter:
     def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """After one optimizer step."""
         if self._link.page.generation:
+            # An unmodified script has no commit. At level 2 this hook would count an optimizer's step before
+            # its commit is noted, and the agent would see one too many.
             return  # at level 2 the commit counts
         if self._optimizer is None:
             self._optimizer = id(optimizer)
+        # A GAN has two optimizers and one step. Counting the first one that steps is the only rule that needs
+        # nothing of the script.
         if id(optimizer) != self._optimizer:
             return
         now = time.perf_counter()

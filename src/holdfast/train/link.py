@@ -67,6 +67,8 @@ class Link:
 
     def send(self, message: m.WorkerMessage) -> None:
         """To the agent. An agent that is gone takes this process with it, so errors need no answer."""
+        # Packed outside the lock; only the write is under it. The main thread, the snapshot's and the
+        # reader's all send, and two frames must not interleave.
         frame = pack(message)
         with self._sending:
             try:
@@ -86,6 +88,8 @@ class Link:
 
     def check(self, generation: int) -> None:
         """Raises GenerationBroken when this generation, or a later one, was broken."""
+        # Read without the lock: one attribute, which only grows. A step asks several times, and a value that
+        # is a moment old is found by the next collective.
         if self._broken >= generation:
             raise GenerationBroken(self._broken_reason)
 
@@ -96,6 +100,7 @@ class Link:
     def wait_broken(self, generation: int) -> None:
         """Waits until the coordinator has broken the generation (after a collective failed here)."""
         with self._news:
+            # An order ends the wait too. A Stop may come without a Break, when the job ends at this moment.
             self._news.wait_for(lambda: self._broken >= generation or self._order is not None)
 
     def yielding(self, generation: int) -> bool:
@@ -115,6 +120,8 @@ class Link:
         run_to: called with where to leave the step then. `abort` may follow.
         """
         with self._news:
+            # Under the lock that `_note` holds, so a break is seen here or finds the new `abort`; it cannot
+            # fall in between. `abort` is called outside of it, because it takes locks of its own.
             if self._broken < generation:
                 self._abort, self._halt, self._run_to = abort, halt, run_to
                 return
@@ -167,6 +174,7 @@ class Link:
     def _note(self, order: m.ToWorker) -> Callable[[], None] | None:
         with self._news:
             match order:
+                # Messages of an older coordinator or a repeated one change nothing: the number only grows.
                 case m.JoinGeneration(generation=generation) if generation.number > self._seen:
                     self._seen = generation.number
                     self._order = order
@@ -175,8 +183,12 @@ class Link:
                 case m.Break(generation, reason, halts) if generation > self._broken:
                     self._broken, self._broken_reason = generation, reason
                     self._news.notify_all()
+                    # The replica is whole: its workers first agree where to leave the step. `abort` stays
+                    # armed, for when one of them cannot go on.
                     if halts and self._halt is not None:
                         return partial(self._say_halted, generation, self._halt)
+                    # Taken out, so that it runs once. It is returned and not called: it would be called under
+                    # the lock, and the main thread may need that lock to get out of its collective.
                     abort, self._abort = self._abort, None
                     return abort
                 case m.Break(generation, _, halts) if generation == self._broken and not halts:

@@ -27,6 +27,7 @@ class _Kept:
 
     def same(self) -> bool:
         """The copy is what the buffer holds. Small ones are not looked at."""
+        # A small buffer is copied anew in every step: comparing costs as much as copying.
         if self.copy is None or not self.large or self.buffer._version != self._version:
             return False
         return torch.equal(self._sample(self.buffer), self._sample(self.copy))
@@ -36,6 +37,8 @@ class _Kept:
 
     def keep(self) -> torch.Tensor:
         """A copy of the buffer as it is now; an older copy is never written to, somebody may be reading it."""
+        # A new clone, never a write into the old one: a snapshot's thread or a newcomer may still be reading
+        # that.
         if self.copy is None or not self.same():
             self.copy, self._version = self.buffer.detach().clone(), self.buffer._version
         return self.copy
@@ -45,6 +48,8 @@ class _Kept:
         if self.copy is not None and not self.same():
             with torch.no_grad():
                 self.buffer.copy_(self.copy)
+            # The write itself counted as a change. Without this the buffer would be copied again in the next
+            # step.
             self._version = self.buffer._version
 
 

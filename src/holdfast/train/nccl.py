@@ -48,8 +48,11 @@ def agreed(store: Store, rank: int, size: int, device: torch.device | None) -> b
     """
     if device is None or device.type != "cuda":
         return False
+    # The UUID and not the index: every container and every node counts its GPUs from 0.
     store.set(f"gpu-{rank}", _gpu(device))
     gpus = {bytes(store.get(f"gpu-{other}")) for other in range(size)}
+    # All members read the same values, so they decide alike without another round. One that chose differently
+    # would wait in another library's connect.
     return len(gpus) == size and b"" not in gpus
 
 
@@ -78,10 +81,15 @@ def build(
     backend: Any = dist.ProcessGroupNCCL  # type: ignore[attr-defined, unused-ignore]
     options = backend.Options()
     options._timeout = timeout
+    # A communicator that blocks cannot be aborted while it is being made. With this torch polls it, and
+    # TORCH_NCCL_NONBLOCKING_TIMEOUT bounds the wait.
     options.config.blocking = 0
     group = backend(store, rank, size, options)
+    # Before it connects: from here on `abort` has something to end, also when a peer never comes.
     made(group)
     group.eager_connect_single_device(device)
+    # A stream of its own, so the first collective waits for no kernel of the model, and no kernel of the
+    # model waits for a peer that may be lost.
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):  # what is made for the first collective is made here, and waited for
         group.allreduce([torch.zeros(1, device=device)]).wait()
@@ -91,4 +99,6 @@ def build(
 
 def abort(group: Any) -> None:
     """Ends everything that is queued or being made, and gives the group back. Once for every group."""
+    # Not awaited. An abort waits for the communicator's kernels, which may wait for a kernel that another
+    # group's abort ends; one after the other they would deadlock.
     threading.Thread(target=group.abort, name="holdfast-nccl-abort", daemon=True).start()

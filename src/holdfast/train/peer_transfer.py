@@ -73,6 +73,8 @@ class DonorServer(RangeServer):
         with self._news:
             self._generation, self._image = generation, image
             self._news.notify_all()
+            # Whoever is sending from the live tensors must stop before this worker changes them. The new
+            # number is set first, so a line that is opened now is refused in `opened`.
             for line in self._lines:
                 line.close()
 
@@ -81,6 +83,9 @@ class DonorServer(RangeServer):
 
     def _wait(self, generation: int) -> Image | None:
         with self._news:
+            # A newcomer is told of its generation at the same time as its donors, so it may call before they
+            # have published. Holding the request costs one thread; refusing it would cost a round trip and a
+            # poll.
             self._news.wait_for(lambda: self._generation >= generation, timeout=PUBLISH_WAIT_S)
             return self._image if self._generation == generation else None
 
@@ -94,6 +99,8 @@ class DonorServer(RangeServer):
 
         def opened(line: gpu_transfer.Line) -> None:
             with self._news:
+                # Checked under the lock that `publish` holds: a line is either in the set when it closes all
+                # of them, or never opened.
                 if self._generation != generation:
                     raise CollectiveFailed("the generation ended")
                 own.append(line)
@@ -114,6 +121,8 @@ class DonorServer(RangeServer):
         image = self._wait(int(number)) if number.isdecimal() else None
         if image is None and number.isdecimal() and self._is_to_come(int(number)):
             request.send_error(503, "this generation is not served yet: ask again")
+        # 410 and 503 mean different things to the reader: at 410 it asks the next donor, at 503 it asks this
+        # one again. A donor that reads the state from a tier for all answers 503 until it has it.
         elif image is None:
             request.send_error(410, "this generation is not served here")
         elif url.path == "/state/index":
@@ -144,6 +153,9 @@ class DonorServer(RangeServer):
         for low in range(start, stop, CHUNK_BYTES):
             # Asked again for every chunk: with the generation's end the optimizer may step, and what is read from the
             # live tensors afterwards would be half of one step and half of the next.
+            # The tensors are live. While the generation holds nobody updates them, because the newcomer has
+            # not voted. Once it is over an update may be under way, so the bytes stop in the middle and the
+            # reader sees a short answer, never a torn state.
             if not self._current(generation):
                 return
             digest = xxhash.xxh3_64()
@@ -201,6 +213,8 @@ class Fetch:
         """
         index = self._index()
         image = targets(objects, index)
+        # Each stripe begins at another donor and goes on to the next one where that fails. So the load is
+        # spread while all are well, and one lost donor costs only its own stripe's rest.
         stripes = _stripes(index.nbytes, len(self._members))
         if not stripes:
             return image
@@ -232,6 +246,8 @@ class Fetch:
         """Reads one stripe, going on at the next donor where one fails."""
         low, stop = stripe
         reason: Exception | None = None
+        # The fast way first, and what it has not brought comes over HTTP from the same offset. Bytes that it
+        # reported were verified, so none is fetched twice.
         if gpu_transfer.possible(image):
             low = self._directly(members[0], image, low, stop)
         if low == stop:
@@ -242,10 +258,14 @@ class Fetch:
                     while low < stop:
                         high = min(low + CHUNK_BYTES, stop)
                         _read_chunk(response, image, low, high, member)
+                        # Only verified chunks move `low` on. A damaged one is fetched again from the next
+                        # donor, over the same place in the tensor.
                         self._seen(high - low, image.index.nbytes)
                         low = high
                 return
             except (OSError, http.client.HTTPException, StateError) as error:
+                # The last reason is kept, not all: earlier donors failed in ways that the next one made up
+                # for.
                 reason = error
         raise StateError(f"bytes {low} to {stop} of the state: the last donor said: {reason}")
 
@@ -303,6 +323,8 @@ class Fetch:
         if span:
             headers["Range"] = f"bytes={span[0]}-{span[1] - 1}"
         with self._lock:
+            # The connection is registered under the same lock. Otherwise `abort` could walk over the set just
+            # before, and this request would wait for a donor that has left.
             if self._aborted:
                 raise StateError("the generation broke")
             self._open.add(connection)
@@ -311,6 +333,8 @@ class Fetch:
                 connection.request("GET", path, headers=headers)
                 response = connection.getresponse()
             with response:
+                # Before one byte of the body is used: it goes straight into the live tensors. Another process
+                # on a reused port must not be able to write into the model.
                 if not question.proves(response.getheader(ANSWER_HEADER, "")):
                     who = f"{member.host} port {member.data_port}, where {member.worker} listened,"
                     raise StateError(
@@ -324,8 +348,11 @@ class Fetch:
 
 
 def _stripes(nbytes: int, donors: int) -> list[tuple[int, int]]:
+    # A stripe needs a connection and a proof. Below 8 MiB these cost more than a second donor saves.
     count = max(1, min(donors, nbytes // MIN_STRIPE_BYTES))
     size = -(-nbytes // count)
+    # Stripes begin at a multiple of a chunk: both sides cut chunks from the stripe's own beginning, and their
+    # checksums must be over the same bytes.
     size = -(-size // CHUNK_BYTES) * CHUNK_BYTES
     return [(low, min(low + size, nbytes)) for low in range(0, nbytes, size)]
 

@@ -72,7 +72,12 @@ class ReplicaGroups:
             )
         if BACKEND not in dist.Backend.backend_list:
             dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
+        # The backend's factory is called by torch with a rank, a size and a name, and with nothing of ours. A
+        # process is in one replica, so a global is what connects the two. It must be set before torch makes
+        # the default group on the next line.
         _replica[:] = [self]
+        # A HashStore has no server: nobody is reached here. Torch only needs a store so as to accept the
+        # group; the members find each other later, through the control channel.
         dist.init_process_group(BACKEND, store=HashStore(), rank=self.shard_index, world_size=self.size)
 
     def shut(self) -> None:
@@ -92,6 +97,9 @@ class ReplicaGroups:
         """The connections are of no use to the next generation: it makes new ones, or none where this worker is beside the
         replicas. Before anybody may call `halt` or `abort` for that generation."""
         self.close()
+        # The flags are cleared here and not in `connect`. Between the two the link's thread may already be
+        # given this generation's `halt` and `abort`, and a flag that it sets must not be wiped out by the
+        # main thread.
         self.beside = beside
         with self._news:
             self._aborted = self._halting = False
@@ -105,10 +113,15 @@ class ReplicaGroups:
         """
         for group in self._groups:
             if group.size() > 1:
+                # The group is assigned before `_aborted` is read, and `abort` sets the flag before it walks
+                # over the groups. So whichever comes first, either this thread sees the flag or `abort` sees
+                # the group. In any other order a break at this moment leaves `connect` waiting for a lost
+                # peer.
                 group.gloo = GlooGroup(group.rank(), group.size(), self.host, self.device)
                 if self._aborted:
                     raise CollectiveFailed("the generation broke while its members connected")
                 group.gloo.connect(store_of(group.label))
+        # Only a replica whose groups are all connected may be kept over a break, see `leave`.
         self.connected_in = generation
 
     @property
@@ -119,6 +132,8 @@ class ReplicaGroups:
     def abort(self) -> None:
         """Frees every call that waits for a worker of the replica. Safe from any thread, more than once."""
         with self._news:
+            # The flag comes first: a collective that is about to begin checks it under the same lock, so none
+            # begins behind the abort and waits for a peer that has left.
             self._aborted = True
             self._news.notify_all()
         for group in self._groups:
@@ -139,6 +154,9 @@ class ReplicaGroups:
         """The generation broke, and this replica is whole: no further collective begins before `run_to`. Returns how many
         have begun. From the link's thread."""
         with self._news:
+            # The count is read under the lock that `begin` holds when it adds to it. So the number that goes
+            # to the coordinator is exact: a collective that is not in it has not begun and will not begin
+            # before `run_to`.
             self._halting, self._limit = True, None
             self._news.notify_all()
             return self._begun
@@ -156,8 +174,15 @@ class ReplicaGroups:
             CollectiveFailed: the step is to be left here.
         """
         with self._news:
+            # A worker that is behind must still run the collectives that others of its replica have begun:
+            # they wait inside them for this one. A worker that is ahead must not begin another. So everybody
+            # stops here until the coordinator has compared the counts. The wait has no time limit of its own:
+            # either `run_to` comes, or the coordinator aborts the replica because one of its workers did not
+            # answer.
             if self._halting:
                 self._news.wait_for(lambda: self._aborted or self._limit is not None)
+            # The limit is the largest count of the replica. All its workers leave at this same call, so every
+            # collective was run by all of them or by none, and the connections carry no half of one.
             if self._aborted or (self._limit is not None and self._begun >= self._limit):
                 raise CollectiveFailed("the generation broke")
             self._begun += 1
@@ -167,7 +192,13 @@ class ReplicaGroups:
         groups are of no use any more. broken: the generation is, so `halt` or `abort` has been called or is about to be."""
         with self._news:
             if broken:
+                # The main thread may be here before the link's thread has called `halt`. Deciding now would
+                # see neither a limit nor an abort, and the replica would keep groups of which the others
+                # think otherwise.
                 self._news.wait_for(lambda: self._aborted or (self._halting and self._limit is not None))
+            # This worker may have left the step early, by an error of its own, with fewer collectives than
+            # the limit. Then the others wait in one that never comes: the replica is not whole, and its
+            # connections cannot be kept.
             whole = not self._aborted and self._limit in (None, self._begun) and self.connected_in > 0
             if whole:
                 self._halting, self._limit = False, None
@@ -197,6 +228,8 @@ class ReconnectableGroup(_ProcessGroup):  # type: ignore[misc]
     """
 
     def __init__(self, groups: ReplicaGroups, rank: int, size: int, name: str) -> None:
+        # Everything that torch asks of a group at construction is answered without a peer, because FSDP2 and
+        # `DeviceMesh` build theirs while the model is built, long before the first generation.
         super().__init__(rank, size)
         self._replica_groups, self._rank, self._size = groups, rank, size
         self.label = name
@@ -207,6 +240,8 @@ class ReconnectableGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _run(self, name: str, *args: Any, **options: Any) -> Any:
         if self._size == 1 and name in BY_ITSELF:
+            # A dimension of one worker is common: `replicate` always is one. Such a collective must not count
+            # as one of the replica's either, or `halt` would compare numbers that differ between layouts.
             return self._run_beside(name, *args)  # gloo would copy it, of a GPU to host memory and back
         gloo = self.gloo
         if gloo is None:
@@ -219,6 +254,8 @@ class ReconnectableGroup(_ProcessGroup):  # type: ignore[misc]
                 "the model without communication: every worker from the same seed, distribute_tensor and "
                 "parallelize_module with src_data_rank=None"
             )
+        # Counted before anything can fail, and once for each call that reaches the other workers. All workers
+        # of a replica make the same calls in the same order, which is what makes the counts comparable.
         if self._size > 1:
             self._replica_groups.begin()
         self._replica_groups.called(True)
@@ -228,6 +265,8 @@ class ReconnectableGroup(_ProcessGroup):  # type: ignore[misc]
             try:
                 gloo.wait(work)
             except CollectiveFailed:
+                # Gloo may write into the tensor as long as it holds it. FSDP2 gives its memory back as soon
+                # as this call raises, so the wait for gloo has to come before the error.
                 gloo.drain(work)
                 raise
         self._replica_groups.called(False)
@@ -236,6 +275,9 @@ class ReconnectableGroup(_ProcessGroup):  # type: ignore[misc]
     def _ran_better(self, gloo: GlooGroup, name: str, *args: Any) -> Any:
         """FSDP2's two collectives where gloo's own are slow. None: as gloo has it. All members decide alike: by what is called
         and with what."""
+        # Each member decides by the name, the dtype and the layout, which are the same on all of them. A
+        # decision by anything local, such as an address or the load, would pair a broadcast here with an
+        # all-gather there.
         if name not in ("_allgather_base", "_reduce_scatter_base") or self._size == 1:
             return None
         out, mine = args[:2]

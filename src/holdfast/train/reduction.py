@@ -40,6 +40,8 @@ class _Bucket:
 
     def allocate(self) -> None:
         """Takes new memory, when gloo keeps the old."""
+        # All parameters of a bucket have one dtype and one device (`grouped`), so one flat tensor can hold
+        # them.
         first = self.parameters[0]
         self.views: list[torch.Tensor] = []
         self.grads: list[torch.Tensor] = []
@@ -54,6 +56,8 @@ class _Bucket:
 
     def fill(self, filled: set[torch.nn.Parameter]) -> None:
         """Makes `flat` whole: a parameter that took no part in any backward pass has a gradient of 0."""
+        # Where autograd put it: copying a large gradient costs more than a call of its own to gloo. It is
+        # looked up at every step, because autograd may have chosen new memory.
         if self.direct:
             p = self.parameters[0]
             grad = torch.zeros_like(local_of(p)) if p.grad is None else local_of(p.grad)
@@ -63,6 +67,8 @@ class _Bucket:
             self.flat = grad.view(-1)
             return
         for p, view, grad in zip(self.parameters, self.views, self.grads, strict=True):
+            # The flat memory still holds the sum of the step before. Without this it would be added in as
+            # this step's gradient.
             if p not in filled:
                 view.zero_()
                 p.grad = grad
@@ -187,6 +193,8 @@ class GradientSum(Gradients):
         self._group, self._next = None, 0
         self._filled.clear()
         for bucket in self._buckets:
+            # Gradients are dropped and not zeroed: autograd then writes the first one instead of adding to
+            # zeros, which saves a pass over memory.
             bucket.missing, bucket.work = len(bucket.parameters), None
             for p in bucket.parameters:
                 p.grad = None
@@ -218,10 +226,14 @@ class GradientSum(Gradients):
                 self._launch_full(self._group)
 
     def _launch_full(self, group: Group) -> None:
+        # In one fixed order, whatever the order of arrival. Collectives have no names: a replica that
+        # launched bucket 3 before 2 would be added to another's bucket 2.
         while self._next < len(self._buckets) and self._buckets[self._next].missing <= 0:
             self._launch(self._buckets[self._next], group)
 
     def _launch(self, bucket: _Bucket, group: Group) -> None:
+        # Filled at the launch and not at the end of the backward pass, so a bucket with an unused parameter
+        # delays only itself.
         bucket.fill(self._filled)
         if self.poison:
             bucket.flat[0] = math.nan
@@ -243,6 +255,7 @@ class GradientSum(Gradients):
                 assert self._group is not None
                 self._group.wait(bucket.work)
                 self._changed()
+            # Scaling and the norm share one pass over memory, in blocks that stay in the cache.
             squares += scale_and_square(bucket.flat, scale()) * bucket.counts
         return float(squares)
 
@@ -255,6 +268,8 @@ class GradientSum(Gradients):
     def drain(self, group: Group) -> None:
         for bucket in self._buckets:
             work, bucket.work = bucket.work, None
+            # Gloo keeps that memory and may still write into it. The bucket takes new memory, and the old is
+            # left to gloo; used again, it would be changed in the middle of the next step.
             if work is not None and not group.drain(work):
                 bucket.allocate()
 
@@ -266,9 +281,13 @@ def grouped(
     parameters count here or none."""
     buckets: list[list[torch.nn.Parameter]] = []
     open_buckets: dict[tuple[torch.dtype, torch.device, bool], tuple[list[torch.nn.Parameter], int]] = {}
+    # The backward pass runs against the order of registration, so the first bucket fills first and its
+    # transfer overlaps with the rest.
     for p in reversed(parameters):
         key = (p.dtype, p.device, counts(p))
         size = nbytes_of(p)
+        # A small first bucket starts the network early; with a large one it would idle until a fifth of the
+        # backward pass is done.
         limit = FIRST_BUCKET_BYTES if len(buckets) <= 1 else BUCKET_BYTES
         if is_large(p):
             buckets.append([p])
@@ -301,6 +320,8 @@ def scale_and_square(flat: torch.Tensor, scale: float) -> Any:
     for block in torch.split(flat, CACHE_BLOCK):
         block.mul_(scale)
         squares += float(torch.dot(block, block))
+    # A sum of squares overflows single precision long before the gradient does. Only then is it computed
+    # again in double precision; an infinite gradient stays infinite.
     if math.isinf(squares):
         return float(torch.linalg.vector_norm(flat.double()).square())
     return squares
@@ -308,6 +329,7 @@ def scale_and_square(flat: torch.Tensor, scale: float) -> Any:
 
 def clip(flats: Iterable[torch.Tensor], norm: float, max_norm: float) -> None:
     """As torch.nn.utils.clip_grad_norm_ does."""
+    # The constant is torch's, so that a script gets the same numbers as from `clip_grad_norm_`.
     factor = max_norm / (norm + 1e-6)
     if factor < 1.0:
         for flat in flats:

@@ -134,6 +134,8 @@ class Replica:
         self._protected = protected
         self._page = link.page
         host = link.start.host
+        # Listener and donor outlive `main`: when it runs again for another shard the ports that the
+        # coordinator knows must stay the same.
         endpoint = endpoint or Endpoint(host, link.token, link.start.worker)
         self._listener, self._donor = endpoint.listener, endpoint.donor
         self._buffers = ModuleBuffers(state_image.buffers_of(protected))
@@ -215,6 +217,8 @@ class Replica:
         channel = self.group.channel
         channel.send(step, (squares, 0.0, 0.0))
         words = channel.receive(step, [(squares, 0.0, 0.0)])
+        # Ranks 0 to shards - 1 are one complete replica. All replicas hold the same sums, so one of them is
+        # enough; adding all would count each square several times, and the members beside them hold nothing.
         total = sum(words[rank][0] for rank in range(shards))  # of one replica: all have the same
         return total if total >= 0 else math.nan
 
@@ -252,8 +256,12 @@ class Replica:
             if isinstance(order, m.Rebuild):
                 raise RunMainAgain(order.shard_index)
             assert isinstance(order, m.JoinGeneration)
+            # The order is taken over before the prepared step is settled: settling reports progress, and does
+            # so under the new generation's number.
             self.form = order
             self._page.generation = self.generation
+            # Before this worker joins: it may be a donor of the state in which the new generation starts, and
+            # newcomers read its live tensors as soon as they are published.
             self._settle(order.apply)
             try:
                 self._join(order)
@@ -263,9 +271,13 @@ class Replica:
 
     def _settle(self, apply: bool) -> None:
         """The prepared step counts after all, or it is dropped."""
+        # Forgotten first. If the update raises below, the step must not be settled a second time with the
+        # next order: that would apply a gradient twice.
         step, self._last = self._last, None
         if step is None or step.stage is Stage.COMMITTED:
             return
+        # `apply` follows one rule for all survivors (`policy.settle`): if anyone committed the step, or all
+        # of them prepared it, it counts everywhere; otherwise it counts nowhere.
         if apply and step.stage is Stage.PREPARED:
             # Rank 0 may be a newcomer now, which never computed this step: then the others tell its loss, or nobody does.
             self._tells = True
@@ -280,11 +292,15 @@ class Replica:
         self._timer.forget()
         generation = form.generation
         replica = generation.members[form.rank].replica
+        # Connections of a replica that came through the break whole are kept. Closing and making them again
+        # would cost more than all the rest of a recovery.
         if self.sharding and (replica < 0 or generation.number in generation.rows[replica : replica + 1]):
             self.sharding.groups.renew(beside=replica < 0)
         self._snapshots.join(form)
         reads_for_all = form.serve and form.restore
         if reads_for_all:
+            # A donor that reads the state from a tier itself must not yet answer with what it holds: that is
+            # the state of another step.
             self._donor.publish(self.generation - 1, None)  # who asks for this one is told that it is to come
         else:
             self._donor.publish(self.generation, self._image() if form.serve else None)
@@ -296,6 +312,8 @@ class Replica:
                 self._donor.publish(self.generation, self._image())
         elif self.committed is None:
             self.committed = generation.start
+        # A fresh start for whoever watches the page: a collective count or a peer of the old generation would
+        # look like progress, or like a culprit.
         self._page.wait_for(-1)
         self._page.committed, self._page.collectives = self.committed or 0, 0
         self._page.enter(Phase.JOIN)
@@ -305,6 +323,8 @@ class Replica:
         group = self.group = Group(
             generation, form.rank, self.link.start.host, self._listener, groups, self.device
         )
+        # Before `join`, which may wait for a lost member. If the generation broke meanwhile, `guard` aborts at once,
+        # and `join` fails instead of waiting.
         self.link.guard(
             generation.number,
             group.abort_all,
@@ -313,6 +333,8 @@ class Replica:
         )
         self.group.channel.waits, self.group.channel.reached = self._wait_for, self._page.beat
         self.group.join(self.link.token)
+        # Everybody is connected, and the generation may already be over. Reporting Joined for it would let
+        # the coordinator take this worker for one that trains.
         self.link.check(generation.number)
         self._page.beat()
         self._first_in_generation = True
@@ -326,6 +348,8 @@ class Replica:
     def _restore(self, form: m.JoinGeneration) -> tuple[int, float]:
         """Fetches the state of the generation's start; until it is whole this worker holds none."""
         began = time.monotonic()
+        # From here to the end of the transfer the live tensors are a mixture. If this worker is lost in
+        # between and reports, it must report that it holds nothing.
         self.committed = None
         self._snapshots.before_update()
         self._page.wait_for(-1)
@@ -335,6 +359,7 @@ class Replica:
         cursor = self._protected.get(NAME)
         if isinstance(cursor, DataCursor):
             cursor.adapt(self._protected)
+        # The copies are of the buffers before the transfer. Rolling back to them would undo it.
         self._buffers.forget()
         self.committed = form.generation.start
         return restored, time.monotonic() - began
@@ -342,11 +367,15 @@ class Replica:
     def _part(self, error: Exception) -> None:
         """Leaves a generation that cannot go on, and reports what this worker holds."""
         number = self.generation
+        # Only what fails before the coordinator has spoken is evidence. After a break every collective fails,
+        # and such reports would only point at the survivors.
         if not self.link.broken(number):
             step = self.committed if self.committed is not None else -1
             lost = isinstance(error, StateLost)
             detail = str(error) if lost else f"{type(error).__name__}: {error}"
             self.link.send(m.CollectiveError(number, step, detail, lost))
+            # This worker does not judge. A collective that failed here may be this worker's own fault, a
+            # peer's or the network's; the coordinator sees all reports and decides for all.
             self.link.wait_broken(number)
         self._park()
 
@@ -354,6 +383,9 @@ class Replica:
         number = self.generation
         self._page.enter(Phase.PARKED)
         begun = -1
+        # The order matters. First `abort`, so that no thread waits for a peer. Then `leave`, which settles
+        # how many collectives of the replica were run. Then `drain`, because gloo may write into gradients
+        # until it has let go of them. `close` comes last: it frees what the others still used.
         if hasattr(self, "group"):
             self.group.abort()
             begun = self.group.leave(self.group.generation == number and self.link.broken(number))
@@ -362,6 +394,8 @@ class Replica:
             self.group.close()
         step = self._last
         prepared = step is not None and step.stage is Stage.PREPARED
+        # A torn step has updated some tensors and not others. Neither the step before nor the one after is
+        # here, so nothing may be reported as held; the state is fetched from a peer.
         held = None if step is not None and step.stage is Stage.TORN else self.committed
         self.committed = held
         self._flush_losses()
@@ -388,6 +422,8 @@ class Replica:
             return False
         self._page.enter(Phase.TIER)
         saves = ordered or self._snapshots.saves
+        # The agent's memory outlives this process, so the copy there is brought to every tier while the job
+        # already ends.
         held = saves and self._snapshots.last(step, lambda: state_image.capture(self._protected, step))
         if not held and not self.rank and self.form is not None and self.form.generation.shard_count == 1:
             for tier in tiers:
@@ -411,6 +447,8 @@ class Replica:
 
     def begin_step(self) -> None:
         """The step starts from what was committed."""
+        # The snapshot begins before the step, since the state is complete now and stays as it is until the
+        # update.
         self._snapshots.begin(self.committed or 0, self._image)
         self.gradients.begin()
         self._buffers.keep()
@@ -443,6 +481,8 @@ class Replica:
     def check(self) -> None:
         """Raises GenerationBroken when there is no use in going on with this step. In a replica of several workers nobody
         leaves it alone, but at a call to the others."""
+        # A worker of a sharded replica that left a step at once would leave the others of its replica inside
+        # a collective. It goes on to the next one, where `ReplicaGroups.begin` decides for all.
         if self.sharding is None or self.sharding.groups.aborted:
             self.link.check(self.generation)
 
@@ -456,12 +496,18 @@ class Replica:
         The word also carries whether the generation is to end at this commit, so all leave together, and rank 0's
         whether it is to be saved.
         """
+        # Read once, before the vote goes out. A planned change that arrives later waits for the next commit;
+        # deciding on it now would be a decision of this worker alone, and the others would train on.
         ends = 1.0 if self.link.yielding(self.generation) else 0.0
         saves = 1.0 if self.rank == 0 and self._snapshots.due(step + 1) else 0.0
         channel = self.group.channel
         channel.send(step, (1.0, ends, saves))
         self.alive()
+        # A member votes once its gradient is complete. So whoever has heard all votes knows that each member
+        # can make this update without another word from anybody: this is what makes the commit safe although
+        # members may be lost in the next moment.
         words = channel.receive(step, [(1.0, ends, saves)])
+        # Any member may ask, and all see the same words, so all leave at the same commit.
         self._ends_here = any(e > 0 for _, e, _ in words)
         if any(x > 0 for _, _, x in words):
             self._snapshots.want()
@@ -470,6 +516,8 @@ class Replica:
         """A prepared step counts: updates the state, notes that, and tells the agent now and then."""
         decided_s = time.perf_counter()
         self.enter(Phase.UPDATE, prepared.index)
+        # The snapshot's thread reads the live tensors. The update may not begin before it has ended or was
+        # given up: its copy would be of two steps.
         self._snapshots.before_update()
         self.state_guard.release()
         step = prepared.finish(decided_s)
@@ -493,6 +541,8 @@ class Replica:
             spent := self._timer.commit(step.index, step.micro_batches, step.own_loss, step.loss)
         ) is not None:
             self._spent.append(spent)
+        # Steps of a millisecond would flood the coordinator. The first of a generation is always reported: it
+        # ends the incident, and a recovery's duration is measured by it.
         now = time.monotonic()
         if self._first_in_generation or now - self._sent_at >= PROGRESS_EVERY_S:
             self._first_in_generation = False
@@ -567,8 +617,11 @@ class Replica:
 
     def recover(self, step: StepOutcome, error: Exception) -> bool:
         """A step raised. Decides with the others what becomes of it; returns when training can go on."""
+        # A job of one has nobody to recover with: the script's error is the script's.
         if self._alone:
             return False
+        # Kept before anything is reported. What this worker holds is told on parking, and depends on how far
+        # this step came.
         self._last = step
         # Torch may have put it in other words.
         torn_apart = self.sharding is not None and self.sharding.groups.aborted
@@ -588,6 +641,8 @@ class Replica:
             self.stopped = True
 
     def _report(self, step: StepOutcome, error: Exception) -> None:
+        # The sum says that somebody's part is not finite, not whose. So for some steps every rank looks at
+        # its own part before it is added; all ranks do, since all see the same sum.
         if isinstance(error, NonFiniteGradient):
             self.checks_local, self._checked = True, CHECKED_STEPS
         frames = traceback.extract_tb(error.__traceback__)
@@ -608,6 +663,8 @@ class Replica:
     def _roll_back(self) -> None:
         """The step is dropped: parameters are untouched, buffers become what they were before it."""
         if self.sharding is not None:
+            # FSDP2 still holds gradients that were computed and not summed over the replica. The repeated
+            # step would add to them.
             self.sharding.reset()
         self._buffers.put_back()
 

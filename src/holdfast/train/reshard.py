@@ -46,6 +46,8 @@ def load(
     there = dict(live)
     tensors: list[torch.Tensor] = []
     regions: list[Region] = []
+    # Live tensors that cannot be read into directly, such as those of a GPU or of another layout, get a
+    # staged copy. They are filled after all regions have arrived.
     late: list[tuple[torch.Tensor, torch.Tensor]] = []
     for spec in index.tensors:
         target = _target(objects, there, spec, submesh)
@@ -53,6 +55,7 @@ def load(
         regions += regions_of(found, piece_of(spec.path, target), shard_index, late)
     total = sum(r.target.numel() * r.target.element_size() for r in regions)
     read_regions(found, regions, seen=lambda nbytes: seen(nbytes, total))
+    # Only when everything is here: an error above leaves these tensors untouched.
     with torch.no_grad():
         for ours, staged in late:
             ours.copy_(staged)
@@ -68,6 +71,8 @@ def _target(
     live = there.get(spec.path)
     if live is not None and tuple(live.shape) == whole and live.dtype == dtype_of(spec):
         return live.detach()
+    # An optimizer that has not made a step has no moments yet, so there is no live tensor to take the layout
+    # from. Its parameter has that layout.
     parameter = _parameter(objects, spec.path)
     if parameter is not None and tuple(parameter.shape) == whole:
         return torch.zeros_like(parameter, dtype=dtype_of(spec), requires_grad=False)

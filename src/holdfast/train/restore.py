@@ -37,6 +37,9 @@ class StateRestorer:
             StateLost: that checkpoint is damaged.
             GenerationBroken: the generation broke meanwhile.
         """
+        # Peers first: their memory has the newest state, at the network's speed. Which of the sources is
+        # meant was decided by the coordinator; nothing here falls back, because all newcomers must load the
+        # same step.
         if form.donors:
             return self._load(form, self._fetch(form))
         if form.copy is not None:
@@ -45,6 +48,7 @@ class StateRestorer:
 
     def _fetch(self, form: m.JoinGeneration) -> state_image.Image:
         fetch = Fetch(form.generation, form.donors, self.link.token, self._seen(form), self._page.wait_for)
+        # A transfer waits for a peer like a collective does, so it is ended in the same way.
         self.link.guard(form.generation.number, fetch.abort)
         try:
             return fetch.run(self._objects)
@@ -52,6 +56,7 @@ class StateRestorer:
             raise CollectiveFailed(str(error)) from error
 
     def _load(self, form: m.JoinGeneration, image: state_image.Image) -> int:
+        # Before the objects are changed: if the generation is over, the next one may start from another step.
         self.link.check(form.generation.number)
         state_image.load(self._objects, image, self._submesh)
         return image.index.nbytes
@@ -97,6 +102,8 @@ class StateRestorer:
                 self._objects, form.durable.url, form.durable.step, seen, shard, self._submesh
             )
         except UnreadError as error:
+            # StateLost and CollectiveFailed lead to different decisions. A damaged checkpoint is damaged for
+            # everybody, so the coordinator takes an older one; a tier that does not answer is tried again.
             raise StateLost(str(error)) from error
         except TierError as error:
             raise CollectiveFailed(str(error)) from error
@@ -108,6 +115,8 @@ class StateRestorer:
 
         def seen(nbytes: int, total: int) -> None:
             self._page.beat()
+            # Called for every chunk, in the thread that reads: it ends a transfer whose generation broke, at
+            # most one chunk late.
             self.link.check(number)
             if nbytes:
                 restoring.add(nbytes, total)

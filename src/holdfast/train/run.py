@@ -48,6 +48,8 @@ class Run:
         cuda = torch.cuda.is_available()
         self.device = torch.device("cuda", local % torch.cuda.device_count()) if cuda else torch.device("cpu")
         if cuda:
+            # Set once, before the script builds anything: `cuda` without a number would mean GPU 0 on all
+            # workers of a node.
             torch.cuda.set_device(self.device)  # FSDP2 and the meshes take the current one
 
     @property
@@ -223,9 +225,13 @@ class Run:
                 self._step = Step(replica, batches, replica.committed or 0, seed, cursor)
                 try:
                     yield self._step
+                # Without this a script that leaves the loop by `break` would look like a worker that is lost,
+                # and the others would recover from it.
                 except GeneratorExit:  # the script left the loop early: on purpose, or by an error
                     replica.done(stopped=False)
                     raise
+                # Before `after_commit`: a generation that ends here hands the state to newcomers, who must
+                # not get a change that the script made on its own.
                 replica.state_guard.after_step()
                 replica.after_commit()
             replica.done(stopped=replica.stopped)
@@ -278,6 +284,8 @@ class Run:
         try:
             yield
         except BaseException as error:
+            # A fault in a collective of this replica is no error of the script's. The replica has recovered,
+            # so the watchdog's state is the new generation's and is left alone.
             if isinstance(error, Exception) and self._replica.interrupted(error):
                 return
             self._replica.off_step(False)
@@ -364,9 +372,12 @@ def _run(main: Callable[[Run], object], attachment: worker.Attachment) -> None:
             main(run)
             return
         except RunMainAgain as order:
+            # Kept outside of the run, which is thrown away: `run.mesh()` of the next call asks for it.
             attachment.shard_index = order.shard_index
         run.close()
         del run
+        # Parameters, hooks and the run form circles. Until they are collected the old model's memory is
+        # taken, and two models may not fit.
         gc.collect()
 
 

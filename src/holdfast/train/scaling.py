@@ -37,7 +37,9 @@ def scale_lr(
         )
     multiplier = factor if rule == "linear" else math.sqrt(factor)
     for group in optimizer.param_groups:
+        # A scheduler computes from `initial_lr`. With `lr` alone its next step would undo the scaling.
         for key in ("lr", "initial_lr"):
+            # In place: a compiled or captured optimizer holds this very tensor.
             if isinstance(group.get(key), torch.Tensor):
                 group[key].mul_(multiplier)
             elif key in group:

@@ -65,6 +65,8 @@ class Sharding:
             shard_index = int(asked) % size
         self.shape, self.shard_index = shape, shard_index
         self.groups = ReplicaGroups(shard_index, size, host, called, device)
+        # Before `init_device_mesh`, which uses torch's default group. A mesh over a group that torch made
+        # itself could not be connected anew.
         self.groups.open()
         names = DIMENSIONS if tensor > 1 else DIMENSIONS[:2]
         lengths = (1, shard, tensor) if tensor > 1 else (1, shard)
@@ -110,6 +112,8 @@ class Sharding:
                         "run.replicate(): CPUOffloadPolicy is not supported: a replica's groups are those of its GPUs, "
                         "which cannot sum gradients that lie in host memory; shard over more workers instead"
                     )
+                # Losses are sums and are divided once, by the weight of the global batch. FSDP2's default
+                # would divide by the shards as well.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
                 if self.mesh.device_type == "cpu":
@@ -143,6 +147,8 @@ class Sharding:
         on every worker; the first one counts those."""
         if not isinstance(p, DTensor) or self.shard_index % self.shape[1] == 0:
             return True
+        # A parameter that is replicated along the tensor dimension has the same gradient on all its workers.
+        # Counted on each, it would enter the norm several times, and clipping would depend on the layout.
         names = p.device_mesh.mesh_dim_names or ()
         return any(n == "tensor" and not q.is_replicate() for n, q in zip(names, p.placements, strict=True))
 
@@ -187,6 +193,8 @@ def _forget(module: FSDPModule) -> None:
     step would add to them."""
     for group in _state_of(module)._fsdp_param_groups:
         for param in group.fsdp_params:
+            # Private fields of PyTorch 2.13's FSDP2, which has no public way to drop them. A test computes a
+            # step after a fault in the middle of a backward pass and compares it bit by bit.
             param.unsharded_accumulated_grad = None
             whole = getattr(param, "_unsharded_param", None)
             if whole is not None:

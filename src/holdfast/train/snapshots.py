@@ -96,13 +96,19 @@ class Snapshots:
 
     def begin(self, step: int, capture: Callable[[], Image]) -> None:
         """Before a step: begins the copy, if one is wanted and this worker saves."""
+        # The wish is all replicas' and came with the vote; whether this worker saves is its generation's. It
+        # is consumed either way, or the wish would outlive the step that it was for.
         if not self._wanted:
             return
         self._wanted = False
         if not self._saves:
             return
         began_s = time.perf_counter()
+        # A copy of the step before may still be under way. One at a time: the slots are for one snapshot, and
+        # a second reader of the tensors would delay the update further.
         self.before_update()
+        # Captured by the main thread, between two steps. The copying thread must not call `state_dict`, which
+        # runs the script's code.
         image = capture()
         key = Key(step, self._generation, *self._shard)
         self._link.send(m.SlotWanted(key, image.index.nbytes))
@@ -141,6 +147,8 @@ class Snapshots:
             given = self._link.wait_slot(key, patience_s)
             if given is not None and given.path is not None:
                 with self._maps.row(given.path, image.index.nbytes) as row:
+                    # The main thread may have given this copy up while the slot was waited for, and the
+                    # update may be running. `begin` and `end` decide under one lock who came first.
                     if copying.begin():
                         self._faults.reach(Phase.SNAPSHOT, key.step)
                         copy_into(row, image, self._pinning.covers(row))
@@ -179,6 +187,8 @@ class _Copying:
     def end(self) -> None:
         """Returns when the state is not read, and will not be."""
         with self._news:
+            # A copy that has not begun is given up after SLOT_WAIT_S: training does not wait for memory. One
+            # that has begun is waited for, because its bytes are being read.
             if not self._news.wait_for(lambda: self._begun or self._over, SLOT_WAIT_S):
                 self._over = True
             self._news.wait_for(lambda: self._over)

@@ -66,17 +66,23 @@ class StateGuard:
     def note(self, committed: int, from_peer: bool = False) -> None:
         """The state is what a commit left, or a transfer brought. from_peer: the job has been training, so others have
         had their first looks at the script, and wait for this worker."""
+        # The first looks are for the script. Others that run the same script have had them, and at this
+        # moment they wait for this worker: reading all of a large state would prolong every recovery.
         if from_peer:
             self._first_looks = 0
         # The processor's time of this thread: waiting for others is no work of which this could be a share.
         began_s = time.thread_time()
         self._committed = committed
+        # Whether to look is decided here, once for each step. A look needs what was noted after the commit;
+        # without that `after_step` has nothing to compare with.
         self._on = self._first_looks > 0 or began_s >= self._due_s
         if not self._on:
             return
         self._began_s = began_s
         self._turn += 1
         for watched in self._watched:
+            # Each object looks at another of its tensors in every turn. The cost of a look stays bounded on a
+            # large model, and a change that a script makes in every step is still found within a few turns.
             watched.note(self._turn, bool(self._first_looks))
         self._spent_s = time.thread_time() - began_s
 
@@ -103,6 +109,8 @@ class StateGuard:
         if found := self._look(self._in_steps):
             why = "a step that a fault strikes is computed again, and would make this change twice"
             raise _error(*found, f"in step {step} before step.apply", why)
+        # After the forward pass, and before the update: what the forward pass may change is left out of the
+        # comparison from here on.
         for watched in self._watched:
             watched.stepped()
 
@@ -110,12 +118,16 @@ class StateGuard:
         """The state is about to change, as it may."""
         if not self._on:
             return
+        # Off before anything else: an update that raises leaves the state torn, and a look at it would report
+        # the script for what the fault did.
         self._on = False
         for watched in self._watched:
             watched.release()
         if self._first_looks:
             self._first_looks -= 1
         else:
+            # The next look is due when this one's cost is SHARE of the time between. Counted in the processor
+            # time of this thread, so a job that waits for a slow peer looks no more often.
             self._due_s = self._began_s + self._spent_s / SHARE
 
     def _look(self, among: list[_Watched]) -> tuple[_Watched, str] | None:
@@ -185,8 +197,11 @@ class _Watched:
         if len(tensors) != len(self._pointers):
             return self.name
         pointers = [t.data_ptr() for t in tensors]
+        # A sign is no proof: FSDP2 moves its shards, and an evaluation may swap weights and put them back. So
+        # it only makes the next step read all content.
         if pointers != self._pointers or _versions(tensors) != self._versions:
             self._sign = True
+        # Content was read at the commit, so content decides, and signs that FSDP2 makes raise nothing.
         if self._digests is not None:
             now = self._read_all(tensors)
             return next((self.path(i) for i, was in enumerate(self._digests) if now[i] != was), None)
@@ -207,6 +222,8 @@ class _Parameters(_Watched):
     def __init__(self, name: str, thing: torch.nn.Module) -> None:
         named = list(thing.named_parameters())
         self._names = [n for n, _ in named]
+        # The local shards and not the parameters: FSDP2 swaps a module's parameters for gathered ones during
+        # a step, and swaps them back.
         self._held = [local_of(p) for _, p in named]
         super().__init__(name, thing)
 
@@ -242,6 +259,8 @@ class _Buffers(_Watched):
 
     def change(self) -> str | None:
         found = super().change()
+        # A look is taken right after the script has asked for a step. Versions are noted again here, so that
+        # what changes until `stepped` is the forward pass's doing, and is left out.
         self._versions = _versions(self.read()[0])  # from here on the forward pass may
         return found
 
@@ -267,6 +286,8 @@ class _Optimizer(_Watched):
     in_steps = False
 
     def note(self, turn: int, first: bool) -> None:
+        # Moments are twice the size of the model. Reading one parameter's in every step keeps the cost
+        # independent of the model's size.
         states = max(1, len(self._thing.state))
         self._only = None if first or self._sign else turn % states
         super().note(turn + turn // states, first)
@@ -344,6 +365,8 @@ def _difference(was: Any, now: Any, path: str) -> str | None:
     if isinstance(was, dict) and isinstance(now, dict) and was.keys() == now.keys():
         return next((p for k in was if (p := _difference(was[k], now[k], f"{path}.{k}"))), None)
     if isinstance(was, list) and isinstance(now, list) and len(was) == len(now):
+        # Plain values are compared one by one and not as a whole, so the message can name the path that
+        # changed.
         pairs = enumerate(zip(was, now, strict=True))
         return next((p for i, (a, b) in pairs if (p := _difference(a, b, f"{path}.{i}"))), None)
     return None if was == now or (was != was and now != now) else path
@@ -378,6 +401,8 @@ def _window(tensors: list[torch.Tensor], turn: int) -> tuple[int, int, bytes] | 
     if not _readable(tensor):
         return None
     nbytes = tensor.numel() * tensor.element_size()
+    # The turn walks over the tensors first and then over the windows: two steps look at two tensors, and in
+    # the long run every byte has its turn.
     start = turn // len(tensors) * WINDOW_BYTES % nbytes
     return index, start, _bytes(tensor, start, min(WINDOW_BYTES, nbytes - start))
 

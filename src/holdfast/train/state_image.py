@@ -38,6 +38,8 @@ class Image:
         self.tensors = tensors
         far = [t.device for t in tensors if staging.is_far(t)]
         self.near, self.device = not far, far[0] if far else torch.device("cpu")
+        # Recorded by the thread that queued the kernels. A reader on another thread waits for this event, and
+        # so never reads a tensor before the update that was queued for it.
         self.ready = staging.now(tensors)
         self._rows = [staging.flat(t) for t in tensors]
 
@@ -84,6 +86,8 @@ def capture(
     for name, thing in objects.items():
         before = len(tensors)
         tree[name] = pack(_state_of(thing, copy_buffer), name, tensors)
+        # Parameters and moments change only in an update, which waits for readers. Buffers and objects of the
+        # script's own may change in the next forward pass, so what is read later must be a copy.
         if copy_buffer is not None and not isinstance(thing, torch.nn.Module | torch.optim.Optimizer):
             tensors[before:] = [(path, tensor.detach().clone()) for path, tensor in tensors[before:]]
     specs, offset, pieces = [], 0, []
@@ -97,6 +101,7 @@ def capture(
         dtype, shape = str(leaf.local.dtype)[6:], tuple(leaf.local.shape)
         specs.append(TensorSpec(path, dtype, shape, offset, nbytes, leaf.whole, leaf.start, placed(tensor)))
         offset += nbytes
+        # No copy where the tensor is contiguous, which is nearly always: an image of 100 GB costs its index.
         pieces.append(leaf.local.detach().contiguous())
     return Image(Index(step, tree, tuple(specs), offset), pieces)
 
@@ -121,6 +126,8 @@ def targets(objects: Protected, index: Index) -> Image:
             and tensor.is_contiguous()
         )
         # Optimizers keep their count of steps on the host.
+        # A live tensor is written to only where its bytes mean the same: device, dtype, shape and layout.
+        # Elsewhere new memory is taken and `load_state_dict` copies.
         where = device if spec.shape else torch.device("cpu")
         chosen.append(
             tensor.detach()
@@ -163,6 +170,7 @@ def give(objects: Protected, tree: Mapping[str, Any], tensors: list[torch.Tensor
     Raises:
         StateError: as `load`.
     """
+    # Checked before the first object is changed: a half loaded state must not be trained on.
     if set(tree) != set(objects):
         raise StateError(f"the state holds {sorted(tree)}, this script protects {sorted(objects)}")
     for name, thing in objects.items():

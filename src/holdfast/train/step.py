@@ -93,6 +93,8 @@ class Step:
         replica = self._replica
         seat = replica.seat(self._batches.count())
         mine = seat.micro_batches
+        # Asked anew at each step and not at the start of a generation: a step that is repeated after a fault
+        # is computed by fewer workers, with other shares.
         replica.gradients.expect(seat.leaves, seat.rank, seat.world, seat.idle)
         self._left = len(mine)
         self._batches.aim(self.index, self.samples, mine)
@@ -106,6 +108,8 @@ class Step:
             replica.enter(Phase.DATA, self.index)
             batch = self._batches.load(self.index, micro)
             replica.enter(Phase.FORWARD, self.index)
+            # Chance depends on the run's seed, the step and the micro-batch, and not on who computes it. So a
+            # repeated step drops out the same units, on whichever worker.
             seed_generators(micro_seed(self._seed, self.index, micro), replica.device)
             yield batch
 
@@ -135,10 +139,14 @@ class Step:
         gradients.before_backward()
         if replica.sharding is not None:
             replica.sharding.accumulates(not last)
+        # The weight goes out before the last backward pass, so all weights have arrived when the sums are
+        # complete, and the scale costs no wait.
         if last:
             self._batches.giving(self.index, replica.generation)
             if later is None:
                 self._say_weight()
+            # Buckets may leave during the last backward pass. Not while local gradients are looked at: a NaN
+            # that has left cannot be told from another rank's.
             if not replica.checks_local:
                 gradients.last(replica.group)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -190,14 +198,20 @@ class Step:
                 "call step.backward(loss) once for every micro-batch"
             )
         replica = self._replica
+        # Before this step can be prepared. A change that the script made elsewhere is refused while the step
+        # counts nowhere.
         replica.state_guard.before_update(self.index)
         replica.enter(Phase.REDUCE, self.index)
         gradients = replica.gradients
         if self._said is None:
             self._say_weight()
+        # From here on every collective must be launched, also for parameters that took no part: the others
+        # launch them too and would wait.
         gradients.flush(replica.group)
         norm = math.sqrt(replica.over_shards(self.index, gradients.finish(self._scale)))
         self.grad_norm = norm
+        # Before the vote. All members see the same sum, so all raise here and nobody prepares the step; after
+        # a vote somebody might commit it.
         if not math.isfinite(norm):
             raise NonFiniteGradient(
                 f"the gradient of step {self.index} is {norm} (loss {self.loss:.6g}): look at this step's data, "
@@ -206,8 +220,12 @@ class Step:
             )
         if max_grad_norm is not None:
             gradients.clip(norm, max_grad_norm)
+        # The update is a closure over what is here. It may be called much later, while this worker waits for
+        # a new generation whose members never computed this step.
         self._update = partial(self._updated, optimizer, scheduler, parts)
         self._generation = replica.generation
+        # Set before the vote is sent. Once another member may have heard it, this worker must report the step
+        # as prepared, or the coordinator would drop what another has committed.
         self._stage = Stage.PREPARED
         self._prepared_s = time.perf_counter()
         replica.enter(Phase.VOTE, self.index)
@@ -223,7 +241,11 @@ class Step:
         """See `StepOutcome.finish`."""
         assert self._stage is Stage.PREPARED
         assert self._update is not None
+        # Pessimistic on purpose: set before the update and taken back after it. If the process is struck in
+        # between, what is reported is that nothing usable is held.
         self._stage = Stage.TORN
+        # The ledger of samples comes after the update and before the stage: a sample is recorded once, for
+        # the step that counts.
         self._update()
         self._batches.committed(self.index, self._generation)
         self._stage = Stage.COMMITTED
@@ -240,6 +262,8 @@ class Step:
         self, optimizer: torch.optim.Optimizer, scheduler: Any, also: Sequence[Callable[[], object]]
     ) -> None:
         # The same on every replica, also for what an update or the script draws before the next micro-batch.
+        # An optimizer or an average that draws random numbers must draw the same everywhere, or the replicas
+        # would differ from here on.
         seed_generators(micro_seed(self._seed, self.index, self._batches.count()), self._replica.device)
         optimizer.step()
         self._cursor.advance()
@@ -258,6 +282,8 @@ class Step:
                 )
             return False
         self._waited = True
+        # Bad input fails in the same way at each attempt. A KeyboardInterrupt or SystemExit is somebody's
+        # wish to end, not a fault.
         if not isinstance(error, Exception) or isinstance(error, UsageError):
             return False
         return self._replica.recover(self._outcome(), error)
@@ -280,6 +306,8 @@ class Step:
             if self._replica.gradients.exact:
                 counts = self._replica.words(self._batches.count())
             words = self._replica.group.channel.receive(self.index, self._said, counts)
+            # Under the exact reduction there is one word for each micro-batch, and `fsum` rounds once. So the
+            # scale does not depend on how the micro-batches were spread over the members.
             self._global_weight = math.fsum(w for w, _, _ in words)
             if not self._global_weight > 0:
                 raise UsageError(

@@ -41,6 +41,8 @@ class StepTimer:
 
     def wait_for(self, rank: int) -> None:
         """The word of this rank is waited for from now on; -1: of nobody. Only at the vote: then all are done computing."""
+        # At the weights or the norm others may still be computing, each to another extent. Only at the vote
+        # is everybody done, so whoever is waited for there came last.
         if self.phase is not Phase.VOTE:
             return
         now = perf_counter()
@@ -58,6 +60,7 @@ class StepTimer:
         else:
             took_s = now - self._called_s
             self._parts[_WAIT] += took_s
+            # Moved on, so the phase that the collective interrupted is not charged with the wait.
             self._since_s += took_s
 
     def lasted_s(self) -> float:
@@ -83,6 +86,8 @@ class StepTimer:
             self._steps, self._micros, self._next, self._off = [], micros, step, -1.0
             self._loss, self._late = None, []
         late, self._longest = self._longest[1], (0.0, -1)
+        # A block is comparable between workers only if all its steps were computed by the same share and in
+        # one piece. A step that was repeated, or another share, spoils the block.
         if step != self._next or micros != self._micros:
             self._next = -1
             return None

@@ -20,6 +20,8 @@ Node = tuple[int, int]
 
 def share(micro_batches: int, rank: int, world: int) -> range:
     """The numbers of a worker's micro-batches: contiguous, and as even as they can be."""
+    # Contiguous, so a worker's leaves form few large subtrees, and each subtree costs one more part to send.
+    # The difference between two shares is at most one.
     return range(rank * micro_batches // world, (rank + 1) * micro_batches // world)
 
 
@@ -51,10 +53,14 @@ def seat(micro_batches: int, generation: Generation, rank: int) -> Seat:
     computing = generation.replicas
     leaves = micro_batches // shards
     place = column.index(rank)
+    # A member beside the replicas is in the column without computing. It counts at the end, so ranks of those
+    # that compute stay 0 to `computing` - 1.
     if own.replica < 0:
         return Seat(range(0), place, computing, len(column) - computing, leaves)
     rounds = share(leaves, place, computing)
     first = own.shard_index // tensor
+    # The shards of a replica take turns: FSDP2 sums over them at each backward pass, so one round gives one
+    # leaf. Which worker computed which micro-batch of it does not matter then.
     numbers = range(rounds.start * shards + first, rounds.stop * shards + first, shards)
     return Seat(numbers, place, computing, len(column) - computing, leaves)
 
@@ -96,6 +102,8 @@ def folds(micro_batches: int, nodes: Sequence[Node]) -> list[int]:
     for node in nodes:
         stack.append(node)
         before = len(stack)
+        # Two neighbours are added as soon as both are complete, so the stack holds at most one subtree of
+        # each height: 1 + log2 of the micro-batches, which bounds the memory.
         while len(stack) > 1 and parent.get(stack[-1]) == parent.get(stack[-2]):
             stack[-2:] = [parent[stack[-1]]]
         counts.append(before - len(stack))

@@ -135,8 +135,12 @@ def become(sock: socket.socket) -> int:
     start = _wait_for_work(sock)
     if start is None:
         return 0
+    # The fork server ignores SIGTERM, and a child inherits that. A script must start with the disposition
+    # that it has under `python`.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     raise_descriptor_limit()
+    # Before torch is used: libraries read their settings when they are first called, not when they are
+    # imported.
     os.environ.update(start.env)
     os.chdir(start.cwd)
     _write_to(start.log)
@@ -154,6 +158,8 @@ def become(sock: socket.socket) -> int:
         faulthandler.enable()
         link = Link(sock, start, page, Path(start.token_file).read_text().strip())
         faults = FaultPlan(link)
+        # A data loader's child inherits the socket. Two readers on one connection would each get half of the
+        # messages.
         os.register_at_fork(after_in_child=lambda: _forget(sock))
         link.listen()
         agent_link.attach(link)
@@ -164,6 +170,8 @@ def become(sock: socket.socket) -> int:
 
 def leave(code: int) -> NoReturn:
     """Ends the process as Python would, without tearing every module down: that takes seconds after torch."""
+    # Python's own teardown would import, collect and destroy for seconds after torch. What a script can rely
+    # on still happens: threads are joined, exit functions run, files are flushed.
     threading._shutdown()  # type: ignore[attr-defined]  # tells executors to end, then waits for threads that are not daemons
     atexit._run_exitfuncs()
     _flush_files()
@@ -190,6 +198,7 @@ def leave_sigterm_to_the_agent() -> None:
     ours = os.getpid()
 
     def heed(number: int, frame: object) -> None:
+        # Inherited by forked children, which have no agent that ends them.
         if os.getpid() != ours:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -265,6 +274,8 @@ def _report(error: BaseException, link: Link) -> None:
     text = "".join(traceback.format_exception(type(error), error, trace))
     where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames[first:] else ""
     message = str(error)
+    # Set before it is reported: other threads stop sending, so nothing comes behind the error that ends this
+    # worker.
     link.failed = True
     link.send(
         m.Failed(
