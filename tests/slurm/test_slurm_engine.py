@@ -15,12 +15,16 @@ from holdfast.protocol.availability import Availability, Capacity, NodeGoing, No
 from holdfast.protocol.job import JobSpec
 
 
+def line(id: str, state: str, reason: str, batch_host: str, left_s: float | None, nodes: str) -> JobLine:
+    return JobLine(id=id, state=state, reason=reason, batch_host=batch_host, left_s=left_s, nodes=nodes)
+
+
 class Answers:
     """Stands for Slurm: refuses to be told of nodes, unless `admin`."""
 
     def __init__(self, admin: bool = False) -> None:
         self.admin, self.asked = admin, list[tuple[str, ...]]()
-        self.lines = {"7": JobLine("7", "RUNNING", "None", "n1", 3600.0, "n[1-3]")}
+        self.lines = {"7": line("7", "RUNNING", "None", "n1", 3600.0, "n[1-3]")}
         self.states = {n: NodeLine(n, "127.0.0.1", frozenset({"MIXED"}), "") for n in ("n1", "n2", "n3")}
 
     async def run(self, *argv: str, **options: object) -> str:
@@ -172,7 +176,7 @@ def test_a_node_that_the_site_lets_in_again_may_be_used(tmp_path: Path) -> None:
         await engine.release("n2", "xid 79", planned=False)
         await engine.settle()
         assert await engine.provide()
-        engine.slurm.lines["8"] = JobLine("8", "PENDING", "Resources", "", None, "")
+        engine.slurm.lines["8"] = line("8", "PENDING", "Resources", "", None, "")
         await engine._look()
         assert engine._known.bad
         engine.slurm.states["n2"] = NodeLine("n2", "127.0.0.1", frozenset({"IDLE"}), "")

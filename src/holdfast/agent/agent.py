@@ -47,22 +47,29 @@ SAME_SIGNAL_S = 1.0
 STACKS_WAIT_S = 0.15
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AgentConfig:
-    """What an agent is started with. memory: the folder of its snapshot memory. grace_s: after SIGTERM.
-    shared_machine: other nodes are on this machine too."""
+    """What an agent is started with."""
 
     node: str
     job_dir: Path
     slots: int
+    """Workers that run here at a time."""
     host: str
+    """The address that the agent and its workers bind."""
     preload: tuple[str, ...]
+    """Modules that the zygote imports."""
     timing: Timing
     memory: Path
+    """The folder of the node's snapshot memory."""
     budget_bytes: int = 0
+    """Of the snapshot memory; 0: half of what is free."""
     rack: str | None = None
+    """What fails together with this node; None: nothing is known."""
     grace_s: float = 30.0
+    """Seconds from SIGTERM until somebody kills this node."""
     shared_machine: bool = False
+    """Whether other nodes are on this machine too."""
     log: str = ""
     """`LEVEL[,json]`, which the workers of this node inherit; empty: each process has its default."""
 
@@ -95,12 +102,12 @@ class Agent:
         self._identity = identity(root, config.node if config.shared_machine else "")
         self._devices = () if config.shared_machine else devices(root)
         self._watcher = Watcher(
-            config.job_dir / "nodes" / config.node,
-            self._health,
-            config.shared_machine,
-            self._tell_found,
-            config.job_dir,
-            self._follower.inotify,
+            folder=config.job_dir / "nodes" / config.node,
+            spec=self._health,
+            shared=config.shared_machine,
+            send=self._tell_found,
+            job_dir=config.job_dir,
+            inotify=self._follower.inotify,
         )
         self._hooks = Hooks(self._health.hooks, config.job_dir.name, config.node, self._logs)
         self._found_before: tuple[CheckResult, ...] = ()
@@ -110,30 +117,42 @@ class Agent:
         self._launcher_lost = False
         self._draining: asyncio.Task[HookRun | None] | None = None
         self._link = CoordinatorLink(
-            config.job_dir,
-            token_file.read_text().strip(),
-            self._hello,
-            self._take,
-            config.timing.orphan_s,
-            self._orphaned,
-            config.timing.heartbeat_s,
-            self._unlinked,
+            job_dir=config.job_dir,
+            token=token_file.read_text().strip(),
+            hello=self._hello,
+            take=self._take,
+            orphan_s=config.timing.orphan_s,
+            orphaned=self._orphaned,
+            heartbeat_s=config.timing.heartbeat_s,
+            lost=self._unlinked,
         )
         self._repairs = Repairs(config.shared_machine, self._link.send)
         self._checks = NodeChecks(
-            config.node, config.host, config.slots, config.job_dir, config.memory, self._link.send
+            node=config.node,
+            host=config.host,
+            slots=config.slots,
+            folder=config.job_dir,
+            memory=config.memory,
+            send=self._link.send,
         )
 
     async def run(self, lifeline: int | None) -> int:
         """Serves until the job is over. `lifeline`: a pipe whose end says that the launcher is gone. Returns the exit code:
         1 when the agent could not go on."""
         loop = asyncio.get_running_loop()
+        # Workers are forked twice by the zygote, so that they outlive it. As subreaper the agent becomes
+        # their parent: only a parent gets SIGCHLD for them and may read their exit status.
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         loop.add_signal_handler(signal.SIGCHLD, self._child_changed)
         loop.add_signal_handler(signal.SIGTERM, self._terminated)
+        # Ctrl-C goes to the whole foreground group. The launcher answers it, and ends the job in order; an
+        # agent that ended by itself would look like a lost node.
         loop.add_signal_handler(signal.SIGINT, lambda: None)
         if lifeline is not None:
             loop.add_reader(lifeline, self._launcher_gone, lifeline)
+        # The four take seconds each (a first look at the memory, the checks, the import of torch, the first
+        # reading of sensors) and do not need each other. The agent says hello only when all are over: the
+        # hello has their results, and the core may send StartWorker right after it.
         self._keeper, self._found_before, _, _ = await asyncio.gather(
             asyncio.to_thread(self._open_memory),
             self._unless_over(self._before_joining()),
@@ -147,9 +166,13 @@ class Agent:
         conversation.add_done_callback(self._link_ended)
         if self._keeper is not None:
             self._spawn(self._keeper.watch())
+        # Everything below runs in this order. Workers end first, because the hook after-job may clean up what
+        # they use; the link stays up until the hook has ended, because a failure of the hook is reported by
+        # it.
         await self._over.wait()
         _log.info("ending: %s", self._reason, extra={"workers": len(self._workers)})
         await self._end_workers()
+        # The hook on-drain was promised its time-out. It would be killed with this process.
         if self._draining is not None:
             await self._draining
         await self._hook("after-job", self._reason)
@@ -173,6 +196,8 @@ class Agent:
 
     async def _before_joining(self) -> tuple[CheckResult, ...]:
         """Checks and hooks of a node that begins, while its first process gets warm."""
+        # In this order: on-create may mount or load what the checks look at, and before-join may use what
+        # they have found.
         await self._hook("on-create", "the node begins")
         results = await self._checks.before_joining()
         run = await self._hook("before-join", "the node is about to join")
@@ -246,14 +271,21 @@ class Agent:
     def _take(self, order: m.ToAgent) -> None:
         match order:
             case m.StartWorker():
+                # A start takes until a warm process is free. The coordinator does not wait for that, so what
+                # it sends to the worker in between is kept here in its order. An armed fault, for example,
+                # would otherwise never reach it.
                 self._starting[order.worker] = []
                 self._spawn(self._start(order), order)
             case m.KillWorker(name, grace_s):
+                # With a grace the worker may be copying its state to this node's memory. That copy is worth
+                # more than the milliseconds.
                 if (worker := self._workers.get(name)) and grace_s > 0 and self._keeper is not None:
                     self._spawn(self._kill_after_copy(worker, self._keeper, grace_s), order)
                 elif worker:
                     self._save_stacks_then_kill(worker, grace_s)
                 else:
+                    # The kill overtook the start. Without this note the worker would be started afterwards,
+                    # and nobody would end it.
                     self._unwanted.add(name)
             case m.Relay(name, message):
                 if worker := self._workers.get(name):
@@ -264,6 +296,8 @@ class Agent:
                 self._spawn(self._inspect(request), order)
             case m.RunFault(fault, name):
                 self._spawn(self._run_fault(fault, name), order)
+            # A node without snapshot memory says so in its hello (port 0), so the coordinator sends it none
+            # of these.
             case m.Replicate() if self._keeper:
                 self._spawn(self._keeper.replicate(order), order)
             case m.StoreShard() if self._keeper:
@@ -284,6 +318,9 @@ class Agent:
             case m.Drain(reason):
                 self._drained(reason)
             case m.Shutdown(reason, keeps):
+                # Only the coordinator knows whether a durable tier has what this node's memory holds. An
+                # agent that ends without a Shutdown therefore leaves its memory behind for the job's next
+                # start.
                 self._reason, self._gives_back = reason, not keeps
                 self._over.set()
 
@@ -311,11 +348,20 @@ class Agent:
         config = self._config
         early = self._starting.pop(order.worker)
         if order.worker in self._unwanted:
+            # The process was taken from the pool already and nothing else refers to it. The core waits for
+            # the Exited, whether the worker ever ran or not.
             os.kill(warm.pid, signal.SIGKILL)
             self._link.send(m.Exited(worker=order.worker, code=-signal.SIGKILL, killed=True))
             return
         worker = WorkerProcess(
-            order.worker, order.slot, warm, self._logs, config.timing, self._said, self._stalled, self._exited
+            name=order.worker,
+            slot=order.slot,
+            warm=warm,
+            folder=self._logs,
+            timing=config.timing,
+            said=self._said,
+            stalled=self._stalled,
+            exited=self._exited,
         )
         self._workers[order.worker] = worker
         env = dict(order.env)
@@ -339,6 +385,8 @@ class Agent:
                 host=config.host,
             )
         )
+        # After Start, which must be the first message of a worker, and before Started: the core then finds
+        # the worker in the state that its messages have put it into.
         for message in early:
             self._tell(worker, message)
         _log.info("started a worker", extra={"worker": order.worker, "pid": warm.pid, "slot": order.slot})
@@ -352,6 +400,8 @@ class Agent:
         """The job went on without this node: nothing of it may run on; then it is a new node."""
         for worker in self._workers.values():
             worker.kill()
+        # Their ends are still reported. But the hello that follows lists the workers of the new session, and
+        # these are not among them.
         self._workers.clear()
         self._session = uuid.uuid4().hex
         self._link.send(self._hello())
@@ -366,6 +416,8 @@ class Agent:
 
     def _hear(self, worker: WorkerProcess, message: m.WorkerMessage) -> None:
         if isinstance(message, m.SlotWanted):
+            # Slots are a matter between the worker and this node. The coordinator hears only how the copy
+            # ended.
             self._spawn(self._give_slot(worker, message))
             return
         if isinstance(message, m.SlotFilled):
@@ -374,6 +426,8 @@ class Agent:
             return
         self._link.send(m.FromWorker(worker.name, message))  # before what may fail
         if isinstance(message, m.FaultFired):
+            # After the message was queued. The fault may end this process, and the core must know that it was
+            # injected before it sees the damage.
             self._spawn(self._let_happen(worker, message))
         if isinstance(message, m.Parked | m.Done):
             self._watcher.pauses(worker.name)
@@ -391,6 +445,8 @@ class Agent:
         except Exception as error:  # noqa: BLE001 - whatever it is, the worker waits for an answer
             reason = self._link.complain("no slot could be given", error)
             self._link.send(m.SnapshotRejected(message.key, reason))
+            # The worker's step waits for an answer, so there is one for every error: without a slot it skips
+            # this snapshot and trains on.
             answer = m.SlotGiven(message.key, None, reason)
         worker.tell(answer)
 
@@ -416,6 +472,8 @@ class Agent:
         try:
             if self._keeper is not None:
                 self._keeper.gone(worker.name)
+                # A shard that was copied completely is still being checksummed here. The core must wait for
+                # its SnapshotStored instead of counting it as lost with its worker.
                 message = msgspec.structs.replace(message, summing=self._keeper.summing(worker.name))
             self._watcher.gone(worker.name)
         except Exception as error:  # noqa: BLE001 - whatever it is, the core must hear of the end
@@ -428,6 +486,8 @@ class Agent:
 
     async def _inspect(self, request: int) -> None:
         """Saves every worker's stacks and says where each stands."""
+        # The stacks come first and the views second, so that a view is never older than the stack beside it:
+        # the core compares the two to find who hangs.
         workers = [w for w in self._workers.values() if not w.gone]
         stacks = await self._save_stacks(workers)
         views = tuple(w.view() for w in workers)
@@ -455,6 +515,7 @@ class Agent:
         view = worker.view()
         if view.process in "Tt" and worker.attached:
             worker.signal(STACKS_SIGNAL)
+            # In this order: the pending stack signal is delivered before the process runs its own code again.
             worker.signal(signal.SIGCONT)
             asyncio.get_running_loop().call_later(STACKS_WAIT_S, worker.kill)
         else:
@@ -502,10 +563,13 @@ class Agent:
         if kind is FaultKind.DROP_NODE:
             for worker in self._workers.values():
                 worker.tell(m.DropTraffic())
+            # Nothing is closed, as with a pulled cable. A closed connection would be news to the coordinator,
+            # and its detection by silence would not be tried.
             self._link.go_silent()
             return
         for worker in self._workers.values():
             worker.signal(signal.SIGKILL if kind is FaultKind.KILL_NODE else signal.SIGSTOP)
+        # Workers first: this process cannot signal anybody after it has stopped itself.
         os.kill(os.getpid(), signal.SIGKILL if kind is FaultKind.KILL_NODE else signal.SIGSTOP)
 
     def _files_changed(self) -> None:
@@ -531,6 +595,8 @@ class Agent:
         self._leaving = m.Leaving(self._reason, self._config.grace_s)
         self._link.send(self._leaving)
         self._drained(self._reason)
+        # The scheduler kills the node at the end of the grace, whatever the coordinator does. Ending before
+        # it lets the hooks run.
         asyncio.get_running_loop().call_later(self._config.grace_s, self._over.set)
 
     def _drained(self, reason: str) -> None:
@@ -555,6 +621,8 @@ class Agent:
         to a durable tier; this is for when it is gone too."""
         loop = asyncio.get_running_loop()
         loop.remove_reader(lifeline)
+        # Twice the time that a stop in order takes. An agent that ended sooner would take its workers from a
+        # job that is still saving its last state.
         loop.call_later(2 * self._config.timing.stop_s, self._left_alone)
 
     def _left_alone(self) -> None:
@@ -605,6 +673,8 @@ def _health(job_dir: Path) -> HealthSpec:
 
 def _free_ports(host: str, count: int) -> tuple[int, ...]:
     """Ports that were free just now, for level 0's MASTER_PORT: a new one for every start."""
+    # All are open at once, else the kernel could give the same port twice. Another program may take one
+    # before rank 0 does; then that start fails, and the next one uses the next port.
     sockets = [socket.create_server((host, 0)) for _ in range(count)]
     ports = tuple(s.getsockname()[1] for s in sockets)
     for s in sockets:

@@ -42,6 +42,8 @@ class NodeChecks:
     async def answer(self, order: m.RunChecks) -> None:
         """Does what RunChecks asks for and tells the coordinator. An order that is repeated while it is carried out is
         no new one. Cancelled, it ends the child."""
+        # A restarted coordinator repeats the requests that it knows as open. A deep check loads the node
+        # fully, and two at a time would find each other's load.
         if order.request in self._under_way:
             return
         self._under_way.add(order.request)
@@ -60,12 +62,16 @@ class NodeChecks:
         self._send(m.Checked(order.request, results))
 
     async def _results(self, order: m.RunChecks) -> tuple[CheckResult, ...]:
+        # Basic checks take part of a second and run on a thread. Deep ones run in a child process: they may
+        # hang in a driver, and a process that hangs there can at least be left behind.
         alone = () if order.only else await asyncio.to_thread(run_basic, self._needs)
         if order.deep or order.only:
             return (*alone, *await check_in_child(self._task(order)))
         return alone
 
     def _task(self, order: m.RunChecks) -> Task:
+        # Read for each check and given through the child's input. A command line is visible to every user of
+        # the machine.
         token = (self._folder / "token").read_text().strip()
         return Task(
             node=self._node,

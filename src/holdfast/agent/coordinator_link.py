@@ -30,6 +30,10 @@ def give_up_when_gone(websocket: aiohttp.ClientWebSocketResponse, within_s: floa
     only busy is not taken for gone."""
     raw = websocket.get_extra_info("socket")
     if raw is not None:
+        # A machine without power sends no FIN. With these two limits the kernel reports its silence: keep-
+        # alive for an idle connection, TCP_USER_TIMEOUT for one with unacknowledged data. The other kernel
+        # acknowledges for a process that is only busy, which a ping of the application could not tell from a
+        # dead one.
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
@@ -73,6 +77,8 @@ class CoordinatorLink:
     def send(self, message: m.AgentMessage) -> None:
         """Sends as soon as there is a coordinator."""
         self._outbox.put(message, time.monotonic())
+        # Before the event that wakes the sender: `flushed` must never return with this message still in the
+        # queue.
         self._idle.clear()
         self._news.set()
 
@@ -98,9 +104,13 @@ class CoordinatorLink:
                 _log.info("lost the connection to the coordinator", extra={"url": where.url})
                 self._lost()
                 lost_at, attempt = time.monotonic(), 0
+            # Counted from the end of the last connection that was served. Attempts that are refused, or
+            # answered by a stranger, do not prolong it.
             elif time.monotonic() - lost_at > self._orphan_s:
                 self._orphaned()
                 return
+            # A new coordinator writes its address into the folder before it serves. If the address changed
+            # during the attempt, there is no reason to wait.
             if read_endpoint(self._job_dir) == where:
                 # There is no event for "a process on another machine listens again": try, ever slower.
                 await asyncio.sleep(RETRY_S[min(attempt, len(RETRY_S) - 1)])
@@ -126,6 +136,8 @@ class CoordinatorLink:
 
     def _not_believed(self, where: Endpoint, why: str) -> None:
         """Says so once: not at the first time, which may be a new coordinator that has just begun."""
+        # The port of a coordinator that died may be taken by another program, and the address in the folder
+        # is still the old one. The token is never sent to whoever cannot prove that it knows it.
         if self._unproven == where and not self._said_so:
             self._said_so = True
             _log.warning("%s; it is sent nothing, and is tried again", why, extra={"url": where.url})
@@ -136,14 +148,20 @@ class CoordinatorLink:
         give_up_when_gone(link, 4 * self._heartbeat_s)
         async with link:
             try:
+                # The hello is built now and not when the connection was lost: it is the complete truth about
+                # this node, so whatever was missed in between does not matter.
                 await link.send_bytes(encode(self._hello()))
             except (OSError, aiohttp.ClientError):
                 return False
             self.connected = True
             _log.info("connected to the coordinator", extra={"waiting": len(self._outbox)})
+            # Only now: what is sent again must come after the hello, or the coordinator would not know whose
+            # it is.
             self._outbox.repeat()
             try:
                 async with asyncio.TaskGroup() as group:
+                    # A task group, so that an error in any of the three ends the other two. An agent whose
+                    # sender died alone would still look alive.
                     sender = group.create_task(self._sending(link))
                     pulse = group.create_task(self._beating())
                     await self._receiving(link)
@@ -157,6 +175,8 @@ class CoordinatorLink:
         async for frame in link:
             if self._silent:
                 await asyncio.Event().wait()
+            # A message that this version does not know is logged and skipped. To close the connection for it
+            # would end all that the coordinator still can do with this node.
             if frame.type is aiohttp.WSMsgType.BINARY:
                 try:
                     order = _codec.decode(frame.data)
@@ -191,6 +211,7 @@ class CoordinatorLink:
         """Says that the agent lives: the clock is the event. What waits to be sent says so, too, and comes no sooner for
         a heartbeat behind it."""
         while True:
+            # Four heartbeats fit into the detection time, so one that is late costs nobody its node.
             await asyncio.sleep(self._heartbeat_s)
             if not self._outbox:
                 self.send(m.Heartbeat())

@@ -37,6 +37,8 @@ def main() -> int:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, lambda number, frame: _reap())
+    # Children share these pages as long as nobody writes to them, and a collection writes to the header of
+    # every object.
     gc.freeze()
     if not _say(channel, b"ready"):
         return 0
@@ -47,9 +49,13 @@ def main() -> int:
         arguments = packet.decode().split("\n")
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # not reaped before it is held
         if pid := os.fork():
+            # The engine gets a pidfd and not only the number: it can signal and wait for a process that is
+            # not its child, and a number that is used again is never hit.
             held = os.pidfd_open(pid)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
             _say(channel, str(pid).encode(), held)
+            # The lifeline above all: as long as this process held its copy, the agent would never see the
+            # launcher's end.
             for fd in (held, *fds):
                 os.close(fd)
         else:
@@ -58,6 +64,8 @@ def main() -> int:
             code = 1
             try:
                 setproctitle(f"holdfast worker of {arguments[0]}")
+                # Before anything else of the agent: here there is one thread and no event loop yet, so a fork
+                # is safe.
                 warm = zygote.fork_zygote()
                 setproctitle(f"holdfast.agent {arguments[1]}")
                 code = agent_main([*arguments[1:], f"--lifeline={fds[1]}"], warm)
@@ -98,6 +106,7 @@ def _reap() -> None:
 
 def _settle(output: int, lifeline: int) -> None:
     """In the agent: what `subprocess` does for a process of its own."""
+    # A session of its own, so that Ctrl-C in the launcher's terminal does not reach it.
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})

@@ -71,14 +71,17 @@ class Watcher:
 
     async def start(self) -> None:
         """Begins to watch."""
+        # With --no-health there is not even a thread.
         if not self._spec.watch:
             return
+        # On a thread: rule files may be on a shared file system, and the loop has workers to serve.
         self._rules = await asyncio.to_thread(self._first_rules)
         self._rule_engine.set_rules(self._rules)
         try:
             self._follow_files()
         except OSError as error:
             self._tell_own("files-unwatched", f"changes of logs and rule files are not seen here: {error}")
+        # Before the kernel's log is followed, so that the first Xid already names the GPU's UUID.
         self._gpus = await asyncio.to_thread(_gpus_by_subject)
         self._follow_kernel()
         machine = self._poller(self._shared)
@@ -117,6 +120,8 @@ class Watcher:
 
     def _read_rules(self) -> list[Rule] | None:
         """The rules as the files say now; None, and a finding, when something in them is wrong."""
+        # Taken before the files are read. A change during the reading then differs from its stamp, and the
+        # files are read once more.
         self._stamps = {name: _stamp(name) for name in self._spec.rules}
         try:
             return list(load_rules(self._spec.rules, self._spec.dry_run))
@@ -131,6 +136,8 @@ class Watcher:
         rules = self._read_rules()
         if rules is not None:
             return rules
+        # A rule file with a mistake must not leave a node unwatched. The coordinator gets the mistake as a
+        # finding.
         known = catalogue()
         known.on_trial(name for name in self._spec.dry_run if known.named(name))
         return list(known)
@@ -190,6 +197,8 @@ class Watcher:
             self._judge(file.lines(), shared=False)
         for tail in self._logs.values():
             self._judge(tail.lines(), shared=False)
+        # An editor replaces a file by renaming, and a folder's event says little of that. Size and time tell
+        # whether the content is another one.
         if any(_stamp(name) != stamp for name, stamp in self._stamps.items()):
             self._rules_changed()
 
@@ -221,6 +230,7 @@ class Watcher:
         """Its process has ended; what it wrote last is still read."""
         tail = self._logs.pop(worker, None)
         if tail is not None:
+            # Its last lines often have the cause of its end, and its events may not have come yet.
             if tail.followed:
                 self._judge(tail.lines(), shared=False)
             tail.close()
@@ -243,6 +253,8 @@ class Watcher:
             self._timer = None
         due_s = self._rule_engine.next_due_s()
         if due_s is not None:
+            # A millisecond late, because a timer that fires a moment early would find nothing due and be set
+            # again.
             self._timer = self._loop.call_later(max(0.0, due_s - time.monotonic()) + 1e-3, self._overdue)
 
     def _overdue(self) -> None:
@@ -270,6 +282,7 @@ class Watcher:
     def _soon(self, call: Callable[[list[_T], bool], None], what: list[_T], shared: bool) -> None:
         """On the loop's thread, if the loop still turns."""
         try:
+            # The agent's loop may be closed while the poller's thread is still in a read.
             self._loop.call_soon_threadsafe(call, what, shared)
         except RuntimeError:
             return
@@ -285,12 +298,16 @@ class Watcher:
 
     def _marked(self, finding: Finding, shared: bool) -> Finding:
         """With what the rules cannot know: whose machine it is, and the UUID of a GPU that a line calls by its address."""
+        # The kernel names a GPU by its PCI address. Only the UUID follows a GPU that is moved to another slot
+        # or machine, so histories go by it.
         device = finding.device or self._gpus.get(finding.subject, "")
         return msgspec.structs.replace(finding, device=device, shared=finding.shared or shared)
 
     def _first_to_say(self, rule: str) -> bool:
         """Of nodes on one machine one says for all what is wrong with it."""
         try:
+            # Creating the file is atomic, so exactly one of several agents on this machine succeeds. A node
+            # with a machine of its own may find its file from before a restart, and reports again.
             (self._folder.parent / f".{rule}").touch(exist_ok=not self._shared)
         except FileExistsError:
             return False

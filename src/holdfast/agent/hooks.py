@@ -48,6 +48,7 @@ def timeout_s() -> float:
         seconds = float(text) if text else TIMEOUT_S
     except ValueError:
         seconds = -1.0
+    # NaN fails this comparison too.
     if not 0 < seconds < 86400:
         raise UsageError(f"{TIMEOUT_VARIABLE}={text!r}: write seconds, for example 60")
     return seconds
@@ -70,6 +71,7 @@ def check_hooks(folder: Path) -> tuple[str, ...]:
         if not path.is_file() or not os.access(path, os.X_OK):
             raise UsageError(f"--hooks {folder}: {hook} cannot be executed; chmod +x {path}")
         with path.open("rb") as script:
+            # An empty file is executable and ends with an error that names neither the hook nor the reason.
             if not script.read(1):
                 raise UsageError(f"--hooks {folder}: {hook} is empty; it begins with #!/bin/sh, for example")
     return there
@@ -87,6 +89,7 @@ class Hooks:
         """Runs a hook to its end, or to its time-out; None when there is none of this name."""
         if self._folder is None or not (self._folder / hook).exists():
             return None
+        # Appended: an agent that starts again on this node keeps the output of the one before.
         log = self._logs / f"hook-{hook}.log"
         began_s, limit_s = time.monotonic(), timeout_s()
         _log.info("running a hook", extra={"hook": hook, "reason": reason, "limit_s": limit_s})
@@ -99,7 +102,11 @@ class Hooks:
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=out,
                     stderr=asyncio.subprocess.STDOUT,
+                    # A hook may start children. In a session of its own all of them form one group, which a
+                    # time-out can kill as a whole.
                     start_new_session=True,
+                    # An agent that is killed must not leave a hook behind that unmounts what the next agent
+                    # uses.
                     preexec_fn=_die_with_agent,
                 )
             except OSError as error:
@@ -109,6 +116,7 @@ class Hooks:
 
     def _environment(self, hook: str, reason: str) -> dict[str, str]:
         """The agent's, without anything that proves to be of the job."""
+        # A hook is the site's program and may print its environment into a log.
         kept = {k: v for k, v in os.environ.items() if not (k.startswith("HOLDFAST_") and "TOKEN" in k)}
         ours = {"JOB": self._job, "NODE": self._node, "REASON": reason, "HOOK": hook}
         return kept | {f"HOLDFAST_{name}": value for name, value in ours.items()}

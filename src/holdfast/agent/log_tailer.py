@@ -27,7 +27,11 @@ class LogFollower:
         if self._watch is not None:
             self.inotify.forget(self._watch)
         self._path = path
+        # The worker creates its log when it starts, which may be later. inotify cannot watch a file that does
+        # not exist.
         path.touch()
+        # The watch first and the copy second: what is written between the two is an event. The other way
+        # round it would be shown only with the next line.
         self._watch = self.inotify.watch(path)
         self._copy()
 

@@ -36,6 +36,8 @@ class Outbox:
     def __init__(self, kept: int = KEPT_MESSAGES, repeated: int = REPEATED) -> None:
         self._kept = kept
         self._waiting: deque[Letter] = deque()
+        # Bounded by itself: what was sent needs no promise, only a good chance to be written by the next
+        # coordinator.
         self._told: deque[Letter] = deque(maxlen=repeated)
 
     def __len__(self) -> int:
@@ -45,6 +47,8 @@ class Outbox:
         """The newest. It is kept, whatever else has to go for it."""
         if len(self._waiting) >= self._kept:
             self._make_room()
+        # After room was made, and without a look at its worth. The newest message is the one that somebody
+        # waits for now.
         self._waiting.append(Letter(now_s, message))
 
     def take(self) -> Letter:
@@ -58,11 +62,15 @@ class Outbox:
     def sent(self, letter: Letter) -> None:
         """It was handed to the kernel."""
         if (losses := _losses(letter.message)) is not None:
+            # Only losses and figures. Everything else that a new coordinator may have missed is in the hello,
+            # and to send it twice could count it twice.
             self._told.append(Letter(letter.arrived_s, losses, again=True))
 
     def repeat(self) -> None:
         """A new connection: what was told last is told again, before the rest, as far as there is room."""
         room = max(0, self._kept - len(self._waiting))
+        # From the newest back, each put before the one after it: they arrive in their old order, and if there
+        # is no room for all of them it is the oldest that are lost.
         while self._told and room:
             self._waiting.appendleft(self._told.pop())
             room -= 1
@@ -70,6 +78,8 @@ class Outbox:
 
     def _make_room(self) -> None:
         """Drops what is worth least, the oldest first."""
+        # A stable order of two keys, so that of messages with the same worth the oldest goes first. This runs
+        # once for an eighth of the queue, not for every message.
         order = sorted(range(len(self._waiting)), key=lambda i: (_worth(self._waiting[i]), i))
         dropped = set(order[: max(1, int(self._kept * FREED))])
         self._waiting = deque(letter for i, letter in enumerate(self._waiting) if i not in dropped)
@@ -84,6 +94,7 @@ def _worth(letter: Letter) -> int:
         return 1
     if isinstance(message, m.FromWorker) and isinstance(message.message, m.Progress | m.Restoring):
         said = message.message
+        # A row of losses is lost for the curve that a person sees. Nothing decides by it.
         return 2 if isinstance(said, m.Progress) and (said.losses or said.figures) else 1
     return 3
 
@@ -94,4 +105,6 @@ def _losses(message: m.AgentMessage) -> m.AgentMessage | None:
         return None
     if not message.message.losses and not message.message.figures:
         return None
+    # `spent` is added up by the core, so a repetition would count the time twice. Losses and figures are
+    # written by their step, and a second copy changes nothing.
     return m.FromWorker(message.worker, msgspec.structs.replace(message.message, spent=()))

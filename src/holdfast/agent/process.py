@@ -65,6 +65,8 @@ class WorkerProcess:
         self._stopped_since: float | None = None
         self._cpu: tuple[float, float] | None = None
         self._busy = False
+        # Everything below goes by the pidfd. The number of a process that has ended is given to another one,
+        # which a late signal would hit.
         self._pidfd = os.pidfd_open(self.pid)
         self._loop.add_reader(self._pidfd, self._ended)
         self._reading = asyncio.create_task(self._read())
@@ -74,10 +76,14 @@ class WorkerProcess:
     def tell(self, message: m.ToWorker) -> None:
         """Sends a message; notes what a restarted coordinator will ask about."""
         if isinstance(message, m.JoinGeneration):
+            # Never backwards: the hello tells a restarted coordinator the newest generation that this worker
+            # was sent into.
             self.formed = max(self.formed, message.generation.number)
             self.parked = None
             self._watch()
         if isinstance(message, m.Rebuild):
+            # The worker will say Ready again when it has rebuilt. A restarted coordinator that read the old
+            # one here would form a generation with a worker that is not there.
             self.ready = None
         if not self.gone:
             self._warm.writer.write(pack(message))
@@ -88,9 +94,11 @@ class WorkerProcess:
             return
         if grace_s > 0:
             self.signal(signal.SIGTERM)
+            # A stopped process receives SIGTERM only when it runs again.
             self.signal(signal.SIGCONT)
             self._loop.call_later(grace_s, self.kill)
         else:
+            # The core must not take this end for a fault of the script: it ordered it.
             self._killed = True
             self.signal(signal.SIGKILL)
 
@@ -140,6 +148,8 @@ class WorkerProcess:
         self.gone = True
         self._ending.set()
         self._unwatch()
+        # The pidfd is readable as soon as the process is a zombie, so this does not block. It also reaps it;
+        # nothing else in the agent may call wait for any child.
         status = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
         os.close(self._pidfd)
         code = 0
@@ -148,15 +158,20 @@ class WorkerProcess:
         self._leaving = asyncio.create_task(self._leave(code))
 
     async def _leave(self, code: int) -> None:
+        # The socket may still hold messages that the worker sent before its end, such as Done or Failed. The
+        # core has to see them before Exited, or a finished worker would count as failed.
         await self._reading
         self._warm.writer.close()
         place = self.page.read()
+        # Only a level 0 script has no generation. Its optimizer steps tell the core whether a restart made
+        # progress; at level 2 commits are counted elsewhere.
         steps = 0 if place.generation else place.committed
         tail, log = tuple(self.tail()), str(self.log)
         self._exited(
             self, m.Exited(worker=self.name, code=code, tail=tail, log=log, killed=self._killed, steps=steps)
         )
         self.page.close()
+        # The file was opened for the signal handler at the start, and most workers never write a stack.
         if self.stacks.exists() and self.stacks.stat().st_size == 0:
             self.stacks.unlink()
 
@@ -204,6 +219,8 @@ class WorkerProcess:
         if process_state(self.pid) not in "Tt":
             self._stopped_since = None
         elif self._stopped_since is None:
+            # SIGCHLD comes once per stop. A debugger or a cgroup freezer stops a process for a moment, so a
+            # second look decides.
             self._stopped_since = time.monotonic()
             self._loop.call_later(self._timing.detection_s, self._still_stopped)
 
@@ -225,6 +242,8 @@ class WorkerProcess:
         """It moved: from now on it may stand still for as long as a stall takes to be one."""
         self._unwatch()
         if delay_s is None:
+            # Progress makes the old sample of processor time worthless: the next stall must be judged by what
+            # the worker did since.
             self._cpu, self._busy = None, False
         wait = self._timing.stall_s(self.median_s) if delay_s is None else delay_s
         self._timer = self._loop.call_later(wait, self._maybe_stalled)
@@ -238,13 +257,20 @@ class WorkerProcess:
         view = self.view()
         allowed = self._allowed_s(view)
         if view.idle_s < allowed:
+            # The worker moved in the meantime, by the page that it shares with the agent. There is no event
+            # for that page, so the timer is set to the earliest moment at which it can be stalled. The floor
+            # of 50 ms keeps a worker whose allowance is about to end from waking the agent all the time.
             self._watch(max(0.05, min(allowed - view.idle_s, self._timing.stall_floor_s)))
             return
+        # Reported again for as long as it lasts: the core decides by the newest view.
         self._stalled(self, view)
         self._watch(self._timing.stall_floor_s)
 
     def _sample_cpu(self) -> None:
         """Whether it used the processor since the last look: between two looks lie seconds."""
+        # At level 0 nothing but the processor tells a long computation from a collective that hangs. In-
+        # process workers report their phase, so they are not sampled: reading /proc for every descendant is
+        # not free.
         now, used_s = time.monotonic(), cpu_s(self.pid)
         if self._cpu is not None and now > self._cpu[0]:
             self._busy = (used_s - self._cpu[1]) / (now - self._cpu[0]) >= BUSY_SHARE
@@ -260,13 +286,18 @@ class WorkerProcess:
         place = view.place
         if not self.attached:
             if self.median_s is None:
+                # Before the first step nothing is known: the script may download data or compile for minutes.
                 return self._timing.start_s if place.committed else float("inf")
+            # Steps of an unmodified script may include an evaluation or a checkpoint, which take many step
+            # times. A false restart costs more than a late one.
             return max(20 * self._timing.detection_s, 4 * self._timing.stall_s(self.median_s))
         if place.phase in SLOW_PHASES:
             return self._timing.start_s
         if self.median_s is not None:
             return self._timing.stall_s(self.median_s)
         if place.phase in (Phase.REDUCE, Phase.VOTE):
+            # Ranks compute for about as long as each other, so a peer that has not arrived after a multiple
+            # of this rank's own time is stuck.
             own = place.phase_began_s - place.step_began_s
             return max(self._timing.stall_floor_s, self._timing.stall_factor * own)
         if place.phase in WAITING_PHASES or place.phase == Phase.TRANSFER:
@@ -292,4 +323,5 @@ def process_state(pid: int) -> str:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return "X"
+    # The name of the program comes before it, in brackets, and may itself contain brackets and blanks.
     return text[text.rindex(")") + 2]

@@ -21,12 +21,16 @@ class Repairs:
 
     def __init__(self, shared: bool, send: Callable[[m.Repaired], None], tool: str = TOOL) -> None:
         self._shared, self._send, self._tool = shared, send, tool
+        # Kept for the life of the agent. A reset ends whatever runs on the device, so a request that is
+        # repeated after its answer was lost must not reset the device again.
         self._answers: dict[int, m.Repaired | None] = {}
 
     async def answer(self, order: m.Repair) -> None:
         """Does what is ordered and says how it went; an order that comes again is not done again."""
         if order.request in self._answers:
             known = self._answers[order.request]
+            # None: it is still being carried out, and its answer will go to whichever coordinator is there
+            # then.
             if known is not None:
                 self._send(known)
             return
@@ -41,6 +45,7 @@ class Repairs:
         """What went wrong; None: nothing."""
         if order.remedy is not Remedy.RESET_DEVICE:
             return f"an agent cannot {order.remedy.value}"
+        # The other nodes of this machine train on the same devices.
         if self._shared:
             return "the node shares its machine with others, and has no device of its own to reset"
         path = shutil.which(self._tool)
@@ -59,6 +64,7 @@ class Repairs:
             async with asyncio.timeout(RESET_S):
                 output, _ = await process.communicate()
         except (TimeoutError, asyncio.CancelledError) as error:
+            # Also where the agent ends: a reset that runs on would hit the job that gets the node next.
             process.kill()
             await process.wait()
             if isinstance(error, asyncio.CancelledError):

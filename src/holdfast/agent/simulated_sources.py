@@ -93,6 +93,7 @@ def append_kernel_lines(path: Path, lines: tuple[str, ...]) -> None:
     """Adds lines to a file that stands in for the kernel's log."""
     with path.open("ab") as log:
         for line in lines:
+            # The offset serves as the record's sequence number, which rises as the kernel's does.
             log.write(format_record(log.tell(), line))
 
 
@@ -103,4 +104,5 @@ def write_files(root: Path, files: dict[str, str]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         work = path.with_name(f".{path.name}")
         work.write_text(text + "\n")
+        # Replaced in one step. A source that read a file half written would report it as unreadable.
         work.replace(path)

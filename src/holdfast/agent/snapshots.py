@@ -67,11 +67,15 @@ class SnapshotKeeper:
             TierError: there can be no snapshot memory here.
         """
         self._send, self._token = send, token
+        # Every start of a job has a new token. Slots that an earlier start left are told apart by it.
         run = xxhash.xxh3_64_intdigest(token.encode())  # a new one for every start of the job
         self.pool = SlotPool(folder, budget_bytes, run)
         if not budget_bytes:
             self.pool.budget_bytes = default_budget(folder) + self.pool.nbytes
+        # Last of what may fail: a server that was left running could not be ended by anybody.
         self._server = SnapshotServer(self.pool, host, token)
+        # Three pools and not one. A tier that does not answer holds its threads for minutes, and a worker
+        # that waits for its slot must not wait for that.
         self._own, self._copying, self._storing = (
             ThreadPoolExecutor(
                 THREADS,
@@ -110,13 +114,18 @@ class SnapshotKeeper:
         """Ends what is under way: the job is over. gives_back: the memory too; else it is left as a killed agent leaves it,
         for the next start."""
         self._closing.set()
+        # First the sockets: a thread that waits for another node's bytes ends only when its connection does.
         for pull in list(self._pulls):
             pull.abort()
         await asyncio.to_thread(self._server.close)
         for threads in (self._own, self._copying):
             await asyncio.to_thread(threads.shutdown, cancel_futures=True)
+        # Without waiting, because a thread may hang in a write to a tier. The process ends by os._exit, which
+        # asks no thread.
         self._storing.shutdown(wait=False, cancel_futures=True)
         await self._leave_tiers()
+        # Without the coordinator's word the memory stays. It may hold the only copy of the newest state, and
+        # the job's next start adopts it.
         if gives_back:
             self.pool.close()
         else:
@@ -136,12 +145,16 @@ class SnapshotKeeper:
     def _prepare(self, rank: int, nbytes: int) -> None:
         """A shard's size is known: the slot for its next snapshot is brought in before somebody waits for it."""
         if (rank, nbytes) not in self._prepared and not self._closing.is_set():
+            # Once for each shard and size: bringing the pages of a large slot in takes seconds of a
+            # processor.
             self._prepared.add((rank, nbytes))
             self._copying.submit(self.pool.prepare, rank, nbytes, self._closing.is_set)
 
     async def slot_wanted(self, worker: str, message: m.SlotWanted) -> m.SlotGiven:
         """A slot for a worker's copy, its pages present."""
         self.gone(worker)  # it gave up what it had begun
+        # Before the first await. Whatever becomes of this worker in between can then see which copy it was
+        # at.
         self._asked[worker] = message.key
         self._begun[worker] = asyncio.Event()
         try:
@@ -161,6 +174,8 @@ class SnapshotKeeper:
     async def _begin(self, message: m.SlotWanted) -> Slot:
         """A slot; a worker that waits for one has it when older snapshots have reached their tiers."""
         while True:
+            # Taken before the attempt. If a store ends between the refusal and the wait, this very event is
+            # set, and nothing is missed.
             freed = self._freed
             try:
                 return await self._run(self._own, self.pool.begin, message.key, message.nbytes)
@@ -175,12 +190,15 @@ class SnapshotKeeper:
         key, slot, began_s = self._filling.get(worker, (None, None, 0.0))
         if slot is None or key != message.key:
             return
+        # From here on the worker's end changes nothing: the bytes are in this node's memory, and only the
+        # checksum is missing.
         del self._filling[worker]
         self._copied(worker, key)
         self._summing[key] = worker
         try:
             if message.index is None:
                 raise TierError("the worker gave it up")
+            # The index is a worker's message. It is checked before any of its offsets are used.
             index = decode_index(message.index)
             await self._run(self._own, self.pool.seal, slot, index)
         except Exception as error:  # noqa: BLE001 - whatever it is, the coordinator waits for an answer
@@ -188,6 +206,8 @@ class SnapshotKeeper:
             self._send(m.SnapshotRejected(message.key, str(error)))
             return
         finally:
+            # After the seal: the hello of a reconnection lists the shard either here or among the copies, and
+            # never in neither.
             self._summing.pop(key, None)
         self._send(m.SnapshotStored(_copy_of(slot), message.stall_s, time.monotonic() - began_s))
 
@@ -220,10 +240,13 @@ class SnapshotKeeper:
     async def replicate(self, order: m.Replicate) -> None:
         """Keeps a copy of another node's shard."""
         key, part = order.copy.key, order.copy.shard.head
+        # Compared by the checksum of the head too: a step that was computed again after a fault has the same
+        # number and may have other bytes.
         have = next((c for c in self.copies() if c.key == key and c.shard.head.xxh3 == part.xxh3), None)
         if have is not None:  # asked again, by a coordinator that may not have heard the answer
             self._send(m.SnapshotStored(have))
             return
+        # The order was repeated. The transfer that is running gives the answer.
         if any(p.key == key for p in self._pulls):
             return
         pull = Pull(key, order.holders, self._token)
@@ -244,6 +267,8 @@ class SnapshotKeeper:
         """Writes a shard to a durable tier. The slot is held from this call on, before it could be used again."""
         held = ExitStack()
         try:
+            # In the same turn of the loop as the order. A slot that is only marked when the thread begins
+            # could be given to the next snapshot before that.
             slot = held.enter_context(self.pool.reading(order.key))
         except HoldfastError as error:
             return self._answer(m.Stored(tier=order.tier, key=order.key, shard=None, reason=str(error)))
@@ -283,6 +308,8 @@ class SnapshotKeeper:
         try:
             yield
         finally:
+            # A new event for every store that ends: whoever waits holds the old one and looks again, and
+            # nobody can miss the change in between.
             self._stores -= 1
             self._freed.set()
             self._freed = asyncio.Event()
@@ -291,9 +318,12 @@ class SnapshotKeeper:
         archive, key = self._archive(order.tier), order.key
 
         def say(nbytes: int, total: int) -> None:
+            # The link belongs to the loop's thread.
             loop.call_soon_threadsafe(self._send, m.StoreProgress(order.tier, key, nbytes, total))
 
         far = HowFar(say)
+        # Another node has the same row in the tier already (replicas hold the same parameters), so only this
+        # rank's head is written.
         if order.row:
             shard = parts_of(key.step, key.rank, slot.head, slot.sums, slot.row_bytes, order.row)
             return archive.save_head(shard, slot.head)
@@ -310,6 +340,7 @@ class SnapshotKeeper:
     def _until_closed(self, slot: Slot) -> Iterator[memoryview]:
         for piece in slot.pieces():
             if self._closing.is_set():
+                # The manifest is written last, so a shard that ends here is no part of any checkpoint.
                 raise TierError("the job was over before all of it was written")
             yield piece
 
@@ -319,6 +350,8 @@ class SnapshotKeeper:
         error: str | None = None
         try:
             archive = self._archive(tier.url)
+            # The commit writes the manifest. Only then older checkpoints may go: a crash in between leaves
+            # one too many and never one too few.
             await self._run(self._storing, archive.commit, order.step, order.shards)
             await self._run(self._storing, self._prune, archive, tier, order.step)
         except Exception as trouble:  # noqa: BLE001 - whatever it is, the coordinator waits for an answer
@@ -354,6 +387,8 @@ class SnapshotKeeper:
         """Reads every sealed slot, while there is nothing else to do. What went bad counts no more: the coordinator
         has it copied anew from another holder."""
         for key in [slot.key for slot in self.pool.held()]:
+            # Reading competes with training for the bandwidth of the memory, so it gives way to anything
+            # else.
             if self._filling or self._pulls or self._stores or self._closing.is_set():
                 return
             try:

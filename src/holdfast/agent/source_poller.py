@@ -53,6 +53,8 @@ class Poller:
         self._polled: list[_Polled] = []
         self._hung: list[_Polled] = []
         self._lock = threading.Lock()
+        # An event of the kernel's and not a threading.Event, because the thread waits for file descriptors of
+        # sources at the same time.
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -65,6 +67,7 @@ class Poller:
         now = time.monotonic()
         with self._lock:
             self._polled += [_Polled(source, now) for source in sources]
+        # Started with the first source: a node that watches nothing has no thread.
         if self._thread is None and self._polled:
             self._start()
         self._nudge()
@@ -85,11 +88,14 @@ class Poller:
         if self._thread is None:
             return None
         now = time.monotonic()
+        # Taken and cleared together. The thread writes it once and has ended then, so no lock is needed.
         ended, self._ended = self._ended, ""
         self._say_ended(ended, now)
         with self._lock:
             stuck = [p for p in self._polled if p.began_s is not None and now - p.began_s > p.grace_s]
             for polled in stuck:
+                # A source that hangs, in a driver for example, cannot be interrupted. It keeps the old thread
+                # and is left out of the new one's list, so the others are read on.
                 self._polled.remove(polled)
                 self._hung.append(polled)
             self._judge(
@@ -100,6 +106,7 @@ class Poller:
                 ],
                 now,
             )
+            # The sources that hang count too: they are reported again as long as they give no answer.
             least = min((p.grace_s for p in (*self._polled, *self._hung)), default=MIN_GRACE_S)
         if stuck or ended:
             self._start()
@@ -138,8 +145,12 @@ class Poller:
         self._closed = True
         self._nudge()
         if self._thread is not None:
+            # A thread that hangs in a driver is left behind. It is a daemon, so it does not hold up the
+            # process's end.
             self._thread.join(timeout=1.0)
         if self._thread is None or not self._thread.is_alive():
+            # Only when the thread is over: it would otherwise wait on a descriptor that some other file has
+            # got meanwhile.
             os.close(self._wake)
             for polled in self._polled:
                 polled.source.close()
@@ -162,6 +173,7 @@ class Poller:
 
     def _read_on(self) -> None:
         me = threading.current_thread()
+        # A thread that was given up as stuck finds here that another one took its place, and ends.
         while not self._closed and self._thread is me:
             due = self._await_due()
             for polled in due:
@@ -175,6 +187,7 @@ class Poller:
         waiter = select.poll()
         waiter.register(self._wake, select.POLLIN)
         with self._lock:
+            # A copy, because the watchdog takes stuck sources out of the list while this thread waits.
             polled = list(self._polled)
         for p in polled:
             if p.fd >= 0:
@@ -203,6 +216,9 @@ class Poller:
         with self._lock:
             polled.began_s = None
             if now >= polled.next_s:
+                # In whole periods from its first time, not from now. Sources with the same period stay
+                # together, and the processor is woken once for all of them; a late reading is not made up for
+                # by several in a row.
                 polled.next_s += polled.source.every_s * (1 + (now - polled.next_s) // polled.source.every_s)
             if self._thread is not me:
                 self._hung.remove(polled)
@@ -220,6 +236,8 @@ class Poller:
                 lines.append(said)
             else:
                 findings += self._rule_engine.on_reading(said, now_s)
+        # Lines go to the loop's own rule book. A burst that the kernel's log and the driver both report must
+        # count as one burst.
         if lines:
             self._said(lines)
         if findings:

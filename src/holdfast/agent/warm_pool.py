@@ -49,6 +49,8 @@ class WarmPool:
 
     async def start(self) -> None:
         """Returns when there is a zygote that has imported everything."""
+        # With a fork server the zygote was forked before this process had any threads. A fork later would
+        # copy locks that a thread of the agent holds, and nobody would release them in the child.
         await self._open(await self._spawn() if self._forked is None else self._forked.channel)
         self._keeping = asyncio.create_task(self._keep())
         for _ in range(self._size):
@@ -70,10 +72,14 @@ class WarmPool:
                 await self._ended()
                 _log.warning("the process that forks workers is gone; starting it again")
                 await self._open(await self._spawn())
+                # Requests that were on their way to the old process are lost with it. Each waiter needs one,
+                # and the pool is filled up again.
                 for _ in range(len(self._waiting) + max(0, self._size - len(self._ready))):
                     self._fork()
         except Exception as error:  # noqa: BLE001 - whoever waits hears it, and says so
             _log.error("no worker can be started any more: %s", error, exc_info=error)
+            # Set before the event: whoever wakes up from `take` must see it, and not wait for a process that
+            # never comes.
             self._broken = error
             self._up.set()
             while self._waiting:
@@ -86,10 +92,14 @@ class WarmPool:
             await asyncio.get_running_loop().sock_recv(self._channel, 1)
         except ConnectionError:
             pass
+        # First of all, so that a `take` from here on waits for the next process instead of using a closed
+        # channel.
         self._up.clear()
         self._channel.close()
         self._channel = None
         if self._forked is not None:
+            # Reaped here, since it is a child of this process. On a thread: it may be a zombie only a moment
+            # later.
             forked, self._forked = self._forked, None
             await asyncio.to_thread(os.waitpid, forked.pid, 0)
         if self._zygote is not None:
@@ -106,6 +116,7 @@ class WarmPool:
     async def _spawn(self) -> socket.socket:
         ours, theirs = socket.socketpair()
         env = dict(os.environ)
+        # A process with threads cannot be forked safely.
         env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does; it also keeps the zygote free of threads
         try:
             self._zygote = await asyncio.create_subprocess_exec(
@@ -130,6 +141,7 @@ class WarmPool:
         Raises:
             RuntimeError: none can be had.
         """
+        # A worker that is asked for during a restart of the zygote waits here, and its order does not fail.
         await self._up.wait()
         if self._broken is not None and not self._ready:
             raise RuntimeError(f"no process to start a worker from: {self._broken}")
@@ -166,6 +178,8 @@ class WarmPool:
             ours, theirs = socket.socketpair()
             with theirs:
                 try:
+                    # The request is one byte with one end of a socket pair attached, so requests cannot be
+                    # mixed up: each answer comes by its own socket.
                     socket.send_fds(self._channel, [b"f"], [theirs.fileno()])
                 except OSError as error:
                     ours.close()

@@ -35,6 +35,8 @@ def _import_module(name: str) -> None:
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
+        # The module is there, but something that it imports is not. To look in the current folder would hide
+        # that.
         if error.name != name.partition(".")[0]:
             raise
         here = str(Path.cwd())
@@ -63,6 +65,7 @@ def fork_zygote() -> Zygote:
         return Zygote(pid, ours)
     ours.close()
     die_with_parent()
+    # PR_SET_PDEATHSIG is armed only now. If the agent ended before, no signal will come.
     if os.getppid() != parent:
         os._exit(0)
     os._exit(_serve(theirs))
@@ -85,6 +88,8 @@ def _serve(channel: socket.socket) -> int:
         if _fork(worker):
             worker.close()
             continue
+        # The worker must not hold the zygote's channel: the zygote ends when the agent's end closes, and the
+        # agent notices the zygote's end by this channel being closed everywhere.
         channel.close()
         from holdfast.train.worker import become, leave
 
@@ -122,6 +127,8 @@ def _fork(worker: socket.socket) -> bool:
     """Forks twice, so that the worker becomes a child of the agent. True in the zygote, False in the worker."""
     between = os.fork()
     if between:
+        # The process in between lives for microseconds. It is reaped at once, since the zygote has no other
+        # children.
         os.waitpid(between, 0)
         return True
     parent = os.getpid()
@@ -129,6 +136,8 @@ def _fork(worker: socket.socket) -> bool:
         os._exit(0)
     from holdfast.train.worker import die_with_parent
 
+    # Until the process in between has ended, this one is not yet a child of the agent, and the parent-death
+    # signal would be that of the wrong parent.
     while os.getppid() == parent:
         os.sched_yield()
     die_with_parent()

@@ -11,6 +11,8 @@ def agent_arguments(
     spec: JobSpec, job_dir: Path, node: str, host: str, memory: Path, rack: str = ""
 ) -> list[str]:
     """For `python -m holdfast.agent`. host: the address that it binds. memory: its folder of snapshot memory."""
+    # Values only, and no secret among them: a command line can be read by every user of the machine. The
+    # agent reads the token from the job's folder.
     return [
         f"--node={node}",
         f"--job-dir={job_dir}",

@@ -52,6 +52,8 @@ class JobClient:
 
     def _where(self) -> Endpoint | None:
         """None while the coordinator is still starting."""
+        # Asked before every attempt. The address in the folder outlives the coordinator, and another program
+        # may listen there now.
         if not jobs.is_running(self._job_dir):
             raise NoAnswer(f"the job {self._job_dir.name!r} is not running")
         return read_endpoint(self._job_dir)
@@ -75,6 +77,8 @@ class JobClient:
     async def _request(self, method: str, path: str, body: str = "") -> bytes:
         deadline = time.monotonic() + PATIENCE_S
         why = "it is still starting"
+        # Only requests that nobody heard are sent again. One that was sent and not answered may have been
+        # carried out, and a drain or a resize must not be done twice.
         while time.monotonic() < deadline:
             if (where := self._where()) is not None:
                 try:
@@ -108,9 +112,13 @@ class JobClient:
         after: number (`seq`) of the last event that is known already.
         """
         while jobs.is_running(self._job_dir):
+            # Closed at once and not by the garbage collector: the coordinator keeps a queue for every watcher
+            # that it believes to be there.
             async with aclosing(self._listen(after)) as heard:
                 async for said in heard:
                     if said.kind == "event":
+                        # A new coordinator is asked for everything after this number, so that no event is
+                        # shown twice and none is missed.
                         after = max(after, int(said.value["seq"]))
                     yield said
                     if said.kind == "ended":

@@ -57,6 +57,8 @@ def check_name(name: str) -> str:
 def newest_job() -> str | None:
     """The job that was started last."""
     folders = [d for d in (home() / "jobs").glob("*") if (d / "spec.json").is_file()]
+    # By spec.json, which is written once per start. The folder's own time changes with everything that is put
+    # into it.
     return max(folders, key=lambda d: (d / "spec.json").stat().st_mtime).name if folders else None
 
 
@@ -109,6 +111,7 @@ def is_running(folder: Path) -> bool:
     """Whether the job's launcher or its coordinator lives: either holds the lock, or the job is a cluster's and not
     over. (One that a cluster lost without a word is not known to be over.)"""
     allocation = read_allocation(folder)
+    # Before the lock. Locks on a shared file system may only hold on the machine that took them.
     if allocation is not None and not allocation.over:
         return True
     try:
@@ -116,6 +119,8 @@ def is_running(folder: Path) -> bool:
     except OSError:
         return False
     try:
+        # Shared and given back at once, so that two commands that ask at the same time do not take each other
+        # for the job.
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -189,6 +194,8 @@ class JobFolder:
         self.lock = self._lock(name) if here else -1
 
     def _lock(self, name: str) -> int:
+        # The descriptor is inherited by the coordinator. The job counts as running until the launcher and the
+        # coordinator are both gone, and a crash needs no clean-up.
         lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -204,6 +211,8 @@ class JobFolder:
         """The job's snapshot memory. The identity keeps a new job from adopting what one of its name left."""
         path = self.path / "identity"
         if not path.exists():
+            # In the folder, so that it lives as long as the job: a folder that was removed and made again is
+            # another job, and must not adopt the state of the first.
             path.write_text(secrets.token_hex(4))
         return memory_of(self.path)
 
@@ -219,15 +228,23 @@ class JobFolder:
         report = self._report()
         if report.get("outcome") == "finished" and report.get("in_memory") is None:
             # What it held in memory is in its durable tiers.
+            # Everything of a finished job is in its durable tiers. With a new identity the next start begins
+            # with empty memory, and the sweep removes the old one.
             (self.path / "identity").unlink(missing_ok=True)
         sweep_memory()
         self.put_away()
         token = self.path / "token"
+        # A new token for each start. Processes that an earlier start left behind cannot prove themselves to
+        # this one.
         token.unlink(missing_ok=True)
+        # Created with its mode and exclusively: at no moment can another user read it, and a link that
+        # somebody put there is not followed.
         fd = os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(fd, "w") as out:
             out.write(secrets.token_urlsafe(32))
         (self.path / "spec.json").write_bytes(msgspec.json.format(msgspec.json.encode(spec)))
+        # After the old ledger is put away. A start that dies in between begins anew and finds the same
+        # checkpoints.
         resume = find_checkpoints(spec, note)
         (self.path / "resume.json").write_bytes(msgspec.json.encode(resume))
         return resume
@@ -253,6 +270,7 @@ class JobFolder:
         numbers = [int(d.name) for d in runs.glob("*") if d.name.isdigit()]
         to = runs / str(max(numbers, default=0) + 1)
         to.mkdir(parents=True)
+        # With the old address gone no command can take an earlier coordinator's port for this job.
         for name in (*old, "coordinator.json"):
             if (self.path / name).exists():
                 (self.path / name).rename(to / name)

@@ -67,6 +67,8 @@ class Launcher(ABC):
         self._gives_back = False
         self._coordinator: asyncio.subprocess.Process | None = None
         self._listener: socket.socket | None = None
+        # The write end is held by this process alone and nothing is ever written. When the process ends, in
+        # whatever way, the kernel closes it, and all that hold the read end know.
         self._lifeline, self._held = os.pipe()
         self._pulse = -1
         self._told: dict[str, Any] | None = None
@@ -91,6 +93,7 @@ class Launcher(ABC):
             Deposed: another launcher took over.
         """
         try:
+            # First, because a port that is in use is the user's mistake and nothing has been started yet.
             self._listener = _listen(self.host, self.port)
             self.engine = await self.open()
             await self._start_coordinator()
@@ -113,6 +116,7 @@ class Launcher(ABC):
             obeying.cancel()
             report = self._report()
             # Without a word of the coordinator's the nodes' memory may have what no durable tier has.
+            # Only a report of the coordinator's proves that nothing is in the nodes' memory alone.
             self._gives_back = report["outcome"] != KILLED and report.get("in_memory") is None
         finally:
             await self.close()
@@ -137,6 +141,7 @@ class Launcher(ABC):
                 f"--pulse={pulse}",
                 pass_fds=(*self.inherited, self._lifeline, self._listener.fileno(), pulse),
                 stdin=asyncio.subprocess.DEVNULL,
+                # Ctrl-C in the terminal must not reach the coordinator: it has to end the job in order first.
                 start_new_session=True,
             )
         finally:
@@ -149,10 +154,13 @@ class Launcher(ABC):
         while True:
             assert self._coordinator is not None
             code = await self._end_of(self._coordinator)
+            # After a second Ctrl-C the person wants the end, not another coordinator.
             if code == 0 or self.interrupts > 1:
                 return
             if code == COORDINATOR_DEPOSED:
                 raise Deposed("another coordinator has the job")
+            # A coordinator that was killed by a signal says nothing about the next one. One that ends by
+            # itself three times in a row would do so for ever.
             failures = failures + 1 if code > 0 else 0
             if failures >= ATTEMPTS:
                 raise HoldfastError(f"the coordinator ended {failures} times with exit code {code}")
@@ -164,6 +172,8 @@ class Launcher(ABC):
         ended = asyncio.create_task(coordinator.wait())
         watching = asyncio.create_task(self._end_if_hung(coordinator))
         try:
+            # The watcher may fail, for example where /proc cannot be read. The job does not need it, so its
+            # failure is noted and the coordinator is still waited for.
             await asyncio.wait({ended, watching}, return_when=asyncio.FIRST_COMPLETED)
             if watching.done() and (error := watching.exception()) is not None:
                 self.note(f"nobody sees any more whether the coordinator hangs: {error!r}")
@@ -179,6 +189,8 @@ class Launcher(ABC):
             silence.looked(heard(self._pulse), look(coordinator.pid))
         self.note(f"the coordinator is ended: {why}", pid=coordinator.pid)
         if coordinator.returncode is None:
+            # SIGKILL: a process that is stopped does not act on any other signal. The next coordinator goes
+            # on from the ledger.
             coordinator.kill()
 
     def _close_pulse(self) -> None:
@@ -203,6 +215,8 @@ class Launcher(ABC):
         elif said.kind == "ended":
             self._told = said.value
         else:
+            # Queued and not carried out here: Slurm may take seconds to answer, and the view must not stand
+            # still for that.
             self._orders.put_nowait(said)
 
     def _show(self, said: Announcement) -> None:
@@ -220,6 +234,7 @@ class Launcher(ABC):
             said = await self._orders.get()
             try:
                 await self._order(engine, said)
+            # One order that fails must not end this task: those after it have nobody else to carry them out.
             except (HoldfastError, OSError) as error:
                 self.note(f"{said.kind}: {error}")
 
@@ -276,6 +291,7 @@ class Launcher(ABC):
             await self._coordinator.wait()
         if self._listener is not None:
             self._listener.close()
+        # After the coordinator's end, so that it does not take the end of the nodes for faults of theirs.
         if self.engine is not None:
             await self.engine.close(self._gives_back)
         self._close_pulse()

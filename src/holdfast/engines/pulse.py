@@ -42,19 +42,24 @@ class Silence:
 
     def looked(self, spoke: bool, look: Look) -> None:
         """One look. spoke: something came since the last one."""
+        # The processor time since the last look. A coordinator that was ready to run and got no processor
+        # could not have spoken.
         used_s, self._used_s = look.used_s - self._used_s, look.used_s
         stopped = look.state in "Tt"
         self.stopped_s = self.stopped_s + self.every_s if stopped and not spoke else 0.0
+        # A start may take long on a slow file system, and a restart would take just as long.
         self._began = self._began or spoke
         if spoke or not self._began:
             self.silent_s = 0.0
         elif look.state == "R":
             self.silent_s += min(used_s, self.every_s)
+        # D is a wait for a disk. A coordinator that is restarted would wait for the same disk.
         elif look.state != "D":
             self.silent_s += self.every_s
 
     def verdict(self) -> str | None:
         """What is wrong with it; None: nothing that is known."""
+        # Stopped is seen and not inferred, so a shorter time is enough for it than for silence.
         if self.stopped_s >= self._timing.detection_s:
             return f"it has been stopped for {self.stopped_s:g} s"
         if self.silent_s >= self._timing.hang_s:

@@ -24,6 +24,7 @@ class LocalEngine:
     def __init__(self, spec: JobSpec, job_dir: Path, memory: Path, output: Callable[[bytes], None]) -> None:
         """memory: the folder of the job's snapshot memory; every node has a folder in it."""
         self._spec, self._job_dir, self._memory, self._output = spec, job_dir, memory, output
+        # As in the launcher: the write end closes with this process, and every agent sees it.
         self._lifeline, self._held = os.pipe()
         self._nursery = Nursery(spec.preload)
         self._agents: dict[str, AgentProcess] = {}
@@ -32,6 +33,8 @@ class LocalEngine:
         self._hooks_s = 2 * timeout_s() if spec.health.hooks else 0.0  # on-drain, then after-job
         self._racks: dict[str, str] = {}
         self._count = 0
+        # Before any agent starts. A killed start left its snapshots under the names of its nodes, and this
+        # start may have fewer.
         hand_on(memory, [f"node{i}" for i in range(spec.max_nodes + spec.spares)])
 
     async def provide(self) -> bool:
@@ -53,6 +56,7 @@ class LocalEngine:
             os.close(ours)
             raise
         finally:
+            # This copy has to go, or the output of an agent that ended would never reach its end.
             os.close(theirs)
         self._agents[name], self._racks[name] = process, rack
         task = asyncio.create_task(self._read(process, ours))
@@ -61,6 +65,7 @@ class LocalEngine:
 
     def _emptiest_rack(self) -> str:
         """Where the next node comes; empty when there are no racks."""
+        # The emptiest by the nodes that live, so that a replacement goes where a node was lost.
         names = [f"rack{i}" for i in range(self._spec.racks)]
         living = [self._racks[n] for n, p in self._agents.items() if p.alive]
         return min(names, key=living.count, default="")
@@ -100,6 +105,8 @@ class LocalEngine:
     async def _end(self, process: AgentProcess, node: str) -> None:
         process.signal(signal.SIGKILL)
         await process.wait()
+        # A lost machine loses its memory. If the local engine left it, a test of the loss of a node would
+        # prove nothing.
         await asyncio.to_thread(remove_memory, self._memory / node)
 
     async def mark(self, node: str, reason: str) -> None:

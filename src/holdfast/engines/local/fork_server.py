@@ -63,6 +63,7 @@ class Nursery:
             HoldfastError: the modules to preload cannot be imported.
         """
         request = "\n".join([node, *arguments]).encode()
+        # One request at a time: the answers come in order on one channel and do not name what they answer.
         async with self._turn:
             for _ in range(2):  # a process that somebody ended is started again
                 channel = self._channel or await self._start()
@@ -73,6 +74,7 @@ class Nursery:
                     answer = b""
                 if answer:
                     return AgentProcess(int(answer), fds[0])
+                # An answer that is empty means that the process is gone. Agents that it has forked live on.
                 await self.close()
         raise HoldfastError("the process that starts agents was ended twice; is there enough memory?")
 

@@ -18,6 +18,8 @@ class LocalLauncher(Launcher):
     def __init__(self, spec: JobSpec, folder: JobFolder, view: View, port: int = 0) -> None:
         super().__init__(spec, folder.path, view, port)
         self._folder = folder
+        # The coordinator holds the lock as well, so that a job whose launcher was killed still counts as
+        # running.
         self.inherited = (folder.lock,)
 
     async def open(self) -> Engine:

@@ -32,6 +32,7 @@ def check_installed() -> None:
 
 def clean_environment() -> dict[str, str]:
     """Without what Slurm said to the step that we are in: it would be taken for options."""
+    # A step started from within a step would inherit its node list, its memory and its task count as options.
     keep = ("SLURM_CONF",)
     return {k: v for k, v in os.environ.items() if not k.startswith("SLURM_") or k in keep}
 
@@ -94,6 +95,7 @@ class Slurm:
                 "squeue", "--noheader", f"--format={parse.JOB_FORMAT}", "--jobs", ",".join(ids)
             )
         except SlurmError as error:
+            # squeue fails for a single id that is over, and leaves it out silently among several.
             if "invalid job id" in str(error).lower():
                 return {}
             raise
@@ -118,6 +120,7 @@ class Slurm:
         """Nodes by their names."""
         if not names:
             return {}
+        # Text of `scontrol show node` has blanks in its values, so JSON is read where it exists.
         json = await self.version() >= JSON_SINCE
         said = await self.run("scontrol", "show", "node", ",".join(names), "--json" if json else "--oneliner")
         return {node.name: node for node in parse.parse_nodes(said)}

@@ -40,14 +40,16 @@ FAILURES = 2
 
 
 class Known(msgspec.Struct):
-    """What a launcher that takes over has to know. follow_ups: allocations beside the job's own, each with its node
-    once it has one. bad: nodes that are not used, and why; told: those of them that Slurm keeps out, until the site lets
-    them in again. going: those that left as planned."""
+    """What a launcher that takes over has to know; it is kept in the job's folder."""
 
     follow_ups: dict[str, str | None] = {}
+    """Ids of further allocations, each with its node; None: it waits in the queue."""
     bad: dict[str, str] = {}
+    """Nodes that this job does not use, and why."""
     told: set[str] = set()
+    """Those of the bad ones that Slurm keeps out, until the site lets them in again."""
     going: set[str] = set()
+    """Nodes that left as planned."""
 
 
 class SlurmEngine:
@@ -89,6 +91,7 @@ class SlurmEngine:
             raise SlurmError(f"the Slurm job {self._id} is gone")
         self.batch_host = job.batch_host
         names = await self.slurm.names(job.nodes)
+        # A launcher that took over finds everything running. It must not start a second agent on any node.
         if not fresh:
             self._recall()
             for id, other in (await self.slurm.named(follow_up_name(self._spec))).items():
@@ -106,6 +109,8 @@ class SlurmEngine:
     def _keep(self) -> None:
         work = self._job_dir / f".{KNOWN}.{os.uname().nodename}.{os.getpid()}"
         work.write_bytes(msgspec.json.encode(self._known))
+        # In one step, because the next launcher may read it at any moment. The name has host and pid: two
+        # launchers may write for a moment while one takes over.
         work.replace(self._job_dir / KNOWN)
 
     async def _start_step(self, node: str) -> None:
@@ -120,8 +125,10 @@ class SlurmEngine:
             "--ntasks=1",
             f"--nodelist={node}",
             f"--job-name=agent-{node}",
+            # The step shares the node with the batch script and with the other steps of this job.
             "--overlap",
             "--mem=0",
+            # Slurm would end the whole step when one node fails. That decision is the coordinator's.
             "--no-kill",
             "--kill-on-bad-exit=0",
             "--input=none",
@@ -141,6 +148,7 @@ class SlurmEngine:
 
     async def _reap(self, node: str, process: asyncio.subprocess.Process) -> None:
         await process.wait()
+        # A node that was lost may have a newer step already, which the end of the old one must not remove.
         if self._steps.get(node) is process:
             del self._steps[node]
             if node not in self._joined and self._polling is not None:
@@ -155,6 +163,8 @@ class SlurmEngine:
             self._note(f"an agent starts on {node}, which the allocation has already")
             await self._start_step(node)
             return True
+        # One at a time. Nodes that were asked for twice would both come, and one of them would cost its price
+        # for nothing.
         if any(where is None for where in self._known.follow_ups.values()):
             self._post(NodeUnavailable("a node was asked of Slurm and has not come yet"))
             return False
@@ -186,9 +196,12 @@ class SlurmEngine:
 
     async def _ask_for_one_more(self) -> None:
         job = await self.slurm.job(self._id)
+        # The follow-up must not outlive the job.
         minutes = None if job is None or job.left_s is None else max(1, int(job.left_s // 60))
         script = follow_up_script(self._spec, self._job_dir, home(), self._without(), minutes)
         id = await self.slurm.submit(script, self._job_dir)
+        # Written down at once. A launcher that takes over would otherwise not know of the node and never give
+        # it back.
         self._known.follow_ups[id] = None
         self._keep()
         self._note(f"asked Slurm for one more node: its job {id}")
@@ -213,6 +226,7 @@ class SlurmEngine:
         if planned:
             self._known.going.add(node)
         elif node not in self._known.bad:
+            # Judged later, in a task. Nothing that trains waits for Slurm.
             self._lost_at[node] = time.monotonic()
             self._spawn(self._lost(node, reason))
             return
@@ -226,6 +240,8 @@ class SlurmEngine:
             return  # it is booted
         since = time.monotonic() - TOGETHER_S
         lost = [n for n, at in self._lost_at.items() if at > since and n not in self.alive]
+        # Most nodes cannot fail in the same second, but a switch can, or the cable of this very node.
+        # Draining the half of a cluster for that would be worse than anything it could prevent.
         if len(lost) > 1 and len(lost) > len(self.alive):
             self._note(f"{len(lost)} nodes were lost at once, {node} among them: Slurm is told nothing of it")
             return
@@ -241,6 +257,8 @@ class SlurmEngine:
 
     async def _judge(self, node: str, reason: str) -> None:
         """Whether a lost node is bad, or only its agent was."""
+        # A machine that answers has lost only our agent, so it is drained after the second time. One that
+        # does not answer is down.
         reached, state = await self._reachable(node), "down"
         if node in self.alive:
             return  # it is back already
@@ -289,6 +307,7 @@ class SlurmEngine:
         try:
             job = await self.slurm.job(self._id)
             names = await self.slurm.names(job.nodes) if job else []
+            # Slurm cannot take the batch host out of a job, nor the last node.
             if node not in names or node == self.batch_host or len(names) < 2:
                 return
             rest = ",".join(n for n in names if n != node)
@@ -301,6 +320,7 @@ class SlurmEngine:
     async def _reachable(self, node: str) -> bool:
         """Whether the node's slurmd listens: the machine is there, and only our agent is not."""
         try:
+            # slurmd's port is asked directly, because Slurm itself takes up to 30 s to notice a lost node.
             told = await self.slurm.nodes([node])
             port = int((await self.slurm.config()).get("SlurmdPort", "").partition("-")[0] or SLURMD_PORT)
             async with asyncio.timeout(REACH_S):
@@ -322,6 +342,8 @@ class SlurmEngine:
             self._known.told.add(node)
             self._keep()
         except SlurmError as error:
+            # A user without the right gets one note and not one for every bad node. Any other error may pass,
+            # so the next node is tried again.
             self._admin = "invalid user" not in str(error).lower() and "denied" not in str(error).lower()
             self._note(
                 f"{node} is not {'drained' if state == 'drain' else 'set down'} in Slurm ({error}); "
@@ -338,6 +360,7 @@ class SlurmEngine:
     async def _boot(self, node: str, reason: str) -> None:
         text = self._for_slurm(reason)
         self._post(NodeTaken(node, reason))
+        # The step has to be over, because `reboot ASAP` waits until the node is idle.
         await self._end(node)
         try:
             await self.slurm.run("scontrol", "reboot", "ASAP", "nextstate=RESUME", f"reason={text}", node)
@@ -346,6 +369,7 @@ class SlurmEngine:
             await self._tell(node, "drain", reason)
         else:
             self._note(f"told Slurm to boot {node}")
+            # Before `provide`: the booted node itself may be the one that is used again.
             del self._known.bad[node]
             self._known.going.discard(node)
             self._keep()
@@ -355,6 +379,8 @@ class SlurmEngine:
         return f"holdfast {self._spec.name}: {reason}".replace("\n", " ")[:200]
 
     async def _run_site_command(self, node: str, reason: str) -> None:
+        # Split here and run without a shell. The reason contains text from kernel logs, which must not be
+        # executed, so it goes through the environment.
         command = [*shlex.split(self._spec.slurm.replace_command), node]
         env = {**os.environ, "HOLDFAST_NODE": node, "HOLDFAST_REASON": reason}
         try:
@@ -383,6 +409,8 @@ class SlurmEngine:
         elif kind in ("node-lost", "node-left", "node-taken"):
             self.alive.discard(node)
         elif kind == "node-leaving" and fields.get("reason") == "SIGTERM":
+            # Slurm sends SIGTERM to every node of an allocation that it takes away, but to each at its own
+            # moment. When the last living node has it, the whole job has to stop and not to shrink.
             self._terminated.add(node)
             within_s = fields.get("within_s")
             if self.alive and self.alive <= self._terminated and isinstance(within_s, int | float):
@@ -404,6 +432,7 @@ class SlurmEngine:
                 self._known.follow_ups[id] = job.nodes
                 self._keep()
                 self._note(f"Slurm gives {job.nodes}: its job {id} runs")
+            # It ended, or it was cancelled. A node that it had brought is lost by its own silence.
             elif job is None or job.state not in WAITING | {"RUNNING"}:
                 del self._known.follow_ups[id]
                 self._keep()
@@ -414,6 +443,8 @@ class SlurmEngine:
         ours = lines.get(self._id)
         if ours is not None and ours.state == "RUNNING":
             names = await self.slurm.names(ours.nodes)
+            # Nodes of follow-up jobs are not in this job's own list. Without them every poll would take them
+            # for nodes that Slurm has taken away.
             followed = {node for node in self._known.follow_ups.values() if node}
             for node in self.alive - set(names) - followed - set(self._known.bad) - self._known.going:
                 self._known.going.add(node)
@@ -425,6 +456,8 @@ class SlurmEngine:
                     self._known.going.add(name)
                     self._keep()
                     self._post(NodeGoing(name, f"Slurm drains it: {line.reason or 'without a reason'}"))
+            # Posted with every poll. The coordinator acts on the first, and a new coordinator has to learn it
+            # as well.
             if ours.left_s is not None and ours.left_s < self._spec.slurm.warn_s:
                 self._post(Capacity(0, "the time limit", ours.left_s))
 
@@ -441,6 +474,8 @@ class SlurmEngine:
             self._failures.pop(name, None)
             self._note(f"Slurm has {name} in service again, so this job may use it")
         self._keep()
+        # A job that still waits in the queue has its excluded nodes written down by Slurm, so they are
+        # changed there.
         for id, where in self._known.follow_ups.items():
             if where is None:
                 await self.slurm.run(

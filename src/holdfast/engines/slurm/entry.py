@@ -28,6 +28,7 @@ def enter(module: str, run: Callable[[JobSpec, Path], Coroutine[None, None, int]
     parser = argparse.ArgumentParser(prog=module)
     parser.add_argument("--job-dir", type=Path, required=True)
     job_dir: Path = parser.parse_args().job_dir
+    # Before any file is made: logs and the state of the job are for its user alone.
     os.umask(0o077)
     spec = msgspec.json.decode((job_dir / "spec.json").read_bytes(), type=JobSpec)
     close_log = logs.configure(

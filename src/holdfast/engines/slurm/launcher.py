@@ -48,7 +48,10 @@ class SlurmLauncher(Launcher):
         """A new start prepares the job's folder; one that takes over finds everything there."""
         loop = asyncio.get_running_loop()
         if self.fresh:
+            # A term even for the first launcher. Slurm may requeue the script while processes of its last
+            # start still run on a node that was cut off.
             self.term = newest_term(self.job_dir) + 1
+            # The claim is a file that can be created once. Of two launchers exactly one goes on.
             if not claim_term(self.job_dir, self.term, self._place.node):
                 raise SlurmError(f"another launcher has the job in {self.job_dir}")
             folder = JobFolder(self.spec.name, here=False)
@@ -59,6 +62,7 @@ class SlurmLauncher(Launcher):
                 newest = resume.checkpoints[0]
                 self.note(f"the newest checkpoint is of step {newest.step} ({newest.place})")
             loop.add_signal_handler(signal.SIGTERM, self._ended_by_slurm)
+            # Slurm sends it before the time limit (`--signal`), early enough to save the state.
             loop.add_signal_handler(signal.SIGUSR1, self.stop, "the time limit")
         loop.add_signal_handler(signal.SIGINT, lambda: None)
         return self._slurm_engine
@@ -71,6 +75,8 @@ class SlurmLauncher(Launcher):
         """See `Launcher.heard`."""
         if said.kind == "event":
             self._slurm_engine.heard(said.value["kind"], said.value["fields"])
+            # Only the launcher in office writes the roster. One that is cut off takes all nodes for lost and
+            # would write an empty one, by which any single node could take over.
             changed = said.value["kind"] in ("node-joined", "node-lost", "node-left")
             if changed and newest_term(self.job_dir) == self.term:
                 write_roster(self.job_dir, self._slurm_engine.alive)
@@ -104,6 +110,8 @@ class SlurmLauncher(Launcher):
         again = self.spec.slurm.requeue and wants_requeue(outcome, reason)
         try:
             job = await slurm.job(id)
+            # Slurm has decided already where the job is in another state: cancelled by a person, or requeued
+            # by a preemption. A second requeue would start it twice.
             again = again and job is not None and (job.state == "RUNNING" or self._lost_its_script(job))
             if again:
                 self.note(f"the job is queued again, to go on from its state: {reason}")

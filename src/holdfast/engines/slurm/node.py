@@ -54,6 +54,7 @@ async def _run(spec: JobSpec, job_dir: Path) -> int:
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, _pass_on, agent)
     loop.add_signal_handler(signal.SIGINT, lambda: None)
+    # Every node stands by, and not a chosen one, which could be lost together with the coordinator's.
     stand_by = StandBy(spec, job_dir, place, slurm)
     standing_by = asyncio.create_task(stand_by.run())
     code = await agent.wait()
@@ -70,6 +71,7 @@ async def _grace_s(slurm: Slurm) -> float:
     """How long a node has from SIGTERM on, by Slurm's KillWait."""
     try:
         said = (await slurm.config()).get("KillWait", "")
+        # Two seconds less than Slurm's own SIGKILL, so that the agent's end is still its own.
         return max(2.0, float(said.split()[0]) - 2.0)
     except (SlurmError, ValueError, IndexError):
         return 28.0
@@ -99,11 +101,15 @@ class StandBy:
         """Returns when a job that this process took over has ended."""
         lost_at, known = time.monotonic(), 0
         while True:
+            # A new holder needs time to start. Without this its absence would be counted against it, and the
+            # next node would take over from it.
             if (newest := newest_term(self._job_dir)) != known:  # somebody took over, and has to start
                 lost_at, known = time.monotonic() + self._spec.timing.adopt_s, newest
             if await self._present():
                 lost_at = time.monotonic()
                 (self._missing / self._place.node).unlink(missing_ok=True)
+            # The launcher starts a coordinator that died again on its own node, which is quicker and costs no
+            # term. It gets this time before others begin to miss the coordinator.
             elif time.monotonic() - lost_at > self._spec.timing.adopt_s / 2 and newest_term(self._job_dir):
                 self._say_missing()
                 term = newest_term(self._job_dir) + 1
@@ -127,6 +133,8 @@ class StandBy:
             ):
                 (self._missing / self._place.node).unlink(missing_ok=True)
                 give_up_when_gone(socket, limit_s)
+                # Nothing is sent. The connection's end is the news, and the kernel's keep-alive brings it for
+                # a machine without power.
                 async for _ in socket:
                     pass
         except (aiohttp.ClientError, OSError, TimeoutError):
@@ -143,12 +151,18 @@ class StandBy:
         holder = self._holder(term)
         # A coordinator that is cut off takes the others off its roster: whoever says something is there.
         said = {p.name for p in self._missing.iterdir()}
+        # More than half of the others must miss the coordinator. Two halves of a network that is cut in two
+        # can then never both have one.
         others = {*read_roster(self._job_dir), *(n for n in said if self._misses(n, term))} - {holder}
         missing = sorted(n for n in others if self._misses(n, term))
         if self._place.node not in missing or 2 * len(missing) <= len(others):
             return False
+        # With one or two others a majority proves little. Slurm's controller is a third voice: a node that is
+        # cut off does not reach it either.
         if len(others) < 3 and not await self._slurm_answers():
             return False  # it may be this node that is cut off
+        # Each waits for its turn and looks again, so that usually one claims and the rest see it. The claim
+        # itself is safe without that.
         await asyncio.sleep(TURN_S * missing.index(self._place.node))
         return newest_term(self._job_dir) == term
 

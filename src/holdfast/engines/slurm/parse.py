@@ -34,15 +34,20 @@ HOPELESS = frozenset(
 """Reasons of a job that waits for what will not come by itself."""
 
 
-class JobLine(msgspec.Struct, frozen=True):
-    """A job in Slurm's queue. nodes: as Slurm writes lists (`n[1-3]`). left_s: None when it has no limit."""
+class JobLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A job in Slurm's queue."""
 
     id: str
     state: str
+    """As `squeue` writes it in full, for example `RUNNING`."""
     reason: str
+    """Why it waits; `None` where there is no reason."""
     batch_host: str
+    """The node that the batch script runs on."""
     left_s: float | None
+    """Seconds until its time limit; None: it has no limit."""
     nodes: str
+    """As Slurm writes lists (`n[1-3]`)."""
 
 
 class NodeLine(msgspec.Struct, frozen=True):
@@ -68,8 +73,11 @@ def parse_jobs(text: str) -> list[JobLine]:
     """`squeue --noheader --format=JOB_FORMAT`."""
     jobs = []
     for line in filter(None, map(str.strip, text.splitlines())):
+        # The last column takes the rest of the line.
         id, state, reason, host, left, nodes = line.split("|", 5)
-        jobs.append(JobLine(id, state, reason, host, parse_limit(left), nodes))
+        jobs.append(
+            JobLine(id=id, state=state, reason=reason, batch_host=host, left_s=parse_limit(left), nodes=nodes)
+        )
     return jobs
 
 
@@ -86,6 +94,7 @@ def parse_limit(text: str) -> float | None:
     if match is None:
         raise ValueError(text)
     days, first, second, third = (int(g) if g else 0 for g in match.groups())
+    # Two parts mean minutes and seconds, but with days in front hours and minutes: Slurm reads them so.
     if match[1] is not None or match[4] is not None:
         return float(((days * 24 + first) * 60 + second) * 60 + third)
     return float(first * 60 + second)
@@ -100,6 +109,7 @@ def parse_nodes(text: str) -> list[NodeLine]:
 
 
 def _from_json(node: dict[str, Any]) -> NodeLine:
+    # A string in some versions and a list in others, of which some have the flags apart.
     state = node.get("state", [])
     states = [state] if isinstance(state, str) else list(state)
     states += node.get("state_flags", [])
@@ -114,8 +124,10 @@ def _from_text(line: str) -> NodeLine:
     fields = dict(re.findall(r"(\w+)=(\S*)", line))
     states = set()
     for part in fields.get("State", "UNKNOWN").split("+"):
+        # The marks at the end stand for flags, and several may follow each other.
         word = part.rstrip("*~#!%$@^-")
         states |= {word} | {_ENDS[c] for c in part[len(word) :] if c in _ENDS}
+    # The reason is free text with blanks, and ends where Slurm adds who gave it and when.
     reason = re.search(r" Reason=(.*?)(?: \[\w+@[^\]]*\]|$| Comment=)", line)
     name = fields["NodeName"]
     return NodeLine(
@@ -128,6 +140,8 @@ def parse_steps(text: str) -> dict[str, str]:
     steps: dict[str, str] = {}
     for line in filter(None, map(str.strip, text.splitlines())):
         id, name = line.split("|", 1)
+        # A node that was lost and came back has two steps of its name for a while. Only the newer one may be
+        # ended or watched.
         if name not in steps or _number(id) > _number(steps[name]):
             steps[name] = id
     return steps

@@ -20,8 +20,10 @@ def job_script(spec: JobSpec, job_dir: Path, home: Path) -> str:
         "--ntasks-per-node=1",
         "--exclusive",
         "--mem=0",
+        # The job outlives the loss of a node. Slurm's default would end all of it.
         "--no-kill",
         "--requeue" if options.requeue else "--no-requeue",
+        # B: to the batch script alone. USR1 would end the workers, which have no handler for it.
         f"--signal=B:USR1@{options.warn_s}",
         f"--chdir={shlex.quote(spec.cwd)}",
         f"--output={shlex.quote(str(job_dir))}/slurm-%j.out",

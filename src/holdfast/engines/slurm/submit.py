@@ -69,12 +69,15 @@ class Submitter:
         path = self._folder.path
         known = jobs.read_allocation(path)
         try:
+            # Asked of Slurm and not of the file: a job that was cancelled in the queue could not write that
+            # it is over.
             there = await self._slurm.job(known.id) if known is not None else None
             if there is not None and there.state not in ("COMPLETING", "COMPLETED", "CANCELLED", "FAILED"):
                 raise UsageError(
                     f"a job named {self._spec.name!r} is in Slurm's queue (job {there.id}, {there.state.lower()}): "
                     f"see `holdfast status --job {self._spec.name}`, or choose another --job"
                 )
+            # Everything that can be refused is refused before the old ledger is put away.
             await self._slurm.try_submit(self.script, path)
             await self._check_limit()
             self._folder.put_away()
@@ -109,6 +112,8 @@ class Submitter:
         while True:
             await self._begun()
             async with JobClient(self._folder.path) as client:
+                # Both, because either may be first. The coordinator says that the job ended; Slurm knows of
+                # an end that the coordinator did not survive.
                 watching = asyncio.create_task(self._watch(client))
                 over = asyncio.create_task(self._over())
                 done, left = await asyncio.wait((watching, over), return_when=asyncio.FIRST_COMPLETED)
@@ -130,6 +135,8 @@ class Submitter:
             job = await self._job()
             if job is None or job.state not in parse.LIVING:
                 raise HoldfastError(self._why_gone())
+            # Slurm holds a job whose batch script was killed. Here that is no sign of a bad script, but of a
+            # lost node.
             if job.reason == parse.HELD_AGAIN:
                 await self._ask("release", self._id)
             now = f"the Slurm job {self._id} is {job.state.lower()}" + (
@@ -166,6 +173,7 @@ class Submitter:
             if job is None or job.state not in parse.LIVING:
                 return False
             if job.state in parse.WAITING and (self._folder.path / "report.json").exists():
+                # Else the wait for the next start would find the last start's address.
                 (self._folder.path / "coordinator.json").unlink(missing_ok=True)
                 return True
             await asyncio.sleep(LOOK_S)
@@ -183,6 +191,7 @@ class Submitter:
         self._spawn(self._stop(self._interrupts > 1))
 
     async def _stop(self, at_once: bool) -> None:
+        # A job that still waits has no coordinator that could stop it in order.
         begun = read_endpoint(self._folder.path) is not None
         if begun and not at_once:
             self._view.note("stopping after this step; once more to cancel the Slurm job at once")
