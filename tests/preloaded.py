@@ -80,7 +80,7 @@ def launch(address: str, arguments: list[str]) -> None:
     """`python -m holdfast.cli ARGUMENTS...`, whose fork server comes from the process at `address`."""
     from holdfast.engines.local import fork_server
 
-    spawn = fork_server.Nursery._spawn
+    spawn = fork_server.ForkServer._spawn
 
     async def forked(nursery, channel):
         environment = dict(os.environ)
@@ -99,7 +99,7 @@ def launch(address: str, arguments: list[str]) -> None:
             return await spawn(nursery, channel)
         return fork_server.AgentProcess(int(answer), fds[0])
 
-    fork_server.Nursery._spawn = forked
+    fork_server.ForkServer._spawn = forked
     sys.argv = ["holdfast", *arguments]
     sys.path[0] = str(Path.cwd())  # as with -m
     runpy.run_module("holdfast.cli", run_name="__main__")

@@ -53,7 +53,7 @@ def heard(tmp_path, view, *announcements):
         obeying = asyncio.create_task(launcher._obey(engine))
         try:
             for said in announcements:
-                launcher.heard(said)
+                launcher.on_announcement(said)
             await asyncio.wait_for(engine.started.wait(), 30)
         finally:
             obeying.cancel()

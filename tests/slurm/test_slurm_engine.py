@@ -203,7 +203,7 @@ def test_what_slurm_says_of_the_allocation(tmp_path: Path) -> None:
 def test_sigterm_to_all_nodes_is_the_end_of_the_allocation(tmp_path: Path) -> None:
     engine = Engine(tmp_path)
     for node in ("n1", "n2"):
-        engine.heard("node-leaving", {"node": node, "reason": "SIGTERM", "within_s": 8.0})
+        engine.on_event("node-leaving", {"node": node, "reason": "SIGTERM", "within_s": 8.0})
     assert not engine.posts
-    engine.heard("node-leaving", {"node": "n3", "reason": "SIGTERM", "within_s": 8.0})
+    engine.on_event("node-leaving", {"node": "n3", "reason": "SIGTERM", "within_s": 8.0})
     assert engine.posts == [Capacity(0, "Slurm takes the whole allocation", 8.0)]

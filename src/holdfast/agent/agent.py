@@ -92,7 +92,7 @@ class Agent:
         self._over = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._ports = _free_ports(config.host, PORTS_OFFERED)
-        self._follower = LogFollower(self._files_changed)
+        self._follower = LogFollower(self._on_files_changed)
         self._keeper: SnapshotKeeper | None = None
         self._leaving: m.Leaving | None = None
         self._terminated_at = 0.0
@@ -105,12 +105,12 @@ class Agent:
             folder=config.job_dir / "nodes" / config.node,
             spec=self._health,
             shared=config.shared_machine,
-            send=self._tell_found,
+            send=self._report,
             job_dir=config.job_dir,
             inotify=self._follower.inotify,
         )
         self._hooks = Hooks(self._health.hooks, config.job_dir.name, config.node, self._logs)
-        self._found_before: tuple[CheckResult, ...] = ()
+        self._checks_before: tuple[CheckResult, ...] = ()
         self._reason = "the agent was ended"
         self._code = 0
         self._gives_back = False
@@ -120,11 +120,11 @@ class Agent:
             job_dir=config.job_dir,
             token=token_file.read_text().strip(),
             hello=self._hello,
-            take=self._take,
+            take=self._on_order,
             orphan_s=config.timing.orphan_s,
-            orphaned=self._orphaned,
+            orphaned=self._on_orphaned,
             heartbeat_s=config.timing.heartbeat_s,
-            lost=self._unlinked,
+            lost=self._on_connection_lost,
         )
         self._repairs = Repairs(config.shared_machine, self._link.send)
         self._checks = NodeChecks(
@@ -143,17 +143,17 @@ class Agent:
         # Workers are forked twice by the zygote, so that they outlive it. As subreaper the agent becomes
         # their parent: only a parent gets SIGCHLD for them and may read their exit status.
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        loop.add_signal_handler(signal.SIGCHLD, self._child_changed)
-        loop.add_signal_handler(signal.SIGTERM, self._terminated)
+        loop.add_signal_handler(signal.SIGCHLD, self._on_child_changed)
+        loop.add_signal_handler(signal.SIGTERM, self._on_sigterm)
         # Ctrl-C goes to the whole foreground group. The launcher answers it, and ends the job in order; an
         # agent that ended by itself would look like a lost node.
         loop.add_signal_handler(signal.SIGINT, lambda: None)
         if lifeline is not None:
-            loop.add_reader(lifeline, self._launcher_gone, lifeline)
+            loop.add_reader(lifeline, self._on_launcher_gone, lifeline)
         # The four take seconds each (a first look at the memory, the checks, the import of torch, the first
         # reading of sensors) and do not need each other. The agent says hello only when all are over: the
         # hello has their results, and the core may send StartWorker right after it.
-        self._keeper, self._found_before, _, _ = await asyncio.gather(
+        self._keeper, self._checks_before, _, _ = await asyncio.gather(
             asyncio.to_thread(self._open_memory),
             self._unless_over(self._before_joining()),
             self._pool.start(),
@@ -163,7 +163,7 @@ class Agent:
             "ready to join", extra={"slots": self._config.slots, "snapshot_port": self._port_of_snapshots}
         )
         conversation = asyncio.create_task(self._link.run())
-        conversation.add_done_callback(self._link_ended)
+        conversation.add_done_callback(self._on_link_ended)
         if self._keeper is not None:
             self._spawn(self._keeper.watch())
         # Everything below runs in this order. Workers end first, because the hook after-job may clean up what
@@ -262,13 +262,13 @@ class Agent:
             leaving=self._leaving,
             identity=self._identity,
             devices=self._devices,
-            checks=self._found_before,
+            checks=self._checks_before,
             snapshot_server=self._keeper.server if self._keeper else "",
             summing=self._keeper.summing() if self._keeper else (),
             kernel=kernel_id(),
         )
 
-    def _take(self, order: m.ToAgent) -> None:
+    def _on_order(self, order: m.ToAgent) -> None:
         match order:
             case m.StartWorker():
                 # A start takes until a warm process is free. The coordinator does not wait for that, so what
@@ -316,7 +316,7 @@ class Agent:
             case m.Repair():
                 self._spawn(self._repairs.answer(order), order)
             case m.Drain(reason):
-                self._drained(reason)
+                self._drain(reason)
             case m.Shutdown(reason, keeps):
                 # Only the coordinator knows whether a durable tier has what this node's memory holds. An
                 # agent that ends without a Shutdown therefore leaves its memory behind for the job's next
@@ -359,9 +359,9 @@ class Agent:
             warm=warm,
             folder=self._logs,
             timing=config.timing,
-            said=self._said,
-            stalled=self._stalled,
-            exited=self._exited,
+            said=self._on_message,
+            stalled=self._on_stall,
+            exited=self._on_exit,
         )
         self._workers[order.worker] = worker
         env = dict(order.env)
@@ -408,13 +408,13 @@ class Agent:
 
     # ------------------------------------------------------------ what workers do
 
-    def _said(self, worker: WorkerProcess, message: m.WorkerMessage) -> None:
+    def _on_message(self, worker: WorkerProcess, message: m.WorkerMessage) -> None:
         try:
-            self._hear(worker, message)
+            self._handle(worker, message)
         except Exception as error:  # noqa: BLE001 - whatever it is, the words after it are to be heard
             self._link.complain(f"{type(message).__name__} of {worker.name}", error)
 
-    def _hear(self, worker: WorkerProcess, message: m.WorkerMessage) -> None:
+    def _handle(self, worker: WorkerProcess, message: m.WorkerMessage) -> None:
         if isinstance(message, m.SlotWanted):
             # Slots are a matter between the worker and this node. The coordinator hears only how the copy
             # ended.
@@ -450,7 +450,7 @@ class Agent:
             answer = m.SlotGiven(message.key, None, reason)
         worker.tell(answer)
 
-    def _stalled(self, worker: WorkerProcess, view: m.WorkerView) -> None:
+    def _on_stall(self, worker: WorkerProcess, view: m.WorkerView) -> None:
         _log.info(
             "a worker makes no progress",
             extra={
@@ -462,7 +462,7 @@ class Agent:
         )
         self._link.send(m.Stalled(worker.name, view))
 
-    def _exited(self, worker: WorkerProcess, message: m.Exited) -> None:
+    def _on_exit(self, worker: WorkerProcess, message: m.Exited) -> None:
         _log.info(
             "a worker ended",
             extra={"worker": worker.name, "pid": worker.pid, "code": message.code, "killed": message.killed},
@@ -480,7 +480,7 @@ class Agent:
             self._link.complain(f"the end of {worker.name}", error)
         self._link.send(message)
 
-    def _child_changed(self) -> None:
+    def _on_child_changed(self) -> None:
         for worker in self._workers.values():
             worker.check_stopped()
 
@@ -558,7 +558,7 @@ class Agent:
             await simulated_sources.strike(self._watcher, fault)
             return
         if kind is FaultKind.PREEMPT_NODE:
-            self._terminated()
+            self._on_sigterm()
             return
         if kind is FaultKind.DROP_NODE:
             for worker in self._workers.values():
@@ -572,15 +572,15 @@ class Agent:
         # Workers first: this process cannot signal anybody after it has stopped itself.
         os.kill(os.getpid(), signal.SIGKILL if kind is FaultKind.KILL_NODE else signal.SIGSTOP)
 
-    def _files_changed(self) -> None:
+    def _on_files_changed(self) -> None:
         self._watcher.files_changed()
 
-    def _tell_found(self, found: m.FindingsReported) -> None:
+    def _report(self, found: m.FindingsReported) -> None:
         self._link.send(found)
 
     # ------------------------------------------------------------ the end
 
-    def _terminated(self) -> None:
+    def _on_sigterm(self) -> None:
         """SIGTERM: this machine is to be taken away (Slurm, Kubernetes and spot markets send it). The job goes on
         without it from a step's edge on. A second one, or one that nobody hears, ends it now."""
         now = asyncio.get_running_loop().time()
@@ -594,29 +594,29 @@ class Agent:
         self._reason = "SIGTERM"
         self._leaving = m.Leaving(self._reason, self._config.grace_s)
         self._link.send(self._leaving)
-        self._drained(self._reason)
+        self._drain(self._reason)
         # The scheduler kills the node at the end of the grace, whatever the coordinator does. Ending before
         # it lets the hooks run.
         asyncio.get_running_loop().call_later(self._config.grace_s, self._over.set)
 
-    def _drained(self, reason: str) -> None:
+    def _drain(self, reason: str) -> None:
         """The node is to leave. Heard again (from the coordinator, after a reconnection) it is no news."""
         if self._draining is None:
             _log.info("this node is to leave: %s", reason)
             self._draining = asyncio.create_task(self._hook("on-drain", reason))
 
-    def _unlinked(self) -> None:
+    def _on_connection_lost(self) -> None:
         """The coordinator is gone. Who is leaving does not wait for the next one, nor is there one without a launcher."""
         if self._leaving is not None or self._launcher_lost:
             self._over.set()
 
-    def _orphaned(self) -> None:
+    def _on_orphaned(self) -> None:
         _log.warning(
             "no coordinator for %g s; ending the workers and this agent", self._config.timing.orphan_s
         )
         self._over.set()
 
-    def _launcher_gone(self, lifeline: int) -> None:
+    def _on_launcher_gone(self, lifeline: int) -> None:
         """The coordinator has the same news and stops the job in order, for which it has as long as the last state needs
         to a durable tier; this is for when it is gone too."""
         loop = asyncio.get_running_loop()
@@ -638,7 +638,7 @@ class Agent:
         for worker in left:
             await worker.finished()
 
-    def _link_ended(self, conversation: asyncio.Task[None]) -> None:
+    def _on_link_ended(self, conversation: asyncio.Task[None]) -> None:
         """An agent without its link would never be told anything again, and its workers would run on unfenced."""
         if conversation.cancelled() or (error := conversation.exception()) is None:
             return
@@ -651,9 +651,9 @@ class Agent:
         """Runs beside everything else. order: what it carries out; the core hears when that fails."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(lambda ended: self._ended(ended, order))
+        task.add_done_callback(lambda ended: self._on_task_ended(ended, order))
 
-    def _ended(self, task: asyncio.Task[None], order: m.ToAgent | None) -> None:
+    def _on_task_ended(self, task: asyncio.Task[None], order: m.ToAgent | None) -> None:
         self._tasks.discard(task)
         if task.cancelled() or (error := task.exception()) is None:
             return

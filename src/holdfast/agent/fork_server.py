@@ -1,4 +1,4 @@
-"""The nursery: a process that has imported the heavy modules and forks agents, for engines whose nodes share a machine.
+"""The fork server: a process that has imported the heavy modules and forks agents, for engines whose nodes share a machine.
 
 Importing takes two seconds of a processor, for every node; a fork takes milliseconds. An agent forked here forks its
 zygote from itself, before it does anything else, so that workers descend from their agent as they do elsewhere.

@@ -15,14 +15,14 @@ import msgspec
 
 from holdfast.engines.base import Engine
 from holdfast.engines.client import Announcement, JobClient
-from holdfast.engines.pulse import Silence, heard, look
+from holdfast.engines.pulse import Silence, has_spoken, look
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.protocol.authentication import BACKLOG
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.python import python_module
 
 _log = logging.getLogger(__name__)
-COORDINATOR_DEPOSED = 4
+COORDINATOR_SUPERSEDED = 4
 ATTEMPTS = 3
 KILLED = "killed"
 """The outcome of a job whose coordinator wrote no report."""
@@ -44,7 +44,7 @@ class View(Protocol):
         """Something about the launcher itself."""
 
 
-class Deposed(HoldfastError):
+class Superseded(HoldfastError):
     """Another launcher has the job now: nothing of it is to be touched."""
 
 
@@ -90,7 +90,7 @@ class Launcher(ABC):
         Raises:
             UsageError: the port cannot be had; nothing was started or changed.
             HoldfastError: the coordinator cannot be kept running.
-            Deposed: another launcher took over.
+            Superseded: another launcher took over.
         """
         try:
             # First, because a port that is in use is the user's mistake and nothing has been started yet.
@@ -102,7 +102,7 @@ class Launcher(ABC):
             obeying = asyncio.create_task(self._obey(self.engine))
             try:
                 await self._keep_coordinator()
-            except Deposed:
+            except Superseded:
                 for task in (watching, obeying, *self._tasks):
                     task.cancel()
                 await self.abandon()
@@ -157,8 +157,8 @@ class Launcher(ABC):
             # After a second Ctrl-C the person wants the end, not another coordinator.
             if code == 0 or self.interrupts > 1:
                 return
-            if code == COORDINATOR_DEPOSED:
-                raise Deposed("another coordinator has the job")
+            if code == COORDINATOR_SUPERSEDED:
+                raise Superseded("another coordinator has the job")
             # A coordinator that was killed by a signal says nothing about the next one. One that ends by
             # itself three times in a row would do so for ever.
             failures = failures + 1 if code > 0 else 0
@@ -186,7 +186,7 @@ class Launcher(ABC):
         silence = Silence(self.spec.timing)
         while (why := silence.verdict()) is None:
             await asyncio.sleep(silence.every_s)  # silence is no event
-            silence.looked(heard(self._pulse), look(coordinator.pid))
+            silence.looked(has_spoken(self._pulse), look(coordinator.pid))
         self.note(f"the coordinator is ended: {why}", pid=coordinator.pid)
         if coordinator.returncode is None:
             # SIGKILL: a process that is stopped does not act on any other signal. The next coordinator goes
@@ -201,9 +201,9 @@ class Launcher(ABC):
     async def _watch(self) -> None:
         async with JobClient(self.job_dir) as client:
             async for said in client.watch():
-                self.heard(said)
+                self.on_announcement(said)
 
-    def heard(self, said: Announcement) -> None:
+    def on_announcement(self, said: Announcement) -> None:
         """Shows what is for people; what is for the engine waits its turn."""
         if said.kind in ("event", "status", "log"):
             try:

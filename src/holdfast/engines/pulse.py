@@ -67,7 +67,7 @@ class Silence:
         return None
 
 
-def heard(pulse: int) -> bool:
+def has_spoken(pulse: int) -> bool:
     """Whether something came. pulse: the reading end, which does not block."""
     try:
         return bool(os.read(pulse, READ_BYTES))

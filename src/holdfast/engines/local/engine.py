@@ -11,7 +11,7 @@ from pathlib import Path
 from holdfast.agent.hooks import timeout_s
 from holdfast.checkpoint.memory import hand_on, remove_memory
 from holdfast.engines.agents import agent_arguments
-from holdfast.engines.local.fork_server import AgentProcess, Nursery
+from holdfast.engines.local.fork_server import AgentProcess, ForkServer
 from holdfast.protocol.job import JobSpec
 
 HOST = "127.0.0.1"
@@ -26,7 +26,7 @@ class LocalEngine:
         self._spec, self._job_dir, self._memory, self._output = spec, job_dir, memory, output
         # As in the launcher: the write end closes with this process, and every agent sees it.
         self._lifeline, self._held = os.pipe()
-        self._nursery = Nursery(spec.preload)
+        self._fork_server = ForkServer(spec.preload)
         self._agents: dict[str, AgentProcess] = {}
         self._reading: set[asyncio.Task[None]] = set()
         self._leaving: set[asyncio.Task[None]] = set()
@@ -51,7 +51,7 @@ class LocalEngine:
         arguments.append(f"--log-file={self._job_dir / 'logs' / 'agents' / name}.log")
         ours, theirs = os.pipe()
         try:
-            process = await self._nursery.fork(name, arguments, theirs, self._lifeline)
+            process = await self._fork_server.fork(name, arguments, theirs, self._lifeline)
         except BaseException:
             os.close(ours)
             raise
@@ -128,7 +128,7 @@ class LocalEngine:
                 process.signal(signal.SIGKILL)
         await asyncio.gather(*self._leaving)
         await asyncio.gather(*self._reading)
-        await self._nursery.close()
+        await self._fork_server.close()
         if gives_back:
             await asyncio.to_thread(remove_memory, self._memory)
         os.close(self._held)

@@ -43,7 +43,7 @@ class AgentProcess:
         self._gone.set()
 
 
-class Nursery:
+class ForkServer:
     """Forks agents. Its process starts with the first one and ends with `close`, or with this process."""
 
     def __init__(self, preload: tuple[str, ...]) -> None:

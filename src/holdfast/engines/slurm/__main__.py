@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 from holdfast.engines import jobs
-from holdfast.engines.launcher import Deposed
+from holdfast.engines.launcher import Superseded
 from holdfast.engines.slurm.commands import Slurm
 from holdfast.engines.slurm.entry import enter
 from holdfast.engines.slurm.launcher import SlurmLauncher
-from holdfast.engines.slurm.locate import find_place
+from holdfast.engines.slurm.locate import find_this_node
 from holdfast.errors import HoldfastError
 from holdfast.observe.plain_view import PlainView
 from holdfast.protocol.job import JobSpec
@@ -19,18 +19,18 @@ from holdfast.protocol.job import JobSpec
 
 async def _run(spec: JobSpec, job_dir: Path) -> int:
     """Runs the job to its end."""
-    place = await find_place(Slurm())
-    jobs.write_allocation(job_dir, jobs.Allocation("slurm", place.allocation))
+    here = await find_this_node(Slurm())
+    jobs.write_allocation(job_dir, jobs.Allocation("slurm", here.allocation))
     with PlainView(spec, job_dir) as view:
-        launcher = SlurmLauncher(spec, job_dir, view, place)
+        launcher = SlurmLauncher(spec, job_dir, view, here)
         try:
             report = await launcher.run()
-        except Deposed:
+        except Superseded:
             # The job lives on elsewhere; this script's end would be taken for its end.
             view.note("another node has the coordinator now; this one keeps still")
             await asyncio.Event().wait()
         except HoldfastError:
-            jobs.write_allocation(job_dir, jobs.Allocation("slurm", place.allocation, over=True))
+            jobs.write_allocation(job_dir, jobs.Allocation("slurm", here.allocation, over=True))
             raise
     view.ended(report)
     await launcher.conclude(report)

@@ -399,7 +399,7 @@ class SlurmEngine:
 
     # ------------------------------------------------------------ what Slurm tells
 
-    def heard(self, kind: str, fields: dict[str, object]) -> None:
+    def on_event(self, kind: str, fields: dict[str, object]) -> None:
         """An event of the job: who is there, and whether Slurm takes all of it away at once."""
         node = str(fields.get("node", ""))
         if kind == "node-joined":

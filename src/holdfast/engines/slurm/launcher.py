@@ -17,7 +17,7 @@ from holdfast.engines.jobs import Allocation, JobFolder
 from holdfast.engines.launcher import Launcher, View
 from holdfast.engines.slurm.commands import SlurmError
 from holdfast.engines.slurm.engine import KNOWN, SlurmEngine
-from holdfast.engines.slurm.locate import Place
+from holdfast.engines.slurm.locate import ThisNode
 from holdfast.engines.slurm.parse import JobLine
 from holdfast.errors import UsageError
 from holdfast.protocol.availability import Availability
@@ -32,9 +32,9 @@ SCRIPT_GONE = frozenset({"JobLaunchFailure", "NonZeroExitCode"})
 class SlurmLauncher(Launcher):
     """One term of office in one allocation. term 0: the first; else what was claimed before, to go on with."""
 
-    def __init__(self, spec: JobSpec, job_dir: Path, view: View, place: Place, term: int = 0) -> None:
+    def __init__(self, spec: JobSpec, job_dir: Path, view: View, here: ThisNode, term: int = 0) -> None:
         super().__init__(spec, job_dir, view)
-        self.host, self._place, self.term = place.host, place, term
+        self.host, self._here, self.term = here.host, here, term
         self.fresh = term == 0
         self._slurm_engine = SlurmEngine(spec, job_dir, self.allocation, self.note, self._post)
 
@@ -42,7 +42,7 @@ class SlurmLauncher(Launcher):
     def allocation(self) -> str:
         """The id of the training job's own allocation."""
         known = jobs.read_allocation(self.job_dir)
-        return known.id if known else self._place.allocation
+        return known.id if known else self._here.allocation
 
     async def open(self) -> Engine:
         """A new start prepares the job's folder; one that takes over finds everything there."""
@@ -52,7 +52,7 @@ class SlurmLauncher(Launcher):
             # start still run on a node that was cut off.
             self.term = newest_term(self.job_dir) + 1
             # The claim is a file that can be created once. Of two launchers exactly one goes on.
-            if not claim_term(self.job_dir, self.term, self._place.node):
+            if not claim_term(self.job_dir, self.term, self._here.node):
                 raise SlurmError(f"another launcher has the job in {self.job_dir}")
             folder = JobFolder(self.spec.name, here=False)
             resume = await asyncio.to_thread(folder.prepare, self.spec, self.view.note)
@@ -69,18 +69,18 @@ class SlurmLauncher(Launcher):
 
     async def staff(self) -> None:
         """Starts the agents, unless they run."""
-        await self._slurm_engine.start(self.fresh, self._place.node)
+        await self._slurm_engine.start(self.fresh, self._here.node)
 
-    def heard(self, said: Announcement) -> None:
-        """See `Launcher.heard`."""
+    def on_announcement(self, said: Announcement) -> None:
+        """See `Launcher.on_announcement`."""
         if said.kind == "event":
-            self._slurm_engine.heard(said.value["kind"], said.value["fields"])
+            self._slurm_engine.on_event(said.value["kind"], said.value["fields"])
             # Only the launcher in office writes the roster. One that is cut off takes all nodes for lost and
             # would write an empty one, by which any single node could take over.
             changed = said.value["kind"] in ("node-joined", "node-lost", "node-left")
             if changed and newest_term(self.job_dir) == self.term:
                 write_roster(self.job_dir, self._slurm_engine.alive)
-        super().heard(said)
+        super().on_announcement(said)
 
     async def abandon(self) -> None:
         """See `Launcher.abandon`."""

@@ -10,16 +10,20 @@ import msgspec
 from holdfast.engines.slurm.commands import Slurm, SlurmError
 
 
-class Place(msgspec.Struct, frozen=True):
-    """allocation: the Slurm job that this node came with, the training job's own or a follow-up."""
+class ThisNode(msgspec.Struct, frozen=True):
+    """The node that this process runs on."""
 
     node: str
+    """Its name in Slurm."""
     host: str
+    """Its IPv4 address, which the other nodes reach."""
     allocation: str
+    """The id of the Slurm job that it came with: the training job's own, or a follow-up's."""
     restarts: int
+    """How often Slurm has requeued that job."""
 
 
-async def find_place(slurm: Slurm) -> Place:
+async def find_this_node(slurm: Slurm) -> ThisNode:
     """Of this process, from what Slurm told it.
 
     Raises:
@@ -30,7 +34,7 @@ async def find_place(slurm: Slurm) -> Place:
         raise SlurmError("this is started by Slurm, through `holdfast run --engine slurm`")
     told = await slurm.nodes([node])
     address = told[node].address if node in told else node
-    return Place(node, ip_of(address), allocation, int(os.environ.get("SLURM_RESTART_COUNT", "0")))
+    return ThisNode(node, ip_of(address), allocation, int(os.environ.get("SLURM_RESTART_COUNT", "0")))
 
 
 def ip_of(address: str) -> str:

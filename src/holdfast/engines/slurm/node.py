@@ -19,11 +19,11 @@ from holdfast.checkpoint.memory import remove_memory
 from holdfast.coordinator.service.store import succeed
 from holdfast.engines import jobs
 from holdfast.engines.agents import agent_arguments
-from holdfast.engines.launcher import Deposed
+from holdfast.engines.launcher import Superseded
 from holdfast.engines.slurm.commands import Slurm, SlurmError
 from holdfast.engines.slurm.entry import enter
 from holdfast.engines.slurm.launcher import SlurmLauncher, read_roster
-from holdfast.engines.slurm.locate import Place, find_place
+from holdfast.engines.slurm.locate import ThisNode, find_this_node
 from holdfast.observe.plain_view import PlainView
 from holdfast.protocol.endpoint import read_endpoint
 from holdfast.protocol.http_client import proving
@@ -40,13 +40,13 @@ TURN_S = 0.5
 async def _run(spec: JobSpec, job_dir: Path) -> int:
     """Serves until the agent ends."""
     slurm = Slurm()
-    place = await find_place(slurm)
+    here = await find_this_node(slurm)
     grace_s = await _grace_s(slurm)
     memory = jobs.memory_of(job_dir)
     await asyncio.to_thread(jobs.sweep_memory)
     agent = await asyncio.create_subprocess_exec(
         *python_module("holdfast.agent"),
-        *agent_arguments(spec, job_dir, place.node, place.host, memory / place.node),
+        *agent_arguments(spec, job_dir, here.node, here.host, memory / here.node),
         f"--grace={grace_s:g}",
         stdin=asyncio.subprocess.DEVNULL,
         start_new_session=True,
@@ -55,12 +55,12 @@ async def _run(spec: JobSpec, job_dir: Path) -> int:
     loop.add_signal_handler(signal.SIGTERM, _pass_on, agent)
     loop.add_signal_handler(signal.SIGINT, lambda: None)
     # Every node stands by, and not a chosen one, which could be lost together with the coordinator's.
-    stand_by = StandBy(spec, job_dir, place, slurm)
+    stand_by = StandBy(spec, job_dir, here, slurm)
     standing_by = asyncio.create_task(stand_by.run())
     code = await agent.wait()
     _log.info("the agent ended", extra={"code": code, "in_office": stand_by.in_office})
     if code == 0:  # in order; one that was killed may be started again and adopt it
-        await asyncio.to_thread(remove_memory, memory / place.node)
+        await asyncio.to_thread(remove_memory, memory / here.node)
     if not stand_by.in_office:  # whoever has the coordinator stays until the job is over
         standing_by.cancel()
     await asyncio.wait([standing_by])
@@ -92,8 +92,8 @@ class StandBy:
         in_office: this process has the coordinator.
     """
 
-    def __init__(self, spec: JobSpec, job_dir: Path, place: Place, slurm: Slurm) -> None:
-        self._spec, self._job_dir, self._place, self._slurm = spec, job_dir, place, slurm
+    def __init__(self, spec: JobSpec, job_dir: Path, here: ThisNode, slurm: Slurm) -> None:
+        self._spec, self._job_dir, self._here, self._slurm = spec, job_dir, here, slurm
         self._missing = job_dir / "missing"
         self.in_office = False
 
@@ -107,13 +107,13 @@ class StandBy:
                 lost_at, known = time.monotonic() + self._spec.timing.adopt_s, newest
             if await self._present():
                 lost_at = time.monotonic()
-                (self._missing / self._place.node).unlink(missing_ok=True)
+                (self._missing / self._here.node).unlink(missing_ok=True)
             # The launcher starts a coordinator that died again on its own node, which is quicker and costs no
             # term. It gets this time before others begin to miss the coordinator.
             elif time.monotonic() - lost_at > self._spec.timing.adopt_s / 2 and newest_term(self._job_dir):
                 self._say_missing()
                 term = newest_term(self._job_dir) + 1
-                if await self._may_claim(term - 1) and claim_term(self._job_dir, term, self._place.node):
+                if await self._may_claim(term - 1) and claim_term(self._job_dir, term, self._here.node):
                     await self._take_over(term)
                     return
             await asyncio.sleep(RETRY_S)  # there is no event for another machine's coordinator
@@ -131,7 +131,7 @@ class StandBy:
                 aiohttp.ClientSession(timeout=limit, middlewares=[proving(token, where)]) as session,
                 session.ws_connect(f"{where.url}/presence") as socket,
             ):
-                (self._missing / self._place.node).unlink(missing_ok=True)
+                (self._missing / self._here.node).unlink(missing_ok=True)
                 give_up_when_gone(socket, limit_s)
                 # Nothing is sent. The connection's end is the news, and the kernel's keep-alive brings it for
                 # a machine without power.
@@ -142,10 +142,10 @@ class StandBy:
         return True
 
     def _say_missing(self) -> None:
-        if not self._misses(self._place.node, newest_term(self._job_dir)):
+        if not self._misses(self._here.node, newest_term(self._job_dir)):
             _log.warning("this node cannot reach the coordinator", extra={"term": newest_term(self._job_dir)})
         self._missing.mkdir(exist_ok=True)
-        (self._missing / self._place.node).write_text(str(newest_term(self._job_dir)))
+        (self._missing / self._here.node).write_text(str(newest_term(self._job_dir)))
 
     async def _may_claim(self, term: int) -> bool:
         holder = self._holder(term)
@@ -155,7 +155,7 @@ class StandBy:
         # can then never both have one.
         others = {*read_roster(self._job_dir), *(n for n in said if self._misses(n, term))} - {holder}
         missing = sorted(n for n in others if self._misses(n, term))
-        if self._place.node not in missing or 2 * len(missing) <= len(others):
+        if self._here.node not in missing or 2 * len(missing) <= len(others):
             return False
         # With one or two others a majority proves little. Slurm's controller is a third voice: a node that is
         # cut off does not reach it either.
@@ -163,7 +163,7 @@ class StandBy:
             return False  # it may be this node that is cut off
         # Each waits for its turn and looks again, so that usually one claims and the rest see it. The claim
         # itself is safe without that.
-        await asyncio.sleep(TURN_S * missing.index(self._place.node))
+        await asyncio.sleep(TURN_S * missing.index(self._here.node))
         return newest_term(self._job_dir) == term
 
     def _misses(self, node: str, term: int) -> bool:
@@ -180,7 +180,7 @@ class StandBy:
 
     async def _slurm_answers(self) -> bool:
         try:
-            job = await self._slurm.job(self._place.allocation)
+            job = await self._slurm.job(self._here.allocation)
         except SlurmError:
             return False
         return job is not None and job.state == "RUNNING"
@@ -191,11 +191,11 @@ class StandBy:
         await asyncio.sleep(GRACE_S)  # if the other lives, it has stopped by now
         await asyncio.to_thread(succeed, self._job_dir, term)
         with PlainView(self._spec, self._job_dir) as view:
-            view.note(f"the coordinator's node is lost; {self._place.node} takes over")
-            launcher = SlurmLauncher(self._spec, self._job_dir, view, self._place, term)
+            view.note(f"the coordinator's node is lost; {self._here.node} takes over")
+            launcher = SlurmLauncher(self._spec, self._job_dir, view, self._here, term)
             try:
                 report = await launcher.run()
-            except Deposed:
+            except Superseded:
                 return
         view.ended(report)
         await launcher.conclude(report)
