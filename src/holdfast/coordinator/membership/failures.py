@@ -48,19 +48,25 @@ def failed(context: Context, worker: Worker, message: m.Failed) -> None:
         (f.worker, f.generation, f.step) == (worker.name, message.generation, message.step)
         for f in membership.failures
     ):
-        return  # said again by an agent that could not know whether it had been heard
+        # Agents repeat what may not have been heard. Counted twice, one failure would look like a second
+        # attempt, and a retry that would have worked would be judged as the script's fault.
+        return
     rank = current.rank_of(worker.name) if current else None
     phase = Phase(message.phase).name.lower()
     kind = causes.NotFinite if message.error == NonFiniteGradient.__name__ else causes.ScriptRaised
     cause = kind(message.error, message.message, phase if message.step is not None else None)
     blame = Blame(cause, rank, worker.node, message.step, message.traceback, log=worker.log)
     membership.blames[worker.name] = blame
-    at = message.step if message.step is not None else worker.committed  # between two steps: after that many
+    # Between two steps there is no step number. The count of committed steps says where in the training it
+    # was.
+    at = message.step if message.step is not None else worker.committed
     context.record(
         ledger.Failed(
             worker=worker.name, rank=rank, node=worker.node, step=at, cause=str(cause), cause_kind=cause.kind
         )
     )
+    # A worker that finds its protected state changed outside of a commit has no valid state any more, and
+    # neither has its replacement once the same line runs.
     if message.error == StateChanged.__name__:
         # No machine does this, and a worker in its place would run the same script: another attempt proves nothing.
         context.request(EndGeneration(cause))
@@ -68,17 +74,26 @@ def failed(context: Context, worker: Worker, message: m.Failed) -> None:
         return
     if message.step is None or current is None or worker.phase is not WorkerPhase.MEMBER:
         return
+    # Recorded above and shown to people, but not judged: the generation that it failed in has ended, and so
+    # has its step.
     if message.generation != current.number:
         return
+    # Before the verdict, which looks at the newest failure.
     note_failure(context, message.step, message.signature, worker, message.generation)
     if message.own:
         context.request(NoteNonFinite(worker, message))
+    # The ladder: the same worker tries again, then a fresh worker does, and when the same error came in both
+    # at the same step, it is the script's. Each rung costs little, and the last one is reached in seconds.
     verdict = script_fault(membership.failures)
     if verdict is not None:
+        # The generation ends before the stop is asked for: its members must park with their state, so that
+        # the last commit is saved before the job fails.
         context.request(EndGeneration(cause))
         context.request(StopJob(verdict.reason, "failed", first_blame(context, message.signature) or blame))
         return
     if membership.phase is JobPhase.RUNNING or membership.yielding:
+        # The first failure of a worker is retried in place, in milliseconds. The second one is replaced,
+        # since its process may be what is broken.
         again = _failed_before(context, worker, message)
         context.open_incident(
             cause,
@@ -90,6 +105,8 @@ def failed(context: Context, worker: Worker, message: m.Failed) -> None:
         )
         if again:
             processes.end_worker(context, worker)
+    # The generation breaks in any case: this worker has left the step, and the others wait for it in the next
+    # collective.
     context.request(EndGeneration(cause))
 
 
@@ -113,6 +130,8 @@ def first_blame(context: Context, signature: str) -> Blame | None:
 def note_failure(context: Context, step: int | None, signature: str, worker: Worker, generation: int) -> None:
     """Remembers a failure for `script_fault`."""
     context.state.membership.failures.append(Failure(step, signature, worker.name, worker.node, generation))
+    # Counted per machine for the choice of newcomers. That decides nothing about fault, it only puts others
+    # first.
     if node := context.state.membership.nodes.get(worker.node):
         node.failures += 1
 
@@ -133,16 +152,22 @@ def exited(context: Context, message: m.Exited) -> None:
     """A worker's process ended."""
     s = context.state
     worker = s.membership.workers.get(message.worker)
+    # Exited is repeated after a reconnect, and a worker's end must be judged once.
     if worker is None or worker.exited:
         return
     worker.exited = True
     described = Blame(causes.ProcessEnded(message.code), node=worker.node, log=message.log)
+    # An error that the script reported before it ended explains more than its exit code, so the code is only
+    # the default.
     blame = s.membership.blames.setdefault(worker.name, described)
     blame.tail, blame.log = list(message.tail), message.log
     context.record(
         ledger.WorkerExited(worker=worker.name, node=worker.node, code=message.code, log=message.log)
     )
+    # Asked before the mode judges the exit, since that may end the job: what the worker left in memory would
+    # not be waited for.
     context.request(AwaitChecksums(worker, message))
+    # Also for a worker that is gone already: its steps count whether or not its end was expected.
     step_accounting.exited(s, worker.name, message.steps)
     if worker.phase is WorkerPhase.GONE:
         return
@@ -153,6 +178,7 @@ def lose_worker(
     context: Context, worker: Worker, cause: causes.Cause, message: m.Exited | None = None
 ) -> None:
     """A worker is gone without having been asked to go. message: how it ended, where that is known."""
+    # The phase that it had is what the mode needs, and the transition overwrites it.
     was, worker.vanished_s = worker.phase, None
     transitions.enter(context, worker, WorkerPhase.GONE)
     context.mode.on_worker_lost(context, worker, was, cause, message)
@@ -175,11 +201,14 @@ def judge_exit(context: Context, worker: Worker, message: m.Exited, early: bool)
 def did_not_start(context: Context, worker: Worker, cause: causes.Cause) -> None:
     """One more that did not get ready. Workers that were started together count once."""
     s, node = context.state, context.state.membership.nodes.get(worker.node)
+    # Workers that were started together fail together (a missing file on every node). As one volley they
+    # count once, or the first bad start would pause the job for minutes.
     if worker.started_s >= s.membership.bad_start_at_s:
         s.membership.bad_starts, s.membership.bad_start_at_s = s.membership.bad_starts + 1, context.now
         if s.membership.bad_starts >= 2:
             pause_s = context.timing.heartbeat_s * 2.0 ** min(s.membership.bad_starts - 2, 16)
             s.deadlines.start_after_s = context.now + min(pause_s, context.timing.wait_s)
+    # The same per node: three volleys in a row, not three workers of one volley.
     if node is not None and worker.started_s >= node.struck_at_s:
         node.strikes, node.struck_at_s = node.strikes + 1, context.now
         if node.alive and node.strikes >= STRIKES:
@@ -199,6 +228,7 @@ def started_well(context: Context, worker: Worker) -> None:
 def condemn(context: Context, workers: Iterable[Worker], cause: causes.Cause) -> None:
     """Takes workers out that will not leave by themselves."""
     membership = context.state.membership
+    # One incident per node: eight workers that are taken out of one node are one fault.
     by_node: dict[str, list[Worker]] = {}
     for worker in workers:
         by_node.setdefault(worker.node, []).append(worker)
@@ -208,6 +238,8 @@ def condemn(context: Context, workers: Iterable[Worker], cause: causes.Cause) ->
         if part and membership.phase is not JobPhase.STOPPING:
             names = [w.name for w in ours]
             context.open_incident(cause, node=node, workers=names)
+            # The generation is ended once, after all of them: in between it would break with half of the
+            # culprits still counted as members.
             breaks = True
         else:
             context.record(
@@ -243,18 +275,26 @@ def end_stuck(context: Context) -> None:
     stuck = [
         w for w in context.alive_workers() if w.phase is WorkerPhase.MEMBER or w.name in s.membership.stops
     ]
+    # Members that did not park, and parked ones that were told to save and have not left. Others are not
+    # awaited.
     stuck = [w for w in stuck if w.phase in (WorkerPhase.MEMBER, WorkerPhase.PARKED)]
+    # Work of the script's own between two steps has the time of a start, measured from the break: it cannot
+    # be interrupted, and it is no hang.
     until_s = {
         w.name: s.membership.broke_at_s + s.membership.unheard_s + context.timing.start_s
         for w in stuck
         if w.aside
     }
     for worker in stuck:
+        # It has not finished a step in this generation, so it may be compiling, and a compiler does not look
+        # at messages.
         if worker.median_s is None and worker.joined == s.membership.number:
             until_s.setdefault(worker.name, s.membership.formed_at_s + context.timing.start_s)
     patient = [
         w for w in stuck if s.membership.stop_reason is None and context.now < until_s.get(w.name, 0.0)
     ]
+    # The deadline moves to the first of them. Without one nobody would look again, and the job would wait for
+    # ever for a worker that is really stuck.
     if patient:
         s.deadlines.break_deadline_s = min(until_s[w.name] for w in patient)
     condemn(context, [w for w in stuck if w not in patient], causes.LeftBehind())
@@ -281,8 +321,12 @@ def injected(context: Context, injection: Injection) -> None:
             step=s.membership.committed,
         )
     )
+    # The node announces it itself and leaves as planned, as on a real spot machine, so no incident will come
+    # that could claim this injection.
     if injection.kind == "preempt-node":
-        return  # the node says so itself, and leaves as planned
+        return
+    # The notice of an injection may arrive after its effect: they take different ways. Then what was counted
+    # against the worker's node is taken back.
     if any(incidents.explains(i, injection) for i in s.incidents):
         forgive(context, lambda failure: failure.worker == injection.worker)
     else:

@@ -29,6 +29,8 @@ _FOR_OTHERS = frozenset({Phase.REDUCE, Phase.VOTE, Phase.JOIN})
 
 
 @dataclass
+# Only in memory. A successor would not know which answers belong to which request, so it starts an inspection
+# of its own when the next agent reports a stall.
 class Inspection:
     """Answers to the newest Inspect. Not part of the state: a successor asks again."""
 
@@ -48,17 +50,23 @@ def stalled(context: Context, name: str, view: m.WorkerView) -> None:
     if worker is None or worker.phase is WorkerPhase.GONE:
         return
     running = s.membership.phase is JobPhase.RUNNING and worker.phase is WorkerPhase.MEMBER
+    # A stopped spare or starter holds up nobody, but it is no spare either. At level 2 it can be replaced by
+    # itself; at level 0 there are no spares.
     if view.process in "Tt" and not running and context.mode.replaces_one:
         failures.condemn(context, [worker], causes.ProcessStopped())
         return
     if _left_behind(context, worker, view):
         failures.condemn(context, [worker], causes.LeftBehind())
         return
+    # One inspection at a time: a hang makes every agent report within milliseconds, and each report would
+    # throw away the answers to the request before.
     if not running or s.deadlines.inspect_deadline_s is not None or context.now < s.membership.look_again_s:
         return
     s.membership.inspect_request += 1
     s.deadlines.inspect_deadline_s = context.now + context.timing.inspect_s
     inspection = context.transient(Inspection)
+    # The set of nodes from which an answer is awaited is fixed now. A node that is lost meanwhile ends the
+    # generation, and with it the inspection.
     inspection.begin({w.node for w in context.inside()})
     context.record(ledger.Stalled(worker=name, node=worker.node, step=s.step))
     for node in sorted(inspection.unheard):
@@ -71,6 +79,8 @@ def _left_behind(context: Context, worker: Worker, view: m.WorkerView) -> bool:
     membership = context.state.membership
     if membership.phase is not JobPhase.BREAKING or worker.phase is not WorkerPhase.MEMBER:
         return False
+    # The shorter of both: it may have stood still for long before the break, for a good reason, and only
+    # since the break it was told to leave.
     waits = min(view.idle_s, context.now - membership.broke_at_s - membership.unheard_s)
     return view.place.phase in WAITING_PHASES and waits >= MARGIN * context.timing.stall_s(context.median_s())
 
@@ -78,8 +88,11 @@ def _left_behind(context: Context, worker: Worker, view: m.WorkerView) -> bool:
 def inspected(context: Context, message: m.InspectReply) -> None:
     """One node's answer; the last one leads to a verdict."""
     s, inspection = context.state, context.transient(Inspection)
+    # An answer to an earlier request shows the workers as they were then; one that moved since would look
+    # stopped.
     if s.deadlines.inspect_deadline_s is None or message.request != s.membership.inspect_request:
         return
+    # Only members that are still inside count. One that parked while the others answered holds up nobody.
     members = {w.name: w.node for w in context.inside()}
     for view in message.workers:
         if view.worker in members:
@@ -100,14 +113,20 @@ def judge(context: Context) -> None:
         inspection.views, allowed, inspection.stacks, complete=not inspection.unheard, ranks=ranks
     )
     named = verdict.workers
+    # A verdict that may name the wrong one is held back for two generations: a transient fault of the network
+    # goes away by trying again, and the wrong worker would cost its restart.
     if verdict.again and s.membership.stall_rounds < RETRIES:
         named = ()
     groups = stacks.cluster({v.worker: inspection.stacks.get(v.worker, "") for v in inspection.views})
     where = stacks.describe(groups, ranks)
     context.record(ledger.StallJudged(workers=list(named), reason=verdict.reason, where=where))
     culprits = [s.membership.workers[w] for w in named if s.membership.workers[w].phase is WorkerPhase.MEMBER]
+    # One of two, and which cannot be known. The one that has been here longest is taken: if the hang comes
+    # again, the other is the older one then, so both get their turn.
     if verdict.one_of:  # the longest here, so that it is the other one's turn if the hang comes again
         culprits = sorted(culprits, key=lambda w: w.started_s)[:1]
+    # Where all ranks stood is written into the incident that this verdict opens, since the stacks are in no
+    # state and would be gone when somebody asks.
     before = len(s.incidents)
     context.mode.on_stall(context, culprits, verdict.reason, allowed)
     for incident in s.incidents[before:]:
@@ -124,8 +143,11 @@ def at_work(context: Context, suspects: set[str]) -> bool:
 def _allowed_s(context: Context, view: m.WorkerView) -> float:
     """How long a worker may stand still where it is. Its first step may compile for as long as a start takes, and
     work of the script's own between two steps, or a durable tier's answer, may take as long."""
+    # A worker that waits for a tier or a script's own work is limited by the time of a start. Shorter limits
+    # ended evaluations that were healthy.
     if view.place.phase in SLOW_PHASES:
         return context.timing.start_s
+    # The first step has no median to go by, and compiling takes minutes, during which the page does not move.
     if view.median_s is None and view.place.phase in _COMPILING:
         return context.timing.start_s
     return MARGIN * context.timing.stall_s(view.median_s)
@@ -135,6 +157,8 @@ def nobody_differs(context: Context, reason: str) -> None:
     """Tries the step again, twice. After that half of the workers are replaced, and then the other half: one of
     them is at fault, and the state lives on in the rest."""
     membership = context.state.membership
+    # If nobody waits for anybody, all are busy with something of their own, usually a slow file system;
+    # ending the generation would not make it faster.
     waiting = any(v.place.phase in _FOR_OTHERS for v in context.transient(Inspection).views)
     membership.stall_rounds += 1
     if not waiting and membership.stall_rounds < PATIENT_ROUNDS:
@@ -144,6 +168,8 @@ def nobody_differs(context: Context, reason: str) -> None:
         context.open_incident(cause, node=None, rung="retry in process", needs_newcomer=False)
         context.request(EndGeneration(cause))
         return
+    # Bisection: two retries did not help, so the fault is in some worker and not in the moment. Half are
+    # replaced, the state lives on in the others, and if the hang returns, it is the other half's turn.
     failures.condemn(context, _half(context.inside()), causes.Hang())
 
 
@@ -151,6 +177,7 @@ def _half(workers: list[Worker]) -> list[Worker]:
     """The older ones: of those that hold the same shard, so that somebody still holds it; else of all."""
     oldest = sorted(workers, key=lambda w: w.started_s)
     columns: dict[int, list[Worker]] = {}
+    # Half of each column, not of all: taking out a whole column would lose its shard of the state.
     for worker in oldest:
         columns.setdefault(worker.shard_index, []).append(worker)
     chosen = [w for column in columns.values() for w in column[: len(column) // 2]]

@@ -40,6 +40,8 @@ class InProcess:
         if worker.phase is WorkerPhase.DONE:
             transitions.enter(context, worker, WorkerPhase.GONE)
             if (
+                # A positive code after the last step is the script's, for example in its own evaluation. A
+                # signal then is the machine's, and the steps are done and saved.
                 message.code > 0 and membership.outcome is None
             ):  # a signal is the machine's fault, and its steps are done
                 context.request(StopJob("the script failed after its last step", "failed", blame))
@@ -52,15 +54,20 @@ class InProcess:
     ) -> None:
         """The generation ends if it was a member; another worker takes its place."""
         membership = context.state.membership
+        # Nobody takes its place in a job that is stopping, and one that is done has nothing left to lose.
         if membership.phase is JobPhase.STOPPING or was is WorkerPhase.DONE:
             return
         membership.restarts_used += 1
+        # Only a member's loss disturbs training. A spare that dies is started again, and costs the budget but
+        # no incident.
         member = was in (WorkerPhase.MEMBER, WorkerPhase.PARKED)
         early = was in (WorkerPhase.STARTING, WorkerPhase.ATTACHED)
         injected = False
         if member or membership.number == 0:
             incident = context.open_incident(cause, node=worker.node, workers=[worker.name])
             injected = incident.injected and not str(incident.fault).startswith(failures.LIKE_A_SCRIPT)
+        # Judged before the generation is ended: a verdict stops the job, and the end of the generation then
+        # leads to saving instead of to the next attempt.
         if message is not None and (member or early) and not injected:
             failures.judge_exit(context, worker, message, early)
         if member:
@@ -92,6 +99,8 @@ class InProcess:
         """Who holds the others up is taken out. Where nobody differs and all have stood still too long, the step is tried
         again."""
         inspection = context.transient(hangs.Inspection)
+        # With a culprit it is replaced. Without one nothing is done unless every worker was seen and all of
+        # them have stood still too long: half a picture has named innocent workers.
         if culprits:
             failures.condemn(context, culprits, causes.Hang(reason))
         elif not inspection.unheard and all(v.idle_s >= allowed[v.worker] for v in inspection.views):
@@ -103,10 +112,14 @@ class InProcess:
     def on_out_of_time(self, context: Context) -> None:
         """The step in flight took too long: it is dropped and what was committed is saved, by another if need be."""
         s = context.state
+        # The step in flight is given up, not the job: what was committed is still to be saved, and each case
+        # below waits for one thing less than the one before.
         if s.membership.phase is JobPhase.RUNNING:
             context.request(EndGeneration(causes.Stopping()))
         elif s.membership.phase is JobPhase.BREAKING:
             failures.end_stuck(context)
+        # Some have not been told to leave yet because others were saving for them. Those did not finish, so
+        # they are taken out and the next ones save.
         elif any(w.name not in s.membership.stops for w in context.workers_in(WorkerPhase.PARKED)):
             stuck = [w for w in context.workers_in(WorkerPhase.PARKED) if w.name in s.membership.stops]
             failures.condemn(context, stuck, causes.NotSaved())
@@ -134,8 +147,11 @@ class InProcess:
         """Ends what is to end, starts workers, and forms the next generation."""
         membership = context.state.membership
         if membership.phase is JobPhase.STOPPING:
+            # A job that is stopping starts, forms and repairs nothing any more.
             shutdown.advance(context)
             return
+        # Before anything is started: when somebody has all steps, a new worker could only come too late, and
+        # a new generation would do steps that nobody needs.
         if shutdown.finishing(context):
             return
         replica_groups.give_up(context)
@@ -143,6 +159,8 @@ class InProcess:
             generations.gather(context)
             nodes.write_off(context)  # which comes sooner now that nobody trains
         if membership.stop_reason is None:
+            # Workers are started while the members of the broken generation still park, not after: a start
+            # takes seconds, parking milliseconds, and both then overlap.
             nodes.staff(context)
         if membership.phase is JobPhase.RUNNING:
             if membership.stop_reason is not None:
@@ -152,6 +170,7 @@ class InProcess:
                 shard_policy.rebuild(context)  # for those that are to leave since just now: they wait for it
                 if (reason := resize.change_due(context)) is not None:
                     generations.end_at_commit(context, reason)
+        # Once more after the members have changed: who is spare, and for which shard, depends on it.
         if membership.stop_reason is None:
             shard_policy.rebuild(context)
         if membership.phase is JobPhase.GATHERING:

@@ -38,6 +38,7 @@ def joined(context: Context, hello: m.Hello, past: tuple[Remembered, ...] = ()) 
     """An agent said hello, for the first time or again. past: what is known of the machine."""
     membership = context.state.membership
     known = membership.nodes.get(hello.node)
+    # Before anything else of the hello is believed: fields of another version may mean something else.
     if hello.version != m.PROTOCOL_VERSION:
         theirs, ours = hello.version, m.PROTOCOL_VERSION
         _refuse(context, hello.node, f"it speaks version {theirs}, not {ours}; run one Holdfast on all nodes")
@@ -45,7 +46,11 @@ def joined(context: Context, hello: m.Hello, past: tuple[Remembered, ...] = ()) 
     if known is not None and known.refused is not None:
         _refuse(context, hello.node, known.refused)
         return
+    # The same agent process, connected again: its workers run on, and nothing was lost but messages. A new
+    # session is a new process, whose predecessor's workers are gone, whatever the node's name is.
     if known is not None and known.session == hello.session:
+        # It was given up while it was away, and others have taken its workers' places. It may not go on as if
+        # nothing had happened; it is fenced and comes back as a new node.
         if not known.alive:
             known.fenced = False
             fence(context, known, hello.node)
@@ -55,9 +60,13 @@ def joined(context: Context, hello: m.Hello, past: tuple[Remembered, ...] = ()) 
         context.request(RepeatOrders(known))
         return
     if known is not None and known.alive:
+        # The old agent first, as a loss like any other; without `release`, because the engine would take away
+        # the machine that the new agent runs on.
         lose(context, known, causes.AgentReplaced(), release=False)
     reason = health.refusal(hello)
     if reason is not None:
+        # It is counted as come and as no longer awaited, although it is refused: otherwise the job would wait
+        # for it, and the engine would not be asked for another.
         context.request(RefuseAdmission(hello, reason))
         _refuse(context, hello.node, reason)
         membership.joined += known is None
@@ -66,6 +75,8 @@ def joined(context: Context, hello: m.Hello, past: tuple[Remembered, ...] = ()) 
     membership.nodes.pop(hello.node, None)
     node = Node(hello.node, hello.session, hello.host, hello.slots, context.now, ports=hello.ports)
     node.rack = hello.rack
+    # A machine's failures stay with its name, so a node that crashes and returns does not come first again in
+    # the choice of newcomers.
     node.failures = known.failures if known else 0
     membership.nodes[hello.node] = node
     if hello.leaving is not None:
@@ -73,6 +84,8 @@ def joined(context: Context, hello: m.Hello, past: tuple[Remembered, ...] = ()) 
     membership.joined += known is None
     membership.replacing = max(0, membership.replacing - 1)
     context.record(ledger.NodeJoined(node=hello.node, host=hello.host, slots=hello.slots))
+    # After the node is in the state, because admission may hold it; before `_reconcile`, because a node that
+    # is held gets no workers.
     context.request(AdmitNode(node, hello, past, known))
     _reconcile(context, node, hello)
 
@@ -93,6 +106,8 @@ def taken(context: Context, name: str, reason: str) -> None:
     node = context.state.membership.nodes.get(name)
     if node is None:
         return
+    # Set also when it is lost already: if its agent speaks again, it is told to end and not to come back as a
+    # new node, since it belongs to somebody else.
     node.leaving = node.leaving or reason
     if node.alive:
         lose(context, node, causes.NodeReclaimed(reason), release=False)
@@ -108,6 +123,8 @@ def fence(context: Context, node: Node | None, name: str) -> None:
     if refused is not None:  # what it says now was on its way before it heard so
         context.send(name, m.Shutdown(f"this node is refused: {refused}"))
         return
+    # One Fence is enough, while the node may have dozens of messages on the way; each would get an order to
+    # kill its workers again.
     if node is None or not node.fenced:
         context.send(name, m.Fence("the job went on without this node"))
     if node is not None:
@@ -117,15 +134,21 @@ def fence(context: Context, node: Node | None, name: str) -> None:
 def lose(context: Context, node: Node, cause: causes.Cause, release: bool = True) -> None:
     """A node is gone, or is treated so. release: tell the engine, that nothing of it runs on."""
     membership = context.state.membership
+    # Dead before anything is requested: every part asks `alive_nodes`, and must not choose this one as a
+    # donor, a buddy or a place for a worker while its loss is handled.
     transitions.lose_node(node)
     ours = [w for w in context.alive_workers() if w.node == node.name]
     part = [w for w in ours if w.phase in (WorkerPhase.MEMBER, WorkerPhase.PARKED)]
     context.record(ledger.NodeLost(node=node.name, cause=str(cause), cause_kind=cause.kind))
     incident = None
     if node.refused is None:
+        # At level 0 its peers have raised an error already, because their connections broke first. Their
+        # incident is this node's; a second one would charge the restart budget twice.
         incident = context.mode.explain_earlier(context, node, part, cause)
     if incident is None and part and membership.phase is not JobPhase.STOPPING:
         incident = context.open_incident(cause, node=node.name, workers=[w.name for w in part])
+    # Health first, storage second, the engine third, the mode last: what the mode decides (a new generation,
+    # a stop) needs the result of the others.
     context.request(NoteNodeLost(node, incident))
     for worker in ours:
         transitions.enter(context, worker, WorkerPhase.GONE)
@@ -141,6 +164,8 @@ def overslept(context: Context, away_s: float) -> None:
     s = context.state
     for node in s.membership.nodes.values():
         if node.alive:
+            # Never later than now: a node that has just spoken would otherwise be trusted into the future,
+            # and its real loss found late by as much.
             node.last_seen_s = min(context.now, node.last_seen_s + away_s)
         node.boots_until_s = _later(node.boots_until_s, away_s)
         if node.checking is not None:
@@ -154,6 +179,8 @@ def overslept(context: Context, away_s: float) -> None:
         act.until_s = _later(act.until_s, away_s)
     for storing in s.storage.storing:
         storing.moved_s = min(context.now, storing.moved_s + away_s)
+    # Deadlines are moved one by one below; this is for times that are measured from the break, as in
+    # `_left_behind`.
     s.membership.unheard_s += away_s
     s.membership.asked_at_s += away_s
     s.deadlines.break_deadline_s = _later(s.deadlines.break_deadline_s, away_s)
@@ -180,8 +207,11 @@ def recovered(context: Context, last_s: float) -> None:
     Time stood still meanwhile: whatever was due gets at least until every agent had its chance to reconnect.
     """
     s, timing = context.state, context.timing
+    # Agents notice the new coordinator within this time. Nobody may be judged by silence before, since nobody
+    # could have spoken.
     back_s = context.now + timing.adopt_s
     for node in s.membership.nodes.values():
+        # So that each node is lost exactly at `back_s` if it does not come, and not a detection time later.
         node.last_seen_s = back_s - timing.detection_s
         node.boots_until_s = _not_before(node.boots_until_s, back_s)
     for worker in s.membership.workers.values():
@@ -194,6 +224,8 @@ def recovered(context: Context, last_s: float) -> None:
     s.deadlines.wait_deadline_s = _not_before(s.deadlines.wait_deadline_s, back_s)
     s.deadlines.form_deadline_s = _not_before(s.deadlines.form_deadline_s, back_s)
     s.deadlines.inspect_deadline_s = None
+    # What was asked of the engine may never have arrived. Asking anew could give a node too many, which
+    # becomes a spare; not asking could leave the job short for ever.
     s.membership.replacing, s.deadlines.ask_after_s = (
         0,
         back_s,
@@ -218,16 +250,23 @@ def _not_before(deadline: float | None, time_s: float) -> float | None:
 
 def _reconcile(context: Context, node: Node, hello: m.Hello) -> None:
     """Either may have missed messages of the other; what the agent says is how things are."""
+    # Either side may be ahead. The rule: the agent is right about processes (it is their parent), the
+    # coordinator about who belongs to the job; so missing workers are lost, and unknown ones are killed.
     views = {v.worker: v for v in hello.workers}
     for worker in [w for w in context.alive_workers() if w.node == node.name]:
         view = views.get(worker.name)
+        # No log means that Started was never heard. The order was lost, or waits in the agent for a warm
+        # process; both are undone by taking it back, and the slot is as good as new.
         if view is None and not worker.log and worker.phase in (WorkerPhase.STARTING, WorkerPhase.MEMBER):
             _never_started(context, worker)
         elif view is None or view.process == "X":
+            # Not lost at once. How it ended decides whose fault it was, and the message with the exit code
+            # waits in the agent's outbox.
             worker.vanished_s = context.now  # its Exited follows, unless it was lost on the way
     for view in hello.workers:
         known = context.state.membership.workers.get(view.worker)
         if known is None or known.phase is WorkerPhase.GONE:
+            # A process that nobody knows would hold its GPU, and could still send state to its old peers.
             if view.process != "X":
                 context.send(node.name, m.KillWorker(view.worker))
         else:
@@ -254,6 +293,8 @@ def _catch_up(context: Context, worker: Worker, view: m.WorkerView) -> None:
         context.request(HandleReport(worker, m.Attached()))
     if view.ready:
         context.request(HandleReport(worker, view.ready))
+    # Through the same door as the message itself: a report that was missed has the same effect late as it
+    # would have had in time, with no second code path that could differ.
     if view.done:
         context.request(HandleReport(worker, view.done))
     elif view.parked:
@@ -265,6 +306,7 @@ def _catch_up(context: Context, worker: Worker, view: m.WorkerView) -> None:
 def _repeat(context: Context, worker: Worker, view: m.WorkerView) -> None:
     """Sends again what the worker must have been told; it ignores what it knows."""
     s = context.state
+    # The worst order to lose: a worker that was replaced would train on, beside its successor.
     if worker.told_to_end:
         context.send(worker.node, m.KillWorker(worker.name))
     if not context.mode.replaces_one:
@@ -277,6 +319,8 @@ def _repeat(context: Context, worker: Worker, view: m.WorkerView) -> None:
     if s.membership.generation is None or worker.phase is not WorkerPhase.MEMBER:
         return
     number = s.membership.generation.number
+    # Its agent did not pass this generation on, so the order was lost on the way. All other members wait for
+    # exactly this worker.
     if view.formed < number:
         context.tell(worker, queries.form(s, worker))
     if s.membership.yielding:
@@ -297,6 +341,7 @@ def staff(context: Context) -> None:
             and slot in node.used
         ):
             continue
+        # A guess, for scripts that read RANK before they start: the real rank is in JoinGeneration.
         rank = len(context.alive_workers())
         processes.start_worker(
             context, node, slot, environment.environment(context, node, slot, rank, context.spec.target)
@@ -310,6 +355,8 @@ def ask(context: Context) -> None:
     if s.deadlines.ask_after_s is not None and context.now < s.deadlines.ask_after_s:
         return
     wanted = s.wanted_nodes + context.spec.spares
+    # Counted when asked, not when they come: this runs after every batch, and would otherwise ask again each
+    # time until the node is there.
     for _ in range(queries.missing(context)):
         s.membership.replacing += 1
         s.membership.replaced += 1
@@ -321,6 +368,8 @@ def ask_again_s(context: Context) -> float | None:
     """When nodes that were asked for count as lost on the way: early when the job cannot train without."""
     if not context.state.membership.replacing:
         return None
+    # With nobody training, every second is lost, so a request counts as lost sooner. While the job trains, a
+    # slow engine costs nothing, and asking again could give nodes that nobody pays attention to.
     halves = 1 if context.state.membership.phase is JobPhase.GATHERING else 4
     return context.state.membership.asked_at_s + halves * context.timing.wait_s / 2
 
@@ -337,6 +386,8 @@ def unavailable(context: Context, reason: str) -> None:
     s = context.state
     if s.membership.replacing > 0:
         s.membership.replacing -= 1
+        # The budget counts nodes that were got, not requests: an engine without nodes would otherwise use up
+        # a job's repairs by saying no.
         s.membership.replaced -= 1
     s.deadlines.ask_after_s = context.now + context.timing.form_s
     context.record(ledger.NodeUnavailable(reason=reason))
@@ -371,6 +422,8 @@ def forget(context: Context) -> None:
     gone = [w.name for w in membership.workers.values() if w.phase is WorkerPhase.GONE]
     if len(gone) > 2 * KEPT_GONE:
         members = {x.worker for x in membership.generation.members} if membership.generation else set()
+        # Members and finished workers are kept: the generation refers to the first, and the job's last state
+        # is held by the second.
         for name in gone[:-KEPT_GONE]:
             if name not in members and membership.workers[name].digest is None:
                 del membership.workers[name]

@@ -38,6 +38,8 @@ KEPT = 1000
 def check_resize(state: CoreState, nodes: int) -> None:
     """Raises UsageError for a size outside the bounds that the job was started with."""
     low, high = state.spec.min_nodes, state.spec.max_nodes
+    # Checked when a person asks, not in the core: a bad request gets an answer with what to do, and no event
+    # is written.
     if state.spec.wait_for_spare:
         raise UsageError(
             f"this job was started with one size only ({high} nodes): start it again with --nnodes MIN:MAX to resize it"
@@ -78,6 +80,8 @@ def capacity(context: Context, nodes: int | None, reason: str, within_s: float |
     before = s.wanted_nodes
     s.membership.capacity_nodes = nodes
     context.record(ledger.Capacity(nodes=nodes, before=before, reason=reason, within_s=within_s))
+    # Below this the job cannot train at all. It stops with its state saved, because the engine will take the
+    # nodes whatever the core decides.
     least = max(s.spec.min_nodes, s.least_nodes)
     if s.wanted_nodes < least:
         context.request(StopJob(f"{reason}: {s.wanted_nodes} of at least {least} nodes are left", "stopped"))
@@ -91,8 +95,12 @@ def going(context: Context, name: str, reason: str, within_s: float | None) -> N
     if node is None or not node.alive:
         return
     if node.leaving is None:
+        # Its replacement is not a repair, so it is not paid from the restart budget. Otherwise a job on spot
+        # machines would die of being moved.
         context.state.membership.unpaid += 1  # a node in its place is no repair
     _mark(context, node, reason, within_s)
+    # It leaves for a reason of its own. As `excess` it would be kept again when the job is to grow, and then
+    # be gone without warning.
     node.excess = False
 
 
@@ -115,6 +123,7 @@ def _fit(context: Context, reason: str, within_s: float | None) -> None:
     ranks first; then the nodes that came last. Not while nobody trains: any of them may hold what is left. Those that
     have not left yet stay when they are wanted again."""
     s = context.state
+    # Those that leave already do not count as there, or a resize would let go of one more for each of them.
     there = [n for n in context.alive_nodes() if n.leaving is None]
     # Beside a lemon one more may be there, or another would be asked for without end.
     spares = max(s.spec.spares, int(any(n.lemon for n in there)))
@@ -124,13 +133,18 @@ def _fit(context: Context, reason: str, within_s: float | None) -> None:
             node.leaving, node.leaves_until_s, node.excess = None, None, False
             context.record(ledger.NodeStays(node=node.name))
     trains = s.membership.generation is not None and s.membership.phase is JobPhase.RUNNING
+    # Not while nobody trains: the state may be held by any of the nodes, and one that is too many for the new
+    # size may have the only copy.
     if excess <= 0 or (context.mode.replaces_one and not trains):
         return
     ranks = {x.node: x.rank for x in s.membership.generation.members} if s.membership.generation else {}
+    # Failures before ranks: of two nodes that could go, the one that failed more often goes.
     members = sorted((n for n in there if n.name in ranks), key=lambda n: (n.failures, ranks[n.name]))
     others = [n for n in there if n.name not in ranks]
     if s.membership.shard_count > 1:
         members = _whole_rows_first(context, members)
+    # Members beyond the wanted size first, highest ranks first: the low ranks keep theirs, so that fewer
+    # workers change their place in the reduction.
     going = [*reversed(members[s.wanted_nodes :]), *reversed(others)]
     for node in going[:excess]:
         _mark(context, node, reason, within_s)
@@ -147,6 +161,8 @@ def _whole_rows_first(context: Context, members: list[Node]) -> list[Node]:
     going: list[Node] = []
     for node in reversed(members):
         ours = holds[node.name]
+        # A node may go only if every shard that it holds is still held by as many others as replicas are
+        # wanted; else a replica would break that could have been complete.
         if len(members) - len(going) > s.wanted_nodes and all(held[p] - n >= rows for p, n in ours.items()):
             held -= ours
             going.append(node)
@@ -161,6 +177,7 @@ def _mark(context: Context, node: Node, reason: str, within_s: float | None) -> 
         context.send(node.name, m.Drain(reason))
     if within_s is not None:
         until_s = context.now + within_s
+        # The earlier of two limits: the engine that gave two minutes will not wait because a person gave ten.
         node.leaves_until_s = until_s if node.leaves_until_s is None else min(node.leaves_until_s, until_s)
 
 
@@ -173,6 +190,8 @@ def change_due(context: Context) -> str | None:
     if s.membership.generation is None:
         return None
     members = context.members()
+    # Three questions in this order: who must go, who is too many, who may come. Leaving comes first because
+    # its time may be limited; joining can always wait.
     staying = [w for w in members if not queries.leaves(context, w)]
     ready = queries.ready_to_join(context)
     left, full = shard_policy.strength(context, staying, []), shard_policy.strength(context, staying, ready)
@@ -183,6 +202,7 @@ def change_due(context: Context) -> str | None:
     if left > s.target:
         return f"the job is resized to {s.wanted_nodes} nodes"
     left, full = _with_newcomers(context)
+    # Newcomers only if they add something, and not too often: each change stalls training once for everyone.
     if left < full and context.now >= queries.join_after_s(context, left, full):
         return "a newcomer is ready"
     return None
@@ -217,9 +237,13 @@ def deadlines(context: Context) -> list[float]:
 def _may_leave(context: Context, left: int) -> bool:
     """Whether members whose node is to leave are let go now, `left` workers being there without them."""
     s = context.state
+    # With full strength left they can go now. With nobody left they cannot: the last ones train on for as
+    # long as they are allowed.
     if left >= s.target or not left:
         return left > 0  # the last ones train on for as long as they can
     leaving = [n for n in context.alive_nodes() if n.leaving is not None]
+    # Before the question whether the rest can train: when the node is taken, its state goes with it, so it
+    # must have parked before.
     if any(context.now >= _deadline_s(context, n) for n in leaving):
         return True
     if left < max(1, s.minimum):
@@ -235,6 +259,8 @@ def _deadline_s(context: Context, node: Node) -> float:
     """The end of the node's own time, less what a step and its end may take."""
     if node.leaves_until_s is None:
         return float("inf")
+    # A margin for what happens in that time: one step to its commit, parking, and the handing over of what
+    # only this node holds.
     return node.leaves_until_s - context.timing.detection_s - 3 * (context.median_s() or 0.0)
 
 
@@ -259,6 +285,8 @@ def choose(
     survivors = sorted(survivors, key=lambda w: ranks.get(w.name, len(ranks)))
     staying = [w for w in survivors if not queries.leaves(context, w)]
     fresh = [w for w in fresh if not queries.leaves(context, w)]
+    # Who holds the newest state is settled among all survivors, before anyone is chosen: one that has to
+    # leave may be the only one that has committed.
     outcome = policy.settle({w.name: policy.Report(w.committed, w.prepared) for w in survivors})
     if s.membership.shard_count > 1:
         return _choose_rows(context, survivors, staying, fresh, outcome)
@@ -266,6 +294,8 @@ def choose(
     joining = fresh[: max(0, s.target - len(kept))]
     if not _may_leave(context, len(kept) + len(joining)):
         kept += [w for w in survivors if w not in staying][: max(0, s.target - len(kept) - len(joining))]
+    # Somebody with the newest state must be in the next generation, or its steps are lost. Beyond the target
+    # if need be; it leaves at the next change.
     if outcome.start is not None and not any(w.name in outcome.holders for w in kept):
         kept.append(next(w for w in survivors if w.name in outcome.holders))
     return sorted(kept, key=lambda w: ranks.get(w.name, len(ranks))), joining
@@ -280,6 +310,7 @@ def _choose_rows(
 ) -> tuple[list[Worker], list[Worker]]:
     """The same where a replica is several workers. Of each shard one stays that has the newest state; survivors of which
     there are more than replicas are wanted go, and others are started for what is missing."""
+    # First without those that leave. Only if that is too little, and they have time, are they seated again.
     plan = shard_policy.seating(context, staying, fresh)
     if not _may_leave(context, len(plan.rows) * context.state.membership.shard_count):
         plan = shard_policy.seating(context, [*staying, *(w for w in survivors if w not in staying)], fresh)
@@ -290,6 +321,8 @@ def _choose_rows(
         if worker not in kept and sum(w.shard_index == worker.shard_index for w in kept) < most:
             kept.append(worker)
     for worker in survivors:
+        # The last holder of a shard stays as a donor even if it has no seat: without it all would go back to
+        # a snapshot.
         others = [w for w in kept if w.shard_index == worker.shard_index and w.name in outcome.holders]
         if worker.name in outcome.holders and not others:
             kept.append(worker)
@@ -300,6 +333,7 @@ def seating(context: Context, kept: list[Worker], fresh: list[Worker]) -> Seatin
     """Who sits where. One that is to leave stays beside when others fill its place, which may have the state from it."""
     staying = [w for w in kept if not queries.leaves(context, w)]
     without, full = shard_policy.seating(context, staying, fresh), shard_policy.seating(context, kept, fresh)
+    # It is kept in its seat only if a replica would be missing without it.
     if len(without.rows) < len(full.rows):
         return full
     donors = tuple((w.name, w.shard_index) for w in kept if queries.leaves(context, w))
@@ -317,12 +351,15 @@ def advance(context: Context) -> None:
     membership = context.state.membership
     if membership.asked_nodes is not None or membership.capacity_nodes is not None:
         _fit(context, "the job was resized", None)
+    # After `_fit`, which may have taken back that they leave.
     for node in [n for n in context.alive_nodes() if n.leaving is not None]:
         ours = [w for w in context.alive_workers() if w.node == node.name]
         needed = (WorkerPhase.MEMBER, WorkerPhase.PARKED, WorkerPhase.DONE)
         if context.mode.replaces_one and membership.phase is not JobPhase.STOPPING:
             let_go(context, [w for w in ours if w.phase not in needed])
             ours = [w for w in ours if w.phase in needed]
+        # Asked in this order: `_hands_over` sends orders to copy, which is not to begin before the node has
+        # nothing else to do.
         if not ours and not _holds_on(context, node) and not _hands_over(context, node):
             _release(context, node)
     context.mode.change_members(context)
@@ -334,6 +371,8 @@ def _holds_on(context: Context, node: Node) -> bool:
     membership = context.state.membership
     writes = storage.writes(context, node)
     saves = writes or storage.has_last(context, node)
+    # What it writes is the job's result or its safety. With no step to wait for, it gets all of its time; an
+    # engine that takes it earlier decides that itself.
     if saves and not (context.mode.replaces_one and context.alive_workers()):
         return True  # no step has to end before it goes: all of its time is for what it saves
     if context.now >= _deadline_s(context, node):
@@ -344,6 +383,8 @@ def _holds_on(context: Context, node: Node) -> bool:
         return True  # it answers first
     if not context.mode.replaces_one or not membership.number or membership.generation is None:
         return False
+    # It may be a donor of the generation that is being put together, which nobody knows before it is formed
+    # and has made its first commit.
     parked = context.workers_in(WorkerPhase.PARKED)
     holders = policy.settle({w.name: policy.Report(w.committed, w.prepared) for w in parked}).holders
     whole = len({w.shard_index for w in parked if w.name in holders}) == membership.shard_count
@@ -365,8 +406,11 @@ def _release(context: Context, node: Node) -> None:
     if node.then is not None and not health.ordered(context, node):
         context.request(ApplyRemedy(node))
         return
+    # Orders that its agent has not answered are closed: it is told to end now, and no answer will come.
     context.request(NoteNodeLost(node, None))  # what its agent still does is overtaken
     reason = node.leaving or ""
+    # As for a node that is lost, but planned: it is told to end, its copies no longer count, and the engine
+    # gets it back.
     transitions.lose_node(node)
     context.record(ledger.NodeLeft(node=node.name, reason=reason))
     context.send(node.name, m.Shutdown(reason))
@@ -383,6 +427,8 @@ def formed(context: Context, before: int, after: int, joined: int) -> None:
     reason, membership.change_reason = membership.change_reason, None
     if reason is None:
         return
+    # When newcomers came is remembered for the pace of joining (`join_after_s`); the stall that they cost
+    # follows at the first commit.
     if joined:
         membership.grew_at_s = context.now
     number = membership.changes[-1].id + 1 if membership.changes else 1
@@ -415,6 +461,8 @@ def committed(context: Context, now: float) -> None:
     change = s.membership.changes[-1] if s.membership.changes else None
     if change is None or change.generation != s.membership.number or change.stall_s is not None:
         return
+    # Less a median step, because between two commits there is always one step; what is more than that is the
+    # cost of the change.
     change.stall_s = max(0.0, now - change.left_at_s - (context.median_s() or 0.0))
     s.membership.changed.count, s.membership.changed.stall_s = (
         s.membership.changed.count + 1,

@@ -43,6 +43,8 @@ class Restart:
     def on_attached(self, context: Context) -> None:
         """What was started together goes on one by one, at level 2."""
         s = context.state
+        # The numbers begin anew, because generations at level 2 count other things: there was no vote before,
+        # so nothing of the level-0 start may look like a commit.
         s.membership.level, s.membership.generation, s.membership.number = 2, None, 0
         s.membership.history.clear()
         transitions.enter_job(context, JobPhase.GATHERING)
@@ -51,6 +53,8 @@ class Restart:
             transitions.enter(
                 context, worker, WorkerPhase.GONE if worker.told_to_end else WorkerPhase.STARTING
             )
+        # Their generation was one of the old count. As 0 they close with the first commit of the first
+        # generation.
         for incident in s.incidents:
             incident.generation = 0
         context.record(ledger.Level(level=2))
@@ -58,6 +62,8 @@ class Restart:
     def on_exit(self, context: Context, worker: Worker, message: m.Exited) -> None:
         """A worker's process ended: with code 0 it is done; anything else ends all, and all start again."""
         membership = context.state.membership
+        # Ends that were asked for, and code 0, mean nothing. A kill -9 that nobody of ours sent is different:
+        # it is the OOM killer, or an operator, and the errors that others raised a moment ago are its effect.
         expected = membership.phase is not JobPhase.RUNNING or worker.told_to_end
         transitions.enter(context, worker, WorkerPhase.GONE)
         if expected or message.code == 0:
@@ -67,6 +73,8 @@ class Restart:
         blame = membership.blames[worker.name]
         blame.rank = membership.generation.rank_of(worker.name) if membership.generation else None
         cause = blame.cause if blame.traceback else ProcessEnded(message.code)
+        # The restart is decided before the fault is judged: training goes on in any case, unless the verdict
+        # stops the job.
         injected = _fault(context, [worker], worker.node, cause, raised=message.code > 0)
         membership.blame = blame
         if context.spec.max_restarts == 0:
@@ -110,6 +118,8 @@ class Restart:
         """All start again, unless a suspect is at work."""
         membership = context.state.membership
         if hangs.at_work(context, {w.name for w in culprits}):
+            # A suspect that uses the processor may be evaluating. It is looked at again, later and later
+            # apart, instead of being killed for work that nobody could see at level 0.
             membership.look_again_s = context.now + LOOK_AGAIN * context.timing.detection_s
         elif membership.phase is JobPhase.RUNNING:
             node = culprits[0].node if culprits else None
@@ -120,6 +130,8 @@ class Restart:
         s, members = context.state, context.members()
         if s.membership.phase is not JobPhase.RUNNING or s.membership.generation is None:
             return
+        # A restart of all costs minutes at level 0, so it is done only when somebody must go, or a person
+        # asked for another size.
         gone = [w.node for w in members if queries.leaves(context, w)]
         full = _size_now(context)
         if gone:
@@ -156,9 +168,12 @@ class Restart:
             shutdown.end_when_saved(context)
         elif membership.stop_reason is not None:
             transitions.enter_job(context, JobPhase.STOPPING)
+            # Half of the time for the scripts to end by themselves, half for what they gave to be stored.
             processes.ask_all_to_end(context, grace_s=context.timing.stop_s / 2)
             shutdown.end_when_saved(context)
         elif membership.phase is JobPhase.BREAKING:
+            # Only when all are gone: a port or a GPU that an old process still holds would make the new start
+            # fail.
             if not context.alive_workers():
                 transitions.enter_job(context, JobPhase.GATHERING)
                 self.advance(context)
@@ -191,6 +206,8 @@ class Restart:
                 self.advance(context)
             return
         s.deadlines.wait_deadline_s = None
+        # A node that is repaired soon is worth a short wait: starting now with fewer would mean another
+        # restart of all when it comes back.
         mending = any(n.then is not None or n.checking is not None for n in context.alive_nodes())
         if count < s.wanted_nodes and (s.membership.number == 0 or s.membership.replacing or mending):
             if s.deadlines.form_deadline_s is None:
@@ -224,6 +241,8 @@ def _start_all(context: Context, chosen: list[Node]) -> None:
             rank = index * spec.nproc + slot
             env = environment.environment(context, node, slot, rank, world)
             env |= {"MASTER_ADDR": chosen[0].host, "GROUP_RANK": str(index)}
+            # Another port for each start. The last rendezvous may still hold the old one in TIME_WAIT, or a
+            # process that does not end does.
             ports = chosen[0].ports or (29500,)
             env["MASTER_PORT"] = str(ports[s.membership.master_uses % len(ports)])
             worker = processes.start_worker(context, node, slot, env)
@@ -264,11 +283,14 @@ def _explain(context: Context, workers: list[Worker], node: str, cause: Cause) -
     theirs now; None: nobody has.
     """
     s = context.state
+    # Within the same generation only. An error of the attempt before says nothing about this one.
     incident = incidents.raised_now(s)
     if incident is None or s.membership.phase is JobPhase.RUNNING or not workers:
         return None
     if s.membership.stop_reason is not None and context.spec.max_restarts > 0:
         return None  # a verdict, which was reached with more than this
+    # What was counted against the script or a node for that error is taken back, or three lost machines would
+    # end in "the script fails again and again".
     failures.forgive(context, lambda failure: failure.generation == incident.generation)
     was, names = incident.cause, [w.name for w in workers]
     incidents.caused(s, context.now, incident, cause, node, names)
