@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-KINDS = {"nursery": socket.SOCK_SEQPACKET, "zygote": socket.SOCK_STREAM}
+KINDS = {"fork_server": socket.SOCK_SEQPACKET, "zygote": socket.SOCK_STREAM}
 
 
 def begin(module: str, theirs: socket.socket) -> subprocess.Popen[str]:
