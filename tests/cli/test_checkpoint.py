@@ -56,20 +56,20 @@ def test_show(holdfast, saved):
 
 
 def test_verify(holdfast, saved):
-    told = f"step 4: whole\nstep 8: whole\nthe newest whole one: {saved}/step-8\n"
+    told = f"step 4: complete\nstep 8: complete\nthe newest complete one: {saved}/step-8\n"
     assert holdfast("checkpoint", "verify").out == told
     data = row_of(saved / "step-8")
     data.write_bytes(b"x" + data.read_bytes()[1:])
     said = holdfast("checkpoint", "verify")
     assert said.code == 1
-    assert "step 4: whole\n" in said.out
-    assert "step 8: NOT WHOLE" in said.out
+    assert "step 4: complete\n" in said.out
+    assert "step 8: NOT COMPLETE" in said.out
     assert "net.weight" in said.out
-    assert said.out.endswith(f"the newest whole one: {saved}/step-4\n")
+    assert said.out.endswith(f"the newest complete one: {saved}/step-4\n")
     said = holdfast("checkpoint", "verify", str(saved / "step-4"))
-    assert [said.code, said.out] == [0, "step 4: whole\n"]
+    assert [said.code, said.out] == [0, "step 4: complete\n"]
     row_of(saved / "step-4").unlink()
-    assert holdfast("checkpoint", "verify").out.endswith("none of them is whole\n")
+    assert holdfast("checkpoint", "verify").out.endswith("none of them is complete\n")
 
 
 def test_verify_tells_programs(holdfast, saved):
@@ -87,7 +87,7 @@ def test_a_place(holdfast, saved, scheme):
     place = f"{scheme}{saved}"
     assert [r["step"] for r in json.loads(holdfast("checkpoint", "ls", place, "--json").out)] == [4, 8]
     assert holdfast("checkpoint", "show", f"{place}/step-4").out.startswith("step 4: 2 tensors")
-    assert holdfast("checkpoint", "verify", f"{place}/step-8/").out == "step 8: whole\n"
+    assert holdfast("checkpoint", "verify", f"{place}/step-8/").out == "step 8: complete\n"
     assert holdfast("checkpoint", "prune", place, "--keep", "1").out == f"{saved}: 1 checkpoint removed: 4\n"
 
 
@@ -103,14 +103,14 @@ def test_a_newest_one_that_is_damaged(holdfast, saved):
     (saved / "step-8" / "manifest.json").write_text("{}")
     said = holdfast("checkpoint", "ls")
     assert [line.split()[:2] for line in said.out.splitlines()[1:]] == [["4", "32"], ["8", "–"]]
-    assert "step 8 is not whole" in said.err
+    assert "step 8 is not complete" in said.err
     assert "no manifest" in json.loads(holdfast("checkpoint", "ls", "--json").out)[1]["trouble"]
     said = holdfast("checkpoint", "show")
     assert [said.code, said.out] == [1, ""]
     assert "step-8/manifest.json is no manifest of a checkpoint" in said.err
     said = holdfast("checkpoint", "prune", "--keep", "1")
     assert said.code == 1
-    assert "newest checkpoint is not whole" in said.err
+    assert "newest checkpoint is not complete" in said.err
     assert sorted(d.name for d in saved.iterdir()) == ["step-4", "step-8"]
     assert holdfast("checkpoint", "prune", "--keep", "1", "--no-verify").code == 0
     assert [d.name for d in saved.iterdir()] == ["step-8"]
@@ -137,11 +137,11 @@ def test_two_tiers(holdfast, two_tiers):
     assert places == [f"{far}/step-4", f"{near}/step-8", f"{far}/step-8"]
     assert f"in {near}/step-8\n" in holdfast("checkpoint", "show").out
     assert holdfast("checkpoint", "verify").out == (
-        f"step 4 in {far}/step-4: whole\nstep 8 in {near}/step-8: whole\nstep 8 in {far}/step-8: whole\n"
-        f"the newest whole one: {near}/step-8\n"
+        f"step 4 in {far}/step-4: complete\nstep 8 in {near}/step-8: complete\nstep 8 in {far}/step-8: complete\n"
+        f"the newest complete one: {near}/step-8\n"
     )
     row_of(near / "step-8").write_bytes(b"")
-    assert holdfast("checkpoint", "verify").out.endswith(f"the newest whole one: {far}/step-8\n")
+    assert holdfast("checkpoint", "verify").out.endswith(f"the newest complete one: {far}/step-8\n")
     said = holdfast("checkpoint", "prune", "--keep", "1")
     assert said.out == f"{near}: 0 checkpoints removed\n{far}: 1 checkpoint removed: 4\n"
 
@@ -155,7 +155,7 @@ def test_a_tier_that_cannot_be_read(holdfast, two_tiers):
     assert f"passed over: the disk tier {near}" in said.err
     said = holdfast("checkpoint", "verify")
     assert said.code == 1
-    assert said.out.count(": whole") == 2
+    assert said.out.count(": complete") == 2
     shutil.rmtree(far)
     far.write_text("no folder")
     said = holdfast("checkpoint", "ls")

@@ -42,7 +42,7 @@ def test_build_show_verify(holdfast, corpus, tmp_path):
         ["built", f"from   1 file: {tmp_path}/in.jsonl"],
     ]
     said = holdfast("data", "verify", "out.bin")
-    assert [said.code, said.out] == [0, "out.bin: whole, 19 tokens (compared: index, tokens and sums)\n"]
+    assert [said.code, said.out] == [0, "out.bin: complete, 19 tokens (compared: index, tokens and sums)\n"]
 
 
 def test_as_json(holdfast, corpus):
@@ -69,7 +69,7 @@ def test_files_of_others(holdfast, home, tmp_path):
     assert "documents    not known\n" in said.out
     assert "begins       0 1 2 3 4 5 6 7 8 9\n" in said.out
     said = holdfast("data", "verify", "raw.bin", "--dtype", "uint16")
-    assert said.out == "raw.bin: whole, 10 tokens (compared: range of the tokens)\n"
+    assert said.out == "raw.bin: complete, 10 tokens (compared: range of the tokens)\n"
     np.save(tmp_path / "negative.npy", np.array([1, -2], np.int32))
     said = holdfast("data", "verify", "negative.npy")
     assert [said.code, said.err] == [

@@ -89,7 +89,7 @@ def test_a_damaged_tier_is_passed_over(holdfast, tiers, tmp_path):
         assert said.code == code
     assert "near" in said.err
     assert "far" in said.err
-    assert "--step takes another" in said.err
+    assert "--step chooses another" in said.err
     assert sorted(p.name for p in tmp_path.glob("*out*")) == ["out-near"]
     assert holdfast("checkpoint", "export", "out", "--step", "4").code == 0
 
@@ -98,12 +98,12 @@ def test_a_damaged_tier_is_passed_over(holdfast, tiers, tmp_path):
     ("arguments", "why"),
     [
         (["out", "--step", "5"], "there is no checkpoint of step 5; there are 4, 8"),
-        (["nowhere", "out"], "nowhere is no folder"),
+        (["nowhere", "out"], "there is no folder nowhere"),
         (["near", "there"], "there exists: choose another folder"),
         (["near", "there/out"], "there is no folder: make it first"),
         (["near", "there.pt", "--format", "torch"], "there.pt exists: choose another file"),
         (["near", "out.safetensors"], "give a folder's name"),
-        (["near", "far", "out"], "3 places are named"),
+        (["near", "far", "out"], "3 paths are given"),
         (["near", "out", "--max-shard-size", "5X"], "--max-shard-size '5X': write a size"),
         (["near", "out", "--only", "x."], "there are epoch, model"),
         (["near", "out", "--strip"], "needs --only"),

@@ -1,4 +1,4 @@
-"""`holdfast checkpoint`: what is saved, what is in it, and whether every byte of it is as it was written."""
+"""`holdfast checkpoint`: lists, shows, verifies and removes checkpoints."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from holdfast.cli.common import AsJson, JobName, write_json
 if TYPE_CHECKING:
     from holdfast.checkpoint.archive import Archive
 
-app = typer.Typer(no_args_is_help=True, help="What is saved: list it, look into it, verify it.")
+app = typer.Typer(no_args_is_help=True, help="Checkpoints: list, show, verify, remove and convert them.")
 PLACE_WIDTH = 40
 Place = Annotated[
     str | None,
     typer.Argument(
-        help="A folder or URL of checkpoints, or one checkpoint; without it all tiers of the job."
+        metavar="[PLACE]",
+        help="Folder or URL of checkpoints, or one checkpoint. By default all tiers of the job.",
     ),
 ]
 
@@ -56,12 +57,12 @@ def ls(place: Place = None, job: JobName = None, as_json: AsJson = False) -> Non
     print_table(sys.stdout, ("step", "size", "ranks", "saved (UTC)", "place"), cells, right=3)
     for r in rows:
         if "trouble" in r:
-            _note(f"step {r['step']} is not whole: {r['trouble']}")
+            _note(f"step {r['step']} is not complete: {r['trouble']}")
 
 
 @app.command("show")
 def show(place: Place = None, job: JobName = None, as_json: AsJson = False) -> None:
-    """Shows every tensor of one checkpoint; of several the newest."""
+    """Shows every tensor of one checkpoint. Of several checkpoints, shows the newest."""
     import msgspec
 
     from holdfast.observe.tables import print_table
@@ -93,7 +94,7 @@ def _piece(spec: Any) -> str:
 
 @app.command("verify")
 def verify(place: Place = None, job: JobName = None, as_json: AsJson = False) -> None:
-    """Reads every byte of every checkpoint. The exit code is 1 if one of them is not whole."""
+    """Reads every byte of every checkpoint. The exit code is 1 if one of them is not complete."""
     from holdfast.errors import StateError, TierError
     from holdfast.observe.transfer_progress import ByteCount
 
@@ -114,35 +115,49 @@ def verify(place: Place = None, job: JobName = None, as_json: AsJson = False) ->
         several = len({archive.tier.url for archive, _ in found}) > 1
         for r in results:
             where = f" in {r['place']}" if several else ""
-            how = "whole" if r["whole"] else f"NOT WHOLE: {r['why']}"
+            how = "complete" if r["whole"] else f"NOT COMPLETE: {r['why']}"
             sys.stdout.write(f"step {r['step']}{where}: {how}\n")
         if len(results) > 1:
             sys.stdout.write(_newest_whole(results))
+    # A tier that cannot be read may hold the only good copy, so its checkpoints are not known to be complete.
     if unreadable or not all(r["whole"] for r in results):
         raise typer.Exit(1)
 
 
 def _newest_whole(results: list[dict[str, Any]]) -> str:
+    # `whole` is a key of the JSON output, which scripts read: the key stays, people read "complete".
     whole = [r for r in results if r["whole"]]
     if not whole:
-        return "none of them is whole\n"
+        return "none of them is complete\n"
     step = whole[-1]["step"]
-    return f"the newest whole one: {next(r['place'] for r in whole if r['step'] == step)}\n"
+    return f"the newest complete one: {next(r['place'] for r in whole if r['step'] == step)}\n"
 
 
 @app.command("prune")
 def prune(
     place: Place = None,
     job: JobName = None,
-    keep: Annotated[int, typer.Option("--keep", min=1, help="Keep the newest so many.")] = 2,
+    keep: Annotated[
+        int, typer.Option("--keep", min=1, metavar="N", help="Keep this many of the newest.")
+    ] = 2,
     keep_every: Annotated[
-        int, typer.Option("--keep-every", min=0, help="And for ever those whose step this divides; 0: none.")
+        int,
+        typer.Option(
+            "--keep-every",
+            min=0,
+            metavar="STEPS",
+            help="Also keep every checkpoint whose step is a multiple of this; 0: none.",
+        ),
     ] = 0,
     verified: Annotated[
-        bool, typer.Option("--verify/--no-verify", help="First read the newest, which stays, whole.")
+        bool,
+        typer.Option(
+            "--verify/--no-verify",
+            help="Read the newest checkpoint first, and remove nothing if it is not complete.",
+        ),
     ] = True,
 ) -> None:
-    """Removes checkpoints that need not be kept. The newest always stays; nothing goes if it is not whole."""
+    """Removes checkpoints that need not be kept. The newest is always kept, and if it is not complete nothing is removed."""
     from holdfast.checkpoint.policy import Retention
     from holdfast.errors import UsageError
     from holdfast.protocol.units import plural
@@ -151,6 +166,7 @@ def prune(
     for archive, only in _archives(place, job):
         if only is not None:
             raise UsageError(f"{place} is one checkpoint: name the folder that it is in")
+        # Only if something would go: reading a checkpoint of terabytes for nothing takes hours.
         if verified and retention.superfluous(archive.steps()):
             _check_newest(archive)
         gone = archive.prune(retention, unfinished=True)
@@ -160,17 +176,19 @@ def prune(
 
 @app.command("free")
 def free(job: JobName = None) -> None:
-    """Gives back the memory that a killed job left for its next start. Its checkpoints stay."""
+    """Frees the snapshot memory that a killed job left for its next start. Its checkpoints are kept."""
     from holdfast.engines import jobs
     from holdfast.protocol.units import size
 
     folder = jobs.existing(job)
     nbytes = jobs.free_memory(folder.name)
-    sys.stdout.write(f"{size(nbytes)} of snapshot memory given back\n")
+    sys.stdout.write(f"{size(nbytes)} of snapshot memory freed\n")
 
 
 def _check_newest(archive: Archive) -> None:
-    """Raises StateError when the newest checkpoint is not whole: older ones may be the only whole ones."""
+    """Raises StateError if the newest checkpoint is not complete."""
+    # Retention keeps the newest and removes older ones. If the newest is damaged, an older one may be the only copy of the
+    # state that can be loaded, and removing it would lose the run.
     from holdfast.errors import StateError
     from holdfast.observe.transfer_progress import ByteCount
 
@@ -180,7 +198,7 @@ def _check_newest(archive: Archive) -> None:
             archive.verify(step, progress.add)
     except StateError as error:
         raise StateError(
-            f"the newest checkpoint is not whole: {error}. Nothing was removed from {archive.tier.url}: remove "
+            f"the newest checkpoint is not complete: {error}. Nothing was removed from {archive.tier.url}: remove "
             f"{archive.where(step)} first, or give --no-verify"
         ) from error
 
@@ -197,7 +215,7 @@ def job_archives(folder: Path) -> list[Archive]:
 
 
 def _archives(place: str | None, job: str | None) -> list[tuple[Archive, int | None]]:
-    """The tiers that are meant, and the step if only one checkpoint of it is."""
+    """The tiers to look at, each with a step if only that checkpoint is asked for."""
     from holdfast.checkpoint.archive import Archive
     from holdfast.checkpoint.layout import step_of
     from holdfast.engines import jobs
@@ -205,11 +223,12 @@ def _archives(place: str | None, job: str | None) -> list[tuple[Archive, int | N
 
     if place is None:
         return [(archive, None) for archive in job_archives(jobs.existing(job))]
+    # By text and not by `Path`, which would make `s3:/bucket` of `s3://bucket`.
     parent, _, name = place.rstrip("/").rpartition("/")
     step = step_of(name)
     if "://" not in place and not Path(place).is_dir():
         raise UsageError(
-            f"{place} is no folder: give a folder of checkpoints or a URL, or leave it out and give --job"
+            f"there is no folder {place}: give a folder of checkpoints or a URL, or leave it out and give --job"
         )
     if step is not None:
         return [(Archive(parent or "."), step)]
@@ -219,10 +238,11 @@ def _archives(place: str | None, job: str | None) -> list[tuple[Archive, int | N
 def find(
     place: str | None, job: str | None, unreadable: list[str] | None = None
 ) -> list[tuple[Archive, int]]:
-    """The checkpoints that are meant, oldest first, of one step the job's first tier first; at least one.
+    """The checkpoints that are asked for, at least one: oldest first, and of one step the job's first tier first.
 
     Args:
-        unreadable: gets the reasons of tiers that cannot be read. They are passed over, and said, while another can.
+        unreadable: gets the reasons of tiers that cannot be read. They are skipped with a note as long as another tier can
+            be read.
 
     Raises:
         UsageError: there is none.
@@ -250,11 +270,12 @@ def find(
             f"the job has saved nothing yet in {there}" if place is None else f"no checkpoint is in {place}"
         )
         raise UsageError(f"{what}; a checkpoint is a folder step-N with a {MANIFEST}")
+    # Sorting is stable, so within a step the tiers keep the order of the job: the first is the one that a start loads from.
     return sorted(found, key=lambda x: x[1])
 
 
 def _newest(found: list[tuple[Archive, int]]) -> tuple[Archive, int]:
-    """The newest checkpoint, of the first tier that has it."""
+    """The newest checkpoint, in the first tier that has it."""
     return next((archive, step) for archive, step in found if step == found[-1][1])
 
 

@@ -1,4 +1,4 @@
-"""`holdfast checkpoint export` and `import`: checkpoints for other programs, and theirs for us."""
+"""`holdfast checkpoint export` and `import`: converts checkpoints for other programs, and theirs for Holdfast."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def export(
         list[str],
         typer.Argument(
             metavar="[PLACE] OUT",
-            help="PLACE: a folder or URL of checkpoints, or one checkpoint; without it all tiers of the job. OUT: a "
-            "new folder of safetensors, or a new file of torch.save.",
+            help="PLACE: a folder or URL of checkpoints, or one checkpoint; by default all tiers of the job. OUT: a new "
+            "folder for safetensors, or a new file for torch.save.",
         ),
     ],
     job: JobName = None,
@@ -44,35 +44,51 @@ def export(
         typer.Option("--format", help=f"By default torch if OUT ends in {', '.join(TORCH_ENDINGS)}."),
     ] = None,
     max_shard_size: Annotated[
-        str, typer.Option("--max-shard-size", help="The most of tensors in one safetensors file: 500M, 5G.")
+        str,
+        typer.Option(
+            "--max-shard-size",
+            metavar="SIZE",
+            help="The largest size of one safetensors file, for example 500M.",
+        ),
     ] = "5G",
     only: Annotated[
-        str, typer.Option("--only", help="Only names that begin so, such as model. (they keep it).")
+        str,
+        typer.Option(
+            "--only",
+            metavar="PREFIX",
+            help="Only tensors whose names begin with this, for example model. (with the dot).",
+        ),
     ] = "",
     strip: Annotated[
         bool,
         typer.Option(
-            "--strip", help="Names lose what --only says: a module's own names, as other programs know them."
+            "--strip",
+            help="Remove the prefix of --only from the names, so that other programs find a module's own names.",
         ),
     ] = False,
-    step: Annotated[int | None, typer.Option("--step", min=0, help="By default the newest.")] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(
+            "--step", min=0, metavar="STEP", show_default="the newest", help="The checkpoint to export."
+        ),
+    ] = None,
 ) -> None:
     """Writes a checkpoint for other programs: as safetensors, or as a file of torch.save.
 
-    Sharded tensors are put together, and what ranks saved alike is written once. What another rank saved otherwise
-    is called rank-N. and its name in safetensors, which have plain values beside them, in values.json; a file of
-    torch.save then has every rank's state as rank-N too.
+    Shards are joined into complete tensors, and what all ranks saved alike is written once. Where rank N differs,
+    its tensor is named rank-N.NAME. Values that are no tensors go into values.json next to the safetensors. A file
+    of torch.save then has the state of every rank as rank-N.
     """
     from holdfast.errors import UsageError
     from holdfast.protocol.sizes import parse_size
 
     if len(places) > 2:
-        raise UsageError(f"{len(places)} places are named, give one or none, and OUT: [PLACE] OUT")
+        raise UsageError(f"{len(places)} paths are given; give OUT, or PLACE and OUT")
     file_bytes = parse_size("--max-shard-size", max_shard_size)
     out = Path(places[-1])
     as_torch = kind is Format.TORCH or (kind is None and out.suffix in TORCH_ENDINGS)
     if strip and (as_torch or not only):
-        raise UsageError("--strip is for safetensors, and needs --only: what names are to lose")
+        raise UsageError("--strip is for safetensors and needs --only, the prefix to remove")
     archives, chosen = _chosen(places[0] if len(places) == 2 else None, job, step)
     _need_torch()
     from holdfast.checkpoint.convert import export_safetensors, export_torch
@@ -96,7 +112,7 @@ def import_(
     ],
     step: Annotated[int, typer.Option("--step", min=0, help="The step of the new checkpoint.")],
 ) -> None:
-    """Makes a checkpoint of safetensors or of a file of torch.save. Nothing in it is run."""
+    """Makes a checkpoint from safetensors or from a file of torch.save. No code in the file is executed."""
     _need_torch()
     from holdfast.checkpoint.archive import Archive
     from holdfast.checkpoint.convert import import_checkpoint
@@ -109,7 +125,7 @@ def import_(
 
 
 def _chosen(place: str | None, job: str | None, step: int | None) -> tuple[list[Archive], int]:
-    """The tiers that have the wanted checkpoint, in the job's order; and its step."""
+    """The tiers that have the chosen checkpoint, in the job's order, and its step."""
     from holdfast.errors import UsageError
 
     found = checkpoint.find(place, job)
@@ -121,10 +137,10 @@ def _chosen(place: str | None, job: str | None, step: int | None) -> tuple[list[
 
 
 def _first_whole(archives: list[Archive], write: Callable[[Archive], Exported]) -> Exported:
-    """From the first tier that has it whole.
+    """Exports from the first tier whose copy is complete.
 
     Raises:
-        StateError: none has; the message has every tier's reason.
+        StateError: no tier has a complete copy; the message has the reason of each.
     """
     from holdfast.errors import StateError
 
@@ -135,8 +151,8 @@ def _first_whole(archives: list[Archive], write: Callable[[Archive], Exported]) 
         except StateError as error:
             reasons.append(str(error))
     raise StateError(
-        f"{'; '.join(reasons)}. Nothing was exported; `holdfast checkpoint verify` says which checkpoints are whole, "
-        "and --step takes another"
+        f"{'; '.join(reasons)}. Nothing was exported; `holdfast checkpoint verify` shows which checkpoints are "
+        "complete, and --step chooses another"
     )
 
 
@@ -155,10 +171,11 @@ def _tell(exported: Exported, step: int, out: Path) -> None:
 
 @contextmanager
 def _progress() -> Iterator[Seen]:
-    """Says what is being done after two seconds of it."""
+    """Shows what is being done once it takes longer than two seconds."""
     from holdfast.observe.transfer_progress import ByteCount
 
     with ExitStack() as stack:
+        # One line for each stage. The stack holds the current one, and clears it from the terminal when the next begins.
         counts: dict[str, ByteCount] = {}
 
         def seen(what: str, nbytes: int) -> None:

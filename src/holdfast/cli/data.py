@@ -1,4 +1,4 @@
-"""`holdfast data`: text into token files, and what is in them."""
+"""`holdfast data`: builds token files from text, shows and verifies them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,19 @@ if TYPE_CHECKING:
     from holdfast.data.build import Description
     from holdfast.data.files import TokenFile
 
-app = typer.Typer(no_args_is_help=True, help="Token files: build them of text, look into them, verify them.")
+app = typer.Typer(no_args_is_help=True, help="Token files: build them from text, show and verify them.")
 FIRST_TOKENS = 16
-Dataset = Annotated[Path, typer.Argument(help="The name without .bin and .idx, or a file.", metavar="PREFIX")]
-RawDtype = Annotated[str | None, typer.Option("--dtype", help="What a file without a header holds: uint16.")]
+Dataset = Annotated[
+    Path, typer.Argument(help="The name without .bin and .idx, or one file.", metavar="PREFIX")
+]
+RawDtype = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype",
+        metavar="TYPE",
+        help="The type of the tokens in a file without a header, for example uint16.",
+    ),
+]
 
 
 @app.command("build")
@@ -54,6 +63,7 @@ def build(
         try:
             built = builder.build(options, workers or len(os.sched_getaffinity(0)), bar.show)
         except KeyboardInterrupt:
+            # 130 is what a shell reports for a program that SIGINT ended; finished parts stay for the next build.
             bar.close()
             sys.stderr.write("holdfast: interrupted; run the same command again to continue\n")
             raise typer.Exit(130) from None
@@ -70,7 +80,7 @@ def build(
 
 @app.command("show")
 def show(prefix: Dataset, dtype: RawDtype = None, as_json: AsJson = False) -> None:
-    """Shows how much is in a data set, what it was built from, and how it begins."""
+    """Shows the size of a data set, what it was built from, and its first tokens."""
     from holdfast.data.build import describe
     from holdfast.protocol import units
 
@@ -105,7 +115,7 @@ def show(prefix: Dataset, dtype: RawDtype = None, as_json: AsJson = False) -> No
 
 @app.command("verify")
 def verify(prefix: Dataset, dtype: RawDtype = None) -> None:
-    """Reads all of a data set. The exit code is 1 if it is not whole."""
+    """Reads all of a data set. The exit code is 1 if it is damaged."""
     from holdfast.observe.transfer_progress import ByteCount
     from holdfast.protocol.units import count
 
@@ -117,24 +127,24 @@ def verify(prefix: Dataset, dtype: RawDtype = None) -> None:
     with ByteCount(sys.stderr, str(prefix)) as progress:
         built = check(file, progress.add)
     how = "index, tokens and sums" if built is not None else _checked_without_sums(file)
-    sys.stdout.write(f"{file.path}: whole, {count(len(file.tokens))} tokens (compared: {how})\n")
+    sys.stdout.write(f"{file.path}: complete, {count(len(file.tokens))} tokens (compared: {how})\n")
 
 
 @app.command("verify-cache")
 def verify_cache(
-    folder: Annotated[Path, typer.Argument(help="What --data-cache was given.", metavar="DIR")],
+    folder: Annotated[Path, typer.Argument(help="The folder that --data-cache was given.", metavar="DIR")],
 ) -> None:
-    """Reads every file of a node's cache. What is not as it was fetched is removed; the exit code is 1 then."""
+    """Reads every file of a node's cache and removes damaged ones. The exit code is 1 if there were any."""
     from holdfast.data.cache import Cache
     from holdfast.errors import UsageError
     from holdfast.protocol.units import size
 
     if not (folder / "entries").is_dir():
-        raise UsageError(f"{folder} is no data cache: there is no {folder / 'entries'}")
+        raise UsageError(f"{folder} is not a data cache: there is no {folder / 'entries'}")
     troubles = 0
     for found in Cache(folder).verify():
         troubles += found.trouble is not None
-        said = f"removed: {found.trouble}" if found.trouble else "whole"
+        said = f"removed: {found.trouble}" if found.trouble else "complete"
         sys.stdout.write(f"{found.url}: {said}, {size(found.nbytes)}\n")
     if troubles:
         raise typer.Exit(1)
@@ -157,7 +167,9 @@ def _named(built: Description) -> str:
 
 @contextmanager
 def _usage_errors() -> Iterator[None]:
-    """What the data layer says about a file, as the command line says it."""
+    """Turns errors of the data layer into messages of the command line."""
+    # A library raises ValueError for a bad file, with a message that names it. On the command line that is bad input, which
+    # exits with 2 and without a traceback.
     from holdfast.errors import UsageError
 
     try:
@@ -169,7 +181,7 @@ def _usage_errors() -> Iterator[None]:
 
 
 class _Bar:
-    """How far a build is, from the third second on: a bar in a terminal, lines elsewhere."""
+    """The progress of a build, shown after two seconds: a bar in a terminal, lines elsewhere."""
 
     def __init__(self) -> None:
         self._bar: Progress | None = None
@@ -178,7 +190,7 @@ class _Bar:
         self._said = time.monotonic()
 
     def show(self, what: str, done: int, total: int) -> None:
-        """So much is done."""
+        """Updates the progress: `done` of `total` bytes."""
         from holdfast.observe.transfer_progress import SILENT_S
         from holdfast.protocol.units import size
 
@@ -199,7 +211,7 @@ class _Bar:
         self._bar.update(self._task, completed=done)
 
     def close(self) -> None:
-        """Takes the bar away."""
+        """Removes the bar from the terminal."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

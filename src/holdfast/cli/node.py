@@ -102,7 +102,17 @@ def clear(
             )
         node = next(e.node for e in reversed(entries) if e.machine == machine)
         kind = Kind.CLEARED if false_positive is None else Kind.FALSE_POSITIVE
-        history.add(Entry(now_s(), machine, node, "", kind, false_positive or "", text="holdfast node clear"))
+        history.add(
+            Entry(
+                utc_s=now_s(),
+                machine=machine,
+                node=node,
+                job="",
+                kind=kind,
+                rule=false_positive or "",
+                text="holdfast node clear",
+            )
+        )
         mine = history.past(machine)
     told = asyncio.run(_tell_jobs(machine, false_positive or ""))
     sys.stdout.write(f"{machine} is cleared{f' of {false_positive}' if false_positive else ''}")
