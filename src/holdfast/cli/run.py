@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,9 +54,10 @@ def _run(spec: JobSpec, no_ui: bool, port: int, report: Path | None) -> str | No
         raise
     finally:
         folder.close()
-    view.ended(ended)
     if report is not None:
         _write_report(ended, report)
+    with suppress(OSError):  # nobody reads any more
+        view.ended(ended)
     return ended.get("outcome")
 
 

@@ -16,6 +16,7 @@ import msgspec
 from holdfast.engines.base import Engine
 from holdfast.engines.client import Announcement, JobClient
 from holdfast.engines.pulse import Silence, has_spoken, look
+from holdfast.engines.shown import Shown
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.protocol.authentication import BACKLOG
 from holdfast.protocol.job import JobSpec
@@ -61,7 +62,8 @@ class Launcher(ABC):
     inherited: tuple[int, ...] = ()
 
     def __init__(self, spec: JobSpec, job_dir: Path, view: View, port: int = 0) -> None:
-        self.spec, self.job_dir, self.view, self.port = spec, job_dir, view, port
+        self.spec, self.job_dir, self.port = spec, job_dir, port
+        self.view: View = Shown(view)
         self.engine: Engine | None = None
         self.interrupts = 0
         self._gives_back = False

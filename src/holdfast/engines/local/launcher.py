@@ -42,8 +42,8 @@ class LocalLauncher(Launcher):
     def _interrupted(self) -> None:
         self.interrupts += 1
         if self.interrupts == 1:
+            self.stop("interrupted")  # before anything is shown: this is what was asked for
             self.note("stopping after this step; once more to stop at once")
-            self.stop("interrupted")
         else:
-            self.note("what only the nodes' memory has stays there for the next start of this job")
             self.end_now()
+            self.note("what only the nodes' memory has stays there for the next start of this job")
