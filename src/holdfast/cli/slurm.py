@@ -10,7 +10,7 @@ from holdfast.observe.log_tail import Tail
 
 if TYPE_CHECKING:
     from holdfast.engines.jobs import JobFolder
-    from holdfast.engines.launcher import View
+    from holdfast.engines.shown import View
     from holdfast.protocol.job import JobSpec
 
 

@@ -9,14 +9,14 @@ import os
 import socket
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from holdfast.engines.base import Engine
 from holdfast.engines.client import Announcement, JobClient
 from holdfast.engines.pulse import Silence, has_spoken, look
-from holdfast.engines.shown import Shown
+from holdfast.engines.shown import Shown, View
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.protocol.authentication import BACKLOG
 from holdfast.protocol.job import JobSpec
@@ -27,22 +27,6 @@ COORDINATOR_SUPERSEDED = 4
 ATTEMPTS = 3
 KILLED = "killed"
 """The outcome of a job whose coordinator wrote no report."""
-
-
-class View(Protocol):
-    """Who shows the job to a person."""
-
-    def event(self, entry: dict[str, Any]) -> None:
-        """An entry of the ledger."""
-
-    def status(self, status: dict[str, Any]) -> None:
-        """The job as it is now."""
-
-    def output(self, data: bytes) -> None:
-        """What rank 0 printed."""
-
-    def note(self, text: str) -> None:
-        """Something about the launcher itself."""
 
 
 class Superseded(HoldfastError):

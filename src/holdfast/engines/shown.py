@@ -5,10 +5,23 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from holdfast.engines.launcher import View
+
+class View(Protocol):
+    """Who shows the job to a person."""
+
+    def event(self, entry: dict[str, Any]) -> None:
+        """An entry of the ledger."""
+
+    def status(self, status: dict[str, Any]) -> None:
+        """The job as it is now."""
+
+    def output(self, data: bytes) -> None:
+        """What rank 0 printed."""
+
+    def note(self, text: str) -> None:
+        """Something about the launcher itself."""
 
 
 class Shown:

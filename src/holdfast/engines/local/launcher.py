@@ -7,8 +7,9 @@ import signal
 
 from holdfast.engines.base import Engine
 from holdfast.engines.jobs import JobFolder
-from holdfast.engines.launcher import Launcher, View
+from holdfast.engines.launcher import Launcher
 from holdfast.engines.local.engine import LocalEngine
+from holdfast.engines.shown import View
 from holdfast.protocol.job import JobSpec
 
 

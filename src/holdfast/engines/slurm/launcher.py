@@ -14,7 +14,8 @@ from holdfast.engines import jobs
 from holdfast.engines.base import Engine
 from holdfast.engines.client import Announcement, JobClient
 from holdfast.engines.jobs import Allocation, JobFolder
-from holdfast.engines.launcher import Launcher, View
+from holdfast.engines.launcher import Launcher
+from holdfast.engines.shown import View
 from holdfast.engines.slurm.commands import SlurmError
 from holdfast.engines.slurm.engine import KNOWN, SlurmEngine
 from holdfast.engines.slurm.locate import ThisNode

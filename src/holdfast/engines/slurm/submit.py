@@ -12,7 +12,7 @@ import msgspec
 from holdfast.engines import jobs
 from holdfast.engines.client import JobClient
 from holdfast.engines.jobs import Allocation, JobFolder
-from holdfast.engines.launcher import View
+from holdfast.engines.shown import View
 from holdfast.engines.slurm import parse
 from holdfast.engines.slurm.commands import Slurm, SlurmError, check_installed
 from holdfast.engines.slurm.script import job_script
