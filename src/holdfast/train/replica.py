@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 import time
@@ -43,6 +44,7 @@ from holdfast.train.summation_order import Seat, seat, weighs, words
 if TYPE_CHECKING:
     from holdfast.train.sharding import Sharding
 
+_log = logging.getLogger(__name__)
 PROGRESS_EVERY_S = 0.05
 MEDIAN_OVER = 31
 KEPT_LOSSES = 64
@@ -340,6 +342,16 @@ class Replica:
         self._first_in_generation = True
         join_s = time.monotonic() - began - (restore_s or 0.0)
         self.link.send(m.Joined(generation.number, join_s, restore_s, restored))
+        _log.info(
+            "joined a generation",
+            extra={
+                "generation": generation.number,
+                "rank": form.rank,
+                "world": len(generation.members),
+                "join_s": join_s,
+                "restore_s": restore_s,
+            },
+        )
         self.state_guard.note(self.committed or 0, from_peer=form.restore and bool(form.donors))
 
     def _image(self) -> state_image.Image:
@@ -367,6 +379,7 @@ class Replica:
     def _part(self, error: Exception) -> None:
         """Leaves a generation that cannot go on, and reports what this worker holds."""
         number = self.generation
+        _log.info("leaving a generation: %r", error, extra={"generation": number, "rank": self.rank})
         # Only what fails before the coordinator has spoken is evidence. After a break every collective fails,
         # and such reports would only point at the survivors.
         if not self.link.broken(number):
@@ -645,6 +658,11 @@ class Replica:
         # its own part before it is added; all ranks do, since all see the same sum.
         if isinstance(error, NonFiniteGradient):
             self.checks_local, self._checked = True, CHECKED_STEPS
+        _log.info(
+            "the step failed: %r",
+            error,
+            extra={"generation": self.generation, "rank": self.rank, "step": step.index},
+        )
         frames = traceback.extract_tb(error.__traceback__)
         where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
         self.link.send(
