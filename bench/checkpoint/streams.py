@@ -55,14 +55,14 @@ def hold(mib: int, folder: Path) -> None:
     pool = SlotPool(folder, 4 * mib << 20)
     image = state_image.capture({"state": Tensors(mib, 7.0)}, 1)
     slot = pool.begin(KEY, image.index.nbytes)
-    copy_into(slot.row, image)
+    copy_into(slot.blob, image)
     pool.seal(slot, image.index)
     server = SnapshotServer(pool, "127.0.0.1", TOKEN)
     plain = socket.create_server(("127.0.0.1", 0))
-    print(server.port, plain.getsockname()[1], slot.row_bytes, server.name, flush=True)
+    print(server.port, plain.getsockname()[1], slot.blob_bytes, server.name, flush=True)
     with slot.path.open("rb") as file:
         memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    row = memoryview(memory)[PAGE : PAGE + slot.row_bytes]
+    row = memoryview(memory)[PAGE : PAGE + slot.blob_bytes]
 
     def send(connection: socket.socket) -> None:
         with connection:

@@ -67,7 +67,7 @@ def measure(nbytes: int, device: torch.device, repetitions: int, product: int) -
         pinning = staging.Pinning(device)
         maps = SlotMaps(pinning)
         began_s = time.perf_counter()
-        with maps.row(file.name, image.index.nbytes) as row:
+        with maps.blob(file.name, image.index.nbytes) as row:
             found.known_s = time.perf_counter() - began_s
             found.pinned = pinning.covers(row) or device.type == "cpu"
             plain = [

@@ -6,7 +6,7 @@ import msgspec
 import torch
 
 from holdfast.checkpoint.archive import Archive
-from holdfast.checkpoint.checksums import sums_of_pieces
+from holdfast.checkpoint.checksums import sums_of_buffers
 from holdfast.checkpoint.flatten import Flat, flatten
 from holdfast.checkpoint.layout import encode_head
 from holdfast.tensors.index import Index, TensorSpec
@@ -22,7 +22,7 @@ def save_flats(archive: Archive, step: int, flats: list[Flat]) -> None:
     shards = []
     for rank, flat in enumerate(flats):
         pieces = [buffer_of(t.contiguous()) for t in flat.tensors]
-        sums = sums_of_pieces(pieces)
+        sums = sums_of_buffers(pieces)
         head = encode_head(flat.index, sums)
         shards.append(archive.save_shard(step, rank, head, sums, pieces, flat.index.nbytes))
     archive.commit(step, shards)
@@ -33,7 +33,7 @@ class Piece(torch.Tensor):
 
     @staticmethod
     def of(whole: torch.Tensor, low: int, high: int) -> Piece:
-        """Rows of it."""
+        """Blobs of it."""
         piece = whole[low:high].contiguous().as_subclass(Piece)
         piece.whole = tuple(whole.shape)
         piece.start = (low, *(0 for _ in whole.shape[1:]))

@@ -1,11 +1,11 @@
-"""Snapshots for tests: rows of known bytes in slots, and a pool in memory that a test may damage."""
+"""Snapshots for tests: blobs of known bytes in slots, and a pool in memory that a test may damage."""
 
 from __future__ import annotations
 
 import uuid
 from pathlib import Path
 
-from rows_on_tiers import row_of
+from blobs_on_tiers import blob_of
 
 from holdfast.checkpoint.layout import parts_of
 from holdfast.checkpoint.memory import Slot, SlotPool
@@ -38,8 +38,8 @@ def index_of(step: int, nbytes: int) -> Index:
 def fill(pool: SlotPool, key: Key, nbytes: int = 100_000) -> Slot:
     """A slot that a worker has copied into."""
     slot = pool.begin(key, nbytes)
-    with slot.row as row:
-        row[:] = row_of(key.step, key.rank, nbytes)
+    with slot.blob as blob:
+        blob[:] = blob_of(key.step, key.rank, nbytes)
     return slot
 
 
@@ -52,7 +52,7 @@ def save(pool: SlotPool, key: Key, nbytes: int = 100_000) -> Slot:
 
 def copy_of(slot: Slot) -> Copy:
     key = slot.key
-    return Copy(key, parts_of(key.step, key.rank, slot.head, slot.sums, slot.row_bytes))
+    return Copy(key, parts_of(key.step, key.rank, slot.head, slot.sums, slot.blob_bytes))
 
 
 def part_of(slot: Slot) -> Part:
@@ -61,14 +61,14 @@ def part_of(slot: Slot) -> Part:
 
 def is_right(slot: Slot, nbytes: int = 100_000) -> bool:
     """Whether its bytes are those of its key."""
-    with slot.row as row:
-        return bytes(row) == row_of(slot.key.step, slot.key.rank, nbytes)
+    with slot.blob as blob:
+        return bytes(blob) == blob_of(slot.key.step, slot.key.rank, nbytes)
 
 
 def flip(slot: Slot, at: int) -> None:
-    """Damage: one bit of the row."""
-    with slot.row as row:
-        row[at] ^= 1
+    """Damage: one bit of the blob."""
+    with slot.blob as blob:
+        blob[at] ^= 1
 
 
 def flip_file(path: Path, at: int) -> None:
@@ -80,7 +80,7 @@ def flip_file(path: Path, at: int) -> None:
         file.write(bytes([byte ^ 1]))
 
 
-ROW_AT = PAGE
+BLOB_AT = PAGE
 
 
 def steps_of(pool: SlotPool) -> list[int]:

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from blobs_on_tiers import flip
 from ranks import together
-from rows_on_tiers import flip
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -25,7 +25,7 @@ from holdfast.errors import StateError, UsageError
 from holdfast.observe import transfer_progress
 from holdfast.protocol import messages as m
 
-LARGE = SMALL_BYTES // 4 + 100  # float32s that go into the row
+LARGE = SMALL_BYTES // 4 + 100  # float32s that go into the blob
 
 
 @pytest.fixture(autouse=True)
@@ -34,10 +34,10 @@ def memory(monkeypatch, tmp_path_factory):
     root = backends.Path("/dev/shm") / f"holdfast-test-{uuid.uuid4().hex}"
     monkeypatch.setenv("HOLDFAST_MEMORY", str(root))
     monkeypatch.delenv("HOLDFAST_CHECKPOINT", raising=False)
-    monkeypatch.setattr(api, "_places", {})
+    monkeypatch.setattr(api, "_backends", {})
     yield root
     wait_for_copy()
-    for place in api._places.values():
+    for place in api._backends.values():
         place.close()
     assert not list(root.rglob("*"))
     if root.exists():
@@ -376,8 +376,8 @@ def test_a_damaged_newest_one_is_passed_over_and_named(to, caplog):
     for number in (5, 10, 15):
         later(f"{to},keep=9", {"w": torch.full((LARGE,), float(number))}, number)
     archive = Archive(to)
-    flip(archive.tier, archive.manifest(15).shards[0].row.name, 77)
-    archive.tier.remove(archive.manifest(10).shards[0].row.name)
+    flip(archive.tier, archive.manifest(15).shards[0].blob.name, 77)
+    archive.tier.remove(archive.manifest(10).shards[0].blob.name)
     target = {"w": torch.zeros(LARGE)}
     assert load(target, source=to) == 5
     assert target["w"].tolist() == [5.0] * LARGE
@@ -440,7 +440,7 @@ def test_a_failing_save_never_leaves_what_looks_like_a_checkpoint(to, monkeypatc
 
     def write(fd, data):
         written.append(len(data))
-        if len(written) == 2:  # the row is there, its head is not
+        if len(written) == 2:  # the blob is there, its head is not
             raise OSError(errno.EIO, "Input/output error")
         return real(fd, data)
 
@@ -491,7 +491,7 @@ def test_a_folder_without_permission_is_said(tmp_path, caplog):
 
 def test_no_memory_skips_a_snapshot_and_says_so(to, monkeypatch, caplog):
     later(to, {"w": torch.ones(LARGE)}, 5)
-    place = api.place_for(to)
+    place = api.backend_for(to)
     place._pool.budget_bytes = 4096
     assert save({"w": torch.ones(LARGE * 10)}, 6, to=to) is False
     flush()
@@ -510,8 +510,8 @@ def test_memory_that_went_bad_before_it_was_stored_replaces_nothing(to, monkeypa
 
     def received(self, slot, head, sums):
         real(self, slot, head, sums)
-        with slot.row as row:
-            row[100] ^= 1
+        with slot.blob as blob:
+            blob[100] ^= 1
 
     monkeypatch.setattr(backends.SlotPool, "received", received)
     later(f"{to},keep=1", state, 6)
@@ -572,7 +572,7 @@ def test_a_forked_child_does_not_give_its_parents_memory_back(to, memory):
     later(to, {"w": torch.ones(LARGE)}, 5)
     pid = os.fork()
     if not pid:
-        for place in api._places.values():
+        for place in api._backends.values():
             place.close()
         os._exit(0)
     os.waitpid(pid, 0)
@@ -592,9 +592,9 @@ def test_an_optimizer_waits_for_a_copy_and_saves_what_was_before(to, monkeypatch
     go = threading.Event()
     copied = []
 
-    def slowly(row, tensors, ready):
+    def slowly(blob, tensors, ready):
         assert go.wait(30)
-        real(row, tensors, ready)
+        real(blob, tensors, ready)
         copied.append(True)
 
     monkeypatch.setattr(api, "copy_tensors", slowly)
@@ -703,7 +703,7 @@ def test_what_two_ranks_saved_loads_on_any_number(saved_by_two, world):
         assert got["own"] == [600.0 + owner, 600 + owner, owner]
 
 
-def load_with_damage(to, row_of_rank):
+def load_with_damage(to, blob_of_rank):
     """One rank's shard of the newest one is damaged: no rank may take it."""
     rank = dist.get_rank()
     state = {"w": torch.zeros(LARGE)}
@@ -713,7 +713,7 @@ def load_with_damage(to, row_of_rank):
     dist.barrier()
     if rank == 0:
         archive = Archive(to)
-        flip(archive.tier, archive.manifest(6).shards[row_of_rank].row.name, 9)
+        flip(archive.tier, archive.manifest(6).shards[blob_of_rank].blob.name, 9)
     dist.barrier()
     return {"step": load(state, source=to), "w": state["w"][0].item()}
 
@@ -745,7 +745,7 @@ def save_where_one_fails(to):
     """Rank 1 has no memory for step 6, and its disk is full at step 7. Nobody waits for ever."""
     rank = dist.get_rank()
     state = {"w": torch.full((LARGE,), float(rank))}
-    place = api.place_for(to)
+    place = api.backend_for(to)
     kept = []
     for number in (5, 6, 7, 8):
         place._pool.budget_bytes = 0 if (rank, number) == (1, 6) else 1 << 30
@@ -839,7 +839,7 @@ def test_under_an_agent_the_coordinator_is_told_how_far_a_load_is(monkeypatch, c
     now = [100.0]
     monkeypatch.setattr(transfer_progress.time, "monotonic", lambda: now[0])
     link = Heard()
-    with backends.AgentPlace(link).loading("step 5 in the memory of node1", 3_000_000) as seen:
+    with backends.AgentBackend(link).loading("step 5 in the memory of node1", 3_000_000) as seen:
         now[0] += 2.5
         seen(1_000_000)
     assert link.said == [m.Restoring(3, 1_000_000, 3_000_000), m.Restoring(3, 3_000_000, 3_000_000)]

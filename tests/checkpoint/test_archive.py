@@ -5,7 +5,7 @@ import uuid
 
 import msgspec
 import pytest
-from rows_on_tiers import flip, head_of, in_pieces, loaded, newest_whole, replaced, row_of, save
+from blobs_on_tiers import blob_of, flip, head_of, in_buffers, loaded, newest_whole, replaced, save
 
 from holdfast.checkpoint.archive import Archive
 from holdfast.checkpoint.layout import (
@@ -37,13 +37,13 @@ def test_a_whole_one(archive, nbytes):
     manifest = save(archive, 3, world=1, nbytes=nbytes)
     assert archive.verify(3, seen.append) == archive.manifest(3) == manifest
     assert [sum(seen), manifest.nbytes] == [nbytes, nbytes]
-    assert loaded(archive, 3) == [row_of(3, 0, nbytes)]
+    assert loaded(archive, 3) == [blob_of(3, 0, nbytes)]
 
 
 @pytest.mark.parametrize("at", range(0, 3 * CHUNK_BYTES + 5, 7001))
 def test_every_flipped_bit_is_found_and_named(archive, at):
     shard = save(archive, 3, world=1, nbytes=3 * CHUNK_BYTES + 5).shards[0]
-    flip(archive.tier, shard.row.name, at)
+    flip(archive.tier, shard.blob.name, at)
     with pytest.raises(ChecksumError, match=r"bytes (\d+) to (\d+) \(model\.[ab].*were changed") as caught:
         archive.verify(3)
     begin = at // CHUNK_BYTES * CHUNK_BYTES
@@ -52,7 +52,7 @@ def test_every_flipped_bit_is_found_and_named(archive, at):
 
 def test_one_that_is_too_long(archive):
     shard = save(archive, 3).shards[1]
-    replaced(archive.tier, shard.row.name, row_of(3, 1) + b"x")
+    replaced(archive.tier, shard.blob.name, blob_of(3, 1) + b"x")
     with pytest.raises(StateError, match="longer: 100001 of 100000"):
         archive.verify(3)
 
@@ -100,11 +100,11 @@ def test_a_head_whose_figures_do_not_fit(archive):
         decode_head(data, part, "it")
 
 
-def test_heads_of_equal_rows_share_one(archive):
-    data = row_of(3, 0)
+def test_heads_of_equal_blobs_share_one(archive):
+    data = blob_of(3, 0)
     head, sums = head_of(3, data)
-    first = archive.save_shard(3, 0, head, sums, in_pieces(data), len(data))
-    second = archive.save_head(Shard(1, first.head, first.row), head)
+    first = archive.save_shard(3, 0, head, sums, in_buffers(data), len(data))
+    second = archive.save_head(Shard(1, first.head, first.blob), head)
     manifest = archive.commit(3, [second, first])
     seen = []
     archive.verify(3, seen.append)
@@ -117,12 +117,12 @@ def test_heads_of_equal_rows_share_one(archive):
 
 def test_a_step_that_is_saved_again_leaves_the_older_files(archive):
     before = save(archive, 3, world=1)
-    data = row_of(99, 0)
+    data = blob_of(99, 0)
     head, sums = head_of(3, data)
-    after = archive.save_shard(3, 0, head, sums, in_pieces(data), len(data))
+    after = archive.save_shard(3, 0, head, sums, in_buffers(data), len(data))
     assert archive.verify(3) == before  # until the new one is committed
-    assert {after.row.name, after.head.name}.isdisjoint(
-        {before.shards[0].row.name, before.shards[0].head.name}
+    assert {after.blob.name, after.head.name}.isdisjoint(
+        {before.shards[0].blob.name, before.shards[0].head.name}
     )
     archive.commit(3, [after])
     assert loaded(archive, 3) == [data]
@@ -151,7 +151,7 @@ def test_readers_that_tell_each_other_fetch_the_heads_once(archive, monkeypatch)
     assert [rank for rank, _ in found.pieces("model.a")] == [0]
     assert sorted(fetched) == [0, 1, 2, 3]
     assert [find_in_archive(archive, 5, reader=r, readers=2).step for r in (0, 1)] == [5, 5]
-    archive.tier.remove(archive.manifest(5).shards[3].row.name)
+    archive.tier.remove(archive.manifest(5).shards[3].blob.name)
     assert find_in_archive(archive, 5, reader=0, readers=2).heads[2]
     with pytest.raises(UnreadError, match="is not there"):
         find_in_archive(archive, 5, reader=1, readers=2)

@@ -10,8 +10,8 @@ import uuid
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from blobs_on_tiers import flip
 from ranks_on_tiers import Piece, flat_rank, save_flats, save_states
-from rows_on_tiers import flip
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -243,7 +243,7 @@ def test_small_tensors_are_read_in_batches(archive, tmp_path, monkeypatch):
 
 
 def four_ranks():
-    """Sharded, replicated and own things of ranks; the rows of no two are equal."""
+    """Sharded, replicated and own things of ranks; the blobs of no two are equal."""
     whole = large(1, 402, 50)
     cuts = [(0, 100), (100, 250), (250, 300), (300, 402)]
     return [
@@ -285,7 +285,7 @@ def test_ranks_come_back(archive, tmp_path, kind):
         assert files_of(tmp_path / "out") == files_of(tmp_path / "again")
 
 
-def test_ranks_that_differ_only_in_values_share_a_row(archive, tmp_path):
+def test_ranks_that_differ_only_in_values_share_a_blob(archive, tmp_path):
     save_states(archive, 4, [{"m": {"w": large(1)}, "rank": rank} for rank in range(3)])
     export_safetensors(archive, 4, tmp_path / "out")
     assert import_checkpoint(tmp_path / "out", archive, 5) == (3, 4 * LARGE)
@@ -339,7 +339,7 @@ def test_a_piece_that_is_missing(archive, tmp_path):
 @pytest.mark.parametrize("export", [export_safetensors, export_torch])
 def test_damage_is_found_on_the_way(archive, tmp_path, export):
     save_states(archive, 4, [{"a": large(1), "b": large(2)}])
-    flip(archive.tier, archive.manifest(4).shards[0].row.name, 5 * LARGE)
+    flip(archive.tier, archive.manifest(4).shards[0].blob.name, 5 * LARGE)
     with pytest.raises(StateError, match="were changed"):
         export(archive, 4, tmp_path / "out")
     assert left(tmp_path) == []

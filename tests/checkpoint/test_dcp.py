@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from blobs_on_tiers import flip
 from ranks import together
-from rows_on_tiers import flip
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
@@ -38,9 +38,9 @@ def memory(monkeypatch):
     root = Path("/dev/shm") / f"holdfast-test-{uuid.uuid4().hex}"
     monkeypatch.setenv("HOLDFAST_MEMORY", str(root))
     monkeypatch.delenv("HOLDFAST_CHECKPOINT", raising=False)
-    monkeypatch.setattr(api, "_places", {})
+    monkeypatch.setattr(api, "_backends", {})
     yield root
-    for place in api._places.values():
+    for place in api._backends.values():
         place.close()
     assert not list(root.rglob("*.slot"))
     if root.exists():
@@ -188,7 +188,7 @@ def test_nothing_there_and_nothing_whole(to):
     with pytest.raises(CheckpointException, match="no whole checkpoint of step 7"):
         dcp.load({"a": torch.zeros(3)}, storage_reader=TieredReader(to, step=7))
     archive = Archive(to)
-    flip(archive.tier, archive.manifest(5).shards[0].row.name, 100)
+    flip(archive.tier, archive.manifest(5).shards[0].blob.name, 100)
     state = {"a": torch.zeros(30_000)}
     with pytest.raises(CheckpointException, match="were changed"):
         dcp.load(state, storage_reader=TieredReader(to))
@@ -199,7 +199,7 @@ def test_an_older_one_is_read_when_the_newest_is_not_whole(to, caplog):
     for step in (5, 6):
         dcp.save({"a": torch.full((3,), float(step))}, storage_writer=writer, checkpoint_id=f"step-{step}")
     archive = Archive(to)
-    archive.tier.remove(archive.manifest(6).shards[0].row.name)
+    archive.tier.remove(archive.manifest(6).shards[0].blob.name)
     state = {"a": torch.zeros(3)}
     dcp.load(state, storage_reader=TieredReader(to))
     assert state["a"].tolist() == [5.0] * 3

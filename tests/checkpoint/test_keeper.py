@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from rows_on_tiers import row_of
+from blobs_on_tiers import blob_of
 from snapshots_in_memory import BUDGET, flip, index_of, key_of, new_folder, slot_files, steps_of
 
 from holdfast.agent import snapshots
@@ -49,7 +49,7 @@ class Node:
         given = await self.begin(key, nbytes, worker)
         assert given.path is not None, given.reason
         with map_slot(Path(given.path), nbytes) as memory:
-            memory[4096 : 4096 + nbytes] = row_of(key.step, key.rank, nbytes)
+            memory[4096 : 4096 + nbytes] = blob_of(key.step, key.rank, nbytes)
         index = msgspec.msgpack.encode(index or index_of(key.step, nbytes))
         await self.keeper.slot_filled(worker, m.SlotFilled(key, index, 0.25))
         return self.said[-1]
@@ -87,7 +87,7 @@ def test_a_copy_that_is_complete_counts_and_its_digests_are_right():
             key = key_of(10, rank=3, world=8)
             await a.fill(key)
             held = a.last(m.SnapshotStored)
-            sums = sums_of(memoryview(row_of(10, 3)))
+            sums = sums_of(memoryview(blob_of(10, 3)))
             slot = a.keeper.pool.held()[0]
             assert held.copy == Copy(key, parts_of(10, 3, slot.head, sums, 100_000))
             assert [held.copy.shard.head.xxh3, held.stall_s] == [digest(slot.head), 0.25]
@@ -193,8 +193,8 @@ def test_a_copy_of_another_nodes_shard():
             flip(a.keeper.pool.held()[0], 1)
             await c.keeper.replicate(m.Replicate(copy, (a.holder, b.holder)))
             assert c.last(m.SnapshotStored).copy == copy
-            with c.keeper.pool.held()[0].row as row:
-                assert bytes(row) == row_of(10, 0, LARGE)
+            with c.keeper.pool.held()[0].blob as blob:
+                assert bytes(blob) == blob_of(10, 0, LARGE)
 
     run(scenario())
 
@@ -272,19 +272,19 @@ def test_a_stored_and_published_checkpoint_verifies(tmp_path):
     run(scenario())
 
 
-def test_ranks_with_equal_bytes_share_a_row(tmp_path):
+def test_ranks_with_equal_bytes_share_a_blob(tmp_path):
     async def scenario():
         async with nodes("a", "b") as (a, b):
             same = index_of(10, 100_000)
             await a.held(key_of(10, 0, world=2))
             given = await b.begin(key_of(10, 1, world=2))
             with map_slot(Path(given.path), 100_000) as memory:
-                memory[4096 : 4096 + 100_000] = row_of(10, 0)
+                memory[4096 : 4096 + 100_000] = blob_of(10, 0)
             filled = m.SlotFilled(key_of(10, 1, world=2), msgspec.msgpack.encode(same), 0.0)
             await b.keeper.slot_filled("w0", filled)
             first = (await store(a, tmp_path, key_of(10, 0, world=2))).shard
-            second = (await store(b, tmp_path, key_of(10, 1, world=2), row=first.row.name)).shard
-            assert [second.row, second.rank] == [first.row, 1]
+            second = (await store(b, tmp_path, key_of(10, 1, world=2), blob=first.blob.name)).shard
+            assert [second.blob, second.rank] == [first.blob, 1]
             await a.keeper.publish(m.Publish(tier_of(tmp_path), 10, (first, second)))
             assert Archive(str(tmp_path)).verify(10).nbytes == 100_000
             assert len(list(tmp_path.rglob("*.bin"))) == 1
@@ -490,7 +490,7 @@ def test_close_ends_what_is_under_way_and_leaves_nothing(tmp_path, monkeypatch):
         gate = Gate(monkeypatch)
         stands, go = threading.Event(), threading.Event()
 
-        def stand(connection, row, start, stop):
+        def stand(connection, blob, start, stop):
             stands.set()
             assert go.wait(30)
             raise BrokenPipeError

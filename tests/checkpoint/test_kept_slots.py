@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from blobs_on_tiers import blob_of
 from desk import TIER, running
-from rows_on_tiers import row_of
 from snapshots_in_memory import BUDGET, fill, flip, is_right, key_of, new_folder, save, slot_files, steps_of
 from test_keeper import Node, nodes, run
 
@@ -17,8 +17,8 @@ from holdfast.errors import MemoryShort, SlotsTaken
 from holdfast.protocol import messages as m
 from holdfast.protocol.snapshots import Lack, Saving
 
-ROW = 100_000
-SLOT_BYTES = memory._head_at(ROW)
+BLOB = 100_000
+SLOT_BYTES = memory._head_at(BLOB)
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_what_is_kept_has_a_slot_beside_the_two_that_are_used_in_turn(folder):
         save(pool, key_of(step))
         assert steps_of(pool) == [10, step - 10, step]
         with pytest.raises(SlotsTaken):
-            pool.begin(key_of(step + 5), ROW)
+            pool.begin(key_of(step + 5), BLOB)
         pool.whole(step, kept=10)
     assert slot_files(folder) == 3
     assert all(is_right(s) for s in pool.held())
@@ -63,9 +63,9 @@ def test_an_older_word_releases_nothing(folder):
 
 
 def test_where_it_does_not_fit_that_is_said_and_nothing_is_overwritten(folder):
-    pool = held(20, folder, budget=2 * SLOT_BYTES + ROW // 2)
+    pool = held(20, folder, budget=2 * SLOT_BYTES + BLOB // 2)
     with pytest.raises(MemoryShort, match="does not fit"):
-        pool.begin(key_of(30), ROW)
+        pool.begin(key_of(30), BLOB)
     assert steps_of(pool) == [10, 20]
     pool.whole(20)
     fill(pool, key_of(30))
@@ -85,7 +85,7 @@ def test_an_agent_says_what_it_lacks(kept, lack):
     """With memory for two: both are still needed, or there would be a slot, but not for one more."""
 
     async def scenario():
-        node = Node(budget=2 * SLOT_BYTES + ROW // 2)
+        node = Node(budget=2 * SLOT_BYTES + BLOB // 2)
         try:
             for step in (10, 20):
                 await node.held(key_of(step))
@@ -150,8 +150,8 @@ class Cluster:
         there = [[s for s in n.keeper.pool.held() if s.key.step == step] for n in self.nodes.values()]
         for slots in there:
             for slot in slots:
-                with slot.row as row:
-                    assert bytes(row) == row_of(step, slot.key.rank, ROW)
+                with slot.blob as blob:
+                    assert bytes(blob) == blob_of(step, slot.key.rank, BLOB)
         return [sorted(s.key.rank for s in slots) for slots in there] == [[0, 1], [0, 1]]
 
 

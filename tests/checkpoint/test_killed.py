@@ -8,7 +8,7 @@ import signal
 import sys
 
 import pytest
-from rows_on_tiers import loaded, row_of, save
+from blobs_on_tiers import blob_of, loaded, save
 from snapshots_in_memory import BUDGET, is_right, key_of, new_folder
 from snapshots_in_memory import save as snapshot
 
@@ -87,7 +87,7 @@ def whole(archive):
     steps = archive.steps()
     for step in steps:
         assert archive.verify(step).step == step
-        assert loaded(archive, step) == [row_of(step, rank) for rank in range(2)]
+        assert loaded(archive, step) == [blob_of(step, rank) for rank in range(2)]
     return steps
 
 

@@ -6,7 +6,7 @@ import tracemalloc
 from datetime import timedelta
 
 import pytest
-from rows_on_tiers import in_pieces, loaded, newest_whole, row_of, save, save_rank
+from blobs_on_tiers import blob_of, in_buffers, loaded, newest_whole, save, save_rank
 from s3server import S3Server
 
 from holdfast.checkpoint.archive import Archive
@@ -62,9 +62,9 @@ def test_a_checkpoint(server, archive):
     save(archive, 5)
     save(archive, 10, nbytes=600_000)
     assert archive.verify(10).nbytes == 1_200_000
-    assert loaded(archive, 10) == [row_of(10, rank, 600_000) for rank in range(2)]
+    assert loaded(archive, 10) == [blob_of(10, rank, 600_000) for rank in range(2)]
     assert all(key.startswith("runs/one/step-") for key in server.objects)
-    assert server.count("begin") == 4  # rows of more than a part; heads and manifests go in one request
+    assert server.count("begin") == 4  # blobs of more than a part; heads and manifests go in one request
     assert server.uploads == {}
     archive.remove(5)
     assert [archive.steps(), {k.split("/")[2] for k in server.objects}] == [[10], {"step-10"}]
@@ -79,7 +79,7 @@ def test_listings_of_many_pages(server, archive):
     assert len(server.objects) == 2 * 3
 
 
-def test_a_row_that_is_there_is_not_sent_again(server, archive):
+def test_a_blob_that_is_there_is_not_sent_again(server, archive):
     first = save_rank(archive, 5, 0, nbytes=600_000)
     sent = server.count("part")
     assert save_rank(archive, 5, 0, nbytes=600_000) == first
@@ -141,7 +141,7 @@ def test_a_fault_that_passes_is_not_noticed(server, archive, kinds, how, times):
     server.fault(kinds, how, times=times)
     save(archive, 10, nbytes=400_000)
     assert [newest_whole(archive), archive.steps()] == [10, [5, 10]]
-    assert loaded(archive, 10) == [row_of(10, rank, 400_000) for rank in range(2)]
+    assert loaded(archive, 10) == [blob_of(10, rank, 400_000) for rank in range(2)]
     archive.prune(Retention(keep=1))
     assert {k.split("/")[2] for k in server.objects} == {"step-10"}
     assert server.faults[0].times == 0
@@ -152,7 +152,7 @@ def test_a_stall_that_passes(server):
     server.fault("part", "stall")
     server.fault("get", "halt")
     save(archive, 5, world=1, nbytes=400_000)
-    assert loaded(archive, 5) == [row_of(5, 0, 400_000)]
+    assert loaded(archive, 5) == [blob_of(5, 0, 400_000)]
     assert [f.times for f in server.faults] == [0, 0]
 
 
@@ -183,7 +183,7 @@ def test_a_save_that_fails_leaves_the_older_ones(server, archive, kinds, how, ad
     server.faults.clear()
     assert newest_whole(archive) == 5
     save(archive, 10, nbytes=400_000)
-    assert loaded(archive, 10) == [row_of(10, rank, 400_000) for rank in range(2)]
+    assert loaded(archive, 10) == [blob_of(10, rank, 400_000) for rank in range(2)]
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_a_save_that_fails_leaves_the_older_ones(server, archive, kinds, how, ad
     ],
 )
 def test_a_load_that_fails(server, archive, how, advice):
-    name = save(archive, 5, nbytes=400_000).shards[0].row.name
+    name = save(archive, 5, nbytes=400_000).shards[0].blob.name
     server.fault("get", how, times=1000)
     with pytest.raises(TierError, match=advice):
         hasty(server, how).read_into(name, 0, memoryview(bytearray(400_000)))
@@ -207,23 +207,23 @@ def test_a_load_that_fails(server, archive, how, advice):
 
 def test_pieces_that_fail_midway_are_aborted(server, tier):
     def pieces():
-        yield from in_pieces(row_of(3, 0, 300_000))
+        yield from in_buffers(blob_of(3, 0, 300_000))
         raise StateError("rank 0 went away")
 
     with pytest.raises(StateError, match="rank 0 went away"):
         tier.write("step-3/a", pieces(), 400_000)
     with pytest.raises(StateError, match="300000 bytes came, not 400000"):
-        tier.write("step-3/a", in_pieces(row_of(3, 0, 300_000)), 400_000)
+        tier.write("step-3/a", in_buffers(blob_of(3, 0, 300_000)), 400_000)
     assert [server.objects, server.uploads, server.count("abort")] == [{}, {}, 2]
 
 
 def test_an_upload_that_the_store_lost_is_no_success(server, tier):
-    tier.write("step-3/a", in_pieces(row_of(3, 0, 300_000)), 300_000)
+    tier.write("step-3/a", in_buffers(blob_of(3, 0, 300_000)), 300_000)
     server.fault("complete", "status", times=1000, status=404, code="NoSuchUpload")
     for name in ("step-3/a", "step-3/b"):
         with pytest.raises(TierError, match="could not be written"):
-            tier.write(name, in_pieces(row_of(4, 0, 300_000)), 300_000)
-    assert tier.read("step-3/a") == row_of(3, 0, 300_000)
+            tier.write(name, in_buffers(blob_of(4, 0, 300_000)), 300_000)
+    assert tier.read("step-3/a") == blob_of(3, 0, 300_000)
 
 
 # ---------------------------------------------------------------- what check says

@@ -5,7 +5,7 @@ import threading
 import uuid
 
 import pytest
-from rows_on_tiers import head_of, row_of, save, save_rank
+from blobs_on_tiers import blob_of, head_of, save, save_rank
 
 from holdfast.checkpoint.archive import Archive
 from holdfast.checkpoint.layout import folder_of
@@ -66,11 +66,11 @@ class InTurn:
 
 
 def tried(order):
-    """One has written the row of step 5 and goes on, while another prunes; returns whether it was saved."""
+    """One has written the blob of step 5 and goes on, while another prunes; returns whether it was saved."""
     place = Archive(f"memory://{uuid.uuid4().hex}")
     save(place, 10, world=1, nbytes=10)
     shard = save_rank(place, 5, 0, nbytes=10)
-    head, _ = head_of(5, row_of(5, 0, 10))
+    head, _ = head_of(5, blob_of(5, 0, 10))
     turns, ends = Turns(order), {}
 
     def work(who, action):

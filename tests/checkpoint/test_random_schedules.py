@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from rows_on_tiers import row_of
+from blobs_on_tiers import blob_of
 from snapshots_in_memory import (
     BUDGET,
     copy_of,
@@ -79,8 +79,8 @@ class World:
         except TierError:
             return
         self.step += 1
-        with slot.row as row:
-            row[:] = row_of(self.step, 0, NBYTES)
+        with slot.blob as blob:
+            blob[:] = blob_of(self.step, 0, NBYTES)
         node.note()
         if self.rng.random() < 0.2:
             node.pool.drop(slot)  # the worker ended before it was complete
@@ -104,8 +104,8 @@ class World:
         except HoldfastError:
             target.note()
             return
-        with new.row as row:
-            assert bytes(row) == row_of(slot.key.step, 0, NBYTES)
+        with new.blob as blob:
+            assert bytes(blob) == blob_of(slot.key.step, 0, NBYTES)
         target.note()
         target.good[slot.key.step] = new.path
         self.whole = max(self.whole, slot.key.step)
@@ -121,7 +121,7 @@ class World:
         step = slot.key.step
         with node.pool.reading(slot.key):
             try:
-                shard = self.archive.save_shard(step, 0, slot.head, slot.sums, slot.pieces(), NBYTES)
+                shard = self.archive.save_shard(step, 0, slot.head, slot.sums, slot.buffers(), NBYTES)
             except HoldfastError:
                 return
             if self.rng.random() < 0.8:
@@ -169,8 +169,8 @@ class World:
         for step, path in node.good.items():
             assert held[step].path == path, f"step {step} was lost"
         for step, slot in held.items():
-            with slot.row as row:
-                assert bytes(row) == row_of(step, 0, NBYTES)
+            with slot.blob as blob:
+                assert bytes(blob) == blob_of(step, 0, NBYTES)
         node.note()
 
     def lose(self):
@@ -198,15 +198,15 @@ class World:
     def read(self, find, step):
         try:
             found = find()
-            row = found.open_row(0)
+            blob = found.open_blob(0)
             try:
-                data = bytes(row.fetch(0, NBYTES))
+                data = bytes(blob.fetch(0, NBYTES))
             finally:
-                row.close()
+                blob.close()
         except HoldfastError:
             return False
         assert found.step == step
-        assert data == row_of(step, 0, NBYTES), f"step {step} came damaged"
+        assert data == blob_of(step, 0, NBYTES), f"step {step} came damaged"
         return True
 
 
@@ -268,5 +268,5 @@ def test_an_owner_that_is_killed_at_any_moment_leaves_what_it_reported(tmp_path)
         held = {s.key.step: s for s in pool.held()}
         assert max(held) >= reported
         for step, slot in held.items():
-            assert bytes(slot.row) == row_of(step, 0, NBYTES)
+            assert bytes(slot.blob) == blob_of(step, 0, NBYTES)
         pool.close()

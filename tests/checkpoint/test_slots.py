@@ -8,10 +8,10 @@ import threading
 from pathlib import Path
 
 import pytest
-from rows_on_tiers import row_of
+from blobs_on_tiers import blob_of
 from snapshots_in_memory import (
+    BLOB_AT,
     BUDGET,
-    ROW_AT,
     fill,
     flip,
     flip_file,
@@ -68,7 +68,7 @@ def test_a_slot_that_was_dropped_is_used_again(pool, folder):
 
 
 @pytest.mark.parametrize(("step", "nbytes"), [(11, 100_000), (10, 99_999)])
-def test_an_index_of_another_row_is_refused(pool, step, nbytes):
+def test_an_index_of_another_blob_is_refused(pool, step, nbytes):
     slot = fill(pool, key_of(10))
     with pytest.raises(StateError, match=f"of step {step}, {nbytes} bytes"):
         pool.seal(slot, index_of(step, nbytes))
@@ -84,9 +84,9 @@ def test_a_slot_that_was_taken_back_cannot_be_sealed(pool):
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, PAGE, CHUNK_BYTES, 3 * CHUNK_BYTES + 5])
-def test_rows_of_any_size(pool, folder, nbytes):
+def test_blobs_of_any_size(pool, folder, nbytes):
     slot = save(pool, key_of(10), nbytes)
-    assert b"".join(map(bytes, slot.pieces())) == row_of(10, 0, nbytes)
+    assert b"".join(map(bytes, slot.buffers())) == blob_of(10, 0, nbytes)
     assert [is_right(s, nbytes) for s in SlotPool(folder, BUDGET).held()] == [True]
 
 
@@ -94,7 +94,7 @@ def test_memory_that_went_bad_is_said_and_not_given_out(pool):
     slot = save(pool, key_of(10))
     flip(slot, 70_000)
     with pytest.raises(ChecksumError, match="step 10, rank 0 changed in memory: bytes 65536 to 98304"):
-        list(slot.pieces())
+        list(slot.buffers())
 
 
 # ---------------------------------------------------------------- which slot is used
@@ -144,7 +144,7 @@ def test_a_slot_that_is_read_is_not_used_even_when_it_was_forgotten(pool):
         pool.forget(5)
         assert steps_of(pool) == []
         assert save(pool, key_of(6)) is not slot
-        assert bytes(slot.row) == row_of(10, 0)
+        assert bytes(slot.blob) == blob_of(10, 0)
     assert fill(pool, key_of(7)) is slot
 
 
@@ -339,7 +339,7 @@ def test_sealed_slots_come_back_with_their_bytes_as_of_an_earlier_run(pool, fold
     assert all(is_right(s) for s in held)
     assert second.nbytes >= pool.nbytes
     with second.reading(held[2].key) as slot:
-        assert b"".join(map(bytes, slot.pieces())) == row_of(20, 1)
+        assert b"".join(map(bytes, slot.buffers())) == blob_of(20, 1)
 
 
 def test_adopted_slots_of_different_generations_or_runs_are_never_one_snapshot(pool, folder):
@@ -404,7 +404,7 @@ def test_slots_that_do_not_count_are_given_back(pool, folder, end):
 
 
 @pytest.mark.parametrize(
-    "at", [0, 8, 12, 16, 24, 30, 40, 50, 70, 79, ROW_AT, ROW_AT + 50_000, ROW_AT + 99_999, -1, -40, -200]
+    "at", [0, 8, 12, 16, 24, 30, 40, 50, 70, 79, BLOB_AT, BLOB_AT + 50_000, BLOB_AT + 99_999, -1, -40, -200]
 )
 def test_any_flipped_bit_gives_a_slot_back_and_leaves_the_others(pool, folder, at):
     slot = save(pool, key_of(10))
@@ -481,14 +481,14 @@ def test_a_worker_that_is_killed_in_the_middle_of_its_copy(pool, folder):
 def test_a_workers_mapping_shows_the_slot_and_goes_with_it(pool, folder):
     slot = pool.begin(key_of(10), 100_000)
     maps = SlotMaps()
-    with maps.row(str(slot.path), 100_000) as row:
-        row[:] = row_of(10, 0)
+    with maps.blob(str(slot.path), 100_000) as blob:
+        blob[:] = blob_of(10, 0)
     assert is_right(slot)
     slot.path.unlink()
     with pytest.raises(TierError, match="is gone"):
         map_slot(slot.path, 100_000)
     other = pool.begin(key_of(20), 100_000)
-    maps.row(str(other.path), 100_000).release()
+    maps.blob(str(other.path), 100_000).release()
     assert list(maps._maps) == [str(other.path)]
 
 

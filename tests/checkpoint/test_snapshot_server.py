@@ -7,7 +7,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from rows_on_tiers import row_of
+from blobs_on_tiers import blob_of
 from snapshots_in_memory import (
     BUDGET,
     copy_of,
@@ -101,7 +101,7 @@ def test_many_readers_at_once(nodes):
         into = bytearray(head.index.nbytes)
         peer.read_into(0, memoryview(into))
         peer.close()
-        right.append(bytes(into) == row_of(10, 0, 1_000_000))
+        right.append(bytes(into) == blob_of(10, 0, 1_000_000))
 
     threads = [threading.Thread(target=read) for _ in range(8)]
     for t in threads:
@@ -115,7 +115,7 @@ def test_any_range_in_any_order_with_and_without_reading_ahead(nodes):
     part = save_on(nodes[:1], 300_000)
     peer = Peer(nodes[0].holder, TOKEN, KEY)
     peer.head(part)
-    right = row_of(10, 0, 300_000)
+    right = blob_of(10, 0, 300_000)
     for ahead in (0, 200_000):
         peer.ahead = ahead
         for low, nbytes in (
@@ -142,7 +142,7 @@ def test_a_connection_that_the_other_end_gave_up_is_made_again(nodes, monkeypatc
             shut(connection)
     into = bytearray(100)
     peer.read_into(0, memoryview(into))
-    assert bytes(into) == row_of(10, 0)[:100]
+    assert bytes(into) == blob_of(10, 0)[:100]
     peer.close()
 
 
@@ -159,7 +159,7 @@ def answer(node, path, token=TOKEN, **headers):
     return response, data
 
 
-ROW = "/snapshots/10/1/0/1/row"
+BLOB = "/snapshots/10/1/0/1/blob"
 
 
 def test_curl_may_read_it_too(nodes):
@@ -167,18 +167,18 @@ def test_curl_may_read_it_too(nodes):
     response, data = answer(nodes[0], "/snapshots")
     said = json.loads(data)
     assert [response.status, said] == [200, [{"step": 10, "generation": 1, "rank": 0, "world": 1}]]
-    response, data = answer(nodes[0], ROW, Range="bytes=10-19")
+    response, data = answer(nodes[0], BLOB, Range="bytes=10-19")
     assert [response.status, response.headers["Content-Range"]] == [206, "bytes 10-19/1000"]
-    assert data == row_of(10, 0, 1000)[10:20]
+    assert data == blob_of(10, 0, 1000)[10:20]
 
 
 @pytest.mark.parametrize("token", [None, "", "the-tokem", "the-token ", "thé-token"])
-@pytest.mark.parametrize("path", ["/snapshots", ROW, "/elsewhere"])
+@pytest.mark.parametrize("path", ["/snapshots", BLOB, "/elsewhere"])
 def test_without_the_token_nothing_is_said(nodes, token, path):
     save_on(nodes[:1], 1000)
     response, data = answer(nodes[0], path, token)
     assert response.status == 401
-    assert row_of(10, 0, 1000)[:50] not in data
+    assert blob_of(10, 0, 1000)[:50] not in data
 
 
 @pytest.mark.parametrize(
@@ -186,11 +186,11 @@ def test_without_the_token_nothing_is_said(nodes, token, path):
     [
         ("/snapshots/10/1/0/1/tail", "", 404),
         ("/snapshots/../../etc/passwd", "", 404),
-        ("/snapshots/11/1/0/1/row", "", 410),
-        ("/snapshots/10/2/0/1/row", "", 410),
-        (ROW, "bytes=5-4", 416),
-        (ROW, "bytes=0-1000", 416),
-        (ROW, "bytes=1000-1000", 416),
+        ("/snapshots/11/1/0/1/blob", "", 410),
+        ("/snapshots/10/2/0/1/blob", "", 410),
+        (BLOB, "bytes=5-4", 416),
+        (BLOB, "bytes=0-1000", 416),
+        (BLOB, "bytes=1000-1000", 416),
     ],
 )
 def test_what_is_not_there(nodes, path, range_, status):
@@ -200,7 +200,7 @@ def test_what_is_not_there(nodes, path, range_, status):
 
 def test_a_slot_that_is_still_written_is_not_shown(nodes):
     fill(nodes[0].pool, KEY)
-    assert answer(nodes[0], ROW)[0].status == 410
+    assert answer(nodes[0], BLOB)[0].status == 410
     assert json.loads(answer(nodes[0], "/snapshots")[1]) == []
 
 
@@ -222,16 +222,16 @@ def test_a_slot_that_is_gone_is_had_from_the_next_holder(nodes):
     assert is_right(replicate(c.pool, pull_from([a, b]), part), LARGE)
 
 
-def test_a_slot_that_goes_between_head_and_row(nodes):
+def test_a_slot_that_goes_between_head_and_blob(nodes):
     a, b, _ = nodes
     part = save_on([a, b])
     why = []
-    pull = pull_from([a, b], passed_over=why.append)
+    pull = pull_from([a, b], on_skip=why.append)
     _, head = pull.head(part)
     a.pool.drop(a.pool.held()[0])
     taken = {}
-    pull.run(head, lambda row, low, high: taken.update({low: bytes(row.fetch(low, high))}))
-    assert b"".join(taken[low] for low in sorted(taken)) == row_of(10, 0, LARGE)
+    pull.run(head, lambda blob, low, high: taken.update({low: bytes(blob.fetch(low, high))}))
+    assert b"".join(taken[low] for low in sorted(taken)) == blob_of(10, 0, LARGE)
     assert all("answered 410" in w and "no snapshot of step 10, rank 0" in w for w in why)
     assert why
 
@@ -255,13 +255,13 @@ class Midway:
         sent = []
         port = node.holder.port
 
-        def send(connection, row, start, stop):
+        def send(connection, blob, start, stop):
             if connection.getsockname()[1] != port:
-                return real(connection, row, start, stop)
+                return real(connection, blob, start, stop)
             sent.append(start)
             if len(sent) == 3:
                 do()
-            return real(connection, row, start, min(start + 100_000, stop))
+            return real(connection, blob, start, min(start + 100_000, stop))
 
         monkeypatch.setattr(snapshot_server, "_send", send)
 
@@ -299,25 +299,25 @@ def test_a_connection_after_the_close_is_not_served(nodes):
 
 
 def read_from_own(node, part):
-    """The row as a worker of the node's reads it, and how often the node sent some of it."""
+    """The blob as a worker of the node's reads it, and how often the node sent some of it."""
     pull = pull_from([node], own_node="a")
     _, head = pull.head(part)
     taken = {}
-    pull.run(head, lambda row, low, high: taken.update({low: bytes(row.fetch(low, high))}))
+    pull.run(head, lambda blob, low, high: taken.update({low: bytes(blob.fetch(low, high))}))
     return b"".join(taken[low] for low in sorted(taken))
 
 
 def test_the_own_nodes_memory_is_read_from_its_file(nodes, monkeypatch):
     part = save_on(nodes[:1])
     monkeypatch.setattr(snapshot_server, "_send", lambda *args: pytest.fail("was sent"))
-    assert read_from_own(nodes[0], part) == row_of(10, 0, LARGE)
+    assert read_from_own(nodes[0], part) == blob_of(10, 0, LARGE)
 
 
 def test_a_file_that_cannot_be_seen_is_sent(nodes, monkeypatch):
     part = save_on(nodes[:1])
     slot = nodes[0].pool.held()[0]
     monkeypatch.setattr(slot, "path", Path("/not/here"))
-    assert read_from_own(nodes[0], part) == row_of(10, 0, LARGE)
+    assert read_from_own(nodes[0], part) == blob_of(10, 0, LARGE)
 
 
 def test_the_own_nodes_memory_is_verified_too(nodes):
@@ -353,7 +353,7 @@ def test_memory_that_went_bad_is_found_and_the_next_holder_read(nodes, at):
     part = save_on([a, b])
     flip(a.pool.held()[0], at)
     why = []
-    slot = replicate(c.pool, pull_from([a, b], passed_over=why.append), part)
+    slot = replicate(c.pool, pull_from([a, b], on_skip=why.append), part)
     assert is_right(slot, LARGE)
     assert all("memory of a: bytes" in w and "were changed" in w for w in why)
     assert why or at  # half of the streams begin with the other holder
@@ -383,10 +383,10 @@ def test_bytes_that_change_on_the_wire(nodes, monkeypatch):
     part = save_on([a, b])
     real = snapshot_server._send
 
-    def send(connection, row, start, stop):
+    def send(connection, blob, start, stop):
         if connection.getsockname()[1] == a.holder.port and start < 3_000_000:
             return connection.send(b"\xff" * min(stop - start, 10_000))
-        return real(connection, row, start, stop)
+        return real(connection, blob, start, stop)
 
     monkeypatch.setattr(snapshot_server, "_send", send)
     assert is_right(replicate(c.pool, pull_from([a, b]), part), LARGE)
@@ -446,7 +446,7 @@ def test_an_aborted_pull_begins_nothing(nodes):
     with pytest.raises(StateError, match="ended"):
         pull.head(part)
     with pytest.raises(StateError, match="ended"):
-        pull.run(head, lambda row, low, high: pytest.fail("was read"))
+        pull.run(head, lambda blob, low, high: pytest.fail("was read"))
 
 
 def test_a_peer_that_was_aborted_before_it_connected(nodes):
@@ -477,7 +477,7 @@ def test_a_taker_that_fails_ends_all_streams(nodes):
     pull = pull_from(nodes[:1], streams=4)
     _, head = pull.head(part)
 
-    def take(row, low, high):
+    def take(blob, low, high):
         raise ValueError("the script went away")
 
     with pytest.raises(ValueError, match="went away"):
@@ -508,9 +508,9 @@ def test_a_snapshot_of_several_ranks_is_found_and_read(nodes):
     found = find_in_memory(shards[::-1], TOKEN, why.append)
     assert [found.step, found.world, found.paths()] == [10, 2, ["model.a", "model.b"]]
     for rank in range(2):
-        row = found.open_row(rank)
-        assert bytes(row.fetch(0, 300_000)) == row_of(10, rank, 300_000)
-        row.close()
+        blob = found.open_blob(rank)
+        assert bytes(blob.fetch(0, 300_000)) == blob_of(10, rank, 300_000)
+        blob.close()
     assert len(why) == 1
     with pytest.raises(StateError, match="not whole in memory"):
         find_in_memory(shards[:1], TOKEN)

@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import pytest
 import torch
+from blobs_on_tiers import blob_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rows_on_tiers import row_of
 
 from holdfast.checkpoint.api import copy_tensors
 from holdfast.checkpoint.checksums import sums_of
@@ -17,12 +17,12 @@ from holdfast.checkpoint.layout import CHUNK_BYTES, Head
 from holdfast.checkpoint.loading import regions_of
 from holdfast.checkpoint.located import Located
 from holdfast.checkpoint.regions import Region, read_regions
-from holdfast.checkpoint.sources import Row
+from holdfast.checkpoint.sources import Blob
 from holdfast.errors import StateError, TierError
 from holdfast.tensors.index import Index, TensorSpec
 
 LENGTH = 7 * CHUNK_BYTES + 1234
-DATA = row_of(1, 0, LENGTH)
+DATA = blob_of(1, 0, LENGTH)
 SUMS = sums_of(memoryview(DATA))
 
 
@@ -49,7 +49,7 @@ class Gone:
         raise TierError("does not answer")
 
 
-# ---------------------------------------------------------------- a row
+# ---------------------------------------------------------------- a blob
 
 ranges = st.tuples(st.integers(0, LENGTH), st.integers(0, LENGTH)).map(sorted)
 
@@ -58,23 +58,23 @@ ranges = st.tuples(st.integers(0, LENGTH), st.integers(0, LENGTH)).map(sorted)
 @given(st.lists(ranges, min_size=1, max_size=4))
 def test_any_range_comes_whole_in_whole_chunks_and_is_counted(spans):
     source = Bytes(DATA)
-    row = Row([source], SUMS, LENGTH)
+    blob = Blob([source], SUMS, LENGTH)
     for low, high in spans:
-        assert bytes(row.fetch(low, high)) == DATA[low:high]
+        assert bytes(blob.fetch(low, high)) == DATA[low:high]
         into = bytearray(b"x" * (high - low))
-        row.fetch_into(low, memoryview(into))
+        blob.fetch_into(low, memoryview(into))
         assert bytes(into) == DATA[low:high]
     for begin, end in source.asked:
         assert begin % CHUNK_BYTES == 0
         assert end % CHUNK_BYTES == 0 or end == LENGTH
-    assert row.fetched_bytes == sum(end - begin for begin, end in source.asked)
-    assert row.fetched_bytes <= sum(2 * (high - low + 2 * CHUNK_BYTES) for low, high in spans if high > low)
+    assert blob.fetched_bytes == sum(end - begin for begin, end in source.asked)
+    assert blob.fetched_bytes <= sum(2 * (high - low + 2 * CHUNK_BYTES) for low, high in spans if high > low)
 
 
 @pytest.mark.parametrize(("low", "high"), [(-1, 5), (5, 4), (0, LENGTH + 1), (LENGTH + 1, LENGTH + 2)])
-def test_a_range_that_the_row_does_not_have_is_refused(low, high):
-    with pytest.raises(StateError, match=f"not within a row of {LENGTH}"):
-        Row([Bytes(DATA)], SUMS, LENGTH).fetch(low, high)
+def test_a_range_that_the_blob_does_not_have_is_refused(low, high):
+    with pytest.raises(StateError, match=f"not within a blob of {LENGTH}"):
+        Blob([Bytes(DATA)], SUMS, LENGTH).fetch(low, high)
 
 
 @settings(deadline=None, max_examples=100)
@@ -83,30 +83,30 @@ def test_damage_is_found_wherever_it_is_and_the_next_source_read(span, first, se
     low, high = span
     why = []
     sources = [Gone(), Bytes(DATA, "bad", [first]), Bytes(DATA, "worse", [second]), Bytes(DATA, "good")]
-    row = Row(sources, SUMS, LENGTH, why.append)
-    assert bytes(row.fetch(low, high)) == DATA[low:high]
-    assert bytes(row.fetch(0, LENGTH)) == DATA
+    blob = Blob(sources, SUMS, LENGTH, why.append)
+    assert bytes(blob.fetch(low, high)) == DATA[low:high]
+    assert bytes(blob.fetch(0, LENGTH)) == DATA
     assert [w.split(":")[0] for w in why] == ["there", "bad", "worse"]
 
 
 def test_damage_everywhere_is_refused_with_every_reason():
-    row = Row([Gone(), Bytes(DATA, "bad", [5])], SUMS, LENGTH)
+    blob = Blob([Gone(), Bytes(DATA, "bad", [5])], SUMS, LENGTH)
     with pytest.raises(StateError, match=r"there: does not answer; bad: bytes 0 to 32768 were changed"):
-        row.fetch(0, 10)
+        blob.fetch(0, 10)
     with pytest.raises(StateError, match="no source is left"):
-        row.fetch(CHUNK_BYTES, 2 * CHUNK_BYTES)
+        blob.fetch(CHUNK_BYTES, 2 * CHUNK_BYTES)
 
 
-def test_a_row_whose_sums_are_too_few_is_damaged():
+def test_a_blob_whose_sums_are_too_few_is_damaged():
     with pytest.raises(StateError, match="were changed"):
-        Row([Bytes(DATA)], SUMS[:-8], LENGTH).fetch(LENGTH - 1, LENGTH)
+        Blob([Bytes(DATA)], SUMS[:-8], LENGTH).fetch(LENGTH - 1, LENGTH)
 
 
 # ---------------------------------------------------------------- regions
 
 
 def found_of(states):
-    """A checkpoint in this process: of each rank its leaves, as `save` makes a row of them."""
+    """A checkpoint in this process: of each rank its leaves, as `save` makes a blob of them."""
     heads, sources = [], []
     for leaves in states:
         specs, offset = [], 0
@@ -120,10 +120,10 @@ def found_of(states):
         heads.append(Head(Index(1, {}, tuple(specs), offset), sums_of(memoryview(data))))
         sources.append(data)
 
-    def open_row(rank):
-        return Row([Bytes(sources[rank])], heads[rank].sums, len(sources[rank]))
+    def open_blob(rank):
+        return Blob([Bytes(sources[rank])], heads[rank].sums, len(sources[rank]))
 
-    return Located(1, "here", heads, open_row)
+    return Located(1, "here", heads, open_blob)
 
 
 DTYPES = [
@@ -182,12 +182,12 @@ def test_any_boxes_of_any_tensors(wanted):
 
 
 @pytest.mark.parametrize("width", [1, 700, 1023, 1024])
-@pytest.mark.parametrize("rows", [10, 5000])
-def test_columns_of_a_large_matrix(rows, width):
-    """5000 rows: more runs than are read one by one."""
-    whole = random_tensor((rows, 1024), torch.float32)
+@pytest.mark.parametrize("lines", [10, 5000])
+def test_columns_of_a_large_matrix(lines, width):
+    """5000 lines: more runs than are read one by one."""
+    whole = random_tensor((lines, 1024), torch.float32)
     found = found_of([[Leaf("w", whole)]])
-    target = torch.empty((rows, width))
+    target = torch.empty((lines, width))
     read_regions(found, [Region(0, found.heads[0].index.tensors[0], (0, 1024 - width), target)])
     assert bits(target) == bits(whole[:, 1024 - width :])
 
@@ -214,7 +214,7 @@ def test_an_index_that_says_what_cannot_be(change):
     spec = found.heads[0].index.tensors[0]
     fields = {f: getattr(spec, f) for f in spec.__struct_fields__} | change
     target = torch.zeros(fields["shape"])
-    with pytest.raises(StateError, match=r"not within a row|knows no dtype"):
+    with pytest.raises(StateError, match=r"not within a blob|knows no dtype"):
         read_regions(found, [Region(0, TensorSpec(**fields), (0, 0), target)])
 
 
@@ -223,12 +223,12 @@ def test_a_thread_that_fails_ends_the_others():
     found = found_of([leaves])
     opened = []
 
-    def open_row(rank):
+    def open_blob(rank):
         source = Bytes(bytes(found.heads[0].index.nbytes))
         opened.append(source)
-        return Row([source], found.heads[0].sums, found.heads[0].index.nbytes)
+        return Blob([source], found.heads[0].sums, found.heads[0].index.nbytes)
 
-    bad = Located(1, "here", found.heads, open_row)
+    bad = Located(1, "here", found.heads, open_blob)
     regions = [
         Region(0, s, (0,), torch.empty(s.shape, dtype=torch.float64)) for s in found.heads[0].index.tensors
     ]
@@ -284,8 +284,8 @@ def test_any_grid_into_any_other(data):
         return [0, *sorted(inner), size]
 
     states = []
-    rows, columns = cuts(shape[0]), cuts(shape[1])
-    for top, bottom in pairwise(rows):
+    lines, columns = cuts(shape[0]), cuts(shape[1])
+    for top, bottom in pairwise(lines):
         for left, right in pairwise(columns):
             states.append([Leaf("w", whole[top:bottom, left:right], shape, (top, left))])
     found = found_of(states)

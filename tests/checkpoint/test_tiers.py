@@ -6,7 +6,7 @@ import threading
 import uuid
 
 import pytest
-from rows_on_tiers import flip, head_of, in_pieces, loaded, newest_whole, replaced, row_of, save, save_rank
+from blobs_on_tiers import blob_of, flip, head_of, in_buffers, loaded, newest_whole, replaced, save, save_rank
 
 from holdfast.checkpoint.archive import Archive
 from holdfast.checkpoint.disk import DiskTier
@@ -47,8 +47,8 @@ def test_an_empty_one(tier):
     "nbytes", [0, 1, PART_BYTES - 1, PART_BYTES, PART_BYTES + 1, 5 * PART_BYTES, 400_003]
 )
 def test_what_is_written_is_read_back(tier, nbytes):
-    data, seen = row_of(3, 1, nbytes), []
-    tier.write("step-3/a.bin", in_pieces(data), nbytes, seen.append)
+    data, seen = blob_of(3, 1, nbytes), []
+    tier.write("step-3/a.bin", in_buffers(data), nbytes, seen.append)
     assert tier.read("step-3/a.bin") == data
     assert [tier.size("step-3/a.bin"), sum(seen)] == [nbytes, nbytes]
     assert tier.folders() == ["step-3"]
@@ -58,8 +58,8 @@ def test_what_is_written_is_read_back(tier, nbytes):
     ("offset", "nbytes"), [(0, 0), (0, 1), (7, 100), (PART_BYTES - 1, 3 * PART_BYTES), (0, 300_000)]
 )
 def test_any_range_is_read_in_place(tier, offset, nbytes):
-    data = row_of(3, 1, 300_000)
-    tier.write("step-3/a.bin", in_pieces(data), len(data))
+    data = blob_of(3, 1, 300_000)
+    tier.write("step-3/a.bin", in_buffers(data), len(data))
     into = bytearray(b"x" * (nbytes + 2))
     tier.read_into("step-3/a.bin", offset, memoryview(into)[1:-1])
     assert bytes(into) == b"x" + data[offset : offset + nbytes] + b"x"
@@ -67,7 +67,7 @@ def test_any_range_is_read_in_place(tier, offset, nbytes):
 
 @pytest.mark.parametrize(("offset", "nbytes"), [(300_000, 1), (299_999, 2), (0, 300_001), (900_000, 5)])
 def test_a_range_beyond_the_end_is_refused(tier, offset, nbytes):
-    tier.write("step-3/a.bin", in_pieces(row_of(3, 1, 300_000)), 300_000)
+    tier.write("step-3/a.bin", in_buffers(blob_of(3, 1, 300_000)), 300_000)
     with pytest.raises(StateError, match=r"step-3/a\.bin is cut short"):
         tier.read_into("step-3/a.bin", offset, memoryview(bytearray(nbytes)))
 
@@ -84,7 +84,7 @@ def test_what_is_not_there_cannot_be_read(tier, nbytes):
 def test_a_file_of_another_length_than_was_said_does_not_appear(tier, said):
     tier.write("step-3/a.bin", [memoryview(b"before")], 6)
     with pytest.raises(StateError, match=f"bytes came, not {said}|more than {said} bytes came"):
-        tier.write("step-3/a.bin", in_pieces(row_of(3, 1, 300_000)), said)
+        tier.write("step-3/a.bin", in_buffers(blob_of(3, 1, 300_000)), said)
     assert tier.read("step-3/a.bin") == b"before"
 
 
@@ -121,16 +121,16 @@ def test_a_folder_goes_alone(tier):
 
 
 def test_many_threads_at_once(tier):
-    rows = {f"step-3/{rank}.bin": row_of(3, rank, 300_000) for rank in range(6)}
+    blobs = {f"step-3/{rank}.bin": blob_of(3, rank, 300_000) for rank in range(6)}
     right = []
 
     def both(name, data):
-        tier.write(name, in_pieces(data), len(data))
+        tier.write(name, in_buffers(data), len(data))
         into = bytearray(len(data))
         tier.read_into(name, 0, memoryview(into))
         right.append(bytes(into) == data)
 
-    threads = [threading.Thread(target=both, args=item) for item in rows.items()]
+    threads = [threading.Thread(target=both, args=item) for item in blobs.items()]
     for t in threads:
         t.start()
     for t in threads:
@@ -147,7 +147,7 @@ def test_saved_verified_loaded(archive):
     seen = []
     assert archive.verify(10, seen.append).world == 3
     assert sum(seen) == 900_000
-    assert loaded(archive, 10) == [row_of(10, rank, 300_000) for rank in range(3)]
+    assert loaded(archive, 10) == [blob_of(10, rank, 300_000) for rank in range(3)]
     assert [archive.steps(), newest_whole(archive)] == [[5, 10], 10]
 
 
@@ -161,10 +161,10 @@ def test_without_a_manifest_it_does_not_exist(archive):
         archive.commit(10, [save_rank(archive, 10, 1)])
 
 
-def test_a_row_that_is_there_is_not_written_again(archive):
+def test_a_blob_that_is_there_is_not_written_again(archive):
     first = save_rank(archive, 5, 0)
     assert archive.save_shard(5, 0, b"another head", b"", iter([]), 0) != first
-    data = row_of(5, 0)
+    data = blob_of(5, 0)
     head, sums = (archive.tier.read(first.head.name), archive.head(first).sums)
 
     def never():
@@ -175,9 +175,9 @@ def test_a_row_that_is_there_is_not_written_again(archive):
 
 
 @pytest.mark.parametrize("at", [0, 40_000, 99_999])
-def test_a_flipped_bit_of_a_row(archive, at):
+def test_a_flipped_bit_of_a_blob(archive, at):
     shard = save(archive, 5).shards[1]
-    flip(archive.tier, shard.row.name, at)
+    flip(archive.tier, shard.blob.name, at)
     with pytest.raises(ChecksumError, match=r"rank-1\..*\.bin: bytes \d+ to \d+ \(model\.[ab].*were changed"):
         archive.verify(5)
     with pytest.raises(StateError, match="were changed"):
@@ -207,20 +207,20 @@ def test_a_flipped_bit_of_a_manifest(archive):
 
 
 @pytest.mark.parametrize("left", [0, 1, 32_768, 99_999])
-def test_a_torn_row(archive, left):
+def test_a_torn_blob(archive, left):
     shard = save(archive, 5).shards[0]
-    replaced(archive.tier, shard.row.name, row_of(5, 0)[:left])
+    replaced(archive.tier, shard.blob.name, blob_of(5, 0)[:left])
     with pytest.raises(StateError, match=f"cut short: {left} of 100000 bytes"):
         archive.verify(5)
     with pytest.raises(StateError, match="cut short"):
         loaded(archive, 5)
 
 
-@pytest.mark.parametrize("which", ["row", "head", "manifest"])
+@pytest.mark.parametrize("which", ["blob", "head", "manifest"])
 def test_a_missing_file(archive, which):
     save(archive, 3)
     shard = save(archive, 5).shards[0]
-    names = {"row": shard.row.name, "head": shard.head.name, "manifest": f"{folder_of(5)}/{MANIFEST}"}
+    names = {"blob": shard.blob.name, "head": shard.head.name, "manifest": f"{folder_of(5)}/{MANIFEST}"}
     archive.tier.remove(names[which])
     with pytest.raises(StateError, match="is not there"):
         archive.verify(5)
@@ -231,9 +231,9 @@ def test_the_newest_whole_one_is_taken_and_the_others_are_named(archive):
     for step in (5, 10, 20, 40):
         shard = save(archive, step).shards[0]
         if step == 20:
-            archive.tier.remove(shard.row.name)
+            archive.tier.remove(shard.blob.name)
         if step == 40:
-            flip(archive.tier, shard.row.name, 0)
+            flip(archive.tier, shard.blob.name, 0)
     why = []
     assert newest_whole(archive, why.append) == 10
     assert ["step-40" in why[0], "step-20" in why[1], len(why)] == [True, True, 2]
@@ -242,20 +242,20 @@ def test_the_newest_whole_one_is_taken_and_the_others_are_named(archive):
 def test_saving_a_step_again_repairs_it(archive):
     """What was saved before is trusted only if it is as it was."""
     shards = save(archive, 5).shards
-    flip(archive.tier, shards[0].row.name, 77_000)
+    flip(archive.tier, shards[0].blob.name, 77_000)
     archive.tier.remove(shards[1].head.name)
     with pytest.raises(ChecksumError):
         archive.verify(5)
     written = []
-    data = row_of(5, 0)
+    data = blob_of(5, 0)
     head, sums = head_of(5, data)
-    archive.save_shard(5, 0, head, sums, in_pieces(data), len(data), written.append)
+    archive.save_shard(5, 0, head, sums, in_buffers(data), len(data), written.append)
     assert sum(written) == len(data)
     save(archive, 5)
     assert [archive.verify(5).step, loaded(archive, 5)[0]] == [5, data]
     written.clear()
-    archive.save_shard(5, 0, head, sums, in_pieces(data), len(data), written.append)
-    assert written == [], "a row that is whole is not sent again"
+    archive.save_shard(5, 0, head, sums, in_buffers(data), len(data), written.append)
+    assert written == [], "a blob that is whole is not sent again"
 
 
 def test_retention(archive):
@@ -308,7 +308,7 @@ def test_a_disk_that_refuses_midway(tmp_path, monkeypatch, number, advice):
     monkeypatch.setattr(os, "write", write)
     for name in ("step-1/a", "step-1/b"):
         with pytest.raises(TierError, match=advice):
-            tier.write(name, in_pieces(row_of(1, 0, 300_000)), 300_000)
+            tier.write(name, in_buffers(blob_of(1, 0, 300_000)), 300_000)
     monkeypatch.undo()
     assert [p.name for p in (tmp_path / "step-1").iterdir()] == ["a"]
     assert tier.read("step-1/a") == b"before"

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 import torch
+from blobs_on_tiers import flip
 from ranks_on_tiers import save_states
-from rows_on_tiers import flip
 from safetensors.torch import load_file
 
 import holdfast as hf
@@ -84,7 +84,7 @@ def test_what_ranks_have_otherwise_is_said(holdfast, tmp_path):
 def test_a_damaged_tier_is_passed_over(holdfast, tiers, tmp_path):
     for tier, code in zip(tiers, (0, 1), strict=True):
         archive = Archive(str(tier))
-        flip(archive.tier, archive.manifest(8).shards[0].row.name, 5)
+        flip(archive.tier, archive.manifest(8).shards[0].blob.name, 5)
         said = holdfast("checkpoint", "export", f"out-{tier.name}")
         assert said.code == code
     assert "near" in said.err

@@ -46,6 +46,7 @@ RENAMED: dict[str, str] = {
     "InspectReply": "Views",
     "FindingsReported": "Found",
     "StateServed": "Gave",
+    "blob": "row",
     "shard_index": "position",
     "HOLDFAST_SHARD_INDEX": "HOLDFAST_POSITION",
 }

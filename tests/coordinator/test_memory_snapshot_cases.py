@@ -93,7 +93,7 @@ def test_replicas_that_differ_are_copies_of_each_other():
     assert not asked(desk)
     lose_all_workers(desk)
     forms = start_again(desk)
-    own = {form.generation.members[form.rank].node: form.copy.shard.row.xxh3 for form in forms}
+    own = {form.generation.members[form.rank].node: form.copy.shard.blob.xxh3 for form in forms}
     assert (own["n0"], own["n1"]) == ("a", "b")
 
 
@@ -274,7 +274,7 @@ def test_ranks_with_equal_bytes_write_their_row_once():
     desk = at_level_0(saving=Saving(copies=0, tiers=(EVERY_WHOLE,)))
     for rank, bits in enumerate(("same", "same", "other")):
         desk.holds(f"n{rank}", copy_of(6, rank=rank, world=3, bits=bits))
-    orders = {order.key.rank: order.row for _, order in desk.sent(m.StoreShard)}
+    orders = {order.key.rank: order.blob for _, order in desk.sent(m.StoreShard)}
     assert orders == {0: "", 1: "step-6/row-0", 2: ""}
 
 

@@ -204,7 +204,7 @@ def test_what_is_finished_is_not_made_again(tmp_path, monkeypatch):
     really = build.make_unit
     monkeypatch.setattr(build, "make_unit", lambda unit, *rest: (made.append(unit), really(unit, *rest)))
     make(source, other, prefix=tmp_path / "out", unit_bytes=100)
-    names = [os.path.basename(piece.path) for unit in made for piece in unit.pieces]
+    names = [os.path.basename(piece.path) for unit in made for piece in unit.spans]
     assert names.count("other.jsonl") > names.count("in.jsonl") <= 1  # its last piece shares a unit
     assert not (tmp_path / "out.build").exists()
     assert describe(tmp_path / "out").documents == 20

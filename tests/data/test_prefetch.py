@@ -1,6 +1,6 @@
 from concurrent.futures import Future
 
-from holdfast.data.prefetch import MOST_MICRO_BATCHES, Ahead
+from holdfast.data.prefetch import MOST_MICRO_BATCHES, PrefetchBuffer
 
 
 class Making:
@@ -10,7 +10,7 @@ class Making:
         self.begun = []
         self.futures = {}
         options = {"until": 100, "steps": 2, "at_least": 2, "most_bytes": 1 << 30} | options
-        self.ahead = Ahead(self.begin, **options)
+        self.ahead = PrefetchBuffer(self.begin, **options)
 
     def begin(self, key):
         self.begun.append(key)

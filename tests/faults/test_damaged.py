@@ -22,14 +22,14 @@ def saved(home):
 
 
 def damage(archive, step):
-    path = archive.tier.folder / archive.manifest(step).shards[0].row.name
+    path = archive.tier.folder / archive.manifest(step).shards[0].blob.name
     flip(path, path.stat().st_size // 2)
 
 
 def test_an_older_checkpoint_is_taken_for_one_with_a_flipped_bit(tmp_path, undisturbed):
     archive, options = saved(tmp_path)
     *_, older, newer, newest = archive.steps()
-    archive.tier.remove(archive.manifest(newest).shards[0].row.name)  # seen at the start
+    archive.tier.remove(archive.manifest(newest).shards[0].blob.name)  # seen at the start
     damage(archive, newer)  # seen as it is loaded
     ran = run(tmp_path, "--nnodes", 3, *options, TINY, STEPS)
     assert ran.code == 0, ran.output[-3000:]

@@ -6,8 +6,8 @@ import uuid
 
 import pytest
 import torch
+from blobs_on_tiers import flip
 from ranks_on_tiers import Piece, save_states
-from rows_on_tiers import flip
 from safetensors.torch import load_file
 
 from holdfast.checkpoint.archive import Archive
@@ -56,7 +56,7 @@ def test_commands(holdfast, url, tmp_path):
     assert Archive(url).verify(9).nbytes == 12_000_000
 
     archive = Archive(url)
-    flip(archive.tier, archive.manifest(9).shards[0].row.name, 7)
+    flip(archive.tier, archive.manifest(9).shards[0].blob.name, 7)
     code, said = holdfast("verify", url)
     assert [code, said.splitlines()[-1]] == [1, f"the newest complete one: {url}/step-8"]
     assert holdfast("prune", url, "--keep", "1")[0] == 1

@@ -9,7 +9,7 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from rows_on_tiers import flip, in_pieces, loaded, newest_whole, replaced, row_of, save, save_rank
+from blobs_on_tiers import blob_of, flip, in_buffers, loaded, newest_whole, replaced, save, save_rank
 
 from holdfast.checkpoint.archive import Archive
 from holdfast.checkpoint.objects import ObjectTier
@@ -46,7 +46,7 @@ def test_a_checkpoint_of_many_parts(archive):
     save(archive, 5, nbytes=1000)
     save(archive, 10, nbytes=LARGE_BYTES)
     assert archive.verify(10).nbytes == 2 * LARGE_BYTES
-    assert loaded(archive, 10) == [row_of(10, rank, LARGE_BYTES) for rank in range(2)]
+    assert loaded(archive, 10) == [blob_of(10, rank, LARGE_BYTES) for rank in range(2)]
     assert archive.steps() == [5, 10]
 
 
@@ -58,8 +58,8 @@ def test_ranks_save_at_once(archive):
 
 
 def test_ranges(url):
-    tier, data = open_tier(url), row_of(1, 0, LARGE_BYTES)
-    tier.write("step-1/a", in_pieces(data), len(data))
+    tier, data = open_tier(url), blob_of(1, 0, LARGE_BYTES)
+    tier.write("step-1/a", in_buffers(data), len(data))
     for low, nbytes in [
         (0, 0),
         (0, 1),
@@ -84,11 +84,11 @@ def test_damage_is_found(archive):
     for step in (5, 10, 15, 20):
         shard = save(archive, step).shards[0]
         if step == 10:
-            flip(archive.tier, shard.row.name, 70_000)
+            flip(archive.tier, shard.blob.name, 70_000)
             with pytest.raises(ChecksumError, match="were changed"):
                 archive.verify(step)
         if step == 15:
-            replaced(archive.tier, shard.row.name, b"short")
+            replaced(archive.tier, shard.blob.name, b"short")
         if step == 20:
             archive.tier.remove(shard.head.name)
     why = []
@@ -127,7 +127,7 @@ def test_a_server_that_stalls_midway(archive, url):
     save(archive, 5, nbytes=LARGE_BYTES)
 
     def pieces():
-        data = row_of(10, 0, 8 * MIB)
+        data = blob_of(10, 0, 8 * MIB)
         for n in range(10):
             if n == 4:
                 os.kill(gateway, signal.SIGSTOP)

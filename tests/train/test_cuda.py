@@ -60,7 +60,7 @@ def test_a_slot_that_the_driver_knows_holds_the_state(tmp_path, row):
     path.write_bytes(bytes(PAGE + -(-len(row) // mmap.PAGESIZE) * mmap.PAGESIZE))
     pinning = staging.Pinning(torch.device("cuda", 0))
     maps = SlotMaps(pinning)
-    with maps.row(str(path), len(row)) as slot:
+    with maps.blob(str(path), len(row)) as slot:
         assert pinning.covers(slot)
         snapshots.copy_into(slot, image, pinned=True)
         assert bytes(slot) == row

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from holdfast.checkpoint.archive import Archive
-from holdfast.checkpoint.checksums import sums_of_pieces
+from holdfast.checkpoint.checksums import sums_of_buffers
 from holdfast.checkpoint.layout import encode_head
 from holdfast.errors import CollectiveFailed, StateError, UsageError
 from holdfast.protocol.messages import Generation, JoinGeneration, Member
@@ -83,7 +83,7 @@ def saved(sharding, shape, url):
         whole(place, objects, content)
         image = state_image.capture(objects, 5)
         total = image.index.nbytes
-        sums = sums_of_pieces(image.pieces(0, total))
+        sums = sums_of_buffers(image.pieces(0, total))
         head = encode_head(image.index, sums)
         shards.append(archive.save_shard(5, shard_index, head, sums, image.pieces(0, total), total))
     archive.commit(5, shards)

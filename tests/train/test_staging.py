@@ -92,19 +92,19 @@ def test_slots_are_made_known_to_the_driver_once_and_given_back(tmp_path, monkey
     paths = [tmp_path / f"slot{i}" for i in range(3)]
     for path in paths:
         path.write_bytes(bytes(PAGE + 3 * mmap.PAGESIZE))
-    with maps.row(str(paths[0]), 5000) as row:
+    with maps.blob(str(paths[0]), 5000) as row:
         assert pinning.covers(row)
-    with maps.row(str(paths[0]), 5000) as row:
+    with maps.blob(str(paths[0]), 5000) as row:
         assert len(calls) == 1
     paths[0].unlink()
-    with maps.row(str(paths[1]), 5000) as row:
+    with maps.blob(str(paths[1]), 5000) as row:
         assert [what for what, *_ in calls] == ["known", "known", "gone"]
         assert pinning.covers(row)
     assert not pinning.covers(memoryview(bytearray(100)))
-    with maps.row(str(paths[2]), 5000) as row:
+    with maps.blob(str(paths[2]), 5000) as row:
         assert not pinning.covers(row)  # refused: the way through buffers
     paths[2].unlink()
-    with maps.row(str(paths[1]), 5000):
+    with maps.blob(str(paths[1]), 5000):
         assert [what for what, *_ in calls].count("gone") == 1
 
 

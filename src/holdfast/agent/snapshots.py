@@ -259,7 +259,7 @@ class SnapshotKeeper:
             self._send(m.SnapshotRejected(key, str(error), _lack(error)))
         else:
             self._send(m.SnapshotStored(_copy_of(slot), 0.0, time.monotonic() - began_s))
-            self._prepare(key.rank, slot.row_bytes)
+            self._prepare(key.rank, slot.blob_bytes)
         finally:
             self._pulls.discard(pull)
 
@@ -322,10 +322,10 @@ class SnapshotKeeper:
             loop.call_soon_threadsafe(self._send, m.StoreProgress(order.tier, key, nbytes, total))
 
         far = HowFar(say)
-        # Another node has the same row in the tier already (replicas hold the same parameters), so only this
+        # Another node has the same blob in the tier already (replicas hold the same parameters), so only this
         # rank's head is written.
-        if order.row:
-            shard = parts_of(key.step, key.rank, slot.head, slot.sums, slot.row_bytes, order.row)
+        if order.blob:
+            shard = parts_of(key.step, key.rank, slot.head, slot.sums, slot.blob_bytes, order.blob)
             return archive.save_head(shard, slot.head)
         return archive.save_shard(
             key.step,
@@ -333,12 +333,12 @@ class SnapshotKeeper:
             slot.head,
             slot.sums,
             self._until_closed(slot),
-            slot.row_bytes,
-            lambda nbytes: far.add(nbytes, slot.row_bytes),
+            slot.blob_bytes,
+            lambda nbytes: far.add(nbytes, slot.blob_bytes),
         )
 
     def _until_closed(self, slot: Slot) -> Iterator[memoryview]:
-        for piece in slot.pieces():
+        for piece in slot.buffers():
             if self._closing.is_set():
                 # The manifest is written last, so a shard that ends here is no part of any checkpoint.
                 raise TierError("the job was over before all of it was written")
@@ -405,9 +405,9 @@ class SnapshotKeeper:
         low = 0
         while not self._closing.is_set():
             with self.pool.reading(key) as slot:
-                if low >= slot.row_bytes:
+                if low >= slot.blob_bytes:
                     return None
-                with slot.row as row, row[low : low + LOOK_BYTES] as piece:
+                with slot.blob as blob, blob[low : low + LOOK_BYTES] as piece:
                     bad = next(damaged(piece, low, slot.sums), None)
             if bad is not None:
                 return bad
@@ -427,4 +427,4 @@ def _lack(error: Exception) -> Lack | None:
 
 def _copy_of(slot: Slot) -> Copy:
     key = slot.key
-    return Copy(key, parts_of(key.step, key.rank, slot.head, slot.sums, slot.row_bytes))
+    return Copy(key, parts_of(key.step, key.rank, slot.head, slot.sums, slot.blob_bytes))

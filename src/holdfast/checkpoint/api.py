@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from holdfast.checkpoint import agent_link
-from holdfast.checkpoint.backends import AgentPlace, LonePlace, Place
+from holdfast.checkpoint.backends import AgentBackend, Backend, StandaloneBackend
 from holdfast.checkpoint.flatten import flatten
 from holdfast.checkpoint.loading import check, give, read
 from holdfast.checkpoint.located import Located
@@ -26,7 +26,7 @@ from holdfast.tensors import staging
 _log = logging.getLogger(__name__)
 COPY_BYTES = 16 << 20
 
-_places: dict[tuple[str, int, int, int], Place] = {}
+_backends: dict[tuple[str, int, int, int], Backend] = {}
 """By where to, rank, world and store: a script may load before it makes its process group, and make another."""
 
 _copying: list[threading.Thread] = []
@@ -55,19 +55,19 @@ def save(state: Mapping[str, Any], step: int, *, to: str | None = None, overlap:
         UsageError: a value that cannot be saved, or nowhere to save to.
     """
     wait_for_copy()
-    place = place_for(to)
+    backend = backend_for(to)
     flat = flatten(state, step)
     ready = staging.now(flat.tensors)
     if not overlap:
-        return place.put(flat.index, lambda row: copy_tensors(row, flat.tensors, ready))
+        return backend.put(flat.index, lambda blob: copy_tensors(blob, flat.tensors, ready))
     _hook_optimizers()
-    fill = place.begin(flat.index)
+    fill = backend.begin(flat.index)
 
     def copy_beside() -> None:
         try:
-            fill(lambda row: copy_tensors(row, flat.tensors, ready))
+            fill(lambda blob: copy_tensors(blob, flat.tensors, ready))
         except Exception as error:  # noqa: BLE001 - nobody waits for this thread's errors; training goes on
-            _log.warning(f"rank {place.rank}: no snapshot of step {step}: {error!r}")
+            _log.warning(f"rank {backend.rank}: no snapshot of step {step}: {error!r}")
 
     # No daemon: the interpreter's end waits for it. The script was told that this state is saved.
     thread = threading.Thread(target=copy_beside, name="holdfast-copy", daemon=False)
@@ -100,67 +100,69 @@ def load(
             differences, and nothing was changed; or an object refused its part.
     """
     flush()
-    place = place_for(source)
+    backend = backend_for(source)
     reasons: list[str] = []
 
-    def passed_over(why: str) -> None:
+    def on_skip(why: str) -> None:
         reasons.append(why)
-        _log.warning(f"rank {place.rank}: passed over: {why}")
+        _log.warning(f"rank {backend.rank}: passed over: {why}")
 
-    candidates = (f for f in place.candidates(passed_over) if step in (None, f.step))
+    candidates = (f for f in backend.candidates(on_skip) if step in (None, f.step))
     number = next(_loads)
-    found = next(candidates, None)
+    located = next(candidates, None)
     for attempt in itertools.count():
         about = f"load/{number}/{attempt}"
-        found = _agreed(place, found, candidates, about)
-        if found is None:
+        located = _agreed(backend, located, candidates, about)
+        if located is None:
             break
         tensors: list[torch.Tensor] = []
         trouble: HoldfastError | None = None
         try:
-            check(state, found, place.rank)
-            tensors = read(state, found, place)
+            check(state, located, backend.rank)
+            tensors = read(state, located, backend)
         except HoldfastError as error:
             trouble = error
         lasting = trouble is not None and not isinstance(trouble, UnreadError)
-        troubles = place.ranks.gather(f"{about}/read", [str(trouble or ""), lasting])
+        troubles = backend.exchange.gather(f"{about}/read", [str(trouble or ""), lasting])
         if lasting and trouble is not None:
             raise trouble
         for rank, (why, ends) in enumerate(troubles):
             if ends:
                 raise StateError(f"rank {rank}: {why}")
         if not any(why for why, _ in troubles):
-            give(state, found, place.rank, tensors)
-            place.loaded(found.step)
-            return found.step
+            give(state, located, backend.rank, tensors)
+            backend.loaded(located.step)
+            return located.step
         if trouble is not None:  # the others may stay with it: this rank may have it from elsewhere
-            passed_over(f"{found.where}: {trouble}")
-            found = next(candidates, None)
+            on_skip(f"{located.where}: {trouble}")
+            located = next(candidates, None)
     if reasons:
         raise StateError(f"no checkpoint could be loaded: {'; '.join(reasons)}")
     if step is None:
-        place.loaded(None)
+        backend.loaded(None)
     return None
 
 
-def _agreed(place: Place, found: Located | None, candidates: Iterator[Located], about: str) -> Located | None:
+def _agreed(
+    backend: Backend, located: Located | None, candidates: Iterator[Located], about: str
+) -> Located | None:
     """The newest candidate, this rank's `found` or a later one, that every rank has. None when there is none."""
     for attempt in itertools.count():
-        mine = [found.step, found.identity] if found is not None else [-1, ""]
-        offers = place.ranks.gather(f"{about}/{attempt}", mine)
+        mine = [located.step, located.identity] if located is not None else [-1, ""]
+        offers = backend.exchange.gather(f"{about}/{attempt}", mine)
         oldest = min(offers)
         if all(offer == oldest for offer in offers) or oldest[0] < 0:
-            return found if oldest[0] >= 0 else None
+            return located if oldest[0] >= 0 else None
         if mine != oldest:
-            found = next(candidates, None)
+            located = next(candidates, None)
     raise AssertionError("unreachable")
 
 
 def flush() -> None:
     """Waits until what was saved is where it is to be."""
     wait_for_copy()
-    for place in _places.values():
-        place.flush()
+    for backend in _backends.values():
+        backend.flush()
 
 
 def wait_for_copy() -> None:
@@ -172,8 +174,8 @@ def wait_for_copy() -> None:
 # ---------------------------------------------------------------- where to
 
 
-def place_for(to: str | None) -> Place:
-    """This rank's place; made at the first use."""
+def backend_for(to: str | None) -> Backend:
+    """This rank's backend; made at the first use."""
     to = to or os.environ.get("HOLDFAST_CHECKPOINT") or ""
     link = agent_link.current()
     rank, world, store = 0, 1, None
@@ -181,12 +183,12 @@ def place_for(to: str | None) -> Place:
         rank, world = dist.get_rank(), dist.get_world_size()
         store = dist.distributed_c10d._get_default_store()
     key = ("agent" if link is not None else to, rank, world, id(store))
-    if key not in _places:
-        _places[key] = AgentPlace(link, store) if link is not None else _alone(to, rank, world, store)
-    return _places[key]
+    if key not in _backends:
+        _backends[key] = AgentBackend(link, store) if link is not None else _alone(to, rank, world, store)
+    return _backends[key]
 
 
-def _alone(to: str, rank: int, world: int, store: Any) -> LonePlace:
+def _alone(to: str, rank: int, world: int, store: Any) -> StandaloneBackend:
     if not to and "HOLDFAST_WORKER" in os.environ:
         raise UsageError(
             "only the worker itself can save into the memory of its node's agent, not a process that it started: "
@@ -197,15 +199,15 @@ def _alone(to: str, rank: int, world: int, store: Any) -> LonePlace:
             "nowhere to save to: start the script with `holdfast run`, give save(..., to='folder or URL'), "
             "or set HOLDFAST_CHECKPOINT"
         )
-    return LonePlace((parse_tier(to, every="1"),), rank, world, store, to)
+    return StandaloneBackend((parse_tier(to, every="1"),), rank, world, store, to)
 
 
 # ---------------------------------------------------------------- copying
 
 
-def copy_tensors(row: memoryview, tensors: Sequence[torch.Tensor], ready: staging.Ready) -> None:
+def copy_tensors(blob: memoryview, tensors: Sequence[torch.Tensor], ready: staging.Ready) -> None:
     """The tensors one after the other, without holding the GIL while bytes move. ready: when a GPU's may be read."""
-    target = np.frombuffer(row, dtype=np.uint8)
+    target = np.frombuffer(blob, dtype=np.uint8)
     at = 0
     for tensor in tensors:
         nbytes = tensor.numel() * tensor.element_size()

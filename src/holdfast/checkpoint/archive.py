@@ -1,6 +1,6 @@
 """The checkpoints of one durable tier: which there are, which are whole, and how one comes to be.
 
-A checkpoint is whole if its manifest and heads are as they were written, and every chunk of its rows has the
+A checkpoint is whole if its manifest and heads are as they were written, and every chunk of its blobs has the
 checksum that its head names.
 """
 
@@ -25,12 +25,12 @@ from holdfast.checkpoint.layout import (
     step_of,
 )
 from holdfast.checkpoint.policy import Retention
-from holdfast.checkpoint.sources import WINDOW_BYTES, Row, TierSource
+from holdfast.checkpoint.sources import WINDOW_BYTES, Blob, TierSource
 from holdfast.checkpoint.tier import Tier, open_tier
 from holdfast.errors import ChecksumError, StateError, TierError
 from holdfast.protocol.snapshots import Shard
 
-Said = Callable[[str], None]
+OnSkip = Callable[[str], None]
 
 
 class Archive:
@@ -48,7 +48,7 @@ class Archive:
         return sorted(s for s in steps if self.tier.size(f"{folder_of(s)}/{MANIFEST}") is not None)
 
     def where(self, step: int) -> str:
-        """A checkpoint's place, for people."""
+        """Where a checkpoint is, for messages."""
         return f"{self.tier.url}/{folder_of(step)}"
 
     def manifest(self, step: int) -> Manifest:
@@ -72,9 +72,9 @@ class Archive:
         """
         return decode_head(self.tier.read(shard.head.name), shard.head, f"{self.tier.url}/{shard.head.name}")
 
-    def row(self, shard: Shard, head: Head, passed_over: Said = lambda why: None) -> Row:
+    def blob(self, shard: Shard, head: Head, on_skip: OnSkip = lambda why: None) -> Blob:
         """A shard's bytes, verified as they are read."""
-        return Row([TierSource(self.tier, shard.row.name)], head.sums, head.index.nbytes, passed_over)
+        return Blob([TierSource(self.tier, shard.blob.name)], head.sums, head.index.nbytes, on_skip)
 
     def verify(self, step: int, seen: Callable[[int], None] = lambda nbytes: None) -> Manifest:
         """Reads every byte; returns the manifest of a whole checkpoint. `seen` is told of bytes as they are read.
@@ -84,29 +84,29 @@ class Archive:
             ChecksumError: bytes were changed; the message says which.
         """
         manifest = self.manifest(step)
-        rows = set()
+        blobs = set()
         for shard in manifest.shards:
             head = self.head(shard)
-            if shard.row.name not in rows:
-                self._verify_row(shard, head, seen)
-                rows.add(shard.row.name)
+            if shard.blob.name not in blobs:
+                self._verify_blob(shard, head, seen)
+                blobs.add(shard.blob.name)
         return manifest
 
-    def _verify_row(self, shard: Shard, head: Head, seen: Callable[[int], None]) -> None:
+    def _verify_blob(self, shard: Shard, head: Head, seen: Callable[[int], None]) -> None:
         self.check_size(shard, head)
-        bad = self._first_damage(shard.row.name, head.index.nbytes, head.sums, seen)
+        bad = self._first_damage(shard.blob.name, head.index.nbytes, head.sums, seen)
         if bad is not None:
             begin, end = bad
             held = _named(
                 [t.path for t in head.index.tensors if t.offset < end and t.offset + t.nbytes > begin]
             )
-            where = f"{self.tier.url}/{shard.row.name}"
+            where = f"{self.tier.url}/{shard.blob.name}"
             raise ChecksumError(f"{where}: bytes {begin} to {end}{held} were changed")
 
     def _first_damage(
         self, name: str, nbytes: int, sums: bytes, seen: Callable[[int], None] = lambda nbytes: None
     ) -> tuple[int, int] | None:
-        """The first range of a row that differs from its checksums; None when all of it is as it was saved."""
+        """The first range of a blob that differs from its checksums; None when all of it is as it was saved."""
         scratch = memoryview(bytearray(min(WINDOW_BYTES, nbytes)))
         for low in range(0, nbytes, WINDOW_BYTES):
             view = scratch[: min(WINDOW_BYTES, nbytes - low)]
@@ -118,7 +118,7 @@ class Archive:
         return None
 
     def check(self, step: int, seen: Callable[[int], None] = lambda nbytes: None) -> Manifest:
-        """Whether a checkpoint is whole as far as its manifest, heads and sizes tell. Its rows are verified as they are
+        """Whether a checkpoint is whole as far as its manifest, heads and sizes tell. Its blobs are verified as they are
         read. `seen` is told of bytes as they are read.
 
         Raises:
@@ -131,9 +131,9 @@ class Archive:
         return manifest
 
     def check_size(self, shard: Shard, head: Head) -> None:
-        """Raises StateError unless the row has the size that its head names."""
-        where, nbytes = f"{self.tier.url}/{shard.row.name}", head.index.nbytes
-        size = self.tier.size(shard.row.name)
+        """Raises StateError unless the blob has the size that its head names."""
+        where, nbytes = f"{self.tier.url}/{shard.blob.name}", head.index.nbytes
+        size = self.tier.size(shard.blob.name)
         if size is None:
             raise StateError(f"{where} is not there")
         if size != nbytes:
@@ -141,16 +141,16 @@ class Archive:
             raise StateError(f"{where} is {how}: {size} of {nbytes} bytes")
 
     def candidates(
-        self, passed_over: Said = lambda why: None, seen: Callable[[int], None] = lambda nbytes: None
+        self, on_skip: OnSkip = lambda why: None, seen: Callable[[int], None] = lambda nbytes: None
     ) -> list[int]:
         """Steps to go on from, newest first: the newest that `check` calls whole, and all before it, in case that it
-        proves to be damaged. `passed_over` is told why newer ones are not among them."""
+        proves to be damaged. `on_skip` is told why newer ones are not among them."""
         steps = self.steps()[::-1]
         for number, step in enumerate(steps):
             try:
                 self.check(step, seen)
             except (StateError, TierError) as error:
-                passed_over(str(error))
+                on_skip(str(error))
             else:
                 return steps[number:]
         return []
@@ -163,31 +163,31 @@ class Archive:
         rank: int,
         head: bytes,
         sums: bytes,
-        pieces: Iterable[memoryview],
+        buffers: Iterable[memoryview],
         nbytes: int,
         seen: Callable[[int], None] = lambda n: None,
     ) -> Shard:
-        """Writes one rank's part; it counts when a manifest names it. A row that is there already is read, and written
+        """Writes one rank's part; it counts when a manifest names it. A blob that is there already is read, and written
         again if it is not whole: saving a step again repairs it.
 
         Raises:
             TierError: the tier cannot take it.
         """
         shard = parts_of(step, rank, head, sums, nbytes)
-        if not self._has_row(shard, sums):
-            self.tier.write(shard.row.name, pieces, nbytes, seen)
+        if not self._has_blob(shard, sums):
+            self.tier.write(shard.blob.name, buffers, nbytes, seen)
         return self.save_head(shard, head)
 
-    def _has_row(self, shard: Shard, sums: bytes) -> bool:
-        if self.tier.size(shard.row.name) != shard.row.nbytes:
+    def _has_blob(self, shard: Shard, sums: bytes) -> bool:
+        if self.tier.size(shard.blob.name) != shard.blob.nbytes:
             return False
         try:
-            return self._first_damage(shard.row.name, shard.row.nbytes, sums) is None
+            return self._first_damage(shard.blob.name, shard.blob.nbytes, sums) is None
         except (StateError, TierError):
             return False
 
     def save_head(self, shard: Shard, head: bytes) -> Shard:
-        """Writes only a head: the row is another rank's, with equal bytes."""
+        """Writes only a head: the blob is another rank's, with equal bytes."""
         self.tier.write(shard.head.name, [memoryview(head)], len(head))
         return shard
 
@@ -213,7 +213,7 @@ class Archive:
         """Whoever prunes may have taken it for one that nobody will finish: see `_remove_unfinished`."""
         folder = folder_of(manifest.step)
         files = self.tier.files(folder)
-        parts = {part.name: part.nbytes for shard in manifest.shards for part in (shard.row, shard.head)}
+        parts = {part.name: part.nbytes for shard in manifest.shards for part in (shard.blob, shard.head)}
         if f"{folder}/{BEING_REMOVED}" in files or not parts.items() <= files.items():
             self.tier.remove(f"{folder}/{MANIFEST}")
             raise TierError(

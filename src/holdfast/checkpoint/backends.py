@@ -37,7 +37,7 @@ from holdfast.checkpoint.memory import (
 )
 from holdfast.checkpoint.pages import SlotMaps
 from holdfast.checkpoint.policy import Retention, parse_cadence
-from holdfast.checkpoint.rank_exchange import Ranks
+from holdfast.checkpoint.rank_exchange import RankExchange
 from holdfast.errors import HoldfastError, StateError, TierError
 from holdfast.observe.transfer_progress import ByteCount, HowFar
 from holdfast.protocol import messages as m
@@ -54,20 +54,20 @@ Count = Callable[[int], None]
 """Told of bytes as they are read, from several threads."""
 
 
-class Place(Protocol):
-    """A rank's place. rank, world: of those that save together. ranks: how they agree on what to load."""
+class Backend(Protocol):
+    """A rank's backend. rank, world: of those that save together. ranks: how they agree on what to load."""
 
     rank: int
     world: int
-    ranks: Ranks
+    exchange: RankExchange
 
     def begin(self, index: Index) -> Callable[[Copy], bool]:
         """Asks for room, so that the state counts from now on; returns `put` without its first argument."""
 
     def put(self, index: Index, copy: Copy) -> bool:
-        """Calls `copy` with the row to fill, and keeps what it is filled with. False: skipped, and said why."""
+        """Calls `copy` with the blob to fill, and keeps what it is filled with. False: skipped, and said why."""
 
-    def candidates(self, passed_over: Callable[[str], None]) -> Iterator[Located]:
+    def candidates(self, on_skip: Callable[[str], None]) -> Iterator[Located]:
         """Whole checkpoints, the newest first, of one step the nearest first."""
 
     def loading(self, where: str, total_bytes: int) -> AbstractContextManager[Count]:
@@ -88,7 +88,7 @@ def progress(rank: int, where: str, total_bytes: int) -> ByteCount:
     return ByteCount(sys.stderr if rank == 0 else lambda text: None, f"loading {where}", total_bytes)
 
 
-def in_archives(urls: list[str], passed_over: Callable[[str], None], ranks: Ranks) -> Iterator[Located]:
+def in_archives(urls: list[str], on_skip: Callable[[str], None], ranks: RankExchange) -> Iterator[Located]:
     """The checkpoints of durable tiers, the newest first. Each of the ranks looks at its share of the shards."""
     there: list[tuple[int, int, Archive]] = []
     for order, url in enumerate(urls):
@@ -96,18 +96,18 @@ def in_archives(urls: list[str], passed_over: Callable[[str], None], ranks: Rank
             archive = Archive(url)
             there += [(step, -order, archive) for step in archive.steps()]
         except HoldfastError as error:
-            passed_over(f"{url}: {error}")
+            on_skip(f"{url}: {error}")
     for step, _, archive in sorted(there, key=lambda x: x[:2], reverse=True):
         try:
-            yield find_in_archive(archive, step, passed_over, *ranks.share)
+            yield find_in_archive(archive, step, on_skip, *ranks.share)
         except (StateError, TierError) as error:
-            passed_over(str(error))
+            on_skip(str(error))
 
 
 _requests = itertools.count(1)
 
 
-class AgentPlace:
+class AgentBackend:
     """Under `holdfast run`: the agent keeps the shard, sends it to its buddies and to the durable tiers."""
 
     def __init__(self, link: AgentLink, store: Any = None) -> None:
@@ -115,7 +115,7 @@ class AgentPlace:
         the newest that it can read."""
         env = link.start.env
         self.rank, self.world = int(env.get("RANK", "0")), int(env.get("WORLD_SIZE", "1"))
-        self.ranks = Ranks("agent", self.rank, self.world if store is not None else 1, store)
+        self.exchange = RankExchange("agent", self.rank, self.world if store is not None else 1, store)
         self.store = store
         self._node = env.get("HOLDFAST_NODE", "")
         self._generation = int(env.get("HOLDFAST_GENERATION", "0"))
@@ -148,8 +148,8 @@ class AgentPlace:
         self._skipping = False
         done: bytes | None = None
         try:
-            with self._maps.row(given.path, index.nbytes) as row:
-                copy(row)
+            with self._maps.blob(given.path, index.nbytes) as blob:
+                copy(blob)
             done = msgspec.msgpack.encode(index)
         except TierError as error:
             _log.warning(f"rank {self.rank}: no snapshot of step {index.step}: {error}")
@@ -158,20 +158,20 @@ class AgentPlace:
             self._link.send(m.SlotFilled(key, done, time.perf_counter() - began_s))
         return True
 
-    def candidates(self, passed_over: Callable[[str], None]) -> Iterator[Located]:
+    def candidates(self, on_skip: Callable[[str], None]) -> Iterator[Located]:
         """First what the coordinator knows to be in memory, then the durable tiers."""
         request = next(_requests)
         self._link.send(m.FindSnapshot(request))
-        found = self._link.wait_found(request, ASK_S)
-        if found is None:
-            passed_over(f"the coordinator did not say within {ASK_S:g} s what is in memory")
-        if found is not None and found.copies:
+        reply = self._link.wait_found(request, ASK_S)
+        if reply is None:
+            on_skip(f"the coordinator did not say within {ASK_S:g} s what is in memory")
+        if reply is not None and reply.copies:
             try:
-                share = self.ranks.share
-                yield find_in_memory(found.copies, self._link.token, passed_over, self._node, *share)
+                share = self.exchange.share
+                yield find_in_memory(reply.copies, self._link.token, on_skip, self._node, *share)
             except StateError as error:
-                passed_over(str(error))
-        yield from in_archives(self._tiers, passed_over, self.ranks)
+                on_skip(str(error))
+        yield from in_archives(self._tiers, on_skip, self.exchange)
 
     @contextmanager
     def loading(self, where: str, total_bytes: int) -> Iterator[Count]:
@@ -212,7 +212,7 @@ class _Job:
     why_not: str = ""
 
 
-class LonePlace:
+class StandaloneBackend:
     """Without a job: a memory of this process's own, which ends with it, and durable tiers.
 
     One thread brings what was copied to the tiers. With torch.distributed every rank writes its own shard and rank 0
@@ -223,15 +223,15 @@ class LonePlace:
     def __init__(
         self, tiers: tuple[DurableTier, ...], rank: int, world: int, store: Any = None, name: str = ""
     ) -> None:
-        """store: a torch.distributed.Store of all ranks; needed when there are several. name: of this place among
+        """store: a torch.distributed.Store of all ranks; needed when there are several. name: of this backend among
         those that share the store.
 
         Raises:
             TierError: no memory to copy into.
         """
         self.rank, self.world = rank, world
-        self.ranks = Ranks(f"place/{name}", rank, world, store)
-        self._savers = Ranks(f"savers/{name}", rank, world, store)
+        self.exchange = RankExchange(f"backend/{name}", rank, world, store)
+        self._savers = RankExchange(f"savers/{name}", rank, world, store)
         self.store, self._tiers = store, tiers
         self._archives = {t.url: Archive(t.url) for t in tiers}
         self._last: dict[str, float] = {t.url: time.monotonic() for t in tiers}
@@ -260,8 +260,8 @@ class LonePlace:
         slot = None
         try:
             slot = self._pool.begin(Key(index.step, 1, self.rank, self.world), index.nbytes)
-            with slot.row as row:
-                copy(row)
+            with slot.blob as blob:
+                copy(blob)
         except TierError as error:
             _log.warning(f"rank {self.rank}: no snapshot of step {index.step}: {error}")
             job.why_not = str(error)
@@ -287,16 +287,16 @@ class LonePlace:
             every = parse_cadence(tier.every)
             passed = every.steps == 1 or every.due(job.index.step, now - self._last[tier.url], AUTO_S)
             if every.auto or every.seconds:
-                passed = self.ranks.from_first(f"{job.number}/{tier.url}", passed)
+                passed = self.exchange.from_first(f"{job.number}/{tier.url}", passed)
             if passed:
                 due.append(tier)
                 self._last[tier.url] = now
         return due
 
-    def candidates(self, passed_over: Callable[[str], None]) -> Iterator[Located]:
+    def candidates(self, on_skip: Callable[[str], None]) -> Iterator[Located]:
         """What is in the durable tiers: the memory of a process that ended is gone."""
         self.flush()
-        yield from in_archives([t.url for t in self._tiers], passed_over, self.ranks)
+        yield from in_archives([t.url for t in self._tiers], on_skip, self.exchange)
 
     @contextmanager
     def loading(self, where: str, total_bytes: int) -> Iterator[Count]:
@@ -347,8 +347,8 @@ class LonePlace:
         if job.slot is None:
             return
         try:
-            with job.slot.row as row:
-                sums = sums_of(row)
+            with job.slot.blob as blob:
+                sums = sums_of(blob)
             self._pool.received(job.slot, encode_head(job.index, sums), sums)
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for an answer
             self._pool.drop(job.slot)
@@ -380,8 +380,8 @@ class LonePlace:
             return {"error": job.why_not}
         try:
             with self._pool.reading(slot.key):
-                head, sums, nbytes = slot.head, slot.sums, slot.row_bytes
-                shard = archive.save_shard(job.index.step, self.rank, head, sums, slot.pieces(), nbytes)
+                head, sums, nbytes = slot.head, slot.sums, slot.blob_bytes
+                shard = archive.save_shard(job.index.step, self.rank, head, sums, slot.buffers(), nbytes)
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for an answer
             return {"error": str(error)}
         return {"shard": msgspec.to_builtins(shard)}

@@ -1,4 +1,4 @@
-"""Checksums of a row of bytes, chunk by chunk: found quickly, checked for any range of whole chunks."""
+"""Checksums of a blob, chunk by chunk: made quickly, checked for any range of whole chunks."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from holdfast.checkpoint.layout import CHUNK_BYTES
 SUM_BYTES = 8
 
 
-def sums_of(row: memoryview) -> bytes:
-    """xxh3_64 of every chunk of a row, one after the other."""
+def sums_of(blob: memoryview) -> bytes:
+    """xxh3_64 of every chunk of a blob, one after the other."""
     digest = xxhash.xxh3_64_digest
-    return b"".join(digest(row[low : low + CHUNK_BYTES]) for low in range(0, len(row), CHUNK_BYTES))
+    return b"".join(digest(blob[low : low + CHUNK_BYTES]) for low in range(0, len(blob), CHUNK_BYTES))
 
 
-def sums_of_pieces(pieces: Iterable[memoryview]) -> bytes:
-    """The same for a row that comes in pieces of any size."""
+def sums_of_buffers(buffers: Iterable[memoryview]) -> bytes:
+    """The same for a blob that comes in buffers of any size."""
     sums = []
     chunk, room = xxhash.xxh3_64(), CHUNK_BYTES
-    for piece in pieces:
+    for buffer in buffers:
         at = 0
-        while at < len(piece):
-            part = piece[at : at + room]
+        while at < len(buffer):
+            part = buffer[at : at + room]
             chunk.update(part)
             at, room = at + len(part), room - len(part)
             if not room:
@@ -36,17 +36,17 @@ def sums_of_pieces(pieces: Iterable[memoryview]) -> bytes:
 
 
 def damaged(data: memoryview, low: int, sums: bytes) -> Iterator[tuple[int, int]]:
-    """The byte ranges of `data`, which begins at byte `low` of the row (a chunk's begin), that are not as summed."""
+    """The byte ranges of `data`, which begins at byte `low` of the blob (a chunk's begin), that are not as summed."""
     first = low // CHUNK_BYTES * SUM_BYTES
-    found = sums_of(data)
-    if found == sums[first : first + len(found)]:
+    actual = sums_of(data)
+    if actual == sums[first : first + len(actual)]:
         return
     for begin in range(0, len(data), CHUNK_BYTES):
         at = begin // CHUNK_BYTES * SUM_BYTES
-        if found[at : at + SUM_BYTES] != sums[first + at : first + at + SUM_BYTES]:
+        if actual[at : at + SUM_BYTES] != sums[first + at : first + at + SUM_BYTES]:
             yield low + begin, low + min(begin + CHUNK_BYTES, len(data))
 
 
 def whole_chunks(low: int, high: int, nbytes: int) -> tuple[int, int]:
-    """The smallest range of whole chunks around [low, high) of a row of `nbytes`."""
+    """The smallest range of whole chunks around [low, high) of a blob of `nbytes`."""
     return low // CHUNK_BYTES * CHUNK_BYTES, min(nbytes, -(-high // CHUNK_BYTES) * CHUNK_BYTES)

@@ -59,7 +59,7 @@ class Merged:
     one when all ranks' are alike.
     """
 
-    found: Located
+    located: Located
     tensors: dict[str, Whole]
     values: dict[str, Plain]
     trees: list[dict[str, Tree]]
@@ -76,7 +76,7 @@ class Merged:
             StateError: bytes were changed, or pieces do not cover a tensor.
             TierError: the tier cannot be read.
         """
-        return _read(self.found, [w._leaf for w in wholes])
+        return _read(self.located, [w._leaf for w in wholes])
 
     def stripped(self, prefix: str) -> Merged:
         """The same without `prefix` at the beginning of names. Other names stay.
@@ -97,14 +97,14 @@ class Merged:
             return [kind, [shortened(part) for part in value] if kind in ("l", "t") else short(value)]
 
         return Merged(
-            self.found,
+            self.located,
             {short(name): replace(whole, name=short(name)) for name, whole in self.tensors.items()},
             {short(name): value for name, value in self.values.items()},
             [{name: shortened(part) for name, part in tree.items()} for tree in self.trees],
         )
 
 
-def merge(found: Located, only: str = "", seen: Seen = lambda nbytes: None) -> Merged:
+def merge(located: Located, only: str = "", seen: Seen = lambda nbytes: None) -> Merged:
     """Finds out what a checkpoint holds. Tensors are read only where checksums cannot tell whether two ranks' are
     equal; `seen` is told of those bytes.
 
@@ -115,11 +115,11 @@ def merge(found: Located, only: str = "", seen: Seen = lambda nbytes: None) -> M
         UsageError: no name begins with `only`, or a name of the state is one that stands for ranks.
         StateError: two values have the same dotted name, pieces are missing, or an object is no plain value.
     """
-    states = _states(found)
+    states = _states(located)
     taken = next((n for s in states for n in s.tree if RANK_NAME.fullmatch(n)), None)
     if taken is not None:
         raise UsageError(
-            f"{found.where}: the name {taken!r} stands for a rank's own state; save it as another"
+            f"{located.where}: the name {taken!r} stands for a rank's own state; save it as another"
         )
     firsts: dict[str, _Leaf] = {}
     trees: list[dict[str, Tree]] = []
@@ -128,17 +128,17 @@ def merge(found: Located, only: str = "", seen: Seen = lambda nbytes: None) -> M
         names: dict[str, tuple[str, str]] = {}
         for path, leaf in state.leaves(only).items():
             first = firsts.setdefault(path, leaf)
-            alike = first is leaf or _alike(found, path, first, leaf, seen)
+            alike = first is leaf or _alike(located, path, first, leaf, seen)
             name = path if alike else f"rank-{rank}.{path}"
             names[path] = ("T" if leaf.is_tensor else "x", name)
             named[name] = first if alike else leaf
         trees.append(state.named(names, only))
     if only and not named:
         there = ", ".join(sorted({n.partition(".")[0] for s in states for n in s.tree}))
-        raise UsageError(f"no name in {found.where} begins with {only!r}; there are {there}")
+        raise UsageError(f"no name in {located.where} begins with {only!r}; there are {there}")
     return Merged(
-        found,
-        {name: _whole(found, name, leaf) for name, leaf in named.items() if leaf.is_tensor},
+        located,
+        {name: _whole(located, name, leaf) for name, leaf in named.items() if leaf.is_tensor},
         {name: leaf.value for name, leaf in named.items() if not leaf.is_tensor},
         trees[:1] if all(t == trees[0] for t in trees) else trees,
     )
@@ -207,18 +207,18 @@ class _State:
 
     def leaves(self, only: str) -> dict[str, _Leaf]:
         """By dotted path."""
-        found: dict[str, _Leaf] = {}
+        by_path: dict[str, _Leaf] = {}
         for name, tree in self.tree.items():
             for path, kind, value in leaves(tree, name):
                 if not path.startswith(only):
                     continue
-                if path in found:
+                if path in by_path:
                     raise StateError(
                         f"{self.where}: two entries are called {path}: an exported name could mean either; "
                         "leave them out with --only, or save them under other keys"
                     )
-                found[path] = self._leaf(kind, value)
-        return found
+                by_path[path] = self._leaf(kind, value)
+        return by_path
 
     def named(self, names: Mapping[str, tuple[str, str]], only: str) -> dict[str, Tree]:
         """The tree with what `names` has for them at its leaves, of what begins with `only`."""
@@ -262,44 +262,44 @@ def _kept(tree: Any, path: str, names: Mapping[str, tuple[str, str]], only: str)
     return [kind, [part for _, part in kept]]
 
 
-def _states(found: Located) -> list[_State]:
+def _states(located: Located) -> list[_State]:
     """Every rank's state; one of all ranks together for what torch.distributed.checkpoint saved, where a name means
     the same on every rank."""
-    if not any(head.index.tree for head in found.heads) and found.paths():
-        return [_flat_state(found)]
+    if not any(head.index.tree for head in located.heads) and located.paths():
+        return [_flat_state(located)]
     return [
-        _State(found.where, head.index.tree, [_Leaf(rank=rank, spec=spec) for spec in head.index.tensors])
-        for rank, head in enumerate(found.heads)
+        _State(located.where, head.index.tree, [_Leaf(rank=rank, spec=spec) for spec in head.index.tensors])
+        for rank, head in enumerate(located.heads)
     ]
 
 
-def _flat_state(found: Located) -> _State:
+def _flat_state(located: Located) -> _State:
     """Names to tensors and objects; how they were nested is not saved."""
     tree: dict[str, Any] = {}
     tensors: list[_Leaf] = []
-    for path in found.paths():
-        rank, spec = found.pieces(path)[0]
+    for path in located.paths():
+        rank, spec = located.pieces(path)[0]
         if spec.dtype != BYTES:
             tree[path] = ["T", len(tensors)]
             tensors.append(_Leaf(rank=rank, spec=spec))
             continue
         inner: list[tuple[str, torch.Tensor]] = []
-        tree[path] = _shifted(pack(_object(found, rank, spec), path, inner), len(tensors))
+        tree[path] = _shifted(pack(_object(located, rank, spec), path, inner), len(tensors))
         tensors += [_Leaf(local=tensor.detach().contiguous()) for _, tensor in inner]
-    return _State(found.where, tree, tensors)
+    return _State(located.where, tree, tensors)
 
 
-def _object(found: Located, rank: int, spec: TensorSpec) -> Any:
+def _object(located: Located, rank: int, spec: TensorSpec) -> Any:
     """What was saved as an object, through torch's unpickler of plain values and tensors."""
     data = torch.empty(spec.nbytes, dtype=torch.uint8)
     stream = TensorSpec(spec.path, "uint8", (spec.nbytes,), spec.offset, spec.nbytes)
-    read_regions(found, [Region(rank, stream, (0,), data)])
+    read_regions(located, [Region(rank, stream, (0,), data)])
     try:
         value = torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
         pack(value, spec.path, [])
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, UsageError) as error:
         raise StateError(
-            f"{found.where}: {spec.path} is an object and no plain value, so it cannot be exported: leave it out "
+            f"{located.where}: {spec.path} is an object and no plain value, so it cannot be exported: leave it out "
             f"with --only, or save its state_dict() ({str(error).splitlines()[0]})"
         ) from error
     return value
@@ -321,22 +321,22 @@ def _shifted(tree: Any, by: int) -> Any:
 # ---------------------------------------------------------------- tensors
 
 
-def _whole(found: Located, name: str, leaf: _Leaf) -> Whole:
+def _whole(located: Located, name: str, leaf: _Leaf) -> Whole:
     spec = leaf.spec
     if spec is None:
         assert leaf.local is not None
         return Whole(name, leaf.local.dtype, tuple(leaf.local.shape), leaf)
     shape = spec.whole or spec.shape
     if spec.whole:
-        there = sum(math.prod(s.shape) for _, s in found.pieces(spec.path))
+        there = sum(math.prod(s.shape) for _, s in located.pieces(spec.path))
         if there != math.prod(shape):
             raise StateError(
-                f"{found.where}: {spec.path}: the ranks' pieces have {there} elements, the whole {math.prod(shape)}"
+                f"{located.where}: {spec.path}: the ranks' pieces have {there} elements, the whole {math.prod(shape)}"
             )
     return Whole(name, dtype_of(spec), shape, leaf)
 
 
-def _read(found: Located, leaves: Sequence[_Leaf]) -> list[torch.Tensor]:
+def _read(located: Located, leaves: Sequence[_Leaf]) -> list[torch.Tensor]:
     tensors: list[torch.Tensor] = []
     regions: list[Region] = []
     for leaf in leaves:
@@ -349,15 +349,15 @@ def _read(found: Located, leaves: Sequence[_Leaf]) -> list[torch.Tensor]:
         tensors.append(target)
         if spec.whole:
             regions += regions_of(
-                found, Leaf(spec.path, target, spec.whole, (0,) * len(spec.whole)), leaf.rank, []
+                located, Leaf(spec.path, target, spec.whole, (0,) * len(spec.whole)), leaf.rank, []
             )
         else:
             regions.append(Region(leaf.rank, spec, (0,) * len(spec.shape), target))
-    read_regions(found, regions)
+    read_regions(located, regions)
     return tensors
 
 
-def _alike(found: Located, path: str, first: _Leaf, other: _Leaf, seen: Seen) -> bool:
+def _alike(located: Located, path: str, first: _Leaf, other: _Leaf, seen: Seen) -> bool:
     """Whether two ranks saved the same under a path."""
     if not first.is_tensor or not other.is_tensor:
         return (
@@ -372,17 +372,17 @@ def _alike(found: Located, path: str, first: _Leaf, other: _Leaf, seen: Seen) ->
             if first.spec.whole == other.spec.whole:
                 return True
             raise StateError(
-                f"{found.where}: {path} is a piece of {first.spec.whole} on rank {first.rank} and of "
+                f"{located.where}: {path} is a piece of {first.spec.whole} on rank {first.rank} and of "
                 f"{other.spec.whole} on rank {other.rank}: they cannot be put together"
             )
         if first.spec.shape != other.spec.shape:
             return False
-        told = _told_by_sums(found, first, first.spec, other, other.spec)
+        told = _told_by_sums(located, first, first.spec, other, other.spec)
         if told is not None:
             return told
     elif first.local is None or other.local is None:
         return False  # one is too large to go with the plain values, the other is not
-    mine, theirs = _read(found, [first, other])
+    mine, theirs = _read(located, [first, other])
     seen(2 * mine.nbytes)
     return (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape) and torch.equal(
         mine.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8)
@@ -390,14 +390,14 @@ def _alike(found: Located, path: str, first: _Leaf, other: _Leaf, seen: Seen) ->
 
 
 def _told_by_sums(
-    found: Located, first: _Leaf, mine: TensorSpec, other: _Leaf, theirs: TensorSpec
+    located: Located, first: _Leaf, mine: TensorSpec, other: _Leaf, theirs: TensorSpec
 ) -> bool | None:
     """Whether two tensors' bytes are equal, from the checksums of the chunks that they lie in; None: those do not
     tell."""
     if mine.offset != theirs.offset:
         return None
     end = mine.offset + mine.nbytes
-    sums = [found.heads[leaf.rank].sums for leaf in (first, other)]
+    sums = [located.heads[leaf.rank].sums for leaf in (first, other)]
 
     def of_chunks(low: int, high: int) -> list[bytes]:
         return [s[low * SUM_BYTES : high * SUM_BYTES] for s in sums]

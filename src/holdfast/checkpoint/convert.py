@@ -35,7 +35,7 @@ import torch
 
 from holdfast.checkpoint import safetensors_io
 from holdfast.checkpoint.archive import Archive
-from holdfast.checkpoint.checksums import sums_of_pieces
+from holdfast.checkpoint.checksums import sums_of_buffers
 from holdfast.checkpoint.consolidate import RANK_NAME, Merged, Tree, Whole, build, merge, union
 from holdfast.checkpoint.disk import ADVICE, DiskTier, sync_folder
 from holdfast.checkpoint.flatten import Flat, flatten
@@ -233,9 +233,9 @@ def _mapped_tensors(merged: Merged, path: Path, seen: Seen) -> dict[str, torch.T
                 seen("exporting", file.write(data[low : low + READ_BYTES]))
         file.write(b"\0")  # an empty file cannot be mapped
         file.flush()
-        row = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        blob = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     return {
-        w.name: torch.frombuffer(row, dtype=torch.uint8, count=w.nbytes, offset=at)
+        w.name: torch.frombuffer(blob, dtype=torch.uint8, count=w.nbytes, offset=at)
         .view(w.dtype)
         .view(w.shape)
         if w.nbytes
@@ -333,7 +333,7 @@ def import_checkpoint(source: Path, archive: Archive, step: int, seen: Seen = un
     with _nothing_left_of(archive, step):
         written: set[str] = set()
         for shard in shards:
-            if shard.row_name in written:
+            if shard.blob_name in written:
                 archive.save_head(shard.planned, shard.head)
                 continue
             archive.save_shard(
@@ -341,11 +341,11 @@ def import_checkpoint(source: Path, archive: Archive, step: int, seen: Seen = un
                 shard.rank,
                 shard.head,
                 shard.sums,
-                _pieces(shard.flat),
+                _buffers(shard.flat),
                 shard.flat.index.nbytes,
                 lambda nbytes: seen("writing", nbytes),
             )
-            written.add(shard.row_name)
+            written.add(shard.blob_name)
         manifest = archive.commit(step, [s.planned for s in shards])
     return manifest.world, manifest.nbytes
 
@@ -361,42 +361,44 @@ class _RankShard:
     planned: Shard
 
     @property
-    def row_name(self) -> str:
-        return self.planned.row.name
+    def blob_name(self) -> str:
+        return self.planned.blob.name
 
 
 def _shards_of(states: Sequence[dict[str, Any]], source: Path, step: int, seen: Seen) -> list[_RankShard]:
-    """Ranks whose tensors have equal bytes share a row. Bytes that lie in the same place are summed once."""
+    """Ranks whose tensors have equal bytes share a blob. Bytes that lie at the same addresses are summed once."""
     sums_at: dict[tuple[tuple[int, int], ...], bytes] = {}
-    rows: dict[tuple[int, bytes], str] = {}
+    blobs: dict[tuple[int, bytes], str] = {}
     shards = []
     for rank, state in enumerate(states):
         try:
             flat = flatten(state, step)
         except UsageError as error:
             raise UsageError(f"{source}: {error}") from error
-        place = tuple((t.data_ptr(), s.nbytes) for t, s in zip(flat.tensors, flat.index.tensors, strict=True))
-        if place not in sums_at:
-            sums_at[place] = sums_of_pieces(_counted(_pieces(flat), seen))
-        sums, nbytes = sums_at[place], flat.index.nbytes
+        addresses = tuple(
+            (t.data_ptr(), s.nbytes) for t, s in zip(flat.tensors, flat.index.tensors, strict=True)
+        )
+        if addresses not in sums_at:
+            sums_at[addresses] = sums_of_buffers(_counted(_buffers(flat), seen))
+        sums, nbytes = sums_at[addresses], flat.index.nbytes
         head = encode_head(flat.index, sums)
-        planned = parts_of(step, rank, head, sums, nbytes, rows.get((nbytes, sums), ""))
-        rows[nbytes, sums] = planned.row.name
+        planned = parts_of(step, rank, head, sums, nbytes, blobs.get((nbytes, sums), ""))
+        blobs[nbytes, sums] = planned.blob.name
         shards.append(_RankShard(rank, flat, head, sums, planned))
     return shards
 
 
-def _pieces(flat: Flat) -> Iterator[memoryview]:
+def _buffers(flat: Flat) -> Iterator[memoryview]:
     for tensor in flat.tensors:
         data = buffer_of(tensor.contiguous())
         for low in range(0, len(data), READ_BYTES):
             yield data[low : low + READ_BYTES]
 
 
-def _counted(pieces: Iterator[memoryview], seen: Seen) -> Iterator[memoryview]:
-    for piece in pieces:
-        yield piece
-        seen("reading", len(piece))
+def _counted(buffers: Iterator[memoryview], seen: Seen) -> Iterator[memoryview]:
+    for buffer in buffers:
+        yield buffer
+        seen("reading", len(buffer))
 
 
 @contextmanager

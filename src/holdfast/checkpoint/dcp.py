@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from holdfast.checkpoint.api import copy_tensors, place_for, wait_for_copy
+from holdfast.checkpoint.api import backend_for, copy_tensors, wait_for_copy
 from holdfast.checkpoint.flatten import inlined
 from holdfast.checkpoint.located import Located
 from holdfast.checkpoint.regions import Region, read_regions
@@ -105,9 +105,9 @@ class TieredWriter(StorageWriter):
             tensors.append(tensor)
             offset += spec.nbytes
         index = Index(step, {}, tuple(specs), offset)
-        place = place_for(self._to)
+        backend = backend_for(self._to)
         ready = staging.now(tensors)
-        if not place.put(index, lambda row: copy_tensors(row, tensors, ready)):
+        if not backend.put(index, lambda blob: copy_tensors(blob, tensors, ready)):
             raise TierError(f"step {step} was not saved: see the message before")
         self._saved = step
         done: Future[list[WriteResult]] = Future()
@@ -122,9 +122,9 @@ class TieredWriter(StorageWriter):
         Raises:
             TierError: it is not in the durable tier.
         """
-        place = place_for(self._to)
-        place.flush()
-        why = place.why_not(self._saved)
+        backend = backend_for(self._to)
+        backend.flush()
+        why = backend.why_not(self._saved)
         if why:
             raise TierError(f"step {self._saved} was not saved: {why}")
 
@@ -162,23 +162,23 @@ class TieredReader(StorageReader):
             StateError: there is none, or none that is whole.
         """
         wait_for_copy()
-        place = place_for(self._source)
+        backend = backend_for(self._source)
         reasons: list[str] = []
-        for found in place.candidates(reasons.append):
-            if self._step not in (None, found.step):
+        for located in backend.candidates(reasons.append):
+            if self._step not in (None, located.step):
                 continue
             try:
-                metadata = metadata_of(found)
+                metadata = metadata_of(located)
             except UnreadError as error:
                 reasons.append(str(error))
             else:
-                self.found = found
+                self.found = located
                 break
         for why in reasons:
-            _log.warning(f"rank {place.rank}: passed over: {why}")
+            _log.warning(f"rank {backend.rank}: passed over: {why}")
         if self.found is None:
             if self._step is None and not reasons:
-                place.loaded(None)
+                backend.loaded(None)
             wanted = "" if self._step is None else f" of step {self._step}"
             raise StateError(
                 f"no whole checkpoint{wanted} was found{': ' if reasons else ''}{'; '.join(reasons)}"
@@ -191,7 +191,7 @@ class TieredReader(StorageReader):
         """Nothing is agreed on between ranks."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Says what this rank found."""
+        """Says what this rank located."""
         assert self.found is not None
         return replace(plan, storage_data=(self.found.step, self.found.identity, self.found.where))
 
@@ -201,9 +201,9 @@ class TieredReader(StorageReader):
         Raises:
             StateError: the ranks found different checkpoints.
         """
-        found = [plan.storage_data for plan in plans]
-        if len({(step, identity) for step, identity, _ in found}) > 1:
-            where = "; ".join(f"rank {rank}: {where}" for rank, (_, _, where) in enumerate(found))
+        choices = [plan.storage_data for plan in plans]
+        if len({(step, identity) for step, identity, _ in choices}) > 1:
+            where = "; ".join(f"rank {rank}: {where}" for rank, (_, _, where) in enumerate(choices))
             raise StateError(f"the ranks found different checkpoints, name one by its step: {where}")
         return plans
 
@@ -213,11 +213,11 @@ class TieredReader(StorageReader):
         Raises:
             StateError: bytes that no source has whole, or objects that are no plain values.
         """
-        found = self.found
-        assert found is not None
-        place = place_for(self._source)
-        reader = place.rank
-        values = _values(found)
+        located = self.found
+        assert located is not None
+        backend = backend_for(self._source)
+        reader = backend.rank
+        values = _values(located)
         regions: list[Region] = []
         targets: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = []
         streams: list[tuple[ReadItem, torch.Tensor]] = []
@@ -227,7 +227,7 @@ class TieredReader(StorageReader):
                 if fqn in values:
                     planner.load_bytes(item, _pickled(values[fqn]))
                     continue
-                owner, spec = found.pieces(fqn, reader)[0]
+                owner, spec = located.pieces(fqn, reader)[0]
                 data = torch.empty(spec.nbytes, dtype=torch.uint8)
                 stream = TensorSpec(spec.path, "uint8", (spec.nbytes,), spec.offset, spec.nbytes)
                 regions.append(Region(owner, stream, (0,), data))
@@ -238,15 +238,15 @@ class TieredReader(StorageReader):
                 box = _box(item.storage_offsets, item.lengths)
                 targets.append((item, target, values[fqn][box]))
                 continue
-            owner, spec = _piece(found, item, reader)
+            owner, spec = _piece(located, item, reader)
             dtype = dtype_of(spec)
             direct = target.device.type == "cpu" and target.dtype == dtype
             into = target if direct else torch.empty(tuple(item.lengths), dtype=dtype)
             regions.append(Region(owner, spec, tuple(item.storage_offsets), into))
             targets.append((item, target, into))
         total = sum(r.target.numel() * r.target.element_size() for r in regions)
-        with place.loading(found.where, total) as seen:
-            read_regions(found, regions, seen=seen)
+        with backend.loading(located.where, total) as seen:
+            read_regions(located, regions, seen=seen)
         with torch.no_grad():
             for item, target, into in targets:
                 if into is not target:
@@ -254,7 +254,7 @@ class TieredReader(StorageReader):
                 planner.commit_tensor(item, target)
         for item, data in streams:
             planner.load_bytes(item, _harmless(data, item.storage_index.fqn))
-        place.loaded(found.step)
+        backend.loaded(located.step)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -265,11 +265,11 @@ class TieredReader(StorageReader):
         return step_of_id(checkpoint_id) is not None
 
 
-def metadata_of(found: Located) -> Metadata:
+def metadata_of(located: Located) -> Metadata:
     """What torch.distributed.checkpoint plans a load with."""
     entries: dict[str, Any] = {}
-    for path in found.paths():
-        pieces = [spec for _, spec in found.pieces(path)]
+    for path in located.paths():
+        pieces = [spec for _, spec in located.pieces(path)]
         first = pieces[0]
         if first.dtype == BYTES:
             entries[path] = BytesStorageMetadata()
@@ -280,7 +280,7 @@ def metadata_of(found: Located) -> Metadata:
         ]
         size = torch.Size(first.whole or first.shape)
         entries[path] = TensorStorageMetadata(TensorProperties(dtype=dtype_of(first)), size, chunks)
-    for path, value in _values(found).items():
+    for path, value in _values(located).items():
         if isinstance(value, torch.Tensor):
             chunk = ChunkStorageMetadata(torch.Size((0,) * value.dim()), value.shape)
             entries[path] = TensorStorageMetadata(TensorProperties(dtype=value.dtype), value.shape, [chunk])
@@ -289,10 +289,10 @@ def metadata_of(found: Located) -> Metadata:
     return Metadata(entries)
 
 
-def _values(found: Located) -> dict[str, Any]:
+def _values(located: Located) -> dict[str, Any]:
     """What `holdfast.checkpoint.save` keeps with the index: plain values and small tensors, by their path."""
     values: dict[str, Any] = {}
-    for name, tree in found.heads[0].index.tree.items():
+    for name, tree in located.heads[0].index.tree.items():
         for path, kind, value in leaves(tree, name, _is_plain):
             if kind in ("l", "t"):
                 values[path] = unpack([kind, value], [])
@@ -307,10 +307,10 @@ def _is_plain(tree: Any) -> bool:
     return kind == "x" or (kind in ("l", "t") and all(map(_is_plain, value)))
 
 
-def _piece(found: Located, item: ReadItem, reader: int) -> tuple[int, TensorSpec]:
+def _piece(located: Located, item: ReadItem, reader: int) -> tuple[int, TensorSpec]:
     """The saved piece that an item reads from."""
     offset = tuple(item.storage_index.offset or ())
-    for owner, spec in found.pieces(item.storage_index.fqn, reader):
+    for owner, spec in located.pieces(item.storage_index.fqn, reader):
         if (spec.start or (0,) * len(spec.shape)) == (offset or (0,) * len(spec.shape)):
             return owner, spec
     raise StateError(f"{item.storage_index.fqn}: the checkpoint has no piece at {offset}")

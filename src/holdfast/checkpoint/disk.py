@@ -68,17 +68,17 @@ class DiskTier:
     def write(
         self,
         name: str,
-        pieces: Iterable[memoryview],
+        buffers: Iterable[memoryview],
         nbytes: int,
         seen: Callable[[int], None] = lambda n: None,
     ) -> None:
         """Written to a file beside it, made durable, renamed."""
         with self._said(f"written ({name})"), self._replacing(name) as fd:
             done = 0
-            for piece in pieces:
+            for buffer in buffers:
                 at = 0
-                while at < len(piece):
-                    wrote = os.write(fd, piece[at : at + WRITE_BYTES])
+                while at < len(buffer):
+                    wrote = os.write(fd, buffer[at : at + WRITE_BYTES])
                     at, done = at + wrote, done + wrote
                     seen(wrote)
             if done != nbytes:
@@ -97,12 +97,12 @@ class DiskTier:
 
     def files(self, folder: str) -> dict[str, int]:
         """The files in a folder, and the bytes of each; none when it is not there."""
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         with self._said(f"listed ({folder})"), suppress(FileNotFoundError):
             for entry in os.scandir(self.folder / folder):
                 with suppress(FileNotFoundError):  # removed, or renamed by whoever wrote it, since
-                    found[f"{folder}/{entry.name}"] = entry.stat().st_size
-        return found
+                    sizes[f"{folder}/{entry.name}"] = entry.stat().st_size
+        return sizes
 
     def remove_folder(self, name: str, last: str = "") -> None:
         """Removes a folder and all files in it; the file `last` when the others are gone."""

@@ -1,4 +1,4 @@
-"""A state dict as a tree of plain values and a row of tensors, of one rank; tensors may be pieces (DTensor)."""
+"""A state dict as a tree of plain values and a blob of tensors, of one rank; tensors may be pieces (DTensor)."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from holdfast.tensors.tree import pack, unpack
 
 SMALL_BYTES = 8 << 10
 """Smaller tensors (states of random generators and the like) go with the plain values, so that ranks that differ in
-nothing else have equal rows, which are stored once."""
+nothing else have equal blobs, which are stored once."""
 
 
 LARGE = "int"
-"""In the place of a dtype: a whole number of more than 64 bits, as NumPy's generators have, in decimal digits."""
+"""Stands where a dtype would: a whole number of more than 64 bits, as NumPy's generators have, in decimal digits."""
 
 
 @dataclass
 class Flat:
-    """A flattened state. tensors: in the row's order."""
+    """A flattened state. tensors: in the blob's order."""
 
     index: Index
     tensors: list[torch.Tensor]
@@ -38,15 +38,15 @@ def flatten(state: Mapping[str, Any], step: int) -> Flat:
     Raises:
         UsageError: a value that is neither plain nor a tensor, with its path.
     """
-    found: list[tuple[str, torch.Tensor]] = []
-    tree = {name: pack(plain(value), name, found) for name, value in state.items()}
-    twice = [path for path, count in Counter(path for path, _ in found).items() if count > 1]
+    tensors: list[tuple[str, torch.Tensor]] = []
+    tree = {name: pack(plain(value), name, tensors) for name, value in state.items()}
+    twice = [path for path, count in Counter(path for path, _ in tensors).items() if count > 1]
     if twice:
         raise UsageError(f"two tensors of the state have the path {twice[0]}: rename one")
     kept: dict[int, int] = {}
     small: dict[int, list[Any]] = {}
     leaves: list[Leaf] = []
-    for number, (path, tensor) in enumerate(found):
+    for number, (path, tensor) in enumerate(tensors):
         if not isinstance(tensor, DTensor) and tensor.numel() * tensor.element_size() <= SMALL_BYTES:
             small[number] = _inline(path, tensor)
         else:
@@ -114,7 +114,7 @@ def _inline(path: str, tensor: torch.Tensor) -> list[Any]:
 
 
 def _final(tree: Any, path: str, kept: Mapping[int, int], small: Mapping[int, list[Any]]) -> Any:
-    """The tree as it is saved: the row's tensors by their number there, plain values that every reader can read."""
+    """The tree as it is saved: the blob's tensors by their number there, plain values that every reader can read."""
     kind, value = tree
     match kind:
         case "T":

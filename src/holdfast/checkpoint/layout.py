@@ -1,9 +1,9 @@
 """What a checkpoint is made of, in plain values. Free of torch, so it can be listed and verified without it.
 
     step-40/
-      rank-0.9f31c2d4.bin     a *row*: the bytes of one rank's tensors, one after the other
+      rank-0.9f31c2d4.bin     a *blob*: the bytes of one rank's tensors, one after the other
       rank-0.9f31c2d4.head    its *head*: what the bytes mean, and a checksum of every chunk of them (msgpack)
-      manifest.json           which heads and rows make up the checkpoint; written last
+      manifest.json           which heads and blobs make up the checkpoint; written last
 
 A checkpoint exists when its manifest does. Files are named by their content, so that writing a step again (after
 a fault took it back) never touches what an older manifest refers to.
@@ -30,7 +30,7 @@ BEING_REMOVED = "being-removed"
 
 
 class Head(msgspec.Struct, frozen=True):
-    """A row's index, and the xxh3_64 of every CHUNK_BYTES of it, 8 bytes each."""
+    """A blob's index, and the xxh3_64 of every CHUNK_BYTES of it, 8 bytes each."""
 
     index: Index
     sums: bytes
@@ -48,8 +48,8 @@ class Manifest(msgspec.Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows, shared ones counted once."""
-        return sum({s.row.name: s.row.nbytes for s in self.shards}.values())
+        """Bytes of all blobs, shared ones counted once."""
+        return sum({s.blob.name: s.blob.nbytes for s in self.shards}.values())
 
 
 class _Signed(msgspec.Struct):
@@ -79,14 +79,14 @@ def digest(data: bytes | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def parts_of(step: int, rank: int, head: bytes, sums: bytes, row_bytes: int, row: str = "") -> Shard:
-    """The names and digests of one rank's files. row: the name of a row of equal bytes, to share it."""
-    row_digest, head_digest = digest(sums), digest(head)
-    name = row or f"{folder_of(step)}/rank-{rank}.{row_digest[:8]}.bin"
+def parts_of(step: int, rank: int, head: bytes, sums: bytes, blob_bytes: int, blob: str = "") -> Shard:
+    """The names and digests of one rank's files. blob: the name of a blob of equal bytes, to share it."""
+    blob_digest, head_digest = digest(sums), digest(head)
+    name = blob or f"{folder_of(step)}/rank-{rank}.{blob_digest[:8]}.bin"
     return Shard(
         rank,
         Part(f"{folder_of(step)}/rank-{rank}.{head_digest[:8]}.head", len(head), head_digest),
-        Part(name, row_bytes, row_digest),
+        Part(name, blob_bytes, blob_digest),
     )
 
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from holdfast.checkpoint.backends import Place
+from holdfast.checkpoint.backends import Backend
 from holdfast.checkpoint.flatten import LARGE, leaf_of, plain, rebuild
 from holdfast.checkpoint.located import Located
 from holdfast.checkpoint.regions import Region, read_regions
@@ -26,13 +26,13 @@ from holdfast.tensors.tree import dtype_of, leaves, pack
 MOST_DIFFERENCES = 20
 
 
-def compare(state: Mapping[str, Any], found: Located, rank: int) -> list[str]:
+def compare(state: Mapping[str, Any], located: Located, rank: int) -> list[str]:
     """What a checkpoint has otherwise than a state: names, shapes, dtypes. Objects other than modules decide for
     themselves when they are given theirs."""
-    index = _own_head(found, rank)
+    index = _own_head(located, rank)
     if not index.tree and index.tensors:
         raise UsageError(
-            f"{found.where} was saved by torch.distributed.checkpoint: load it with dcp.load and TieredReader"
+            f"{located.where} was saved by torch.distributed.checkpoint: load it with dcp.load and TieredReader"
         )
     saved = set(index.tree)
     differences = [f"{name}: is not in the checkpoint" for name in state if name not in saved]
@@ -71,10 +71,10 @@ def _words(kind: Kind) -> str:
 
 def _leaves(name: str, value: Any) -> dict[str, Kind]:
     """Every leaf of a state that is there."""
-    found: list[tuple[str, torch.Tensor]] = []
-    tree = pack(plain(value), name, found)
+    tensors: list[tuple[str, torch.Tensor]] = []
+    tree = pack(plain(value), name, tensors)
     kinds: dict[str, Kind] = {path: None for path, kind, _ in leaves(tree, name) if kind == "x"}
-    return kinds | {path: (str(t.dtype)[6:], tuple(t.shape)) for path, t in found}
+    return kinds | {path: (str(t.dtype)[6:], tuple(t.shape)) for path, t in tensors}
 
 
 def _let_plain_be(mine: dict[str, Kind], theirs: dict[str, Kind]) -> None:
@@ -114,29 +114,29 @@ def _saved_leaves(name: str, index: Index) -> dict[str, Kind]:
     return kinds
 
 
-def _own_head(found: Located, rank: int) -> Index:
+def _own_head(located: Located, rank: int) -> Index:
     """Plain values come from the same rank where there is one."""
-    return found.heads[found.nearest(rank)].index
+    return located.heads[located.nearest(rank)].index
 
 
-def check(state: Mapping[str, Any], found: Located, rank: int) -> None:
+def check(state: Mapping[str, Any], located: Located, rank: int) -> None:
     """Raises StateError when a checkpoint is of another state."""
-    differences = compare(state, found, rank)
+    differences = compare(state, located, rank)
     if differences:
         more = len(differences) - MOST_DIFFERENCES
         shown = "\n  ".join([*differences[:MOST_DIFFERENCES], *([f"and {more} more"] if more > 0 else [])])
-        raise StateError(f"{found.where} is of another state than this; nothing was loaded:\n  {shown}")
+        raise StateError(f"{located.where} is of another state than this; nothing was loaded:\n  {shown}")
 
 
-def read(state: Mapping[str, Any], found: Located, place: Place) -> list[torch.Tensor]:
+def read(state: Mapping[str, Any], located: Located, backend: Backend) -> list[torch.Tensor]:
     """Reads everything that this rank needs; tensors that are there are filled.
 
     Raises:
         UsageError: a tensor of which it cannot be known what is needed.
         UnreadError: no source has all of it.
     """
-    rank = place.rank
-    index = _own_head(found, rank)
+    rank = backend.rank
+    index = _own_head(located, rank)
     live: list[tuple[str, torch.Tensor]] = []
     for name, value in state.items():
         pack(plain(value), name, live)
@@ -155,13 +155,13 @@ def read(state: Mapping[str, Any], found: Located, place: Place) -> list[torch.T
             target = torch.empty(spec.shape, dtype=dtype_of(spec))
         tensors.append(target)
         try:
-            regions += regions_of(found, leaf_of(spec.path, target), rank, late)
+            regions += regions_of(located, leaf_of(spec.path, target), rank, late)
         except StateError as error:
             raise UnreadError(str(error)) from error
     total = sum(r.target.numel() * r.target.element_size() for r in regions)
     try:
-        with place.loading(found.where, total) as seen:
-            read_regions(found, regions, seen=seen)
+        with backend.loading(located.where, total) as seen:
+            read_regions(located, regions, seen=seen)
     except (StateError, TierError) as error:
         raise UnreadError(str(error)) from error
     with torch.no_grad():
@@ -170,20 +170,20 @@ def read(state: Mapping[str, Any], found: Located, place: Place) -> list[torch.T
     return tensors
 
 
-def give(state: MutableMapping[str, Any], found: Located, rank: int, tensors: list[torch.Tensor]) -> None:
+def give(state: MutableMapping[str, Any], located: Located, rank: int, tensors: list[torch.Tensor]) -> None:
     """Gives every object its part.
 
     Raises:
         StateError: one refuses it.
     """
-    index = _own_head(found, rank)
+    index = _own_head(located, rank)
     for name, value in list(state.items()):
         loaded = rebuild(index.tree[name], tensors)
         if hasattr(value, "load_state_dict"):
             try:
                 value.load_state_dict(loaded)
             except (RuntimeError, ValueError, KeyError, TypeError) as error:
-                raise StateError(f"{name} refuses its state from {found.where}: {error}") from error
+                raise StateError(f"{name} refuses its state from {located.where}: {error}") from error
         else:
             state[name] = _replaced(value, loaded)
 
@@ -214,7 +214,7 @@ def _replaced(value: Any, loaded: Any) -> Any:
 
 
 def regions_of(
-    found: Located, leaf: Leaf, rank: int, late: list[tuple[torch.Tensor, torch.Tensor]]
+    located: Located, leaf: Leaf, rank: int, late: list[tuple[torch.Tensor, torch.Tensor]]
 ) -> list[Region]:
     """The parts of saved pieces that make up what is here of a tensor, through the planner of
     torch.distributed.checkpoint. late: gets a staged tensor for what is not in host memory.
@@ -227,10 +227,10 @@ def regions_of(
         staged = torch.empty(local.shape, dtype=local.dtype)
         late.append((local, staged))
         local = staged
-    own = found.own(leaf.path, rank)
+    own = located.own(leaf.path, rank)
     if own is not None and (own.shape, own.whole, own.start) == (tuple(local.shape), leaf.whole, leaf.start):
-        return [Region(found.nearest(rank), own, (0,) * local.dim(), local)]
-    pieces = found.pieces(leaf.path, rank)
+        return [Region(located.nearest(rank), own, (0,) * local.dim(), local)]
+    pieces = located.pieces(leaf.path, rank)
     size = torch.Size(leaf.whole or tuple(local.shape))
     chunks = [
         ChunkStorageMetadata(torch.Size(s.start or (0,) * len(s.shape)), torch.Size(s.shape))

@@ -1,4 +1,4 @@
-"""A checkpoint that was found: what is in it, and how to read its rows from the nearest who has them."""
+"""A checkpoint that was located: what is in it, and how to read its blobs from the nearest who has them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from holdfast.checkpoint.archive import Archive
 from holdfast.checkpoint.layout import Head, digest
 from holdfast.checkpoint.replicate import Pull
 from holdfast.checkpoint.snapshot_server import peer_of
-from holdfast.checkpoint.sources import Row
+from holdfast.checkpoint.sources import Blob
 from holdfast.errors import StateError, TierError, UnreadError
 from holdfast.protocol.snapshots import Copy, Holder, Shard
 from holdfast.tensors.index import TensorSpec
 
-Said = Callable[[str], None]
+OnSkip = Callable[[str], None]
 
 
 class Heads(Sequence[Head]):
@@ -64,16 +64,16 @@ class Heads(Sequence[Head]):
 
 @dataclass
 class Located:
-    """A whole checkpoint. heads: by rank. open_row: a rank's row over connections of its own, to be closed.
+    """A whole checkpoint. heads: by rank. open_blob: a rank's blob over connections of its own, to be closed.
 
     identity: of what was saved, wherever it is read from.
-    fetched_bytes: what was read of its rows.
+    fetched_bytes: what was read of its blobs.
     """
 
     step: int
     where: str
     heads: Sequence[Head]
-    open_row: Callable[[int], Row]
+    open_blob: Callable[[int], Blob]
     identity: str = ""
     fetched_bytes: int = 0
     _own: dict[int, dict[str, TensorSpec]] = field(default_factory=dict)
@@ -122,7 +122,7 @@ class Located:
 
 
 def find_in_archive(
-    archive: Archive, step: int, passed_over: Said = lambda why: None, reader: int = 0, readers: int = 1
+    archive: Archive, step: int, on_skip: OnSkip = lambda why: None, reader: int = 0, readers: int = 1
 ) -> Located:
     """The checkpoint of a step in a durable tier.
 
@@ -146,7 +146,7 @@ def find_in_archive(
         step,
         archive.where(step),
         heads,
-        lambda rank: archive.row(manifest.shards[rank], heads[rank], passed_over),
+        lambda rank: archive.blob(manifest.shards[rank], heads[rank], on_skip),
         _identity(manifest.shards),
     )
 
@@ -154,7 +154,7 @@ def find_in_archive(
 def find_in_memory(
     shards: Sequence[tuple[Copy, tuple[Holder, ...]]],
     token: str,
-    passed_over: Said = lambda why: None,
+    on_skip: OnSkip = lambda why: None,
     own_node: str = "",
     reader: int = 0,
     readers: int = 1,
@@ -176,10 +176,10 @@ def find_in_memory(
     heads = Heads(len(ordered), fetch)
     heads.check(reader, readers)
 
-    def open_row(rank: int) -> Row:
+    def open_blob(rank: int) -> Blob:
         copy, holders = ordered[rank]
         peers = [peer_of(h, token, copy.key, own_node) for h in holders]
-        return Row(peers, heads[rank].sums, heads[rank].index.nbytes, passed_over)
+        return Blob(peers, heads[rank].sums, heads[rank].index.nbytes, on_skip)
 
     step = ordered[0][0].key.step
     nodes = sorted({h.node for _, holders in ordered for h in holders[:1]})
@@ -187,7 +187,7 @@ def find_in_memory(
         step,
         f"step {step} in the memory of {', '.join(nodes)}",
         heads,
-        open_row,
+        open_blob,
         _identity([c.shard for c, _ in ordered]),
     )
 

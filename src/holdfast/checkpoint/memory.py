@@ -5,7 +5,7 @@ too: a new agent adopts what it finds. (Python's `multiprocessing.shared_memory`
 worker is killed.) The agent allocates a slot's pages before a worker sees it, because filling cold pages takes ten
 times as long as the copy.
 
-    [header, 4096 bytes][row, to the next 4096][head]
+    [header, 4096 bytes][blob, to the next 4096][head]
 
 The header says what the slot holds. `WRITING` while a worker copies; `SEALED` when the copy is complete and its
 checksums are known: only then does the slot count. Slots are used in turn, and never one that the newest whole
@@ -40,11 +40,11 @@ from holdfast.tensors.index import Index
 
 _HEADER = struct.Struct(
     "<8sIIqqiiQQ16sQ"
-)  # magic, version, state, step, generation, rank, world, row, head, digest, run
+)  # magic, version, state, step, generation, rank, world, blob, head, digest, run
 _MAGIC = b"holdfast"
 _VERSION = 2
 SLOTS_PER_SHARD = 2
-PIECE_BYTES = 128 * CHUNK_BYTES
+BUFFER_BYTES = 128 * CHUNK_BYTES
 MAKE_ATTEMPTS = 100
 RESERVE_BYTES = 64 << 20
 """Left free in the memory file system, whatever the budget says."""
@@ -78,7 +78,7 @@ class Slot:
     memory: mmap.mmap | None = None
     state: SlotState = SlotState.FREE
     key: Key = _NOTHING
-    row_bytes: int = 0
+    blob_bytes: int = 0
     head: bytes = b""
     sums: bytes = b""
     users: int = 0
@@ -86,28 +86,28 @@ class Slot:
     adopted: bool = False
 
     @property
-    def row(self) -> memoryview:
-        """The row's bytes, writable."""
+    def blob(self) -> memoryview:
+        """The blob's bytes, writable."""
         if self.memory is None:
             return memoryview(b"")
-        return memoryview(self.memory)[PAGE : PAGE + self.row_bytes]
+        return memoryview(self.memory)[PAGE : PAGE + self.blob_bytes]
 
-    def pieces(self) -> Iterator[memoryview]:
-        """The row, piece by piece, each verified: memory that went bad is not to replace a checkpoint that is good.
+    def buffers(self) -> Iterator[memoryview]:
+        """The blob, buffer by buffer, each verified: memory that went bad is not to replace a checkpoint that is good.
 
         Raises:
             ChecksumError: it is not as it was summed up.
         """
-        with self.row as row:
-            for low in range(0, len(row), PIECE_BYTES):
-                with row[low : low + PIECE_BYTES] as piece:
-                    bad = next(damaged(piece, low, self.sums), None)
+        with self.blob as blob:
+            for low in range(0, len(blob), BUFFER_BYTES):
+                with blob[low : low + BUFFER_BYTES] as buffer:
+                    bad = next(damaged(buffer, low, self.sums), None)
                     if bad is not None:
                         raise ChecksumError(
                             f"the snapshot of step {self.key.step}, rank {self.key.rank} changed in memory: "
                             f"bytes {bad[0]} to {bad[1]}"
                         )
-                    yield piece
+                    yield buffer
 
 
 class SlotPool:
@@ -140,7 +140,7 @@ class SlotPool:
 
     # ------------------------------------------------------------ writing
 
-    def begin(self, key: Key, row_bytes: int) -> Slot:
+    def begin(self, key: Key, blob_bytes: int) -> Slot:
         """A slot to copy a shard into. It is WRITING until `seal` or `drop`.
 
         Raises:
@@ -150,10 +150,10 @@ class SlotPool:
         """
         with self._lock:
             try:
-                slot = self._free_slot(key, row_bytes) or self._planned(key, row_bytes)
+                slot = self._free_slot(key, blob_bytes) or self._planned(key, blob_bytes)
             except OSError as error:
                 raise TierError(f"the snapshot memory {self.folder} is gone: {error.strerror}") from error
-            slot.state, slot.key, slot.row_bytes = SlotState.WRITING, key, row_bytes
+            slot.state, slot.key, slot.blob_bytes = SlotState.WRITING, key, blob_bytes
             slot.run, slot.adopted = self._run, False
             slot.head = slot.sums = b""
         if slot.memory is None:
@@ -167,50 +167,50 @@ class SlotPool:
         _write_header(slot)
         return slot
 
-    def prepare(self, rank: int, row_bytes: int, ended: Callable[[], bool]) -> None:
+    def prepare(self, rank: int, blob_bytes: int, ended: Callable[[], bool]) -> None:
         """Brings the memory of a shard's slots in before they are wanted, unless that takes it from another snapshot.
 
         Args:
             ended: asked now and then; when it says so, what was begun is given back.
         """
-        need = _head_at(row_bytes)
+        need = _head_at(blob_bytes)
         while True:
             with self._lock:
-                if self._has_slots(rank, row_bytes) or self._room() < need:
+                if self._has_slots(rank, blob_bytes) or self._room() < need:
                     return
                 path = self.folder / f"{uuid.uuid4().hex}.slot"
-                slot = Slot(path, row_bytes, key=Key(0, 0, rank, 1))
+                slot = Slot(path, blob_bytes, key=Key(0, 0, rank, 1))
             try:
                 self._bring_in(slot, ended)
             except TierError:
                 return  # whoever needs the memory will say so
             with self._lock:
                 short = self.budget_bytes - self.nbytes < need  # a snapshot has taken it meanwhile
-                if ended() or short or self._has_slots(rank, row_bytes):
+                if ended() or short or self._has_slots(rank, blob_bytes):
                     slot.path.unlink(missing_ok=True)
                     return
                 _write_header(slot)
                 self._slots.append(slot)
 
-    def _has_slots(self, rank: int, row_bytes: int) -> bool:
-        there = [s for s in self._slots if s.key.rank == rank and s.capacity >= row_bytes]
+    def _has_slots(self, rank: int, blob_bytes: int) -> bool:
+        there = [s for s in self._slots if s.key.rank == rank and s.capacity >= blob_bytes]
         return len(there) >= SLOTS_PER_SHARD
 
     def seal(self, slot: Slot, index: Index) -> None:
         """The copy is complete: sums it up and lets it count. The slot is still to be dropped when this raises.
 
         Raises:
-            StateError: the index is not of this row.
+            StateError: the index is not of this blob.
             TierError: memory is short, or gone.
         """
-        if index.nbytes != slot.row_bytes or index.step != slot.key.step:
+        if index.nbytes != slot.blob_bytes or index.step != slot.key.step:
             raise StateError(f"the index is of step {index.step}, {index.nbytes} bytes; the slot is not")
-        with slot.row as row:
-            sums = sums_of(row)
+        with slot.blob as blob:
+            sums = sums_of(blob)
         self._sealed(slot, encode_head(index, sums), sums)
 
     def received(self, slot: Slot, head: bytes, sums: bytes) -> None:
-        """The row came from a peer and was verified against `sums`."""
+        """The blob came from a peer and was verified against `sums`."""
         self._sealed(slot, head, sums)
 
     def _sealed(self, slot: Slot, head: bytes, sums: bytes) -> None:
@@ -219,7 +219,7 @@ class SlotPool:
                 raise StateError("the slot was taken back meanwhile")
             try:
                 with slot.path.open("r+b") as file:
-                    file.seek(_head_at(slot.row_bytes))
+                    file.seek(_head_at(slot.blob_bytes))
                     file.write(head)
             except OSError as error:
                 raise TierError(f"no memory for a snapshot's head: {error.strerror}") from error
@@ -304,10 +304,10 @@ class SlotPool:
 
     # ------------------------------------------------------------ slots
 
-    def _free_slot(self, key: Key, row_bytes: int) -> Slot | None:
+    def _free_slot(self, key: Key, blob_bytes: int) -> Slot | None:
         """The smallest free slot that fits; else one whose snapshot is not needed any more."""
-        fitting = [s for s in self._slots if s.capacity >= row_bytes and not s.users]
-        free = [s for s in fitting if s.state is SlotState.FREE and s.capacity <= 2 * row_bytes + PAGE]
+        fitting = [s for s in self._slots if s.capacity >= blob_bytes and not s.users]
+        free = [s for s in fitting if s.state is SlotState.FREE and s.capacity <= 2 * blob_bytes + PAGE]
         if free:
             return min(free, key=lambda s: s.capacity)
         return next((s for s in fitting if self._dispensable(s, key)), None)
@@ -325,7 +325,7 @@ class SlotPool:
         again = slot.key.step >= key.step and slot.key.rank == key.rank
         return older or stale or again
 
-    def _planned(self, key: Key, row_bytes: int) -> Slot:
+    def _planned(self, key: Key, blob_bytes: int) -> Slot:
         """A new slot, counted from now on; its memory is still to be brought in."""
         shard = [s for s in self._slots if s.key.rank == key.rank and not s.users]
         for slot in [
@@ -342,9 +342,9 @@ class SlotPool:
             raise SlotsTaken(
                 f"the snapshots of steps {sorted(s.key.step for s in mine)} are still being copied to other tiers"
             )
-        self._make_room(_head_at(row_bytes), key)
+        self._make_room(_head_at(blob_bytes), key)
         path = self.folder / f"{uuid.uuid4().hex}.slot"  # an adopted one may be of a process with our number
-        slot = Slot(path, row_bytes, None, SlotState.WRITING, key, row_bytes)
+        slot = Slot(path, blob_bytes, None, SlotState.WRITING, key, blob_bytes)
         self._slots.append(slot)
         return slot
 
@@ -482,8 +482,8 @@ def default_budget(folder: Path) -> int:
     return free_bytes(folder) // 2
 
 
-def _head_at(row_bytes: int) -> int:
-    return PAGE + -(-row_bytes // PAGE) * PAGE
+def _head_at(blob_bytes: int) -> int:
+    return PAGE + -(-blob_bytes // PAGE) * PAGE
 
 
 def own_folder(folder: Path) -> None:
@@ -529,7 +529,7 @@ def _make_folder(folder: Path) -> None:
 def _fields(slot: Slot) -> bytes:
     key = slot.key
     checked = _HEADER.pack(
-        _MAGIC, _VERSION, slot.state, key.step, key.generation, key.rank, key.world, slot.row_bytes,
+        _MAGIC, _VERSION, slot.state, key.step, key.generation, key.rank, key.world, slot.blob_bytes,
         len(slot.head), xxhash.xxh3_128_digest(slot.head), slot.run,
     )  # fmt: skip
     return checked + xxhash.xxh3_64_digest(checked)
@@ -554,29 +554,29 @@ def _read_slot(path: Path, ours: int) -> Slot | None:
             checked, own = fields[: _HEADER.size], fields[_HEADER.size :]
             if len(own) < 8 or xxhash.xxh3_64_digest(checked) != own:
                 return None
-            magic, version, state, step, generation, rank, world, row_bytes, head_bytes, head_digest, run = (
+            magic, version, state, step, generation, rank, world, blob_bytes, head_bytes, head_digest, run = (
                 _HEADER.unpack(checked)
             )
             if (magic, version, state) != (_MAGIC, _VERSION, SlotState.SEALED):
                 return None
-            file.seek(_head_at(row_bytes))
+            file.seek(_head_at(blob_bytes))
             data = file.read(head_bytes)
         part = Part(path.name, head_bytes, head_digest.hex())
         head: Head = decode_head(data, part, str(path))
     except (OSError, StateError, struct.error):
         return None
-    if head.index.nbytes != row_bytes:
+    if head.index.nbytes != blob_bytes:
         return None
     try:
         with path.open("r+b") as file:
             capacity = os.fstat(file.fileno()).st_size - PAGE
-            memory = pages.map_row(file.fileno(), capacity)
+            memory = pages.map_blob(file.fileno(), capacity)
     except (OSError, ValueError):
         return None
     known = generation if run and run == ours else _adopted(generation, run)
     key = Key(step, known, rank, world)
     slot = Slot(
-        path, capacity, memory, SlotState.SEALED, key, row_bytes, data, head.sums, run=run, adopted=True
+        path, capacity, memory, SlotState.SEALED, key, blob_bytes, data, head.sums, run=run, adopted=True
     )
-    with slot.row as row:
-        return slot if sums_of(row) == head.sums else None
+    with slot.blob as blob:
+        return slot if sums_of(blob) == head.sums else None

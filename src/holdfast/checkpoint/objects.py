@@ -208,18 +208,18 @@ class ObjectTier:
     def write(
         self,
         name: str,
-        pieces: Iterable[memoryview],
+        buffers: Iterable[memoryview],
         nbytes: int,
         seen: Callable[[int], None] = lambda n: None,
     ) -> None:
         """Sent in parts, several at once; each is retried by itself. The object appears when all have arrived.
 
         Raises:
-            StateError: the pieces are not `nbytes` together; nothing appears.
+            StateError: the buffers are not `nbytes` together; nothing appears.
             TierError: the store cannot take it; nothing appears.
         """
         part_bytes = max(self._part_bytes, -(-nbytes // MAX_PARTS))
-        parts = _parts(name, pieces, nbytes, part_bytes, seen)
+        parts = _parts(name, buffers, nbytes, part_bytes, seen)
         if nbytes <= part_bytes:
             self.publish(name, b"".join(parts))
             return
@@ -318,26 +318,26 @@ class ObjectTier:
 
 
 def _checked(url: str) -> str:
-    """The scheme of a URL that names a place in a store."""
+    """The scheme of a URL that names a folder of a store."""
     try:
         parts = urlsplit(url)
     except ValueError as error:
         raise UsageError(
             f"{url}: no URL of an object store ({error}); give one like s3://bucket/folder"
         ) from error
-    place = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"  # without what may be a secret
+    shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"  # without what may be a secret
     if parts.scheme not in SCHEMES:
         raise UsageError(
-            f"{place}: no object store is called {parts.scheme!r}; there are {', '.join(SCHEMES)}"
+            f"{shown}: no object store is called {parts.scheme!r}; there are {', '.join(SCHEMES)}"
         )
     if parts.scheme != "memory" and not parts.netloc:
-        raise UsageError(f"{place}: no bucket is named; give one like {parts.scheme}://bucket/folder")
+        raise UsageError(f"{shown}: no bucket is named; give one like {parts.scheme}://bucket/folder")
     if parts.query or parts.fragment or ("@" in parts.netloc and not parts.scheme.startswith("abfs")):
         raise UsageError(
-            f"{place}: keys do not belong into a URL, and so no ?, # or @; put them into the environment"
+            f"{shown}: keys do not belong into a URL, and so no ?, # or @; put them into the environment"
         )
     if ".." in parts.path.split("/") or "//" in parts.path:
-        raise UsageError(f"{place}: empty names and .. do not name a folder of an object store")
+        raise UsageError(f"{shown}: empty names and .. do not name a folder of an object store")
     return parts.scheme
 
 
@@ -384,19 +384,19 @@ def _endpoint(options: dict[str, Any]) -> str:
 
 
 def _parts(
-    name: str, pieces: Iterable[memoryview], nbytes: int, part_bytes: int, seen: Callable[[int], None]
+    name: str, buffers: Iterable[memoryview], nbytes: int, part_bytes: int, seen: Callable[[int], None]
 ) -> Iterator[bytearray]:
-    """Copies pieces of any size into parts of one size, each in memory of its own.
+    """Copies buffers of any size into parts of one size, each in memory of its own.
 
     Copies, because the library sends from the buffer that it is given when the iterator has long gone on, and the
-    pieces' owner may reuse it. The last part is not handed out before the number of bytes is known to be right.
+    buffers' owner may reuse it. The last part is not handed out before the number of bytes is known to be right.
 
     Raises:
-        StateError: the pieces are not `nbytes` together.
+        StateError: the buffers are not `nbytes` together.
     """
     done, part, filled = 0, bytearray(min(part_bytes, nbytes)), 0
-    for piece in pieces:
-        data, at = piece.cast("B"), 0
+    for buffer in buffers:
+        data, at = buffer.cast("B"), 0
         if done + len(data) > nbytes:
             raise StateError(f"{name}: more than {nbytes} bytes came")
         while at < len(data):

@@ -18,8 +18,8 @@ MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23
 _libc = ctypes.CDLL(None)
 
 
-def bring_in(file: int, nbytes: int, row_bytes: int, ended: Callable[[], bool]) -> mmap.mmap:
-    """Allocates the file's `nbytes` and maps header and row, every page present from now on. Not with MAP_POPULATE:
+def bring_in(file: int, nbytes: int, blob_bytes: int, ended: Callable[[], bool]) -> mmap.mmap:
+    """Allocates the file's `nbytes` and maps header and blob, every page present from now on. Not with MAP_POPULATE:
     Python's mmap keeps the GIL during the call, and half a second for every GiB is as good as dead to an agent that
     must say that it lives.
 
@@ -33,15 +33,15 @@ def bring_in(file: int, nbytes: int, row_bytes: int, ended: Callable[[], bool]) 
         if ended():
             raise InterruptedError(0, "it is not wanted any more")
         os.posix_fallocate(file, low, min(BRING_IN_BYTES, nbytes - low))
-    memory = mmap.mmap(file, PAGE + row_bytes)
+    memory = mmap.mmap(file, PAGE + blob_bytes)
     _populate(memory, MADV_POPULATE_WRITE, ended)
     return memory
 
 
-def map_row(file: int, row_bytes: int) -> mmap.mmap:
-    """Header and row of a file whose pages are there. To read a page in is enough to write to it, and takes a third of
+def map_blob(file: int, blob_bytes: int) -> mmap.mmap:
+    """Header and blob of a file whose pages are there. To read a page in is enough to write to it, and takes a third of
     the time."""
-    memory = mmap.mmap(file, PAGE + row_bytes)
+    memory = mmap.mmap(file, PAGE + blob_bytes)
     _populate(memory, MADV_POPULATE_READ, lambda: False)
     return memory
 
@@ -54,15 +54,15 @@ def _populate(memory: mmap.mmap, advice: int, ended: Callable[[], bool]) -> None
             return  # a kernel before 5.14: the pages come in with the first copy
 
 
-def map_slot(path: Path, row_bytes: int) -> mmap.mmap:
-    """A slot in the worker's address space: the row begins at byte PAGE.
+def map_slot(path: Path, blob_bytes: int) -> mmap.mmap:
+    """A slot in the worker's address space: the blob begins at byte PAGE.
 
     Raises:
         TierError: the slot is gone.
     """
     try:
         with path.open("r+b") as file:
-            return map_row(file.fileno(), row_bytes)
+            return map_blob(file.fileno(), blob_bytes)
     except (OSError, ValueError) as error:
         raise TierError(f"the snapshot memory {path} is gone: {error}") from error
 
@@ -82,8 +82,8 @@ class SlotMaps:
         self._maps: dict[str, mmap.mmap] = {}
         self._watcher = watcher
 
-    def row(self, path: str, nbytes: int) -> memoryview:
-        """The row of a slot. Raises TierError when the slot is gone."""
+    def blob(self, path: str, nbytes: int) -> memoryview:
+        """The blob of a slot. Raises TierError when the slot is gone."""
         memory = self._maps.get(path)
         if memory is None or len(memory) < PAGE + nbytes:
             self.forget(path)

@@ -9,10 +9,10 @@ import msgspec
 from holdfast.errors import TierError
 
 
-class Ranks:
+class RankExchange:
     """Words to all ranks, each about something that has a name of its own. Blocks until they are there.
 
-    A store's client serves one call at a time, also one that waits: a thread that speaks needs a `Ranks` of its own,
+    A store's client serves one call at a time, also one that waits: a thread that speaks needs a `RankExchange` of its own,
     or two threads of two ranks can wait for each other for ever.
     """
 

@@ -12,7 +12,7 @@ import torch
 
 from holdfast.checkpoint.layout import CHUNK_BYTES
 from holdfast.checkpoint.located import Located
-from holdfast.checkpoint.sources import Row
+from holdfast.checkpoint.sources import Blob
 from holdfast.errors import StateError
 from holdfast.tensors.index import TensorSpec
 from holdfast.tensors.tree import dtype_of
@@ -49,7 +49,7 @@ class _Buffer:
 
 @dataclass(frozen=True)
 class _Run:
-    """Bytes of the row, and where they go in a buffer."""
+    """Bytes of the blob, and where they go in a buffer."""
 
     low: int
     nbytes: int
@@ -58,7 +58,7 @@ class _Run:
 
 
 def read_regions(
-    found: Located,
+    located: Located,
     regions: Sequence[Region],
     threads: int = THREADS,
     seen: Callable[[int], None] = lambda nbytes: None,
@@ -80,7 +80,7 @@ def read_regions(
     failed = threading.Event()  # then the others need not go on
 
     def work() -> None:
-        rows: dict[int, Row] = {}
+        blobs: dict[int, Blob] = {}
         try:
             while True:
                 with lock:
@@ -88,18 +88,18 @@ def read_regions(
                 if job is None or failed.is_set():
                     return
                 rank, runs = job
-                if rank not in rows:
-                    rows[rank] = found.open_row(rank)
-                _read(rows[rank], runs, lock)
+                if rank not in blobs:
+                    blobs[rank] = located.open_blob(rank)
+                _read(blobs[rank], runs, lock)
                 seen(sum(run.nbytes for run in runs))
         except BaseException:
             failed.set()
             raise
         finally:
             with lock:
-                found.fetched_bytes += sum(r.fetched_bytes for r in rows.values())
-            for row in rows.values():
-                row.close()
+                located.fetched_bytes += sum(r.fetched_bytes for r in blobs.values())
+            for blob in blobs.values():
+                blob.close()
 
     count = min(threads, len(reads))
     with ThreadPoolExecutor(count, thread_name_prefix="holdfast-load") as pool:
@@ -107,9 +107,9 @@ def read_regions(
             job.result()
 
 
-def _read(row: Row, runs: list[_Run], lock: threading.Lock) -> None:
+def _read(blob: Blob, runs: list[_Run], lock: threading.Lock) -> None:
     low = runs[0].low
-    data = row.fetch(low, max(r.low + r.nbytes for r in runs))
+    data = blob.fetch(low, max(r.low + r.nbytes for r in runs))
     whole = torch.frombuffer(data, dtype=torch.uint8)
     for run in runs:
         buffer = run.buffer
@@ -136,7 +136,7 @@ def _deliver(buffer: _Buffer, data: torch.Tensor) -> None:
 
 
 def _runs_of(region: Region) -> Iterator[_Run]:
-    """The row's bytes that make up a region, in contiguous runs."""
+    """The blob's bytes that make up a region, in contiguous runs."""
     spec, lengths = region.spec, tuple(region.target.shape)
     item = dtype_of(spec).itemsize
     if any(n == 0 for n in lengths):
@@ -165,17 +165,17 @@ def _runs_of(region: Region) -> Iterator[_Run]:
 
 
 def _covering(region: Region, item: int) -> _Run:
-    """All rows of the piece that the region has a part of, at once."""
+    """All lines of the piece that the region has a part of, at once."""
     spec, lengths = region.spec, tuple(region.target.shape)
-    row_bytes = math.prod(spec.shape[1:]) * item
+    line_bytes = math.prod(spec.shape[1:]) * item
     first, count = region.offsets[0], lengths[0]
-    nbytes = count * row_bytes
+    nbytes = count * line_bytes
     slices = (
         slice(0, count),
         *(slice(o, o + n) for o, n in zip(region.offsets[1:], lengths[1:], strict=True)),
     )
     buffer = _Buffer(region, nbytes, (slices, (count, *spec.shape[1:])), nbytes)
-    return _Run(spec.offset + first * row_bytes, nbytes, buffer, 0)
+    return _Run(spec.offset + first * line_bytes, nbytes, buffer, 0)
 
 
 def _merged(runs: list[_Run]) -> Iterator[list[_Run]]:

@@ -1,4 +1,4 @@
-"""Bringing a row here over several connections at once: into a slot, or wherever the caller puts its bytes."""
+"""Bringing a blob here over several connections at once: into a slot, or wherever the caller puts its bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from holdfast.checkpoint.layout import Head
 from holdfast.checkpoint.memory import Slot, SlotPool
 from holdfast.checkpoint.snapshot_server import Peer, peer_of
-from holdfast.checkpoint.sources import WINDOW_BYTES, Row
+from holdfast.checkpoint.sources import WINDOW_BYTES, Blob
 from holdfast.errors import HoldfastError, StateError
 from holdfast.protocol.snapshots import Holder, Key, Part
 
@@ -35,7 +35,7 @@ class Pull:
     streams: int = 0
     own_node: str = ""
     fetched_bytes: int = 0
-    passed_over: Callable[[str], None] = lambda why: None
+    on_skip: Callable[[str], None] = lambda why: None
     _peers: set[Peer] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _aborted: bool = False
@@ -60,8 +60,8 @@ class Pull:
                 self._let_go(peer)
         raise StateError("; ".join(reasons) or f"nobody holds the snapshot of step {self.key.step}")
 
-    def run(self, head: Head, take: Callable[[Row, int, int], None]) -> None:
-        """Calls `take(row, low, high)` for every window, from several threads; it reads these bytes from the row. Each
+    def run(self, head: Head, take: Callable[[Blob, int, int], None]) -> None:
+        """Calls `take(blob, low, high)` for every window, from several threads; it reads these bytes from the blob. Each
         thread has a stripe of its own, so that one request serves all of it.
 
         Raises:
@@ -76,13 +76,13 @@ class Pull:
         def stream(number: int) -> None:
             low, end = edges[number], edges[number + 1]
             peers = self._connect(number)
-            row = Row(peers, head.sums, nbytes, self._pass_over)
+            blob = Blob(peers, head.sums, nbytes, self._skip)
             for peer in peers:
                 peer.ahead = end
             try:
                 while low < end and not failed.is_set():
                     self._check_aborted()
-                    take(row, low, min(low + WINDOW_BYTES, end))
+                    take(blob, low, min(low + WINDOW_BYTES, end))
                     low += WINDOW_BYTES
             except BaseException:
                 failed.set()
@@ -90,7 +90,7 @@ class Pull:
                 raise
             finally:
                 with self._lock:
-                    self.fetched_bytes += row.fetched_bytes
+                    self.fetched_bytes += blob.fetched_bytes
                 for peer in peers:
                     self._let_go(peer)
 
@@ -125,9 +125,9 @@ class Pull:
         if self._aborted:
             raise StateError("the transfer was ended")
 
-    def _pass_over(self, why: str) -> None:
+    def _skip(self, why: str) -> None:
         if not self._aborted:
-            self.passed_over(why)
+            self.on_skip(why)
 
     def _let_go(self, peer: Peer) -> None:
         with self._lock:
@@ -148,11 +148,11 @@ def replicate(pool: SlotPool, pull: Pull, part: Part | None) -> Slot:
     data, head = pull.head(part)
     slot = pool.begin(pull.key, head.index.nbytes)
     try:
-        with slot.row as target:
+        with slot.blob as target:
 
-            def take(row: Row, low: int, high: int) -> None:
+            def take(blob: Blob, low: int, high: int) -> None:
                 with target[low:high] as view:
-                    row.fetch_into(low, view)
+                    blob.fetch_into(low, view)
 
             pull.run(head, take)
         pool.received(slot, data, head.sums)

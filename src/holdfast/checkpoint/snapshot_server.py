@@ -5,10 +5,10 @@ too, see `protocol.proof`. `curl` can read it with the token itself:
 
     GET /snapshots                                            what is held here, JSON
     GET /snapshots/STEP/GENERATION/RANK/WORLD/head            msgpack, see `layout.Head`
-    GET /snapshots/STEP/GENERATION/RANK/WORLD/row  Range: ... bytes
+    GET /snapshots/STEP/GENERATION/RANK/WORLD/blob  Range: ... bytes
     GET /snapshots/STEP/GENERATION/RANK/WORLD/hold            the slot's file; it stays as it is until you close
 
-The reader verifies the row against the sums in the head, and the head against the digest that its agent reported.
+The reader verifies the blob against the sums in the head, and the head against the digest that its agent reported.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class SnapshotServer(RangeServer):
         if request.path == "/snapshots":
             request.send(msgspec.json.encode([s.key for s in self._pool.held()]))
             return
-        wanted = re.fullmatch(r"/snapshots/(\d+)/(-?\d+)/(\d+)/(\d+)/(head|row|hold)", request.path)
+        wanted = re.fullmatch(r"/snapshots/(\d+)/(-?\d+)/(\d+)/(\d+)/(head|blob|hold)", request.path)
         if not wanted:
             request.send_error(404)
             return
@@ -73,7 +73,7 @@ class SnapshotServer(RangeServer):
                     request.send(str(slot.path).encode())
                     _wait_for_close(request)
                 else:
-                    _send_row(request, slot)
+                    _send_blob(request, slot)
         except StateError as error:
             request.send_error(410, str(error))
 
@@ -86,15 +86,15 @@ def _wait_for_close(request: Request) -> None:
     request.connection.recv(1)
 
 
-def _send_row(request: Request, slot: Slot) -> None:
-    if (span := request.span(slot.row_bytes)) is None:
+def _send_blob(request: Request, slot: Slot) -> None:
+    if (span := request.span(slot.blob_bytes)) is None:
         return
     low, high = span
-    content_range = f"bytes {low}-{high - 1}/{slot.row_bytes}"
+    content_range = f"bytes {low}-{high - 1}/{slot.blob_bytes}"
     request.begin(HTTPStatus.PARTIAL_CONTENT, {"Content-Length": high - low, "Content-Range": content_range})
-    with slot.row as row:
+    with slot.blob as blob:
         while low < high:
-            low += _send(request.connection, row, low, high)
+            low += _send(request.connection, blob, low, high)
 
 
 def _is_readable(connection: socket.socket) -> bool:
@@ -103,9 +103,9 @@ def _is_readable(connection: socket.socket) -> bool:
     return bool(poll.poll(0))
 
 
-def _send(connection: socket.socket, row: memoryview, start: int, stop: int) -> int:
+def _send(connection: socket.socket, blob: memoryview, start: int, stop: int) -> int:
     """Sends what the kernel takes now of the bytes from `start` on; waits until it takes something."""
-    return connection.send(row[start : min(start + SEND_BYTES, stop)])
+    return connection.send(blob[start : min(start + SEND_BYTES, stop)])
 
 
 class Peer:
@@ -142,7 +142,7 @@ class Peer:
         return data, decode_head(data, part, self.where)
 
     def read_into(self, low: int, view: memoryview) -> None:
-        """Fills `view` with the row's bytes from `low` on.
+        """Fills `view` with the blob's bytes from `low` on.
 
         Raises:
             TierError: the peer does not answer, or does not hold it any more.
@@ -172,7 +172,7 @@ class Peer:
     def _ask(self, low: int, high: int) -> None:
         if self._coming is not None:  # what is still to come of another range is not wanted any more
             self.close()
-        self._coming = self._answer("row", {"Range": f"bytes={low}-{high - 1}"}), low, high
+        self._coming = self._answer("blob", {"Range": f"bytes={low}-{high - 1}"}), low, high
 
     def _wake_at(self, nbytes: int) -> None:
         """Sleep until so much has come. As much must be on its way beyond what is wanted, or nobody wakes us."""
@@ -239,7 +239,7 @@ class OwnNode(Peer):
     _reachable = True
 
     def read_into(self, low: int, view: memoryview) -> None:
-        """Fills `view` with the row's bytes from `low` on."""
+        """Fills `view` with the blob's bytes from `low` on."""
         if self._file is None and self._reachable:
             self._hold()
         if self._file is None:

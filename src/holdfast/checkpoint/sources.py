@@ -1,4 +1,4 @@
-"""Reading a row of bytes from whoever has it: verified, from the nearest source, going on at the next."""
+"""Reading a blob from whoever has it: verified, from the nearest source, going on at the next."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ save by being summed while they are in the cache."""
 
 
 class Source(Protocol):
-    """Someone who has a row. where: for people."""
+    """Someone who has a blob. where: for people."""
 
     where: str
 
     def read_into(self, low: int, view: memoryview) -> None:
-        """Fills `view` with the row's bytes from `low` on; raises a HoldfastError when it cannot."""
+        """Fills `view` with the blob's bytes from `low` on; raises a HoldfastError when it cannot."""
 
 
 class TierSource:
-    """A row in a durable tier."""
+    """A blob in a durable tier."""
 
     def __init__(self, tier: Tier, name: str) -> None:
         self._tier, self._name = tier, name
         self.where = f"{tier.url}/{name}"
 
     def read_into(self, low: int, view: memoryview) -> None:
-        """Fills `view` with the row's bytes from `low` on."""
+        """Fills `view` with the blob's bytes from `low` on."""
         self._tier.read_into(self._name, low, view)
 
 
-class Row:
-    """One row and its sources, nearest first. Thread-safe.
+class Blob:
+    """One blob and its sources, nearest first. Thread-safe.
 
     Attributes:
         fetched_bytes: what was read so far, from any source.
@@ -48,25 +48,25 @@ class Row:
         sources: Sequence[Source],
         sums: bytes,
         nbytes: int,
-        passed_over: Callable[[str], None] = lambda why: None,
+        on_skip: Callable[[str], None] = lambda why: None,
     ) -> None:
-        """passed_over: told, once for each source, why it is not used any more."""
+        """on_skip: told, once for each source, why it is not used any more."""
         self.nbytes = nbytes
         self.fetched_bytes = 0
         self._sums = sums
         self._sources = list(sources)
         self._all = tuple(sources)
-        self._passed_over = passed_over
+        self._passed_over = on_skip
         self._lock = threading.Lock()
 
     def fetch(self, low: int, high: int) -> memoryview:
         """The bytes [low, high), verified.
 
         Raises:
-            StateError: no source has them whole; the message has every source's reason. Or the row has no such bytes.
+            StateError: no source has them whole; the message has every source's reason. Or the blob has no such bytes.
         """
         if not 0 <= low <= high <= self.nbytes:
-            raise StateError(f"bytes {low} to {high} are not within a row of {self.nbytes}")
+            raise StateError(f"bytes {low} to {high} are not within a blob of {self.nbytes}")
         if low == high:
             return memoryview(b"")
         begin, end = whole_chunks(low, high, self.nbytes)

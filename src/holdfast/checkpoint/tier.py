@@ -20,7 +20,7 @@ TIER_EXAMPLE = "s3://bucket/run,every=10m,keep=3,keep-every=10000"
 
 
 class Tier(Protocol):
-    """A place that keeps bytes for longer than the job lives.
+    """Storage that keeps bytes for longer than the job lives.
 
     url: names it to a person, and opens it again.
     """
@@ -45,7 +45,7 @@ class Tier(Protocol):
     def write(
         self,
         name: str,
-        pieces: Iterable[memoryview],
+        buffers: Iterable[memoryview],
         nbytes: int,
         seen: Callable[[int], None] = lambda n: None,
     ) -> None:
@@ -98,7 +98,7 @@ def parse_tier(text: str, every: str = "auto") -> DurableTier:
     """`URL[,every=CADENCE][,keep=N][,keep-every=STEPS]`; `every` is what holds when it is not given.
 
     Raises:
-        UsageError: no place, an option that is none of it, or a value that cannot be.
+        UsageError: no folder or URL, an option that is none of it, or a value that cannot be.
     """
     url, *options = text.split(",")
     if not url:
@@ -119,5 +119,5 @@ def parse_tier(text: str, every: str = "auto") -> DurableTier:
         parse_cadence(every)
     except UsageError as error:
         raise UsageError(f"{text!r}: every: {error}") from error
-    place = url if "://" in url else str(Path(url).absolute())
-    return DurableTier(place, every, int(fields.get("keep", "2")), int(fields.get("keep-every", "0")))
+    absolute = url if "://" in url else str(Path(url).absolute())
+    return DurableTier(absolute, every, int(fields.get("keep", "2")), int(fields.get("keep-every", "0")))

@@ -16,7 +16,7 @@ from holdfast.data.collate import Ids, Maker, describe, on_device, unpacked
 from holdfast.data.decoding import Decoders
 from holdfast.data.mapstyle import Shuffled, check_dataset
 from holdfast.data.order import SampleOrder
-from holdfast.data.prefetch import Ahead, Key
+from holdfast.data.prefetch import Key, PrefetchBuffer
 from holdfast.data.samples import SampleLedger
 from holdfast.errors import DataError, UsageError
 
@@ -88,7 +88,9 @@ class DatasetBatches:
         self._fastest_s = math.inf
         self._ledger = SampleLedger(ledger, launch, len(data), global_batch, micro_batch) if ledger else None
         self._decoders = Decoders(self._maker, how.workers) if how.workers else None
-        self._ahead = Ahead(self._begin, until, how.steps_ahead, 2 * how.workers, how.most_bytes)
+        self._prefetched = PrefetchBuffer(
+            self._begin, until, how.steps_ahead, 2 * how.workers, how.most_bytes
+        )
 
     def count(self) -> int:
         """Micro-batches in a global batch."""
@@ -99,11 +101,11 @@ class DatasetBatches:
         otherwise."""
         self._given.clear()
         if position - step * self._global_batch != self._position - self._step * self._global_batch:
-            self._ahead.forget()  # the state was loaded anew, and with it another place in the data
+            self._prefetched.forget()  # the state was loaded anew, and with it another place in the data
             self._advised.clear()
         self._step, self._position = step, position
         if self._decoders is not None:
-            self._ahead.aim(step, micros)
+            self._prefetched.aim(step, micros)
         elif hasattr(self.dataset, "read_ahead"):
             if self._advise_until is None or step < self._advise_until:
                 self._advise(step, micros)
@@ -137,7 +139,7 @@ class DatasetBatches:
 
     def close(self) -> None:
         """Ends what works ahead."""
-        self._ahead.forget()
+        self._prefetched.forget()
         if self._decoders is not None:
             self._decoders.close()
         if self._ledger is not None:
@@ -150,30 +152,30 @@ class DatasetBatches:
         return self._decoders.make(*key, self._ids(*key))
 
     def _decoded(self, step: int, micro: int, decoders: Decoders) -> tuple[Ids, Any]:
-        future = self._ahead.take(step, micro)
+        future = self._prefetched.take(step, micro)
         if not future.done() and not decoders.up:
             # A process takes seconds to start, and what it would make is the same.
             ids = self._ids(step, micro)
             return ids, self._maker.make(step, micro, ids)
         try:
-            row = future.result()
+            data = future.result()
         except BrokenProcessPool:
-            row = self._decoded_again(step, micro, decoders)
+            data = self._decoded_again(step, micro, decoders)
         except DataError:
-            self._ahead.keep_made()  # tried again with the step: it may have been the file system
+            self._prefetched.keep_made()  # tried again with the step: it may have been the file system
             raise
-        ids, batch = unpacked(row)
+        ids, batch = unpacked(data)
         return ids, batch
 
     def _decoded_again(self, step: int, micro: int, decoders: Decoders) -> bytes:
         """A process died, and with it all that were at work. Once that may be chance."""
         _log.warning("a decoding process died; starting new ones", extra={"step": step, "micro": micro})
-        self._ahead.forget()
+        self._prefetched.forget()
         decoders.restart()
         try:
-            return self._ahead.take(step, micro).result()
+            return self._prefetched.take(step, micro).result()
         except BrokenProcessPool as error:
-            self._ahead.forget()
+            self._prefetched.forget()
             decoders.restart()
             raise DataError(
                 f"decoding processes of {describe(self.dataset)} died twice near step {step}, micro-batch {micro} "

@@ -28,7 +28,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from holdfast.data.build_units import Made, Recipe, find_unit, make_unit, writing
+from holdfast.data.build_units import FinishedUnit, Recipe, find_unit, make_unit, writing
 from holdfast.data.encoding import Encoder, load_encoder
 from holdfast.data.inputs import Unit, find_files, plan_units
 from holdfast.data.megatron import CODES, write_index
@@ -103,8 +103,8 @@ def build(
     fitting = sum(file.stat().st_size for file in files) // FEW_UNITS
     unit_bytes = options.unit_bytes or min(max(UNIT_BYTES, fitting), MOST_UNIT_BYTES)
     units = plan_units(files, options.reading, unit_bytes)
-    pieces = [piece for unit in units for piece in unit.pieces]
-    inputs = tuple(dict.fromkeys(Input(piece.path, piece.size, piece.changed_ns) for piece in pieces))
+    spans = [span for unit in units for span in unit.spans]
+    inputs = tuple(dict.fromkeys(Input(span.path, span.size, span.changed_ns) for span in spans))
     key = xxhash.xxh3_128_hexdigest("".join([options.format, *map(recipe.key_of, units)]).encode())
     output = _Output(options.prefix, options.format)
     with output.working():
@@ -185,7 +185,7 @@ def _smallest_dtype(largest: int, format_: Format) -> str:
 
 def _make_all(
     units: list[Unit], recipe: Recipe, folder: Path, workers: int, progress: Progress
-) -> list[Made]:
+) -> list[FinishedUnit]:
     """Every unit, finished."""
     itemsize = np.dtype(recipe.dtype).itemsize
     total = sum(unit.nbytes for unit in units)
@@ -311,7 +311,7 @@ class _Output:
             )
         return None
 
-    def publish(self, made: list[Made], description: Description, progress: Progress) -> Description:
+    def publish(self, made: list[FinishedUnit], description: Description, progress: Progress) -> Description:
         """Puts the units together and gives the files their names."""
         if not description.tokens:
             raise DataError("the input has no tokens: every document is empty")
@@ -371,7 +371,7 @@ class _Summed:
 
 
 def _write_tokens(
-    file: _Summed, made: list[Made], description: Description, suffix: str, progress: Progress
+    file: _Summed, made: list[FinishedUnit], description: Description, suffix: str, progress: Progress
 ) -> None:
     dtype = np.dtype(description.dtype).newbyteorder("<")
     if suffix == ".npy":
@@ -379,9 +379,9 @@ def _write_tokens(
         np.lib.format.write_array_header_1_0(file, header)
     done, total = 0, description.tokens * dtype.itemsize
     for unit in made:
-        for piece in unit.content():
-            file.write(piece)
-            done += len(piece)
+        for block in unit.content():
+            file.write(block)
+            done += len(block)
             progress("putting together", done, total)
 
 

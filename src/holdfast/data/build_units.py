@@ -61,7 +61,7 @@ class Recipe(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Made:
+class FinishedUnit:
     """A finished unit.
 
     Attributes:
@@ -88,9 +88,9 @@ class Made:
         """
         digest = xxhash.xxh3_64()
         with _with(self.path, ".bin").open("rb") as file:
-            while piece := file.read(COPY_BYTES):
-                digest.update(piece)
-                yield piece
+            while block := file.read(COPY_BYTES):
+                digest.update(block)
+                yield block
         if digest.intdigest() != self.sum:
             _with(self.path, ".len").unlink()
             raise DataError(
@@ -98,7 +98,7 @@ class Made:
             )
 
 
-def find_unit(folder: Path, key: str, itemsize: int) -> Made | None:
+def find_unit(folder: Path, key: str, itemsize: int) -> FinishedUnit | None:
     """The unit, if it is finished."""
     path = folder / key
     try:
@@ -108,7 +108,7 @@ def find_unit(folder: Path, key: str, itemsize: int) -> Made | None:
         whole = whole and magic == MAGIC and _with(path, ".bin").stat().st_size == tokens * itemsize
     except (FileNotFoundError, struct.error):
         return None
-    return Made(path, documents, tokens, skipped, sum_) if whole else None
+    return FinishedUnit(path, documents, tokens, skipped, sum_) if whole else None
 
 
 def make_unit(
@@ -125,7 +125,7 @@ def make_unit(
     encoder = load_encoder(recipe.tokenizer)
     if encoder.key != recipe.tokenizer_key:
         raise DataError(f"{recipe.tokenizer} changed while data was built with it; run the command again")
-    readers = [Reader(piece, recipe.reading, encoder.needs_utf8) for piece in unit.pieces]
+    readers = [Reader(span, recipe.reading, encoder.needs_utf8) for span in unit.spans]
     documents = chain.from_iterable(reader.documents() for reader in readers)
     end = [] if recipe.eod is None else [recipe.eod]
     dtype = np.dtype(recipe.dtype).newbyteorder("<")
@@ -141,7 +141,7 @@ def make_unit(
                     continue
                 if len(tokens) + len(end) > MOST_TOKENS:
                     raise DataError(
-                        f"a document of {unit.pieces[0].path} (or files after it) has {len(tokens)} tokens; the most "
+                        f"a document of {unit.spans[0].path} (or files after it) has {len(tokens)} tokens; the most "
                         f"is {MOST_TOKENS}"
                     )
                 lengths.append(len(tokens) + len(end))

@@ -206,14 +206,14 @@ class Cache:
             return None
         content = self._content / entry.digest
         try:
-            found = content.stat()
-            linked = self._link_of(entry).stat().st_ino == found.st_ino
+            status = content.stat()
+            linked = self._link_of(entry).stat().st_ino == status.st_ino
         except FileNotFoundError:
             return None
-        if linked and (found.st_size, found.st_mtime_ns) == (entry.version.size, entry.changed_ns):
+        if linked and (status.st_size, status.st_mtime_ns) == (entry.version.size, entry.changed_ns):
             return entry
         if linked and _digest(content) == entry.digest:
-            entry = msgspec.structs.replace(entry, changed_ns=found.st_mtime_ns)
+            entry = msgspec.structs.replace(entry, changed_ns=status.st_mtime_ns)
             self._write_entry(entry, key)
             return entry
         _log.warning("%s is not what was fetched from %s; fetching it again", content, entry.url)
@@ -388,7 +388,7 @@ class Cache:
 def _digest(path: Path) -> str:
     digest = xxhash.xxh3_128()
     with path.open("rb") as file, ByteCount(sys.stderr, f"reading {path}") as count:
-        while piece := file.read(READ_BYTES):
-            digest.update(piece)
-            count.add(len(piece))
+        while block := file.read(READ_BYTES):
+            digest.update(block)
+            count.add(len(block))
     return digest.hexdigest()

@@ -116,14 +116,14 @@ class _Pickler(pickle.Pickler):
 
 def packed(batch: Any) -> bytes:
     """A batch as bytes for another process of this worker."""
-    row = io.BytesIO()
-    _Pickler(row, protocol=5).dump(batch)
-    return row.getvalue()
+    stream = io.BytesIO()
+    _Pickler(stream, protocol=5).dump(batch)
+    return stream.getvalue()
 
 
-def unpacked(row: bytes) -> Any:
+def unpacked(data: bytes) -> Any:
     """A new batch from `packed` bytes of this worker's own process; the script may change it in place."""
-    return pickle.loads(row)
+    return pickle.loads(data)
 
 
 def _tensor(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

@@ -152,10 +152,10 @@ class Remote:
         options: dict[str, Any] = {"range": (low, high)}
         if version.e_tag is not None:
             options["if_match"] = version.e_tag
-        found = obstore.get(self._store, self.name, options=options)  # type: ignore[arg-type]
-        if _version_of(found.meta) != version:
+        answer = obstore.get(self._store, self.name, options=options)  # type: ignore[arg-type]
+        if _version_of(answer.meta) != version:
             raise Changed
-        data = memoryview(found.bytes())
+        data = memoryview(answer.bytes())
         if len(data) != high - low:
             raise OSError(f"IncompleteBody: {len(data)} bytes came, not {high - low}")
         return data

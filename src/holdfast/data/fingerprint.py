@@ -74,8 +74,8 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any], where: str =
         return
     for number, (old, new) in enumerate(zip(sources, present, strict=True)):
         if old.get("fingerprint") != new.get("fingerprint") or old.get("weight") != new.get("weight"):
-            found = list(_differences(old, new, f"{where}source {number}: "))
-            yield from found or [f"{where}source {number} is another one"]
+            changes = list(_differences(old, new, f"{where}source {number}: "))
+            yield from changes or [f"{where}source {number} is another one"]
 
 
 def _changed_files(

@@ -1,6 +1,6 @@
 """What `holdfast data build` reads: text, JSON lines and Parquet, in units that can be read in parallel.
 
-A unit is one large piece or several small ones. A piece is a range of bytes of a file of lines (it has the lines that
+A unit is one large span or several small ones. A span is a range of bytes of a file of lines (it has the lines that
 begin in the range), a range of row groups of a Parquet file, or a whole file. How files are cut changes nothing in the
 result.
 """
@@ -25,7 +25,7 @@ from holdfast.errors import DataError, UsageError
 MOST_FILE_BYTES = 1 << 30
 """Of a file that is one document: it is held in memory."""
 
-_MOST_PIECES = 1024
+_MOST_SPANS = 1024
 
 
 SUFFIXES = {
@@ -37,37 +37,40 @@ SUFFIXES = {
 }
 
 
-@dataclass(frozen=True)
-class Piece:
+@dataclass(frozen=True, kw_only=True)
+class Span:
     """A part of an input file, or all of it.
 
-    Attributes:
-        size, changed_ns: of the file, when the build began.
-        begin, end: bytes of the file; row groups of Parquet.
-        nbytes: about how much is to be read.
-        whole: it is one document, or is compressed: the range is the whole file.
+    The order and the names of these fields go into the keys of finished units: see `Recipe.key_of`.
     """
 
     path: str
+    """Absolute."""
     kind: Kind
     size: int
+    """Bytes of the file when the build began."""
     changed_ns: int
+    """Its modification time then, nanoseconds since 1970."""
     begin: int
+    """First byte; of Parquet, first row group."""
     end: int
+    """The one after the last."""
     nbytes: int
+    """About how much is to be read."""
     whole: bool = False
+    """It is one document, or is compressed: the span is all of the file."""
 
 
-@dataclass(frozen=True)
-class Unit:
+class Unit(msgspec.Struct, frozen=True):
     """What one process reads at a time."""
 
-    pieces: tuple[Piece, ...]
+    spans: tuple[Span, ...] = msgspec.field(name="pieces")
+    """Encoded as `pieces`: the keys of finished units and of data sets are hashes of it, and must stay what they are."""
 
     @property
     def nbytes(self) -> int:
         """About how much is to be read."""
-        return sum(piece.nbytes for piece in self.pieces)
+        return sum(span.nbytes for span in self.spans)
 
 
 def find_files(inputs: Iterable[str | os.PathLike[str]]) -> list[Path]:
@@ -76,7 +79,7 @@ def find_files(inputs: Iterable[str | os.PathLike[str]]) -> list[Path]:
     Raises:
         UsageError: something is not there, or nothing is.
     """
-    found: list[Path] = []
+    files: list[Path] = []
     for name in inputs:
         path = Path(name)
         if path.is_dir():
@@ -87,16 +90,16 @@ def find_files(inputs: Iterable[str | os.PathLike[str]]) -> list[Path]:
             )
             if not below:
                 raise UsageError(f"the folder {path} has no files in it")
-            found += below
+            files += below
         elif path.is_file():
-            found.append(path)
+            files.append(path)
         else:
             raise UsageError(
                 f"the input {path} does not exist" if not path.exists() else f"the input {path} is no file"
             )
-    if not found:
+    if not files:
         raise UsageError("nothing to build from: name files or folders")
-    return found
+    return files
 
 
 def plan_units(files: list[Path], reading: Reading, unit_bytes: int) -> list[Unit]:
@@ -106,17 +109,17 @@ def plan_units(files: list[Path], reading: Reading, unit_bytes: int) -> list[Uni
         UsageError: a file cannot be read in this way; said before anything is built.
     """
     units: list[Unit] = []
-    small: list[Piece] = []
+    small: list[Span] = []
     for path in files:
-        for piece in _pieces_of(path, reading, unit_bytes):
-            small.append(piece)
-            if sum(one.nbytes for one in small) >= unit_bytes or len(small) == _MOST_PIECES:
+        for span in _spans_of(path, reading, unit_bytes):
+            small.append(span)
+            if sum(one.nbytes for one in small) >= unit_bytes or len(small) == _MOST_SPANS:
                 units.append(Unit(tuple(small)))
                 small = []
     return [*units, Unit(tuple(small))] if small else units
 
 
-def _pieces_of(path: Path, reading: Reading, unit_bytes: int) -> Iterator[Piece]:
+def _spans_of(path: Path, reading: Reading, unit_bytes: int) -> Iterator[Span]:
     known = path.stat()
     kind, zipped = _kind_of(path, reading)
     whole = kind is Kind.TEXT and reading.documents is Documents.FILE
@@ -126,29 +129,35 @@ def _pieces_of(path: Path, reading: Reading, unit_bytes: int) -> Iterator[Piece]
         raise UsageError(
             f"{path} is one document of {known.st_size >> 20} MiB; cut it into documents with --documents line"
         )
-    piece = Piece(
-        str(path.absolute()), kind, known.st_size, known.st_mtime_ns, 0, known.st_size, known.st_size
+    span = Span(
+        path=str(path.absolute()),
+        kind=kind,
+        size=known.st_size,
+        changed_ns=known.st_mtime_ns,
+        begin=0,
+        end=known.st_size,
+        nbytes=known.st_size,
     )
     if kind is Kind.PARQUET:
         for begin, end, nbytes in _row_groups(path, reading.field, unit_bytes):
-            yield replace(piece, begin=begin, end=end, nbytes=nbytes)
+            yield replace(span, begin=begin, end=end, nbytes=nbytes)
     elif zipped or whole:
-        yield replace(piece, whole=True)
+        yield replace(span, whole=True)
     else:
         for begin in range(0, known.st_size, unit_bytes):
             end = min(begin + unit_bytes, known.st_size)
-            yield replace(piece, begin=begin, end=end, nbytes=end - begin)
+            yield replace(span, begin=begin, end=end, nbytes=end - begin)
 
 
 class Reader:
-    """Reads the documents of one piece.
+    """Reads the documents of one span.
 
     Attributes:
         skipped: lines and rows that were passed over.
     """
 
-    def __init__(self, piece: Piece, reading: Reading, needs_utf8: bool) -> None:
-        self._piece, self._reading, self._needs_utf8 = piece, reading, needs_utf8
+    def __init__(self, span: Span, reading: Reading, needs_utf8: bool) -> None:
+        self._span, self._reading, self._needs_utf8 = span, reading, needs_utf8
         self.skipped = 0
 
     def documents(self) -> Iterator[bytes]:
@@ -158,19 +167,19 @@ class Reader:
             DataError: one cannot be read; the message has file and line.
         """
         try:
-            known = Path(self._piece.path).stat()
-            if (known.st_size, known.st_mtime_ns) != (self._piece.size, self._piece.changed_ns):
-                raise DataError(f"{self._piece.path} changed while it was being read; run the command again")
-            if self._piece.kind is Kind.PARQUET:
+            known = Path(self._span.path).stat()
+            if (known.st_size, known.st_mtime_ns) != (self._span.size, self._span.changed_ns):
+                raise DataError(f"{self._span.path} changed while it was being read; run the command again")
+            if self._span.kind is Kind.PARQUET:
                 yield from self._rows()
-            elif self._piece.kind is Kind.JSONL:
+            elif self._span.kind is Kind.JSONL:
                 yield from self._parsed(self._json_text)
             elif self._reading.documents is Documents.LINE:
                 yield from self._parsed(self._plain_text)
             else:
                 yield from self._whole()
         except (OSError, EOFError, ValueError, zlib.error) as error:  # what gzip and pyarrow raise
-            raise DataError(f"{self._piece.path} cannot be read: {error}") from error
+            raise DataError(f"{self._span.path} cannot be read: {error}") from error
 
     def _parsed(self, parse: Callable[[bytes], bytes]) -> Iterator[bytes]:
         for number, line in enumerate(self._lines()):
@@ -180,39 +189,39 @@ class Reader:
                 self._bad("line", self._lines_before + number + 1, str(error))
 
     def _lines(self) -> Iterator[bytes]:
-        piece = self._piece
+        span = self._span
         with self._opened() as file:
-            if piece.whole:
+            if span.whole:
                 yield from file
                 return
             at = 0
-            if piece.begin:  # the line that the byte before is in belongs to the piece before
-                file.seek(piece.begin - 1)
-                at = piece.begin - 1 + len(file.readline())
-            while at < piece.end and (line := file.readline()):
+            if span.begin:  # the line that the byte before is in belongs to the span before
+                file.seek(span.begin - 1)
+                at = span.begin - 1 + len(file.readline())
+            while at < span.end and (line := file.readline()):
                 at += len(line)
                 yield line
 
     @cached_property
     def _lines_before(self) -> int:
-        """Lines that begin before this piece; only counted when one has to be named."""
-        count, left, last = 0, self._piece.begin, b"\n"
-        with Path(self._piece.path).open("rb") as file:
+        """Lines that begin before this span; only counted when one has to be named."""
+        count, left, last = 0, self._span.begin, b"\n"
+        with Path(self._span.path).open("rb") as file:
             while left and (block := file.read(min(left, 1 << 20))):
                 count, left, last = count + block.count(b"\n"), left - len(block), block
         return count + (not last.endswith(b"\n"))
 
     def _opened(self) -> BinaryIO:
-        if _is_zipped(Path(self._piece.path)):
-            return gzip.open(self._piece.path, "rb")  # type: ignore[return-value]
-        return Path(self._piece.path).open("rb")
+        if _is_zipped(Path(self._span.path)):
+            return gzip.open(self._span.path, "rb")  # type: ignore[return-value]
+        return Path(self._span.path).open("rb")
 
     def _whole(self) -> Iterator[bytes]:
         with self._opened() as file:
             content = file.read(MOST_FILE_BYTES + 1)
         if len(content) > MOST_FILE_BYTES:
             raise DataError(
-                f"{self._piece.path} is one document of more than {MOST_FILE_BYTES >> 20} MiB; cut it into documents "
+                f"{self._span.path} is one document of more than {MOST_FILE_BYTES >> 20} MiB; cut it into documents "
                 "with --documents line"
             )
         try:
@@ -249,10 +258,10 @@ class Reader:
         return text
 
     def _rows(self) -> Iterator[bytes]:
-        piece = self._piece
-        with _parquet().ParquetFile(piece.path) as file:
-            number = sum(file.metadata.row_group(group).num_rows for group in range(piece.begin))
-            groups = list(range(piece.begin, piece.end))
+        span = self._span
+        with _parquet().ParquetFile(span.path) as file:
+            number = sum(file.metadata.row_group(group).num_rows for group in range(span.begin))
+            groups = list(range(span.begin, span.end))
             for batch in file.iter_batches(
                 1024, row_groups=groups, columns=[self._reading.field], use_threads=False
             ):
@@ -266,7 +275,7 @@ class Reader:
     def _bad(self, what: str, number: int, why: str) -> None:
         if not self._reading.skip_bad:
             raise DataError(
-                f"{self._piece.path}, {what} {number}: {why}; mend it, or pass over what cannot be read with --skip-bad"
+                f"{self._span.path}, {what} {number}: {why}; mend it, or pass over what cannot be read with --skip-bad"
             )
         self.skipped += 1
 

@@ -242,27 +242,27 @@ class MixtureOrder:
                 f"positions span {asked.min()} to {asked.max()}; positions of a mixture run from 0 to 2**62 - 1"
             )
         flat = asked.ravel().astype(np.int64)
-        found = np.empty_like(flat)
+        samples = np.empty_like(flat)
         for source, rows, draws in self.draws(flat):
-            found[rows] = self._mixture._firsts[source] + self._orders[source].at_many(draws)
-        return found.reshape(asked.shape)
+            samples[rows] = self._mixture._firsts[source] + self._orders[source].at_many(draws)
+        return samples.reshape(asked.shape)
 
     def draws(self, positions: Ints) -> list[tuple[int, Ints, Ints]]:
         """Who has which position: (source, rows of `positions`, how many samples of the source came before)."""
-        found: list[tuple[int, Ints, Ints]] = []
+        drawn: list[tuple[int, Ints, Ints]] = []
         open_ = [(self._mixture._tree, np.arange(len(positions)), positions)]
         while open_:
             tree, rows, at = open_.pop()
             if not len(rows):
                 continue
             if isinstance(tree, int):
-                found.append((tree, rows, at))
+                drawn.append((tree, rows, at))
                 continue
             before, after = _left_of(tree, at), _left_of(tree, at + 1)
             left = after > before
             open_.append((tree.left, rows[left], before[left]))
             open_.append((tree.right, rows[~left], (at - before)[~left]))
-        return found
+        return drawn
 
 
 def _left_of(node: _Node, count: Any) -> Any:

@@ -119,10 +119,10 @@ class SampleOrder:
             raise ValueError(f"positions span {low} to {high}; positions run from 0 to 2**63 - 1")
         flat = asked.ravel().astype(np.uint64)
         if low // self.samples == high // self.samples:
-            found = self._one_epoch(flat, low // self.samples)
+            samples = self._one_epoch(flat, low // self.samples)
         else:
-            found = self._many_epochs(flat)
-        return found.astype(np.int64).reshape(asked.shape)
+            samples = self._many_epochs(flat)
+        return samples.astype(np.int64).reshape(asked.shape)
 
     def micro_batch_samples(
         self, step: int, micro: int, micro_batch: int, global_batch: int

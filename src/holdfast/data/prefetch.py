@@ -18,7 +18,7 @@ Key = tuple[int, int]
 MOST_MICRO_BATCHES = 256
 
 
-class Ahead:
+class PrefetchBuffer:
     """Packed micro-batches, each a future, in the order in which the worker will need them.
 
     Args:

@@ -109,8 +109,8 @@ class SampleLedger:
         os.close(self._fd)
 
     def _write(self, line: _Head | _Line) -> None:
-        row = msgspec.json.encode(line) + b"\n"
-        if os.write(self._fd, row) != len(row):
+        encoded = msgspec.json.encode(line) + b"\n"
+        if os.write(self._fd, encoded) != len(encoded):
             raise OSError(f"{self._path}: the disk is full")
 
 
@@ -130,8 +130,8 @@ class Checked:
 
     def repeated(self) -> dict[int, list[int]]:
         """Epoch to the samples that came more than once in it; empty if none did."""
-        found = {e: sorted(i for i, n in seen.items() if n > 1) for e, seen in self.epochs.items()}
-        return {epoch: ids for epoch, ids in found.items() if ids}
+        repeated = {e: sorted(i for i, n in seen.items() if n > 1) for e, seen in self.epochs.items()}
+        return {epoch: ids for epoch, ids in repeated.items() if ids}
 
     def missing(self, epoch: int) -> int:
         """How many samples of the epoch did not come; 0 for every epoch but the last one begun."""
@@ -157,8 +157,8 @@ def check(*folders: str | os.PathLike[str]) -> Checked:
         began_ns[head.launch] = min(head.began_ns, began_ns.get(head.launch, head.began_ns))
     lines = [
         (process, (began_ns[head.launch], line.g), line)
-        for process, (head, rows) in enumerate(filter(None, files))
-        for line in rows
+        for process, (head, following) in enumerate(filter(None, files))
+        for line in following
     ]
     samples = heads[0].samples
     counts = {h.global_batch // h.micro_batch for h in heads}
@@ -175,10 +175,10 @@ def check(*folders: str | os.PathLike[str]) -> Checked:
 
 def _read(path: Path) -> tuple[_Head, list[_Line]] | None:
     """A file's lines; a last one that its process did not finish writing is left out."""
-    head, *rows = path.read_bytes().split(b"\n")[:-1] or [b""]
+    head, *following = path.read_bytes().split(b"\n")[:-1] or [b""]
     if not head:
         return None
-    return _heads.decode(head), [_lines.decode(row) for row in rows]
+    return _heads.decode(head), [_lines.decode(line) for line in following]
 
 
 def _committed(lines: list[tuple[int, Generation, _Line]]) -> Iterator[tuple[int, list[_Line]]]:

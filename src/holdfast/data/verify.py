@@ -59,7 +59,7 @@ def _check_range(file: TokenFile, description: Description | None, seen: Callabl
 def _sum(path: Path, seen: Callable[[int], None]) -> str:
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
-        while piece := file.read(_AT_ONCE_BYTES):
-            digest.update(piece)
-            seen(len(piece))
+        while block := file.read(_AT_ONCE_BYTES):
+            digest.update(block)
+            seen(len(block))
     return digest.hexdigest()

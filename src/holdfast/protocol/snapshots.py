@@ -30,7 +30,7 @@ class Key(msgspec.Struct, frozen=True, order=True):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """A file of a checkpoint. xxh3 (128 bits, hex): of a head's bytes; for a row, of its chunks' sums."""
+    """A file of a checkpoint. xxh3 (128 bits, hex): of a head's bytes; for a blob, of its chunks' sums."""
 
     name: str
     nbytes: int
@@ -38,11 +38,13 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class Shard(msgspec.Struct, frozen=True):
-    """What one rank saved. Ranks with equal bytes share a row."""
+    """What one rank saved."""
 
     rank: int
     head: Part
-    row: Part
+    blob: Part = msgspec.field(name="row")
+    """The bytes of the rank's tensors. Ranks with equal bytes share one. Manifests and the coordinator's state call it
+    `row`, and go on to."""
 
 
 class Copy(msgspec.Struct, frozen=True):

@@ -12,12 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from holdfast.checkpoint.archive import Archive
-from holdfast.checkpoint.checksums import sums_of_pieces
+from holdfast.checkpoint.checksums import sums_of_buffers
 from holdfast.checkpoint.layout import encode_head
 from holdfast.checkpoint.located import find_in_archive
 from holdfast.checkpoint.policy import Retention
 from holdfast.checkpoint.replicate import Pull
-from holdfast.checkpoint.sources import WINDOW_BYTES, Row
+from holdfast.checkpoint.sources import WINDOW_BYTES, Blob
 from holdfast.errors import StateError, UnreadError
 from holdfast.observe.transfer_progress import Seen
 from holdfast.protocol.snapshots import Part
@@ -39,7 +39,7 @@ def save(
     """
     archive = Archive(url)
     index = image.index
-    sums = sums_of_pieces(image.pieces(0, index.nbytes))
+    sums = sums_of_buffers(image.pieces(0, index.nbytes))
     shard = archive.save_shard(
         index.step, 0, encode_head(index, sums), sums, image.pieces(0, index.nbytes), index.nbytes, seen
     )
@@ -79,7 +79,7 @@ def restore(
             return reshard.load(objects, found, shard[0], submesh, seen)
         archive.check_size(saved, head)
         image = targets(objects, head.index)
-        fill(image, archive.row(saved, head), lambda nbytes: seen(nbytes, head.index.nbytes))
+        fill(image, archive.blob(saved, head), lambda nbytes: seen(nbytes, head.index.nbytes))
     except StateError as error:
         # Bytes are verified while they are read, so the live tensors may be half written by now. The caller
         # counts the state as absent until `load` below has run.
@@ -100,11 +100,11 @@ def pull_image(objects: Protected, pull: Pull, part: Part | None, seen: Seen) ->
     image = targets(objects, head.index)
     scratch = threading.local()
 
-    def take(row: Row, low: int, high: int) -> None:
+    def take(blob: Blob, low: int, high: int) -> None:
         if not hasattr(scratch, "buffer"):
             scratch.buffer = memoryview(bytearray(WINDOW_BYTES))
         window = scratch.buffer[: high - low]
-        row.fetch_into(low, window)
+        blob.fetch_into(low, window)
         _put(image, low, window)
         seen(high - low, head.index.nbytes)
 
@@ -112,15 +112,15 @@ def pull_image(objects: Protected, pull: Pull, part: Part | None, seen: Seen) ->
     return image
 
 
-def fill(image: Image, row: Row, seen: Callable[[int], None] = lambda nbytes: None) -> None:
-    """Brings a row's bytes into an image, several windows at once: an object store answers each after a while."""
-    lows = iter(range(0, row.nbytes, WINDOW_BYTES))
+def fill(image: Image, blob: Blob, seen: Callable[[int], None] = lambda nbytes: None) -> None:
+    """Brings a blob into an image, several windows at once: an object store answers each after a while."""
+    lows = iter(range(0, blob.nbytes, WINDOW_BYTES))
     lock = threading.Lock()
     # An object store may take minutes to fail every request. The first failure ends all readers.
     failed = threading.Event()  # then the others need not go on
 
     def work() -> None:
-        buffer = memoryview(bytearray(min(WINDOW_BYTES, row.nbytes)))
+        buffer = memoryview(bytearray(min(WINDOW_BYTES, blob.nbytes)))
         try:
             while not failed.is_set():
                 # An iterator is not safe to share between threads without this.
@@ -128,15 +128,15 @@ def fill(image: Image, row: Row, seen: Callable[[int], None] = lambda nbytes: No
                     low = next(lows, None)
                 if low is None:
                     return
-                window = buffer[: min(WINDOW_BYTES, row.nbytes - low)]
-                row.fetch_into(low, window)
+                window = buffer[: min(WINDOW_BYTES, blob.nbytes - low)]
+                blob.fetch_into(low, window)
                 _put(image, low, window)
                 seen(len(window))
         except BaseException:
             failed.set()
             raise
 
-    count = min(READERS, -(-row.nbytes // WINDOW_BYTES))
+    count = min(READERS, -(-blob.nbytes // WINDOW_BYTES))
     if count <= 1:
         work()
         return

@@ -146,12 +146,12 @@ class Snapshots:
         try:
             given = self._link.wait_slot(key, patience_s)
             if given is not None and given.path is not None:
-                with self._maps.row(given.path, image.index.nbytes) as row:
+                with self._maps.blob(given.path, image.index.nbytes) as blob:
                     # The main thread may have given this copy up while the slot was waited for, and the
                     # update may be running. `begin` and `end` decide under one lock who came first.
                     if copying.begin():
                         self._faults.reach(Phase.SNAPSHOT, key.step)
-                        copy_into(row, image, self._pinning.covers(row))
+                        copy_into(blob, image, self._pinning.covers(blob))
                         index = msgspec.msgpack.encode(image.index)
         except (TierError, StateError):
             index = None  # the agent says why: its slot is gone
@@ -194,9 +194,9 @@ class _Copying:
             self._news.wait_for(lambda: self._over)
 
 
-def copy_into(row: memoryview, image: Image, pinned: bool = False) -> None:
-    """Copies an image's bytes into a row, without holding the GIL. pinned: a GPU can write to it."""
-    target = np.frombuffer(row, dtype=np.uint8)
+def copy_into(blob: memoryview, image: Image, pinned: bool = False) -> None:
+    """Copies an image's bytes into a blob, without holding the GIL. pinned: a GPU can write to it."""
+    target = np.frombuffer(blob, dtype=np.uint8)
     try:
         if pinned and not image.near:
             whole = torch.from_numpy(target)

@@ -182,7 +182,7 @@ class SimMemory:
             )
             return
         shard = copy_of(order.key, slot.bits).shard
-        self.cluster.files[(order.tier, shard.row.name)] = slot.bits
+        self.cluster.files[(order.tier, shard.blob.name)] = slot.bits
         self.agent.send(m.Stored(tier=order.tier, key=order.key, shard=shard))
 
     def publish(self, order: m.Publish) -> None:
@@ -197,8 +197,8 @@ class SimMemory:
             self.agent.send(m.Published(tier.url, order.step, "the tier does not answer"))
             return
         shards = sorted(order.shards, key=lambda x: x.rank)
-        bits = tuple(self.cluster.files[(tier.url, x.row.name)] for x in shards)
-        torn = [f"{b:x}" for b in bits] != [x.row.xxh3 for x in shards]
+        bits = tuple(self.cluster.files[(tier.url, x.blob.name)] for x in shards)
+        torn = [f"{b:x}" for b in bits] != [x.blob.xxh3 for x in shards]
         self.cluster.durables[(tier.url, order.step)] = (order.step, None if torn else bits)
         self.cluster.moment("published")
         steps = [step for url, step in self.cluster.durables if url == tier.url]

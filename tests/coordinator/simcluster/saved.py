@@ -194,7 +194,7 @@ class SavedChecks:
                 bits = self.checks.canon_state(step)
                 require(bits is not None, "step %d is to be published and did not happen", step)
                 rows = [f"{b:x}" for b in bits or ()]
-                require([x.row.xxh3 for x in shards] == rows, "other bits of step %d", step)
+                require([x.blob.xxh3 for x in shards] == rows, "other bits of step %d", step)
                 self._orders[(tier.url, step)] = node
             case e.Record(kind="snapshot", fields=fields):
                 self._whole = [*self._whole, (_number(fields, "step"), _number(fields, "generation"))]

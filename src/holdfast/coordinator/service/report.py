@@ -195,7 +195,7 @@ def _saving(state: CoreState, now: float) -> dict[str, Any]:
         else {
             "step": newest.step,
             "nodes": min((len(set(h.nodes)) for h in newest.shards), default=0),
-            "nbytes": sum({h.copy.shard.row.xxh3: h.copy.shard.row.nbytes for h in newest.shards}.values()),
+            "nbytes": sum({h.copy.shard.blob.xxh3: h.copy.shard.blob.nbytes for h in newest.shards}.values()),
             "took_s": round((newest.whole_s or now) - newest.began_s, 4),
             "age_s": round(now - (newest.whole_s or now), 3),
         },

@@ -129,11 +129,11 @@ def _store(context: Context, tier: DurableTier, snapshot: Snapshot, last: bool =
     rows: dict[str, Shard] = {}
     for rank in range(snapshot.world):
         copy, holders = queries.sources(context, snapshot, rank, "")
-        # Ranks with equal bytes share a row: one of them writes it and the others only their heads.
+        # Ranks with equal bytes share a blob: one of them writes it and the others only their heads.
         # Data-parallel replicas would otherwise write the same bytes once for each.
-        first = rows.setdefault(copy.shard.row.xxh3, copy.shard)
+        first = rows.setdefault(copy.shard.blob.xxh3, copy.shard)
         if first is not copy.shard:
-            current.rows[rank] = first.row.name
+            current.rows[rank] = first.blob.name
         # Spread over the holders, so that the node of rank 0 does not write everything in a job of equal
         # replicas.
         current.waiting[rank] = holders[rank % len(holders)].node
@@ -235,7 +235,7 @@ def published(context: Context, node: Node, message: m.Published) -> None:
         storage.failing_tiers = [t for t in storage.failing_tiers if t != message.tier]
         came = totals(context, message.tier)
         came.checkpoints += 1
-        came.nbytes += sum({x.row.name: x.row.nbytes for x in current.shards}.values())
+        came.nbytes += sum({x.blob.name: x.blob.nbytes for x in current.shards}.values())
         came.took_s += current.took_s
         context.record(
             ledger.Saved(

@@ -74,7 +74,7 @@ def _take(context: Context, node: Node, copy: Copy) -> Snapshot | None:
         if node.name in other.asked and other.copy.key == copy.key:
             other.asked.remove(node.name)
             context.state.storage.totals.copies += 1
-            context.state.storage.totals.copied_bytes += copy.shard.row.nbytes
+            context.state.storage.totals.copied_bytes += copy.shard.blob.nbytes
     if node.name not in entry.nodes:
         entry.nodes.append(node.name)
     # A node that came back with its memory brings the shard that went with it, and with the last one the
@@ -213,13 +213,13 @@ def joined(context: Context, node: Node, hello: m.Hello) -> None:
     _slots_freed(context, node)
     # What the agent holds is compared by content. It may have lost a copy and made another of the same name
     # since the coordinator heard of it last.
-    there = {(c.key, c.shard.row.xxh3) for c in hello.copies}
+    there = {(c.key, c.shard.blob.xxh3) for c in hello.copies}
     for snapshot in context.state.storage.snapshots:
         for entry in snapshot.shards:
             # The order or its answer may have been lost with the connection. Asking twice costs a look at
             # memory; not asking leaves a snapshot incomplete for ever.
             entry.asked = [n for n in entry.asked if n != node.name]
-            if (entry.copy.key, entry.copy.shard.row.xxh3) not in there:
+            if (entry.copy.key, entry.copy.shard.blob.xxh3) not in there:
                 entry.nodes = [n for n in entry.nodes if n != node.name]
     _drop_lost(context)
     # It keeps nothing of a generation that a rewind began, so it may not have heard of that rewind. Whatever it
@@ -616,7 +616,7 @@ def _tell_whole(context: Context, snapshot: Snapshot) -> None:
         for r in range(snapshot.world)
     )
     # By content, so that equal replicas count once: the size of the state, not what all nodes hold together.
-    rows = {h.copy.shard.row.xxh3: h.copy.shard.row.nbytes for h in snapshot.shards}
+    rows = {h.copy.shard.blob.xxh3: h.copy.shard.blob.nbytes for h in snapshot.shards}
     totals = storage.totals
     totals.snapshots += 1
     totals.nbytes += sum(rows.values())

@@ -92,11 +92,11 @@ class ForgetSnapshots(msgspec.Struct, frozen=True, tag="forget-snapshots"):
 
 
 class StoreShard(msgspec.Struct, frozen=True, tag="store-shard"):
-    """Write a shard that is held here to a durable tier. row: of equal bytes, written by another; only the head."""
+    """Write a shard that is held here to a durable tier. blob: of equal bytes, written by another; only the head."""
 
     tier: str
     key: Key
-    row: str = ""
+    blob: str = ""
 
 
 class Publish(msgspec.Struct, frozen=True, tag="publish"):

@@ -1,4 +1,4 @@
-"""Checkpoints for tests: rows of known bytes, saved as ranks save them."""
+"""Checkpoints for tests: blobs of known bytes, saved as ranks save them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from holdfast.errors import StateError
 from holdfast.tensors.index import Index, TensorSpec
 
 
-def row_of(step: int, rank: int, nbytes: int = 100_000) -> bytes:
+def blob_of(step: int, rank: int, nbytes: int = 100_000) -> bytes:
     """Bytes that differ from step to step and rank to rank, and from chunk to chunk."""
     block = b"".join((step * 1009 + rank * 31 + i).to_bytes(4, "little") for i in range(257))
     return (block * (nbytes // len(block) + 1))[:nbytes]
@@ -29,7 +29,7 @@ def head_of(step: int, data: bytes) -> tuple[bytes, bytes]:
     return encode_head(Index(step, [], tensors, len(data)), sums), sums
 
 
-def in_pieces(data: bytes, nbytes: int = 30_001) -> Iterator[memoryview]:
+def in_buffers(data: bytes, nbytes: int = 30_001) -> Iterator[memoryview]:
     """As a saver may do it: the same memory again for every piece."""
     scratch = bytearray(nbytes)
     for low in range(0, len(data), nbytes):
@@ -40,9 +40,9 @@ def in_pieces(data: bytes, nbytes: int = 30_001) -> Iterator[memoryview]:
 
 def save_rank(archive: Archive, step: int, rank: int, nbytes: int = 100_000) -> Shard:
     """One rank's part."""
-    data = row_of(step, rank, nbytes)
+    data = blob_of(step, rank, nbytes)
     head, sums = head_of(step, data)
-    return archive.save_shard(step, rank, head, sums, in_pieces(data), len(data))
+    return archive.save_shard(step, rank, head, sums, in_buffers(data), len(data))
 
 
 def save(archive: Archive, step: int, world: int = 2, nbytes: int = 100_000) -> Manifest:
@@ -51,19 +51,19 @@ def save(archive: Archive, step: int, world: int = 2, nbytes: int = 100_000) -> 
 
 
 def loaded(archive: Archive, step: int) -> list[bytes]:
-    """The rows of a checkpoint, read as a loader reads them."""
+    """The blobs of a checkpoint, read as a loader reads them."""
     shards = archive.manifest(step).shards
-    rows = [archive.row(s, archive.head(s)) for s in shards]
-    return [bytes(row.fetch(0, row.nbytes)) for row in rows]
+    blobs = [archive.blob(s, archive.head(s)) for s in shards]
+    return [bytes(blob.fetch(0, blob.nbytes)) for blob in blobs]
 
 
-def newest_whole(archive: Archive, passed_over: Callable[[str], None] = lambda why: None) -> int | None:
+def newest_whole(archive: Archive, on_skip: Callable[[str], None] = lambda why: None) -> int | None:
     """The newest step of which every byte is as it was saved."""
     for step in reversed(archive.steps()):
         try:
             return archive.verify(step).step
         except StateError as error:
-            passed_over(str(error))
+            on_skip(str(error))
     return None
 
 
