@@ -132,11 +132,11 @@ def measure(root: Path, served: Holder, plain: int, nbytes: int, mib: int, repet
     dcp.save({"state": Tensors(mib, 7.0).state_dict()}, storage_writer=dcp.FileSystemWriter(saved))
 
     def replicated() -> None:
-        slot = replicate(pool, Pull(KEY, holders, TOKEN), None)
+        slot = replicate(pool, Pull(key=KEY, holders=holders, token=TOKEN), None)
         pool.drop(slot)
 
     def recovered() -> None:
-        pull = Pull(KEY, holders, TOKEN)
+        pull = Pull(key=KEY, holders=holders, token=TOKEN)
         image = checkpoint_restore.pull_image({"state": mine}, pull, None, lambda *_: None)
         state_image.load({"state": mine}, image)
 

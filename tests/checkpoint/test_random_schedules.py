@@ -98,7 +98,7 @@ class World:
         slot = self.rng.choice(slots)
         if target.slot(slot.key.step) is not None:
             return
-        pull = Pull(slot.key, [source.holder], TOKEN)
+        pull = Pull(key=slot.key, holders=[source.holder], token=TOKEN)
         try:
             new = replicate(target.pool, pull, part_of(slot))
         except HoldfastError:

@@ -66,7 +66,7 @@ def save_on(nodes, nbytes=LARGE, key=KEY):
 
 
 def pull_from(nodes, key=KEY, token=TOKEN, **options):
-    return Pull(key, [n.holder for n in nodes], token, **options)
+    return Pull(key=key, holders=[n.holder for n in nodes], token=token, **options)
 
 
 # ---------------------------------------------------------------- as it should be

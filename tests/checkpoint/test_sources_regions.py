@@ -123,7 +123,7 @@ def found_of(states):
     def open_blob(rank):
         return Blob([Bytes(sources[rank])], heads[rank].sums, len(sources[rank]))
 
-    return Located(1, "here", heads, open_blob)
+    return Located(step=1, where="here", heads=heads, open_blob=open_blob)
 
 
 DTYPES = [
@@ -228,7 +228,7 @@ def test_a_thread_that_fails_ends_the_others():
         opened.append(source)
         return Blob([source], found.heads[0].sums, found.heads[0].index.nbytes)
 
-    bad = Located(1, "here", found.heads, open_blob)
+    bad = Located(step=1, where="here", heads=found.heads, open_blob=open_blob)
     regions = [
         Region(0, s, (0,), torch.empty(s.shape, dtype=torch.float64)) for s in found.heads[0].index.tensors
     ]

@@ -139,7 +139,9 @@ def test_an_agent_gives_snapshots_through_a_flood(few_files, capfd, first):
         with stranger(rich(flooding(server.port, first), few_files)) as said:
             said.recv()
             assert threading.active_count() <= threads + 2
-            slot = replicate(pools[1], Pull(snapshots.key_of(10), [holder], "the-token"), part)
+            slot = replicate(
+                pools[1], Pull(key=snapshots.key_of(10), holders=[holder], token="the-token"), part
+            )
             assert snapshots.is_right(slot, 100_000)
     finally:
         server.close()

@@ -173,7 +173,7 @@ def test_an_agent_tells_a_stranger_nothing_and_obeys_no_order_of_his(job, tmp_pa
 
 def snapshots_at(port):
     """What remains of an agent that served a snapshot at this port."""
-    return Pull(Key(10, 1, 0, 1), [Holder("n1", "127.0.0.1", port)], "the-token")
+    return Pull(key=Key(10, 1, 0, 1), holders=[Holder("n1", "127.0.0.1", port)], token="the-token")
 
 
 @needs_root

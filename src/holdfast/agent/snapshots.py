@@ -249,7 +249,7 @@ class SnapshotKeeper:
         # The order was repeated. The transfer that is running gives the answer.
         if any(p.key == key for p in self._pulls):
             return
-        pull = Pull(key, order.holders, self._token)
+        pull = Pull(key=key, holders=order.holders, token=self._token)
         self._pulls.add(pull)
         began_s = time.monotonic()
         try:

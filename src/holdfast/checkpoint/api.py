@@ -54,13 +54,19 @@ def save(state: Mapping[str, Any], step: int, *, to: str | None = None, overlap:
     Raises:
         UsageError: a value that cannot be saved, or nowhere to save to.
     """
+    # One overlapping copy at a time. A second one would read the tensors while the first may still be copying
+    # an older version of them, and both ask for a slot of the same rank.
     wait_for_copy()
     backend = backend_for(to)
     flat = flatten(state, step)
+    # Recorded before anything else is queued on the device: the copy waits for exactly the work that the
+    # script has issued so far, and sees the state of this step.
     ready = staging.now(flat.tensors)
     if not overlap:
         return backend.put(flat.index, lambda blob: copy_tensors(blob, flat.tensors, ready))
     _hook_optimizers()
+    # Asked for in the script's thread. From here on the agent knows that a copy is under way, and will not
+    # end this process before it is complete.
     fill = backend.begin(flat.index)
 
     def copy_beside() -> None:
@@ -99,6 +105,8 @@ def load(
         StateError: checkpoints are there, but none could be loaded; or it is of another model: the message lists the
             differences, and nothing was changed; or an object refused its part.
     """
+    # What was saved just now must be loadable. Otherwise a script that saves and loads, as tests do, would go
+    # back to the checkpoint before.
     flush()
     backend = backend_for(source)
     reasons: list[str] = []
@@ -112,6 +120,8 @@ def load(
     located = next(candidates, None)
     for attempt in itertools.count():
         about = f"load/{number}/{attempt}"
+        # The ranks agree on a checkpoint before any of them reads, and once more afterwards. Ranks that load
+        # different steps would go on training with a state that never existed, without any error.
         located = _agreed(backend, located, candidates, about)
         if located is None:
             break
@@ -123,6 +133,9 @@ def load(
         except HoldfastError as error:
             trouble = error
         lasting = trouble is not None and not isinstance(trouble, UnreadError)
+        # Every rank reports, also those that failed, and before anything is given to an object. If one rank
+        # cannot read its part, all go on to an older checkpoint together, and no rank's state has been
+        # changed by this one.
         troubles = backend.exchange.gather(f"{about}/read", [str(trouble or ""), lasting])
         if lasting and trouble is not None:
             raise trouble
@@ -130,6 +143,7 @@ def load(
             if ends:
                 raise StateError(f"rank {rank}: {why}")
         if not any(why for why, _ in troubles):
+            # Only after all ranks have read: `load_state_dict` cannot be undone.
             give(state, located, backend.rank, tensors)
             backend.loaded(located.step)
             return located.step
@@ -149,6 +163,9 @@ def _agreed(
     """The newest candidate, this rank's `found` or a later one, that every rank has. None when there is none."""
     for attempt in itertools.count():
         mine = [located.step, located.identity] if located is not None else [-1, ""]
+        # Each rank offers its newest candidate; those that offer a newer one than the oldest step down to
+        # their next. It ends, because every round at least one rank goes on to an older candidate. The
+        # identity is compared too: two tiers may have different checkpoints of one step.
         offers = backend.exchange.gather(f"{about}/{attempt}", mine)
         oldest = min(offers)
         if all(offer == oldest for offer in offers) or oldest[0] < 0:
@@ -181,6 +198,8 @@ def backend_for(to: str | None) -> Backend:
     rank, world, store = 0, 1, None
     if dist.is_available() and dist.is_initialized():
         rank, world = dist.get_rank(), dist.get_world_size()
+        # Part of the key below by its id: after destroy_process_group and a new init the same rank needs an
+        # exchange over the new store.
         store = dist.distributed_c10d._get_default_store()
     key = ("agent" if link is not None else to, rank, world, id(store))
     if key not in _backends:
@@ -207,6 +226,7 @@ def _alone(to: str, rank: int, world: int, store: Any) -> StandaloneBackend:
 
 def copy_tensors(blob: memoryview, tensors: Sequence[torch.Tensor], ready: staging.Ready) -> None:
     """The tensors one after the other, without holding the GIL while bytes move. ready: when a GPU's may be read."""
+    # numpy's copyto releases the GIL while it copies, so the script's other threads go on.
     target = np.frombuffer(blob, dtype=np.uint8)
     at = 0
     for tensor in tensors:
@@ -228,6 +248,8 @@ def copy_tensors(blob: memoryview, tensors: Sequence[torch.Tensor], ready: stagi
                 into = torch.from_numpy(target[at : at + nbytes]).view(tensor.dtype).view(tensor.shape)
                 into.copy_(tensor)
         at += nbytes
+    # An array over the slot's memory keeps the memoryview exported, and the caller's `with` could not release
+    # it.
     del target
 
 

@@ -45,6 +45,8 @@ class Archive:
     def steps(self) -> list[int]:
         """Steps with a manifest, oldest first. Whether they are whole is not looked at."""
         steps = [s for s in map(step_of, self.tier.folders()) if s is not None]
+        # The manifest decides, not the folder. It is written last, so a folder without one is a checkpoint
+        # that is still being written, or one whose writer died. It must never be offered for a restore.
         return sorted(s for s in steps if self.tier.size(f"{folder_of(s)}/{MANIFEST}") is not None)
 
     def where(self, step: int) -> str:
@@ -60,6 +62,8 @@ class Archive:
         """
         where = f"{self.where(step)}/{MANIFEST}"
         manifest = decode_manifest(self.tier.read(f"{folder_of(step)}/{MANIFEST}"), where)
+        # A renamed or copied folder passes every checksum. Loading it would resume training at a step whose
+        # data and schedule belong elsewhere.
         if manifest.step != step:
             raise StateError(f"{where} is of step {manifest.step}: was the folder renamed?")
         return manifest
@@ -107,6 +111,8 @@ class Archive:
         self, name: str, nbytes: int, sums: bytes, seen: Callable[[int], None] = lambda nbytes: None
     ) -> tuple[int, int] | None:
         """The first range of a blob that differs from its checksums; None when all of it is as it was saved."""
+        # One buffer for all windows: blobs are larger than the memory that verification may take, and a new
+        # buffer for each window would page-fault every time.
         scratch = memoryview(bytearray(min(WINDOW_BYTES, nbytes)))
         for low in range(0, nbytes, WINDOW_BYTES):
             view = scratch[: min(WINDOW_BYTES, nbytes - low)]
@@ -146,6 +152,9 @@ class Archive:
         """Steps to go on from, newest first: the newest that `check` calls whole, and all before it, in case that it
         proves to be damaged. `on_skip` is told why newer ones are not among them."""
         steps = self.steps()[::-1]
+        # Only the newest readable one is checked here. The older ones are handed over unchecked, because each
+        # check costs requests to the tier, and they matter only if the newest proves to be damaged while it
+        # is read.
         for number, step in enumerate(steps):
             try:
                 self.check(step, seen)
@@ -174,11 +183,17 @@ class Archive:
             TierError: the tier cannot take it.
         """
         shard = parts_of(step, rank, head, sums, nbytes)
+        # Blob first, head second, manifest (by `commit`) last. Each file refers only to files that are
+        # durable already, so a writer that dies at any point leaves unreferenced files, never a reference to
+        # missing bytes. Names come from the content, so this never overwrites what an older manifest of the
+        # same step refers to.
         if not self._has_blob(shard, sums):
             self.tier.write(shard.blob.name, buffers, nbytes, seen)
         return self.save_head(shard, head)
 
     def _has_blob(self, shard: Shard, sums: bytes) -> bool:
+        # A blob with the right name and size is read completely before it is trusted. A name promises
+        # content, but a disk may have lost or flipped bytes since, and the new manifest would vouch for them.
         if self.tier.size(shard.blob.name) != shard.blob.nbytes:
             return False
         try:
@@ -203,9 +218,23 @@ class Archive:
             raise StateError(
                 f"step {step}: shards of ranks {[s.rank for s in ordered]} are no whole checkpoint"
             )
+        # From here on every file that the manifest names is complete and durable: each `save_shard` returned
+        # before its caller reported the shard.
         saved_at = datetime.now(UTC).isoformat(timespec="seconds")
-        manifest = Manifest(FORMAT, step, len(ordered), CHUNK_BYTES, saved_at, ordered)
+        manifest = Manifest(
+            format=FORMAT,
+            step=step,
+            world=len(ordered),
+            chunk_bytes=CHUNK_BYTES,
+            saved_at=saved_at,
+            shards=ordered,
+        )
         self.tier.publish(f"{folder_of(step)}/{MANIFEST}", encode_manifest(manifest))
+        # The pruner and this writer run on different nodes without a common lock. Each writes first and looks
+        # second: the pruner writes its tombstone and then looks for a manifest, this writer writes its
+        # manifest and then looks for a tombstone. Whichever order the four steps take, at least one of the
+        # two sees the other, so no manifest stays whose files are gone. If both give way, only one checkpoint
+        # is lost, and training goes on.
         self._still_there(manifest)
         return manifest
 
@@ -214,6 +243,8 @@ class Archive:
         folder = folder_of(manifest.step)
         files = self.tier.files(folder)
         parts = {part.name: part.nbytes for shard in manifest.shards for part in (shard.blob, shard.head)}
+        # The list of files is compared too, not only the tombstone: a pruner that has finished removed its
+        # tombstone last, and leaves no other trace than missing files.
         if f"{folder}/{BEING_REMOVED}" in files or not parts.items() <= files.items():
             self.tier.remove(f"{folder}/{MANIFEST}")
             raise TierError(
@@ -225,6 +256,8 @@ class Archive:
 
     def remove(self, step: int) -> None:
         """Removes a checkpoint: first it ceases to exist, then its bytes go."""
+        # The reverse order of writing. If this process dies between the two calls, the files that remain have
+        # no manifest and are pruned later. Blobs first would leave a manifest that names missing files.
         self.tier.remove(f"{folder_of(step)}/{MANIFEST}")
         self.tier.remove_folder(folder_of(step))
 
@@ -237,13 +270,20 @@ class Archive:
         """
         steps = self.steps()
         gone = retention.superfluous(steps, spare)
+        # Nothing here can remove the last complete checkpoint: `superfluous` always keeps the newest step,
+        # and `spare`, which is older than the newest only after a rollback.
         for step in gone:
             self.remove(step)
         newest, seen = max(steps, default=-1), set[str]()
         for folder in self.tier.folders():
             begun = step_of(folder)
+            # Only folders below the newest complete step are candidates. A folder above it may be the
+            # checkpoint that is being written at this moment.
             if begun is not None and begun < newest and begun not in (*steps, spare):
                 seen.add(folder)
+        # An unfinished folder must be seen on two passes, which lie at least one checkpoint apart. A slow
+        # rank may still be writing into it during the first one. The tombstone covers the remaining race,
+        # with a writer that is slower than that.
         for folder in seen if unfinished else seen & self._unfinished:
             self._remove_unfinished(folder)
         self._unfinished = seen
@@ -253,8 +293,12 @@ class Archive:
         """Says so before it looks for the manifest; who writes that looks afterwards whether it was said. So one of them
         sees the other, and no manifest stays whose files are gone."""
         said = f"{folder}/{BEING_REMOVED}"
+        # See `commit`: the tombstone must be durable before the manifest is looked for. With the reverse
+        # order a writer could publish its manifest between the look and the removal.
         self.tier.publish(said, b"")
         if self.tier.size(f"{folder}/{MANIFEST}") is None:
+            # The tombstone goes last. If it went earlier, a writer that publishes in between would find no tombstone, and
+            # perhaps its own files still there, and would keep a manifest of files that go a moment later.
             self.tier.remove_folder(folder, last=said)
         else:
             self.tier.remove(said)

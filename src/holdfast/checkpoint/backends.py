@@ -97,6 +97,8 @@ def in_archives(urls: list[str], on_skip: Callable[[str], None], ranks: RankExch
             there += [(step, -order, archive) for step in archive.steps()]
         except HoldfastError as error:
             on_skip(f"{url}: {error}")
+    # Newest first over all tiers, and of one step the tier that was named first: users list the nearest one
+    # first. Each is opened lazily, so tiers behind the one that works are asked for nothing but a listing.
     for step, _, archive in sorted(there, key=lambda x: x[:2], reverse=True):
         try:
             yield find_in_archive(archive, step, on_skip, *ranks.share)
@@ -115,6 +117,8 @@ class AgentBackend:
         the newest that it can read."""
         env = link.start.env
         self.rank, self.world = int(env.get("RANK", "0")), int(env.get("WORLD_SIZE", "1"))
+        # Without a common store the ranks cannot agree, and each behaves as if it were alone. Waiting for
+        # words that no other rank can send would hang the load.
         self.exchange = RankExchange("agent", self.rank, self.world if store is not None else 1, store)
         self.store = store
         self._node = env.get("HOLDFAST_NODE", "")
@@ -127,6 +131,8 @@ class AgentBackend:
     def begin(self, index: Index) -> Callable[[Copy], bool]:
         """The agent ends this process only when the copy is complete: it knows of it before the script goes on."""
         key = Key(index.step, self._generation, self.rank, self.world)
+        # Sent before this returns, hence before the script goes on to change the state. The agent counts the
+        # copy from this message on, and a stop waits for it.
         self._link.send(m.SlotWanted(key, index.nbytes))
         if self.rank == 0:
             self._link.send(m.StateServed(self._generation, index.step, self._link.page.committed))
@@ -141,6 +147,8 @@ class AgentBackend:
         given = self._link.wait_slot(key, SLOT_WAIT_S)
         if given is None or given.path is None:
             reason = given.reason if given else f"the agent gave no memory within {SLOT_WAIT_S:g} s"
+            # Said once for a series of skipped snapshots: a script that saves in every step would fill its
+            # log with the same line.
             if not self._skipping:
                 _log.warning(f"rank {self.rank}: no snapshot of step {index.step}: {reason}")
             self._skipping = True
@@ -155,16 +163,22 @@ class AgentBackend:
             _log.warning(f"rank {self.rank}: no snapshot of step {index.step}: {error}")
             return False
         finally:
+            # In `finally`, and with None after an error: the agent holds the slot until it hears of it. An
+            # agent that heard nothing would keep the memory of a shard for a worker that has long gone on.
             self._link.send(m.SlotFilled(key, done, time.perf_counter() - began_s))
         return True
 
     def candidates(self, on_skip: Callable[[str], None]) -> Iterator[Located]:
         """First what the coordinator knows to be in memory, then the durable tiers."""
+        # Numbered, because an answer to an earlier question, which timed out, may arrive while this one is
+        # waited for.
         request = next(_requests)
         self._link.send(m.FindSnapshot(request))
         reply = self._link.wait_found(request, ASK_S)
         if reply is None:
             on_skip(f"the coordinator did not say within {ASK_S:g} s what is in memory")
+        # Memory first: it is at least as new as any durable tier, and reading it does not depend on a store.
+        # If it turns out not to be complete the durable tiers follow.
         if reply is not None and reply.copies:
             try:
                 share = self.exchange.share
@@ -231,10 +245,15 @@ class StandaloneBackend:
         """
         self.rank, self.world = rank, world
         self.exchange = RankExchange(f"backend/{name}", rank, world, store)
+        # A second exchange for the saving thread. A store's client serves one call at a time, even a waiting
+        # one: with a shared client the training thread could wait for the saving thread of another rank, and
+        # that one for this rank's training thread.
         self._savers = RankExchange(f"savers/{name}", rank, world, store)
         self.store, self._tiers = store, tiers
         self._archives = {t.url: Archive(t.url) for t in tiers}
         self._last: dict[str, float] = {t.url: time.monotonic() for t in tiers}
+        # A forked child inherits these fields but not the thread. Without the number its exit handler would
+        # wait for a thread that does not exist.
         self._process = os.getpid()
         self._owned, folder = _own_memory()
         self._pool = SlotPool(folder, 0)
@@ -246,6 +265,8 @@ class StandaloneBackend:
         self._failing: dict[str, tuple[int, str]] = {}
         self._thread = threading.Thread(target=self._work, name="holdfast-saver", daemon=True)
         self._thread.start()
+        # The saving thread is a daemon, which the interpreter ends without mercy. These two handlers wait for
+        # it first, so that what `save` accepted is in the durable tiers when the process ends normally.
         atexit.register(self.close)
         Finalize(None, self.close, exitpriority=10)  # processes of multiprocessing end without atexit
 
@@ -255,6 +276,8 @@ class StandaloneBackend:
 
     def put(self, index: Index, copy: Copy) -> bool:
         """Copies into a slot of this process's; durable tiers whose time has come follow behind."""
+        # Every rank queues a job for every call, even if its copy failed. The saving threads exchange words
+        # about each number, and a rank that left one out would leave all the others waiting.
         job = _Job(next(self._numbers), index, [])
         job.tiers = self._due(job)
         slot = None
@@ -286,6 +309,9 @@ class StandaloneBackend:
         for tier in self._tiers:
             every = parse_cadence(tier.every)
             passed = every.steps == 1 or every.due(job.index.step, now - self._last[tier.url], AUTO_S)
+            # Clocks differ between ranks. If each decided by its own, some would write their shard of a step
+            # and the rest would not, and no manifest could ever name all of them. Steps need no such
+            # agreement.
             if every.auto or every.seconds:
                 passed = self.exchange.from_first(f"{job.number}/{tier.url}", passed)
             if passed:
@@ -360,6 +386,9 @@ class StandaloneBackend:
         archive, step, about = self._archives[tier.url], job.index.step, f"{job.number}/{tier.url}"
         try:
             said = self._savers.gather(f"{about}/shards", self._stored_shard(archive, job))
+            # All shards first, then the manifest: `gather` returns only when every rank has reported that its
+            # shard is durable or why it is not. So rank 0 never publishes a manifest of shards that are still
+            # on their way.
             why_not = next((f"rank {r}: {x['error']}" for r, x in enumerate(said) if "error" in x), "")
             if not why_not:
                 done = self._commit(archive, tier, step, said)
@@ -379,6 +408,8 @@ class StandaloneBackend:
         if slot is None:
             return {"error": job.why_not}
         try:
+            # Holds the slot while the tier reads from it: a later save may begin before a slow tier is done,
+            # and must not get this memory.
             with self._pool.reading(slot.key):
                 head, sums, nbytes = slot.head, slot.sums, slot.blob_bytes
                 shard = archive.save_shard(job.index.step, self.rank, head, sums, slot.buffers(), nbytes)
@@ -395,6 +426,8 @@ class StandaloneBackend:
         except HoldfastError as error:
             return str(error)
         try:
+            # After the commit, never before it: with keep=1 the old checkpoint must not go until the new one
+            # exists. A failure here is no failure of the save.
             archive.prune(Retention(tier.keep, tier.keep_every), spare=step)
         except HoldfastError as error:
             _log.warning(f"step {step} was saved, but older ones could not be removed: {error}")
@@ -418,11 +451,16 @@ def _own_memory() -> tuple[int, Path]:
         own_folder(folder)
         try:
             lock = os.open(folder / LOCK, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        # Another process that cleaned up removed the empty folder between its making and this call. A new
+        # name, and again.
         except FileNotFoundError:
             continue
         except OSError as error:
             raise TierError(f"no snapshot memory in {folder}: {error.strerror}") from error
         fcntl.flock(lock, fcntl.LOCK_EX)
+        # Having the lock is not enough: the file may have been removed by a process that took it for one of a
+        # dead owner, in the moment before the lock. Then this lock protects a file without a name, and nobody
+        # else would see it.
         if (folder / LOCK).exists():
             break
         os.close(lock)  # somebody who gives back what others left was here before the lock

@@ -121,6 +121,8 @@ def merge(located: Located, only: str = "", seen: Seen = lambda nbytes: None) ->
         raise UsageError(
             f"{located.where}: the name {taken!r} stands for a rank's own state; save it as another"
         )
+    # The lowest rank that has a name owns it. Others are compared with that one only, so a name is either
+    # common to all ranks that agree with the first, or belongs to one rank as `rank-N.name`.
     firsts: dict[str, _Leaf] = {}
     trees: list[dict[str, Tree]] = []
     named: dict[str, _Leaf] = {}
@@ -128,6 +130,8 @@ def merge(located: Located, only: str = "", seen: Seen = lambda nbytes: None) ->
         names: dict[str, tuple[str, str]] = {}
         for path, leaf in state.leaves(only).items():
             first = firsts.setdefault(path, leaf)
+            # Replicas save the same tensor many times. Checksums usually tell that without a read; see
+            # `_told_by_sums`.
             alike = first is leaf or _alike(located, path, first, leaf, seen)
             name = path if alike else f"rank-{rank}.{path}"
             names[path] = ("T" if leaf.is_tensor else "x", name)
@@ -329,6 +333,8 @@ def _whole(located: Located, name: str, leaf: _Leaf) -> Whole:
     shape = spec.whole or spec.shape
     if spec.whole:
         there = sum(math.prod(s.shape) for _, s in located.pieces(spec.path))
+        # Counting elements is enough, because pieces of one tensor never overlap: ranks save disjoint boxes,
+        # and equal boxes were taken for one by `pieces`.
         if there != math.prod(shape):
             raise StateError(
                 f"{located.where}: {spec.path}: the ranks' pieces have {there} elements, the whole {math.prod(shape)}"
@@ -394,6 +400,8 @@ def _told_by_sums(
 ) -> bool | None:
     """Whether two tensors' bytes are equal, from the checksums of the chunks that they lie in; None: those do not
     tell."""
+    # Chunks begin at multiples of CHUNK_BYTES of the blob. Only tensors at the same offset are cut at the
+    # same bytes, so only then equal bytes have equal sums.
     if mine.offset != theirs.offset:
         return None
     end = mine.offset + mine.nbytes
@@ -402,6 +410,9 @@ def _told_by_sums(
     def of_chunks(low: int, high: int) -> list[bytes]:
         return [s[low * SUM_BYTES : high * SUM_BYTES] for s in sums]
 
+    # The outer chunks also hold bytes of the neighbours. Equal sums around the tensor prove it equal; unequal
+    # ones may be the neighbours' fault. The chunks that lie completely inside prove it different. Between
+    # these two answers the bytes must be read.
     around = of_chunks(mine.offset // CHUNK_BYTES, -(-end // CHUNK_BYTES))
     if around[0] == around[1]:
         return True

@@ -61,15 +61,19 @@ Seen = Callable[[str, int], None]
 """Told what is being done, and of how many more bytes."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Exported:
-    """What is in an export. nbytes: of tensors. of_ranks: names of what other ranks have otherwise than the first."""
+    """What is in an export."""
 
     files: tuple[Path, ...]
     tensors: int
+    """How many."""
     values: int
+    """How many plain values."""
     nbytes: int
+    """Bytes of all tensors."""
     of_ranks: tuple[str, ...]
+    """Names of what other ranks have otherwise than the first."""
 
 
 def unseen(what: str, nbytes: int) -> None:
@@ -107,11 +111,14 @@ def export_safetensors(
     _need_library()
     if out.name.endswith(safetensors_io.SUFFIX):
         raise UsageError(f"{out}: an export is a folder with model.safetensors in it: give a folder's name")
+    # Checked before anything is read, which may take hours from an object store. An export never replaces
+    # what is there: it may be the only copy.
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UsageError(f"{out} exists: choose another folder, or remove it")
     merged = _merged(archive, step, only, seen)
     if strip:
         merged = merged.stripped(only)
+    # Also before the first byte: a dtype that the format does not know must not be found in the last file.
     safetensors_io.check_names(merged.tensors.values())
     with _written_beside(out, merged.nbytes) as work:
         files = safetensors_io.plan_files(merged.tensors.values(), file_bytes)
@@ -124,6 +131,8 @@ def export_safetensors(
         (work / VALUES).write_text(_values_text(merged))
         names = sorted(path.name for path in work.iterdir())
         for name in names:
+            # Files, then the folder, then the rename, then the folder around it: `out` appears complete or
+            # not at all, also after a power failure.
             _make_durable(work / name)
         sync_folder(work)
         work.rename(out)
@@ -150,6 +159,8 @@ def export_torch(archive: Archive, step: int, out: Path, only: str = "", seen: S
             value = tensors[name] if kind == "T" else merged.values[name]
             return sys.intern(value) if isinstance(value, str) else value
 
+        # Tensors that ranks share are the same object in every rank's state, and torch.save writes an
+        # object's storage once.
         state = _nested(union(merged.trees), leaf)
         if len(merged.trees) > 1:
             state |= {f"rank-{rank}": _nested(tree, leaf) for rank, tree in enumerate(merged.trees)}
@@ -173,7 +184,13 @@ def _merged(archive: Archive, step: int, only: str, seen: Seen) -> Merged:
 def _exported(merged: Merged, files: tuple[Path, ...]) -> Exported:
     named = [*merged.tensors, *merged.values]
     of_ranks = tuple(n for n in named if RANK_NAME.fullmatch(n.partition(".")[0]))
-    return Exported(files, len(merged.tensors), len(merged.values), merged.nbytes, of_ranks)
+    return Exported(
+        files=files,
+        tensors=len(merged.tensors),
+        values=len(merged.values),
+        nbytes=merged.nbytes,
+        of_ranks=of_ranks,
+    )
 
 
 def _read_in_batches(merged: Merged, ordered: Sequence[Whole]) -> Iterator[torch.Tensor]:
@@ -224,6 +241,8 @@ def _mapped_tensors(merged: Merged, path: Path, seen: Seen) -> dict[str, torch.T
     wholes = list(merged.tensors.values())
     begins: list[int] = []
     with path.open("w+b") as file:
+        # Open but without a name: the kernel frees the disk space when the mapping ends, even if this process
+        # is killed.
         path.unlink()
         for tensor in _read_in_batches(merged, wholes):
             file.write(bytes(-file.tell() % ALIGNED_BYTES))
@@ -325,6 +344,8 @@ def import_checkpoint(source: Path, archive: Archive, step: int, seen: Seen = un
         TierError: the tier cannot take it.
         In each case nothing is left in the tier.
     """
+    # A common mistake: the folder of one checkpoint instead of the one around it. The import would create
+    # step-N/step-N, which nothing ever finds.
     if step_of(archive.tier.url.rpartition("/")[2]) is not None:
         raise UsageError(f"{archive.tier.url} is one checkpoint: give the folder around it, and its --step")
     if folder_of(step) in archive.tier.folders():
@@ -333,6 +354,7 @@ def import_checkpoint(source: Path, archive: Archive, step: int, seen: Seen = un
     with _nothing_left_of(archive, step):
         written: set[str] = set()
         for shard in shards:
+            # Ranks with equal bytes share a blob, as in a live job. Only the head differs.
             if shard.blob_name in written:
                 archive.save_head(shard.planned, shard.head)
                 continue
@@ -350,7 +372,7 @@ def import_checkpoint(source: Path, archive: Archive, step: int, seen: Seen = un
     return manifest.world, manifest.nbytes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _RankShard:
     """A rank's part, ready to be written."""
 
@@ -358,7 +380,9 @@ class _RankShard:
     flat: Flat
     head: bytes
     sums: bytes
+    """Of the chunks of its blob."""
     planned: Shard
+    """The names and digests of its files."""
 
     @property
     def blob_name(self) -> str:
@@ -384,7 +408,7 @@ def _shards_of(states: Sequence[dict[str, Any]], source: Path, step: int, seen: 
         head = encode_head(flat.index, sums)
         planned = parts_of(step, rank, head, sums, nbytes, blobs.get((nbytes, sums), ""))
         blobs[nbytes, sums] = planned.blob.name
-        shards.append(_RankShard(rank, flat, head, sums, planned))
+        shards.append(_RankShard(rank=rank, flat=flat, head=head, sums=sums, planned=planned))
     return shards
 
 
@@ -412,6 +436,7 @@ def _nothing_left_of(archive: Archive, step: int) -> Iterator[None]:
         yield
     except BaseException:
         with suppress(HoldfastError):
+            # The step did not exist before, which was checked above, so everything in its folder is ours.
             archive.remove(step)
         for folder in made:
             with suppress(OSError):

@@ -93,6 +93,8 @@ class TieredWriter(StorageWriter):
             TierError: there was no memory for it; the message says why.
         """
         wait_for_copy()
+        # The id's number wins, since a user who writes `step-100` means it. Every rank computes the same,
+        # because all get the same id and make the same calls.
         step = next(s for s in (self._named, self.step, self._saved + 1) if s is not None)
         self._named = None
         tensors: list[torch.Tensor] = []
@@ -123,6 +125,8 @@ class TieredWriter(StorageWriter):
             TierError: it is not in the durable tier.
         """
         backend = backend_for(self._to)
+        # dcp calls `finish` on its coordinator only. When `dcp.save` returns there, the checkpoint must be
+        # complete in the durable tier, or a script that removes the previous one by itself could lose both.
         backend.flush()
         why = backend.why_not(self._saved)
         if why:
@@ -202,6 +206,8 @@ class TieredReader(StorageReader):
             StateError: the ranks found different checkpoints.
         """
         choices = [plan.storage_data for plan in plans]
+        # Compared on the coordinator, before any rank reads. Each rank located its checkpoint alone, and a
+        # tier may have gained a newer one between two ranks' listings.
         if len({(step, identity) for step, identity, _ in choices}) > 1:
             where = "; ".join(f"rank {rank}: {where}" for rank, (_, _, where) in enumerate(choices))
             raise StateError(f"the ranks found different checkpoints, name one by its step: {where}")
@@ -240,6 +246,8 @@ class TieredReader(StorageReader):
                 continue
             owner, spec = _piece(located, item, reader)
             dtype = dtype_of(spec)
+            # Read in place where that is possible: a staging tensor for each item would take the memory of
+            # the state a second time.
             direct = target.device.type == "cpu" and target.dtype == dtype
             into = target if direct else torch.empty(tuple(item.lengths), dtype=dtype)
             regions.append(Region(owner, spec, tuple(item.storage_offsets), into))
@@ -253,6 +261,8 @@ class TieredReader(StorageReader):
                     target.copy_(into)
                 planner.commit_tensor(item, target)
         for item, data in streams:
+            # The planner unpickles whatever it is given, and a checkpoint may come from anywhere. So its
+            # bytes pass torch's restricted unpickler first: see `_harmless`.
             planner.load_bytes(item, _harmless(data, item.storage_index.fqn))
         backend.loaded(located.step)
         done: Future[None] = Future()

@@ -33,6 +33,8 @@ class DiskTier:
 
     def check(self) -> None:
         """Writes and removes a small file."""
+        # A complete publish, not `os.access`: quotas, full disks, read-only mounts and root squash on NFS
+        # show only when bytes are written and synced.
         self.publish(f".check-{uuid.uuid4().hex}", b"holdfast")
 
     def folders(self) -> list[str]:
@@ -60,6 +62,8 @@ class DiskTier:
         with self._said(f"read ({name})"), (self.folder / name).open("rb", buffering=0) as file:
             at = 0
             while at < len(view):
+                # A single read returns at most 2 GiB and may return less, so the loop goes on until `view` is
+                # full. preadv releases the GIL and leaves the file's offset alone.
                 got = os.preadv(file.fileno(), [view[at : at + WRITE_BYTES]], offset + at)
                 if not got:
                     raise StateError(f"{self.folder / name} is cut short: it ends at byte {offset + at}")
@@ -81,6 +85,8 @@ class DiskTier:
                     wrote = os.write(fd, buffer[at : at + WRITE_BYTES])
                     at, done = at + wrote, done + wrote
                     seen(wrote)
+            # Raised inside `_replacing`, before the rename: a source that ended early leaves no file under
+            # the final name.
             if done != nbytes:
                 raise StateError(f"{name}: {done} bytes came, not {nbytes}")
 
@@ -100,6 +106,8 @@ class DiskTier:
         sizes: dict[str, int] = {}
         with self._said(f"listed ({folder})"), suppress(FileNotFoundError):
             for entry in os.scandir(self.folder / folder):
+                # Files of other writers appear and go during the listing. Failing here would let one job's
+                # prune fail another job's commit.
                 with suppress(FileNotFoundError):  # removed, or renamed by whoever wrote it, since
                     sizes[f"{folder}/{entry.name}"] = entry.stat().st_size
         return sizes
@@ -107,6 +115,8 @@ class DiskTier:
     def remove_folder(self, name: str, last: str = "") -> None:
         """Removes a folder and all files in it; the file `last` when the others are gone."""
         with self._said(f"cleared ({name})"):
+            # `rmtree` deletes in the order of the directory, so it cannot promise to take `last` at the end.
+            # The others go first, one by one.
             for path in self.files(name) if last else ():
                 if path != last:
                     (self.folder / path).unlink(missing_ok=True)
@@ -117,17 +127,27 @@ class DiskTier:
     def _replacing(self, name: str) -> Iterator[int]:
         path = self.folder / name
         _make_folder(path.parent)
+        # In the same folder, because a rename is atomic only within a file system. The number and the random
+        # part keep two writers of the same name apart; O_EXCL makes a collision an error rather than a
+        # mixture of two files.
         work = path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}")
         fd = os.open(work, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             try:
                 yield fd
+                # Before the rename. Otherwise a power failure could leave the final name with an empty or
+                # partial file: file systems may persist the rename earlier than the data.
                 os.fsync(fd)
             finally:
                 os.close(fd)
+            # Readers see the old file or the complete new one, never a part. The folder is synced afterwards
+            # because the rename itself is not durable before that, and the manifest, which is written next,
+            # relies on it.
             work.rename(path)
             sync_folder(path.parent)
         except BaseException:
+            # Not for a process that is killed: its work file stays, begins with a dot, and goes with its
+            # folder.
             work.unlink(missing_ok=True)
             raise
 
@@ -145,6 +165,8 @@ class DiskTier:
 def _make_folder(path: Path) -> None:
     """A new folder is durable when the one around it is."""
     if not path.is_dir():
+        # Each new level must be recorded durably in its parent. Otherwise a power failure could lose the
+        # folder and with it files that were synced correctly.
         _make_folder(path.parent)
         path.mkdir(exist_ok=True)
         sync_folder(path.parent)

@@ -47,6 +47,9 @@ def flatten(state: Mapping[str, Any], step: int) -> Flat:
     small: dict[int, list[Any]] = {}
     leaves: list[Leaf] = []
     for number, (path, tensor) in enumerate(tensors):
+        # Small tensors go with the values for two reasons: a read for each would cost a request to an object
+        # store, and random states, which differ between ranks, would make every rank's blob different, so
+        # that replicas could not share one.
         if not isinstance(tensor, DTensor) and tensor.numel() * tensor.element_size() <= SMALL_BYTES:
             small[number] = _inline(path, tensor)
         else:
@@ -146,6 +149,8 @@ def _exact(value: Any, path: str) -> list[Any]:
     if isinstance(value, float):
         return ["x", float.__float__(value)]
     if isinstance(value, int):
+        # msgpack holds 64 bits, NumPy's generators have 128. Larger numbers travel as decimal text and come
+        # back exactly.
         number = int.__int__(value)
         if -(1 << 63) <= number < 1 << 64:
             return ["x", number]

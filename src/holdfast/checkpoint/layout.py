@@ -36,15 +36,21 @@ class Head(msgspec.Struct, frozen=True):
     sums: bytes
 
 
-class Manifest(msgspec.Struct, frozen=True):
-    """A whole checkpoint. world: ranks that saved it; saved_at: UTC, ISO 8601."""
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """A complete checkpoint."""
 
     format: int
+    """At most FORMAT, or this version cannot read it."""
     step: int
+    """Committed steps when it was saved."""
     world: int
+    """How many ranks saved it."""
     chunk_bytes: int
+    """What one checksum covers."""
     saved_at: str
+    """UTC, ISO 8601."""
     shards: tuple[Shard, ...]
+    """One for every rank, in their order."""
 
     @property
     def nbytes(self) -> int:
@@ -82,6 +88,9 @@ def digest(data: bytes | memoryview) -> str:
 def parts_of(step: int, rank: int, head: bytes, sums: bytes, blob_bytes: int, blob: str = "") -> Shard:
     """The names and digests of one rank's files. blob: the name of a blob of equal bytes, to share it."""
     blob_digest, head_digest = digest(sums), digest(head)
+    # Named by the digest of the chunk sums, which needs no second pass over the bytes. Eight hex digits
+    # suffice for a name: it must differ between the few versions of one rank and step, and the manifest has
+    # the complete digest.
     name = blob or f"{folder_of(step)}/rank-{rank}.{blob_digest[:8]}.bin"
     return Shard(
         rank,
@@ -104,13 +113,18 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         ChecksumError: it was changed.
     """
     try:
+        # The checksum is over a canonical encoding, not over the bytes of the file. So a manifest that
+        # somebody pretty-printed is still valid, while any change of a value is found.
         signed = _signed.decode(data)
         raw = msgspec.json.encode(msgspec.json.decode(signed.manifest))
         manifest = _manifests.decode(raw)
     except msgspec.MsgspecError as error:
         raise StateError(f"{where} is no manifest of a checkpoint: {error}") from error
+    # Checked after the decoding because `raw` is rebuilt from the decoded values. Nothing of the manifest is
+    # used before this line.
     if digest(raw) != signed.xxh3:
         raise ChecksumError(f"{where} was changed: its checksum does not fit")
+    # Newer formats are refused. Older ones must be read for ever: checkpoints outlive versions.
     if manifest.format > FORMAT:
         raise StateError(
             f"{where} has format {manifest.format}; this version reads up to {FORMAT}: update it"
@@ -132,12 +146,16 @@ def decode_head(data: bytes | memoryview, part: Part, where: str) -> Head:
         ChecksumError: it is not what the manifest names.
         StateError: it fits its checksum, but says what cannot be.
     """
+    # The digest comes from the manifest, or from the agent that took the snapshot. It is checked before the
+    # decoder sees the bytes, so what a damaged disk or a stranger sends is never parsed.
     if len(data) != part.nbytes or digest(data) != part.xxh3:
         raise ChecksumError(f"{where} was changed: its checksum does not fit")
     try:
         head = _heads.decode(data)
     except msgspec.MsgspecError as error:
         raise StateError(f"{where} is no head of a shard: {error}") from error
+    # Later code slices `sums` by chunk number without looking at its length. Too few sums would make the
+    # slices empty, and an empty slice must not compare equal to anything.
     if len(head.sums) != 8 * -(-head.index.nbytes // CHUNK_BYTES):
         raise StateError(f"{where} names {len(head.sums) // 8} checksums for {head.index.nbytes} bytes")
     return head

@@ -30,6 +30,8 @@ def compare(state: Mapping[str, Any], located: Located, rank: int) -> list[str]:
     """What a checkpoint has otherwise than a state: names, shapes, dtypes. Objects other than modules decide for
     themselves when they are given theirs."""
     index = _own_head(located, rank)
+    # What DCP saves has tensors but no tree. Treating it as an empty state would report every name as
+    # missing, and hide the real reason.
     if not index.tree and index.tensors:
         raise UsageError(
             f"{located.where} was saved by torch.distributed.checkpoint: load it with dcp.load and TieredReader"
@@ -147,6 +149,8 @@ def read(state: Mapping[str, Any], located: Located, backend: Backend) -> list[t
     for spec in index.tensors:
         target = there.get(spec.path)
         if target is None or not _fits(target, spec):
+            # Plain tensors can be allocated here and handed to `load_state_dict`. Of a sharded one nobody can
+            # tell which part belongs to this rank, unless a DTensor with a mesh is there.
             if spec.whole:
                 raise UsageError(
                     f"{spec.path}: the checkpoint has it in pieces, and there is no DTensor here to say which are "
@@ -157,6 +161,9 @@ def read(state: Mapping[str, Any], located: Located, backend: Backend) -> list[t
         try:
             regions += regions_of(located, leaf_of(spec.path, target), rank, late)
         except StateError as error:
+            # The caller tries an older checkpoint after an UnreadError, and only then. A state that does not
+            # fit would not fit an older checkpoint either, and passing it over silently would restart the run
+            # from scratch.
             raise UnreadError(str(error)) from error
     total = sum(r.target.numel() * r.target.element_size() for r in regions)
     try:
@@ -165,6 +172,8 @@ def read(state: Mapping[str, Any], located: Located, backend: Backend) -> list[t
     except (StateError, TierError) as error:
         raise UnreadError(str(error)) from error
     with torch.no_grad():
+        # Only when all bytes were verified: a read that fails half way must leave tensors on devices as they
+        # are, because the ranks may agree on another checkpoint.
         for ours, staged in late:
             ours.copy_(staged)
     return tensors
@@ -246,6 +255,8 @@ def regions_of(
         box = tuple(slice(o, o + n) for o, n in zip(item.dest_offsets, item.lengths, strict=True))
         regions.append(Region(owner, spec, tuple(item.storage_offsets), local[box]))
         covered += item.lengths.numel()
+    # The planner gives what overlaps and says nothing of gaps. A tensor that is only partly filled would keep
+    # its random initialization there, and training would go on with it unnoticed.
     if covered != local.numel():
         raise StateError(f"{leaf.path}: the checkpoint has {covered} of the {local.numel()} elements needed")
     return regions

@@ -43,6 +43,8 @@ class Heads(Sequence[Head]):
         """Raises UnreadError when it cannot be had."""
         if isinstance(rank, slice):
             return [self[i] for i in range(*rank.indices(len(self)))]
+        # Held during the fetch: several reading threads ask for the same head at once, and one request is to
+        # serve them all.
         with self._lock:
             head = self._there[rank]
             if head is None:
@@ -62,20 +64,21 @@ class Heads(Sequence[Head]):
             self[rank]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Located:
-    """A whole checkpoint. heads: by rank. open_blob: a rank's blob over connections of its own, to be closed.
-
-    identity: of what was saved, wherever it is read from.
-    fetched_bytes: what was read of its blobs.
-    """
+    """A complete checkpoint, and how to read it."""
 
     step: int
     where: str
+    """The tier or the nodes, for messages."""
     heads: Sequence[Head]
+    """By rank."""
     open_blob: Callable[[int], Blob]
+    """A rank's blob over connections of its own; the caller closes it."""
     identity: str = ""
+    """Of what was saved, wherever it is read from."""
     fetched_bytes: int = 0
+    """Read from its blobs so far."""
     _own: dict[int, dict[str, TensorSpec]] = field(default_factory=dict)
 
     @cached_property
@@ -112,6 +115,8 @@ class Located:
         Where several ranks saved the same piece, a reader of the same rank reads its own; others spread over them.
         """
         by_place: dict[tuple[int, ...], list[tuple[int, TensorSpec]]] = {}
+        # Replicated tensors are saved by every rank. Readers beyond the first spread over the copies by their
+        # rank, or N new ranks would all read from rank 0's node.
         there = self._pieces.get(path, [])
         # A rank that has nothing of a tensor may say that it begins where another one's piece does.
         for rank, spec in [p for p in there if p[1].nbytes] or there:
@@ -140,14 +145,16 @@ def find_in_archive(
         archive.check_size(manifest.shards[rank], head)
         return head
 
+    # Each reader fetches its share of the heads now, and others only on demand. Together the readers have
+    # checked all of them, so a checkpoint that lacks a shard is passed over before anybody loads a byte.
     heads = Heads(manifest.world, fetch)
     heads.check(reader, readers)
     return Located(
-        step,
-        archive.where(step),
-        heads,
-        lambda rank: archive.blob(manifest.shards[rank], heads[rank], on_skip),
-        _identity(manifest.shards),
+        step=step,
+        where=archive.where(step),
+        heads=heads,
+        open_blob=lambda rank: archive.blob(manifest.shards[rank], heads[rank], on_skip),
+        identity=_identity(manifest.shards),
     )
 
 
@@ -166,12 +173,14 @@ def find_in_memory(
         StateError: a shard's head cannot be had from any of its holders.
     """
     ordered = sorted(shards, key=lambda s: s[0].key.rank)
+    # The coordinator offers only complete snapshots, but its answer may be older than an eviction or a loss
+    # of a node. A missing rank must fail here and not as an index error in the middle of a load.
     if [c.key.rank for c, _ in ordered] != list(range(ordered[0][0].key.world)):
         raise StateError(f"the snapshot of step {ordered[0][0].key.step} is not whole in memory")
 
     def fetch(rank: int) -> Head:
         copy, holders = ordered[rank]
-        return Pull(copy.key, holders, token).head(copy.shard.head)[1]
+        return Pull(key=copy.key, holders=holders, token=token).head(copy.shard.head)[1]
 
     heads = Heads(len(ordered), fetch)
     heads.check(reader, readers)
@@ -184,11 +193,11 @@ def find_in_memory(
     step = ordered[0][0].key.step
     nodes = sorted({h.node for _, holders in ordered for h in holders[:1]})
     return Located(
-        step,
-        f"step {step} in the memory of {', '.join(nodes)}",
-        heads,
-        open_blob,
-        _identity([c.shard for c, _ in ordered]),
+        step=step,
+        where=f"step {step} in the memory of {', '.join(nodes)}",
+        heads=heads,
+        open_blob=open_blob,
+        identity=_identity([c.shard for c, _ in ordered]),
     )
 
 

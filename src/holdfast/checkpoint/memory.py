@@ -66,24 +66,27 @@ class SlotState(enum.IntEnum):
 _NOTHING = Key(0, 0, 0, 1)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Slot:
-    """One slot, as its owner sees it. memory: mapped once, for a new mapping's page faults cost more than a copy.
-
-    users: readers that it must not be changed under. run: which start of the job filled it. adopted: an agent before did.
-    """
+    """One slot, as the pool that owns it sees it."""
 
     path: Path
     capacity: int
+    """Bytes that its blob may have."""
     memory: mmap.mmap | None = None
+    """Mapped once, because a new mapping's page faults cost more than a copy. None until its pages are there."""
     state: SlotState = SlotState.FREE
     key: Key = _NOTHING
     blob_bytes: int = 0
     head: bytes = b""
     sums: bytes = b""
+    """Of the blob's chunks; empty unless it is sealed."""
     users: int = 0
+    """Readers. It must not be changed while there is one."""
     run: int = 0
+    """Which start of the job filled it."""
     adopted: bool = False
+    """An earlier agent filled it."""
 
     @property
     def blob(self) -> memoryview:
@@ -150,17 +153,24 @@ class SlotPool:
         """
         with self._lock:
             try:
+                # Chosen and marked WRITING under one lock, brought in without it. Two workers that ask at
+                # once must not get the same slot, and bringing pages in takes half a second for a GiB, in
+                # which nobody else may have to wait.
                 slot = self._free_slot(key, blob_bytes) or self._planned(key, blob_bytes)
             except OSError as error:
                 raise TierError(f"the snapshot memory {self.folder} is gone: {error.strerror}") from error
             slot.state, slot.key, slot.blob_bytes = SlotState.WRITING, key, blob_bytes
             slot.run, slot.adopted = self._run, False
+            # From here until `_sealed` the slot counts for nothing. A worker that dies in the middle of its
+            # copy leaves a slot that is WRITING, which no reader and no later agent will take for a snapshot.
             slot.head = slot.sums = b""
         if slot.memory is None:
             try:
                 self._bring_in(slot)
             except TierError:
                 with self._lock:
+                    # It was counted in the budget when it was planned. Left in the list, memory that was
+                    # never brought in would be missing for good.
                     self._slots.remove(slot)
                     self.skipped += 1
                 raise
@@ -176,15 +186,20 @@ class SlotPool:
         need = _head_at(blob_bytes)
         while True:
             with self._lock:
+                # Only memory that nobody uses: preparing is a favour to the first snapshot, and must not
+                # evict a snapshot that somebody may restore.
                 if self._has_slots(rank, blob_bytes) or self._room() < need:
                     return
                 path = self.folder / f"{uuid.uuid4().hex}.slot"
-                slot = Slot(path, blob_bytes, key=Key(0, 0, rank, 1))
+                slot = Slot(path=path, capacity=blob_bytes, key=Key(0, 0, rank, 1))
             try:
                 self._bring_in(slot, ended)
             except TierError:
                 return  # whoever needs the memory will say so
             with self._lock:
+                # Everything is looked at again, because the lock was not held while pages came in. A slot
+                # that is not in the list is not in the budget, so two could have been brought in for the same
+                # memory.
                 short = self.budget_bytes - self.nbytes < need  # a snapshot has taken it meanwhile
                 if ended() or short or self._has_slots(rank, blob_bytes):
                     slot.path.unlink(missing_ok=True)
@@ -203,6 +218,8 @@ class SlotPool:
             StateError: the index is not of this blob.
             TierError: memory is short, or gone.
         """
+        # Worker and agent agree on sizes by messages. If they disagree, checksums would be right for the
+        # wrong bytes, and the mistake would show only at a restore.
         if index.nbytes != slot.blob_bytes or index.step != slot.key.step:
             raise StateError(f"the index is of step {index.step}, {index.nbytes} bytes; the slot is not")
         with slot.blob as blob:
@@ -215,6 +232,8 @@ class SlotPool:
 
     def _sealed(self, slot: Slot, head: bytes, sums: bytes) -> None:
         with self._lock:
+            # A rollback or an eviction may have taken the slot back while its checksums were computed.
+            # Sealing it now would revive a snapshot that the coordinator has forgotten.
             if slot.state is not SlotState.WRITING:
                 raise StateError("the slot was taken back meanwhile")
             try:
@@ -223,6 +242,9 @@ class SlotPool:
                     file.write(head)
             except OSError as error:
                 raise TierError(f"no memory for a snapshot's head: {error.strerror}") from error
+            # The head is in the file before the header says SEALED. An agent that is killed in between leaves
+            # a slot that the next one gives back; the other order would leave a sealed slot with the head of
+            # an earlier snapshot, which only the digest in the header would uncover.
             slot.head, slot.sums = head, sums
             slot.state = SlotState.SEALED
             _write_header(slot)
@@ -254,6 +276,9 @@ class SlotPool:
             StateError: it is not held here (any more).
         """
         with self._lock:
+            # Found and counted under one lock: between the two, the slot could be chosen for the next
+            # snapshot, and the reader would send a mixture of two steps, each chunk of which fails its
+            # checksum.
             slot = next((s for s in self._slots if s.state is SlotState.SEALED and s.key == key), None)
             if slot is None:
                 raise StateError(f"no snapshot of step {key.step}, rank {key.rank} is held here")
@@ -267,6 +292,7 @@ class SlotPool:
     def whole(self, step: int, kept: int | None = None) -> None:
         """The snapshot of this step is whole: older ones are not needed any more, but for that of step `kept`."""
         with self._lock:
+            # Reports may arrive out of order. Going back would make the newest complete snapshot dispensable.
             if step >= self._whole_step:
                 self._whole_step, self._kept_step = step, kept
 
@@ -275,6 +301,9 @@ class SlotPool:
         ones up to this will not become whole."""
         with self._lock:
             if until is None:
+                # After a rollback, steps will be taken again and may come out with other bytes. Shards of the
+                # old and the new attempt at a step must never be combined, so the old ones are dropped, on
+                # every node, before training goes on.
                 self._whole_step = min(self._whole_step, above_step)
             for slot in self._slots:
                 later = slot.key.step > above_step and (until is None or slot.key.step <= until)
@@ -293,6 +322,8 @@ class SlotPool:
             for slot in [s for s in self._slots if s.state is not SlotState.SEALED]:
                 self._give_back(slot)
             if not self._slots:
+                # An empty folder would be found by the next run and counted as memory that a node left
+                # behind.
                 remove_memory(self.folder)
             self._slots.clear()
 
@@ -306,7 +337,11 @@ class SlotPool:
 
     def _free_slot(self, key: Key, blob_bytes: int) -> Slot | None:
         """The smallest free slot that fits; else one whose snapshot is not needed any more."""
+        # A slot with readers is never reused: a peer may be copying it, or a worker may have mapped its file.
+        # That is the only promise that readers get, and the reason why they need no lock.
         fitting = [s for s in self._slots if s.capacity >= blob_bytes and not s.users]
+        # Not one more than twice as large: a small shard would hold the memory that a large one needs, and
+        # the budget would not show why that one does not fit.
         free = [s for s in fitting if s.state is SlotState.FREE and s.capacity <= 2 * blob_bytes + PAGE]
         if free:
             return min(free, key=lambda s: s.capacity)
@@ -317,8 +352,13 @@ class SlotPool:
         may have said yet that it is whole: it goes only when memory is short."""
         if slot.state is not SlotState.SEALED:
             return False
+        # The newest snapshot that every rank has is what a failure at this moment goes back to. It stays,
+        # whatever the shortage, until a newer one is complete on all nodes.
         if slot.key.step in (self._whole_step, self._kept_step):
             return False
+        # Three reasons to give a sealed slot up: a newer snapshot is complete; its generation broke before it
+        # became complete, so its missing shards will never be taken; or the same rank takes the same step, or
+        # an earlier one, again.
         older = slot.key.step < self._whole_step
         told = short or not slot.adopted
         stale = slot.key.step > self._whole_step and told and slot.key.generation < key.generation
@@ -332,6 +372,9 @@ class SlotPool:
             s for s in shard if s.state is SlotState.FREE or self._dispensable(s, key)
         ]:  # too small: the state has grown
             self._give_back(slot)
+        # Two slots for each shard: one holds the newest complete snapshot, the other receives the next one.
+        # When both are needed the new snapshot is skipped. Waiting instead would stall training at the speed
+        # of the slowest durable tier.
         mine = [s for s in shard if s.state is not SlotState.FREE and not self._dispensable(s, key, True)]
         # What is kept beside the newest whole one has a slot of its own, if memory allows: else no other could be begun.
         if (
@@ -344,7 +387,7 @@ class SlotPool:
             )
         self._make_room(_head_at(blob_bytes), key)
         path = self.folder / f"{uuid.uuid4().hex}.slot"  # an adopted one may be of a process with our number
-        slot = Slot(path, blob_bytes, None, SlotState.WRITING, key, blob_bytes)
+        slot = Slot(path=path, capacity=blob_bytes, state=SlotState.WRITING, key=key, blob_bytes=blob_bytes)
         self._slots.append(slot)
         return slot
 
@@ -362,6 +405,7 @@ class SlotPool:
 
     def _make_room(self, need: int, key: Key) -> None:
         """Within the budget and what the memory file system has left."""
+        # The oldest step first, and only until there is room: what is given back cannot be had again.
         for slot in sorted(self._slots, key=lambda s: s.key):
             if self._room() >= need:
                 return
@@ -388,6 +432,8 @@ class SlotPool:
         saved in this very start of the job still goes with what the other nodes hold."""
         for path in sorted(self.folder.glob("*.slot")):
             slot = _read_slot(path, self._run)
+            # Removed at once. A slot of an agent that was killed while a worker copied can never become
+            # complete, and memory of slots that nobody counts would escape the budget.
             if slot is None:
                 path.unlink(missing_ok=True)
             else:
@@ -407,6 +453,9 @@ def memory_base() -> Path:
     """
     usual = memory_system() / f"holdfast-{os.getuid()}"
     try:
+        # A folder is trusted for its owner and mode, never for its name: /dev/shm belongs to everybody, and
+        # another user may have made `holdfast-UID` first. lstat, because a link of that name could lead
+        # anywhere.
         there = [f for f in (usual, *sorted(usual.parent.glob(f"{usual.name}-*"))) if _is_own(f)]
         if there:
             return there[0]
@@ -448,6 +497,8 @@ def hand_on(folder: Path, names: list[str]) -> None:
     """Gives the memory that the nodes of a run before have left to the nodes of the next one, which may have other
     names: those that joined late are not started again. Where there are more, the ones written last count."""
     left = sorted((d for d in folder.glob("*") if d.is_dir()), key=_written_s, reverse=True)
+    # Which node of the next run reads which memory does not matter, since shards are found by their key. Only
+    # the names must fit, and the newest memory must be among what is kept.
     kept, free = left[: len(names)], list(names)
     for old in left[len(names) :]:
         shutil.rmtree(old, ignore_errors=True)
@@ -471,6 +522,8 @@ def free_bytes(folder: Path) -> int:
     try:
         lines = [line.split() for line in MEMINFO.read_text().splitlines()]
         kibibytes = {line[0]: int(line[1]) for line in lines if len(line) > 1}
+        # statvfs only says how much the file system may still take. Its pages come from the same memory as
+        # the workers', so what is really available is asked as well.
         spare = (kibibytes["MemAvailable:"] - kibibytes["MemTotal:"] // WORKERS_PART) << 10
     except (OSError, KeyError, ValueError):
         return free
@@ -538,6 +591,8 @@ def _fields(slot: Slot) -> bytes:
 def _write_header(slot: Slot) -> None:
     fields = _fields(slot)
     assert slot.memory is not None
+    # The header fits into one page and has a checksum of its own. A process that dies within this assignment
+    # leaves a header that does not verify, and the slot is given back, never half believed.
     slot.memory[: len(fields)] = fields
 
 
@@ -552,6 +607,8 @@ def _read_slot(path: Path, ours: int) -> Slot | None:
         with path.open("rb") as file:
             fields = file.read(_HEADER.size + 8)
             checked, own = fields[: _HEADER.size], fields[_HEADER.size :]
+            # Nothing of the header is used before its checksum is compared. The lengths in it decide how much
+            # is read and where.
             if len(own) < 8 or xxhash.xxh3_64_digest(checked) != own:
                 return None
             magic, version, state, step, generation, rank, world, blob_bytes, head_bytes, head_digest, run = (
@@ -573,10 +630,24 @@ def _read_slot(path: Path, ours: int) -> Slot | None:
             memory = pages.map_blob(file.fileno(), capacity)
     except (OSError, ValueError):
         return None
+    # Generations count from 1 in every run. A slot of an earlier run gets a number below all of them, derived
+    # from its run, so that shards which two runs took at the same step never look like parts of one snapshot.
     known = generation if run and run == ours else _adopted(generation, run)
     key = Key(step, known, rank, world)
     slot = Slot(
-        path, capacity, memory, SlotState.SEALED, key, blob_bytes, data, head.sums, run=run, adopted=True
+        path=path,
+        capacity=capacity,
+        memory=memory,
+        state=SlotState.SEALED,
+        key=key,
+        blob_bytes=blob_bytes,
+        head=data,
+        sums=head.sums,
+        run=run,
+        adopted=True,
     )
     with slot.blob as blob:
+        # Every byte is read once before the slot is offered. The agent that wrote it is gone, perhaps with
+        # the machine's memory at fault, and a peer or a restore would otherwise find the damage when it is
+        # too late to choose another copy.
         return slot if sums_of(blob) == head.sums else None

@@ -194,6 +194,8 @@ class ObjectTier:
                 self._read_part(name, offset + low, view)
             return
         with ThreadPoolExecutor(min(self._in_flight, len(lows))) as pool:
+            # Several ranges at once, because one stream from an object store reaches a fraction of the
+            # network. Each writes to its own slice of the view.
             parts = [
                 pool.submit(self._read_part, name, offset + low, view[low : low + self._part_bytes])
                 for low in lows
@@ -202,6 +204,8 @@ class ObjectTier:
                 for part in parts:
                     part.result()
             except BaseException:
+                # The buffer is the caller's. It is not handed back with an error while requests that are
+                # still under way write into it.
                 pool.shutdown(cancel_futures=True)
                 raise
 
@@ -224,6 +228,8 @@ class ObjectTier:
             self.publish(name, b"".join(parts))
             return
         with self._said(f"written ({name})"):
+            # The only way to tell below whether an object of this name is ours: an older one may have had it
+            # before.
             before = self._meta(name)
             try:
                 obstore.put(
@@ -236,6 +242,8 @@ class ObjectTier:
                 )
             except FileNotFoundError:
                 # The answer to the completion was lost; asked again, some stores do not know the upload any more.
+                # The object is accepted only if it is new and has the right size. Its content is covered by
+                # the checksums in the head, as always.
                 now = self._meta(name)
                 if now is None or now == before or now[0] != nbytes:
                     raise
@@ -361,6 +369,8 @@ def open_store(url: str, scheme: str, patience_s: float, options: dict[str, Any]
     }
     retry = {"max_retries": 1000, "retry_timeout": timedelta(seconds=patience_s / 2), "backoff": backoff}
     if _endpoint(options).startswith("http://"):
+        # Plain HTTP is used by stores inside a cluster and by tests. Whoever writes http:// into the endpoint
+        # has decided that; a missing scheme never means it.
         client["allow_http"] = True  # type: ignore[assignment]
     given = {
         **options,

@@ -32,6 +32,8 @@ def bring_in(file: int, nbytes: int, blob_bytes: int, ended: Callable[[], bool])
     for low in range(0, nbytes, BRING_IN_BYTES):
         if ended():
             raise InterruptedError(0, "it is not wanted any more")
+        # Allocated first, mapped later: without it a full memory file system would kill the process that
+        # touches a page (SIGBUS) instead of raising ENOSPC here.
         os.posix_fallocate(file, low, min(BRING_IN_BYTES, nbytes - low))
     memory = mmap.mmap(file, PAGE + blob_bytes)
     _populate(memory, MADV_POPULATE_WRITE, ended)
@@ -47,6 +49,8 @@ def map_blob(file: int, blob_bytes: int) -> mmap.mmap:
 
 
 def _populate(memory: mmap.mmap, advice: int, ended: Callable[[], bool]) -> None:
+    # The address is taken through ctypes because mmap.madvise holds the GIL during the call. The steps of 64
+    # MiB keep each call short, so that `ended` is asked often.
     begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     for low in range(0, len(memory), BRING_IN_BYTES):
         size = min(BRING_IN_BYTES, len(memory) - low)
@@ -85,11 +89,15 @@ class SlotMaps:
     def blob(self, path: str, nbytes: int) -> memoryview:
         """The blob of a slot. Raises TierError when the slot is gone."""
         memory = self._maps.get(path)
+        # A slot's path is new whenever its file is, so a known path with enough bytes is the same memory.
+        # Mapping it again would cost the page faults that the pool has paid for already.
         if memory is None or len(memory) < PAGE + nbytes:
             self.forget(path)
             memory = self._maps[path] = map_slot(Path(path), nbytes)
             if self._watcher is not None:
                 self._watcher.mapped(memory)
+        # A mapping keeps the memory of a removed file. Without this a worker would hold what the agent
+        # believes to have given back, and the machine would run out of memory within its budget.
         for old in [p for p in self._maps if p != path and not Path(p).exists()]:
             self.forget(old)  # the agent gave its memory back
         return memoryview(memory)[PAGE : PAGE + nbytes]

@@ -46,7 +46,11 @@ def place(racks: Mapping[str, str | None], copies: int, before: Sequence[Collect
     if copies <= 0 or len(racks) < 2:
         short = tuple(racks) if copies > 0 else ()
         return Placement(dict.fromkeys(racks, ()), tuple((n,) for n in racks), short, ())
+    # A group of `copies` + 1 nodes is the smallest in which everybody has enough buddies. Small groups are the point:
+    # failures destroy data only if they strike all of one group.
     size = min(copies + 1, len(racks))
+    # A group that still works is left alone, even if a new deal would be better balanced: every move sends a
+    # node's snapshots over the network at the moment when the job is repairing itself.
     kept = [list(g) for g in before if _stays(g, racks, size)]
     placed = {n for g in kept for n in g}
     rest = [n for n in racks if n not in placed]
@@ -86,6 +90,8 @@ def _deal(nodes: Sequence[str], racks: Mapping[str, str | None], size: int) -> l
         return []
     count = max(1, len(nodes) // size)
     sizes = Counter(_rack(n, racks) for n in nodes)
+    # Sorted by name at last, so that every caller gets the same groups from the same nodes: coordinator,
+    # planner and a restarted coordinator must agree without words.
     order = sorted(nodes, key=lambda n: (-sizes[_rack(n, racks)], _rack(n, racks), n))
     return [order[i::count] for i in range(count)]
 
@@ -110,6 +116,7 @@ def _buddies(
     chosen: list[str] = []
     while others and len(chosen) < copies:
         used = {_rack(n, racks) for n in (node, *chosen)}
+        # A second copy in the same rack is used only if no other rack is left: a rack loses its power as one.
         best = next((n for n in others if _rack(n, racks) not in used), others[0])
         others.remove(best)
         chosen.append(best)

@@ -19,6 +19,8 @@ class Retention(msgspec.Struct, frozen=True):
     def superfluous(self, steps: Iterable[int], spare: int | None = None) -> list[int]:
         """The steps that need not be kept, oldest first. Never the newest one, nor `spare`."""
         ordered = sorted(steps)
+        # At least one is always kept, whatever `keep` says: retention must never delete the last checkpoint
+        # of a job.
         recent = {*ordered[-max(1, self.keep) :], spare}
         return [s for s in ordered if s not in recent and not (self.keep_every and s % self.keep_every == 0)]
 

@@ -20,7 +20,12 @@ class RankExchange:
         """store: a torch.distributed.Store of all ranks; needed when there are several. `name` is the same on all."""
         self.rank, self.world = rank, world
         if world > 1:
+            # A connection of its own: see the class. The store that the process group uses must never be
+            # blocked by a rank that waits here.
             self._store = store.clone()
+            # Every rank adds 1, so the ranks of one session see `world` consecutive numbers, and the division
+            # gives all of them the same one. A later session in the same store gets other keys, and cannot
+            # read answers of this one.
             session = (self._store.add(f"holdfast/{name}", 1) - 1) // world
             self._name = f"holdfast/{name}/{session}"  # a group made anew may have the same store
 
@@ -42,12 +47,17 @@ class RankExchange:
         try:
             if self.rank:
                 self._store.set(f"{name}/{self.rank}", mine)
+                # Rank 0 collects and publishes one list, so every rank decides on the same bytes. If each
+                # collected by itself, one could time out where another did not, and they would go different
+                # ways.
                 together = self._store.get(f"{name}/all")
             else:
                 others = [f"{name}/{rank}" for rank in range(1, self.world)]
                 together = msgspec.msgpack.encode([mine, *(self._store.get(n) for n in others)])
                 self._answer(f"{name}/all", together)
                 for other in others:
+                    # Keys are deleted by their reader, or a run that saves for weeks would fill the store.
+                    # The answer stays: how many have read it is not known.
                     self._store.delete_key(other)
         except RuntimeError as error:
             raise TierError(

@@ -35,15 +35,17 @@ class Region:
     target: torch.Tensor
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Buffer:
-    """A region's bytes as they come in, and how many are still missing. There from its first byte to its last, so
-    that not all of a state is in memory twice."""
+    """A region's bytes as they come in. It has memory from its first byte to its last, so that not all of a state is in
+    memory twice."""
 
     region: Region
     nbytes: int
     cut: tuple[tuple[slice, ...], tuple[int, ...]] | None
+    """Slices that make the region of the bytes, and the shape to apply them to; None: all of them are the region's."""
     missing: int
+    """Bytes still to come."""
     data: torch.Tensor | None = None
 
 
@@ -80,6 +82,8 @@ def read_regions(
     failed = threading.Event()  # then the others need not go on
 
     def work() -> None:
+        # Each thread opens its own blobs, because a connection serves one thread. The jobs are small and
+        # dealt out in order of position, so the threads read neighbouring bytes at the same time.
         blobs: dict[int, Blob] = {}
         try:
             while True:
@@ -113,6 +117,8 @@ def _read(blob: Blob, runs: list[_Run], lock: threading.Lock) -> None:
     whole = torch.frombuffer(data, dtype=torch.uint8)
     for run in runs:
         buffer = run.buffer
+        # Several threads fill parts of one buffer. The lock covers making it and counting down; the
+        # copy itself goes to disjoint ranges and needs none.
         with lock:
             if buffer.data is None:
                 buffer.data = torch.empty(buffer.nbytes, dtype=torch.uint8)
@@ -143,6 +149,8 @@ def _runs_of(region: Region) -> Iterator[_Run]:
         return
     if any(o + n > s for o, n, s in zip(region.offsets, lengths, spec.shape, strict=True)):
         raise StateError(f"{spec.path}: {lengths} at {region.offsets} is not within {spec.shape}")
+    # Trailing dimensions that are taken completely make one contiguous run. So a DTensor sharded in its first
+    # dimension is one read, however many dimensions it has.
     inner = len(lengths)  # dimensions from `inner` on are taken whole
     while inner > 0 and lengths[inner - 1] == spec.shape[inner - 1]:
         inner -= 1
@@ -151,11 +159,13 @@ def _runs_of(region: Region) -> Iterator[_Run]:
     run_items = math.prod(lengths[outer:])
     count = math.prod(lengths[:outer])
     begin = sum(o * s for o, s in zip(region.offsets, strides, strict=True))
+    # A narrow column of a large matrix is thousands of runs of a few bytes. Each is cheap to read and dear to
+    # handle in Python, so all lines around them are read in one go and the column is cut out.
     if count > MOST_RUNS:
         yield _covering(region, item)
         return
     nbytes = math.prod(lengths) * item
-    buffer = _Buffer(region, nbytes, None, nbytes)
+    buffer = _Buffer(region=region, nbytes=nbytes, cut=None, missing=nbytes)
     for number in range(count):
         at, rest = begin, number
         for d in range(outer - 1, -1, -1):
@@ -174,7 +184,7 @@ def _covering(region: Region, item: int) -> _Run:
         slice(0, count),
         *(slice(o, o + n) for o, n in zip(region.offsets[1:], lengths[1:], strict=True)),
     )
-    buffer = _Buffer(region, nbytes, (slices, (count, *spec.shape[1:])), nbytes)
+    buffer = _Buffer(region=region, nbytes=nbytes, cut=(slices, (count, *spec.shape[1:])), missing=nbytes)
     return _Run(spec.offset + first * line_bytes, nbytes, buffer, 0)
 
 
@@ -189,6 +199,8 @@ def _merged(runs: list[_Run]) -> Iterator[list[_Run]]:
     group: list[_Run] = []
     end = 0
     for piece in pieces:
+        # A gap smaller than a chunk costs nothing to read over: both sides need the chunk that it lies in. A
+        # larger one would be bytes that nobody wants.
         if group and (piece.low - end >= CHUNK_BYTES or piece.low + piece.nbytes - group[0].low > READ_BYTES):
             yield group
             group = []

@@ -22,20 +22,23 @@ LOOPBACK_STREAMS = 2
 """Within one machine two fill what memory carries; more only take processor time."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Pull:
-    """One transfer of one shard from its holders, nearest first. `abort` ends it from another thread.
-
-    streams: connections; 0: as many as its way needs. own_node: the name of the reader's, if it may read from a file.
-    """
+    """One transfer of one shard from its holders. `abort` ends it from another thread."""
 
     key: Key
     holders: Sequence[Holder]
+    """Nearest first."""
     token: str
+    """Of the job."""
     streams: int = 0
+    """Connections; 0: as many as the way to the holders needs."""
     own_node: str = ""
+    """The name of the reader's node, if it may read a slot from its file."""
     fetched_bytes: int = 0
+    """Read so far, from any holder."""
     on_skip: Callable[[str], None] = lambda why: None
+    """Called with the reason when a holder is not used any more."""
     _peers: set[Peer] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _aborted: bool = False
@@ -69,12 +72,18 @@ class Pull:
         """
         nbytes = head.index.nbytes
         windows = -(-nbytes // WINDOW_BYTES)
+        # At least one stream for each holder, so that every holder's bandwidth is used, but never more
+        # streams than windows.
         count = max(1, min(max(self.streams or self._enough(), len(self.holders)), windows))
+        # Edges lie on windows, and windows on chunks: no two streams share a checksum's chunk, so none reads
+        # what another one reads.
         edges = [windows * i // count * WINDOW_BYTES for i in range(count)] + [nbytes]
         failed = threading.Event()  # then the others need not go on
 
         def stream(number: int) -> None:
             low, end = edges[number], edges[number + 1]
+            # Connections belong to one thread: HTTP answers come in the order of requests, so two threads on
+            # one connection would read each other's bytes.
             peers = self._connect(number)
             blob = Blob(peers, head.sums, nbytes, self._skip)
             for peer in peers:
@@ -86,6 +95,8 @@ class Pull:
                     low += WINDOW_BYTES
             except BaseException:
                 failed.set()
+                # After an abort the reason is the abort. What the shut connections raise looks like a fault
+                # of the holders, and the coordinator would count it against them.
                 self._check_aborted()  # its connections were shut: what they say of it is no fault of a holder's
                 raise
             finally:
@@ -116,6 +127,8 @@ class Pull:
         """A connection to every holder, made when it is used; the streams begin with different ones."""
         with self._lock:
             self._check_aborted()
+            # Stream i begins with holder i: the streams spread over the holders, and each can go on with all
+            # the others when its own fails.
             order = list(itertools.islice(itertools.cycle(self.holders), first, first + len(self.holders)))
             peers = [peer_of(h, self.token, self.key, self.own_node) for h in order]
             self._peers.update(peers)
@@ -145,6 +158,8 @@ def replicate(pool: SlotPool, pull: Pull, part: Part | None) -> Slot:
         TierError: no memory for it here.
         StateError: no holder has it whole.
     """
+    # The head comes first: it says how large a slot must be, and has the sums against which every byte is
+    # verified before `received` seals the slot.
     data, head = pull.head(part)
     slot = pool.begin(pull.key, head.index.nbytes)
     try:
@@ -157,6 +172,8 @@ def replicate(pool: SlotPool, pull: Pull, part: Part | None) -> Slot:
             pull.run(head, take)
         pool.received(slot, data, head.sums)
     except BaseException:
+        # Also for KeyboardInterrupt and the like: a slot that stayed WRITING would never be reused, and two
+        # of them are all that a shard has.
         pool.drop(slot)
         raise
     return slot

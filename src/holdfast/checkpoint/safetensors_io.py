@@ -108,6 +108,7 @@ def header_of(ordered: Sequence[Whole]) -> bytes:
         }
         at = offsets[1]
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    # The format wants the tensors' bytes aligned to 8, and allows the header to be padded with spaces.
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
@@ -127,6 +128,8 @@ def write_file(
             data = buffer_of(tensor)
             for low in range(0, len(data), WRITE_BYTES):
                 seen(file.write(data[low : low + WRITE_BYTES]))
+    # Read back by the library that others will use. The header is written by our own code, and a mistake in
+    # it should fail here and not at a colleague's.
     Opened(path).check()
 
 

@@ -138,6 +138,8 @@ class Peer:
         except (OSError, http.client.HTTPException) as error:
             self.close()
             raise TierError(f"{self.where} does not answer: {error}") from error
+        # Without an expected digest the head only vouches for itself. That is good enough for people who look
+        # at a snapshot, and for nothing that is loaded: every loader passes what the agent reported.
         part = part or Part("", len(data), digest(data))
         return data, decode_head(data, part, self.where)
 
@@ -151,10 +153,16 @@ class Peer:
         if not len(view):
             return
         try:
+            # A response is kept open and read on as long as the reader goes on from byte to byte. Otherwise
+            # each window would cost a request, with its proof and a round trip, and TCP would start again
+            # from a small window.
             if self._coming is None or self._coming[1] != low or self._coming[2] < high:
                 self._ask(low, max(high, self.ahead))
             assert self._coming is not None
             response, _, end = self._coming
+            # The kernel wakes a reader only when that many bytes are there. Towards the end of a response so
+            # many never come, and the reader would sleep until its time-out. So the last megabyte is read
+            # with the usual mark of 1.
             self._wake_at(WAKE_BYTES if end - high >= WAKE_BYTES else 1)
             while view:
                 got = response.readinto(view)
@@ -170,6 +178,8 @@ class Peer:
             raise
 
     def _ask(self, low: int, high: int) -> None:
+        # HTTP cannot take a request back. Reading the rest away could take gigabytes, so the connection is
+        # closed instead.
         if self._coming is not None:  # what is still to come of another range is not wanted any more
             self.close()
         self._coming = self._answer("blob", {"Range": f"bytes={low}-{high - 1}"}), low, high
@@ -188,6 +198,8 @@ class Peer:
         self._connect()
         self._connection.request("GET", path, headers=headers)
         response = self._response()
+        # Checked before the status and the body. Whoever listens in a dead agent's place may send anything,
+        # and nothing of it may be parsed or believed, not even a refusal.
         if not question.proves(response.getheader(ANSWER_HEADER, "")):
             self.close()
             raise TierError(f"{self.where} answered {response.status} and did not prove to be of this job")
@@ -198,6 +210,8 @@ class Peer:
 
     def _response(self) -> http.client.HTTPResponse:
         """Its head. The time is for all of it: a stranger could send one byte after the other for ever."""
+        # A socket's time-out counts anew with every byte, so a peer that sends one byte every few seconds
+        # would hold this thread for ever. The timer bounds all of the head.
         limit = threading.Timer(STALL_S, shut, (self._connection.sock,))
         limit.daemon = True
         limit.start()
@@ -208,10 +222,14 @@ class Peer:
 
     def _connect(self) -> None:
         """A connection that nothing was sent over for a while may have been closed at the other end."""
+        # Between two requests a peer sends nothing. So a connection that is readable now has been closed, or
+        # is out of step; using it would lose the next request.
         sock = self._connection.sock
         if sock is not None and _is_readable(sock):
             self.close()
             sock = None
+        # Looked at both before and after connecting: `abort` finds no socket to shut while there is none, so
+        # its mark must be seen here, or the transfer would go on after it.
         if sock is None and not self._aborted:
             self._connection.connect()
             self._connection.sock.settimeout(STALL_S)
@@ -255,12 +273,17 @@ class OwnNode(Peer):
 
     def _hold(self) -> None:
         try:
+            # The agent keeps the slot unchanged as long as this connection is open, so the file can be read
+            # without a copy through a socket. If the worker dies the kernel closes the connection and the
+            # slot is free again: nothing has to be timed out.
             path = self._answer("hold", {}).read().decode()
         except (OSError, http.client.HTTPException) as error:
             self.close()
             raise TierError(f"{self.where} does not answer: {error}") from error
         try:
             self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        # A container may see another /dev/shm than its agent. This is no error; the bytes come over loopback
+        # then.
         except OSError:  # worker and agent see different folders: over the network, then
             self._reachable = False
             self.close()

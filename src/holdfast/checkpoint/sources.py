@@ -69,6 +69,8 @@ class Blob:
             raise StateError(f"bytes {low} to {high} are not within a blob of {self.nbytes}")
         if low == high:
             return memoryview(b"")
+        # The caller gets a slice of a larger, verified buffer. No byte reaches a tensor before the checksum
+        # of its complete chunk was compared.
         begin, end = whole_chunks(low, high, self.nbytes)
         view = memoryview(bytearray(end - begin))
         self._fill(begin, view)
@@ -77,6 +79,8 @@ class Blob:
     def fetch_into(self, low: int, view: memoryview) -> None:
         """The same, into `view`; bytes that are damaged everywhere may be left in it."""
         begin, end = whole_chunks(low, low + len(view), self.nbytes)
+        # Aligned ranges are read straight into the caller's memory. This is the path of copies between nodes,
+        # where a second copy would halve the rate. Unaligned ones must be cut out of a larger buffer.
         if begin == low and end == low + len(view):
             if len(view):
                 self._fill(low, view)
@@ -92,6 +96,9 @@ class Blob:
 
     def _fill(self, low: int, view: memoryview) -> None:
         reasons = []
+        # Nearest first. A source that failed or sent damaged bytes is dropped for the rest of this blob: a
+        # disk or a memory that lied once would cost a retry for every window. All sources are tried before
+        # the read fails, because different ones may be damaged at different places.
         for source in self._usable():
             try:
                 source.read_into(low, view)
@@ -100,6 +107,8 @@ class Blob:
             else:
                 with self._lock:
                     self.fetched_bytes += len(view)
+                # Verified here, after the transfer, whatever the source is. A copy that was damaged in a
+                # holder's memory, on the wire or on a disk is found in the same way.
                 bad = next(damaged(view, low, self._sums), None)
                 if bad is None:
                     return
@@ -114,6 +123,8 @@ class Blob:
 
     def _drop(self, source: Source, why: str) -> None:
         with self._lock:
+            # Several threads read the same blob, and each may fail at the same source. Only the first one
+            # reports it, so that `on_skip` hears every source once.
             if source not in self._sources:
                 return
             self._sources.remove(source)

@@ -73,6 +73,8 @@ def open_tier(url: str | Path) -> Tier:
     Raises:
         UsageError: no such kind of tier, or its library is not installed.
     """
+    # Imported on use: the command line asks for tiers, and the object store's library takes a noticeable part
+    # of its start.
     from holdfast.checkpoint.disk import DiskTier
 
     text = str(url)

@@ -70,7 +70,11 @@ class DatasetBatches:
             )
         if not 0 <= seed < 2**64:
             raise UsageError(f"seed={seed}: between 0 and 2**64 - 1, for example 0")
-        how = data if isinstance(data, Shuffled) else Shuffled(data, 0, None, READ_AHEAD_STEPS, 0)
+        how = (
+            data
+            if isinstance(data, Shuffled)
+            else Shuffled(dataset=data, workers=0, collate=None, steps_ahead=READ_AHEAD_STEPS, most_bytes=0)
+        )
         check_dataset(how.dataset)
         self.dataset = how.dataset
         self._maker = Maker(how.dataset, how.collate, seed)

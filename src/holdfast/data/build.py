@@ -55,27 +55,24 @@ class Input(msgspec.Struct, frozen=True):
     changed_ns: int
 
 
-class Description(msgspec.Struct, frozen=True):
-    """What is in PREFIX.build.json.
-
-    Attributes:
-        key: of everything that the result depends on.
-        vocabulary: one more than the largest token that can be in it.
-        eod: the token that ends every document.
-        skipped: lines and rows that could not be read and were passed over.
-        sums: XXH3-128 of each file, by its ending.
-    """
+class Description(msgspec.Struct, frozen=True, kw_only=True):
+    """What is in PREFIX.build.json."""
 
     key: str
+    """Hash of everything that the result depends on."""
     format: Format
     tokenizer: str
     vocabulary: int
+    """One more than the largest token that can be in it."""
     eod: int | None
+    """The token that ends every document."""
     dtype: str
     documents: int
     tokens: int
     skipped: int
+    """Lines and rows that could not be read."""
     sums: dict[str, str]
+    """XXH3-128 of each file, by its suffix."""
     inputs: tuple[Input, ...]
 
 
@@ -154,7 +151,13 @@ def _recipe_of(options: BuildOptions) -> tuple[Recipe, int]:
             f"--dtype {dtype} holds numbers up to {np.iinfo(dtype).max}, but tokens go up to {largest}; leave --dtype "
             f"out, or give {_smallest_dtype(largest, options.format)}"
         )
-    return Recipe(options.reading, options.tokenizer, encoder.key, eod, dtype), largest
+    return Recipe(
+        reading=options.reading,
+        tokenizer=options.tokenizer,
+        tokenizer_key=encoder.key,
+        eod=eod,
+        dtype=dtype,
+    ), largest
 
 
 def _eod_of(options: BuildOptions, encoder: Encoder) -> int | None:

@@ -38,21 +38,18 @@ BATCH_BYTES = 1 << 20
 COPY_BYTES = 8 << 20
 
 
-class Recipe(msgspec.Struct, frozen=True):
-    """How input becomes tokens.
-
-    Attributes:
-        tokenizer: a path, or "bytes".
-        tokenizer_key: what it was when the build began.
-        eod: the token that ends every document; None for none.
-        dtype: of the tokens.
-    """
+class Recipe(msgspec.Struct, frozen=True, kw_only=True):
+    """How input becomes tokens."""
 
     reading: Reading
     tokenizer: str
+    """A path, or "bytes"."""
     tokenizer_key: str
+    """Hash of the tokenizer's content when the build began."""
     eod: int | None
+    """The token that ends every document; None for none."""
     dtype: str
+    """Of the tokens."""
 
     def key_of(self, unit: Unit) -> str:
         """Names the unit's files."""
@@ -60,21 +57,18 @@ class Recipe(msgspec.Struct, frozen=True):
         return xxhash.xxh3_128_hexdigest(parts)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FinishedUnit:
-    """A finished unit.
-
-    Attributes:
-        path: of its files, without their endings.
-        skipped: lines and rows that could not be read.
-        sum: of the tokens.
-    """
+    """The files of one unit, complete."""
 
     path: Path
+    """Of its files, without their suffixes."""
     documents: int
     tokens: int
     skipped: int
+    """Lines and rows that could not be read."""
     sum: int
+    """XXH3-64 of the tokens."""
 
     def lengths(self) -> npt.NDArray[np.int32]:
         """Tokens of each document, shape [documents]."""
@@ -108,7 +102,11 @@ def find_unit(folder: Path, key: str, itemsize: int) -> FinishedUnit | None:
         whole = whole and magic == MAGIC and _with(path, ".bin").stat().st_size == tokens * itemsize
     except (FileNotFoundError, struct.error):
         return None
-    return FinishedUnit(path, documents, tokens, skipped, sum_) if whole else None
+    return (
+        FinishedUnit(path=path, documents=documents, tokens=tokens, skipped=skipped, sum=sum_)
+        if whole
+        else None
+    )
 
 
 def make_unit(

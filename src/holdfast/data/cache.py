@@ -45,13 +45,15 @@ _held: dict[Path, int] = {}
 """Files that this process uses, and the descriptors that hold their locks, until the process ends."""
 
 
-class Entry(msgspec.Struct, frozen=True):
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
     """One fetched file."""
 
     url: str
     version: Version
     digest: str
+    """XXH3-128 of the content, which is also its name."""
     folder: str
+    """A hash of the URL's folder, under which `name` is linked."""
     name: str
     changed_ns: int
     """The content's modification time; another one means that somebody wrote to it."""
@@ -259,7 +261,14 @@ class Cache:
                 part.chmod(0o444)
                 part.replace(content)
             changed_ns = content.stat().st_mtime_ns
-            entry = Entry(remote.url, version, digest, folder, remote.name, changed_ns)
+            entry = Entry(
+                url=remote.url,
+                version=version,
+                digest=digest,
+                folder=folder,
+                name=remote.name,
+                changed_ns=changed_ns,
+            )
             link = self._link_of(entry)
             link.parent.mkdir(exist_ok=True)
             beside = link.with_name(f"{link.name}.{os.getpid()}.new")

@@ -12,15 +12,17 @@ from holdfast.protocol.sizes import parse_size
 MOST_WORKERS = 1024
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Shuffled:
     """A dataset, and how its samples become micro-batches. Made by `shuffled`."""
 
     dataset: Any
     workers: int
+    """Decoding processes; 0: the worker decodes by itself."""
     collate: Collate | None
     steps_ahead: int
     most_bytes: int
+    """Of what is decoded ahead, for each worker."""
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -61,7 +63,13 @@ def shuffled(
         raise UsageError(
             "holdfast.data.shuffled: collate is no function; give one that takes a list of samples"
         )
-    return Shuffled(dataset, workers, collate, steps_ahead, parse_size("memory", memory))
+    return Shuffled(
+        dataset=dataset,
+        workers=workers,
+        collate=collate,
+        steps_ahead=steps_ahead,
+        most_bytes=parse_size("memory", memory),
+    )
 
 
 def check_dataset(data: Any) -> None:

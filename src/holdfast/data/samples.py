@@ -42,7 +42,7 @@ Generation = tuple[int, int]
 """When the launch began, and its own number of the generation."""
 
 
-class _Head(msgspec.Struct, frozen=True):
+class _Head(msgspec.Struct, frozen=True, kw_only=True):
     job: str
     launch: str
     began_ns: int
@@ -89,7 +89,16 @@ class SampleLedger:
                 f"run.steps(ledger={str(folder)!r}): {error.strerror}; give a folder that can be written"
             ) from error
         self._path = path
-        self._write(_Head(job, launch, now_ns, samples, global_batch, micro_batch))
+        self._write(
+            _Head(
+                job=job,
+                launch=launch,
+                began_ns=now_ns,
+                samples=samples,
+                global_batch=global_batch,
+                micro_batch=micro_batch,
+            )
+        )
 
     def giving(
         self, generation: int, step: int, position: int, given: Mapping[int, npt.NDArray[np.int64]]

@@ -65,7 +65,7 @@ class StateRestorer:
         """The snapshot, from this node's memory or another's."""
         assert form.copy is not None
         own_node = self.link.start.env.get("HOLDFAST_NODE", "")
-        pull = Pull(form.copy.key, form.holders, self.link.token, own_node=own_node)
+        pull = Pull(key=form.copy.key, holders=form.holders, token=self.link.token, own_node=own_node)
         self.link.guard(form.generation.number, pull.abort)
         try:
             return checkpoint_restore.pull_image(self._objects, pull, form.copy.shard.head, self._seen(form))
