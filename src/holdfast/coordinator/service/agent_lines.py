@@ -34,6 +34,8 @@ class AgentLines:
 
     def send(self, node: str, message: m.ToAgent) -> None:
         """Queues a message for a node's agent, if the core has heard of the one that is connected."""
+        # Until the core has heard of this agent, its orders are meant for the one before. A dropped order is
+        # repeated when the agent's hello is handled.
         if (line := self.by_node.get(node)) and line.joined:
             line.put_nowait(self._frame(message))
 
@@ -42,6 +44,8 @@ class AgentLines:
         if not isinstance(message, m.Relay) or not isinstance(message.message, m.JoinGeneration):
             return encode(message)
         generation = message.message.generation
+        # By identity: the core makes one Generation per formation. It names every member, so encoding it once
+        # for each would cost the square of the workers.
         if self._formed is None or self._formed[0] is not generation:
             self._formed = generation, msgspec.Raw(encode(generation))
         form = msgspec.structs.replace(message.message, generation=self._formed[1])

@@ -39,8 +39,12 @@ class AgentConnections:
         self._memory, self._watchers, self._gone = memory, watchers, gone
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
+        # 16 MiB, the limit of a frame: a hello of a node with many workers and snapshots is the largest
+        # message, and stays below one.
         socket = web.WebSocketResponse(max_msg_size=16 << 20, autoping=True)
         await socket.prepare(request)
+        # Nothing is done for a connection before it has said who it is. The token was proved at the door;
+        # this is the second step, and strangers never come so far.
         hello = await self._first(socket)
         if hello is None:
             await socket.close(code=WSCloseCode.PROTOCOL_ERROR)
@@ -50,12 +54,16 @@ class AgentConnections:
         try:
             await self._joined(line, hello)
             async for frame in socket:
+                # Checked for every frame. A connection that was replaced may have frames in its buffer, and
+                # they are of a past that the new agent has reported otherwise.
                 if frame.type is WSMsgType.BINARY and self._lines.by_node.get(line.node) is line:
                     await self._heard(line, frame.data)
         except ProtocolError as error:
             self._watchers.say(f"{line.node}: {error}")
         finally:
             sender.cancel()
+            # Only the connection that speaks for the node reports its loss. The end of one that was replaced
+            # says nothing about the node.
             if self._lines.by_node.get(line.node) is line:
                 _log.info("lost the connection of an agent", extra={"node": line.node})
                 del self._lines.by_node[line.node]
@@ -76,11 +84,15 @@ class AgentConnections:
 
     async def _joined(self, line: Line, hello: m.Hello) -> None:
         """A node that is not known joins with its history."""
+        # One connection, one node: orders are routed by it.
         if hello.node != line.node:
             raise ProtocolError(f"its connection says hello for {hello.node}, too")
+        # Before the history is read, which may take a second: from now on nothing of the connection before is
+        # believed.
         self._take_place(line, hello)
         known = self._loop.core.state.membership.nodes.get(hello.node)
         new = known is None or known.session != hello.session
+        # Only for a session that is new. A reconnect must not wait for a database that is slow.
         past = await self._memory.past(hello.identity, hello.devices) if new else ()
         if self._lines.by_node.get(line.node) is line:  # and no newer one came meanwhile
             line.known = hello.session
@@ -98,10 +110,16 @@ class AgentConnections:
         if before is None or before is line:
             line.session = hello.session
             return
+        # The core still knows the old session until it has heard the new hello. If this connection ends
+        # before, it is the old one that is lost.
         line.known = before.known
+        # Another process of the same node. It would reconnect and take the place again, and both would fight
+        # for it for ever.
         if before.session != hello.session:
             self._checks.lost(line.node)
             before.put_nowait(encode(m.Shutdown("a newer agent of this node took its place")))
+        # The last words are sent first, then the connection is closed; a transport that does not take them is
+        # aborted after the farewell.
         before.put_nowait(None)
         if before.transport is not None:
             asyncio.get_running_loop().call_later(FAREWELL_S, before.transport.abort)
@@ -110,6 +128,8 @@ class AgentConnections:
         node, message = line.node, _codec.decode(data)
         if isinstance(message, m.Hello):
             await self._joined(line, message)
+        # Answers to checks that a person asked for carry negative numbers and never reach the core: they
+        # decide nothing.
         elif isinstance(message, m.Checked) and self._checks.answered(node, message):
             pass
         elif isinstance(message, m.FaultFired):

@@ -35,7 +35,10 @@ def authorized(token: str, where: Endpoint) -> Any:
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("Authorization", "")
+        # Both ways of showing the token lead to the same rights. The proof covers method and path, so what
+        # was heard for one request opens no other.
         answer = answer_to_header(given, token, where.name, request.method, request.raw_path)
+        # The same text for a wrong token as for none, so a stranger learns nothing from the difference.
         if answer is None and not bears(given, token):
             return web.Response(status=401, text=_REFUSAL)
         request[_PROOF] = answer
@@ -69,8 +72,12 @@ class Entrance:
     def _enter(self, sock: socket.socket, head: bytes) -> bool:
         """In the door's thread: strangers do not come as far as the loop."""
         if not self._is_proven(head):
+            # Sent without waiting: a few bytes always fit into an empty socket buffer, and a stranger must
+            # not hold up the door.
             sock.send(_REFUSED.encode())
             return False
+        # The loop gets a connection that has proved itself, and never sees the others. A thousand strangers
+        # cost it nothing.
         self._loop.call_soon_threadsafe(self._take, sock, head)
         return True
 
@@ -103,6 +110,8 @@ class _HeardFirst(asyncio.Protocol):
         self._protocol, self._head = protocol, head
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # What the door has read is given to the server first. The transport begins to read after this method
+        # returns, so no byte can overtake it.
         transport.set_protocol(self._protocol)
         self._protocol.connection_made(transport)
         self._protocol.data_received(self._head)

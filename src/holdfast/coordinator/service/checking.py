@@ -107,6 +107,8 @@ class CheckRuns:
 
     async def ask(self, node: str, order: m.RunChecks, patience_s: float) -> tuple[CheckResult, ...] | None:
         """A node's answer; None when it gave none."""
+        # Downward, so that an answer shows by its sign whether it is for a person or for the core. Both count
+        # without knowing of each other.
         self._requests -= 1  # the core counts upward
         key = node, self._requests
         self._asked[key] = asyncio.get_running_loop().create_future()
@@ -224,11 +226,14 @@ class _Run:
     async def _do(self) -> None:
         wish = self._wish
         await self._say("each node by itself", self._nodes)
+        # Nodes by themselves in parallel, pairs in rounds, everyone at the end: each stage leaves out whoever
+        # failed before, because a broken node makes its partners look broken.
         await asyncio.gather(*(self._alone(name) for name in self._nodes))
         able = [n for n, results in self._results.items() if any(r.name != "answer" for r in results)]
         if wish.deep and len(able) > 1:
             await self._in_pairs(able)
             await self._together(able)
+        # Compared only when all have answered: slow is what is slower than the others of the same model.
         self._results = against_fleet(self._results)
         for name, results in self._results.items():
             if findings := tuple(_finding(r) for r in results if r.condition is Condition.FAULTY):
@@ -262,6 +267,7 @@ class _Run:
         measured: dict[pairs.Pair, pairs.Measured] = {}
         for batch in batches:
             await self._say(f"{check}s, {which}", {n for p in batch for n in p})
+            # Two pairs on one machine would share its network card, and each would measure half of it.
             for apart in self._apart(batch):
                 found = await asyncio.gather(*(self._measure(check, pair) for pair in apart))
                 measured |= dict(zip(apart, found, strict=True))
@@ -292,6 +298,8 @@ class _Run:
             request=0, deep=True, peers=(to_caller,), only=(check,), port=port, seconds=seconds
         )
         here = m.RunChecks(request=0, deep=True, peers=(to_listener,), only=(check,), port=0, seconds=seconds)
+        # Both at once. The listener waits for its caller only for a short time, and the caller tries until
+        # the listener is there.
         at_listener, at_caller = await asyncio.gather(
             self._ask(listener.name, there, PAIR_ANSWER_S), self._ask(caller.name, here, PAIR_ANSWER_S)
         )

@@ -33,6 +33,8 @@ class CoreClock:
         self._boot = boot_id() if boot is None else boot
         if anchor is None:
             self._offset_s = 0.0
+        # The same run of the same machine: its steady clock went on counting while no coordinator lived, so
+        # no time is lost or invented.
         elif anchor.boot == self._boot:
             self._offset_s = anchor.now_s - anchor.steady_s
         else:  # UTC here may be behind: then no time has passed, rather than less than none

@@ -60,6 +60,8 @@ class DecisionLoop:
         self.core, self.clock, self.injector = core, clock, injector
         self._ledger, self._memory, self._lines, self._watchers = ledger_file, memory, lines, watchers
         self._job_dir = job_dir
+        # Counted here and not by SQLite, because a page may be written twice when only its writer does not
+        # know that it was. With numbers of its own an entry is inserted once, whatever happens.
         self.seq = ledger_file.store.last_seq()
         """Number of the ledger's newest entry."""
         self._validates = os.environ.get(VALIDATE_VARIABLE) == "1"
@@ -67,6 +69,8 @@ class DecisionLoop:
         self._starving = Starving(core.timing.heartbeat_s)
         self._tick: asyncio.TimerHandle | None = None
         self._beat: asyncio.TimerHandle | None = None
+        # A future and not a flag: a write that waits for a broken disk has to be woken when the job begins to
+        # end.
         self._ends: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._ends_at: float | None = None
         self._failed_at = 0.0
@@ -82,6 +86,8 @@ class DecisionLoop:
         self._take_in(event, line)
 
     def _take_in(self, event: ev.Event, line: Line | None = None) -> Waiting | None:
+        # Noticed as the event comes in, not when it is decided. The loop may be waiting for a ledger that
+        # cannot be written, and this is what limits that wait.
         if _ending(event) and self._ends_at is None:
             self._ends_at = asyncio.get_running_loop().time()
             self._ends.set_result(None)
@@ -89,19 +95,29 @@ class DecisionLoop:
 
     async def effect(self, event: ev.Event) -> None:
         """Takes an event in, and waits until what was decided about it is written and done."""
+        # None: the inbox merged it with another, so nothing waits for it alone.
         if (waiting := self._take_in(event)) is not None:
             waiting.done = asyncio.get_running_loop().create_future()
             await waiting.done
 
     async def decide_all(self) -> None:
         """The one way from what came to what is done about it, until cancelled."""
+        # Starts the beat, so that the loop turns at least twice per heartbeat even if no event comes.
         self._late_s()
         while True:
+            # Everything that has gathered becomes one batch with one write. Under load batches grow, and the
+            # cost of a write is shared by more events: so the loop gets faster per event just when it must.
             waiting = await self._inbox.take()
             now_s = time.monotonic()
+            # What waited here has aged, and the core measures stalls with these ages. Without this a slow
+            # disk would look like slow training.
             events = [w.aged(now_s) for w in waiting]
+            # Before the events of the batch: the core must learn that it was not listening before it compares
+            # anybody's silence with a deadline.
             if (late_s := self._late_s()) is not None:
                 events = [*self._excuses(late_s), *events]
+            # Lines are handed over before the decision, so that its orders reach the agent which the core has
+            # just heard of, and not the one that it replaced.
             for each in waiting:
                 self._meet(each)
             if events:
@@ -116,6 +132,8 @@ class DecisionLoop:
         late_s = 0.0
         if self._beat is not None:
             late_s = loop.time() - self._beat.when()
+            # The loop was woken by events and not by the beat. Judging lateness then would count idle time as
+            # time in which nobody listened.
             if late_s < 0:
                 return None
             self._beat.cancel()
@@ -126,8 +144,12 @@ class DecisionLoop:
         """What the core has to know before it looks at any deadline, or it would end those for whom there was no time: that
         the processor or the ledger kept this process from listening, and agents from speaking."""
         excuses: list[ev.Event] = []
+        # Half a heartbeat of tolerance: agents are lost after several missed ones, so less than that has cost
+        # nobody its chance.
         if late_s > self.core.timing.heartbeat_s / 2:
             excuses.append(ev.Overslept(late_s))
+        # Only this machine's agents can be looked at. On others an agent competes with nobody for its
+        # processor.
         heard = [(n.name, n.last_seen_s) for n in self.core.state.membership.nodes.values() if n.alive]
         starved = self._starving.look(heard, self.clock())
         return [*excuses, *(ev.Starved(node, waited_s) for node, waited_s in starved.items())]
@@ -135,6 +157,8 @@ class DecisionLoop:
     def _meet(self, waiting: Waiting) -> None:
         """From here on orders to a node go to the agent that the core hears of now. A decision about the agent before it must
         not reach it: it would start workers that nobody knows of."""
+        # From the batch in which the core hears the hello. A moment earlier, an order from the batch before
+        # would go to an agent that must not have it.
         if isinstance(waiting.event, ev.NodeJoined) and waiting.line is not None:
             waiting.line.joined = True
             hello = waiting.event.hello
@@ -143,26 +167,41 @@ class DecisionLoop:
     async def _decide(self, events: list[ev.Event]) -> None:
         """One batch: decided at one moment, written at once, then done."""
         now, state = self.clock(), self.core.state
+        # The steps of this batch were made in the generation before the decision, which may replace it.
         before = state.membership.generation
         actions = self.core.handle_all(events, now)
         for wrong in validate(state) if self._validates else ():
             _log.error("the coordinator's state is not valid: %s; after %s", wrong, events)
+        # Faults that wait for a rank go to whoever holds the rank now, so they are armed anew with every
+        # generation.
         formed = any(isinstance(a, ev.Record) and a.kind in ("formed", "started") for a in actions)
         strikes = self.injector.formed(state, now) if formed else []
         strikes += self.injector.due(state, now)
+        # What only moves deadlines is not written: heartbeats come from every node several times a second,
+        # and a successor learns the same within one heartbeat.
         urgent = bool(actions) or not all(map(_routine, events))
         page = self._page(events, actions, now, before)
         if urgent:
+            # State, clock and injector are in one page, so in one transaction: a state whose clock is older
+            # than its times would run backward in the next coordinator.
             page.kept[SNAPSHOT] = msgspec.msgpack.encode(state)
             page.kept["clock"] = msgspec.msgpack.encode(self.clock.mark())
             page.kept["injector"] = msgspec.msgpack.encode(self.injector.plans)
+            # Written first, then carried out. If an order left before, and this process died, the next
+            # coordinator would decide again, perhaps otherwise, and two workers could believe that they hold
+            # the same rank.
             await self._written(page)
         elif page.steps:
+            # Not awaited: losses are reported again by agents, and nobody acts on them.
             self._ledger.write(page)  # agents tell again what a coordinator that died had not written
+        # Announced only after the actions have been queued: whoever watches may act on an event, and must
+        # find it done.
         self._carry_out(actions, strikes)
         for entry in page.entries:
             _log.debug("event %s", entry.kind, extra={"seq": entry.seq, "event": entry.fields})
             self._watchers.announce("event", entry)
+        # The next deadline is looked for only if it may have changed. It goes over all nodes, and heartbeats
+        # would make that quadratic.
         if self.core.moved or self._tick is None:
             self.plan_tick()
         self._watchers.plan_status()
@@ -173,6 +212,8 @@ class DecisionLoop:
         """What a batch leaves in the ledger. before: the generation in which its steps were made."""
         state = self.core.state
         records = [a for a in actions if isinstance(a, ev.Record)]
+        # People count on an injected fault. One that never happened has to be reported before the ledger
+        # closes.
         if any(isinstance(a, ev.End) for a in actions):
             records += [ev.Record(ledger.FaultNotFired(fault=f)) for f in self.injector.unfired()]
         page = Page([self._entry(r.event, now) for r in records])
@@ -193,13 +234,19 @@ class DecisionLoop:
     async def _written(self, page: Page) -> None:
         """Waits until a decision is in the ledger: nobody may hear of it before, or the next coordinator could decide
         otherwise. Only a job that ends does not wait for ever: there is no next one."""
+        # Waits for the disk, however long: training goes on without the coordinator, and must not go on with
+        # decisions that nobody could repeat.
         writing = self._ledger.write(page)
+        # A job that ends is different. There is no next coordinator that could decide otherwise, and a person
+        # waits for the end.
         if not self._ends.done():
             await asyncio.wait([writing, self._ends], return_when=asyncio.FIRST_COMPLETED)
         if writing.done() or self._ends_at is None:
             writing.result()
             return
         left_s = self._ends_at + LAST_S - asyncio.get_running_loop().time()
+        # The first write that is given up waits for up to LAST_S; those after it wait for nothing more, or
+        # each would cost a person ten seconds.
         await asyncio.wait([writing], timeout=max(left_s, 0.0 if self.unwritten else LAST_S / 2))
         if not writing.done() and not self.unwritten:
             self.unwritten = True
@@ -232,6 +279,9 @@ class DecisionLoop:
     # ------------------------------------------------------------ what was decided is done
 
     def _carry_out(self, actions: list[ev.Action], strikes: list[Strike]) -> None:
+        # Orders of a batch are sent in the order of the core's decisions, faults around them as they need:
+        # one for a worker that exists goes first, since it may strike while joining; one for a worker that is
+        # only started in this batch would find nobody before.
         begun = {
             a.message.worker
             for a in actions
@@ -270,6 +320,8 @@ class DecisionLoop:
         if self._tick is not None:
             self._tick.cancel()
             self._tick = None
+        # A millisecond late, never early: a Tick that comes a microsecond before its deadline finds nothing
+        # due, and plans itself again at once.
         if times and not self.over.is_set():
             delay = max(0.0, min(times) - self.clock()) + 1e-3
             self._tick = asyncio.get_running_loop().call_later(delay, self._tick_due, 2)
@@ -277,6 +329,8 @@ class DecisionLoop:
     def _tick_due(self, turns: int) -> None:
         """A turn of the loop runs what timers are due before it reads on from what has arrived. Who has spoken in time is
         not to be judged before that is read."""
+        # Two more turns of the loop first, see the docstring: timers run before sockets are read, so a
+        # heartbeat that arrived in time may still be unread now.
         self._tick = None
         if turns:
             asyncio.get_running_loop().call_soon(self._tick_due, turns - 1)
@@ -299,6 +353,8 @@ class DecisionLoop:
             return
         kind = plan.spec.kind
         struck = None if kind in NODE_FAULTS else worker
+        # The event is written before the fault strikes the coordinator itself; otherwise its successor would
+        # not know why its predecessor died, and would inject the fault again.
         waiting = self._take_in(ev.Injected(str(plan.spec), kind.value, node, struck))
         if kind is FaultKind.KILL_COORDINATOR and waiting is not None:
             waiting.done = asyncio.get_running_loop().create_future()

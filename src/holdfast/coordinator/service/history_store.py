@@ -96,7 +96,10 @@ class History:
         """The newest records of a machine, and of its devices wherever they were then, oldest first."""
         where = f"machine = {self._mark}"
         if devices:
+            # Devices by themselves: a GPU that was moved to another machine brings its record along.
             where += f" or (device <> '' and device in ({', '.join([self._mark] * len(devices))}))"
+        # The newest KEPT_RECORDS: newest first with a limit, then turned round, so the index does the work
+        # and the core gets them in their order.
         query = f"select {_COLUMNS} from {TABLE} where {where} order by id desc limit {KEPT_RECORDS}"
         return tuple(reversed(self._entries(query, (machine, *devices))))
 

@@ -70,6 +70,8 @@ class Memory:
             self._failed(str(error))
 
     def _failed(self, why: str) -> None:
+        # A database that does not answer costs one join its waiting time, not every join. After the pause it
+        # is tried again.
         self._paused_until_s = time.monotonic() + PAUSE_S
         if not self._said:
             self._said = True
@@ -80,6 +82,8 @@ class Memory:
     def _read(self, machine: str, devices: Sequence[str]) -> tuple[Remembered, ...]:
         if self._history is None:
             history = History(self._where, must_exist=True)
+            # Opened for each reading and not kept: the file appears when some job writes the first record,
+            # and an open handle to nothing would never see it.
             if "://" not in self._where:  # a file is opened for each reading: it may not be there yet
                 try:
                     return tuple(e.remembered(now_s()) for e in history.past(machine, devices))

@@ -58,12 +58,16 @@ class Inbox:
     def put(self, event: ev.Event, line: Any = None) -> Waiting | None:
         """One more; None when it is part of one that waits already."""
         if isinstance(event, ev.NodeSays):
+            # While a write hangs for a minute, every node sends hundreds of these. One is as good a sign of
+            # life as all of them.
             if isinstance(event.message, m.Heartbeat) and event.node in self._heard:
                 return None  # what waits is as good a sign of life
             self._heard.add(event.node)
             if isinstance(event.message, m.FromWorker) and self._adds_up(event.node, event.message):
                 return None
         elif isinstance(event, ev.NodeJoined | ev.NodeLost):
+            # A node that joins or is lost is a border: merging an event behind it with one before it would
+            # move that event to another session.
             self._heard.clear()
             self._progress.clear()  # what comes after it is not to be told before it
         waiting = Waiting(event, time.monotonic(), line)
@@ -92,6 +96,8 @@ class Inbox:
 
     def _adds_up(self, node: str, said: m.FromWorker) -> bool:
         """Whether it became part of the same worker's last word, both being of progress in one generation."""
+        # Removed first, so that whatever comes of it, a later message never merges with one that is no longer
+        # the worker's last.
         before = self._progress.pop(said.worker, None)
         if before is None or not isinstance(said.message, m.Progress):
             return False
@@ -99,8 +105,10 @@ class Inbox:
         assert isinstance(before.event.message, m.FromWorker)
         older, newer = before.event.message.message, said.message
         assert isinstance(older, m.Progress)
+        # Steps of two generations may overlap after a rewind. Added up, one of them would be lost.
         if older.generation != newer.generation:
             return False
+        # Both bring losses: kept apart while there is room, since each carries the time of its steps.
         tell = (older.losses or older.figures) and (newer.losses or newer.figures)
         if tell and len(self._waiting) < MANY:
             return False
@@ -113,6 +121,7 @@ class Inbox:
             spent=older.spent + newer.spent,
         )
         age_s = before.event.message.age_s
+        # In the place of the older one, so that nothing between the two is overtaken by it.
         before.event = ev.NodeSays(node, m.FromWorker(said.worker, both, age_s))
         self._progress[said.worker] = before
         return True

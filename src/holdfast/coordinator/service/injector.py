@@ -59,6 +59,7 @@ class Injector:
                 self._schedule(plan, now, first=True)
         generation = state.membership.generation
         members = {x.worker: x for x in generation.members} if generation and self.plans else {}
+        # Every member gets a list, also an empty one: that is how a worker which lost its rank is disarmed.
         by_worker: dict[str, list[ArmedFault]] = {w: [] for w in members}  # who lost its rank is disarmed
         for plan in self.plans.values():
             if plan.left > 0 and plan.due_s is None and not _timed(plan.spec):
@@ -79,6 +80,8 @@ class Injector:
             if plan.left <= 0 or plan.due_s is None or now < plan.due_s:
                 continue
             if state.membership.phase is not JobPhase.RUNNING:
+                # Not skipped: a person who asked for a fault every 8 s wants one as soon as there is
+                # something to strike.
                 plan.due_s = now + 0.1  # nothing to strike yet: try again when there is
                 continue
             strike = self._strike(plan, state)
@@ -182,6 +185,8 @@ class Injector:
                 x for x in members if (seat := state.membership.seats.get(x.worker)) and seat.restore
             ]
             return restoring[0] if restoring else None
+        # Drawn from the plan and how often it fired, not from one stream: so a replay strikes the same ranks,
+        # whatever else was injected.
         return random.Random(f"{spec.seed}/{plan.id}/{plan.fired}").choice(members)
 
 

@@ -44,13 +44,19 @@ class Ledger:
         open_store: opens it for writing. Raises sqlite3.Error where that cannot be done now.
         """
         self._path, self._open, self._trouble = path, open_store, trouble
+        # Opened at once, on the loop's thread: a ledger that cannot be opened at the start must fail the
+        # start, and not the first write.
         self._store: Store | None = open_store()
         self._next = Page()
         self._waiting: list[asyncio.Future[None]] = []
         self._news, self._idle = asyncio.Event(), asyncio.Event()
         self._idle.set()
         self._under_way: Page | None = None
+        # One thread for writing: SQLite's connection is used by one at a time, and pages keep their order
+        # without a lock.
         self._pen = SideThread("ledger")
+        # On a shared file system a second connection would need shared memory between processes, which does
+        # not exist there, so reading takes turns with writing.
         self._eye = self._pen if shared else SideThread("ledger-reader")
         self._shared = shared
         self._writing: asyncio.Task[None] | None = None
@@ -67,6 +73,8 @@ class Ledger:
         """Has a page written after those before it. The future is done when it is in the file. It fails only for a page that
         never can be there, whatever the disk does."""
         written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        # Pages that wait become one. After an hour of a full disk everything is written in one transaction,
+        # in order, with nothing missing.
         self._next.add(page)
         self._waiting.append(written)
         self._idle.clear()
@@ -90,6 +98,8 @@ class Ledger:
         Raises:
             Unreadable: it cannot be read, or not within `READ_S`.
         """
+        # Reading waits for what was given before it, but not for a disk that is known to be broken: what can
+        # be read then is better than nothing.
         if self.why is None:
             await self.written(SLOW_S)
         reading: asyncio.Future[T] = self._eye.do(lambda: self._read(what))
@@ -139,9 +149,13 @@ class Ledger:
             waiting, self._waiting = self._waiting, []
             self._under_way = page
             try:
+                # For as long as the job lives. Giving up would be a decision to lose the ledger, and nobody
+                # here may take that.
                 while not await self._try(page):  # noqa: ASYNC110 - there is no event for "the disk has room again"
                     await asyncio.sleep(RETRY_S)
             except Exception as error:  # noqa: BLE001 - it cannot be written at any time: of whoever waits for it
+                # A page that can never be written (a value that SQLite refuses) is not retried for ever.
+                # Whoever waits for it gets the error; the pages after it go on.
                 for written in waiting:
                     written.set_exception(error)
                 waiting = []
@@ -155,6 +169,8 @@ class Ledger:
 
     async def _try(self, page: Page) -> bool:
         attempt = asyncio.ensure_future(self._pen.do(self._put, page))
+        # The attempt is not cancelled: the thread hangs in the disk and cannot be interrupted. It is only
+        # reported, and then awaited.
         done, _ = await asyncio.wait([attempt], timeout=SLOW_S)
         if not done:
             self._say(f"it does not answer for {SLOW_S:g} s")
@@ -169,6 +185,7 @@ class Ledger:
 
     def _say(self, why: str | None) -> None:
         before, self.why = self.why, why
+        # Trouble is reported when it begins and when it ends, not for every attempt.
         if (before is None) != (why is None):
             self._trouble(why)
 
@@ -180,6 +197,8 @@ class Ledger:
         try:
             self._store.write(page)
         except sqlite3.Error as error:
+            # A full disk leaves the connection intact, so nothing is thrown away. After any other error it
+            # may be the connection that is broken.
             if getattr(error, "sqlite_errorcode", 0) & 0xFF != sqlite3.SQLITE_FULL:
                 # What was wrong may be of this connection: a file system that was mounted again is another one.
                 store, self._store = self._store, None
@@ -209,6 +228,8 @@ class SideThread:
         self._todo: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = (
             queue.SimpleQueue()
         )
+        # A daemon thread, not one of an executor: Python would join the latter at exit, and a thread that
+        # hangs in a disk never ends.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._started = False
 

@@ -30,6 +30,8 @@ def metrics_text(
         steps: committed steps that the ledger has. productive_s: the seconds that they took.
         writable: the ledger takes what is written.
     """
+    # A registry per scrape. The global one would keep series of workers that are long gone, and mix two jobs
+    # in one test process.
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Job(state, steps, productive_s, now, writable))
     return generate_latest(registry)
@@ -89,6 +91,8 @@ class _Job(Collector):
         )
         wall_s = max(0.0, self._now - s.began_s)
         yield _counter("holdfast_wall_seconds", "Time since the job's start.", wall_s)
+        # At level 0 nobody counts productive time, and 0 would look like a job that makes no progress.
+        # Unknown is left out.
         if s.membership.level == 2 or self._steps:
             yield _counter(
                 "holdfast_productive_seconds",

@@ -25,6 +25,8 @@ def state_of(snapshot: bytes) -> CoreState:
     written = msgspec.msgpack.decode(snapshot)
     if isinstance(written, dict) and "membership" not in written:
         written = _divided(_with_causes(written))
+    # Only after the state of this version failed to decode: so the usual start costs nothing, and an unknown
+    # error is raised as it is.
     return msgspec.convert(written, type=CoreState)
 
 

@@ -10,6 +10,8 @@ def beat(pulse: int, every_s: float) -> None:
     """Writes now and from now on, as long as the loop of this thread turns. A launcher that does not read leaves the pipe
     full, or is gone: nobody waits for it."""
     try:
+        # From the loop that decides, not from a thread: a thread would go on while the loop hangs, and the
+        # launcher would watch a dead coordinator for ever.
         os.write(pulse, b".")
     except BlockingIOError:
         pass

@@ -27,6 +27,8 @@ def build_report(state: CoreState, steps: list[StepRow], now: float) -> dict[str
     took = [s.took_s for s in steps if s.took_s is not None]
     productive_s = sum(took) if took else None
     ended = [w for w in state.membership.workers.values() if w.digest is not None]
+    # By shard: replicas are equal if all holders of each shard agree. A digest over all workers would differ
+    # between shards by design.
     digests = [
         sorted({str(w.digest) for w in ended if w.shard_index == p})
         for p in range(state.membership.shard_count)
@@ -98,6 +100,7 @@ def build_status(state: CoreState, now: float) -> dict[str, Any]:
     """The job at this moment. Unknown is None. Durations in seconds."""
     members = state.membership.generation.members if state.membership.generation else ()
     ranks = {x.worker: x.rank for x in members}
+    # Spares also report a loss that they had when they last trained; the members' must win.
     latest = sorted(
         state.membership.workers.values(), key=lambda w: w.name in ranks
     )  # members last: theirs counts

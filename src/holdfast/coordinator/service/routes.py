@@ -65,12 +65,15 @@ class Routes:
         await socket.prepare(request)
         watcher = Watcher()
         after = int(request.query.get("after", "0"))
+        # Registered before the past is read. In the other order an event that is announced in between would
+        # be neither in the past nor announced.
         self._watchers.all.add(watcher)  # what is announced from now on waits until it knows the past
         sender = asyncio.create_task(drain(watcher.queue, socket, text=True))
         try:
             try:
                 watcher.begin(await self._ledger.read(lambda store: _past(store, after)))
             except Unreadable as error:
+                # A ledger that cannot be read is no reason to see nothing: the live events follow.
                 watcher.begin([(0, announcement("log", {"text": str(error)}))])
             watcher.tell(announcement("status", self._status()))
             async for _ in socket:
@@ -94,6 +97,7 @@ class Routes:
     async def _metrics_page(self, request: web.Request) -> web.StreamResponse:
         try:
             self._productive = await self._ledger.read(Store.productive)
+        # A scrape must not fail because of the disk: the metric that alerts on the disk is on the same page.
         except Unreadable:
             pass  # what was known last is better than no figures: others do not need the ledger
         steps, productive_s = self._productive
@@ -121,6 +125,8 @@ class Routes:
 
     async def _stop(self, request: web.Request) -> web.StreamResponse:
         try:
+            # A person who presses Ctrl-C gets an answer in any case. The stop itself is decided when its
+            # event can be written.
             async with asyncio.timeout(FAREWELL_S):
                 await self._loop.effect(ev.StopRequested(request.query.get("reason", "asked for")))
         except TimeoutError:
@@ -131,6 +137,8 @@ class Routes:
         try:
             spec = parse_fault(await request.text())
             check_watched(spec, self._loop.core.spec.health.watch)
+            # Refused with the list of what there is. A fault for a rank that does not exist would wait for
+            # ever, and the person with it.
             self._check_target(spec.rank, spec.node)
         except UsageError as error:
             return web.Response(status=400, text=str(error))
@@ -163,6 +171,8 @@ class Routes:
             resize.check_resize(state, nodes)
         except UsageError as error:
             return web.Response(status=400, text=str(error))
+        # A change that cannot be written would be carried out much later, when the disk has room again and
+        # nobody expects it.
         if refusal := self._refusal():
             return refusal
         before = state.wanted_nodes
@@ -199,6 +209,8 @@ class Routes:
             event = _engine_says.decode(await request.read())
         except msgspec.MsgspecError as error:
             return web.Response(status=400, text=str(error))
+        # What an engine reports about capacity is a fact, and not a wish. It is taken in, and decided when it
+        # can be written.
         if self._ledger.why is None:
             await self._loop.effect(event)
         else:

@@ -115,6 +115,7 @@ class Coordinator:
             listener: where others connect already. host: by which they reach it.
             lifeline: a pipe whose end says that the launcher is gone.
         """
+        # Before anything is answered or written: another machine took over while this process was starting.
         if newest_term(self._job_dir) > self._term:
             os._exit(EXIT_DEPOSED)
         where = Endpoint(host, listener.getsockname()[1], os.getpid(), secrets.token_hex(8))
@@ -124,30 +125,40 @@ class Coordinator:
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=FAREWELL_S)
         await runner.setup()
         deciding = asyncio.create_task(self._loop.decide_all())
+        # The past is handled before the address is published, so that the first agent finds a core that knows
+        # where the job stands.
         self._take_over()
         _log.info("serving", extra={"url": where.url, "resumed": self._resumed, "seq": self._loop.seq})
         write_endpoint(self._job_dir, where)  # who is turned away by its name finds it there
         assert runner.server is not None
         entrance = Entrance(listener, self._token, where, runner.server)
         loop = asyncio.get_running_loop()
+        # Ctrl-C reaches the whole process group. The launcher decides what it means and asks for a stop; a
+        # coordinator that ended by itself would take the job's state with it.
         loop.add_signal_handler(signal.SIGINT, lambda: None)
         loop.add_signal_handler(signal.SIGTERM, lambda: self._loop.handle(ev.StopRequested("SIGTERM")))
         if lifeline is not None:
             loop.add_reader(lifeline, self._launcher_gone, lifeline)
         holding = asyncio.create_task(self._hold_office()) if self._term else None
         over = asyncio.create_task(self._loop.over.wait())
+        # If the deciding task raised, this process ends with it. A coordinator that answers but decides
+        # nothing would look healthy to everybody who watches it.
         await asyncio.wait([over, deciding], return_when=asyncio.FIRST_COMPLETED)
         if deciding.done():
             deciding.result()  # raises: this process ends, and the next one goes on from what is written
         if holding is not None:
             holding.cancel()
         if self.deposed:
+            # Without cleaning up: closing the ledger or a connection properly would write or send something,
+            # and both belong to the successor by now.
             os._exit(EXIT_DEPOSED)  # not a word more to anyone
         _log.info("the job is over", extra={"outcome": self.outcome})
         await self._write_report()
         for watcher in self._watchers.all:
             watcher.tell(None)
         try:
+            # Agents and watchers read their last messages and close by themselves; aiohttp's own cleanup
+            # would cut them off in the middle.
             async with asyncio.timeout(FAREWELL_S):
                 while (
                     self._lines.by_node or self._watchers.all
@@ -160,11 +171,14 @@ class Coordinator:
         await runner.cleanup()
         await self._memory.close()
         deciding.cancel()
+        # Last of all, since everything above may still write an entry.
         if not await self._ledger.close(0.0 if self._loop.unwritten else LAST_S):
             _log.error("the ledger's last entries are lost: %s", self._ledger.why)
 
     async def _hold_office(self) -> None:
         """Looks whether another took over: see `protocol.leadership`. The folder may hang without this process doing so."""
+        # On a thread of its own. A shared folder that hangs would otherwise stop the loop, and with it the
+        # heartbeat that keeps agents calm.
         while await self._folder.do(newest_term, self._job_dir) <= self._term:  # noqa: ASYNC110 - another machine's file
             await asyncio.sleep(LOOK_S)
         _log.warning("another coordinator took over; this one ends at once", extra={"term": self._term})
@@ -183,9 +197,13 @@ class Coordinator:
                 self._loop.injector.plans = plans
                 self._loop.injector.mark_running()
             state = self._core.state
+            # The time when the old coordinator was last known to live, from the ledger: the incident of its
+            # loss begins there and not now.
             self._loop.handle(ev.Recovered(state.began_s + self._ledger.store.last_t_s()))
         else:
             self._loop.handle(ev.Tick())
+            # At least one entry, None if there are none: the core must hear that nothing was found, because
+            # it waits for this answer before it starts from scratch.
             newest, *older = *self._resume.checkpoints, None
             self._loop.handle(ev.DurableFound(newest, tuple(filter(None, older)), self._resume.passed_over))
 
@@ -205,6 +223,8 @@ class Coordinator:
             steps = []
         report = build_report(state, steps, self._clock())
         # Of faults that the job has survived the incidents tell; what is printed last is why it failed.
+        # For a job that ended well the last failure that it survived is no news, and would be read as the
+        # reason of its end.
         failed = state.membership.outcome == "failed" and state.membership.blame is not None
         report["blame"] = shown_blame(state.membership.blame) if failed and state.membership.blame else None
         path = self._job_dir / "report.json"

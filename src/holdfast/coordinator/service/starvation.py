@@ -44,11 +44,17 @@ class Starving:
         for node, heard_s in heard:
             if now - heard_s <= self._patience_s or node not in self._pids:
                 continue
+            # A first look gives a number to compare with and no verdict. Only the growth between two looks is
+            # time in which the agent could not run.
             before = self._looks.get(node)
             looks[node] = now_there = _Look(now, waits_s(self._pids[node]))
             if before is None:
                 continue
+            # The thread that waited longest: any one of an agent's threads may be the one that sends
+            # heartbeats.
             more = [s - before.waits_s[t] for t, s in now_there.waits_s.items() if t in before.waits_s]
+            # Never more than the time between the looks, whatever the kernel counts, or a node would be
+            # trusted into the future.
             waited_s = min(max(more, default=0.0), now - before.at_s)
             if waited_s > 0:
                 starved[node] = waited_s

@@ -107,6 +107,8 @@ class Store:
             self._db.execute("pragma journal_mode=wal")
             self._db.execute(f"pragma synchronous={'full' if shared else 'normal'}")
             self._db.executescript(_SCHEMA)
+            # Only upward: an older version that continues a newer ledger must not claim that it wrote
+            # everything in it.
             if self.version < ledger.VERSION:
                 self._db.execute(f"pragma user_version={ledger.VERSION}")
         except BaseException:
@@ -139,6 +141,8 @@ class Store:
         self.begin()
         try:
             self._db.executemany(
+                # Ignored if its number is there already: this page may have been written before, with an
+                # answer that was lost.
                 "insert or ignore into events values (?, ?, ?, ?, ?)",
                 [(e.seq, e.t_s, e.utc, e.kind, _text(e.fields)) for e in page.entries],
             )
@@ -149,6 +153,8 @@ class Store:
                 self.keep(name, value)
             self.commit()
         except BaseException:
+            # The error may have ended the transaction by itself; a second rollback would raise, and hide the
+            # first error.
             if self._db.in_transaction:
                 self._db.execute("rollback")
             raise
@@ -242,6 +248,8 @@ class Store:
         with closing(sqlite3.connect(":memory:")) as memory:
             self._db.backup(memory)
             data = bytearray(memory.serialize())
+        # The header's two bytes for the journal mode: in WAL mode a reader would look for the file of the
+        # log, which a copy in memory does not have.
         data[18:20] = b"\x01\x01"  # no write-ahead log goes with it
         return bytes(data)
 
@@ -282,6 +290,8 @@ def succeed(job_dir: Path, term: int) -> Path:
     """
     old, new = newest_ledger(job_dir), job_dir / f"job-{term}.sqlite"
     work = job_dir / f".job-{term}.sqlite"
+    # The copy is made beside and renamed when it is complete. A successor that dies here leaves a file that
+    # nobody mistakes for a ledger.
     while not (_copy_locked(old, work) or _copy_quiet(old, work)):
         pass  # its coordinator lives, and writes: it ends when it sees that it is deposed
     work.replace(new)
@@ -306,6 +316,8 @@ def _copy_quiet(old: Path, work: Path) -> bool:
     before, nor until the copy is complete. SQLite reads the log itself, into its own memory, and changes nothing.
     """
     before = _stamps(old)
+    # Unchanged before, during and after: then a copy without locks read a state that existed. A coordinator
+    # that still lives writes at least once in this time, and is seen.
     time.sleep(QUIET_S)  # there is no event for another machine's file
     if _stamps(old) != before:
         return False
@@ -336,6 +348,8 @@ def _stamps(ledger: Path) -> list[tuple[int, int] | None]:
     stamps: list[tuple[int, int] | None] = []
     for path in (ledger, ledger.with_name(ledger.name + "-wal")):
         try:
+            # NFS caches attributes for seconds, and asks the server only when a file is opened. With `stat`
+            # alone, a writer on another machine would be missed.
             with path.open("rb") as file:
                 status = os.fstat(file.fileno())
             stamps.append((status.st_mtime_ns, status.st_size))

@@ -26,8 +26,12 @@ class Watcher:
 
     def tell(self, data: bytes | None, seq: int = 0) -> None:
         """Queues an announcement; None: the last one was before. seq: of an event, which may have been read already."""
+        # Already in what was read from the ledger. The announcement and the reading overlap, since an event
+        # may be written between them.
         if 0 < seq <= self._read:
             return
+        # The past is still being read on another thread. What is announced meanwhile is kept, or it would be
+        # shown before what came before it.
         if self._held is not None:
             self._held.append((seq, data))
         else:
@@ -51,6 +55,7 @@ class Watchers:
         self._status, self._status_due = status, False
 
     def announce(self, kind: str, value: Any) -> None:
+        # Nothing is encoded if nobody watches; most jobs run for most of their time without anybody looking.
         if self.all:
             data = announcement(kind, value)
             for watcher in self.all:
@@ -62,6 +67,7 @@ class Watchers:
         self.announce("log", {"text": text})
 
     def plan_status(self) -> None:
+        # At most five times a second, whatever happens. The status is as large as the job.
         if self.all and not self._status_due:
             self._status_due = True
             asyncio.get_running_loop().call_later(STATUS_EVERY_S, self._send_status)
