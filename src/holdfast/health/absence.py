@@ -13,12 +13,15 @@ RANKS_OF_ABSENCE = (0,)
 
 
 class Training(msgspec.Struct):
-    """A worker that trains. since_s: from when on; seen_s: when each rule's line came last."""
+    """A worker that trains."""
 
     rank: int
     since_s: float
+    """When it began."""
     seen_s: dict[str, float] = {}
+    """When each rule's line came last, by the rule's name."""
     said: set[str] = set()
+    """Rules whose missing line was reported."""
 
 
 class Absence:

@@ -48,14 +48,20 @@ _ESCAPE = re.compile(r"\\([0-7]{3})")
 
 
 class Mount(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of mountinfo. options: of this mount; super_options: of the file system itself."""
+    """One line of mountinfo."""
 
     device: str
+    """Major and minor number of the file system."""
     path: str
+    """Where it is mounted."""
     kind: str
+    """Type of the file system."""
     source: str
+    """Device or server."""
     options: tuple[str, ...]
+    """Options of this mount."""
     super_options: tuple[str, ...]
+    """Options of the file system itself."""
 
     @property
     def network(self) -> bool:

@@ -28,14 +28,19 @@ MOST = 2 / 3
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """The reduction became slow, or is as fast as it was. usual_s, now_s: of a step. rank: whose link it seems to be."""
+    """The reduction became slow, or is as fast as it was."""
 
     slow: bool
     since: int
+    """The first step of the block in which it began."""
     usual_s: float
+    """Seconds of a step that the reduction takes, as learned at the start."""
     now_s: float
+    """The same, lately."""
     share: float
+    """The share of a step that the difference costs."""
     rank: int | None
+    """Whose link it seems to be; None: of no single one."""
 
 
 class Reductions:

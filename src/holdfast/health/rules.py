@@ -21,63 +21,83 @@ LINE_SOURCES = ("kmsg", "log")
 class Rule(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
     """One rule, as written in TOML. Durations are seconds or `"10m"`.
 
-    A rule looks at lines (`pattern`), at readings (`reading`), or for readings that cannot be had (`unknown`).
-
-    pattern: regular expression over a line, searched; its named groups fill `subject` (`"gpu {pci}"`). family, code: one
-    entry of a table of codes, see `catalogue`; variant: what the line says beside the code, or the group's name. In a worker's log the group `value` is a number that `above` and `below`
-    judge; start_within, every: the line must come so soon after the worker's start, and so often (absence is the fault);
-    ranks: whose logs (empty: all; for absence only rank 0); start_after: nothing counts in the first so many seconds.
-
-    reading: the reading's name. It is judged by one of above, below, equals, differs, any_bits (of a mask), leaves (it
-    was this, and is no more), rises or falls (by so much within `window`; without one since the reading before),
-    rate_above (per second over `window`), below_reading or above_reading (another reading of the same subject).
-    holds: the condition must be true for so long. share: for this share of the window.
-
-    count: so many matches, or so many times that the condition became true, within `window`; matches closer than
-    `apart` are one. quiet: a burst ends after so long without one. fault_on_match: a line that ends the worker it came from (short for a severity and remedy).
-    shared: nobody's node is to blame. examples, others: lines that must and must not match.
+    A rule looks at lines (`pattern`), at readings (`reading`), or for readings that cannot be had (`unknown`). A reading is
+    judged by exactly one of CONDITIONS.
     """
 
     id: str
     source: str = ""
+    """Where it looks: `kmsg` or `log` for lines, the name of a source for readings."""
     severity: Severity = Severity.WARNING
     remedy: Remedy = Remedy.WATCH
     wording: str = ""
+    """What people read about it."""
     reference: str = ""
     subject: str = ""
+    """What a match is about, with the named groups of the pattern: `"gpu {pci}"`."""
     pattern: str = ""
+    """Regular expression over a line, searched for."""
     family: str = ""
+    """The table of codes that it belongs to, see `ruleset`."""
     code: str = ""
+    """Its entry in that table."""
     variant: str = ""
+    """A pattern for what the line says beside the code, or the name of the group that matched."""
     reading: str = ""
+    """The reading's name."""
     unknown: bool = False
+    """It looks for readings of its source that cannot be had."""
     above: float | None = None
+    """More than this. For a line: the number in its group `value`."""
     below: float | None = None
+    """Less than this, in the same way."""
     equals: float | str | None = None
     differs: float | str | None = None
     any_bits: int | None = None
+    """Any of these bits of a mask is set."""
     leaves: float | str | None = None
+    """It had this value, and has another."""
     rises: float | None = None
+    """By so much within `window`; without one since the reading before."""
     falls: float | None = None
+    """By so much, in the same way."""
     rate_above: float | None = None
+    """Per second, over `window`."""
     below_reading: str = ""
+    """Less than this other reading of the same subject."""
     above_reading: str = ""
+    """More than this other reading of the same subject."""
     holds: float = 0.0
+    """Seconds for which the condition must be true."""
     share: float = 0.0
+    """The share of the window for which it must be true."""
     count: int = 1
+    """So many matches, or so many times that the condition became true, within `window`."""
     window: float = 0.0
+    """Seconds."""
     apart: float = 0.0
+    """Matches closer than so many seconds are one."""
     quiet: float = QUIET_S
+    """Seconds without an occurrence that end a burst."""
     start_within: float = 0.0
+    """Seconds after a worker's start within which the line must come: its absence is the fault."""
     start_after: float = 0.0
+    """Nothing counts in the first so many seconds of a worker's training."""
     every: float = 0.0
+    """Seconds within which the line must come again."""
     ranks: tuple[int, ...] = ()
+    """Whose logs; empty: all, and for an absence rank 0."""
     fault_on_match: bool = False
+    """The line ends the worker that it came from; short for a severity and a remedy."""
     shared: bool = False
+    """No node is to blame."""
     dry_run: bool = False
+    """On trial: its findings are recorded and never acted on."""
     enabled: bool = True
     examples: tuple[str, ...] = ()
+    """Lines that the pattern must match."""
     others: tuple[str, ...] = ()
+    """Lines that it must not match."""
 
     @property
     def absence(self) -> bool:

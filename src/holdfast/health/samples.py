@@ -6,23 +6,30 @@ import msgspec
 
 
 class Line(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A line that something logged. source: `kmsg`, or the name of a log. worker: whose log it is, if it is one's.
-    age_s: since it was logged."""
+    """A line that something logged."""
 
     source: str
+    """`kmsg`, or the name of a log."""
     text: str
     worker: str = ""
+    """Whose log it is; empty: nobody's."""
     age_s: float = 0.0
+    """Seconds since it was logged."""
 
 
 class Reading(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """A value that was read. name: `edac.ue_count`, `nvml.ecc.volatile.uncorrected`, with the unit where it has one
-    (`disk.free_bytes`). subject, device: as in a Finding. value None: it could not be read now (`why`), which is no
-    sign of health; what a machine does not have gives no reading at all."""
+    """A value that a source read."""
 
     source: str
+    """The source's name: `proc`, `nvml`, ..."""
     name: str
+    """`edac.ue_count`, `nvml.ecc.volatile.uncorrected`; with the unit where it has one (`disk.free_bytes`)."""
     value: float | str | None
+    """None: it could not be read now, which is no sign of health. What a machine does not have gives no
+    reading at all."""
     subject: str = ""
+    """What it is about, as in a Finding; empty: the node."""
     device: str = ""
+    """The subject's lasting identity, as in a Finding."""
     why: str = ""
+    """Why there is no value."""

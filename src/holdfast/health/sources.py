@@ -48,14 +48,14 @@ class Source(Protocol):
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """Where a machine is read from. root: before `/proc`, `/sys`, `/dev`. nvml: a folder that stands in for the GPUs
-    (`INDEX/KEY` files); None: the machine's driver. job_dirs: folders that the job writes into,
-    whose file systems are watched.
-    """
+    """Where a machine is read from: the real one, or a folder that stands in for it."""
 
     root: Path = Path("/")
+    """The folder in front of `/proc`, `/sys` and `/dev`."""
     nvml: Path | None = None
+    """A folder that stands in for the GPUs (`INDEX/KEY` files); None: the machine's driver."""
     job_dirs: tuple[Path, ...] = ()
+    """Folders that the job writes into; their file systems are watched."""
 
     @property
     def stand_in(self) -> bool:

@@ -48,29 +48,33 @@ SHARE = 1 / 6
 
 @dataclass(kw_only=True)
 class _Track:
-    """One worker's course. score: of the test, in nats. since, rising: first step of the rise that it is in, and its
-    blocks so far."""
+    """One worker's course."""
 
     score: float = 0.0
+    """Of the test, in nats."""
     since: int = 0
+    """The first step of the rise that the score is in."""
     rising: int = 0
+    """Blocks of this rise so far."""
     slow: bool = False
     jumps: deque[float] = field(default_factory=lambda: deque(maxlen=NOISE_BLOCKS))
+    """Differences between blocks that are LAG apart."""
     ratios: deque[float] = field(default_factory=lambda: deque(maxlen=SHOWN_BLOCKS))
+    """Logarithms of its ratio to its peers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A worker became slow, or is no longer.
-
-    ratio: its time over its peers'. since: the first step of it. compared: with so many others.
-    """
+    """A worker became slow, or is no longer."""
 
     worker: str
     slow: bool
     ratio: float
+    """Its time over its peers'."""
     since: int
+    """The first step of it."""
     compared: int
+    """With so many others."""
 
 
 class Stragglers:

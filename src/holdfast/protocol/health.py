@@ -59,72 +59,85 @@ def acts_on_node(remedy: Remedy) -> bool:
 
 
 class Finding(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """What one rule found on one node.
-
-    source: what it was read from (`kmsg`, `sysfs`, `nvml`, `worker`, `log`, `peers`, `check`, ...). subject: what it is
-    about, as people call it (`gpu 0`, `mlx5_0 port 1`, `rank 3`); empty: the node. device: the subject's lasting
-    identity (a GPU's UUID, a serial number), if it has one. worker: the worker that it concerns, if it is one.
-    count: occurrences within the rule's window. shared: many nodes have this fault at once (a file server, a switch), so
-    none of them is to blame. dry_run: the rule is on trial: written down, never acted on. age_s: since it happened.
-    firm: a user's rule over logs that says how much is a fault; it need not be seen twice.
-    """
+    """What one rule found on one node."""
 
     rule: str
+    """The rule's name."""
     severity: Severity
     remedy: Remedy
     source: str
+    """What it was read from: `kmsg`, `sysfs`, `nvml`, `worker`, `log`, `peers`, `check`, ..."""
     condition: Condition = Condition.FAULTY
     subject: str = ""
+    """What it is about, as people call it (`gpu 0`, `mlx5_0 port 1`, `rank 3`); empty: the node."""
     device: str = ""
+    """The subject's lasting identity (a GPU's UUID, a serial number), if it has one."""
     worker: str = ""
+    """The worker that it concerns, if it is one."""
     evidence: str = ""
+    """The line or reading, at most EVIDENCE_CHARS of it."""
     count: int = 1
+    """Occurrences within the rule's window."""
     shared: bool = False
+    """Many nodes have this fault at once (a file server, a switch), so none of them is to blame."""
     dry_run: bool = False
+    """The rule is on trial: its findings are recorded and never acted on."""
     age_s: float = 0.0
+    """Seconds since it happened."""
     firm: bool = False
+    """A user's rule over logs that defines how much is a fault; it need not be seen twice."""
 
 
 class CheckResult(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """One check of one node. value, floor: in `unit`; value None: not measured. lower: smaller is better, `floor` is a
-    ceiling then. with_node: the other end, of a check between two nodes; if that is faulty it is the way between them,
-    not this node. model: of what was checked (a processor, a GPU); only values of one model are compared. digest: of
-    bits that are the same wherever the model is."""
+    """One check of one node."""
 
     name: str
     condition: Condition
     detail: str = ""
     value: float | None = None
+    """In `unit`; None: not measured."""
     floor: float | None = None
+    """What the value must reach, in `unit`; a ceiling where `lower` is set."""
     unit: str = ""
     lower: bool = False
+    """Smaller is better."""
     took_s: float = 0.0
+    """Seconds that the check took."""
     subject: str = ""
+    """What was checked, as people call it."""
     with_node: str = ""
+    """The other end of a check between two nodes. If that is faulty, it is the way between them, not this
+    node."""
     model: str = ""
+    """Of what was checked (a processor, a GPU); only values of one model are compared."""
     digest: str = ""
+    """Of bits that are the same wherever the model is."""
 
 
 class HealthSpec(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """What a job is told about health.
-
-    watch: False: nobody looks. rules: TOML files of the user's, beside the catalogue. dry_run: rules on trial (`*`: all).
-    history: where nodes' histories are kept: a SQLite file or a PostgreSQL URL; empty: `$HOLDFAST_HOME/health.sqlite`.
-    blast_share, blast_window_s: at most this share of the nodes is acted on within this time. reboot_s: a machine that is
-    not back so long after its reboot was ordered is given up (bare metal takes some 30 minutes). deep: nodes that come new
-    pass the deep checks first. hooks: a folder of scripts, see `docs/health.md`. replace_slow: a worker that computes so
-    many times as long as its peers is replaced, once it has cost more time than a replacement does; 0: never.
-    replace_suspect: a node whose part of loss or gradient alone is wrong again and again is replaced, not only told of.
-    """
+    """What a job is told about health."""
 
     watch: bool = True
+    """False: no node is watched."""
     rules: tuple[str, ...] = ()
+    """TOML files of the user's, added to the catalogue."""
     dry_run: tuple[str, ...] = ()
+    """Names of rules on trial; `*`: all."""
     history: str = ""
+    """Where nodes' histories are kept: a SQLite file or a PostgreSQL URL; empty:
+    `$HOLDFAST_HOME/health.sqlite`."""
     blast_share: float = 0.25
+    """At most this share of the nodes is acted on within `blast_window_s`."""
     blast_window_s: float = 600.0
     reboot_s: float = 2700.0
+    """Seconds after which a machine that was ordered to reboot is given up; bare metal takes some 30
+    minutes."""
     deep: bool = False
+    """New nodes pass the deep checks first."""
     hooks: str = ""
+    """A folder of scripts, see `docs/health.md`."""
     replace_slow: float = 0.0
+    """A worker that computes so many times as long as its peers is replaced, once it has cost more time
+    than a replacement does; 0: never."""
     replace_suspect: bool = False
+    """A node whose part of loss or gradient alone is wrong again and again is replaced, not only reported."""

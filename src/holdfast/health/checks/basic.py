@@ -38,12 +38,15 @@ Inventory = Callable[[], list[str]]
 
 
 class Needs(msgspec.Struct, frozen=True):
-    """What is asked of the node. memory: the folder of its snapshot memory."""
+    """What is asked of the node."""
 
     host: str
     slots: int
+    """Workers that it runs."""
     folder: Path
+    """The job's folder."""
     memory: Path
+    """The folder of its snapshot memory."""
 
 
 def run_basic(needs: Needs) -> tuple[CheckResult, ...]:

@@ -20,17 +20,23 @@ class CannotCheck(Exception):
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be checked. only: names of checks; empty: all that concern the node alone. folder: where may be
-    written. peers, port: as in RunChecks. token: proves to a peer that the other end is of the same job."""
+    """What is to be checked."""
 
     node: str = ""
     host: str = "127.0.0.1"
+    """The address that other nodes use."""
     folder: str = "."
+    """A folder that the checks may write into."""
     seconds: float = SECONDS
+    """About how long a measurement goes on."""
     only: tuple[str, ...] = ()
+    """Names of checks; empty: all that concern the node alone."""
     peers: tuple[Peer, ...] = ()
+    """The other nodes of a check between nodes, as in RunChecks."""
     port: int = 0
+    """The port to listen on, as in RunChecks; 0: this end connects."""
     token: str = ""
+    """Proves to a peer that the other end is of the same job."""
 
     @property
     def path(self) -> Path:

@@ -30,13 +30,15 @@ SEED = 20261121
 
 
 class CoreRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What one core did: rounds, seconds, and the digest of every round that differed from its first."""
+    """What one core did."""
 
     core: int
     digest: str
+    """Of its first round."""
     rounds: int
     seconds: float
     wrong: int = 0
+    """Rounds that differed from its first."""
 
 
 def check_cpu(task: Task) -> Iterator[CheckResult]:

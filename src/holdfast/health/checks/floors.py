@@ -15,13 +15,15 @@ from holdfast.protocol.health import CheckResult, Condition
 
 
 class Floor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """At least `value` of the check's unit; at most, where smaller is better. model: part of the device's name; the
-    longest that fits counts."""
+    """The least that a check must measure; the most, where smaller is better."""
 
     check: str
     value: float
+    """In the check's unit."""
     reference: str
+    """Where the figure was published."""
     model: str = ""
+    """Part of the device's name; the longest that fits counts."""
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

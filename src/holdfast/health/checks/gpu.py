@@ -33,10 +33,11 @@ Sync = Callable[[], object]
 
 
 class Device(msgspec.Struct, frozen=True):
-    """One GPU. device: a torch.device."""
+    """One GPU."""
 
     index: int
     device: Any
+    """A torch.device."""
     model: str
     free_bytes: int
 

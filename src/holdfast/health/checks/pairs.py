@@ -24,13 +24,16 @@ LATENCY_FLOOR_S = 50e-6
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """What a pair measured. bytes_per_s 0: they did not reach each other. None: it could not be tried. latency_s 0: it was
-    not measured."""
+    """What a pair of nodes measured."""
 
     bytes_per_s: float | None
+    """The slower direction. 0: they did not reach each other. None: it could not be tried."""
     latency_s: float = 0.0
+    """There and back; 0: not measured."""
     why: str = ""
+    """What went wrong."""
     damaged: bool = False
+    """Bytes came back changed."""
 
 
 def first_round(nodes: Sequence[str]) -> list[list[Pair]]:

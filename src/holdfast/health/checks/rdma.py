@@ -27,25 +27,29 @@ _IPV4 = re.compile(r"(0000:){5}ffff:")
 
 
 class Gid(msgspec.Struct, frozen=True):
-    """An address of a port. kind: `RoCE v2`, `IB/RoCE v1`."""
+    """An address of a port."""
 
     index: int
     kind: str
+    """`RoCE v2`, `IB/RoCE v1`."""
     address: str
 
 
 class Port(msgspec.Struct, frozen=True, kw_only=True):
-    """One port of one device, as the kernel has it. rate_gbps, width: 0 when not known. driver: `efa`, `mlx5_core`."""
+    """One port of one device, as the kernel has it."""
 
     device: str
     number: int
     model: str
     driver: str
+    """`efa`, `mlx5_core`, ..."""
     link_layer: str
     state: str
     physical: str
     rate_gbps: float
+    """0: not known."""
     width: int
+    """Lanes; 0: not known."""
     gids: tuple[Gid, ...]
 
     @property

@@ -37,10 +37,12 @@ TOGETHER: dict[str, Check] = {
 
 
 class CheckProgress(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a running suite tells: a check that begins, or a result. Nothing of either: it waits for its turn."""
+    """What a running suite reports. Neither field: it waits for its turn."""
 
     running: str = ""
+    """A check that begins."""
     result: CheckResult | None = None
+    """A result."""
 
 
 def run_checks(task: Task, say: Callable[[CheckProgress], None]) -> None:
