@@ -1,1 +1,1 @@
-"""One per node: spawns and watches workers, passes their messages on."""
+"""The agent of a node: it starts and watches the workers, and passes their messages on."""

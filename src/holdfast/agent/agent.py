@@ -1,4 +1,4 @@
-"""The agent: starts and watches the workers of its node, and passes on what they and the coordinator say."""
+"""The agent: it starts and watches the workers of its node, and passes messages between them and the coordinator."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 _PR_SET_CHILD_SUBREAPER = 36
 PORTS_OFFERED = 16
 SAME_SIGNAL_S = 1.0
-"""SIGTERM within this time is the same one: a scheduler signals a step, and every process of it."""
+"""A second SIGTERM within this time is the same one. A scheduler signals a step and each of its processes."""
 STACKS_WAIT_S = 0.15
 
 
@@ -137,8 +137,10 @@ class Agent:
         )
 
     async def run(self, lifeline: int | None) -> int:
-        """Serves until the job is over. `lifeline`: a pipe whose end says that the launcher is gone. Returns the exit code:
-        1 when the agent could not go on."""
+        """Serves until the job is over. Returns the exit code: 1 when the agent could not continue.
+
+        lifeline: a pipe that reaches its end when the launcher is gone.
+        """
         loop = asyncio.get_running_loop()
         # Workers are forked twice by the zygote, so that they outlive it. As subreaper the agent becomes
         # their parent: only a parent gets SIGCHLD for them and may read their exit status.
@@ -195,7 +197,7 @@ class Agent:
             return None
 
     async def _before_joining(self) -> tuple[CheckResult, ...]:
-        """Checks and hooks of a node that begins, while its first process gets warm."""
+        """Runs the checks and hooks of a node that starts, in parallel with the start of its first process."""
         # In this order: on-create may mount or load what the checks look at, and before-join may use what
         # they have found.
         await self._hook("on-create", "the node begins")
@@ -212,7 +214,7 @@ class Agent:
     async def _unless_over(
         self, work: Coroutine[Any, Any, tuple[CheckResult, ...]]
     ) -> tuple[CheckResult, ...]:
-        """What the work returns; nothing when the node's end comes first: a hook may take a while."""
+        """Returns what the work returns, or nothing if the node ends first, because a hook may take a while."""
         working, ending = asyncio.create_task(work), asyncio.create_task(self._over.wait())
         await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
         ending.cancel()
@@ -223,7 +225,7 @@ class Agent:
         return working.result()
 
     async def _hook(self, hook: str, reason: str) -> HookRun | None:
-        """Runs a hook, if there is one; says so when it fails."""
+        """Runs a hook, if there is one, and reports its failure."""
         run = await self._hooks.run(hook, reason)
         if run is not None and run.error:
             told = run.told(self._config.node)
@@ -334,7 +336,7 @@ class Agent:
                 self._follower.follow(worker.log)
 
     async def _start(self, order: m.StartWorker) -> None:
-        """What cannot be started is not left half started: the core hears that it ended."""
+        """A worker that cannot be started is ended, and the core gets a report of its end."""
         try:
             await self._begin(order)
         except Exception:
@@ -397,7 +399,7 @@ class Agent:
                 self._follower.follow(worker.log)
 
     def _fence(self) -> None:
-        """The job went on without this node: nothing of it may run on; then it is a new node."""
+        """The job continued without this node. All of its workers end, and it joins again as a new node."""
         for worker in self._workers.values():
             worker.kill()
         # Their ends are still reported. But the hello that follows lists the workers of the new session, and
@@ -485,7 +487,7 @@ class Agent:
             worker.check_stopped()
 
     async def _inspect(self, request: int) -> None:
-        """Saves every worker's stacks and says where each stands."""
+        """Saves the stacks of all workers and reports where each worker is."""
         # The stacks come first and the views second, so that a view is never older than the stack beside it:
         # the core compares the two to find who hangs.
         workers = [w for w in self._workers.values() if not w.gone]
@@ -502,7 +504,7 @@ class Agent:
         return {w.name: innermost(w.stacks, sizes[w.name]) for w in workers}
 
     async def _kill_after_copy(self, worker: WorkerProcess, keeper: SnapshotKeeper, grace_s: float) -> None:
-        """A state that the script gave to be copied beside its next step counts, whatever ends the step."""
+        """Waits for a state that is being copied in parallel with the next step: it counts, whatever ends that step."""
         try:
             async with asyncio.timeout(grace_s):
                 await keeper.copied(worker.name)
@@ -511,7 +513,7 @@ class Agent:
         self._save_stacks_then_kill(worker, grace_s)
 
     def _save_stacks_then_kill(self, worker: WorkerProcess, grace_s: float) -> None:
-        """A stopped process shows its stack when it is woken: it was fenced before, so it can do no harm."""
+        """Wakes a stopped process so that it writes its stack. It was fenced before, so it can do no harm."""
         view = worker.view()
         if view.process in "Tt" and worker.attached:
             worker.signal(STACKS_SIGNAL)
@@ -524,7 +526,7 @@ class Agent:
     # ------------------------------------------------------------ injected faults
 
     async def _let_happen(self, worker: WorkerProcess, message: m.FaultFired) -> None:
-        """The worker waits for the Ack: by then the coordinator's kernel has the news."""
+        """Acknowledges an injected fault, for which the worker waits. By then the coordinator's kernel has the report."""
         await self._link.flushed()
         fault = self._armed.get(message.fault)
         worker.tell(m.Ack(message.fault))
@@ -581,8 +583,11 @@ class Agent:
     # ------------------------------------------------------------ the end
 
     def _on_sigterm(self) -> None:
-        """SIGTERM: this machine is to be taken away (Slurm, Kubernetes and spot markets send it). The job goes on
-        without it from a step's edge on. A second one, or one that nobody hears, ends it now."""
+        """SIGTERM: this machine will be taken away (Slurm, Kubernetes and spot markets send it).
+
+        The job continues without it after the current step. A second SIGTERM, or one without a coordinator, ends the
+        node at once.
+        """
         now = asyncio.get_running_loop().time()
         if self._leaving is not None and now < self._terminated_at + SAME_SIGNAL_S:
             return
@@ -600,13 +605,13 @@ class Agent:
         asyncio.get_running_loop().call_later(self._config.grace_s, self._over.set)
 
     def _drain(self, reason: str) -> None:
-        """The node is to leave. Heard again (from the coordinator, after a reconnection) it is no news."""
+        """Runs on-drain, because the node is to leave. The coordinator repeats the order after a reconnection."""
         if self._draining is None:
             _log.info("this node is to leave: %s", reason)
             self._draining = asyncio.create_task(self._hook("on-drain", reason))
 
     def _on_connection_lost(self) -> None:
-        """The coordinator is gone. Who is leaving does not wait for the next one, nor is there one without a launcher."""
+        """Ends a node that is leaving: it does not wait for another coordinator. Without a launcher there is none."""
         if self._leaving is not None or self._launcher_lost:
             self._over.set()
 
@@ -617,8 +622,7 @@ class Agent:
         self._over.set()
 
     def _on_launcher_gone(self, lifeline: int) -> None:
-        """The coordinator has the same news and stops the job in order, for which it has as long as the last state needs
-        to a durable tier; this is for when it is gone too."""
+        """Waits for the coordinator, which also knows and stops the job in order. This is for when it is gone too."""
         loop = asyncio.get_running_loop()
         loop.remove_reader(lifeline)
         # Twice the time that a stop in order takes. An agent that ended sooner would take its workers from a
@@ -639,7 +643,7 @@ class Agent:
             await worker.finished()
 
     def _on_link_ended(self, conversation: asyncio.Task[None]) -> None:
-        """An agent without its link would never be told anything again, and its workers would run on unfenced."""
+        """Ends the agent. Without its link it would get no more orders, and nobody could fence its workers."""
         if conversation.cancelled() or (error := conversation.exception()) is None:
             return
         self._code = 1
@@ -648,7 +652,7 @@ class Agent:
         self._over.set()
 
     def _spawn(self, work: Coroutine[Any, Any, None], order: m.ToAgent | None = None) -> None:
-        """Runs beside everything else. order: what it carries out; the core hears when that fails."""
+        """Runs the work in parallel. order: the one that it carries out; its failure is reported to the core."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(lambda ended: self._on_task_ended(ended, order))
@@ -667,7 +671,7 @@ _specs = msgspec.json.Decoder(JobSpec)
 
 
 def _health(job_dir: Path) -> HealthSpec:
-    """What the job was told about health."""
+    """The job's options of health."""
     return _specs.decode((job_dir / "spec.json").read_bytes()).health
 
 

@@ -7,8 +7,8 @@ import threading
 
 
 def stand_back(nice: int) -> None:
-    """This thread takes what others leave over. One that stands further back already, as in an agent that was started
-    under `nice`, stays there: who is not root may not come forward again, and need not."""
+    """Lowers the priority of this thread. A thread whose priority is lower already keeps it, because only root may
+    raise it again."""
     me = threading.get_native_id()
     try:
         if os.getpriority(os.PRIO_PROCESS, me) < nice:

@@ -1,4 +1,4 @@
-"""The node's own checks: basic ones beside its start, deep ones when the coordinator asks, each in a child process."""
+"""The node's checks: basic ones during its start, deep ones in a child process when the coordinator asks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 class NodeChecks:
-    """Runs checks of one node, one request after the other: two at a time would measure each other."""
+    """Runs checks of one node, one request after the other. Two at a time would measure each other's load."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class NodeChecks:
         memory: Path,
         send: Callable[[m.AgentMessage], None],
     ) -> None:
-        """folder: of the job; its disk is the one that is checked. memory: of the node's snapshots."""
+        """folder: the job's, whose disk is checked. memory: the folder of the node's snapshots."""
         self._node, self._host, self._folder = node, host, folder
         self._needs = Needs(host, slots, folder, memory)
         self._send = send
@@ -40,8 +40,10 @@ class NodeChecks:
         return await asyncio.to_thread(run_basic, self._needs)
 
     async def answer(self, order: m.RunChecks) -> None:
-        """Does what RunChecks asks for and tells the coordinator. An order that is repeated while it is carried out is
-        no new one. Cancelled, it ends the child."""
+        """Runs the checks and reports their results. A request that is repeated in the meantime is ignored.
+
+        Cancelling this ends the child process.
+        """
         # A restarted coordinator repeats the requests that it knows as open. A deep check loads the node
         # fully, and two at a time would find each other's load.
         if order.request in self._under_way:

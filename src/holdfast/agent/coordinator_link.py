@@ -26,8 +26,8 @@ from holdfast.protocol.http_client import Unproven, proving
 
 
 def give_up_when_gone(websocket: aiohttp.ClientWebSocketResponse, within_s: float) -> None:
-    """Has the kernel end the connection when the other machine's kernel is silent for so long. A process there that is
-    only busy is not taken for gone."""
+    """Makes the kernel end the connection when the other machine's kernel is silent for this long. A process there that
+    is only busy does not count as gone."""
     raw = websocket.get_extra_info("socket")
     if raw is not None:
         # A machine without power sends no FIN. With these two limits the kernel reports its silence: keep-
@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 _codec: Codec[m.ToAgent] = Codec(m.ToAgent)
 RETRY_S = (0.02, 0.05, 0.1, 0.2, 0.5)
 ANSWER_S = 10.0
-"""For a coordinator to take a connection. The launcher's socket accepts it while there is none."""
+"""How long a coordinator may take to answer. The launcher's socket accepts connections while there is none."""
 
 
 class CoordinatorLink:
@@ -87,7 +87,7 @@ class CoordinatorLink:
         await self._idle.wait()
 
     def go_silent(self) -> None:
-        """Injected: nothing is sent or read any more, and nothing is closed."""
+        """Injected fault: sends and reads nothing any more, and closes nothing."""
         self._silent = True
 
     async def run(self) -> None:
@@ -135,7 +135,7 @@ class CoordinatorLink:
             return await self._talk(link)
 
     def _not_believed(self, where: Endpoint, why: str) -> None:
-        """Says so once: not at the first time, which may be a new coordinator that has just begun."""
+        """Logs it once, and not the first time: a coordinator that has just started may not have written its address."""
         # The port of a coordinator that died may be taken by another program, and the address in the folder
         # is still the old one. The token is never sent to whoever cannot prove that it knows it.
         if self._unproven == where and not self._said_so:
@@ -192,13 +192,13 @@ class CoordinatorLink:
             self.failed(order, error)
 
     def failed(self, order: m.ToAgent, error: BaseException) -> None:
-        """An order could not be carried out: says so to people, and to the core, which waits for its outcome."""
+        """Logs an order that failed, and reports it to the core, which waits for its outcome."""
         why = self.complain(f"{type(order).__name__} failed in the agent", error)
         if (answer := refusal(order, why)) is not None:
             self.send(answer)
 
     def complain(self, what: str, error: BaseException) -> str:
-        """Something in the agent broke that ends neither it nor its workers. Returns what is said of it."""
+        """Logs and reports an error that ends neither the agent nor its workers. Returns the text."""
         why = f"{what}: {type(error).__name__}: {error}"
         _log.error("%s", why, exc_info=error)
         finding = Finding(
@@ -208,8 +208,7 @@ class CoordinatorLink:
         return why
 
     async def _beating(self) -> None:
-        """Says that the agent lives: the clock is the event. What waits to be sent says so, too, and comes no sooner for
-        a heartbeat behind it."""
+        """Sends heartbeats, unless other messages wait: those prove as well that the agent lives."""
         while True:
             # Four heartbeats fit into the detection time, so one that is late costs nobody its node.
             await asyncio.sleep(self._heartbeat_s)

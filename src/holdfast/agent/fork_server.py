@@ -78,7 +78,7 @@ def main() -> int:
 
 
 def _say(channel: socket.socket, word: bytes, *fds: int) -> bool:
-    """False: the engine is gone meanwhile, and its agents end with it."""
+    """Sends a word. False: the engine is gone, and its agents end with it."""
     try:
         socket.send_fds(channel, [word], fds)
     except OSError:
@@ -96,7 +96,7 @@ def _hear(channel: socket.socket) -> tuple[bytes, list[int]]:
 
 
 def _reap() -> None:
-    """Agents that have ended; whoever started them holds their pidfd."""
+    """Reaps agents that have ended. The engine that started them holds their pidfds."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -105,7 +105,7 @@ def _reap() -> None:
 
 
 def _settle(output: int, lifeline: int) -> None:
-    """In the agent: what `subprocess` does for a process of its own."""
+    """In the new agent: does what `subprocess` does for a new process."""
     # A session of its own, so that Ctrl-C in the launcher's terminal does not reach it.
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -119,7 +119,7 @@ class Watcher:
     # ------------------------------------------------------------ rules
 
     def _read_rules(self) -> list[Rule] | None:
-        """The rules as the files say now; None, and a finding, when something in them is wrong."""
+        """Reads the rules. None, with a finding, when something in their files is wrong."""
         # Taken before the files are read. A change during the reading then differs from its stamp, and the
         # files are read once more.
         self._stamps = {name: _stamp(name) for name in self._spec.rules}
@@ -132,7 +132,7 @@ class Watcher:
             return None
 
     def _first_rules(self) -> list[Rule]:
-        """With a file that is wrong from the beginning the catalogue alone; what is on trial stays on trial."""
+        """The rules at the start. If a file is wrong, only the catalogue applies; rules on trial stay on trial."""
         rules = self._read_rules()
         if rules is not None:
             return rules
@@ -297,14 +297,14 @@ class Watcher:
         self._send(m.FindingsReported(tuple(self._marked(finding, shared) for finding in findings)))
 
     def _marked(self, finding: Finding, shared: bool) -> Finding:
-        """With what the rules cannot know: whose machine it is, and the UUID of a GPU that a line calls by its address."""
+        """Adds what a rule cannot know: whether the machine is shared, and the UUID of a GPU that is named by address."""
         # The kernel names a GPU by its PCI address. Only the UUID follows a GPU that is moved to another slot
         # or machine, so histories go by it.
         device = finding.device or self._gpus.get(finding.subject, "")
         return msgspec.structs.replace(finding, device=device, shared=finding.shared or shared)
 
     def _first_to_say(self, rule: str) -> bool:
-        """Of nodes on one machine one says for all what is wrong with it."""
+        """Whether this node is the first on its machine to report the rule. One report is enough for all of them."""
         try:
             # Creating the file is atomic, so exactly one of several agents on this machine succeeds. A node
             # with a machine of its own may find its file from before a restart, and reports again.
@@ -322,7 +322,7 @@ class Watcher:
         severity: Severity = Severity.WARNING,
         condition: Condition = Condition.UNKNOWN,
     ) -> None:
-        """Something about the watching itself."""
+        """Reports something about the watcher itself."""
         _log.info("%s", evidence, extra={"rule": rule})
         self._send(
             m.FindingsReported(
@@ -346,7 +346,7 @@ def _gpus_by_subject() -> dict[str, str]:
 
 
 def _stamp(name: str) -> tuple[int, int] | None:
-    """What changes with a file's content."""
+    """Modification time and size of a file; None if it is not there."""
     try:
         status = Path(name).stat()
     except OSError:

@@ -1,4 +1,4 @@
-"""Lifecycle hooks: scripts of the user's that run on a node when it comes and goes."""
+"""Lifecycle hooks: the user's scripts that run on a node when it joins and leaves."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class HookRun(msgspec.Struct, frozen=True):
-    """How a hook ended. error: what went wrong; empty: nothing."""
+    """How a hook ended. error: what went wrong; empty if nothing did."""
 
     hook: str
     error: str = ""
@@ -115,7 +115,7 @@ class Hooks:
         return HookRun(hook, trouble, round(time.monotonic() - began_s, 3), str(log))
 
     def _environment(self, hook: str, reason: str) -> dict[str, str]:
-        """The agent's, without anything that proves to be of the job."""
+        """The agent's environment, without any token."""
         # A hook is the site's program and may print its environment into a log.
         kept = {k: v for k, v in os.environ.items() if not (k.startswith("HOLDFAST_") and "TOKEN" in k)}
         ours = {"JOB": self._job, "NODE": self._node, "REASON": reason, "HOOK": hook}

@@ -10,7 +10,7 @@ from holdfast.observe.inotify import Inotify
 
 
 class LogFollower:
-    """Prints what a worker writes from the moment it is chosen on, beginning with what it wrote before."""
+    """Prints what one worker writes, including what it wrote before it was chosen."""
 
     def __init__(self, also: Callable[[], None]) -> None:
         """also: called too when a file of `inotify` changed. A user has few inotify instances: an agent takes one."""
@@ -36,7 +36,7 @@ class LogFollower:
         self._copy()
 
     def append_quietly(self, path: Path, text: str) -> None:
-        """Adds to a log what is shown elsewhere: a traceback is printed once, with the closing error."""
+        """Adds text to a log without printing it. A traceback is printed once, with the closing error."""
         if path == self._path:
             self._copy()
         with path.open("ab") as log:
@@ -65,6 +65,6 @@ class LogFollower:
             self._path = None  # the launcher is gone: nobody looks any more
 
     def close(self) -> None:
-        """Prints the rest and gives the descriptor back."""
+        """Prints the rest and closes the descriptor."""
         self._copy()
         self.inotify.close()

@@ -1,4 +1,4 @@
-"""What the core is told of an order that an agent could not carry out.
+"""What the core gets as the outcome of an order that an agent could not carry out.
 
 The core waits for the outcome of most orders, of some for ever. So an order that fails has an outcome, too: the same that
 the agent sends when what was ordered goes wrong.

@@ -1,4 +1,4 @@
-"""What an agent has to tell the coordinator: a queue of bounded length.
+"""The messages that an agent has for the coordinator: a queue of bounded length.
 
 While there is no coordinator everything waits here with the time of its arrival. A full queue has to lose something, so
 it chooses what: never the newest, and nothing that counts while there is something else.
@@ -44,7 +44,7 @@ class Outbox:
         return len(self._waiting)
 
     def put(self, message: m.AgentMessage, now_s: float) -> None:
-        """The newest. It is kept, whatever else has to go for it."""
+        """Appends a message. It is kept, whatever else has to be dropped for it."""
         if len(self._waiting) >= self._kept:
             self._make_room()
         # After room was made, and without a look at its worth. The newest message is the one that somebody
@@ -52,22 +52,22 @@ class Outbox:
         self._waiting.append(Letter(now_s, message))
 
     def take(self) -> Letter:
-        """The oldest."""
+        """Takes the oldest message out."""
         return self._waiting.popleft()
 
     def put_back(self, letter: Letter) -> None:
-        """It could not be sent, and is the next again."""
+        """Puts a letter that could not be sent back to the front."""
         self._waiting.appendleft(letter)
 
     def sent(self, letter: Letter) -> None:
-        """It was handed to the kernel."""
+        """Notes that a letter was handed to the kernel."""
         if (losses := _losses(letter.message)) is not None:
             # Only losses and figures. Everything else that a new coordinator may have missed is in the hello,
             # and to send it twice could count it twice.
             self._told.append(Letter(letter.arrived_s, losses, again=True))
 
     def repeat(self) -> None:
-        """A new connection: what was told last is told again, before the rest, as far as there is room."""
+        """On a new connection: queues the newest losses again, before the rest, as far as there is room."""
         room = max(0, self._kept - len(self._waiting))
         # From the newest back, each put before the one after it: they arrive in their old order, and if there
         # is no room for all of them it is the oldest that are lost.
@@ -77,7 +77,7 @@ class Outbox:
         self._told.clear()
 
     def _make_room(self) -> None:
-        """Drops what is worth least, the oldest first."""
+        """Drops the least important messages, the oldest first."""
         # A stable order of two keys, so that of messages with the same worth the oldest goes first. This runs
         # once for an eighth of the queue, not for every message.
         order = sorted(range(len(self._waiting)), key=lambda i: (_worth(self._waiting[i]), i))

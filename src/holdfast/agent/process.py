@@ -1,4 +1,4 @@
-"""One worker as its agent sees it: process, socket, page, output, and when it stands still."""
+"""One worker as its agent sees it: process, socket, progress page, output, and whether it makes progress."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 _codec: Codec[m.WorkerMessage] = Codec(m.WorkerMessage)
 TAIL_LINES = 20
 BUSY_SHARE = 0.03
-"""Of a core. A rank that only waits in gloo stays below it."""
+"""Share of a core. A rank that only waits in gloo stays below it."""
 
 
 class WorkerProcess:
@@ -113,7 +113,7 @@ class WorkerProcess:
     # ------------------------------------------------------------ from the worker
 
     async def _read(self) -> None:
-        """What it says, until its end of the socket closes. A worker that is not understood cannot be led: it is ended."""
+        """Reads messages until the worker's end of the socket closes. A worker whose message is invalid is ended."""
         try:
             await self._listen()
         except ProtocolError as error:
@@ -143,7 +143,7 @@ class WorkerProcess:
             self._said(self, message)
 
     def _ended(self) -> None:
-        """The process is gone: read what it left in the pipes, then tell."""
+        """The process has ended: reads what it left in its socket, then reports the end."""
         self._loop.remove_reader(self._pidfd)
         self.gone = True
         self._ending.set()
@@ -176,7 +176,7 @@ class WorkerProcess:
             self.stacks.unlink()
 
     async def finished(self) -> None:
-        """Waits until the process has ended and everything it left is told."""
+        """Waits until the process has ended and everything it left is reported."""
         while not self.gone:
             await self._ending.wait()
         if self._leaving is not None:
@@ -194,7 +194,7 @@ class WorkerProcess:
     # ------------------------------------------------------------ standing still
 
     def view(self) -> m.WorkerView:
-        """What is known of it now."""
+        """What is known of the worker now."""
         place = self.page.read() if not self.gone else Place()
         return m.WorkerView(
             worker=self.name,
@@ -239,7 +239,7 @@ class WorkerProcess:
             self._timer = None
 
     def _watch(self, delay_s: float | None = None) -> None:
-        """It moved: from now on it may stand still for as long as a stall takes to be one."""
+        """Restarts the stall timer, because the worker made progress."""
         self._unwatch()
         if delay_s is None:
             # Progress makes the old sample of processor time worthless: the next stall must be judged by what
@@ -267,7 +267,7 @@ class WorkerProcess:
         self._watch(self._timing.stall_floor_s)
 
     def _sample_cpu(self) -> None:
-        """Whether it used the processor since the last look: between two looks lie seconds."""
+        """Notes whether the worker used the processor since the last sample, some seconds ago."""
         # At level 0 nothing but the processor tells a long computation from a collective that hangs. In-
         # process workers report their phase, so they are not sampled: reading /proc for every descendant is
         # not free.
@@ -277,7 +277,7 @@ class WorkerProcess:
         self._cpu = now, used_s
 
     def _allowed_s(self, view: m.WorkerView) -> float:
-        """How long it may stand still where it is.
+        """How long the worker may make no progress in its phase, in seconds.
 
         Without a median (a first step may compile for minutes) only waiting counts, against the time that the
         worker itself needed to get there. A script at level 0 may well pause for a checkpoint, so it gets more; and

@@ -1,4 +1,4 @@
-"""What an agent can repair itself: it resets a GPU with the driver's own tool, once per order."""
+"""Repairs by an agent: it resets a GPU with the driver's own tool, once per order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOLD_CHARS = 200
 
 
 class Repairs:
-    """One node's. shared: the machine is not the node's alone, so its devices are not to be touched."""
+    """The repairs of one node. shared: other nodes use this machine's devices, so none is reset."""
 
     def __init__(self, shared: bool, send: Callable[[m.Repaired], None], tool: str = TOOL) -> None:
         self._shared, self._send, self._tool = shared, send, tool
@@ -26,7 +26,7 @@ class Repairs:
         self._answers: dict[int, m.Repaired | None] = {}
 
     async def answer(self, order: m.Repair) -> None:
-        """Does what is ordered and says how it went; an order that comes again is not done again."""
+        """Carries out an order and reports the outcome. A repeated order gets the same answer."""
         if order.request in self._answers:
             known = self._answers[order.request]
             # None: it is still being carried out, and its answer will go to whichever coordinator is there

@@ -217,7 +217,7 @@ class JobFolder:
         return memory_of(self.path)
 
     def identify(self) -> None:
-        """Gives the job's memory its name, for those who look for it on other machines."""
+        """Chooses the name of the job's memory, so that other machines find it."""
         _ = self.memory
 
     def prepare(self, spec: JobSpec, note: Callable[[str], None] = lambda text: None) -> Resume:
@@ -278,7 +278,7 @@ class JobFolder:
             shutil.rmtree(runs / str(number), ignore_errors=True)
 
     def discard(self) -> None:
-        """Removes what a start that was refused has made; a folder that was there before stays."""
+        """Removes the folder of a start that was refused, unless it was there before."""
         if self._new:
             shutil.rmtree(self.path, ignore_errors=True)
 

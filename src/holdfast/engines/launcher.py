@@ -1,4 +1,4 @@
-"""What every engine's launcher does: it keeps a coordinator running, and does for it what it wants of the engine."""
+"""The base of every engine's launcher: it keeps a coordinator running and carries out its orders to the engine."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class Launcher(ABC):
             await self._start_coordinator()
 
     async def _end_of(self, coordinator: asyncio.subprocess.Process) -> int:
-        """Waits for its end, which one that is stopped or hangs does not come to by itself."""
+        """Waits for the coordinator's end. One that is stopped or hangs is killed."""
         ended = asyncio.create_task(coordinator.wait())
         watching = asyncio.create_task(self._end_if_hung(coordinator))
         try:
@@ -190,7 +190,7 @@ class Launcher(ABC):
                 self.on_announcement(said)
 
     def on_announcement(self, said: Announcement) -> None:
-        """Shows what is for people; what is for the engine waits its turn."""
+        """Shows what is for people, and queues what is for the engine."""
         if said.kind in ("event", "status", "log"):
             try:
                 self._show(said)
@@ -249,7 +249,7 @@ class Launcher(ABC):
         self.spawn(self._ask("/stop?reason=" + reason.replace(" ", "%20")))
 
     def end_now(self) -> None:
-        """Ends the job without order."""
+        """Kills the coordinator at once."""
         if self._coordinator is not None and self._coordinator.returncode is None:
             self._coordinator.kill()
 
@@ -267,7 +267,7 @@ class Launcher(ABC):
                 self.note(str(error))
 
     async def abandon(self) -> None:
-        """Another has the job: stops doing things for it, at once."""
+        """Stops acting for the job at once, because another launcher has it."""
         self.engine = None
 
     async def close(self) -> None:

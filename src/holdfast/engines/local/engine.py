@@ -64,7 +64,7 @@ class LocalEngine:
         task.add_done_callback(self._reading.discard)
 
     def _emptiest_rack(self) -> str:
-        """Where the next node comes; empty when there are no racks."""
+        """The rack of the next node; empty when there are no racks."""
         # The emptiest by the nodes that live, so that a replacement goes where a node was lost.
         names = [f"rack{i}" for i in range(self._spec.racks)]
         living = [self._racks[n] for n, p in self._agents.items() if p.alive]
@@ -94,7 +94,7 @@ class LocalEngine:
             await self._end(process, node)
 
     async def _let_go(self, process: AgentProcess, node: str) -> None:
-        """An agent that was told to leave ends when its hooks have."""
+        """Waits for an agent that was told to leave: it ends when its hooks have ended."""
         try:
             async with asyncio.timeout(self._hooks_s):
                 await process.wait()

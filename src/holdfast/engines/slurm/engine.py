@@ -157,7 +157,7 @@ class SlurmEngine:
                 )
 
     async def provide(self) -> bool:
-        """A node of the allocation that has no agent, else one more from Slurm's queue."""
+        """Uses a node of the allocation that has no agent, or else asks Slurm for one more."""
         node = await self._idle_node()
         if node is not None:
             self._note(f"an agent starts on {node}, which the allocation has already")
@@ -256,7 +256,7 @@ class SlurmEngine:
             self._spawn(self._end(node))
 
     async def _judge(self, node: str, reason: str) -> None:
-        """Whether a lost node is bad, or only its agent was."""
+        """Decides whether a lost node is bad, or only its agent was."""
         # A machine that answers has lost only our agent, so it is drained after the second time. One that
         # does not answer is down.
         reached, state = await self._reachable(node), "down"
@@ -274,7 +274,7 @@ class SlurmEngine:
                 await self._tell(node, state, reason)
 
     async def _end(self, node: str) -> None:
-        """Nothing of the node runs on, and it goes back to Slurm where it can."""
+        """Ends everything on the node and returns it to Slurm where that is possible."""
         if node == self._own_step_of:
             self._note(f"the coordinator stays on {node} until the job ends")
             return
