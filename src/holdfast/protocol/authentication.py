@@ -46,14 +46,19 @@ class Door:
 
     def __init__(self, server: socket.socket, name: str, missing: Missing, enter: Enter) -> None:
         """server: listening; the door owns it. name: of the thread. missing, enter: called from that thread."""
+        # The thread must never wait in accept: a connection may be gone between the report of select and the
+        # call.
         server.setblocking(False)
         self._server = server
         self._missing, self._enter = missing, enter
         self._most = most_unproven()
+        # A dict keeps the order of arrival, and all callers have the same time, so the first one is always
+        # the next to be sent away. No heap is needed.
         self._hall: dict[socket.socket, tuple[bytearray, float]] = {}  # the oldest first: so is its deadline
         self._shut_until_s: float | None = None
         self._selector = selectors.DefaultSelector()
         self._selector.register(server, selectors.EVENT_READ)
+        # A socket and not a flag: the thread sleeps in select, and has to be woken from there.
         self._wake, woken = socket.socketpair()
         self._selector.register(woken, selectors.EVENT_READ)
         self._woken = woken
@@ -65,6 +70,7 @@ class Door:
         """Lets nobody in any more. Returns when the port is free."""
         with suppress(OSError):
             self._wake.send(b"x")
+        # Closed means that the port is free: a successor in this process may listen on it at once.
         self._thread.join()
         self._wake.close()
 
@@ -74,6 +80,8 @@ class Door:
         try:
             while self._round():
                 pass
+        # No way back from here: without this thread nobody can connect any more, while the rest of the
+        # process would look healthy for ever. Exit code 70 is EX_SOFTWARE of sysexits.h.
         except BaseException:  # noqa: BLE001 - nothing of a caller's comes here; see the class
             _log.critical("the thread %s cannot go on: this process ends", self._thread.name, exc_info=True)
             os._exit(70)
@@ -88,9 +96,12 @@ class Door:
                 return False
             if key.fileobj is self._server:
                 self._let_in()
+            # The check against the hall is needed: letting somebody in may have sent this caller away earlier
+            # in the same round, and its socket is closed.
             elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._hall:
                 self._hear(key.fileobj)  # else it had to go for another one, this very round
         now = time.monotonic()
+        # Deadlines after events: a caller whose last bytes have just arrived is heard before it is sent away.
         while self._hall and (oldest := next(iter(self._hall.items())))[1][1] <= now:
             self._send_away(oldest[0])
         if self._shut_until_s is not None and now >= self._shut_until_s:
@@ -105,6 +116,8 @@ class Door:
         return max(0.0, min(until_s) - time.monotonic()) if until_s else None
 
     def _let_in(self) -> None:
+        # Bounded, or a flood of new callers would keep the thread here, and those who are in the hall would
+        # never be heard.
         for _ in range(BATCH):
             try:
                 sock, _ = self._server.accept()
@@ -115,14 +128,20 @@ class Door:
             except OSError:
                 # No descriptor or no memory is left, and select would report the same caller again and again. One that
                 # has said nothing makes room; without one, somebody else has to.
+                # Room is made by sending away who has said nothing for longest. A member of the job speaks at
+                # once, so it is a stranger in all likelihood.
                 if self._hall:
                     self._send_away(next(iter(self._hall)))
                     continue
+                # select would report the waiting caller again and again, and the thread would spin. A short
+                # pause costs a legitimate caller 50 ms in a process that is out of descriptors anyway.
                 self._selector.unregister(self._server)
                 self._shut_until_s = time.monotonic() + ROOM_S
                 return
             sock.setblocking(False)
             self._hall[sock] = bytearray(), time.monotonic() + HEARD_S
+            # Members send their first words with the connection, so they are served in this very call. A
+            # crowd that says nothing cannot push them out.
             self._hear(sock)  # a member of the job speaks at once, so that no crowd pushes it out
             if sock in self._hall:
                 self._selector.register(sock, selectors.EVENT_READ)
@@ -138,12 +157,16 @@ class Door:
                     break
                 said += data
             else:
+                # Out of the hall before it is handed over: from here on the socket belongs to another thread,
+                # and this one must not read from it.
                 self._leave_hall(sock)
                 if not self._enter(sock, bytes(said)):
                     sock.close()
                 return
         except BlockingIOError:
             return
+        # A parser that fails on a stranger's bytes costs that stranger its connection, and nobody else
+        # anything.
         except Exception as error:  # noqa: BLE001 - whatever a stranger's words bring about is at its own cost
             self._blame(error)
         self._send_away(sock)
@@ -167,5 +190,7 @@ class Door:
 def most_unproven() -> int:
     """Callers in the hall at a time: so many that a crowd does not push out who has connected this very moment, and no more
     than an eighth of what the process may open."""
+    # Read when the door opens, after `raise_descriptor_limit`: an eighth leaves room for the members' own
+    # connections and files.
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 1024 if soft == resource.RLIM_INFINITY else max(32, min(1024, soft // 8))

@@ -47,6 +47,8 @@ class CauseKind(StrEnum):
     """An older version wrote it, in words that are not known."""
 
 
+# Causes are values: compared, stored and sent. Words are made by __str__ where a person reads them, so a
+# better wording changes no metric, no rate and no decision.
 class _Cause(msgspec.Struct, frozen=True, tag=kebab):
     KIND: ClassVar[CauseKind]
 
@@ -149,6 +151,8 @@ class ProcessEnded(_Cause, frozen=True):
     """Its exit code; -N: signal N ended it."""
 
     def __str__(self) -> str:
+        # As subprocess counts: a negative code is a signal. The number stays beside the name, since names
+        # differ between systems.
         if self.code >= 0:
             return f"exit code {self.code}"
         return f"killed by signal {-self.code} ({_SIGNALS.get(-self.code, 'signal')})"
@@ -322,6 +326,8 @@ class ScriptRaised(_Cause, frozen=True):
         return f"{self.error}: {self.message}" + (f" in {self.phase}" if self.phase else "")
 
 
+# Of ScriptRaised by its fields, with a kind of its own: a NaN may come from the data, the script or a broken
+# GPU, and counting it as the script's fault hid the last.
 class NotFinite(ScriptRaised, frozen=True):
     """A gradient was not finite, which a machine may cause as well as a script."""
 
@@ -343,6 +349,8 @@ class ShapesDiffer(_Cause, frozen=True):
 # ---------------------------------------------------------------- written by older versions
 
 
+# The only way for text to become a cause. Everything that this version makes has a type, so OTHER in a metric
+# always means an older version's record.
 class Recorded(_Cause, frozen=True):
     """A cause as text, from a state, ledger or report of an older version. Only `of_text` makes one."""
 
@@ -411,6 +419,8 @@ _WRITTEN = (
 
 def kind_of_text(text: str) -> CauseKind:
     """The kind of a cause that an older version wrote in words; `OTHER` if they are not known."""
+    # Matched at the beginning and in this order. The default is OTHER: with "script" as the default, every
+    # cause that nobody had thought of was counted as the user's fault.
     return next((kind for pattern, kind in _WRITTEN if re.match(pattern, text)), CauseKind.OTHER)
 
 

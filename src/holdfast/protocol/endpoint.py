@@ -33,6 +33,8 @@ def read_endpoint(job_dir: Path) -> Endpoint | None:
     """What the newest coordinator wrote; None while there is none."""
     try:
         return msgspec.json.decode((job_dir / FILE_NAME).read_bytes(), type=Endpoint)
+    # Not there yet, or not readable on this machine yet: both mean the same to whoever waits for a
+    # coordinator.
     except (OSError, msgspec.MsgspecError):
         return None
 
@@ -41,4 +43,5 @@ def write_endpoint(job_dir: Path, endpoint: Endpoint) -> None:
     """Replaces the file in one step."""
     work = job_dir / f".{FILE_NAME}.{os.getpid()}"
     work.write_bytes(msgspec.json.encode(endpoint))
+    # Readers look at any moment. They see the old address or the new one, and never half of one.
     work.replace(job_dir / FILE_NAME)

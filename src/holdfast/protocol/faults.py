@@ -58,6 +58,8 @@ _SLOW_EXAMPLE = "for example slow=1.5x,rank=2 (slow=1x ends it)"
 _EXAMPLE = "for example --fault kill-node:node=2,step=40 or --fault kill-worker:every=8s,times=4"
 
 
+# A bare number is one of the local engine's nodes, for short command lines. Everywhere else a node has the
+# name that its machine has.
 def node_name(given: int | str) -> str:
     """A node as people call it: by its name, or by the number of one of the local engine's."""
     return f"node{given}" if isinstance(given, int) or given.isdecimal() else given

@@ -17,6 +17,7 @@ from holdfast.errors import ProtocolError
 
 MAX_FRAME_BYTES = 16 << 20
 _HEADER = struct.Struct(">I")
+# One for all: an encoder holds no state between calls, and making one costs more than encoding a heartbeat.
 _encoder = msgspec.msgpack.Encoder()
 
 T = TypeVar("T")
@@ -43,6 +44,8 @@ class Codec(Generic[T]):
         """One message from its bytes."""
         try:
             return self._decoder.decode(body)
+        # Everything that bytes of a stranger can bring about becomes one exception, so callers close one
+        # connection instead of ending a thread.
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             # msgspec lets two of Python's own through: for text that is not UTF-8, and for what is nested too deep.
             raise ProtocolError(f"cannot read a message ({error}); run one version on all nodes") from error
@@ -87,6 +90,8 @@ def read_exactly(sock: socket.socket, count: int, within_s: float | None = None)
     view = memoryview(buffer)
     until_s = None if within_s is None else time.monotonic() + within_s
     while view:
+        # The limit is for all bytes together. A limit per call would let a peer that sends one byte a second
+        # hold the connection for ever.
         if until_s is not None:
             sock.settimeout(max(0.001, until_s - time.monotonic()))
         got = sock.recv_into(view)
@@ -98,6 +103,8 @@ def read_exactly(sock: socket.socket, count: int, within_s: float | None = None)
 
 def _size(header: bytes | bytearray, most: int = MAX_FRAME_BYTES) -> int:
     size: int = _HEADER.unpack(header)[0]
+    # Checked before a buffer of that size is made: four bytes of a stranger could otherwise ask for four
+    # gigabytes.
     if size > most:
         raise ProtocolError(f"a frame of {size} bytes is over the limit of {most}")
     return size

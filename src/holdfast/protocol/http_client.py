@@ -24,7 +24,11 @@ def proving(token: str, where: Endpoint) -> ClientMiddlewareType:
     async def prove(request: ClientRequest, send: ClientHandlerType) -> ClientResponse:
         question = Question(token, where.name, request.method, request.url.raw_path_qs)
         request.headers["Authorization"] = question.authorization
+        # The request goes out before the other side has proved itself. That is safe because it carries no
+        # token, and its code is of use with no other server.
         response = await send(request)
+        # Before anything of the answer is read. Whoever listens on the port of a dead coordinator could
+        # otherwise tell a launcher that its job is over.
         if not question.proves(response.headers.get(ANSWER_HEADER, "")):
             response.close()
             raise Unproven(

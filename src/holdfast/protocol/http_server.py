@@ -34,6 +34,8 @@ class HttpDoor:
         self._door.close()
 
     def _enter(self, sock: socket.socket, head: bytes) -> bool:
+        # A thread per connection, and only now: it has proved itself or is about to be refused in one answer,
+        # so strangers cannot collect threads.
         threading.Thread(
             target=self._handle, args=(sock, head), name=f"{self._name}-request", daemon=True
         ).start()
@@ -43,6 +45,8 @@ class HttpDoor:
         sock.setblocking(True)
         with sock, suppress(OSError):  # a reader that leaves is no news
             self._handler(sock, head)
+            # The end is announced explicitly; a reference to the socket elsewhere would otherwise keep the
+            # connection open.
             sock.shutdown(socket.SHUT_RDWR)
 
 
@@ -59,6 +63,8 @@ class Handler(BaseHTTPRequestHandler):
         """Reads what was heard at the door first."""
         super().setup()
         self.rfile.close()
+        # `http.server` reads from a file. This one returns what the door has read already and then goes on
+        # with the socket, so nothing is parsed twice.
         self.rfile = io.BufferedReader(_HeardFirst(self._head, self.connection))
 
     def log_message(self, format: str, *args: object) -> None:
@@ -88,6 +94,7 @@ def head_missing(said: bytearray) -> int:
     """See `door.Missing`: of the head of an HTTP request, with whatever came with it."""
     if b"\r\n\r\n" in said:
         return 0
+    # A head without end. Real ones of ours have some 300 bytes.
     if len(said) >= HEAD_BYTES:
         raise ProtocolError(f"the head of a request has more than {HEAD_BYTES} bytes")
     return HEAD_BYTES - len(said)

@@ -18,6 +18,8 @@ FOLDER = "claims"
 def newest_term(job_dir: Path) -> int:
     """The number of the newest term; 0 when there never was one."""
     try:
+        # The folder is listed, not one name tested: a term may be skipped when the one who claimed it died
+        # before it did anything.
         return max((int(p.name) for p in (job_dir / FOLDER).iterdir() if p.name.isdigit()), default=0)
     except FileNotFoundError:
         return 0
@@ -28,11 +30,14 @@ def claim_term(job_dir: Path, number: int, who: str) -> bool:
     folder = job_dir / FOLDER
     folder.mkdir(mode=0o700, exist_ok=True)
     try:
+        # O_EXCL is the whole election: the file server lets one machine create a name, and tells all others
+        # that it exists. A lock would have to be given back by a machine that may be gone.
         fd = os.open(folder / str(number), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:
         return False
     with os.fdopen(fd, "w") as out:
         out.write(who)
         out.flush()
+        # Before anybody acts on the claim: a file server that loses power must not forget who won.
         os.fsync(fd)
     return True

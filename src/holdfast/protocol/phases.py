@@ -7,6 +7,8 @@ from enum import IntEnum
 import msgspec
 
 
+# The numbers are compared: within a step a larger one is further on, which is how `find_culprits` tells who
+# is behind. New phases of a step must keep that order; the ones from DONE on are never compared in that way.
 class Phase(IntEnum):
     """Where in its life or in a step a worker is; the order is the order within a step."""
 
@@ -82,6 +84,8 @@ class Spent(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def own_s(self) -> float:
         """What this worker needs by itself."""
+        # Without `wait_s`: a fast worker waits long and a slow one does not, so the whole step is equally
+        # long for all and says nothing about who is slow.
         return self.data_s + self.forward_s + self.backward_s + self.update_s
 
     @property

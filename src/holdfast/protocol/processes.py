@@ -10,6 +10,8 @@ def kernel_id() -> str:
     Empty where that cannot be told."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        # Both parts are needed: two containers on one machine share a boot and not their process numbers, and
+        # a number of the other one would name a stranger's process.
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:
         return ""
@@ -25,6 +27,7 @@ def waits_s(pid: int) -> dict[int, float]:
         threads = list(Path(f"/proc/{pid}/task").iterdir())
     except OSError:
         return {}
+    # Threads come and go while this runs. One that has ended just now is left out, and not an error.
     for thread in threads:
         try:
             text = (thread / "schedstat").read_text()

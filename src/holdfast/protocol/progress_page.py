@@ -38,11 +38,18 @@ class ProgressPage:
         if path:
             fd = os.open(path, os.O_RDWR)
         else:
+            # In no file system: a mapped file is written back by the kernel, and its writer waits for that
+            # disk now and then. With the job's folder on another machine, that would be seconds in the middle
+            # of a step.
             fd = os.memfd_create("holdfast-page")
             os.ftruncate(fd, _LAYOUT.size)
         self._map = mmap.mmap(fd, _LAYOUT.size)
+        # Closed with the object, but not at the end of the process: the worker's agent may still read the
+        # page of a process that is just dying.
         self._close_file = weakref.finalize(self, os.close, fd)
         self._close_file.atexit = False  # others may read it for as long as this process lives
+        # How the other process opens it. Valid as long as this process has it open, which is exactly as long
+        # as the page is of interest.
         self.path = f"/proc/{os.getpid()}/fd/{fd}"
         self.generation = 0
         self.committed = 0
@@ -55,6 +62,8 @@ class ProgressPage:
         """The worker enters a phase now."""
         self.phase = phase
         self._phase_began_s = time.monotonic()
+        # Loading data begins a step. Counters of the step are reset here and nowhere else, so that they never
+        # describe two steps at once.
         if phase is Phase.DATA:
             self._step_began_s = self._phase_began_s
             self.collectives = 0
@@ -62,6 +71,8 @@ class ProgressPage:
 
     def beat(self) -> None:
         """Something moved: writes every field."""
+        # One call for all fields. A reader in between may see half of it, which it takes for movement and
+        # looks again; a lock would have to be held by processes that may be stopped at any time.
         _LAYOUT.pack_into(
             self._map,
             0,
@@ -78,6 +89,8 @@ class ProgressPage:
     def wait_for(self, rank: int) -> None:
         """The worker waits for this rank from now on; -1: no longer. No sign of life."""
         self.waits_for = rank
+        # Without touching the last beat: waiting for another name is no sign of life, and must not hide a
+        # hang.
         _WAITS.pack_into(self._map, _WAITS_AT, rank)
 
     def read(self) -> Place:

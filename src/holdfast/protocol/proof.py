@@ -37,8 +37,12 @@ class Question:
 
     def __init__(self, token: str, server: str, *asked: str) -> None:
         """server: the name of the process that is called. asked: what is wanted of it, bound into both codes."""
+        # From the caller. A replayed request is of no use: it names the server, the request and this nonce,
+        # and the answer to it fits only the caller that made it.
         nonce = secrets.token_hex(_NONCE_BYTES)
         self.credential = f"{nonce} {_code(token, 'caller', server, asked, nonce)}"
+        # Both sides are in the code by name. Otherwise the caller's own code, sent back to it, would be a
+        # valid answer.
         self._expected = _code(token, "server", server, asked, nonce)
 
     @property
@@ -53,6 +57,7 @@ class Question:
 
 def answer_to(credential: str, token: str, server: str, *asked: str) -> str | None:
     """The server's answer to a caller who knows the token; None for any other."""
+    # Before anything is computed over it: hashing is cheap, but a stranger could send megabytes.
     if len(credential) > MAX_CREDENTIAL:
         return None
     nonce, _, code = credential.partition(" ")
@@ -64,6 +69,7 @@ def answer_to(credential: str, token: str, server: str, *asked: str) -> str | No
 def answer_to_header(authorization: str, token: str, server: str, *asked: str) -> str | None:
     """`answer_to` for the value of an HTTP request's `Authorization`."""
     scheme, _, credential = authorization.partition(" ")
+    # The scheme is public, so it may be compared as it is.
     return answer_to(credential, token, server, *asked) if scheme == SCHEME else None
 
 

@@ -35,6 +35,8 @@ class RangeServer:
         self.name = name
         self._token = token
         self._open: set[socket.socket] = set()
+        # Guards `_open` and `_closed`, which the connections' threads and whoever closes the server both
+        # touch.
         self._lock = threading.Lock()
         self._closed = False
         self._door = HttpDoor(host, thread, self._serve)
@@ -134,6 +136,7 @@ class Request(Handler):
     def span(self, nbytes: int) -> tuple[int, int] | None:
         """The bytes [low, high) of `nbytes` that are asked for: all without a Range. None: it was refused with 416."""
         wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        # HTTP's ranges include their last byte; ours are half open, like Python's.
         low, high = (int(wanted[1]), int(wanted[2]) + 1) if wanted else (0, nbytes)
         if 0 <= low < high <= nbytes:
             return low, high

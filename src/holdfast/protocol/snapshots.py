@@ -19,6 +19,8 @@ class Lack(StrEnum):
     MEMORY = "memory"
 
 
+# The generation is part of the key. After a fault the same step is computed again, and its shards have other
+# bytes than those that were taken before: mixing them would give a state that never existed.
 class Key(msgspec.Struct, frozen=True, order=True):
     """Which snapshot of which shard. generation: of the workers that took it; below 1 for one that an agent adopted from a
     run before, and another for every generation of every run."""
@@ -47,6 +49,8 @@ class Shard(msgspec.Struct, frozen=True):
     `row`, and go on to."""
 
 
+# Equality is by content, because a Shard holds its checksums. Two copies are equal if and only if either may
+# be restored in place of the other.
 class Copy(msgspec.Struct, frozen=True):
     """A shard in a node's snapshot memory. The names of its parts are those that a durable tier will give them."""
 
@@ -54,6 +58,8 @@ class Copy(msgspec.Struct, frozen=True):
     shard: Shard
 
 
+# The server's name is what must be proved on the connection. An address alone may belong to another process
+# by the time that somebody calls.
 class Holder(msgspec.Struct, frozen=True):
     """An agent that holds a shard, and where it serves it. server: the name that whoever listens there must prove."""
 

@@ -15,6 +15,8 @@ def parse_seconds(where: str, text: str) -> float:
     Raises:
         UsageError: anything else.
     """
+    # No sign, no exponent, no spaces: whatever else a person types is answered with an example, and not
+    # guessed.
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m|h)?", text)
     if match is None:
         raise UsageError(f"{where}={text!r} is not a time; write 8s, 500ms or 2m")

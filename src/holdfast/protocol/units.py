@@ -10,8 +10,11 @@ UNKNOWN = "–"
 
 def seconds(value: float | None) -> str:
     """`0.21 s`, `12.3 s`, `3 min 05 s`; short times in milliseconds."""
+    # Unknown is a dash everywhere. A zero would be read as a measurement.
     if value is None:
         return UNKNOWN
+    # The borders lie where the rounding changes the number of digits, so a time is never shown as 100 ms in
+    # one place and 0.10 s in the next.
     if value < 0.0995:
         return f"{value * 1e3:.0f} ms" if value >= 0.01 or value == 0 else f"{value * 1e3:.1f} ms"
     if value < 9.995:
@@ -125,4 +128,5 @@ def clip(line: str, width: int) -> str:
 
 def clip_path(path: str, width: int) -> str:
     """A path in `width` characters: its end is what tells one from the other."""
+    # Its beginning is the same for all paths of a job.
     return path if len(path) <= width else "…" + path[len(path) - width + 1 :]

@@ -181,6 +181,8 @@ VERSION = 1
 
 def _kinds(event: type[LedgerEvent]) -> Iterator[type[LedgerEvent]]:
     """The kinds below a class: those that no other one is made of."""
+    # Only leaves are kinds. A class that others build on, such as the facts of an incident, is never written
+    # itself.
     for below in event.__subclasses__():
         yield from _kinds(below) if below.__subclasses__() else [below]
 
@@ -195,10 +197,13 @@ def read(kind: str, fields: Mapping[str, Any]) -> LedgerEvent | None:
     Returns:
         None: a later version wrote it, or the fields are not those of the kind.
     """
+    # A kind that a later version writes is no error. Whoever shows the ledger shows it as it was written.
     event = EVENTS.get(kind)
     if event is None:
         return None
     try:
+        # Strict about types and lenient about what is missing: an older version did not know a field, so it
+        # reads as None if it may be None. Everything else that does not fit is shown raw instead of wrongly.
         return msgspec.convert({**_unknown(event), **fields}, event)
     except msgspec.ValidationError:
         return None

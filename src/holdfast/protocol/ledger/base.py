@@ -27,8 +27,12 @@ class LedgerEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     def sentence(self) -> str:
         """One sentence for a person who has not read the code; empty if it is of no interest to one."""
+        # Loud, so that an event without a sentence fails its test. A default text would reach people
+        # unnoticed.
         raise NotImplementedError(type(self).__name__)
 
+    # The kind is derived from the class, so the two cannot differ. Renaming a class therefore changes the
+    # name on disk: such a class needs its old kind, and a test with a recorded ledger fails without.
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         cls.kind = kebab(cls.__name__)

@@ -60,6 +60,8 @@ class Restart(LedgerEvent, frozen=True, kw_only=True):
 _RESTORED_FROM = {"disk": "the checkpoint on disk", "memory": "a snapshot in memory"}
 
 
+# `workers` is in the order of ranks, because ranks decide the order of the reduction. With this entry a curve
+# can be replayed bit by bit.
 class Formed(LedgerEvent, frozen=True, kw_only=True):
     """A generation was formed."""
 
@@ -84,6 +86,7 @@ class Formed(LedgerEvent, frozen=True, kw_only=True):
         line = f"generation {self.generation}: {plural(self.world, 'worker')} from step {self.start}"
         if self.applied:
             line += ", the step in flight was committed"
+        # A list of names only while it is short; a generation of a thousand workers gets a count.
         restored = self.restore or []
         if self.source in ("disk", "memory"):
             return f"{line}, state from {_RESTORED_FROM[self.source]}"
@@ -150,6 +153,7 @@ class Capacity(LedgerEvent, frozen=True, kw_only=True):
         return f"the engine now allows {limit}: {self.reason}"
 
 
+# Written at the first commit after the change, when its cost is known; the change itself began at `t_s`.
 class Changed(LedgerEvent, frozen=True, kw_only=True):
     """A planned change of the membership is complete."""
 

@@ -7,6 +7,8 @@ from holdfast.protocol.ledger.base import LedgerEvent
 from holdfast.protocol.units import plural, seconds
 
 
+# The fields after `incident` are copied, not nested: entries of a ledger are flat, so that SQL and jq can
+# read them.
 class Finding(LedgerEvent, frozen=True, kw_only=True):
     """A health rule matched, or could not be told. The fields after `incident` are those of `protocol.health.Finding`."""
 
@@ -49,6 +51,7 @@ class Finding(LedgerEvent, frozen=True, kw_only=True):
         return f"{about}: {self.rule}{trial}: {self.evidence}"
 
 
+# `would` beside `does`: a limit that kept a sick machine in the job must be visible to whoever wonders why.
 class Verdict(LedgerEvent, frozen=True, kw_only=True):
     """What was decided about a finding."""
 

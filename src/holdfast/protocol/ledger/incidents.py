@@ -17,6 +17,7 @@ PHASES = ("detect_s", "decide_s", "replace_s", "join_s", "restore_s", "first_ste
 
 def phases_text(incident: Mapping[str, Any], names: Sequence[str] = PHASES) -> str:
     """`detect 0.17 s, decide 26 ms, ...`: the phases that are known."""
+    # By name from a mapping, not from the struct: reports and older ledgers lack some of these.
     known = [(name, incident.get(name)) for name in names]
     return ", ".join(
         f"{name.removesuffix('_s').replace('_', ' ')} {seconds(v)}" for name, v in known if v is not None
@@ -87,6 +88,8 @@ class IncidentOpened(IncidentFacts, frozen=True, kw_only=True):
     """A fault was noticed."""
 
     def sentence(self) -> str:
+        # Node, ranks and time to detection, as far as they are known; with none of them, at least the step,
+        # so that a person can look it up in the log.
         where = [self.node] if self.node else []
         where += [f"rank {ranks(self.ranks)}"] if self.ranks else []
         where += [] if self.detect_s is None else [f"found after {seconds(self.detect_s)}"]

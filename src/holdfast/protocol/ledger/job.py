@@ -27,6 +27,7 @@ class FaultInjected(LedgerEvent, frozen=True, kw_only=True):
         return f"injecting {self.fault} into {who}{rank} at step {self.step}"
 
 
+# A test of fault tolerance whose fault never struck passes for the wrong reason. So it is said.
 class FaultNotFired(LedgerEvent, frozen=True, kw_only=True):
     """A fault was armed, and what it waits for did not happen."""
 

@@ -106,6 +106,8 @@ class NodeLeft(LedgerEvent, frozen=True, kw_only=True):
         return f"{self.node} has left: {self.reason}"
 
 
+# Different from NodeLost: nothing failed, and the machine must not come back by itself, because it belongs to
+# somebody else.
 class NodeTaken(LedgerEvent, frozen=True, kw_only=True):
     """The engine says that a node does not belong to the job any more."""
 

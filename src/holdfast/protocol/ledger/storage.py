@@ -118,6 +118,8 @@ class Saved(LedgerEvent, frozen=True, kw_only=True):
         return line + clip_path(self.url, LINE_WIDTH - len(line) - len(more)) + more
 
 
+# Written for the first one that is skipped. The event of the checkpoint that they waited for says how many
+# there were.
 class CheckpointSkipped(LedgerEvent, frozen=True, kw_only=True):
     """A checkpoint was due while an older one was on its way."""
 
@@ -150,6 +152,8 @@ class CheckpointUnread(LedgerEvent, frozen=True, kw_only=True):
         return f"step {self.step} cannot be loaded, {then}: {self.reason}"
 
 
+# Not an error: training goes on, and the checkpoint may still come. It is the first sign of a tier that will
+# fail.
 class TierSlow(LedgerEvent, frozen=True, kw_only=True):
     """Nothing of a checkpoint has arrived for long."""
 
@@ -200,6 +204,8 @@ class SavingLast(LedgerEvent, frozen=True, kw_only=True):
         return line + clip_path(self.url, max(20, LINE_WIDTH - len(line) - len(there))) + there
 
 
+# The last thing that a person has to know about a job that ended without a tier: whether its result still
+# exists, and where.
 class OnlyInMemory(LedgerEvent, frozen=True, kw_only=True):
     """The job ends, and no tier has its last state."""
 

@@ -79,13 +79,17 @@ class WorkerExited(LedgerEvent, frozen=True, kw_only=True):
     """Path of its output."""
 
     def sentence(self) -> str:
+        # A normal end of a job with a thousand workers would otherwise be a thousand lines.
         if self.code in ORDINARY_ENDS:
             return ""
         line = f"{self.worker} {_exit_text(self.code)}"
+        # The path takes what is left of the line, from its end, which tells one log from another. Below 20
+        # characters it would tell nothing.
         room = LINE_WIDTH - len(line) - len("; log ")
         return f"{line}; log {clip_path(self.log, room)}" if self.log and room > 20 else line
 
 
+# Members that are taken out have an incident; this is for the others, of which nobody would hear.
 class WorkerEnded(LedgerEvent, frozen=True, kw_only=True):
     """Workers that were no members are ended by the coordinator."""
 
@@ -154,6 +158,7 @@ class StallJudged(LedgerEvent, frozen=True, kw_only=True):
         return f"held up by {', '.join(self.workers)}: {self.reason}{where}"
 
 
+# The field keeps its name on disk: ledgers of jobs that still run were written with it.
 class Rebuild(LedgerEvent, frozen=True, kw_only=True):
     """A spare worker is built for another shard."""
 

@@ -167,5 +167,7 @@ __all__ = [
     "WorkerView",
 ]
 
+# One number for all messages. Agents of a job start from one installation as a rule; where they do not, a
+# clear refusal at the hello is better than a field that means something else on the other side.
 PROTOCOL_VERSION = 6
 """Of all messages. Agents and coordinators of different versions refuse each other."""

@@ -10,6 +10,8 @@ from holdfast.protocol.phases import Place
 from holdfast.protocol.snapshots import Copy, Key, Lack, Shard
 
 
+# What a coordinator needs that knows nothing: the newest message of each kind, repeated. So no order and no
+# report has to be kept for a coordinator that may be gone.
 class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     """What an agent knows of a worker: enough for a coordinator that starts from nothing.
 
@@ -42,6 +44,8 @@ class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
     within_s: float
 
 
+# Enough for a successor to continue. Whatever the coordinator's last state lacks, the agents bring: workers,
+# their newest reports, and which copies they hold.
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """An agent connects, for the first time or again. `session` is new for every agent process.
 
@@ -75,6 +79,8 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     """The agent lives."""
 
 
+# The age is added wherever the message waits, so stalls are measured from when something happened and not
+# from when it was read.
 class FromWorker(msgspec.Struct, frozen=True, tag="from-worker"):
     """A worker's message, passed on. age_s: how long it waited in the agent for a coordinator."""
 
@@ -91,6 +97,8 @@ class Started(msgspec.Struct, frozen=True, tag="started"):
     log: str
 
 
+# `killed` tells an end that the agent brought about from one that came from outside: only the latter can be
+# the OOM killer's.
 class Exited(msgspec.Struct, frozen=True, kw_only=True, tag="exited"):
     """A worker's process ended. code: exit status, negative for a signal (as subprocess does). killed: by its agent.
 
@@ -107,6 +115,8 @@ class Exited(msgspec.Struct, frozen=True, kw_only=True, tag="exited"):
     steps: int = 0
 
 
+# From a limit that the agent knows. Whether anything is wrong, and whose fault it is, only a look at all
+# workers can tell.
 class Stalled(msgspec.Struct, frozen=True, tag="stalled"):
     """A worker stands still for longer than it may; says nothing about who is at fault."""
 
@@ -149,6 +159,8 @@ class SnapshotCorrupt(msgspec.Struct, frozen=True, tag="snapshot-corrupt"):
     reason: str
 
 
+# `shard` names the files as they were written, with checksums. The manifest is made of these, so it never
+# lists what nobody wrote.
 class Stored(msgspec.Struct, frozen=True, kw_only=True, tag="stored"):
     """A shard is in a durable tier; `shard` None: it could not be written, and why."""
 

@@ -8,6 +8,7 @@ from holdfast.protocol.phases import Spent
 from holdfast.protocol.snapshots import Key
 
 
+# Never leaves the node: agents keep their warm processes to themselves.
 class Warm(msgspec.Struct, frozen=True, tag="warm"):
     """A forked process has imported everything and waits for work (agent only)."""
 
@@ -18,6 +19,8 @@ class Attached(msgspec.Struct, frozen=True, tag="attached"):
     """The script called `holdfast.start`: this job is at level 2."""
 
 
+# The digest lets a job begin without a transfer. Workers that built the same bits from one seed hold the same
+# state, and only those that differ fetch it.
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """The script reached `run.steps`: model built, nothing missing but the membership (and the state).
 
@@ -58,6 +61,8 @@ FIGURE_NAME = 64
 """Characters of the longest of them."""
 
 
+# At most 20 a second, however short a step is: with a thousand workers the coordinator would otherwise be
+# busy with good news. A generation's first commit is always reported at once, because it ends a stall.
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
     """Steps were committed. Sent at most 20 times a second, and always for a generation's first commit.
 
@@ -73,6 +78,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
     spent: tuple[Spent, ...] = ()
 
 
+# The only input of the vote. `committed` is what the worker holds for certain: None after an update that was
+# torn in the middle, because half an update is no state at all.
 class Parked(msgspec.Struct, frozen=True, kw_only=True, tag="parked"):
     """The worker is out of a generation that broke or was ended, and waits for the next.
 
@@ -88,6 +95,8 @@ class Parked(msgspec.Struct, frozen=True, kw_only=True, tag="parked"):
     begun: int = -1
 
 
+# Sent while the worker is still in its step. It must not begin another collective before RunTo: its peers
+# decide from this number where all of them stop.
 class Halted(msgspec.Struct, frozen=True, tag="halted"):
     """So many collectives of this worker's replica have begun here; no further one does before RunTo."""
 
@@ -111,9 +120,12 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     @property
     def signature(self) -> str:
         """What makes two failures the same."""
+        # The line of the script, not the message: messages hold numbers (a loss, a pointer) that differ each
+        # time.
         return f"{self.error}@{self.where}" if self.where else f"{self.error}: {self.message}"
 
 
+# Not a verdict: every peer of a lost worker reports one. Who is at fault is found by whoever reports nothing.
 class CollectiveError(msgspec.Struct, frozen=True, tag="collective-error"):
     """A collective raised in this worker: evidence, not a verdict. Or it could not be restored (step -1).
 
@@ -126,6 +138,8 @@ class CollectiveError(msgspec.Struct, frozen=True, tag="collective-error"):
     lost: bool = False
 
 
+# The worker waits for the Ack. Otherwise it could be dead before its own fault is in the ledger, and the
+# fault would look like a real one.
 class FaultFired(msgspec.Struct, frozen=True, tag="fault-fired"):
     """An injected fault is about to happen here; the worker waits for the agent's Ack before it does."""
 
@@ -161,6 +175,7 @@ class OffStep(msgspec.Struct, frozen=True, tag="off-step"):
     on: bool
 
 
+# The agent owns the memory. So a copy outlives the worker that made it, which is the point of a snapshot.
 class SlotWanted(msgspec.Struct, frozen=True, tag="slot-wanted"):
     """The worker wants to copy its shard, `nbytes` of it, into snapshot memory (agent only).
 
@@ -183,6 +198,8 @@ class SlotFilled(msgspec.Struct, frozen=True, tag="slot-filled"):
     stall_s: float = 0.0
 
 
+# Only at level 0 and 1: the script numbers its states as it likes, and this is how its numbers are matched
+# with the steps that were counted.
 class StateServed(msgspec.Struct, frozen=True, tag="state-served"):
     """Rank 0's script gave the state that it calls `step` to be saved, after `steps` optimizer steps of this start."""
 

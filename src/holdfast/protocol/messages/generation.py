@@ -5,6 +5,8 @@ from __future__ import annotations
 import msgspec
 
 
+# Complete replicas have numbers from 0 on. -1 is a worker beside them: it computes no gradient, yet takes
+# part in every update, so its shard stays current and can complete a replica at once.
 class Member(msgspec.Struct, frozen=True, kw_only=True):
     """One worker of a generation, and where the others reach it.
 
@@ -45,6 +47,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def replicas(self) -> int:
         """Complete ones."""
+        # Derived and not stored, so that no two fields of a generation can contradict each other.
         return sum(m.replica >= 0 for m in self.members) // self.shard_count
 
     @property
@@ -54,6 +57,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
 
     def column(self, shard_index: int) -> tuple[int, ...]:
         """The ranks that hold this shard."""
+        # Also those beside the replicas: they hold the same bytes, so they may be donors and savers.
         return tuple(m.rank for m in self.members if m.shard_index == shard_index)
 
     def rank_of(self, worker: str) -> int | None:

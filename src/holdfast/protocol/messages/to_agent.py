@@ -22,6 +22,8 @@ class StartWorker(msgspec.Struct, frozen=True, kw_only=True, tag="start-worker")
     env: dict[str, str]
 
 
+# The grace is for a copy that the worker is just making: killed in the middle, it would cost the snapshot its
+# shard.
 class KillWorker(msgspec.Struct, frozen=True, tag="kill-worker"):
     """End a worker now. grace_s > 0: SIGTERM first; before that, for as long at most, it completes the copy into snapshot
     memory that it is at."""
@@ -50,6 +52,8 @@ class RunFault(msgspec.Struct, frozen=True, tag="run-fault"):
     worker: str | None = None
 
 
+# Its workers may believe that they are members. They are killed first, then the agent comes back with a new
+# session, so nothing of the old one can be mistaken.
 class Fence(msgspec.Struct, frozen=True, tag="fence"):
     """The job went on without this node: kill its workers, then come back as a new one."""
 
@@ -76,6 +80,8 @@ class Replicate(msgspec.Struct, frozen=True, tag="replicate"):
     holders: tuple[Holder, ...]
 
 
+# What may be forgotten, said by whoever knows all nodes. An agent that decided this by itself could drop the
+# last copy of a shard.
 class SnapshotComplete(msgspec.Struct, frozen=True, tag="snapshot-complete"):
     """The snapshot of this step is whole: older ones are not needed, but for `kept`, of which more nodes hold each shard."""
 
@@ -83,6 +89,8 @@ class SnapshotComplete(msgspec.Struct, frozen=True, tag="snapshot-complete"):
     kept: int | None = None
 
 
+# After a rewind. Kept, a shard of a later step could be found by the next start, and be taken for the newest
+# state of a past that never was.
 class ForgetSnapshots(msgspec.Struct, frozen=True, tag="forget-snapshots"):
     """Training goes on from this step: what was saved of later ones never happened. until: only up to this one, of which
     a shard is missing that nobody will bring."""
@@ -99,6 +107,7 @@ class StoreShard(msgspec.Struct, frozen=True, tag="store-shard"):
     blob: str = ""
 
 
+# Ordered when every shard was reported: the manifest makes the checkpoint exist, so it comes last.
 class Publish(msgspec.Struct, frozen=True, tag="publish"):
     """Every shard is in the tier: write the manifest, then remove what need not be kept."""
 
@@ -130,6 +139,8 @@ class RunChecks(msgspec.Struct, frozen=True, kw_only=True, tag="run-checks"):
     seconds: float = 0.0
 
 
+# Numbered and repeated until it is answered; the agent does each number once. A reset of a device must not
+# happen twice because an answer was lost.
 class Repair(msgspec.Struct, frozen=True, tag="repair"):
     """Do what an agent can do itself (`reset-device`), and answer with Repaired. Nothing of the job runs on it now."""
 

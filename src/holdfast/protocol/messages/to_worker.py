@@ -26,6 +26,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     host: str
 
 
+# All that a member needs, in one message: it may be the last one that it gets, if the coordinator dies now.
 class JoinGeneration(msgspec.Struct, frozen=True, kw_only=True, tag="join-generation"):
     """Join this generation.
 
@@ -61,6 +62,8 @@ class Rebuild(msgspec.Struct, frozen=True, tag="rebuild"):
     shard_index: int
 
 
+# Safe to repeat and safe to miss: it names its generation, and a worker that does not hear it notices the
+# broken collective itself.
 class Break(msgspec.Struct, frozen=True, tag="break"):
     """The generation is over: abort its collectives, leave the step, park. halt: the worker's own replica is whole; its
     groups are not aborted, the worker says Halted and goes on until RunTo tells it where to leave the step."""
@@ -70,6 +73,8 @@ class Break(msgspec.Struct, frozen=True, tag="break"):
     halt: bool = False
 
 
+# The furthest collective that any worker of the replica has begun. Those behind go on to it, so nothing is
+# half sent between them and their connections can be used again.
 class RunTo(msgspec.Struct, frozen=True, tag="run-to"):
     """Leave the step when so many collectives of this worker's replica have begun here."""
 
@@ -77,6 +82,7 @@ class RunTo(msgspec.Struct, frozen=True, tag="run-to"):
     begun: int
 
 
+# At the commit nothing is in flight and all hold the same state, so a planned change costs no step.
 class EndAtCommit(msgspec.Struct, frozen=True, tag="end-at-commit"):
     """The generation ends at the next commit: finish the step together, then park."""
 
@@ -108,6 +114,7 @@ class DropTraffic(msgspec.Struct, frozen=True, tag="drop-traffic"):
     """Injected: every connection of this worker goes silent without closing."""
 
 
+# A path in shared memory, not the bytes: the copy goes from the GPU straight into the agent's memory.
 class SlotGiven(msgspec.Struct, frozen=True, tag="slot-given"):
     """The slot for a snapshot. path: None when there is none, and why."""
 
