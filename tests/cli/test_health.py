@@ -73,7 +73,7 @@ def test_a_file_of_rules(holdfast, tmp_path):
         "changes      xid-79: fatal, asks for reboot",
         "switches off xid-43: info, asks for watch",
         "adds         ours: warning, asks for watch",
-        "ours.toml is right",
+        "ours.toml is valid",
     ]
     assert "(off)" in holdfast("health", "rules", "--rules", "ours.toml").out
     assert "ours.toml" in holdfast("health", "explain", "ours", "--rules", "ours.toml").out

@@ -56,7 +56,7 @@ def test_a_fault_that_cannot_be_read_is_refused_here(job, holdfast):
 def test_a_fault_is_taken(job, holdfast):
     said = holdfast("fault", "kill-node:step=40")
     assert said.code == 0
-    assert "kill-node:step=40 goes to the job live" in said.out
+    assert "injected kill-node:step=40 into the job live" in said.out
 
 
 def test_its_memory_is_not_given_back_while_it_runs(job, holdfast):

@@ -33,6 +33,7 @@ from holdfast.errors import HoldfastError, UsageError
 EXIT_USAGE = 2
 EXIT_FAILED = 1
 
+# `pretty_exceptions_enable=False`: Typer's own tracebacks may print local variables, and with them a job's token.
 app = typer.Typer(
     name="holdfast",
     help="Keeps PyTorch training running through failures and changes of capacity.",

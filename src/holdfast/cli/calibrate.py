@@ -1,4 +1,4 @@
-"""`holdfast plan calibrate` and `validate`: what past runs say, and what the planner is worth."""
+"""`holdfast plan calibrate` and `validate`: learns from past runs, and compares the planner with what is known."""
 
 from __future__ import annotations
 
@@ -20,10 +20,15 @@ def calibrate(
     ],
     per_node: Annotated[
         int,
-        typer.Option("--nproc-per-node", help="Workers on each node, where a report alone does not say it."),
+        typer.Option(
+            "--nproc-per-node", metavar="N", help="Workers on each node, for reports that do not have it."
+        ),
     ] = 1,
     out: Annotated[
-        Path | None, typer.Option("--out", help="Write the fields as YAML, for plan run and plan simulate.")
+        Path | None,
+        typer.Option(
+            "--out", metavar="FILE", help="Write the fields as YAML, for plan run and plan simulate."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -57,7 +62,7 @@ def calibrate(
     if found.rates[-1].few:
         said.write(f"fewer than {FEW} failures: the rate may be anything in that range\n")
     if found.injected:
-        said.write(f"{units.plural(found.injected, 'injected fault')} counted for times only\n")
+        said.write(f"{units.plural(found.injected, 'injected fault')} counted for the times only\n")
     if found.times:
         said.write("\n")
         phases = [
@@ -100,7 +105,7 @@ def _read(name: str, per_node: int) -> Run:
 
 
 def validate(as_json: AsJson = False) -> None:
-    """Compares formulas, simulation, core and public numbers; says which of these cannot be reproduced."""
+    """Compares formulas, simulation, core and published numbers, and marks numbers that cannot be reproduced."""
     import msgspec
 
     from holdfast.observe.tables import print_table

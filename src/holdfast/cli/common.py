@@ -1,4 +1,4 @@
-"""What several commands share."""
+"""Options and readers that several commands share."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from holdfast.coordinator.kernel.state import CoreState
     from holdfast.coordinator.service.store import Store
 
-JobName = Annotated[str | None, typer.Option("--job", help="The job's name; without it the newest.")]
-AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
+JobName = Annotated[
+    str | None, typer.Option("--job", metavar="NAME", show_default="the newest job", help="The job's name.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
 def write_json(value: object) -> None:
-    """What `--json` asks for."""
+    """Prints a value as JSON, for `--json`."""
     import msgspec
 
     sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=1).decode() + "\n")
@@ -50,6 +52,8 @@ def ledger(folder: Path) -> Iterator[Store]:
     path = newest_ledger(folder)
     if not path.is_file():
         raise UsageError(f"the job {folder.name!r} was never started: there is no {path}")
+    # SQLite's locks and shared memory do not work across the machines of a shared file system. While a cluster runs the job,
+    # its coordinator is on another machine and writes the file, so it is asked for a consistent copy instead.
     copy = _copy_from_afar(folder)
     store = Store(path, read_only=True) if copy is None else Store.of(copy)
     try:
@@ -61,7 +65,7 @@ def ledger(folder: Path) -> Iterator[Store]:
 
 
 def _copy_from_afar(folder: Path) -> bytes | None:
-    """The ledger of a job that a cluster runs: its coordinator alone can open the file. None: it is free to be read."""
+    """The ledger of a job that a cluster runs, from its coordinator. None: the file itself can be read."""
     import asyncio
 
     from holdfast.engines.client import JobClient, NoAnswer
@@ -78,4 +82,5 @@ def _copy_from_afar(folder: Path) -> bytes | None:
     try:
         return asyncio.run(ask())
     except NoAnswer:
+        # No coordinator, no writer: the file is safe to read.
         return None

@@ -16,9 +16,12 @@ WIDTH = 100
 
 def events(
     job: JobName = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue until the job ends.")] = False,
     as_json: AsJson = False,
-    kind: Annotated[list[str] | None, typer.Option("--kind", help="Only this kind; can be repeated.")] = None,
+    kind: Annotated[
+        list[str] | None,
+        typer.Option("--kind", metavar="KIND", help="Show only events of this kind. Can be repeated."),
+    ] = None,
 ) -> None:
     """Shows everything that happened to a job: nodes, generations, faults, incidents, decisions."""
     from holdfast.engines import jobs
@@ -29,6 +32,8 @@ def events(
         import asyncio
 
         asyncio.run(_follow(folder, show))
+    # Also after following: what came after the connection ended is only in the ledger. It is read from the last entry shown,
+    # so that none appears twice.
     with ledger(folder) as store:
         for entry in store.events(show.last_seq):
             show(

@@ -29,17 +29,19 @@ def fault(
     folder = jobs.existing(job)
     asyncio.run(_inject(folder, spec, deadly=parsed.kind == "kill-coordinator"))
     sys.stdout.write(
-        f"{parsed} goes to the job {folder.name}; `holdfast events --job {folder.name}` shows more\n"
+        f"injected {parsed} into the job {folder.name}; `holdfast events --job {folder.name}` shows what happens\n"
     )
 
 
 async def _inject(folder: Path, spec: str, deadly: bool) -> None:
-    """deadly: the fault ends the very process that would answer, so no answer is one."""
+    """Sends the fault. `deadly`: it kills the coordinator itself."""
+    # A coordinator that is killed cannot answer, so there no answer means success. Asking for the status first tells that
+    # case apart from a job without a coordinator.
     from holdfast.engines.client import JobClient, NoAnswer
 
     async with JobClient(folder) as client:
         if deadly:
-            await client.get("/status")  # there must be one to kill
+            await client.get("/status")
         try:
             await client.post("/fault", spec)
         except NoAnswer:

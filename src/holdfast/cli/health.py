@@ -1,4 +1,4 @@
-"""`holdfast health`: the rules by which nodes are judged, what one of them means, and whether a file of rules is right."""
+"""`holdfast health`: lists and explains the health rules, and checks a file of rules."""
 
 from __future__ import annotations
 
@@ -15,23 +15,26 @@ if TYPE_CHECKING:
     from holdfast.health.rules import Rule
     from holdfast.health.ruleset import RuleSet
 
-app = typer.Typer(
-    no_args_is_help=True, help="The rules by which nodes are judged: list, explain, check them."
-)
+app = typer.Typer(no_args_is_help=True, help="Health rules: list, explain and check them.")
 SXID_DIGITS = 5
-"""SXids have so many, Xids fewer."""
+"""SXids have this many digits, Xids fewer."""
 RuleFiles = Annotated[
-    list[str] | None, typer.Option("--rules", help="A file of your own rules, over the catalogue.")
+    list[str] | None,
+    typer.Option(
+        "--rules", metavar="FILE", help="A file of your own rules, which add to or change the built-in ones."
+    ),
 ]
 
 
 @app.command("rules")
 def rules(
     source: Annotated[
-        str | None, typer.Option("--source", help="Only of this source, for example kmsg.")
+        str | None,
+        typer.Option("--source", metavar="SOURCE", help="Only rules of this source, for example kmsg."),
     ] = None,
     remedy: Annotated[
-        str | None, typer.Option("--remedy", help="Only with this remedy, for example reboot.")
+        str | None,
+        typer.Option("--remedy", metavar="REMEDY", help="Only rules with this remedy, for example reboot."),
     ] = None,
     files: RuleFiles = None,
     as_json: AsJson = False,
@@ -62,7 +65,7 @@ def explain(
     files: RuleFiles = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tells what a rule looks for, what it means, what it asks for and where that comes from."""
+    """Explains a rule: what it looks for, what that means, which remedy it asks for, and its source."""
     from holdfast.health.ruleset import load_rules
 
     known = load_rules(files or ())
@@ -75,7 +78,7 @@ def explain(
 
 @app.command("check")
 def check(file: Annotated[Path, typer.Argument(help="A file of rules.")]) -> None:
-    """Checks a file of rules: what it adds and changes, or the line in which it is wrong."""
+    """Checks a file of rules: shows what it adds and changes, or the line with an error."""
     from holdfast.errors import UsageError
     from holdfast.health.ruleset import catalogue
 
@@ -95,9 +98,9 @@ def check(file: Annotated[Path, typer.Argument(help="A file of rules.")]) -> Non
         sys.stdout.write(f"{what:<12} {id}: {rule.severity}, asks for {rule.remedy}\n")
         if rule.reading and (rule.source, rule.reading) not in readings:
             sys.stdout.write(
-                f"{'':<12} no other rule is about {rule.reading} of {rule.source}: is it spelt right?\n"
+                f"{'':<12} no other rule is about {rule.reading} of {rule.source}: is it misspelt?\n"
             )
-    sys.stdout.write(f"{file} is right\n")
+    sys.stdout.write(f"{file} is valid\n")
 
 
 def _find(known: RuleSet, name: str) -> list[Rule]:

@@ -20,17 +20,22 @@ LINES = 20
 def logs(
     job: JobName = None,
     rank: Annotated[
-        int | None, typer.Option("--rank", help="Of this rank: every worker that had it.", min=0)
+        int | None,
+        typer.Option("--rank", metavar="RANK", help="Logs of every worker that ever had this rank.", min=0),
     ] = None,
     node: Annotated[
-        str | None, typer.Option("--node", help="Of the workers of this node: its name, or 2 for node2.")
+        str | None,
+        typer.Option(
+            "--node", metavar="NODE", help="Logs of the workers of this node: its name, or 2 for node2."
+        ),
     ] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue until the job ends.")] = False,
     lines: Annotated[
-        int, typer.Option("-n", "--lines", help="Last lines of each log; 0: all.", min=0)
+        int,
+        typer.Option("-n", "--lines", metavar="N", help="Show the last N lines of each log; 0: all.", min=0),
     ] = LINES,
 ) -> None:
-    """Shows what workers printed; without --rank and --node, those of the newest generation."""
+    """Shows what workers printed. By default, the workers of the newest generation."""
     from holdfast.cli.sources import LogSources
     from holdfast.engines import jobs
     from holdfast.errors import UsageError

@@ -1,4 +1,4 @@
-"""Is there enough memory to start?"""
+"""Whether there is enough memory to start."""
 
 from __future__ import annotations
 

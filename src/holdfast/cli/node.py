@@ -1,4 +1,4 @@
-"""`holdfast node`: the histories of machines, over all jobs: which are left alone, why, and that they are well again."""
+"""`holdfast node`: the histories of machines over all jobs: which are not used, why, and how to clear them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ app = typer.Typer(help="Histories of nodes, over all jobs.", no_args_is_help=Tru
 Where = Annotated[
     str | None,
     typer.Option(
-        "--node-history", help="A SQLite file or a PostgreSQL URL; by default $HOLDFAST_HOME/health.sqlite."
+        "--node-history",
+        metavar="FILE|URL",
+        show_default="$HOLDFAST_HOME/health.sqlite",
+        help="A SQLite file or a PostgreSQL URL.",
     ),
 ]
 Name = Annotated[
@@ -29,7 +32,7 @@ Name = Annotated[
 
 @app.command("ls")
 def ls(where: Where = None, as_json: AsJson = False) -> None:
-    """Shows every machine with a history, and rules that were wrong about several."""
+    """Shows every machine that has a history, and rules with repeated false positives."""
     with _history(where) as history:
         entries = history.all()
     machines = [_summary(machine, entries) for machine in dict.fromkeys(e.machine for e in entries)]
@@ -53,7 +56,7 @@ def ls(where: Where = None, as_json: AsJson = False) -> None:
 
 @app.command("show")
 def show(name: Name, where: Where = None, as_json: AsJson = False) -> None:
-    """Shows what is remembered of one machine."""
+    """Shows the history of one machine."""
     import msgspec
 
     from holdfast.coordinator.service.history_store import find_machine
@@ -80,12 +83,12 @@ def clear(
         typer.Option(
             "--false-positive",
             metavar="RULE",
-            help="This rule was wrong; after two times it is on trial here.",
+            help="Record that this rule was wrong. After two times it is only on trial on this machine.",
         ),
     ] = None,
     where: Where = None,
 ) -> None:
-    """Says that a machine is well: jobs use it again, and what was held against it counts no more."""
+    """Clears a machine: jobs use it again, and its earlier incidents no longer count."""
     import asyncio
 
     from holdfast.coordinator.kernel.history import DOUBTED, Kind
@@ -125,7 +128,7 @@ def clear(
 
 
 async def _tell_jobs(machine: str, rule: str) -> list[str]:
-    """Running jobs use it at once."""
+    """Tells running jobs, which then use the machine at once. Returns their names."""
     from urllib.parse import urlencode
 
     from holdfast.engines import jobs
@@ -179,7 +182,7 @@ def _summary(machine: str, entries: Sequence[Entry]) -> dict[str, Any]:
 
 
 def _wrong(entries: Sequence[Entry]) -> dict[str, int]:
-    """Rules that people called wrong again and again."""
+    """Rules that people repeatedly called wrong, and how often."""
     from holdfast.coordinator.kernel.history import DOUBTED, Kind
 
     times: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""`holdfast plan`: what failures, sizes and remedies cost, before anything is spent. One subcommand for each question."""
+"""`holdfast plan`: what failures, sizes and remedies cost. One subcommand for each question."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdfast.cli.common import AsJson, write_json
 SHOWN = 3
 
 app = typer.Typer(
-    help="What failures cost, and what to do about it: before anything is spent.",
+    help="Estimate what failures cost and what to do about them, before the run.",
     invoke_without_command=True,
     pretty_exceptions_enable=False,
 )
@@ -25,13 +25,16 @@ app.command("validate")(calibrate.validate)
 
 GlobalBatch = Annotated[
     int | None,
-    typer.Option("--global-batch", help="Samples in a step, over all workers.", show_default=False),
+    typer.Option(
+        "--global-batch", metavar="SAMPLES", help="Samples of one step, over all workers.", show_default=False
+    ),
 ]
 MicroBatch = Annotated[
-    int | None, typer.Option("--micro-batch", help="Samples in a forward pass.", show_default=False)
+    int | None,
+    typer.Option("--micro-batch", metavar="SAMPLES", help="Samples of one forward pass.", show_default=False),
 ]
-Nodes = Annotated[str, typer.Option("--nnodes", help="Nodes, or MIN:MAX.")]
-PerNode = Annotated[int, typer.Option("--nproc-per-node", help="Workers on each node.")]
+Nodes = Annotated[str, typer.Option("--nnodes", metavar="N|MIN:MAX", help="Nodes, or MIN:MAX.")]
+PerNode = Annotated[int, typer.Option("--nproc-per-node", metavar="N", help="Workers on each node.")]
 
 
 @app.callback()
@@ -43,7 +46,7 @@ def plan(
     nproc_per_node: PerNode = 1,
     as_json: AsJson = False,
 ) -> None:
-    """What failures cost, and what to do about it. With --global-batch and no subcommand: as `plan division`."""
+    """Estimates what failures cost and what to do about them. With --global-batch and no subcommand: as `plan division`."""
     if context.invoked_subcommand is not None:
         return
     if global_batch is None and micro_batch is None:
@@ -60,7 +63,7 @@ def division(
     nproc_per_node: PerNode = 1,
     as_json: AsJson = False,
 ) -> None:
-    """Shows what each size of the job computes and how much of it is idle, and better micro-batch sizes."""
+    """Shows for each size of the job how much of it is idle, and micro-batch sizes that leave less idle."""
     import msgspec
 
     from holdfast.cli.spec import parse_nnodes
@@ -109,7 +112,7 @@ def division(
 
 @app.command("tables")
 def tables(as_json: AsJson = False) -> None:
-    """Computes every cell of the published tables anew, and marks those that do not follow."""
+    """Computes every cell of the published tables again, and marks cells that do not follow from the formulas."""
     import msgspec
 
     from holdfast.observe.tables import print_table

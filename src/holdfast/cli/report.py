@@ -15,11 +15,17 @@ def report(
     job: JobName = None,
     as_json: AsJson = False,
     curve: Annotated[
-        Path | None, typer.Option("--curve", help="Draw the loss with the incidents into this PNG.")
+        Path | None,
+        typer.Option("--curve", metavar="FILE", help="Draw the loss and the incidents into this PNG."),
     ] = None,
-    picture: Annotated[Path | None, typer.Option("--picture", help="Draw the tables into this SVG.")] = None,
+    picture: Annotated[
+        Path | None, typer.Option("--picture", metavar="FILE", help="Draw the tables into this SVG.")
+    ] = None,
     baseline: Annotated[
-        str | None, typer.Option("--baseline", help="With --curve: a second job, drawn for comparison.")
+        str | None,
+        typer.Option(
+            "--baseline", metavar="NAME", help="With --curve: also draw the loss of this job, for comparison."
+        ),
     ] = None,
 ) -> None:
     """Prints the report of a job, finished or not."""

@@ -1,4 +1,4 @@
-"""`holdfast resize` and `holdfast drain`: a running job with more or fewer nodes, or without a certain one."""
+"""`holdfast resize` and `holdfast drain`: gives a running job more or fewer nodes, or takes one out."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ import typer
 
 from holdfast.cli.common import JobName
 
-Reason = Annotated[str, typer.Option("--reason", help="For the ledger and the report.")]
+Reason = Annotated[
+    str, typer.Option("--reason", metavar="TEXT", help="The reason to record in the ledger and the report.")
+]
 
 
 def resize(
-    nodes: Annotated[int, typer.Argument(help="Nodes to train on, within the job's --nnodes MIN:MAX.")],
+    nodes: Annotated[
+        int, typer.Argument(help="Nodes to train on, between MIN and MAX of the job's --nnodes.")
+    ],
     job: JobName = None,
     reason: Reason = "holdfast resize",
 ) -> None:
-    """Grows or shrinks a running job at a step's edge: no step is lost, the global batch stays what it is."""
+    """Grows or shrinks a running job between two steps. No step is lost, and the global batch stays the same."""
     import asyncio
 
     from holdfast.engines import jobs
@@ -39,11 +43,15 @@ def drain(
     job: JobName = None,
     within: Annotated[
         str | None,
-        typer.Option("--within", help="How long it has, for example 2m; without it, it waits for another."),
+        typer.Option(
+            "--within",
+            metavar="TIME",
+            help="Leave after this time at the latest, for example 2m. By default the node trains until a replacement is ready.",
+        ),
     ] = None,
     reason: Reason = "holdfast drain",
 ) -> None:
-    """Takes a node out of a running job at a step's edge; a spare or a new node takes its place, if there is one."""
+    """Takes a node out of a running job between two steps. A spare or a new node replaces it, if there is one."""
     import asyncio
 
     import msgspec

@@ -50,6 +50,7 @@ def _run(spec: JobSpec, no_ui: bool, port: int, report: Path | None) -> str | No
         with view:
             ended = asyncio.run(_launch(spec, folder, view, port))
     except UsageError:
+        # The job never started. Its folder would make the name look taken, and `holdfast status` show an empty job.
         folder.discard()
         raise
     finally:
@@ -91,7 +92,7 @@ async def _launch(spec: JobSpec, folder: JobFolder, view: LiveView | PlainView, 
 
 
 def _view(spec: JobSpec, job_dir: Path, no_ui: bool) -> LiveView | PlainView:
-    """The live view on a terminal; Holdfast's own words go to stderr, the script's to stdout."""
+    """The live view on a terminal, plain lines elsewhere. Holdfast writes to stderr; stdout belongs to the script."""
     if not no_ui and sys.stderr.isatty():
         from holdfast.observe.live import LiveView, terminal
 

@@ -58,6 +58,8 @@ def simulate(
     if trials < 1:
         raise UsageError(f"--trials {trials}: at least 1")
     fields = (read_yaml(config) if config else {}) | given(options)
+    # A trace says when nodes come and go. So it sets size and length of the run, and there are no random failures besides,
+    # unless the flags or the file ask for them.
     record = _trace(trace) if trace else None
     if record is not None:
         fields = {"nodes": record.most, "days": record.ends_s / 86400, "rate": 0} | fields
@@ -170,7 +172,7 @@ def _print_trouble(trials: list[Trial]) -> None:
     if reasons:
         count = sum(bool(t.given_up) for t in trials)
         sys.stdout.write(
-            f"in {count} of {len(trials)} trials the job gave up and was started again: {max(set(reasons), key=reasons.count)}"
+            f"in {count} of {len(trials)} trials the job gave up and was restarted: {max(set(reasons), key=reasons.count)}"
             " (spares, --min-nodes or a longer --detection help)\n"
         )
     short = [t for t in trials if t.done < 1]

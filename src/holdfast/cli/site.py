@@ -7,7 +7,7 @@ import sys
 import typer
 
 app = typer.Typer(
-    help="Scripts for slurm.conf: print them, put them where Slurm finds them.", no_args_is_help=True
+    help="Scripts for slurm.conf: print them to install them where Slurm finds them.", no_args_is_help=True
 )
 
 

@@ -1,4 +1,4 @@
-"""Which log belongs to which rank and node, as the ledger tells it."""
+"""Which log belongs to which rank and node, according to the ledger."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from holdfast.protocol.units import ranks
 
 
 class LogSources:
-    """Told every event in its order, knows the logs to show.
+    """Collects from the events, in their order, which logs to show.
 
-    rank: every worker that ever had it. node: every worker of this node. Neither: the newest generation.
+    Args:
+        rank: shows every worker that ever had this rank.
+        node: shows every worker of this node. Without both: the workers of the newest generation.
     """
 
     def __init__(self, rank: int | None = None, node: str | None = None) -> None:
@@ -25,7 +27,7 @@ class LogSources:
         self._members: list[str] = []
 
     def heard(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """One event of the ledger."""
+        """Takes in one event of the ledger."""
         if kind == "worker-started":
             self._logs[fields["worker"]] = Path(fields["log"])
             self._nodes[fields["worker"]] = fields["node"]
@@ -50,7 +52,7 @@ class LogSources:
         return {self._logs[w]: self._label(w) for w in workers if w in self._logs}
 
     def known(self) -> str:
-        """What there is to choose from."""
+        """The ranks and nodes that have logs, for a message."""
         if not self._logs:
             return ""
         return (

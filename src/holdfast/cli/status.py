@@ -24,7 +24,7 @@ def status(job: JobName = None, as_json: AsJson = False) -> None:
 
 
 def read_status(folder: Path) -> dict[str, Any]:
-    """From the coordinator; from the ledger when the job does not run. `running` tells which."""
+    """The status from the coordinator, or from the ledger if the job does not run. `running` tells which."""
     import asyncio
 
     from holdfast.engines.client import JobClient, NoAnswer
@@ -54,6 +54,7 @@ def stored_status(folder: Path) -> dict[str, Any]:
         steps = store.steps()
     if shown["outcome"] is None:
         shown |= {"phase": "ended", "outcome": "killed"}
+    # The state was stored when something happened last; the steps after that are in their own table.
     if steps:
         shown["step"] = max(shown["step"], steps[-1].step + 1)
     return shown

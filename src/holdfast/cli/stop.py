@@ -1,4 +1,4 @@
-"""`holdfast stop`: ends a job in order, keeping its state."""
+"""`holdfast stop`: saves the state of a job and ends it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def stop(job: JobName = None) -> None:
     ended = read_report(folder)
     saved = max((step for archive in job_archives(folder) for step in archive.steps()), default=None)
     name = folder.name
-    go_on = f"; `holdfast run --job {name} ...` goes on from step {saved}" if saved is not None else ""
+    go_on = f"; `holdfast run --job {name} ...` resumes from step {saved}" if saved is not None else ""
     step = ended["steps"]["committed"]
     where = "" if step is None else f" at step {step}"  # at level 0 only the script may know
     sys.stdout.write(f"the job {name} {ended['outcome']}{where}{go_on}\n")

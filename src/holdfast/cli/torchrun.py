@@ -1,7 +1,7 @@
-"""torchrun's options that Holdfast has no need of, so that a command can be pasted as it is.
+"""Accepts a command line of torchrun as it is.
 
-Those that ask for nothing that Holdfast would not do anyway are left out with a note; those that ask for
-something else are refused, with what to do.
+Options that Holdfast does not need are left out with a note. Options that ask for something that Holdfast does not do are
+refused, with what to do instead.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ def take_out(args: Sequence[str], has_value: Callable[[str], bool]) -> Pasted:
         if word == "--" or not word.startswith("-"):
             pasted.kept += [word, *rest]
             break
+        # torchrun spells its options with dashes and with underscores; both are in use.
         written, equals, value = word.partition("=")
         name = written if not written.startswith("--") else written.replace("_", "-")
         if name in _REFUSED:
@@ -71,6 +72,8 @@ def take_out(args: Sequence[str], has_value: Callable[[str], bool]) -> Pasted:
         elif name in _NEEDLESS:
             pasted.left_out[name] = value if equals else next(rest, "")
         else:
+            # An option of Holdfast keeps the word after it, if it takes a value: otherwise that value would be read as SCRIPT,
+            # and everything behind it as arguments of the script.
             pasted.kept.append(word)
             if not equals and has_value(word):
                 pasted.kept += [follows] if (follows := next(rest, None)) is not None else []

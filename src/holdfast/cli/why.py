@@ -1,4 +1,4 @@
-"""`holdfast why`: one incident as a short story, and decisions not to act."""
+"""`holdfast why`: explains one incident, and lists decisions not to act."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from holdfast.cli.common import AsJson, JobName, ledger, write_json
 
 
 def why(
-    incident: Annotated[int | None, typer.Argument(help="Its number; without one, all are listed.")] = None,
+    incident: Annotated[
+        int | None,
+        typer.Argument(metavar="[NUMBER]", help="The number of an incident; without one, all are listed."),
+    ] = None,
     job: JobName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tells what was seen, what was weighed and decided, what was done and what it cost."""
+    """Explains an incident: what was seen, what was decided and why, what was done, and what it cost."""
     import msgspec
 
     from holdfast.engines import jobs
