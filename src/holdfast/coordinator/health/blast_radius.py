@@ -19,6 +19,8 @@ theirs: a switch, a file server, a driver, the script."""
 
 def size(context: Context) -> int:
     """Nodes that the job has or is to have."""
+    # Of the nodes that the job is to have, not only of those that live: after a loss of half of them the
+    # limit must not shrink with them.
     return max(len(context.alive_nodes()), context.state.wanted_nodes + context.spec.spares)
 
 
@@ -35,6 +37,7 @@ def acted_on(context: Context) -> set[str]:
 def may_act(context: Context, machine: str) -> bool:
     """Acting on this machine stays within the limit."""
     done = acted_on(context)
+    # A machine that was acted on counts once, so its next rung is never blocked by its first.
     return machine in done or len(done) < limit(context)
 
 
@@ -49,6 +52,7 @@ def _leaves_window_s(context: Context) -> dict[str, float]:
     window_s = context.spec.health.blast_window_s
     ends: dict[str, float] = {}
     for act in context.state.health.acts:
+        # Remedies of earlier jobs count for the machine's ladder, but not for this job's limit.
         if act.at_s + window_s > context.now and not act.earlier and acts_on_node(act.remedy):
             ends[act.machine] = max(ends.get(act.machine, 0.0), act.at_s + window_s)
     return ends
@@ -74,6 +78,7 @@ def recalled(context: Context, acts: list[Act]) -> None:
 
 def _trim(context: Context) -> None:
     acts = context.state.health.acts
+    # As many as one window may have, so that the limit never forgets an act that it still has to count.
     excess = len(acts) - max(KEPT_ACTS, size(context))
     for old in [a for a in acts if a.done][: max(0, excess)]:
         acts.remove(old)
@@ -86,6 +91,7 @@ def reported(context: Context, node: Node, rule: str) -> None:
     """A rule matched on a machine."""
     reports = context.state.health.reports
     near = {m: at_s for m, at_s in reports.pop(rule, {}).items() if context.now - at_s <= STORM_S}
+    # By machine, not by report: one node that shouts is no storm.
     reports[rule] = near | {node.machine: context.now}
     while len(reports) > KEPT_RULES:
         del reports[next(iter(reports))]
@@ -106,6 +112,8 @@ def storm(context: Context, rule: str) -> tuple[int, int, float] | None:
         for n in context.state.membership.nodes.values()
         if n.alive or context.now - n.last_seen_s <= STORM_S
     }
+    # Machines that left in the last minute are on both sides. Otherwise each replacement would raise the
+    # share of those that report, and turn three faults into a storm.
     of = len(could | set(near))
     if len(near) < STORM_NODES or len(near) <= context.spec.health.blast_share * of:
         return None
@@ -120,6 +128,7 @@ def others_show_it(context: Context, node: Node, rule: str) -> int:
 def follows_the_script(context: Context, rule: str) -> str | None:
     """The same at the same step on different nodes: what the script does there, not what they are."""
     seen = [x for x in context.state.health.sightings if x.rule == rule]
+    # One machine alone cannot show that it is the script: it may fail at that step for its own reasons.
     if len({x.machine for x in seen}) < 2:
         return None
     verdict = script_fault([_failure(x) for x in seen])

@@ -53,9 +53,13 @@ def soft(source: str, firm: bool) -> bool:
 
 def rung(asked: Remedy, before: Sequence[Act]) -> Remedy:
     """The rung for a cause. before: what was done for it on this device lately."""
+    # Never below what the rule asks for, and never back down within the window: a rung that did not help has
+    # had its chances.
     at = LADDER.index(asked)
     while LADDER[at] in TRIES:
         same = [a for a in before if a.remedy is LADDER[at]]
+        # One that failed to be carried out is not tried again. A driver that refuses a reset refuses the next
+        # one, too.
         if len(same) < TRIES[LADDER[at]] and not any(a.error for a in same):
             break
         at += 1
@@ -70,6 +74,8 @@ def for_cause(acts: Sequence[Act], machine: str, device: str, rule: str, now: fl
         if a.machine == machine
         and a.rule == rule
         and now - a.at_s <= TRIES_WINDOW_S
+        # Where one of the two is unknown it may be the same. Erring on that side climbs the ladder sooner,
+        # and does not repeat a reset for ever.
         and (not device or not a.device or a.device == device)
     ]
 
@@ -83,9 +89,12 @@ def repairs(acts: Sequence[Act], machine: str, now: float) -> list[Act]:
 
 def back_off_s(done: Sequence[Act]) -> float:
     """How long after the last repair the next one waits, if it can."""
+    # Doubling, so that a machine which breaks after every repair costs the job less and less until it is
+    # replaced.
     return min(BACK_OFF_MOST_S, BACK_OFF_S * 2.0 ** (len(done) - 1)) if done else 0.0
 
 
 def blast_limit(fleet: int, share: float) -> int:
     """So many nodes at most are acted on within the window; at least one."""
+    # At least one, or a job of three nodes could never replace any.
     return max(1, int(fleet * share))

@@ -33,19 +33,30 @@ UNKNOWN_KEPT = 16
 def found(context: Context, node: Node, findings: tuple[Finding, ...]) -> None:
     """Rules matched on a node."""
     for finding in findings:
+        # Counted before anything is weighed, so the metrics show what rules match also where nothing is done
+        # about it.
         count(context.state.health.totals.findings, finding.rule)
         _hear(context, node, finding)
 
 
 def _hear(context: Context, node: Node, finding: Finding) -> None:
+    # Two ways onto trial: the user asked for it, or a person said twice that the rule was wrong about this
+    # machine.
     trial = finding.dry_run or finding.rule in node.trial
+    # Unknown is neither well nor faulty, and must not act as either: it is written down and waits for ten
+    # minutes.
     if finding.condition is not Condition.FAULTY:
         _write(context, node, finding, None)
         _not_faulty(context, node, finding)
         return
+    # Faulty is known. The clock of "could not be told" ends with it.
     node.unknown.pop(finding.rule, None)
+    # A rule on trial leaves no sighting. Sightings explain the ends of workers, and a rule that is not
+    # believed must not take over the cause of a real incident.
     if not trial:
         _sight(context, node, finding)
+    # None of these begins an incident. A finding of a node that is gone already may still explain its loss,
+    # so it goes on to `_explain`.
     if not _counts(finding) or trial or not node.alive:
         if trial and _counts(finding) and node.alive:
             _write(context, node, finding, None)
@@ -57,10 +68,15 @@ def _hear(context: Context, node: Node, finding: Finding) -> None:
     new = incidents.witnessed(incident, finding.rule, finding.source, finding.evidence, context.now)
     if new:
         _write(context, node, finding, incident)
+    # What many nodes have at once says nothing about this one, so it does not make the incident any graver.
     if not finding.shared:
         _weigh_in(incident, finding)
+    # Each worker that is named is restarted once. Without the check a rule that matches ten lines would name
+    # it ten times.
     if finding.worker and finding.remedy is Remedy.RESTART_WORKER and finding.worker not in incident.workers:
         incident.workers.append(finding.worker)
+    # Last, when the incident has all that this finding adds: the decision weighs the incident, and not single
+    # findings.
     triage.consider(context, node, incident, finding)
 
 
@@ -75,6 +91,8 @@ def _write(context: Context, node: Node, finding: Finding, incident: Incident | 
 
 
 def _sight(context: Context, node: Node, finding: Finding) -> None:
+    # Noted for all nodes before it is judged for this one: the third report within a minute is what shows a
+    # storm.
     blast_radius.reported(context, node, finding.rule)
     grave = _counts(finding) or (
         finding.severity is Severity.WARNING and stronger(finding.remedy, Remedy.WATCH)
@@ -95,6 +113,8 @@ def _sight(context: Context, node: Node, finding: Finding) -> None:
             s.membership.number,
         )
     )
+    # Bounded: a node with a bad cable can match a rule thousands of times an hour, and this list is part of
+    # the state.
     del sightings[:-KEPT_SIGHTINGS]
 
 
@@ -102,6 +122,8 @@ def _explain(context: Context, node: Node, finding: Finding) -> Incident | None:
     """A mild finding may still be why a worker ended just before."""
     sighting = context.state.health.sightings[-1]
     incident = incidents.unexplained(context.state, context.now, node.name)
+    # A mild finding explains an end only if it names the worker. Otherwise any warning of a busy node would
+    # be the cause of everything that happens there.
     if incident is None or not (sighting.grave or finding.worker in incident.workers):
         return None
     _explained(context, incident, sighting, finding)
@@ -125,10 +147,13 @@ def _incident(context: Context, node: Node, finding: Finding) -> Incident:
     """The incident that a finding belongs to: what happened to the job just before, what was found on the node a moment
     ago, or a new one."""
     s = context.state
+    # First what has happened to the job. The loss of a worker is usually reported before the kernel's log
+    # line that explains it.
     happened = incidents.unexplained(s, context.now, node.name)
     if happened is not None:
         _explained(context, happened, s.health.sightings[-1], finding)
         return happened
+    # Then what is known of the node: one fault brings a burst of lines, and they are one incident.
     for incident in reversed(s.incidents[-incidents.LOOKED_AT :]):
         if not incident.rule or incident.node != node.name:
             continue
@@ -141,6 +166,7 @@ def _incident(context: Context, node: Node, finding: Finding) -> Incident:
     )
     incident.rule, incident.device = finding.rule, finding.device
     incident.source, incident.firm = finding.source, finding.firm
+    # Closed from the beginning, because it disturbs nobody. It is reopened when something is done about it.
     incident.full_at_s = context.now  # nothing is disturbed, and nothing is done yet
     return incident
 
@@ -148,11 +174,14 @@ def _incident(context: Context, node: Node, finding: Finding) -> Incident:
 def _belongs(context: Context, incident: Incident, finding: Finding) -> bool:
     """To a burst that goes on, or to what is being dealt with, or was just now. Once more after that is a new incident."""
     act = next((a for a in reversed(context.state.health.acts) if a.incident == incident.id), None)
+    # A remedy is under way or was just done. Echoes of the fault belong to it; only what comes from a worker
+    # started since shows that it did not help.
     if act is not None:
         worker = context.state.membership.workers.get(finding.worker)
         if finding.firm and worker is not None and worker.started_s >= act.at_s:
             return False  # a worker that was started for it: what was done did not help
         return act.done_s is None or context.now - act.done_s <= ECHO_S
+    # Two GPUs of one node are two faults, with two histories and two remedies.
     if incident.device and finding.device and finding.device != incident.device:
         return False
     return context.now - incident.heard_s <= triage.BURST_S
@@ -190,6 +219,8 @@ def _not_faulty(context: Context, node: Node, finding: Finding) -> None:
     since_s = node.unknown.setdefault(finding.rule, context.now)
     if len(node.unknown) > UNKNOWN_KEPT:
         del node.unknown[next(iter(node.unknown))]
+    # A person is asked, and nothing is done: a sensor that cannot be read is no fault of the machine, and
+    # must not take it out of a job.
     if context.now - since_s >= UNKNOWN_S:
         node.unknown[finding.rule] = context.now
         told = f"{finding.rule} could not be told for {context.now - since_s:.0f} s: {finding.evidence}"

@@ -20,10 +20,14 @@ LEMON = "lemon"
 def advance(context: Context) -> None:
     """One lemon is to leave, if a better node is ready and the limits allow it."""
     lemon = _trains(context)
+    # All conditions at once: a job at full strength, a better node that is ready, and the limits. A lemon
+    # that trains is better than a hole.
     if lemon is None or not (better := _better(context, lemon)) or context.now < _from_s(context, lemon):
         return
     instead = ", ".join(n.name for n in better)
     context.record(ledger.LemonLeaves(node=lemon.name, reason=lemon.lemon, instead=instead))
+    # Entered as an act, so that swaps count for the blast radius. A wrong history must not empty the job node
+    # by node.
     act = Act(context.now, lemon.machine, lemon.name, LEMON, Remedy.REPLACE, done_s=context.now)
     blast_radius.entered(context, act)
     count(context.state.health.totals.acts, act.remedy)
@@ -70,6 +74,7 @@ def _better(context: Context, lemon: Node) -> list[Node]:
         for n in ready
         if not n.lemon and n.held is None and n.failures <= lemon.failures and n.name not in doubted
     ]
+    # As many ready workers as the lemon has members. With fewer the job would be smaller after the swap.
     needed = sum(w.node == lemon.name for w in context.members())
     return list({n.name: n for n in good[:needed]}.values()) if len(good) >= needed else []
 
@@ -79,6 +84,7 @@ def _from_s(context: Context, lemon: Node) -> float:
     newcomers cost more than their share of the time."""
     health = context.state.health
     swapped_s = max((a.at_s for a in health.acts if a.rule == LEMON and not a.earlier), default=None)
+    # Not more often than newcomers may join: each swap stalls everyone once.
     waits = [context.request(JoinAfter(sum(w.node != lemon.name for w in context.members())))]
     if swapped_s is not None:
         waits.append(swapped_s + context.spec.health.blast_window_s)

@@ -13,6 +13,8 @@ from holdfast.protocol import ledger
 
 def remember(context: Context, node: Node, kind: Kind, incident: Incident, remedy: str = "") -> None:
     """For later jobs, of machines that can be told again."""
+    # Only machines that can be told again. A name is given to another machine tomorrow, and would carry this
+    # one's record.
     if node.identity:
         text = str(incident.cause)[:TEXT_CHARS]
         context.act(Remember(node.identity, kind, node.name, incident.rule, incident.device, text, remedy))
@@ -22,6 +24,7 @@ def ask(context: Context, node: Node, rule: str, text: str, incident: Incident |
     """A person is to look at something."""
     asks = context.state.health.asks
     number = incident.id if incident else 0
+    # Newest last, one per node and rule: a person's list must not fill with repetitions.
     asks[:] = [a for a in asks if (a.node, a.rule) != (node.name, rule)]
     asks.append(Ask(context.now, node.name, rule, text[:TEXT_CHARS], number))
     del asks[:-KEPT_ASKS]

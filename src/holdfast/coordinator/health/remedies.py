@@ -37,10 +37,14 @@ def begin(context: Context, node: Node, incident: Incident, remedy: Remedy, plan
     acts = context.state.health.acts
     for before in acts:
         if before.node == node.name and not before.done:
+            # One remedy per node at a time. The stronger one that begins now makes the answer to the weaker
+            # one meaningless.
             before.done_s = context.now  # what was under way there is overtaken
             if before.incident != incident.id:
                 settle(context, context.state.incidents[before.incident - 1])
     act = Act(context.now, node.machine, node.name, incident.rule, remedy, incident.id, incident.device)
+    # Noted before it is done: if this process dies in between, the next one counts an act too many, which is
+    # safe. One too few could exceed the limit.
     blast_radius.entered(context, act)
     if not incident.injected:
         notes.remember(context, node, Kind.ACTED, incident, remedy.value)
@@ -54,6 +58,7 @@ def begin(context: Context, node: Node, incident: Incident, remedy: Remedy, plan
 
 def _restart(context: Context, node: Node, incident: Incident, act: Act) -> None:
     """New workers on the node, for those that still run; one that ended is started again anyway."""
+    # Restarting needs no answer. Whether it helped shows by whether the fault comes again.
     act.done_s = context.now
     ours = [w for w in context.alive_workers() if w.node == node.name and w.phase is not WorkerPhase.DONE]
     named = [w for w in ours if w.name in incident.workers]
@@ -62,6 +67,8 @@ def _restart(context: Context, node: Node, incident: Incident, act: Act) -> None
         for w in incident.workers
         if w in context.state.membership.workers
     )
+    # If a worker has ended by itself, its slot gets a new one anyway. Only where none has ended are all
+    # restarted, because the finding names nobody.
     if named or not gone:
         _end(context, node, [w for w in named or ours if not w.told_to_end], incident.cause)
     settle(context, incident)
@@ -79,8 +86,11 @@ def also(context: Context, node: Node, incident: Incident, name: str) -> None:
 def _plan(context: Context, node: Node, incident: Incident, remedy: Remedy) -> None:
     if incident.quiet:
         incidents.reopen(context.state, incident)
+    # What is done when it has left. The node trains until its place is filled, so a machine that limps costs
+    # nothing but its own slowness.
     node.then = remedy
     if context.state.membership.level == 2:
+        # At a step's edge, like any planned leave: nothing is lost by it.
         context.request(DrainNode(node, f"{remedy.value} for {incident.cause}"))
     elif node.held is None:
         node.held = str(incident.cause)
@@ -93,6 +103,8 @@ def _take_out(context: Context, node: Node, incident: Incident, act: Act) -> Non
     """Now: nothing that runs on it can be trusted."""
     if incident.quiet:
         incidents.reopen(context.state, incident)
+    # The node stays and its memory with it; only its workers end, because a device cannot be reset under a
+    # process that uses it.
     if act.remedy is Remedy.RESET_DEVICE:
         node.then, node.held = Remedy.RESET_DEVICE, f"reset for {incident.cause}"
         node.leaving = None
@@ -102,9 +114,12 @@ def _take_out(context: Context, node: Node, incident: Incident, act: Act) -> Non
         return
     act.done_s, node.then = context.now, None
     if act.remedy is Remedy.REBOOT:
+        # Removed first and booted afterwards: the engine must not boot a node that is still in the job.
         context.request(RemoveNode(node, incident.cause))
         _reboot(context, node, incident, str(incident.cause))
     else:
+        # Marked before it is removed. When the engine hears of the loss, it must know already not to give the
+        # same machine back.
         _replace(context, node, incident, str(incident.cause))
         context.request(RemoveNode(node, incident.cause))
     settle(context, incident)
@@ -124,6 +139,7 @@ def _reboot(context: Context, node: Node, incident: Incident | None, reason: str
     context.record(ledger.Rebooting(node=node.name, reason=reason))
     context.act(RebootNode(node.name, reason))
     context.request(AwaitReturn())
+    # Slurm decides itself whether and to whom the node returns, so there is nothing to wait for.
     if context.spec.engine != "slurm":
         node.boots_until_s = context.now + context.spec.health.reboot_s
         node.boots_for = incident.id if incident is not None else 0
@@ -133,6 +149,8 @@ def came_back(context: Context, node: Node, known: Node | None) -> None:
     """A node that joins may be a machine that was rebooted. known: what bore its name before."""
     for before in [*context.state.membership.nodes.values(), *([known] if known is not None else [])]:
         same = before is known or before.machine == node.machine
+        # By machine, not by name: a node may come back under another name, and would otherwise be given up as
+        # one that did not boot.
         if same and before.boots_until_s is not None:
             took_s = context.now - before.boots_until_s + context.spec.health.reboot_s
             context.record(ledger.Rebooted(node=node.name, took_s=round(took_s, 3)))
@@ -214,6 +232,8 @@ def _order(context: Context, act: Act) -> None:
 
 def _send(context: Context, node: Node, act: Act) -> None:
     """The order goes out once nothing of the job runs on the node."""
+    # Every process must have ended, not only been told to: the order waits for the exits, which the agent
+    # reports.
     if any(w.node == node.name and not w.exited for w in context.state.membership.workers.values()):
         return
     act.sent, act.until_s = True, context.now + context.timing.start_s
@@ -246,6 +266,7 @@ def repaired(context: Context, node: Node, request: int, error: str | None) -> N
         node.held = None
         settle(context, incident)
         return
+    # It stays unused, and the incident becomes fatal: a device that cannot be reset must not train.
     node.held = f"{act.remedy.value} did not work: {error}"
     incident.severity, incident.does = Severity.FATAL, None
     context.request(DecideIncident(incident))
@@ -256,10 +277,13 @@ def repaired(context: Context, node: Node, request: int, error: str | None) -> N
 
 def lost(context: Context, node: Node) -> None:
     """A node is gone in the middle of it."""
+    # Numbered, so repeating is safe: an agent that has done it answers again and does nothing.
     for act in context.state.health.acts:
         if act.node == node.name and not act.done:
             act.done_s, act.error = context.now, "the node was lost meanwhile"
             incident = context.state.incidents[act.incident - 1]
+            # It was to be replaced and is gone: the engine must still know that it is bad, or the same
+            # machine comes back as new.
             if act.remedy is Remedy.REPLACE:
                 _replace(context, node, incident, str(incident.cause))
             settle(context, incident)
@@ -277,6 +301,7 @@ def deadlines(context: Context) -> list[float]:
 
 def late(context: Context) -> None:
     """Answers, and machines, that did not come."""
+    # A copy, because an answer that is late may begin the next remedy, which changes the list.
     for act in list(context.state.health.acts):
         if act.until_s is not None and not act.done and context.now >= act.until_s:
             node = context.state.membership.nodes.get(act.node)

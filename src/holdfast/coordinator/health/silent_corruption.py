@@ -67,10 +67,14 @@ def brought(context: Context, worker: Worker, message: m.Failed) -> None:
         return
     steps = context.state.health.brought.setdefault(worker.node, [])
     if message.step in steps:
+        # A step that is computed again brings the same NaN, if the data or the script makes it. That is one
+        # occurrence, not two.
         return  # the same once more: the data of that step, or the script
     steps.append(message.step)
     del steps[:-TIMES]
     told = f"its own part of step {message.step} is not finite"
+    # Three different steps on one node, and nobody else's: a script that diverges gives NaN on all nodes
+    # sooner or later, so a second node clears the first.
     if len(steps) < TIMES or any(
         s for node, s in context.state.health.brought.items() if node != worker.node
     ):
@@ -83,6 +87,7 @@ def brought(context: Context, worker: Worker, message: m.Failed) -> None:
 
 
 def _suspect(context: Context, worker: Worker, rule: str, told: str) -> None:
+    # Asking is the default. Nothing here proves a broken processor, and a deep check does.
     remedy = Remedy.REPLACE if context.spec.health.replace_suspect else Remedy.ASK
     _say(
         context, worker, rule, Severity.ERROR, remedy, f"{told}. `holdfast check --deep {worker.node}` tells"

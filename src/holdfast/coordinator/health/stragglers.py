@@ -56,15 +56,21 @@ def heard(context: Context, worker: Worker, spent: tuple[Spent, ...]) -> None:
         return
     peers = context.transient(Peers)
     size = len(generation.members)
+    # Another generation: other members, another rhythm. Blocks of two generations must never be compared with
+    # each other.
     if peers.generation != context.state.membership.number:
         peers.generation, peers.blocks, peers.looked = context.state.membership.number, {}, -1
         peers.reductions = Reductions()
         _new_members(context, size)
     for block in spent:
+        # A block that was looked at without this worker is over. Its late report would be a block of its own,
+        # with one member.
         if block.first > peers.looked:
             peers.blocks.setdefault(block.first, {})[worker.name] = block
     newest = max(peers.blocks, default=0)
     for first in sorted(peers.blocks):
+        # Waits for all members, though not for ever: one that hangs must not keep the others from being
+        # compared.
         if len(peers.blocks[first]) < size and first > newest - WAITS_BLOCKS * BLOCK_STEPS:
             break
         peers.looked = first
@@ -80,6 +86,7 @@ def _new_members(context: Context, size: int) -> None:
         test.keep(members)
     for slow in context.state.health.slow:
         if slow.until_step is None and (slow.worker not in members or not peers.tests):
+            # A worker that left is no longer slow, and what it cost stays on record.
             slow.until_step = context.state.membership.committed
 
 
@@ -89,6 +96,7 @@ def _look(context: Context, first: int, said: dict[str, Spent]) -> None:
     by_load: dict[int, dict[str, Spent]] = {}
     for name, spent in said.items():
         if spent.micros:
+            # Only equal loads compare. A worker with more micro-batches is slower by design, not by fault.
             by_load.setdefault(spent.micros, {})[name] = spent
     silent_corruption.compared(context, said)
     reduction = context.transient(Peers).reductions.look(list(said.values()))
@@ -115,6 +123,8 @@ def _cost(context: Context, slow: Slow, group: dict[str, Spent], ratio: float | 
     slow.ratio = round(ratio, 3) if ratio is not None else slow.ratio
     slow.excess_s = round(excess_s, 6)
     slow.share = round(min(1.0, max(0.0, excess_s) / max(own.step_s, 1e-9)), 4)
+    # What it has cost so far. A replacement is asked for only when that exceeds the price of one, so a worker
+    # that is 2% slow for an hour is not replaced for a stall of ten seconds.
     slow.lost_s += max(0.0, excess_s) * BLOCK_STEPS
     wanted = context.spec.health.replace_slow
     if not wanted or slow.ratio < wanted or slow.pair:
@@ -126,6 +136,8 @@ def _cost(context: Context, slow: Slow, group: dict[str, Spent], ratio: float | 
 
 def _price_s(context: Context) -> float:
     """What a replacement costs: as long as this one took, if there was one."""
+    # What replacements cost in this job. A large model with a slow restore needs a much slower worker to be
+    # worth one.
     took = [
         i.first_commit_at_s - i.detected_at_s
         for i in context.state.incidents
@@ -166,6 +178,7 @@ def _over(context: Context, change: Change) -> None:
 def _reduction(context: Context, change: reductions.Change) -> None:
     """The communication itself takes longer than it did. Without a rank that stands out it is nobody's node."""
     members = context.members()
+    # Without a rank that stands out it is nobody's node: the network as a whole, or another job on it.
     rank = change.rank if change.rank is not None and change.rank < len(members) else None
     node = context.state.membership.nodes.get(members[rank or 0].node)
     if node is None:
@@ -199,6 +212,7 @@ def _neighbour(context: Context, rank: int) -> int:
     generation = context.state.membership.generation
     assert generation is not None
     column = generation.column(generation.members[rank].shard_index)
+    # Gloo's ring sends from each rank to the one before it, among those that hold the same shard.
     return column[(column.index(rank) + 1) % len(column)]
 
 
@@ -210,6 +224,7 @@ def _say(
         return
     rule, subject = SLOW_RANK, f"rank {slow.rank}"
     ours = {w.name for w in context.members() if w.node == slow.node}
+    # All workers of a node are slow: one cause, so one finding about the node, and not eight about its ranks.
     if len(ours) > 1 and ours <= {x.worker for x in context.state.health.slow if x.until_step is None}:
         rule, subject = SLOW_NODE, "all ranks"
     finding = Finding(

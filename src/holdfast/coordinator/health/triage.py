@@ -34,22 +34,30 @@ BURST_S = 180.0
 
 def consider(context: Context, node: Node, incident: Incident, finding: Finding) -> None:
     """Something more was found: is it decided now, later, or is it decided already?"""
+    # None of the nodes is to blame, so nothing is done on any of them: replacing all nodes of a failing
+    # switch leaves no job.
     if finding.shared:
         told = "many nodes have this at once: none of them is to blame"
         if incident.does is None:
             _withhold(context, node, incident, Decision(Remedy.WATCH, told, "shared"))
         return
+    # Before the severity is looked at. Three fatal findings of one rule within a minute are more likely one
+    # switch than three broken machines.
     if _is_storm(context, node, incident):
         return
+    # Decided already, and nothing asks for more. Deciding again would charge the budget twice for one fault.
     done = incident.does is not None and not stronger(incident.asked, incident.does)
     planned = node.then is not None and incident.severity is Severity.FATAL
     if done and not planned:
         if finding.firm and finding.remedy is Remedy.RESTART_WORKER:
             remedies.also(context, node, incident, finding.worker)
         return
+    # At once: what runs there is lost or cannot be trusted, and every step until then may be wrong.
     if finding.severity is Severity.FATAL or finding.firm:
         decide(context, incident)
     elif incident.due_s is None:
+        # A detection time later, others have reported the same if they have it, and the choice between "this
+        # node" and "the network" can be made.
         _later(context, incident, context.now + context.timing.detection_s)
 
 
@@ -65,6 +73,8 @@ def _is_storm(context: Context, node: Node, incident: Incident) -> bool:
     _say(context, key)
     reason = f"{nodes} of {of} nodes report it within {within_s:.0f} s"
     health = context.state.health
+    # What was planned for earlier findings of the same rule is called off, too: they were the first drops of
+    # this storm.
     for number in sorted({*health.undecided, *(a.incident for a in health.acts if not a.done)}):
         other = context.state.incidents[number - 1]
         there = context.state.membership.nodes.get(other.node or "")
@@ -79,6 +89,7 @@ def _is_storm(context: Context, node: Node, incident: Incident) -> bool:
 
 def struck(context: Context, incident: Incident) -> None:
     """What was found has now ended a worker or more: there is nothing to wait for."""
+    # Only if it waits. A decision that was made already stands.
     if incident.due_s is not None:
         incident.due_s = context.now
 
@@ -99,6 +110,7 @@ def _later(context: Context, incident: Incident, at_s: float) -> None:
     undecided = context.state.health.undecided
     if incident.id not in undecided:
         undecided.append(incident.id)
+    # Bounded, with room for one per node. The oldest is dropped from the list, not from the ledger.
     while len(undecided) > max(KEPT_SIGHTINGS, blast_radius.size(context)):
         context.state.incidents[undecided.pop(0) - 1].due_s = None
 
@@ -106,11 +118,14 @@ def _later(context: Context, incident: Incident, at_s: float) -> None:
 def due(context: Context) -> None:
     """Decides what was left until now, the worst first."""
     now = [i for i in _undecided(context) if i.due_s is not None and context.now >= i.due_s]
+    # The worst first: limits on how many nodes may be acted on apply in this order, and the last place must
+    # not go to the mildest.
     for incident in sorted(now, key=lambda i: -SEVERITIES.index(i.severity)):
         node = context.state.membership.nodes.get(incident.node or "")
         if incident.due_s is None:
             continue  # what was just decided called it off
         if incident.verdict and node is not None and node.alive:
+            # It was withheld before. Meanwhile something else may have repaired it, or it was not seen again.
             if (past := _past(context, node, incident)) is not None:
                 _withhold(context, node, incident, past)
                 continue
@@ -161,9 +176,11 @@ def decide(context: Context, incident: Incident) -> None:
     node = context.state.membership.nodes.get(incident.node or "")
     if node is None or not node.alive or context.state.membership.stop_reason is not None:
         return
+    # The job is about to end. A remedy now could take away the node that holds the last state.
     if any(w.digest is not None for w in context.state.membership.workers.values()):
         _withhold(context, node, incident, Decision(Remedy.WATCH, "the job is about to end", "ending"))
         return
+    # It has no workers, and its deep checks will say more than the finding does.
     if node.checking is not None:
         told = "it is not used anyway before it has passed the deep checks"
         _withhold(context, node, incident, Decision(Remedy.WATCH, told, "held"))
@@ -174,6 +191,7 @@ def decide(context: Context, incident: Incident) -> None:
     if decision.against or decision.does is Remedy.WATCH:
         _withhold(context, node, incident, decision)
         return
+    # Back-off applies to what can wait. A fatal fault is acted on however often the machine was repaired.
     if decision.after_s is not None and not fatal:
         _later(context, incident, decision.after_s)
         _verdict(context, node, incident, decision, Remedy.WATCH)
@@ -185,6 +203,8 @@ def decide(context: Context, incident: Incident) -> None:
         return
     if node.then is not None:
         doing = any(a.node == node.name and a.request and not a.done for a in context.state.health.acts)
+        # A stronger remedy is on its way: a reboot includes what a reset would do. Only what is stronger, or
+        # fatal while nothing has begun, replaces it.
         if not stronger(decision.does, node.then) and (doing or not fatal):
             told = f"{node.then.value} is under way for it already"
             _withhold(context, node, incident, Decision(Remedy.WATCH, told, "under way"))
@@ -194,6 +214,7 @@ def decide(context: Context, incident: Incident) -> None:
     _verdict(context, node, incident, decision, decision.does)
     incident.does = decision.does
     count(context.state.health.totals.acts, decision.does)
+    # Injected faults leave no trace in the machine's history. A test must not make a good machine a lemon.
     if not incident.injected:
         notes.remember(context, node, Kind.INCIDENT, incident)
     remedies.begin(context, node, incident, decision.does, planned=not fatal)
@@ -231,6 +252,7 @@ def _withhold(context: Context, node: Node, incident: Incident, decision: Decisi
 
 
 def _verdict(context: Context, node: Node, incident: Incident, decision: Decision, does: Remedy) -> None:
+    # The same reason again is no news; people would read it every three minutes.
     if does is Remedy.WATCH and incident.verdict == decision.reason:
         return  # said already
     incident.verdict = decision.reason
@@ -295,6 +317,7 @@ def _decision(
         return Decision(asked, "the rule asks for nothing to be done")
     if asked is Remedy.ASK:
         return Decision(asked, "the rule asks for a person")
+    # Fault before remedy: only what is this node's own fault climbs the ladder.
     not_its_own = _not_its_own(context, node, rule, soft, asked)
     if not_its_own is not None:
         return not_its_own
@@ -310,10 +333,13 @@ def _decision(
         return Decision(does, why, weighed=tuple(weighed))
     done = escalation.repairs(s.health.acts, node.machine, context.now)
     weighed.append(f"repairs of {node.machine} in 7 days: {len(done)} of {escalation.NODE_ACTS}")
+    # Repaired five times in a week: whatever the rule asks for, repairing it once more has been tried enough.
     if len(done) >= escalation.NODE_ACTS and does is not Remedy.REPLACE:
         does, why = Remedy.REPLACE, f"{len(done)} repairs of {node.machine} in 7 days did not help"
     all_done = blast_radius.repairs(context)
     weighed.append(f"repairs in this job: {all_done} of {context.spec.max_restarts}")
+    # The job's budget, over all nodes. When it is spent a person is asked, because a job that repairs for
+    # ever does not train.
     if all_done >= context.spec.max_restarts:
         told = f"the job's budget of {context.spec.max_restarts} repairs is spent"
         return Decision(does, told, "budget", tuple(weighed))
@@ -350,12 +376,16 @@ def _not_its_own(context: Context, node: Node, rule: str, soft: bool, asked: Rem
         return Decision(Remedy.WATCH, f"{script}: the script, not the node", "script")
     if not soft:
         return None
+    # A majority that is well is needed to call one sick. Of two nodes that differ nobody knows which one is
+    # right.
     members = {w.node for w in context.members()}
     others = blast_radius.others_show_it(context, node, rule)
     if len(members) < 3 or others * 2 >= len(members):
         told = f"{others} other of {len(members)} nodes show it: no majority that is well speaks against {node.name}"
         return Decision(Remedy.WATCH, told, "canary")
     seen = [x for x in context.state.health.sightings if (x.rule, x.machine) == (rule, node.machine)]
+    # Soft evidence (times, losses, log lines) must come twice on the same machine: any node has one bad
+    # minute.
     if len(seen) < 2:
         return Decision(
             Remedy.WATCH, f"the first time on {node.name}: once more, and it is the node's", "canary"
