@@ -25,7 +25,7 @@ def test_starting_is_cheap():
     """What costs time is imported when it is needed: not for --help, and not to refuse bad input."""
     code = (
         "import sys, holdfast.cli.app;"
-        "print(*{'torch', 'numpy', 'aiohttp', 'asyncio', 'rich', 'msgspec', 'sqlite3'} & set(sys.modules))"
+        "print(*{'torch', 'numpy', 'aiohttp', 'asyncio', 'rich', 'msgspec', 'sqlite3', 'logging'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "\n"
