@@ -25,10 +25,14 @@ class Source:
     def next(self, after_s: float) -> tuple[float, FailureClass | None]:
         """The next failure of a thing that is whole at a time: when, and of which class."""
         first, which = math.inf, None
+        # One draw per class and the earliest wins. Each draw happens whether or not it wins, so the stream
+        # stays the same for every history.
         for kind in self._classes:
             mean_s = HOUR_S / (kind.rate * self._factor)
             drawn = self._rng.expovariate(1.0)
             if kind.shape != 1.0:
+                # A Weibull time with the same mean: a shape below 1 gives failures that come early and in
+                # clusters, as hardware's do.
                 drawn = drawn ** (1 / kind.shape) / math.gamma(1 + 1 / kind.shape)
             if drawn * mean_s < first:
                 first, which = drawn * mean_s, kind
@@ -38,6 +42,7 @@ class Source:
         """How long after a failure others of the rack follow: none, mostly, or some; `kind.burst` on average."""
         if not kind.burst:
             return []
+        # Geometric with mean `burst`: most failures come alone, a few take several others along.
         stays = 1 / (1 + kind.burst)
         delays = []
         while self._rng.random() > stays:
@@ -64,9 +69,12 @@ class Arrivals:
         """The failures of one machine alone."""
         factor = 1.0
         if self.scenario.lemons:
+            # From a generator of its own, so whether a machine is a lemon does not depend on how many were
+            # made before it.
             lemon = random.Random(self._seed * 6_700_417 + number).random() < self.scenario.lemons
             factor = self.scenario.lemon_factor if lemon else 1.0
             self.lemons += lemon
+        # Even numbers for machines and odd ones for groups: no two sources of a trial share a stream.
         return Source(self._seed * 1_000_003 + 2 * number, self._single, factor)
 
     def groups(self) -> Iterator[tuple[FailureClass, range, Source]]:

@@ -59,6 +59,8 @@ class Cluster:
         failures. note: is told every entry of the ledger."""
         self.scenario = scenario
         self.seed = seed
+        # A stream of its own for what the cluster draws. Failures are drawn elsewhere, per machine, so a
+        # change in how the cluster is run moves no failure.
         self.rng = random.Random(seed * 15_485_863 + 11)
         self.now = BEGIN_S
         self.machines: dict[str, Machine] = {}
@@ -74,7 +76,10 @@ class Cluster:
         self.counted_s = BEGIN_S
         self.incidents = 0
         self.trace = trace
+        # With a trace every node is somebody, and none can stand for another.
         self.names = names if 0 < names < scenario.nodes and trace is None else 0
+        # About AHEAD failures fit into one window. Shorter windows would bind names all the time, longer ones
+        # would need more names than there are.
         self.window_s = 3600.0 * AHEAD / max(1e-9, scenario.nodes * scenario.rate)
         self.rest: list[Machine] = []
         self.groups: list[tuple[FailureClass, range, Source]] = []
@@ -82,6 +87,8 @@ class Cluster:
         self.savers: list[Machine] = []
         self.one_by_one = one_by_one
         self.note = note
+        # The second entry is the order of insertion: events of one moment happen in the order in which they
+        # were planned, so a trial depends on its seed alone.
         self.heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.order = 0
         self.tick_s = math.inf
@@ -105,6 +112,8 @@ class Cluster:
             return
         for number in range(s.nodes + s.spares):
             machine = Machine(number, number, self.arrivals.machine(number))
+            # Drawn for every machine at once, also for those without a name, from the machine's own source.
+            # Which machines have names then changes nothing about when they fail.
             strikes.expect(self, machine, *self.next(machine))
             if self.names and number < s.nodes:
                 machine.name = ""
@@ -117,6 +126,8 @@ class Cluster:
             strikes.expect_group(self, index)
         if self.names:
             soon = names.soon(self, self.now + 1.5 * self.window_s)
+            # Found out before the trial begins. It is run again with twice as many names, and with the same
+            # failures.
             if len(soon) > self.names:
                 raise FewNames
             numbers = {x.number for x in soon}
@@ -125,6 +136,8 @@ class Cluster:
                 machine.name = f"n{machine.number:05d}"
                 self.machines[machine.name] = machine
                 self.rest.remove(machine)
+            # First in the dict, and its name sorts first, so the core makes it a member and never a spare: a
+            # spare that stands for 2,000 machines would distort everything.
             self.machines = {REST: Machine(-1, -1, None, weight=len(self.rest)), **self.machines}
             self.at(self.now + self.window_s, names.bind, self, self.now + 1.5 * self.window_s)
         self.folded = max(0, len(self.rest) - 1)
@@ -139,6 +152,7 @@ class Cluster:
                 self.at(BEGIN_S + change.t_s, self.traced, machine, change.up)
             else:
                 machine.up = True
+        # The record ends and the work may not: what came of it until then is all that can be said.
         self.at(BEGIN_S + trace.ends_s, self.out_of_trace)
         self.folded = 0
 
@@ -166,6 +180,8 @@ class Cluster:
         spec = JobSpec(
             "simulated",
             "train.py",
+            # All sizes are reduced by the machines that have no name, so the core sees the same shortage at
+            # the same moment as it would with all of them.
             min_nodes=max(1, s.least - self.folded),
             max_nodes=nodes,
             spares=s.spares,
@@ -174,6 +190,7 @@ class Cluster:
             max_restarts=s.max_restarts,
             timing=Timing(detection_s=s.detection_s),
             saving=Saving("auto", 1, 0, (DurableTier(TIER, "0"),) if s.durable_every_s else ()),
+            # The share is scaled up again: it limits machines, and the core counts names.
             health=HealthSpec(blast_share=min(1.0, HealthSpec().blast_share * s.nodes / nodes)),
         )
         self.job_starts += 1
@@ -186,6 +203,8 @@ class Cluster:
             FewNames: another try with more of them is needed.
         """
         self.join([x for x in self.machines.values() if x.up or self.trace is None])
+        # The whole simulation: take what is next, let it happen, and let the core decide. There is no other
+        # loop and no other clock.
         while self.finished_s is None and self.heap:
             at_s, _, call, args = heapq.heappop(self.heap)
             self.now = at_s
@@ -195,6 +214,7 @@ class Cluster:
         """Calls `call(*args)` at a time."""
         if time_s < math.inf:
             self.order += 1
+            # Never into the past: what is due already happens now, after what was planned for now before it.
             heapq.heappush(self.heap, (max(time_s, self.now), self.order, call, args))
 
     # ------------------------------------------------------------ in and out of the core
@@ -203,13 +223,18 @@ class Cluster:
         """The core hears what came at this moment, and what it decides is done. starting: the order in which it would
         hear of each would decide who is a spare, so it hears of all at once."""
         core = self.core
+        # Steps are not reported one by one. Before the core hears of anything else it has to know how far
+        # training is, or it would settle on an older step.
         if self.steps.untold and (sayer := self.sayer()):
             self.steps.untold = False
             said = m.Progress(
                 generation=self.generation, committed=self.steps.committed, median_s=self.steps.step_s
             )
+            # The commit is as old as the halt. Without the age, the stall of an incident would begin when it
+            # was reported.
             age_s = self.now - self.steps.halted_s if not self.steps.running else 0.0
             events = [self.word(sayer, said, age_s), *events]
+        # Only for a test that shows that batches change no result.
         if self.one_by_one and self.generation:  # who is ready first at the very start decides who is a spare
             actions = [a for event in events for a in core.handle(event, self.now)]
         else:
@@ -218,8 +243,11 @@ class Cluster:
         for event in events:
             name = event.node if isinstance(event, e.NodeSays) else event.hello.node if isinstance(event, e.NodeJoined) else ""  # fmt: skip
             if (node := nodes.get(name)) is not None and node.alive and self.machines[name].up:
+                # A node that lives is heard of for ever: real heartbeats would be most of all events, and
+                # change nothing. `down` sets the time when it fails.
                 node.last_seen_s = math.inf
         self.do(actions)
+        # The decision may have ended this core's job and begun the next one's.
         if self.finished_s is None and self.core is core:
             self.wind()
 
@@ -231,16 +259,21 @@ class Cluster:
 
     def wind(self) -> None:
         due = self.core.next_deadline()
+        # One tick is planned, the earliest. A later deadline is found again when that one is handled.
         if due is not None and due < self.tick_s:
+            # As the service does, a little late rather than early.
             self.tick_s = max(due, self.now + 1e-3)
             self.at(self.tick_s, self.tick, self.tick_s)
 
     def tick(self, planned_s: float) -> None:
+        # A tick that was planned earlier and replaced by a sooner one stays in the heap, and is ignored here.
         if planned_s == self.tick_s:
             self.tick_s = math.inf
             self.tell([e.Tick()])
 
     def do(self, actions: list[e.Action]) -> None:
+        # Orders of one batch reach all workers at the same moment, so they are collected and carried out
+        # together: one event instead of one per worker.
         forms: list[tuple[Machine, m.JoinGeneration]] = []
         breaks: list[Machine] = []
         stops: list[tuple[Machine, m.Stop]] = []
@@ -274,8 +307,11 @@ class Cluster:
             elif type(action) is e.End:
                 self.ended(action.outcome)
                 return
+        # Breaks before forms: a batch may end one generation and begin the next, and the steps must be halted
+        # before they start again.
         if breaks:
             self.halt("stalled")
+            # There and back again: the order takes a hop, the report another.
             self.at(self.now + 2 * HOP_S, self.park, breaks, self.generation)
         if forms:
             self.formed(forms)
@@ -322,6 +358,8 @@ class Cluster:
     # ------------------------------------------------------------ nodes come and go
 
     def join(self, machines: Iterable[Machine]) -> None:
+        # All that join at one moment are told together. The order within a moment is the simulator's, and
+        # must not decide who becomes a spare.
         hellos: list[e.Event] = []
         for machine in machines:
             self.count(machine.weight)
@@ -344,6 +382,8 @@ class Cluster:
         """Those that were started together are ready together."""
         events: list[e.Event] = []
         heap = self.heap
+        # Everything that was planned for this moment is taken from the heap now: workers started together are
+        # ready together, as one batch.
         while True:
             if machine.up and machine.worker == name and machine.hung_s is None:
                 machine.ready = True
@@ -361,6 +401,8 @@ class Cluster:
         s = self.scenario
         if self.trace is not None:
             return
+        # Compared with what the core awaits, not with the requests it makes: it repeats one whose answer is
+        # late, and a real engine does not give two nodes for it either.
         while self.under_way < self.core.state.membership.replacing:
             self.under_way += 1
             delay_s = s.replace_s * self.rng.uniform(0.8, 1.2)
@@ -377,6 +419,7 @@ class Cluster:
         total = self.scenario.nodes + self.scenario.spares
         number = total + self.nodes_new
         self.nodes_new += 1
+        # In the cloud a new machine stands where the lost one stood, so that racks keep their size.
         place = self.holes.popleft() if self.holes else number % total
         machine = Machine(number, place, self.arrivals.machine(number))
         self.machines[machine.name] = machine
@@ -388,12 +431,14 @@ class Cluster:
 
     def arrive(self, machine: Machine) -> None:
         self.under_way = max(0, self.under_way - 1)
+        # It comes back repaired.
         machine.slow = 1.0
         strikes.expect(self, machine, *self.next(machine))
         self.join([machine])
 
     def repaired(self, machine: Machine) -> None:
         """It waits to be asked for, or somebody waits for it."""
+        # An order waits for it already, so it does not rest in the pool first.
         if self.waiting_orders:
             self.waiting_orders -= 1
             self.at(self.now + self.scenario.replace_s, self.come_back, machine)
@@ -410,6 +455,8 @@ class Cluster:
 
     def count(self, more: int) -> None:
         """Adds up how long how many nodes are there, for what they cost."""
+        # Called before every change of the number, so each stretch of time is counted with the number that it
+        # had.
         self.node_s += self.there * (self.now - self.counted_s)
         self.counted_s = self.now
         self.there += more
@@ -424,6 +471,7 @@ class Cluster:
         self.count(-machine.weight)
         machine.up, machine.ready = False, False
         node = self.core.state.membership.nodes.get(machine.name)
+        # From this moment it is silent. The core finds out after the detection time, like a real one.
         if node is not None and node.alive:
             node.last_seen_s = self.now
         if self.trace is not None:
@@ -437,9 +485,13 @@ class Cluster:
     # ------------------------------------------------------------ generations
 
     def park(self, machines: list[Machine], generation: int) -> None:
+        # The answer to an order of a generation that has been replaced meanwhile. Every delayed call checks
+        # this, as every real message does.
         if generation != self.generation:
             return
         events: list[e.Event] = []
+        # All members hold the same step, for a vote has happened before each commit; those that were still
+        # fetching their state hold nothing.
         holds = m.Parked(generation=generation, committed=self.steps.committed)
         nothing = m.Parked(generation=generation, committed=None)
         for machine in machines:
@@ -457,6 +509,8 @@ class Cluster:
         self.savers = [machine for machine, form in forms if form.saves]
         restoring = [(machine, form) for machine, form in forms if form.restore]
         self.restoring = frozenset(machine.name for machine, _ in restoring)
+        # Joining, and for whoever needs the state the way by which it comes: from disk, from memory or from a
+        # peer.
         took_s = s.join_s
         if restoring:
             form = restoring[0][1]
@@ -469,6 +523,8 @@ class Cluster:
         """All are connected and have the state: the first step begins."""
         if generation != self.generation or self.core.state.membership.phase is not JobPhase.RUNNING:
             return
+        # One of them failed while they joined. The core finds that out by itself, and forms another
+        # generation.
         if not all(x.up and x.worker and x.hung_s is None for x in self.members):
             return
         self.restoring = frozenset()
@@ -482,11 +538,14 @@ class Cluster:
         """Steps follow each other from now on, as long as nothing happens."""
         s = self.scenario
         weight = sum(x.weight for x in self.members)
+        # With fewer workers a step takes longer in proportion; with whole micro-batches it grows in jumps, as
+        # a real one does.
         speed = s.nodes / weight
         if s.micro_batches:
             speed = math.ceil(s.micro_batches / weight) / math.ceil(s.micro_batches / s.nodes)
         self.steps.start(self.now, speed, max((x.slow for x in self.members), default=1.0))
         left = s.steps - self.steps.committed
+        # The end is planned as if nothing happened until then. The token shows later whether anything did.
         self.at(self.now + left * self.steps.step_s, self.all_done, self.steps.token)
 
     def first_commit(self, generation: int, token: int) -> None:
@@ -525,6 +584,7 @@ class Cluster:
     def end_at_commit(self) -> None:
         """A planned change: the members leave together at the end of the step."""
         done = math.floor((self.now - self.steps.since_s) / self.steps.step_s + 1e-9) + 1
+        # The end of the step that is under way, exactly: a planned change loses nothing.
         at_s = self.steps.since_s + done * self.steps.step_s
         self.at(at_s, self.yielded, self.generation, self.steps.token)
 
@@ -559,6 +619,8 @@ class Cluster:
             step = self.steps.committed_at(BEGIN_S + begun_s) if begun_s > 0 else 0
             known = self.core.state.storage.durable
             if step and (known is None or known.step < step):
+                # Checkpoints between two incidents are of no consequence, so only the newest is told, and
+                # only when it may matter.
                 events.append(self.word(sayer, m.Saved(step, TIER)))
         if s.memory_every_s:
             step = self.steps.committed_at(BEGIN_S + passed_s // s.memory_every_s * s.memory_every_s)
@@ -599,6 +661,7 @@ class Cluster:
         start = durable.step if durable else 0
         self.steps.went_back(start)
         self.generation, self.members, self.tick_s, self.steps.untold = 0, [], math.inf, False
+        # The next job knows what was saved, and nothing else.
         self.core = self.new_core()
         self.waiting_orders = 0
         self.under_way = 0

@@ -9,6 +9,8 @@ from holdfast.simulate.trial_view import TrialView
 
 def soon(cluster: TrialView, until_s: float) -> list[Machine]:
     """Machines without a name to which something may happen until then."""
+    # A failure that may take others of its rack along needs names for the whole rack, since which of them it
+    # hits is drawn only then.
     places = {
         place
         for (kind, group, _), at_s in zip(cluster.groups, cluster.group_s, strict=True)
@@ -26,10 +28,12 @@ def bind(cluster: TrialView, known_s: float) -> None:
 
     known_s: until when those that need a name have one.
     """
+    # Names are exchanged only while nothing happens: two machines are equal to the core only if both train.
     if not cluster.steps.running:
         if cluster.now < known_s:
             cluster.at(cluster.now + (known_s - cluster.now) / 2 + 1.0, bind, cluster, known_s)
             return
+        # Nobody has a name to spare in time. Wrong results would be the alternative, and the trial is cheap.
         raise FewNames
     until_s = cluster.now + 1.5 * cluster.window_s
     wanted = soon(cluster, until_s)
@@ -41,6 +45,7 @@ def bind(cluster: TrialView, known_s: float) -> None:
         machine.name, machine.worker, machine.sessions = idle.name, idle.worker, idle.sessions
         machine.up = machine.ready = True
         node = nodes[idle.name]
+        # The core's count goes with the machine, not with the name.
         idle.failures, node.failures = node.failures, machine.failures
         idle.name, idle.worker, idle.up = "", None, False
         cluster.machines[machine.name] = machine

@@ -42,6 +42,8 @@ class Steps:
         self.halted_for = "starting"
         self.untold = False
         self.token = 0
+        # What is needed to say which step was committed at an earlier time, for snapshots that were taken
+        # then. Bounded, for a trial may have a million generations.
         self._segments: deque[tuple[float, int, float]] = deque(maxlen=4096)
 
     def start(self, now: float, speed: float, slowness: float) -> None:
@@ -51,16 +53,22 @@ class Steps:
         self.step_s = self.ideal_s * speed * slowness
         self.since_s, self.base = now, self.committed
         self._segments.append((now, self.base, self.step_s))
+        # Whatever was planned under the old token no longer holds.
         self.token += 1
 
     def settle(self, until_s: float, whole: bool = False) -> None:
         """Books the steps since the last time, up to a moment. whole: it is the end of a step."""
         passed_s = until_s - self.since_s
         steps = passed_s / self.step_s
+        # At the end of a step rounding only removes errors of floating point. In the middle of one the floor
+        # counts complete steps.
         done = round(steps) if whole else math.floor(steps + 1e-9)
         self.spent.training += done * self.ideal_s
+        # The same steps, split by cause: what they take at full size is training, the rest belongs to the
+        # size or to the slow member.
         self.spent.smaller += done * self.ideal_s * (self.speed - 1)
         self.spent.slow += done * self.ideal_s * self.speed * (self.slowness - 1)
+        # The step that was cut is lost.
         self.spent.lost_steps += passed_s - done * self.step_s
         self.committed = self.base = self.base + done
         self.since_s = until_s
@@ -76,6 +84,7 @@ class Steps:
         """Training goes on from a step; what was done beyond is lost."""
         lost = max(0, self.committed - step)
         self.lost += lost
+        # Booked once as training; now it turns out to be work that has to be done again.
         self.spent.training -= lost * self.ideal_s
         self.spent.lost_steps += lost * self.ideal_s
         self.committed = self.base = step
@@ -90,6 +99,7 @@ class Steps:
 
     def committed_at(self, time_s: float) -> int:
         """Committed steps at an earlier time, as far as they still count."""
+        # Never more than what still counts: a rewind may have undone steps of that time.
         for since_s, base, step_s in reversed(self._segments):
             if since_s <= time_s:
                 return min(self.committed, base + math.floor((time_s - since_s) / step_s))

@@ -24,8 +24,11 @@ def expect(cluster: TrialView, machine: Machine, at_s: float, kind: FailureClass
 def strike(cluster: TrialView, machine: Machine, planned_s: float) -> None:
     """A machine fails, and perhaps takes others of its rack along."""
     kind = machine.failure
+    # The failure was planned anew since: the machine was repaired or replaced before it came.
     if machine.fails_s != planned_s or kind is None or machine.source is None:
         return
+    # Something would happen to one that stands for others. The trial is run again with more names instead of
+    # being wrong.
     if not machine.name:
         raise FewNames
     if not machine.up:
@@ -35,6 +38,7 @@ def strike(cluster: TrialView, machine: Machine, planned_s: float) -> None:
     for delay_s in extra:
         rack = names.rack(cluster, machine.place, kind)
         cluster.at(cluster.now + delay_s, follow, cluster, rack[machine.source.pick(len(rack))], kind)
+    # A machine that is lost draws its next failure when it comes back; one that lives on draws it now.
     if kind.scope != "node":
         expect(cluster, machine, *machine.source.next(cluster.now))
     fail(cluster, machine, kind)
@@ -69,6 +73,8 @@ def fail(cluster: TrialView, machine: Machine, kind: FailureClass) -> None:
             )
     elif machine.worker is None or machine.hung_s is not None:
         return
+    # A worker that hangs while it waits for nobody shows only when it is needed, so it counts as one that
+    # ended.
     elif kind.scope == "worker" or not (member and machine.ready):
         if member:
             cluster.halt("stalled")
@@ -84,6 +90,8 @@ def lose(cluster: TrialView, machines: list[Machine], repair_s: float | None) ->
     """Machines are gone at once."""
     if any(x in cluster.members for x in machines):
         cluster.halt("stalled")
+        # Nobody who trained is left, so the last checkpoint decides from where the job goes on. It is told
+        # now, for nobody could tell it later.
         if not any(x.up for x in cluster.members if x not in machines):
             cluster.tell_saved()
     for machine in machines:
@@ -101,6 +109,7 @@ def expect_group(cluster: TrialView, index: int) -> None:
 def strike_group(cluster: TrialView, index: int) -> None:
     """A rack, a switch, or all processes."""
     kind, places, _ = cluster.groups[index]
+    # The next one first: whatever this strike brings about must not change when the next one comes.
     expect_group(cluster, index)
     cluster.failures[kind.name] = cluster.failures.get(kind.name, 0) + 1
     if kind.scope == "job":
@@ -143,6 +152,8 @@ def stalled(cluster: TrialView, machine: Machine, name: str) -> None:
     """The agent sees that a worker stands still, and says so until somebody acts."""
     if machine.up and machine.worker == name and machine.hung_s is not None:
         cluster.tell([e.NodeSays(machine.name, m.Stalled(name, view(cluster, machine)))])
+        # An agent repeats it until somebody acts, as the real one does: the first report may meet a core that
+        # is just looking at another.
         again_s = cluster.now + cluster.core.timing.stall_floor_s
         cluster.at(again_s, stalled, cluster, machine, name)
 
@@ -166,6 +177,8 @@ def view(cluster: TrialView, machine: Machine) -> m.WorkerView:
     hung = machine.hung_s is not None
     phase = Phase.FORWARD if hung else Phase.REDUCE if machine in cluster.members else Phase.IDLE
     place = Place(cluster.generation, cluster.steps.committed, int(phase))
+    # The one that hangs stands still since it hung, the others since the steps were halted. That is what
+    # makes it the odd one.
     idle_s = cluster.now - (machine.hung_s if machine.hung_s is not None else cluster.steps.halted_s)
     return m.WorkerView(
         worker=machine.worker or "",

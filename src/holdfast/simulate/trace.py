@@ -45,6 +45,7 @@ def parse(name: str, text: str) -> Trace:
     stripped = text.lstrip()
     if not stripped:
         raise UsageError(f"trace {name} is empty; for example\nt_s,node,event\n0,a,up\n3600,a,down")
+    # By the content, not by the file's name: public traces come with all kinds of names.
     if stripped[0] in "[{":
         return _json(name, text)
     if stripped[0].isdigit():
@@ -114,6 +115,8 @@ def _counts(name: str, points: Iterable[tuple[float, int]], last_s: float) -> Tr
     for at_s, count in points:
         if count < 0:
             raise UsageError(f"trace {name}: {count} nodes at {at_s:g} s")
+        # Last in, first out. Which nodes went is not recorded, and with any other order newcomers would
+        # rejoin more often than they can be known to have done.
         while len(there) > count:
             changes.append(NodeChange(at_s, there.pop(), False))
         while len(there) < count:
@@ -127,6 +130,7 @@ def _ordered(name: str, changes: list[NodeChange], ends_s: float | None = None) 
     if not changes:
         raise UsageError(f"trace {name}: no node is ever there")
     times = [c.t_s for c in changes]
+    # Refused and not sorted: a trace out of order is usually one with a wrong column.
     if min(times) < 0 or times != sorted(times):
         raise UsageError(f"trace {name}: times must not be negative, nor go back")
     there, most = set[str](), 0

@@ -54,6 +54,8 @@ def run(
     one_by_one changes the result. keep: is given the cluster as it is at the end."""
     names = NAMES if fold and scenario.nodes > WHOLE else 0
     while True:
+        # Collected per attempt and passed on at the end: an attempt with too few names is thrown away, and
+        # its entries with it.
         entries: list[tuple[float, LedgerEvent]] = []
 
         def book(t_s: float, event: LedgerEvent, to: list[Any] = entries) -> None:
@@ -63,6 +65,8 @@ def run(
             cluster = Cluster(scenario, seed, names, one_by_one, trace, book if note is not None else None)
             cluster.run()
         except FewNames:
+            # With the same seed, so the same failures. Doubling ends after a few rounds, at the latest when
+            # every machine has a name.
             names *= 2
             continue
         if note is not None:
@@ -77,6 +81,7 @@ def run_all(scenario: Scenario, trials: int, seed: int = 0, trace: Trace | None 
     """Trials with seeds from `seed` on. The garbage of a trial is freed at its end: without cycles in it there is no need
     to look for any meanwhile."""
     for number in range(trials):
+        # Trials make no cycles but at their end. Looking for some meanwhile would only cost time.
         gc.disable()
         try:
             yield run(scenario, seed + number, trace=trace)

@@ -42,6 +42,8 @@ def _formula(trials: int) -> Iterator[Check]:
             mtbf_s = mtbf_h * HOUR_S
             interval_s = f.daly_interval_s(cost_s, mtbf_s)
             exact = f.goodput(mtbf_s, interval_s, cost_s, recovery_s)
+            # Long enough for hundreds of failures in each trial, so that the difference shows an error and
+            # not chance.
             work_s = 200 * mtbf_s if mtbf_h >= 1 else 40 * mtbf_s
             found = simulate(
                 Process(
@@ -61,6 +63,8 @@ def _core() -> Iterator[Check]:
     """The core decides, with spares enough: what a failure costs is detection, joining and the state from a peer."""
     kind = (FailureClass("node", "node", 0.005),)
     for nodes, peer_s in ((16, 60.0), (64, 30.0), (256, 10.0)):
+        # With more spares than can fail at once, so that a failure costs what the formula has, and nothing
+        # for waiting.
         s = Scenario(nodes, 3 * DAY_S, kind, spares=16, peer_s=peer_s, replace_s=60, detection_s=5)
         found = [run(s, seed) for seed in range(4)]
         goodput = sum(t.spent.training for t in found) / sum(t.wall_s for t in found)
