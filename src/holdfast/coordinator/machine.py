@@ -22,6 +22,7 @@ from holdfast.coordinator.health import (
 )
 from holdfast.coordinator.kernel import incidents, requests
 from holdfast.coordinator.kernel.context import Context, Mode
+from holdfast.coordinator.kernel.deadlines import Timer, Watched
 from holdfast.coordinator.kernel.events import (
     Action,
     DurableFound,
@@ -173,31 +174,12 @@ class Core(Context):
         # Every time that `_check_deadlines` or `_advance` compares with `now` must appear here, as the same
         # expression. One that is missing is a job that hangs until the next heartbeat; one that is too early
         # is a Tick that finds nothing, and costs little.
-        times = [n.last_seen_s + self.timing.detection_s for n in s.membership.nodes.values() if n.alive]
-        times += [
-            w.vanished_s + self.timing.detection_s for w in self.alive_workers() if w.vanished_s is not None
-        ]
-        times += self.mode.deadlines(self)
-        due = (
-            s.deadlines.break_deadline_s,
-            s.deadlines.stop_deadline_s,
-            s.deadlines.inspect_deadline_s,
-            nodes.ask_again_s(self),
-        )
-        times += [d for d in due if d is not None]
-        if s.membership.phase is JobPhase.GATHERING and s.deadlines.wait_deadline_s is not None:
-            times.append(s.deadlines.wait_deadline_s)
+        times = s.deadlines.next_s(self.now, gathering=s.membership.phase is JobPhase.GATHERING)
         expected_s = queries.expected_until_s(self)
-        # These stay set after they are over, so only future ones count. One in the past would ask for a Tick
-        # at once, again and again, and keep the process busy for nothing.
-        waits = (
-            s.deadlines.form_deadline_s,
-            s.deadlines.form_after_s,
-            s.deadlines.ask_after_s,
-            s.deadlines.start_after_s,
-            expected_s,
-        )
-        times += [d for d in waits if d is not None and d > self.now]
+        times += [expected_s] if expected_s > self.now else []
+        watched = (self.watch.next_s(Watched.SILENT), self.watch.next_s(Watched.VANISHED))
+        times += [t for t in (*watched, nodes.ask_again_s(self)) if t is not None]
+        times += self.mode.deadlines(self)
         times += resize.deadlines(self)
         times += durable_checkpoints.deadlines(self)
         times += triage.deadlines(self)
@@ -352,7 +334,7 @@ class Core(Context):
             return
         # Any message is a sign of life, not only a heartbeat: an agent that is busy passing on messages sends
         # its heartbeats late.
-        node.last_seen_s = self.now
+        nodes.heard(self, node, self.now)
         match message:
             case m.FromWorker(worker_name, said, age_s):
                 worker = self.state.membership.workers.get(worker_name)
@@ -444,23 +426,27 @@ class Core(Context):
         # Nodes before workers, workers before generations: a lost node explains its workers' silence. In the
         # other order the workers' ends would open incidents of their own, and the restart budget would be
         # charged twice.
-        for node in self.alive_nodes():
-            if now >= node.last_seen_s + self.timing.detection_s:
+        # In the order in which they joined or were started: it decides which incident is the first.
+        silent = self.watch.due(Watched.SILENT, now)
+        for node in self.alive_nodes() if silent else []:
+            if node.name in silent:
                 nodes.lose(self, node, causes.NodeSilent(self.timing.detection_s))
-        for worker in self.alive_workers():
+        vanished = self.watch.due(Watched.VANISHED, now)
+        for worker in self.alive_workers() if vanished else []:
             # The agent no longer has the process, but its Exited may still be on the way with the exit code
             # and the last lines. A detection time is enough for that; then the loss counts without them.
-            if worker.vanished_s is not None and now >= worker.vanished_s + self.timing.detection_s:
+            # One that went meanwhile may have been lost with the one before it, and have no deadline any more.
+            if worker.name in vanished and worker.vanished_s is not None:
                 failures.lose_worker(self, worker, causes.ProcessVanished())
-        # Remedies first, since one may take out the node that is about to be judged. A hang of a node that is
-        # being replaced is no news.
         triage.due(self)
         nodes.write_off(self)
-        if s.deadlines.inspect_deadline_s is not None and now >= s.deadlines.inspect_deadline_s:
+        # Remedies first, since one may take out the node that is about to be judged. A hang of a node that is
+        # being replaced is no news.
+        if s.deadlines.is_due(Timer.INSPECT, now):
             hangs.judge(self)
         durable_checkpoints.look(self)
         self.mode.due(self)
-        if s.deadlines.break_deadline_s is not None and now >= s.deadlines.break_deadline_s:
+        if s.deadlines.is_due(Timer.LEAVE, now):
             failures.end_stuck(self)
         shutdown.due(self)
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from holdfast.coordinator.kernel import events as e
+from holdfast.coordinator.kernel.deadlines import Watched
 from holdfast.coordinator.kernel.membership_state import MembershipState
 from holdfast.coordinator.kernel.phases import JobPhase
 from holdfast.coordinator.kernel.state import CoreState
@@ -474,6 +475,9 @@ class Cluster:
         # From this moment it is silent. The core finds out after the detection time, like a real one.
         if node is not None and node.alive:
             node.last_seen_s = self.now
+            self.core.watch.watch(
+                Watched.SILENT, node.name
+            )  # earlier than it was: until now it was never due
         if self.trace is not None:
             return
         if self.scenario.cloud:

@@ -9,6 +9,7 @@ import msgspec
 from holdfast.coordinator.health.admission import CHECKS_S
 from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel import incidents
+from holdfast.coordinator.kernel.deadlines import Watched
 from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.kernel.validate import validate
@@ -107,6 +108,7 @@ class Checks:
         self._heard = heard
         wrong = validate(state)
         self.require(not wrong, "after %s the state is not valid: %s", event, wrong)
+        self._check_watch(core)
         self.saved.handled(event, actions, state)
         cluster.ailments.handled(event, actions, core)
         lost = state.membership.lost_steps - self._lost
@@ -123,6 +125,24 @@ class Checks:
             if state.membership.generation is not None and state.membership.level == 2:
                 self._check_formed(core)
         self.require(sum(isinstance(a, e.End) for a in actions) <= 1, "two ends at once")
+
+    def _check_watch(self, core: Core) -> None:
+        """The heaps of deadlines say what a look at every node and worker says."""
+        membership, timing = core.state.membership, core.timing
+        workers = [w for w in membership.workers.values() if w.phase is not WorkerPhase.GONE]
+        starting = [w for w in workers if w.phase in (WorkerPhase.STARTING, WorkerPhase.ATTACHED)]
+        silent = [n.last_seen_s + timing.detection_s for n in membership.nodes.values() if n.alive]
+        vanished = [w.vanished_s + timing.detection_s for w in workers if w.vanished_s is not None]
+        recount = {
+            Watched.SILENT: silent,
+            Watched.VANISHED: vanished,
+            Watched.NOT_READY: [w.started_s + timing.start_s for w in starting],
+        }
+        if core.mode.replaces_one:  # else nobody asks when workers should be ready, and an entry may go
+            for kind, times in recount.items():
+                self.require(
+                    core.watch.next_s(kind) == min(times, default=None), "%s is not watched well", kind
+                )
 
     def _check_action(self, action: e.Action, state: CoreState) -> None:
         spec = state.spec

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol, TypeVar, cast
 
 from holdfast.coordinator.kernel import incidents
+from holdfast.coordinator.kernel.deadlines import Watch
 from holdfast.coordinator.kernel.events import (
     Action,
     End,
@@ -38,6 +39,7 @@ class Context(ABC):
 
     Attributes:
         state: all that is remembered; a process that has it goes on where another one ended.
+        watch: deadlines of nodes and workers.
         now: time of the event that is being handled, in seconds.
         event: that event; None while it is looked at what comes next.
     """
@@ -46,6 +48,7 @@ class Context(ABC):
         self.state = state or CoreState(spec=spec)
         self.spec = self.state.spec
         self.timing = self.spec.timing
+        self.watch = Watch(self.state.membership, self.timing)
         self.now = 0.0
         self.event: Event | None = None
         # Actions are queued, never done: the service writes the state first and only then sends. If a handler

@@ -1,26 +1,195 @@
-"""When the core has to look at something even if nothing happens."""
+"""The one owner of deadlines: every timer of the core is set, cleared and asked here.
+
+There are two kinds. A timer of the job is set to a time (`Timers`, part of the state). One of a node or a worker follows
+from what is known of it, such as when it was last heard (`Watch`, found anew from the state by each process).
+"""
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
 import msgspec
 
+from holdfast.coordinator.kernel.phases import WorkerPhase
+from holdfast.protocol.job_options import Timing
 
-class Deadlines(msgspec.Struct):
-    """Times on the core's clock; None: not set. Written by `membership`."""
+if TYPE_CHECKING:
+    from holdfast.coordinator.kernel.membership_state import MembershipState
 
-    break_deadline_s: float | None = None
+
+class Timer(StrEnum):
+    """What a time is for."""
+
+    LEAVE = "leave"
     """Members that have not left the broken generation by then are taken out."""
-    stop_deadline_s: float | None = None
+    STOP = "stop"
     """The job, which was asked to stop, has ended by then."""
-    inspect_deadline_s: float | None = None
+    INSPECT = "inspect"
     """A hang is judged by what was answered by then."""
-    wait_deadline_s: float | None = None
+    WAIT = "wait"
     """A job with too few workers gives up then."""
-    form_deadline_s: float | None = None
+    FORM = "form"
     """A smaller generation than was asked for is formed then."""
-    form_after_s: float | None = None
+    FORM_AFTER = "form-after"
     """No generation is formed before, after several that committed nothing."""
-    start_after_s: float | None = None
+    START_AFTER = "start-after"
     """No worker is started again before, after several that did not get ready."""
-    ask_after_s: float | None = None
+    ASK_AFTER = "ask-after"
     """The engine is asked for no node before."""
+
+
+UNTIL_IT_IS_HANDLED = (Timer.LEAVE, Timer.STOP, Timer.INSPECT)
+"""A Tick is due for them until their handler has cleared or moved them, also when their time is over."""
+
+ONCE = (Timer.FORM, Timer.FORM_AFTER, Timer.ASK_AFTER, Timer.START_AFTER)
+"""They only end a pause, and stay set after it, so only future ones count. One in the past would ask for a Tick at once,
+again and again, and keep the process busy for nothing."""
+
+
+class Timers(msgspec.Struct):
+    """The job's own timers. Written through these methods alone, by `membership`."""
+
+    at_s: dict[Timer, float] = {}
+    """On the core's clock; one that is not here is not set."""
+
+    def set(self, timer: Timer, at_s: float) -> None:
+        """It is due at this time, whenever it was before."""
+        self.at_s[timer] = at_s
+
+    def clear(self, *timers: Timer) -> None:
+        """They are due at no time."""
+        for timer in timers:
+            self.at_s.pop(timer, None)
+
+    def at(self, timer: Timer) -> float | None:
+        """When it is due; None: it is not set."""
+        return self.at_s.get(timer)
+
+    def is_set(self, timer: Timer) -> bool:
+        """It has a time, be it over or not."""
+        return timer in self.at_s
+
+    def is_due(self, timer: Timer, now: float) -> bool:
+        """Its time has come."""
+        at_s = self.at_s.get(timer)
+        return at_s is not None and now >= at_s
+
+    def is_ahead(self, timer: Timer, now: float) -> bool:
+        """It is set, and its time has not come."""
+        at_s = self.at_s.get(timer)
+        return at_s is not None and now < at_s
+
+    def postpone(self, timers: Iterable[Timer], by_s: float) -> None:
+        """Moves those that are set."""
+        for timer in timers:
+            if timer in self.at_s:
+                self.at_s[timer] += by_s
+
+    def not_before(self, timer: Timer, at_s: float) -> None:
+        """Moves it to this time if it is set to an earlier one."""
+        if timer in self.at_s:
+            self.at_s[timer] = max(self.at_s[timer], at_s)
+
+    def next_s(self, now: float, gathering: bool) -> list[float]:
+        """When there is something to look at. gathering: only then workers are waited for."""
+        wanted = (*UNTIL_IT_IS_HANDLED, Timer.WAIT) if gathering else UNTIL_IT_IS_HANDLED
+        times = [self.at_s[t] for t in wanted if t in self.at_s]
+        return times + [self.at_s[t] for t in ONCE if self.is_ahead(t, now)]
+
+
+class Watched(StrEnum):
+    """What a node or a worker is watched for."""
+
+    SILENT = "silent"
+    """A node whose agent is not heard."""
+    VANISHED = "vanished"
+    """A worker that its agent no longer has, and whose end nobody reports."""
+    NOT_READY = "not-ready"
+    """A worker that does not get ready."""
+
+
+class Watch:
+    """Deadlines of nodes and workers, each kind in a heap: where nothing is due, nobody is looked at.
+
+    An entry may be too early, never too late: a sign of life, of which there are many a second, moves a node's deadline
+    without touching its heap. What the state says decides when the entry comes to the top. So whoever makes a deadline
+    earlier than it was has to call `watch`, or it is missed.
+    """
+
+    def __init__(self, membership: MembershipState, timing: Timing) -> None:
+        self._membership, self._timing = membership, timing
+        self._heaps: dict[Watched, list[tuple[float, str]]] = {}
+        self._entries: dict[Watched, dict[str, float]] = {}
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Finds all deadlines from the state: at the start, and when many have moved at once."""
+        self._heaps = {kind: [] for kind in Watched}
+        self._entries = {kind: {} for kind in Watched}
+        for name in self._membership.nodes:
+            self.watch(Watched.SILENT, name)
+        for name, worker in self._membership.workers.items():
+            if worker.phase is not WorkerPhase.GONE:
+                self.watch(Watched.VANISHED, name)
+                # Also of a member: at level 0 all are, and if their script comes to level 2 they start again.
+                self._enter(Watched.NOT_READY, name, worker.started_s + self._timing.start_s)
+
+    def watch(self, kind: Watched, name: str) -> None:
+        """A node or worker has a deadline now, or an earlier one than before."""
+        at_s = self._deadline_s(kind, name)
+        if at_s is not None:
+            self._enter(kind, name, at_s)
+
+    def next_s(self, kind: Watched) -> float | None:
+        """The earliest deadline of a kind."""
+        top = self._top(kind)
+        return None if top is None else top[0]
+
+    def due(self, kind: Watched, now: float) -> set[str]:
+        """Names of those whose deadline has come."""
+        names: set[str] = set()
+        again = []
+        while (top := self._top(kind)) is not None and now >= top[0]:
+            names.add(top[1])
+            again.append(heapq.heappop(self._heaps[kind]))
+        # What is due stays so until its handler has changed the state: the entry goes back.
+        for entry in again:
+            heapq.heappush(self._heaps[kind], entry)
+        return names
+
+    def _enter(self, kind: Watched, name: str, at_s: float) -> None:
+        self._entries[kind][name] = at_s
+        heapq.heappush(self._heaps[kind], (at_s, name))
+
+    def _top(self, kind: Watched) -> tuple[float, str] | None:
+        """The first entry that is as the state says; those above it are dropped or moved on the way."""
+        heap, entries = self._heaps[kind], self._entries[kind]
+        while heap:
+            at_s, name = heap[0]
+            if entries.get(name) != at_s:
+                heapq.heappop(heap)  # entered again since
+                continue
+            known_s = self._deadline_s(kind, name)
+            if known_s == at_s:
+                return heap[0]
+            heapq.heappop(heap)
+            del entries[name]
+            if known_s is not None:
+                self._enter(kind, name, known_s)
+        return None
+
+    def _deadline_s(self, kind: Watched, name: str) -> float | None:
+        """What the state says. None: it is not there any more, or not to be watched for this."""
+        if kind is Watched.SILENT:
+            node = self._membership.nodes.get(name)
+            return node.last_seen_s + self._timing.detection_s if node is not None and node.alive else None
+        worker = self._membership.workers.get(name)
+        if worker is None or worker.phase is WorkerPhase.GONE:
+            return None
+        if kind is Watched.VANISHED:
+            return None if worker.vanished_s is None else worker.vanished_s + self._timing.detection_s
+        starting = worker.phase in (WorkerPhase.STARTING, WorkerPhase.ATTACHED)
+        return worker.started_s + self._timing.start_s if starting else None

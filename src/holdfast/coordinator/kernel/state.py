@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from holdfast.coordinator.kernel.deadlines import Deadlines
+from holdfast.coordinator.kernel.deadlines import Timers
 from holdfast.coordinator.kernel.health_state import Health
 from holdfast.coordinator.kernel.incident_state import Incident, Injection
 from holdfast.coordinator.kernel.membership_state import MembershipState
@@ -25,7 +25,7 @@ class CoreState(msgspec.Struct):
     membership: MembershipState = msgspec.field(default_factory=MembershipState)
     storage: StorageState = msgspec.field(default_factory=StorageState)
     health: Health = msgspec.field(default_factory=Health)
-    deadlines: Deadlines = msgspec.field(default_factory=Deadlines)
+    deadlines: Timers = msgspec.field(default_factory=Timers)
     began_s: float = 0.0
     """When the first event came. Written by the machine."""
     incidents: list[Incident] = []

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 from holdfast.coordinator.kernel import incidents, transitions
 from holdfast.coordinator.kernel.context import Context
+from holdfast.coordinator.kernel.deadlines import Timer, Watched
 from holdfast.coordinator.kernel.incident_state import Injection
 from holdfast.coordinator.kernel.membership_state import Blame, Failure, Worker
 from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
@@ -207,7 +208,7 @@ def did_not_start(context: Context, worker: Worker, cause: causes.Cause) -> None
         s.membership.bad_starts, s.membership.bad_start_at_s = s.membership.bad_starts + 1, context.now
         if s.membership.bad_starts >= 2:
             pause_s = context.timing.heartbeat_s * 2.0 ** min(s.membership.bad_starts - 2, 16)
-            s.deadlines.start_after_s = context.now + min(pause_s, context.timing.wait_s)
+            s.deadlines.set(Timer.START_AFTER, context.now + min(pause_s, context.timing.wait_s))
     # The same per node: three volleys in a row, not three workers of one volley.
     if node is not None and worker.started_s >= node.struck_at_s:
         node.strikes, node.struck_at_s = node.strikes + 1, context.now
@@ -217,7 +218,8 @@ def did_not_start(context: Context, worker: Worker, cause: causes.Cause) -> None
 
 def started_well(context: Context, worker: Worker) -> None:
     """A worker became ready: what failed before was no rule."""
-    context.state.membership.bad_starts, context.state.deadlines.start_after_s = 0, None
+    context.state.membership.bad_starts = 0
+    context.state.deadlines.clear(Timer.START_AFTER)
     if node := context.state.membership.nodes.get(worker.node):
         node.strikes = 0
 
@@ -256,8 +258,9 @@ def condemn(context: Context, workers: Iterable[Worker], cause: causes.Cause) ->
 def end_late_starters(context: Context) -> None:
     """Workers that are not ready in time are taken out, and new ones started."""
     limit_s = context.timing.start_s
-    starting = context.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED)
-    late = [w for w in starting if context.now >= w.started_s + limit_s]
+    names = context.watch.due(Watched.NOT_READY, context.now)
+    # In the order of their start: what is counted for the first of a volley counts for all.
+    late = [w for w in context.state.membership.workers.values() if w.name in names] if names else []
     cause = causes.NotReady(limit_s)
     condemn(context, late, cause)
     for worker in late:
@@ -271,7 +274,7 @@ def end_stuck(context: Context) -> None:
     the time of a start for that.
     """
     s = context.state
-    s.deadlines.break_deadline_s = None
+    s.deadlines.clear(Timer.LEAVE)
     stuck = [
         w for w in context.alive_workers() if w.phase is WorkerPhase.MEMBER or w.name in s.membership.stops
     ]
@@ -296,7 +299,7 @@ def end_stuck(context: Context) -> None:
     # The deadline moves to the first of them. Without one nobody would look again, and the job would wait for
     # ever for a worker that is really stuck.
     if patient:
-        s.deadlines.break_deadline_s = min(until_s[w.name] for w in patient)
+        s.deadlines.set(Timer.LEAVE, min(until_s[w.name] for w in patient))
     condemn(context, [w for w in stuck if w not in patient], causes.LeftBehind())
 
 

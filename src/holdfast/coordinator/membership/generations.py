@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from holdfast.coordinator.kernel import incidents, transitions
 from holdfast.coordinator.kernel.context import Context
+from holdfast.coordinator.kernel.deadlines import Timer
 from holdfast.coordinator.kernel.membership_state import Seat, Worker
 from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
 from holdfast.coordinator.kernel.requests import ReportUnreadable, RewindTo, SpreadCopies, StopJob
@@ -59,10 +60,10 @@ def break_generation(context: Context, cause: causes.Cause) -> None:
     transitions.enter_job(context, JobPhase.BREAKING)
     s.membership.yielding, s.membership.change_reason = False, None
     s.membership.broke_cause, s.membership.broke_at_s, s.membership.unheard_s = cause, context.now, 0.0
-    s.deadlines.break_deadline_s = context.now + context.timing.stall_s(context.median_s())
+    s.deadlines.set(Timer.LEAVE, context.now + context.timing.stall_s(context.median_s()))
     # An inspection of a generation that has ended is void. Its verdict would name workers of a step that
     # nobody computes any more.
-    s.deadlines.inspect_deadline_s = None
+    s.deadlines.clear(Timer.INSPECT)
     context.record(
         ledger.Broke(
             generation=s.membership.generation.number, reason=str(cause), step=s.membership.committed
@@ -123,7 +124,7 @@ def parked(context: Context, worker: Worker, message: m.Parked) -> None:
     if s.membership.yielding:
         transitions.enter_job(context, JobPhase.BREAKING)
         s.membership.broke_at_s, s.membership.unheard_s = context.now, 0.0
-        s.deadlines.break_deadline_s = context.now + context.timing.stall_s(context.median_s())
+        s.deadlines.set(Timer.LEAVE, context.now + context.timing.stall_s(context.median_s()))
     else:
         break_generation(context, causes.MemberLeft(worker.name))
 
@@ -132,7 +133,8 @@ def gather(context: Context) -> None:
     """Everyone has left the generation."""
     s = context.state
     transitions.enter_job(context, JobPhase.GATHERING)
-    s.deadlines.break_deadline_s, s.membership.yielding = None, False
+    s.membership.yielding = False
+    s.deadlines.clear(Timer.LEAVE)
     # Members in a step were expected to bring their own copies of a snapshot. Now that they have left it some
     # will not, and until others are asked a snapshot stays incomplete.
     context.request(SpreadCopies())
@@ -159,7 +161,7 @@ def gather(context: Context) -> None:
         # Growing pauses: whatever makes every generation fail for no known reason (a switch that reboots, a
         # file server) gets time to end, and a log that people can still read.
         pause_s = context.timing.heartbeat_s * 2.0 ** (s.membership.fruitless - PATIENT_ATTEMPTS)
-        s.deadlines.form_after_s = context.now + min(pause_s, context.timing.form_s)
+        s.deadlines.set(Timer.FORM_AFTER, context.now + min(pause_s, context.timing.form_s))
 
 
 # ---------------------------------------------------------------- the next one
@@ -168,7 +170,7 @@ def gather(context: Context) -> None:
 def try_form(context: Context) -> None:
     """Forms a generation as soon as there are workers enough; nobody waits for a slow starter."""
     s = context.state
-    if s.deadlines.form_after_s is not None and context.now < s.deadlines.form_after_s:
+    if s.deadlines.is_ahead(Timer.FORM_AFTER, context.now):
         return
     # Called after every batch of events while the job gathers, so it must be safe to do nothing: every exit
     # below leaves a deadline behind (`wait_deadline_s`, `form_deadline_s`) or relies on one that a starting
@@ -200,7 +202,7 @@ def try_form(context: Context) -> None:
     kept, joining = resize.choose(context, survivors, fresh)
     count = shard_policy.strength(context, kept, joining)
     if count >= s.needed:
-        s.deadlines.wait_deadline_s = None
+        s.deadlines.clear(Timer.WAIT)
         # Only the first generation waits for more; every later one forms with what it has, because training
         # time is lost while it waits, and a newcomer joins at any later commit for almost nothing.
         enough = count >= s.target and not (s.storage.snapshots and queries.expected(context))
@@ -214,9 +216,9 @@ def try_form(context: Context) -> None:
     if context.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED) or queries.under_repair(context):
         # Workers that start or nodes under repair end by themselves, well or not, and wake the core. Only
         # when nobody is on the way does the clock for giving up start.
-        s.deadlines.wait_deadline_s = None  # they have a deadline of their own
-    elif s.deadlines.wait_deadline_s is None:
-        s.deadlines.wait_deadline_s = context.now + context.timing.wait_s
+        s.deadlines.clear(Timer.WAIT)  # they have a deadline of their own
+    elif not s.deadlines.is_set(Timer.WAIT):
+        s.deadlines.set(Timer.WAIT, context.now + context.timing.wait_s)
     if s.membership.number and not s.membership.waiting:
         s.membership.waiting = True
         context.record(ledger.Waiting(workers=count, target=s.target))
@@ -245,9 +247,9 @@ def _worth_waiting(context: Context) -> bool:
     )
     if not (pending or s.membership.replacing or missing):
         return False
-    if s.deadlines.form_deadline_s is None:
-        s.deadlines.form_deadline_s = context.now + context.timing.form_s
-    return context.now < s.deadlines.form_deadline_s
+    if not s.deadlines.is_set(Timer.FORM):
+        s.deadlines.set(Timer.FORM, context.now + context.timing.form_s)
+    return s.deadlines.is_ahead(Timer.FORM, context.now)
 
 
 def _start_over(context: Context, survivors: list[Worker]) -> None:
@@ -370,7 +372,7 @@ def _form(context: Context, survivors: list[Worker], kept: list[Worker], fresh: 
     # with the generation before.
     transitions.enter_job(context, JobPhase.RUNNING)
     s.membership.generation_committed, s.membership.committed = start, max(start, s.membership.committed)
-    s.deadlines.form_deadline_s = s.deadlines.wait_deadline_s = s.deadlines.form_after_s = None
+    s.deadlines.clear(Timer.FORM, Timer.WAIT, Timer.FORM_AFTER)
     s.membership.waiting = False
     s.membership.formed_at_s = context.now
     s.membership.history.append((round(context.now - s.began_s, 4), complete))

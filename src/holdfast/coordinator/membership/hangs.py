@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from holdfast.coordinator.kernel.context import Context
+from holdfast.coordinator.kernel.deadlines import Timer
 from holdfast.coordinator.kernel.membership_state import Worker
 from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
 from holdfast.coordinator.kernel.requests import EndGeneration
@@ -60,10 +61,10 @@ def stalled(context: Context, name: str, view: m.WorkerView) -> None:
         return
     # One inspection at a time: a hang makes every agent report within milliseconds, and each report would
     # throw away the answers to the request before.
-    if not running or s.deadlines.inspect_deadline_s is not None or context.now < s.membership.look_again_s:
+    if not running or s.deadlines.is_set(Timer.INSPECT) or context.now < s.membership.look_again_s:
         return
     s.membership.inspect_request += 1
-    s.deadlines.inspect_deadline_s = context.now + context.timing.inspect_s
+    s.deadlines.set(Timer.INSPECT, context.now + context.timing.inspect_s)
     inspection = context.transient(Inspection)
     # The set of nodes from which an answer is awaited is fixed now. A node that is lost meanwhile ends the
     # generation, and with it the inspection.
@@ -90,7 +91,7 @@ def inspected(context: Context, message: m.InspectReply) -> None:
     s, inspection = context.state, context.transient(Inspection)
     # An answer to an earlier request shows the workers as they were then; one that moved since would look
     # stopped.
-    if s.deadlines.inspect_deadline_s is None or message.request != s.membership.inspect_request:
+    if not s.deadlines.is_set(Timer.INSPECT) or message.request != s.membership.inspect_request:
         return
     # Only members that are still inside count. One that parked while the others answered holds up nobody.
     members = {w.name: w.node for w in context.inside()}
@@ -106,7 +107,7 @@ def inspected(context: Context, message: m.InspectReply) -> None:
 def judge(context: Context) -> None:
     """All have answered, or the time for it is over."""
     s, inspection = context.state, context.transient(Inspection)
-    s.deadlines.inspect_deadline_s = None
+    s.deadlines.clear(Timer.INSPECT)
     allowed = {v.worker: _allowed_s(context, v) for v in inspection.views}
     ranks = {x.worker: x.rank for x in s.membership.generation.members} if s.membership.generation else {}
     verdict = policy.find_culprits(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from holdfast.coordinator.health import queries as health
 from holdfast.coordinator.kernel import incidents, transitions
 from holdfast.coordinator.kernel.context import Context
+from holdfast.coordinator.kernel.deadlines import Timer, Watched
 from holdfast.coordinator.kernel.events import ProvideNode, ReleaseNode
 from holdfast.coordinator.kernel.history import Remembered
 from holdfast.coordinator.kernel.membership_state import Node, Worker
@@ -55,7 +56,7 @@ def joined(context: Context, hello: m.Hello, past: tuple[Remembered, ...] = ()) 
             known.fenced = False
             fence(context, known, hello.node)
             return
-        known.last_seen_s = context.now
+        heard(context, known, context.now)
         _reconcile(context, known, hello)
         context.request(RepeatOrders(known))
         return
@@ -79,6 +80,7 @@ def joined(context: Context, hello: m.Hello, past: tuple[Remembered, ...] = ()) 
     # the choice of newcomers.
     node.failures = known.failures if known else 0
     membership.nodes[hello.node] = node
+    context.watch.watch(Watched.SILENT, node.name)
     if hello.leaving is not None:
         context.request(LeaveSoon(node.name, hello.leaving.reason, hello.leaving.within_s))
     membership.joined += known is None
@@ -88,6 +90,16 @@ def joined(context: Context, hello: m.Hello, past: tuple[Remembered, ...] = ()) 
     # is held gets no workers.
     context.request(AdmitNode(node, hello, past, known))
     _reconcile(context, node, hello)
+
+
+def heard(context: Context, node: Node, at_s: float) -> None:
+    """A node's agent gave a sign of life."""
+    # After a recovery every agent has until `adopt_s` to come back, which may be longer than it may be silent. The first
+    # word of one ends that, so its deadline comes earlier than the heap knows.
+    earlier = at_s < node.last_seen_s
+    node.last_seen_s = at_s
+    if earlier:
+        context.watch.watch(Watched.SILENT, node.name)
 
 
 def _refuse(context: Context, name: str, reason: str) -> None:
@@ -183,18 +195,15 @@ def overslept(context: Context, away_s: float) -> None:
     # `_left_behind`.
     s.membership.unheard_s += away_s
     s.membership.asked_at_s += away_s
-    s.deadlines.break_deadline_s = _later(s.deadlines.break_deadline_s, away_s)
-    s.deadlines.stop_deadline_s = _later(s.deadlines.stop_deadline_s, away_s)
-    s.deadlines.inspect_deadline_s = _later(s.deadlines.inspect_deadline_s, away_s)
-    s.deadlines.wait_deadline_s = _later(s.deadlines.wait_deadline_s, away_s)
-    s.deadlines.form_deadline_s = _later(s.deadlines.form_deadline_s, away_s)
+    context.watch.look_again()
+    s.deadlines.postpone((Timer.LEAVE, Timer.STOP, Timer.INSPECT, Timer.WAIT, Timer.FORM), away_s)
 
 
 def starved(context: Context, name: str, waited_s: float) -> None:
     """A node was silent because its agent did not get a processor."""
     node = context.state.membership.nodes.get(name)
     if node is not None and node.alive:
-        node.last_seen_s = min(context.now, node.last_seen_s + waited_s)
+        heard(context, node, min(context.now, node.last_seen_s + waited_s))
 
 
 def _later(deadline: float | None, by_s: float) -> float | None:
@@ -217,19 +226,16 @@ def recovered(context: Context, last_s: float) -> None:
     for worker in s.membership.workers.values():
         worker.started_s = max(worker.started_s, back_s - timing.start_s)
         worker.vanished_s = None
-    s.deadlines.break_deadline_s = _not_before(
-        s.deadlines.break_deadline_s, back_s + timing.stall_s(context.median_s())
-    )
-    s.deadlines.stop_deadline_s = _not_before(s.deadlines.stop_deadline_s, back_s + timing.stop_s)
-    s.deadlines.wait_deadline_s = _not_before(s.deadlines.wait_deadline_s, back_s)
-    s.deadlines.form_deadline_s = _not_before(s.deadlines.form_deadline_s, back_s)
-    s.deadlines.inspect_deadline_s = None
+    s.deadlines.not_before(Timer.LEAVE, back_s + timing.stall_s(context.median_s()))
+    s.deadlines.not_before(Timer.STOP, back_s + timing.stop_s)
+    s.deadlines.not_before(Timer.WAIT, back_s)
+    s.deadlines.not_before(Timer.FORM, back_s)
+    s.deadlines.clear(Timer.INSPECT)
     # What was asked of the engine may never have arrived. Asking anew could give a node too many, which
     # becomes a spare; not asking could leave the job short for ever.
-    s.membership.replacing, s.deadlines.ask_after_s = (
-        0,
-        back_s,
-    )  # the engine's answers may be lost, and its ear not be open yet
+    s.membership.replacing = 0
+    s.deadlines.set(Timer.ASK_AFTER, back_s)  # the engine's answers may be lost, and its ear not be open yet
+    context.watch.look_again()
     incident = context.open_incident(
         causes.CoordinatorLost(),
         node=None,
@@ -263,6 +269,7 @@ def _reconcile(context: Context, node: Node, hello: m.Hello) -> None:
             # Not lost at once. How it ended decides whose fault it was, and the message with the exit code
             # waits in the agent's outbox.
             worker.vanished_s = context.now  # its Exited follows, unless it was lost on the way
+            context.watch.watch(Watched.VANISHED, worker.name)
     for view in hello.workers:
         known = context.state.membership.workers.get(view.worker)
         if known is None or known.phase is WorkerPhase.GONE:
@@ -335,11 +342,7 @@ def _repeat(context: Context, worker: Worker, view: m.WorkerView) -> None:
 def staff(context: Context) -> None:
     """Every slot of every node has a worker, so that spares are ready before they are needed."""
     for node, slot in queries.free_slots(context):
-        if (
-            context.state.deadlines.start_after_s is not None
-            and context.now < context.state.deadlines.start_after_s
-            and slot in node.used
-        ):
+        if context.state.deadlines.is_ahead(Timer.START_AFTER, context.now) and slot in node.used:
             continue
         # A guess, for scripts that read RANK before they start: the real rank is in JoinGeneration.
         rank = len(context.alive_workers())
@@ -352,7 +355,7 @@ def staff(context: Context) -> None:
 def ask(context: Context) -> None:
     """One request to the engine for every node that is missing."""
     s = context.state
-    if s.deadlines.ask_after_s is not None and context.now < s.deadlines.ask_after_s:
+    if s.deadlines.is_ahead(Timer.ASK_AFTER, context.now):
         return
     wanted = s.wanted_nodes + context.spec.spares
     # Counted when asked, not when they come: this runs after every batch, and would otherwise ask again each
@@ -389,7 +392,7 @@ def unavailable(context: Context, reason: str) -> None:
         # The budget counts nodes that were got, not requests: an engine without nodes would otherwise use up
         # a job's repairs by saying no.
         s.membership.replaced -= 1
-    s.deadlines.ask_after_s = context.now + context.timing.form_s
+    s.deadlines.set(Timer.ASK_AFTER, context.now + context.timing.form_s)
     context.record(ledger.NodeUnavailable(reason=reason))
     for node in context.alive_nodes():
         if node.then is not None and node.leaving is not None:
@@ -398,12 +401,14 @@ def unavailable(context: Context, reason: str) -> None:
 
 def available(context: Context) -> None:
     """The engine has nodes again."""
-    context.state.deadlines.ask_after_s = None
+    context.state.deadlines.clear(Timer.ASK_AFTER)
 
 
 def ask_no_sooner(context: Context, until_s: float) -> None:
     """The engine is asked for no node before this time."""
-    context.state.deadlines.ask_after_s = max(context.state.deadlines.ask_after_s or 0.0, until_s)
+    context.state.deadlines.set(
+        Timer.ASK_AFTER, max(context.state.deadlines.at(Timer.ASK_AFTER) or 0.0, until_s)
+    )
 
 
 def on_its_way(context: Context) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from holdfast.coordinator.kernel import transitions
 from holdfast.coordinator.kernel.context import Context
+from holdfast.coordinator.kernel.deadlines import Watched
 from holdfast.coordinator.kernel.membership_state import Node, Worker
 from holdfast.coordinator.kernel.phases import WorkerPhase
 from holdfast.coordinator.membership import shard_policy
@@ -18,6 +19,7 @@ def start_worker(context: Context, node: Node, slot: int, env: dict[str, str]) -
     worker.shard_index = shard_policy.next_shard(context, int(env["RANK"]))
     env = {**env, m.SHARD_INDEX_VARIABLE: str(worker.shard_index)}
     s.membership.workers[worker.name] = worker
+    context.watch.watch(Watched.NOT_READY, worker.name)
     if slot not in node.used:
         node.used.append(slot)
     context.send(

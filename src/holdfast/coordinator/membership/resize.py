@@ -11,6 +11,7 @@ from collections import Counter
 from holdfast.coordinator.health import queries as health
 from holdfast.coordinator.kernel import incidents, transitions
 from holdfast.coordinator.kernel.context import Context
+from holdfast.coordinator.kernel.deadlines import Timer
 from holdfast.coordinator.kernel.events import ReleaseNode
 from holdfast.coordinator.kernel.membership_state import Change, Node, Worker
 from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
@@ -114,7 +115,7 @@ def _resized(context: Context, before: int, reason: str, within_s: float | None)
     s = context.state
     s.membership.unpaid += max(0, s.wanted_nodes - before)
     s.membership.grows = s.wanted_nodes > before
-    s.deadlines.wait_deadline_s = s.deadlines.form_deadline_s = s.deadlines.ask_after_s = None
+    s.deadlines.clear(Timer.WAIT, Timer.FORM, Timer.ASK_AFTER)
     _fit(context, reason, within_s)
 
 

@@ -8,6 +8,7 @@ import signal
 
 from holdfast.coordinator.kernel import incidents, transitions
 from holdfast.coordinator.kernel.context import Context
+from holdfast.coordinator.kernel.deadlines import Timer
 from holdfast.coordinator.kernel.incident_state import Incident
 from holdfast.coordinator.kernel.membership_state import Blame, Node, Worker
 from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
@@ -145,12 +146,12 @@ class Restart:
         if context.alive_workers():
             for worker in context.alive_workers():
                 processes.end_worker(context, worker, counts=False)
-            s.deadlines.stop_deadline_s = context.now + context.timing.start_s
+            s.deadlines.set(Timer.STOP, context.now + context.timing.start_s)
         elif (
             s.membership.phase is JobPhase.STOPPING
             and (until_s := storage.moves_until_s(context)) > context.now
         ):
-            s.deadlines.stop_deadline_s = until_s
+            s.deadlines.set(Timer.STOP, until_s)
         else:
             shutdown.end(context)
 
@@ -197,24 +198,24 @@ class Restart:
             return
         if count < minimum:
             if queries.under_repair(context):
-                s.deadlines.wait_deadline_s = None  # they have a deadline of their own
-            elif s.deadlines.wait_deadline_s is None:
-                s.deadlines.wait_deadline_s = context.now + context.timing.wait_s
+                s.deadlines.clear(Timer.WAIT)  # they have a deadline of their own
+            elif not s.deadlines.is_set(Timer.WAIT):
+                s.deadlines.set(Timer.WAIT, context.now + context.timing.wait_s)
                 context.record(ledger.Waiting(workers=count * spec.nproc, target=s.target))
             if not queries.coming(context):
                 context.request(StopJob("no more nodes may be asked for", "failed", s.membership.blame))
                 self.advance(context)
             return
-        s.deadlines.wait_deadline_s = None
+        s.deadlines.clear(Timer.WAIT)
         # A node that is repaired soon is worth a short wait: starting now with fewer would mean another
         # restart of all when it comes back.
         mending = any(n.then is not None or n.checking is not None for n in context.alive_nodes())
         if count < s.wanted_nodes and (s.membership.number == 0 or s.membership.replacing or mending):
-            if s.deadlines.form_deadline_s is None:
-                s.deadlines.form_deadline_s = context.now + context.timing.form_s
-            if context.now < s.deadlines.form_deadline_s:
+            if not s.deadlines.is_set(Timer.FORM):
+                s.deadlines.set(Timer.FORM, context.now + context.timing.form_s)
+            if s.deadlines.is_ahead(Timer.FORM, context.now):
                 return
-        s.deadlines.form_deadline_s = None
+        s.deadlines.clear(Timer.FORM)
         _start_all(context, sorted(usable[:count], key=lambda n: list(s.membership.nodes).index(n.name)))
 
 
@@ -323,6 +324,6 @@ def _restart(context: Context, reason: str, counts: bool = True) -> None:
     s = context.state
     s.membership.restarts_used += counts
     transitions.enter_job(context, JobPhase.BREAKING)
-    s.deadlines.break_deadline_s = None
+    s.deadlines.clear(Timer.LEAVE)
     context.record(ledger.Restart(generation=s.membership.number, reason=reason))
     processes.ask_all_to_end(context, grace_s=TERM_GRACE_S)

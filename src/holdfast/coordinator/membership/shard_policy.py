@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from holdfast.coordinator.kernel import transitions
 from holdfast.coordinator.kernel.context import Context
+from holdfast.coordinator.kernel.deadlines import Watched
 from holdfast.coordinator.kernel.membership_state import Blame, Worker
 from holdfast.coordinator.kernel.phases import WorkerPhase
 from holdfast.coordinator.kernel.requests import StopJob
@@ -121,4 +122,5 @@ def rebuild(context: Context) -> None:
             transitions.enter(context, worker, WorkerPhase.ATTACHED)
             worker.shard_index = shard_index
             worker.ready, worker.rebuilds, worker.started_s = None, shard_index, context.now
+            context.watch.watch(Watched.NOT_READY, worker.name)
             context.tell(worker, m.Rebuild(shard_index))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from holdfast.coordinator.kernel import transitions
 from holdfast.coordinator.kernel.context import Context
+from holdfast.coordinator.kernel.deadlines import Timer
 from holdfast.coordinator.kernel.events import End
 from holdfast.coordinator.kernel.membership_state import Blame, Worker
 from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
@@ -35,24 +36,20 @@ def request(context: Context, reason: str, outcome: str, blame: Blame | None = N
     )  # all steps may be done already
     # Three steps at least: the job ends at a commit, and a large model's step may take longer than any fixed
     # time.
-    s.deadlines.stop_deadline_s = context.now + max(context.timing.stop_s, 3 * (context.median_s() or 0.0))
+    s.deadlines.set(Timer.STOP, context.now + max(context.timing.stop_s, 3 * (context.median_s() or 0.0)))
     context.record(ledger.StopRequested(reason=reason, outcome=outcome))
 
 
 def due(context: Context) -> None:
     """Times that are over: for workers to come, and for the job to end."""
     s = context.state
-    if (
-        s.membership.phase is JobPhase.GATHERING
-        and s.deadlines.wait_deadline_s is not None
-        and context.now >= s.deadlines.wait_deadline_s
-    ):
+    if s.membership.phase is JobPhase.GATHERING and s.deadlines.is_due(Timer.WAIT, context.now):
         # Cleared before the request, since a request may come back here in the same batch, and the deadline
         # that is over would fire again.
-        s.deadlines.wait_deadline_s = None
+        s.deadlines.clear(Timer.WAIT)
         request(context, f"too few workers for {context.timing.wait_s:g} s", "failed")
-    if s.deadlines.stop_deadline_s is not None and context.now >= s.deadlines.stop_deadline_s:
-        s.deadlines.stop_deadline_s = None
+    if s.deadlines.is_due(Timer.STOP, context.now):
+        s.deadlines.clear(Timer.STOP)
         # What remains depends on how far the job is: a step in flight is dropped, a worker that does not save
         # is replaced by another holder of its shard, and only when nothing moves any more is everything
         # ended.
@@ -122,14 +119,14 @@ def finishing(context: Context) -> bool:
             s.membership.broke_at_s, s.membership.unheard_s = context.now, 0.0
             saves = stop.keep or stop.save_to
             within_s = context.timing.start_s if saves else context.timing.stall_s(context.median_s())
-            s.deadlines.break_deadline_s = max(s.deadlines.break_deadline_s or 0.0, context.now + within_s)
+            s.deadlines.set(Timer.LEAVE, max(s.deadlines.at(Timer.LEAVE) or 0.0, context.now + within_s))
         else:
             # It is behind the last step and cannot come there. Nobody trains any more, so there is no donor
             # for it either; and it is no failure, so the restart budget is not charged.
             processes.end_worker(context, worker, counts=False)
     if context.workers_in(WorkerPhase.PARKED):
         return True
-    s.deadlines.break_deadline_s = None
+    s.deadlines.clear(Timer.LEAVE)
     # Spares go only now. Until the last state was safe, one of them could still have been needed to do steps
     # again.
     for worker in context.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED, WorkerPhase.READY):
@@ -192,10 +189,10 @@ def begin(context: Context) -> None:
     transitions.enter_job(context, JobPhase.STOPPING)
     # Nothing is waited for or formed any more; a deadline left behind would fire in a job that is stopping,
     # and fail it.
-    s.deadlines.wait_deadline_s, s.deadlines.form_deadline_s = None, None
-    s.deadlines.stop_deadline_s = (
-        context.now + context.timing.start_s
-    )  # a large state takes its time to reach the disk
+    s.deadlines.clear(Timer.WAIT, Timer.FORM)
+    s.deadlines.set(
+        Timer.STOP, context.now + context.timing.start_s
+    )  # a large state takes time to reach the disk
     for worker in context.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED, WorkerPhase.READY):
         processes.end_worker(context, worker, counts=False)
     advance(context)

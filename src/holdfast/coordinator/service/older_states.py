@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.coordinator.kernel.deadlines import Deadlines
+from holdfast.coordinator.kernel.deadlines import Timer
 from holdfast.coordinator.kernel.membership_state import MembershipState
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.kernel.storage_state import StorageState
@@ -15,9 +15,18 @@ from holdfast.protocol import causes
 _PARTS: dict[str, type[msgspec.Struct]] = {
     "membership": MembershipState,
     "storage": StorageState,
-    "deadlines": Deadlines,
 }
 _HEALTH = ("slow", "brought")
+_TIMERS = {
+    "break_deadline_s": Timer.LEAVE,
+    "stop_deadline_s": Timer.STOP,
+    "inspect_deadline_s": Timer.INSPECT,
+    "wait_deadline_s": Timer.WAIT,
+    "form_deadline_s": Timer.FORM,
+    "form_after_s": Timer.FORM_AFTER,
+    "start_after_s": Timer.START_AFTER,
+    "ask_after_s": Timer.ASK_AFTER,
+}
 
 
 def state_of(snapshot: bytes) -> CoreState:
@@ -37,7 +46,8 @@ def _divided(state: dict[str, Any]) -> dict[str, Any]:
         for part, kind in _PARTS.items()
     }
     health = state.get("health", {}) | {field: state[field] for field in _HEALTH if field in state}
-    return state | parts | {"health": health}
+    at_s = {timer: state[field] for field, timer in _TIMERS.items() if state.get(field) is not None}
+    return state | parts | {"health": health, "deadlines": {"at_s": at_s}}
 
 
 def _with_causes(state: dict[str, Any]) -> dict[str, Any]:

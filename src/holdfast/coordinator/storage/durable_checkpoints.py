@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 from holdfast.checkpoint.policy import Retention, parse_cadence
 from holdfast.coordinator.kernel.context import Context
+from holdfast.coordinator.kernel.deadlines import Timer
 from holdfast.coordinator.kernel.events import DurableFound
 from holdfast.coordinator.kernel.membership_state import Node, Worker
 from holdfast.coordinator.kernel.storage_state import Snapshot, Storing, TierTotals
@@ -287,7 +288,7 @@ def last_on_its_way(context: Context) -> bool:
     that is. False when nothing more comes of it."""
     s = context.state
     # The person's patience is over. Whatever is on its way is left behind.
-    if s.membership.stop_reason is not None and s.deadlines.stop_deadline_s is None:
+    if s.membership.stop_reason is not None and not s.deadlines.is_set(Timer.STOP):
         return False  # asked to stop, and the time for that is over
     # First all shards must be known to be held, or not. Begun earlier, a checkpoint would take the newest
     # complete snapshot, which is older than the state that is just being kept.
