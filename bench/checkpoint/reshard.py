@@ -45,7 +45,13 @@ def measure(mib: int, savers: int, readers: int) -> Resharded:
             nbytes = (high - low) * columns * 4
             specs = tuple(
                 TensorSpec(
-                    name, "float32", (high - low, columns), i * nbytes, nbytes, (rows, columns), (low, 0)
+                    path=name,
+                    dtype="float32",
+                    shape=(high - low, columns),
+                    offset=i * nbytes,
+                    nbytes=nbytes,
+                    whole=(rows, columns),
+                    start=(low, 0),
                 )
                 for i, name in enumerate(whole)
             )

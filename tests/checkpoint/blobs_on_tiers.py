@@ -22,8 +22,10 @@ def head_of(step: int, data: bytes) -> tuple[bytes, bytes]:
     """A head that names two tensors, and the checksums in it."""
     half = len(data) // 2
     tensors = (
-        TensorSpec("model.a", "uint8", (half,), 0, half),
-        TensorSpec("model.b", "uint8", (len(data) - half,), half, len(data) - half),
+        TensorSpec(path="model.a", dtype="uint8", shape=(half,), offset=0, nbytes=half),
+        TensorSpec(
+            path="model.b", dtype="uint8", shape=(len(data) - half,), offset=half, nbytes=len(data) - half
+        ),
     )
     sums = sums_of(memoryview(data))
     return encode_head(Index(step, [], tensors, len(data)), sums), sums

@@ -64,7 +64,15 @@ def flat_rank(step: int, tensors: dict[str, torch.Tensor]) -> Flat:
         nbytes = tensor.numel() * tensor.element_size()
         whole, start = getattr(tensor, "whole", ()), getattr(tensor, "start", ())
         specs.append(
-            TensorSpec(path, str(tensor.dtype)[6:], tuple(tensor.shape), offset, nbytes, whole, start)
+            TensorSpec(
+                path=path,
+                dtype=str(tensor.dtype)[6:],
+                shape=tuple(tensor.shape),
+                offset=offset,
+                nbytes=nbytes,
+                whole=whole,
+                start=start,
+            )
         )
         offset += nbytes
     plain = [t.as_subclass(torch.Tensor) for t in tensors.values()]

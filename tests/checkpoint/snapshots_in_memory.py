@@ -29,8 +29,8 @@ def key_of(step: int, rank: int = 0, generation: int = 1, world: int = 1) -> Key
 def index_of(step: int, nbytes: int) -> Index:
     half = nbytes // 2
     tensors = (
-        TensorSpec("model.a", "uint8", (half,), 0, half),
-        TensorSpec("model.b", "uint8", (nbytes - half,), half, nbytes - half),
+        TensorSpec(path="model.a", dtype="uint8", shape=(half,), offset=0, nbytes=half),
+        TensorSpec(path="model.b", dtype="uint8", shape=(nbytes - half,), offset=half, nbytes=nbytes - half),
     )
     return Index(step, {}, tensors, nbytes)
 

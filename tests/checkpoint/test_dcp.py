@@ -323,7 +323,7 @@ def test_bytes_that_are_no_object_are_refused(to, data):
     from holdfast.checkpoint.checksums import sums_of
     from holdfast.tensors.index import Index, TensorSpec
 
-    spec = TensorSpec("thing", "bytes", (len(data),), 0, len(data))
+    spec = TensorSpec(path="thing", dtype="bytes", shape=(len(data),), offset=0, nbytes=len(data))
     sums = sums_of(memoryview(data))
     archive = Archive(to)
     head = encode_head(Index(5, {}, (spec,), len(data)), sums)

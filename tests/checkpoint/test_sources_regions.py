@@ -113,7 +113,17 @@ def found_of(states):
         for leaf in leaves:
             nbytes = leaf.local.numel() * leaf.local.element_size()
             shape, dtype = tuple(leaf.local.shape), str(leaf.local.dtype)[6:]
-            specs.append(TensorSpec(leaf.path, dtype, shape, offset, nbytes, leaf.whole, leaf.start))
+            specs.append(
+                TensorSpec(
+                    path=leaf.path,
+                    dtype=dtype,
+                    shape=shape,
+                    offset=offset,
+                    nbytes=nbytes,
+                    whole=leaf.whole,
+                    start=leaf.start,
+                )
+            )
             offset += nbytes
         data = bytearray(offset)
         copy_tensors(memoryview(data), [leaf.local for leaf in leaves], {})

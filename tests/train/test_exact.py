@@ -54,7 +54,7 @@ class Worker:
 
     def seat(self, micro_batches):
         mine = share(micro_batches, self.rank, self.world_size)
-        return Seat(mine, self.rank, self.world_size, 0, micro_batches)
+        return Seat(micro_batches=mine, rank=self.rank, world=self.world_size, idle=0, leaves=micro_batches)
 
     def words(self, micro_batches):
         return [len(mine) for mine in shares(micro_batches, self.world_size)]

@@ -33,7 +33,14 @@ def sharding():
         for one in made:
             one.close()
         made[:] = [
-            Sharding(shape, shard_index, torch.device("cpu"), "127.0.0.1", target, lambda begins: None)
+            Sharding(
+                shape=shape,
+                shard_index=shard_index,
+                device=torch.device("cpu"),
+                host="127.0.0.1",
+                target=target,
+                called=lambda begins: None,
+            )
         ]
         return made[0]
 

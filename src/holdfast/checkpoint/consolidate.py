@@ -296,7 +296,9 @@ def _flat_state(located: Located) -> _State:
 def _object(located: Located, rank: int, spec: TensorSpec) -> Any:
     """What was saved as an object, through torch's unpickler of plain values and tensors."""
     data = torch.empty(spec.nbytes, dtype=torch.uint8)
-    stream = TensorSpec(spec.path, "uint8", (spec.nbytes,), spec.offset, spec.nbytes)
+    stream = TensorSpec(
+        path=spec.path, dtype="uint8", shape=(spec.nbytes,), offset=spec.offset, nbytes=spec.nbytes
+    )
     read_regions(located, [Region(rank, stream, (0,), data)])
     try:
         value = torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)

@@ -235,7 +235,13 @@ class TieredReader(StorageReader):
                     continue
                 owner, spec = located.pieces(fqn, reader)[0]
                 data = torch.empty(spec.nbytes, dtype=torch.uint8)
-                stream = TensorSpec(spec.path, "uint8", (spec.nbytes,), spec.offset, spec.nbytes)
+                stream = TensorSpec(
+                    path=spec.path,
+                    dtype="uint8",
+                    shape=(spec.nbytes,),
+                    offset=spec.offset,
+                    nbytes=spec.nbytes,
+                )
                 regions.append(Region(owner, stream, (0,), data))
                 streams.append((item, data))
                 continue
@@ -338,19 +344,19 @@ def _resolve(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
 def _spec_of(item: WriteItem, tensor: torch.Tensor, offset: int) -> TensorSpec:
     fqn, nbytes = item.index.fqn, tensor.numel() * tensor.element_size()
     if item.type is WriteItemType.BYTE_IO:
-        return TensorSpec(fqn, BYTES, (nbytes,), offset, nbytes)
+        return TensorSpec(path=fqn, dtype=BYTES, shape=(nbytes,), offset=offset, nbytes=nbytes)
     data = item.tensor_data
     assert data is not None
     shape, whole = tuple(data.chunk.sizes), tuple(data.size)
     piece = shape != whole
     return TensorSpec(
-        fqn,
-        str(tensor.dtype)[6:],
-        shape,
-        offset,
-        nbytes,
-        whole if piece else (),
-        tuple(data.chunk.offsets) if piece else (),
+        path=fqn,
+        dtype=str(tensor.dtype)[6:],
+        shape=shape,
+        offset=offset,
+        nbytes=nbytes,
+        whole=whole if piece else (),
+        start=tuple(data.chunk.offsets) if piece else (),
     )
 
 

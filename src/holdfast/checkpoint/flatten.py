@@ -59,7 +59,17 @@ def flatten(state: Mapping[str, Any], step: int) -> Flat:
     for leaf in leaves:
         nbytes = leaf.local.numel() * leaf.local.element_size()
         dtype, shape = str(leaf.local.dtype)[6:], tuple(leaf.local.shape)
-        specs.append(TensorSpec(leaf.path, dtype, shape, offset, nbytes, leaf.whole, leaf.start))
+        specs.append(
+            TensorSpec(
+                path=leaf.path,
+                dtype=dtype,
+                shape=shape,
+                offset=offset,
+                nbytes=nbytes,
+                whole=leaf.whole,
+                start=leaf.start,
+            )
+        )
         offset += nbytes
     tree = {name: _final(value, name, kept, small) for name, value in tree.items()}
     return Flat(Index(step, tree, tuple(specs), offset), [leaf.local for leaf in leaves])

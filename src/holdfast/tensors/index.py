@@ -7,31 +7,42 @@ from typing import Any
 import msgspec
 
 
-class TensorSpec(msgspec.Struct, frozen=True):
-    """One tensor, or one piece of a sharded one, and its place in the row.
-
-    dtype: torch's name without `torch.`. shape: of the piece. whole, start: the shape of the tensor that it is a
-    piece of, and where in it the piece begins; empty for a tensor that is not sharded. placed: how it lies on the mesh
-    of a replica, where `holdfast.Run` saved it (`tensors.dtensor_shards.placed`).
-    """
+class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One tensor, or one piece of a sharded one, and where its bytes begin."""
 
     path: str
+    """Dotted path in the state's tree, from the name under which the object is protected."""
     dtype: str
+    """Torch's name without `torch.`: a name that msgpack and JSON can hold."""
     shape: tuple[int, ...]
+    """Of the piece."""
+    # Written down although they follow from the order and the shapes: a reader that wants one tensor need not
+    # know every dtype of the torch that wrote the file.
     offset: int
+    """Where it begins, in bytes from the beginning of the state."""
     nbytes: int
+    """Its size."""
+    # Empty means "not sharded" and not "unknown". Checkpoints from before sharding lack these three fields, and
+    # all their tensors are complete, so the defaults say what is true of them.
     whole: tuple[int, ...] = ()
+    """Shape of the tensor that it is a piece of; empty for a tensor that is not sharded."""
     start: tuple[int, ...] = ()
+    """Where in that tensor the piece begins; empty for a tensor that is not sharded."""
     placed: str = ""
+    """How it lies on the DeviceMesh of a replica, see `tensors.dtensor_shards.placed`. Only `holdfast.Run` writes it."""
 
 
 class Index(msgspec.Struct, frozen=True):
-    """What the bytes of a row mean. tree: nested [kind, value] pairs, see `holdfast.tensors.tree`."""
+    """What the bytes of a state mean."""
 
     step: int
+    """Committed steps that are in it."""
     tree: Any
+    """Nested [kind, value] pairs, see `holdfast.tensors.tree`."""
     tensors: tuple[TensorSpec, ...]
+    """In the order of their bytes, without gaps."""
     nbytes: int
+    """Of all tensors together."""
 
 
 # Made once, and not by whoever reads first: msgspec 0.22 crashes where two threads are the first to decode a type.

@@ -34,6 +34,8 @@ def is_far(tensor: torch.Tensor) -> bool:
 
 def now(tensors: Iterable[torch.Tensor]) -> Ready:
     """What has been queued until now, on the devices of these tensors. From the thread that queued it."""
+    # One event for each device and not for each tensor: they are recorded on the current stream, so what was
+    # queued before is covered for all tensors of that device.
     events: dict[torch.device, Any] = {}
     for device in {t.device for t in tensors if t.device.type == "cuda"}:
         events[device] = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -44,6 +46,8 @@ def now(tensors: Iterable[torch.Tensor]) -> Ready:
 @cache
 def stream_of(device: torch.device, purpose: str) -> Any:
     """One for each purpose: torch deals its streams out in turn, and a new one is soon NCCL's or FSDP's too."""
+    # Cached, because torch has 32 streams for each device and deals them out in turn. A stream that is shared
+    # with NCCL or FSDP2 would make copies wait for collectives, and those for copies.
     return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
 
@@ -63,6 +67,8 @@ class Lane:
     def buffer(self, nbytes: int) -> torch.Tensor:
         """Host memory that the device writes to at full speed."""
         with self.on():
+            # On the lane's own stream: torch's allocator gives pinned memory out again once that stream is
+            # done with it.
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._stream is not None)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> Any:
@@ -89,6 +95,7 @@ class Lane:
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a contiguous tensor."""
     if tensor.numel() == 0:
+        # An empty tensor may have no storage to view as bytes.
         return torch.empty(0, dtype=torch.uint8)
     # One element may have any stride, and is contiguous.
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

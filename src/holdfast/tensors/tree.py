@@ -43,6 +43,8 @@ def pack(value: Any, path: str, tensors: list[tuple[str, torch.Tensor]]) -> Any:
     """
     if isinstance(value, torch.Tensor):
         tensors.append((path, value))
+        # Tensors become numbers, so that the tree stays small and can be read without their bytes. An
+        # exporter or a check loads the tree of a state of any size.
         return ["T", len(tensors) - 1]
     # A short list on purpose. Anything else would need pickle to come back, which runs code from whoever
     # wrote the file.
@@ -62,6 +64,8 @@ def pack(value: Any, path: str, tensors: list[tuple[str, torch.Tensor]]) -> Any:
 def _key(key: Any, path: str) -> str | int:
     if isinstance(key, str | int):
         return key
+    # Both formats keep strings and whole numbers apart as keys; an optimizer's state has numbers. Other keys
+    # would come back as something else.
     raise UsageError(f"cannot protect {path}: the key {key!r} is neither a string nor a whole number")
 
 
@@ -72,6 +76,8 @@ def unpack(tree: Any, tensors: list[Any], inlined: Callable[[Any], Any] = lambda
         StateError: a tree of another version.
     """
     kind, value = tree
+    # A tree comes from a peer or from a file, so an unknown kind is an error of the data and not of the
+    # program.
     match kind:
         case "T":
             return tensors[value]

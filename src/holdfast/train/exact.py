@@ -57,14 +57,18 @@ def prepare(reduction: Reduction, alone: bool, device: torch.device) -> int | No
     return torch.get_num_threads()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Layout:
     """What one world size means for the exchange."""
 
     micro_batches: int
+    """Leaves of the tree of additions."""
     rank: int
+    """This worker's, among those with the same shard."""
     world: int
+    """Workers with the same shard that compute."""
     idle: int
+    """Further ones, which compute nothing."""
     leaf_folds: list[int]
     """For this worker's micro-batches."""
     pieces: list[int]
@@ -80,13 +84,13 @@ class _Layout:
         parts = [subtrees(micro_batches, mine) for mine in numbers]
         leaves = [(m, m + 1) for m in numbers[rank]]
         return _Layout(
-            micro_batches,
-            rank,
-            world,
-            idle,
-            folds(micro_batches, leaves),
-            [len(nodes) for nodes in parts],
-            folds(micro_batches, [node for nodes in parts for node in nodes]),
+            micro_batches=micro_batches,
+            rank=rank,
+            world=world,
+            idle=idle,
+            leaf_folds=folds(micro_batches, leaves),
+            pieces=[len(nodes) for nodes in parts],
+            piece_folds=folds(micro_batches, [node for nodes in parts for node in nodes]),
         )
 
 

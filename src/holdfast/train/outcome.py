@@ -24,29 +24,33 @@ class Stage(Enum):
     """The state is that after the step."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedStep:
-    """A step that counts here.
-
-    loss: global mean. own_loss: mean of this worker's micro-batches; None if they weigh nothing. micro_batches: that this
-    worker computed. took_s: without the wait for a decision, if a fault made one necessary.
-    """
+    """A step that counts here."""
 
     index: int
+    """Number of the step, from 0."""
     loss: float
+    """Mean over the global batch."""
     own_loss: float | None
+    """Mean over this worker's micro-batches; None if they weigh nothing."""
     micro_batches: int
+    """How many this worker computed."""
+    # A wait for a decision after a fault is left out. It would raise the median, and with it the time after which
+    # the coordinator takes a worker for hung.
     took_s: float
+    """Seconds from the beginning of the step to its commit, without the wait for a decision after a fault."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """A step as it stood when this was made.
-
-    finish: updates the state of a PREPARED step, and of no other. It is given the moment (`time.perf_counter`) at which the
-    decision was known, needs no other worker, and is called once at most.
-    """
+    """A step as it stood when this was made."""
 
     index: int
+    """Number of the step, from 0."""
     stage: Stage
+    """How far it got."""
+    # A function and not the step: the replica can finish a step, and can see or change nothing else of it.
     finish: Callable[[float], CommittedStep]
+    """Updates the state of a PREPARED step, and of no other. It takes the moment (`time.perf_counter`) at which the
+    decision was known. It needs no other worker and is called at most once."""

@@ -323,7 +323,12 @@ class Replica:
             self.sharding.groups if self.sharding and replica >= 0 and generation.shard_count > 1 else None
         )
         group = self.group = Group(
-            generation, form.rank, self.link.start.host, self._listener, groups, self.device
+            generation=generation,
+            rank=form.rank,
+            host=self.link.start.host,
+            listener=self._listener,
+            replica=groups,
+            device=self.device,
         )
         # Before `join`, which may wait for a lost member. If the generation broke meanwhile, `guard` aborts at once,
         # and `join` fails instead of waiting.

@@ -115,12 +115,12 @@ class Run:
         if self._sharding is None:
             where = self._attachment
             self._sharding = Sharding(
-                (shard, tensor),
-                where.shard_index,
-                self.device,
-                where.link.start.host,
-                where.target,
-                self._on_collective,
+                shape=(shard, tensor),
+                shard_index=where.shard_index,
+                device=self.device,
+                host=where.link.start.host,
+                target=where.target,
+                called=self._on_collective,
             )
         elif self._sharding.shape != (shard, tensor):
             raise UsageError(f"run.mesh() was called with {self._sharding.shape} before; a run has one mesh")
@@ -334,14 +334,14 @@ class Run:
         counts = sharding.counts if sharding is not None else lambda p: True
         gradients = kind(parameters, lambda: beat[0].alive(), counts)
         replica = Replica(
-            self._attachment.link,
-            self._attachment.faults,
-            self._protected | {NAME: cursor},
-            gradients,
-            self.device,
-            self._attachment.alone,
-            sharding,
-            self._attachment.endpoint(),
+            link=self._attachment.link,
+            faults=self._attachment.faults,
+            protected=self._protected | {NAME: cursor},
+            gradients=gradients,
+            device=self.device,
+            alone=self._attachment.alone,
+            sharding=sharding,
+            endpoint=self._attachment.endpoint(),
         )
         beat.append(replica)
         self._replica = replica

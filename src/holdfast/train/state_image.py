@@ -99,7 +99,18 @@ def capture(
         leaf = piece_of(path, tensor)
         nbytes = leaf.local.numel() * leaf.local.element_size()
         dtype, shape = str(leaf.local.dtype)[6:], tuple(leaf.local.shape)
-        specs.append(TensorSpec(path, dtype, shape, offset, nbytes, leaf.whole, leaf.start, placed(tensor)))
+        specs.append(
+            TensorSpec(
+                path=path,
+                dtype=dtype,
+                shape=shape,
+                offset=offset,
+                nbytes=nbytes,
+                whole=leaf.whole,
+                start=leaf.start,
+                placed=placed(tensor),
+            )
+        )
         offset += nbytes
         # No copy where the tensor is contiguous, which is nearly always: an image of 100 GB costs its index.
         pieces.append(leaf.local.detach().contiguous())

@@ -251,7 +251,13 @@ class Step:
         self._stage = Stage.COMMITTED
         late_s = decided_s - self._prepared_s if self._waited else 0.0
         took_s = time.perf_counter() - self._began_s - late_s
-        return CommittedStep(self.index, self.loss, self._own_loss(), len(self._words), took_s)
+        return CommittedStep(
+            index=self.index,
+            loss=self.loss,
+            own_loss=self._own_loss(),
+            micro_batches=len(self._words),
+            took_s=took_s,
+        )
 
     def _own_loss(self) -> float | None:
         """The mean loss of this worker's micro-batches; None if they weigh nothing."""

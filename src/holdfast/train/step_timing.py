@@ -101,7 +101,16 @@ class StepTimer:
         data, forward, backward, wait, update, aside = (_mean_without_longest(s) for s in parts_of)
         first = step + 1 - BLOCK_STEPS
         return Spent(
-            first, micros, data, forward, backward, wait, update, aside, self._loss, self._most_late()
+            first=first,
+            micros=micros,
+            data_s=data,
+            forward_s=forward,
+            backward_s=backward,
+            wait_s=wait,
+            update_s=update,
+            aside_s=aside,
+            loss=self._loss,
+            late=self._most_late(),
         )
 
     def _most_late(self) -> int:

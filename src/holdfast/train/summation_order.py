@@ -9,8 +9,8 @@ on the way to the root.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 from holdfast.protocol.messages import Generation
 
@@ -30,18 +30,20 @@ def shares(micro_batches: int, world: int) -> list[range]:
     return [share(micro_batches, rank, world) for rank in range(world)]
 
 
-class Seat(NamedTuple):
-    """What a worker computes, and how gradients are summed over those that hold the same shard.
-
-    micro_batches: the numbers of those that this worker computes. rank, world: among the workers that compute and hold the
-    same shard; idle: so many more hold it and compute nothing, the last ones. leaves: of the tree of additions.
-    """
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """What a worker computes, and how gradients are summed over the workers with the same shard."""
 
     micro_batches: range
+    """Numbers of the micro-batches that this worker computes."""
     rank: int
+    """Among the workers with the same shard; those that compute come first."""
     world: int
+    """Workers with the same shard that compute."""
     idle: int
+    """Further workers with the same shard, which compute nothing."""
     leaves: int
+    """Leaves of the tree of additions: micro-batches of a global batch, over the shards of a replica."""
 
 
 def seat(micro_batches: int, generation: Generation, rank: int) -> Seat:
@@ -56,13 +58,17 @@ def seat(micro_batches: int, generation: Generation, rank: int) -> Seat:
     # A member beside the replicas is in the column without computing. It counts at the end, so ranks of those
     # that compute stay 0 to `computing` - 1.
     if own.replica < 0:
-        return Seat(range(0), place, computing, len(column) - computing, leaves)
+        return Seat(
+            micro_batches=range(0), rank=place, world=computing, idle=len(column) - computing, leaves=leaves
+        )
     rounds = share(leaves, place, computing)
     first = own.shard_index // tensor
     # The shards of a replica take turns: FSDP2 sums over them at each backward pass, so one round gives one
     # leaf. Which worker computed which micro-batch of it does not matter then.
     numbers = range(rounds.start * shards + first, rounds.stop * shards + first, shards)
-    return Seat(numbers, place, computing, len(column) - computing, leaves)
+    return Seat(
+        micro_batches=numbers, rank=place, world=computing, idle=len(column) - computing, leaves=leaves
+    )
 
 
 def words(micro_batches: int, generation: Generation) -> list[int]:

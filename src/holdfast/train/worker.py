@@ -35,18 +35,20 @@ if TYPE_CHECKING:
 _PR_SET_PDEATHSIG = 1
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Attachment:
-    """What ties a script to its job.
-
-    shard_index: the shard for which `main` is run again; None: it runs for the first time.
-    """
+    """What ties a script to its job."""
 
     link: Link
+    """To the agent."""
     faults: FaultPlan
+    """Faults that are to be injected here."""
     target: int
+    """Workers of the job at full strength."""
     alone: bool = False
+    """There is no job: a thread of this process plays agent and coordinator."""
     shard_index: int | None = None
+    """The shard for which `main` runs again; None: it runs for the first time."""
     _endpoint: Endpoint | None = None
     _player: threading.Thread | None = None
 
@@ -107,7 +109,7 @@ def alone() -> Attachment:
     player = threading.Thread(target=_play_coordinator, args=(theirs,), name="holdfast-alone", daemon=True)
     player.start()
     link.listen()
-    return Attachment(link, FaultPlan(link), 1, alone=True, _player=player)
+    return Attachment(link=link, faults=FaultPlan(link), target=1, alone=True, _player=player)
 
 
 def _play_coordinator(sock: socket.socket) -> None:
@@ -163,7 +165,9 @@ def become(sock: socket.socket) -> int:
         os.register_at_fork(after_in_child=lambda: _forget(sock))
         link.listen()
         agent_link.attach(link)
-        _attachment.append(Attachment(link, faults, int(start.env.get("HOLDFAST_TARGET", "1"))))
+        _attachment.append(
+            Attachment(link=link, faults=faults, target=int(start.env.get("HOLDFAST_TARGET", "1")))
+        )
         _count_steps(link, faults)
         return _run_script(start, link)
 
