@@ -103,6 +103,6 @@ def test_what_a_replica_does_together_is_waiting(monkeypatch):
         timer.on_collective(False)
         now[0] += 0.5
         timer.enter(Phase.UPDATE)
-        block = step_timing.commit(step, 1, None, 0.0)
+        block = timer.commit(step, 1, None, 0.0)
     assert block is not None
     assert (block.forward_s, block.wait_s) == (0.75, 1.0)
