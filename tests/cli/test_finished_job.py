@@ -77,7 +77,7 @@ def test_the_newest_job_is_taken(holdfast, job):
 def test_events(holdfast, job):
     lines = holdfast("events").out.splitlines()
     assert len(lines) == 6
-    assert lines[0].startswith("     1.00 s  worker-started     worker-started: worker=node0.0#1")
+    assert lines[0].startswith("     1.00 s  worker-started     node0.0#1 started on node0 (pid 1)")
     assert lines[-1] == "     9.00 s  ended              finished at step 8"
 
 

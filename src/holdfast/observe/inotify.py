@@ -1,4 +1,4 @@
-"""Files that change, as an event: Linux inotify on the running event loop."""
+"""Reports changes of files on the running event loop, through Linux's inotify."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MODIFIED, CREATED = 0x2, 0x100
 _IN_NONBLOCK = 0o4000
 _BLOCK_BYTES = 1 << 16
 WITHOUT_S = 0.5
-"""Where the kernel has no instance left for this user (there are 128 by default), `changed` is called so often."""
+"""The period of `changed` where the kernel has no inotify instance left for this user (128 by default), in seconds."""
 
 
 class Inotify:
@@ -29,6 +29,7 @@ class Inotify:
             asyncio.get_running_loop().add_reader(self._fd, self._woken)
             return
         number = ctypes.get_errno()
+        # No instance left is no reason to fail: an IDE of the same user may hold all of them. Then the files are polled.
         if number != errno.EMFILE:
             raise OSError(number, f"inotify: {os.strerror(number)}")
         self._timer = asyncio.get_running_loop().call_later(WITHOUT_S, self._look)
@@ -47,6 +48,8 @@ class Inotify:
         self._changed()
 
     def _woken(self) -> None:
+        # Which files changed is of no interest: `changed` looks at all of them. Reading only clears the events, so that the
+        # event loop does not wake at once again.
         try:
             os.read(self._fd, _BLOCK_BYTES)
         except BlockingIOError:

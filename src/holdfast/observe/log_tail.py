@@ -12,11 +12,13 @@ from holdfast.observe.inotify import CREATED, MODIFIED, Inotify
 
 _BLOCK_BYTES = 1 << 16
 Write = Callable[[str, bytes], None]
-"""Takes a file's label and whole lines of it."""
+"""Takes a file's label and complete lines of it."""
 
 
 def last_lines(file: BinaryIO, lines: int) -> bytes:
-    """The last lines of a file (0: all of it), read backward; leaves it at the end that was read up to."""
+    """The last lines of a file (0: all of it)."""
+    # Backward in blocks, because a log may have gigabytes. The file is left at the end that was seen at the start, and not at
+    # its end now: what a worker appends meanwhile is read next, neither lost nor shown twice.
     end = at = file.seek(0, os.SEEK_END)
     found = b""
     while at > 0 and (lines <= 0 or found.count(b"\n") <= lines):
@@ -37,9 +39,7 @@ class _Followed:
 
 
 class Tail:
-    """Passes on what is appended to any of several files, also those that are yet to come. Needs a running
-    event loop.
-    """
+    """Passes on what is appended to several files, including files that do not exist yet. Needs a running event loop."""
 
     def __init__(self, write: Write) -> None:
         self._write = write
@@ -50,12 +50,13 @@ class Tail:
         """Follows one more file, beginning with its last lines (0: with all of them)."""
         if path in self._followed:
             return
+        # The folder and not the file: a worker's log is announced before the worker creates it.
         self._inotify.watch(path.parent, MODIFIED | CREATED)
         self._followed[path] = _Followed(label, lines)
         self._copy(path)
 
     def look(self) -> None:
-        """For files that other machines write: their changes are no events here."""
+        """Looks at all files now. Inotify does not report what other machines write to a shared file system."""
         self._changed()
 
     def _changed(self) -> None:
@@ -72,12 +73,14 @@ class Tail:
             data = last_lines(one.file, one.lines)
         else:
             data = one.file.read()
+        # Complete lines only. Half a line would be labelled as a line of its own, and the lines of other workers would come
+        # between its halves.
         whole, newline, one.rest = (one.rest + data).rpartition(b"\n")
         if newline:
             self._write(one.label, whole + newline)
 
     def close(self) -> None:
-        """Passes on the rest, unfinished lines too, and closes everything."""
+        """Passes on the rest, including unfinished lines, and closes everything."""
         for path, one in self._followed.items():
             self._copy(path)
             if one.rest:

@@ -23,9 +23,9 @@ ENDING = "waiting for the last processes to end"
 
 
 class PlainView:
-    """Writes one line per event to stderr, and the progress after two silent seconds, then ever more rarely.
+    """Writes one line for each event to stderr, and the progress after two silent seconds, then ever more rarely.
 
-    What rank 0 prints goes to stdout as it is.
+    What rank 0 prints goes to stdout unchanged.
     """
 
     def __init__(self, spec: JobSpec, job_dir: Path, clock: Callable[[], float] = time.monotonic) -> None:

@@ -1,4 +1,4 @@
-"""The sentence that says how far a job is, also before it trains."""
+"""The sentence about a job's progress, also before it trains."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ def progress_line(spec: JobSpec, status: Mapping[str, Any] | None, rate: float |
 
 def _restoring(fetching: Sequence[Mapping[str, Any]], status: Mapping[str, Any]) -> str:
     """`1 of 3 workers fetches the state of step 80: 3.20 GB of 12.0 GB`: of the slowest."""
+    # The slowest, because training continues only when all have the state.
     known = [w["restored"] for w in fetching if w["restored"]]
     slowest = min(known, key=lambda r: r[0] / max(1, r[1]), default=None)
     far = f": {size(slowest[0])} of {size(slowest[1])}" if slowest else ""

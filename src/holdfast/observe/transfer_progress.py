@@ -1,4 +1,4 @@
-"""Progress of what takes longer than two seconds: one line, rewritten in a terminal, ever more rarely elsewhere."""
+"""Progress of work that takes longer than two seconds: one line, rewritten in a terminal, ever more rarely elsewhere."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ TOLD_EVERY_S = 1.0
 
 
 Seen = Callable[[int, int], None]
-"""Told, from several threads, of bytes as they are dealt with and of how many there are in all; may raise to end it."""
+"""Called from several threads with the bytes just processed and the total; may raise to end the work."""
 
 
 class HowFar:
-    """What takes long in one process and is shown by another: now and then, first after two seconds. Thread-safe."""
+    """Progress that one process reports to another: first after two seconds, then once a second. Thread-safe."""
 
     def __init__(self, say: Callable[[int, int], None]) -> None:
-        """say: told how many bytes are dealt with, and of how many."""
+        """say: called with the bytes processed so far, and the total."""
         self._say = say
         self._due_s = time.monotonic() + SILENT_S
         self._nbytes = 0
@@ -31,7 +31,7 @@ class HowFar:
         self._lock = threading.Lock()
 
     def add(self, nbytes: int, total: int) -> None:
-        """So many more bytes of `total`."""
+        """Adds processed bytes."""
         with self._lock:
             self._nbytes += nbytes
             now = time.monotonic()
@@ -41,16 +41,17 @@ class HowFar:
                 self._say(self._nbytes, total)
 
     def over(self, total: int) -> None:
-        """Nothing more comes: who was told how far it is hears that, too."""
+        """Reports the end."""
+        # Only to somebody who saw a beginning: work that took less than two seconds is never shown.
         if self._told:
             self._say(total, total)
 
 
 class ByteCount:
-    """Bytes that were dealt with. Says nothing in the first two seconds. Thread-safe."""
+    """Shows how many bytes were processed. Silent for the first two seconds. Thread-safe."""
 
     def __init__(self, to: IO[str] | Callable[[str], None], what: str, total: int | None = None) -> None:
-        """to: a stream, or who is told a line. total: bytes there are to be dealt with, if that is known."""
+        """to: a stream, or what takes a line. total: all bytes, if known."""
         self._to, self._what, self._total = to, what, total
         self._terminal = not callable(to) and to.isatty()
         self._began = self._said = time.monotonic()
@@ -60,7 +61,7 @@ class ByteCount:
         self._open = False
 
     def add(self, nbytes: int) -> None:
-        """So many more bytes."""
+        """Adds processed bytes."""
         with self._lock:
             self._nbytes += nbytes
             now = time.monotonic()
