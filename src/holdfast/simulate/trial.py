@@ -62,7 +62,14 @@ def run(
             to.append((t_s, event))
 
         try:
-            cluster = Cluster(scenario, seed, names, one_by_one, trace, book if note is not None else None)
+            cluster = Cluster(
+                scenario=scenario,
+                seed=seed,
+                names=names,
+                one_by_one=one_by_one,
+                trace=trace,
+                note=book if note is not None else None,
+            )
             cluster.run()
         except FewNames:
             # With the same seed, so the same failures. Doubling ends after a few rounds, at the latest when
@@ -94,15 +101,15 @@ def result(cluster: Cluster) -> Trial:
     """What a trial came to."""
     wall_s = cluster.finished_s if cluster.finished_s is not None else float("inf")
     return Trial(
-        cluster.seed,
-        wall_s,
-        cluster.steps.spent.training / wall_s,
-        cluster.steps.spent,
-        dict(sorted(cluster.failures.items())),
-        cluster.incidents,
-        cluster.steps.lost,
-        cluster.nodes_new,
-        cluster.given_up,
-        cluster.node_s / 3600,
-        min(1.0, cluster.steps.committed / cluster.scenario.steps),
+        seed=cluster.seed,
+        wall_s=wall_s,
+        goodput=cluster.steps.spent.training / wall_s,
+        spent=cluster.steps.spent,
+        failures=dict(sorted(cluster.failures.items())),
+        incidents=cluster.incidents,
+        lost_steps=cluster.steps.lost,
+        new_nodes=cluster.nodes_new,
+        given_up=cluster.given_up,
+        node_hours=cluster.node_s / 3600,
+        done=min(1.0, cluster.steps.committed / cluster.scenario.steps),
     )

@@ -89,68 +89,85 @@ def _rates() -> Iterator[Check]:
         rate = 100 * f.rate_per_node_hour(failures, nodes, hours)
         low, high = (100 * x for x in f.rate_interval(failures, nodes * hours))
         note = f"{failures} events: 95% between {low:.4f} and {high:.4f}"
-        yield Check(f"{name}: failures per node-hour", said, rate, "% rate", round(rate, 4) == said, note)
+        yield Check(
+            name=f"{name}: failures per node-hour",
+            expected=said,
+            ours=rate,
+            unit="% rate",
+            reproduced=round(rate, 4) == said,
+            note=note,
+        )
 
 
 def _public() -> Iterator[Check]:
     mtbf_h = f.mtbf_hours(2048, 419 / (2048 * 54 * 24))
     yield Check(
-        "Llama 3: hours between failures", 3.1, mtbf_h, "h", round(mtbf_h, 1) == 3.1, "419 in 54 days"
+        name="Llama 3: hours between failures",
+        expected=3.1,
+        ours=mtbf_h,
+        unit="h",
+        reproduced=round(mtbf_h, 1) == 3.1,
+        note="419 in 54 days",
     )
     most_s = _most(lambda s: f.goodput(mtbf_h * HOUR_S, 60.0, 1.0, s), 0.9)
     yield Check(
-        "Llama 3: minutes lost per failure at 90% effective time",
-        18.6,
-        mtbf_h * 60 * 0.1,
-        "min",
-        abs(mtbf_h * 6 - 18.6) < 0.1,
-        f"with a snapshot every minute, >90% needs recovery in less than {most_s / 60:.0f} min",
+        name="Llama 3: minutes lost per failure at 90% effective time",
+        expected=18.6,
+        ours=mtbf_h * 60 * 0.1,
+        unit="min",
+        reproduced=abs(mtbf_h * 6 - 18.6) < 0.1,
+        note=f"with a snapshot every minute, >90% needs recovery in less than {most_s / 60:.0f} min",
     )
     kind = (FailureClass("node", "node", 0.0161e-2),)
     s = Scenario(2048, 10 * DAY_S, kind, spares=8, peer_s=105, detection_s=10)
     ours = run(s, 1).goodput
     yield Check(
-        "Llama 3: effective time, at its rate, with 105 s from peers",
-        0.9,
-        ours,
-        "%",
-        ours > 0.9,
-        "published as >90%",
+        name="Llama 3: effective time, at its rate, with 105 s from peers",
+        expected=0.9,
+        ours=ours,
+        unit="%",
+        reproduced=ours > 0.9,
+        note="published as >90%",
     )
     rate = 0.0161e-2
     robust_s = f.mtbf_hours(1200, rate) * HOUR_S
     ours = f.goodput(robust_s, 60.0, 1.0, 109 + 65)
     allowed = _most(lambda x: f.goodput(robust_s, 60.0, 1.0, x), 0.97)
     yield Check(
-        "ByteRobust: ETTR on 9,600 GPUs",
-        0.97,
-        ours,
-        "%",
-        None,
-        "its failure rate is not published; at Llama's, with its own 109 s + 65 s, it comes out higher: 97% would be "
+        name="ByteRobust: ETTR on 9,600 GPUs",
+        expected=0.97,
+        ours=ours,
+        unit="%",
+        reproduced=None,
+        note="its failure rate is not published; at Llama's, with its own 109 s + 65 s, it comes out higher: 97% would be "
         f"{allowed / 60:.0f} min per failure",
     )
     lost = 178_000 / (992 * 1440)
     yield Check(
-        "OPT-175B: share of GPU-hours lost",
-        0.16,
-        lost,
-        "%",
-        None,
-        "178,000 of 992 GPUs x 1,440 h are 12.5%; of what 16% are is not said",
+        name="OPT-175B: share of GPU-hours lost",
+        expected=0.16,
+        ours=lost,
+        unit="%",
+        reproduced=None,
+        note="178,000 of 992 GPUs x 1,440 h are 12.5%; of what 16% are is not said",
     )
     rsc = 24_000 / 6.5
     yield Check("Meta RSC-1: hours at 16,384 GPUs", 1.8, rsc / 2048, "h", round(rsc / 2048, 1) == 1.8)
     yield Check(
-        "Meta RSC-1: hours at 1,024 GPUs",
-        7.9,
-        rsc / 128,
-        "h",
-        None,
-        "does not follow from its own rate of 6.5 per 1,000 node-days: small jobs fail of other causes",
+        name="Meta RSC-1: hours at 1,024 GPUs",
+        expected=7.9,
+        ours=rsc / 128,
+        unit="h",
+        reproduced=None,
+        note="does not follow from its own rate of 6.5 per 1,000 node-days: small jobs fail of other causes",
     )
     yield Check(
-        "Llama 3: share of GPU faults (148 of 419)", 0.301, 148 / 419, "%", None, "the paper prints 30.1%"
+        name="Llama 3: share of GPU faults (148 of 419)",
+        expected=0.301,
+        ours=148 / 419,
+        unit="%",
+        reproduced=None,
+        note="the paper prints 30.1%",
     )
 
 

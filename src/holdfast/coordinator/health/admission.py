@@ -134,7 +134,16 @@ def quarantine(context: Context, node: Node, reason: str, incident: Incident | N
     rule, device = (incident.rule, incident.device) if incident else ("", "")
     _give_up(context, node.machine, reason[:400], rule)
     if node.identity and not (incident and incident.injected):
-        context.act(Remember(node.identity, Kind.QUARANTINED, node.name, rule, device, reason[:400]))
+        context.act(
+            Remember(
+                machine=node.identity,
+                kind=Kind.QUARANTINED,
+                node=node.name,
+                rule=rule,
+                device=device,
+                text=reason[:400],
+            )
+        )
 
 
 def _give_up(context: Context, machine: str, why: str, rule: str) -> None:

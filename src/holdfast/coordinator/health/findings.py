@@ -102,15 +102,15 @@ def _sight(context: Context, node: Node, finding: Finding) -> None:
     text = finding.evidence[:TEXT_CHARS]
     sightings.append(
         Sighting(
-            finding.rule,
-            node.name,
-            node.machine,
-            context.now,
-            text,
-            finding.worker,
-            grave and not finding.shared,
-            s.membership.committed,
-            s.membership.number,
+            rule=finding.rule,
+            node=node.name,
+            machine=node.machine,
+            at_s=context.now,
+            text=text,
+            worker=finding.worker,
+            grave=grave and not finding.shared,
+            step=s.membership.committed,
+            generation=s.membership.number,
         )
     )
     # Bounded: a node with a bad cable can match a rule thousands of times an hour, and this list is part of

@@ -17,7 +17,17 @@ def remember(context: Context, node: Node, kind: Kind, incident: Incident, remed
     # one's record.
     if node.identity:
         text = str(incident.cause)[:TEXT_CHARS]
-        context.act(Remember(node.identity, kind, node.name, incident.rule, incident.device, text, remedy))
+        context.act(
+            Remember(
+                machine=node.identity,
+                kind=kind,
+                node=node.name,
+                rule=incident.rule,
+                device=incident.device,
+                text=text,
+                remedy=remedy,
+            )
+        )
 
 
 def ask(context: Context, node: Node, rule: str, text: str, incident: Incident | None = None) -> None:

@@ -42,7 +42,15 @@ def begin(context: Context, node: Node, incident: Incident, remedy: Remedy, plan
             before.done_s = context.now  # what was under way there is overtaken
             if before.incident != incident.id:
                 settle(context, context.state.incidents[before.incident - 1])
-    act = Act(context.now, node.machine, node.name, incident.rule, remedy, incident.id, incident.device)
+    act = Act(
+        at_s=context.now,
+        machine=node.machine,
+        node=node.name,
+        rule=incident.rule,
+        remedy=remedy,
+        incident=incident.id,
+        device=incident.device,
+    )
     # Noted before it is done: if this process dies in between, the next one counts an act too many, which is
     # safe. One too few could exceed the limit.
     blast_radius.entered(context, act)

@@ -98,11 +98,11 @@ def standing(records: Sequence[Remembered], devices: Sequence[str] = ()) -> Stan
     if len(faults) >= LEMON_INCIDENTS and len(jobs) >= LEMON_JOBS:
         lemon = f"{len(faults)} incidents in {len(jobs)} jobs within {LEMON_WINDOW_S / DAY_S:g} days"
     return Standing(
-        quarantine,
-        by_rule if quarantine else "",
-        lemon,
-        tuple(sorted(rule for rule, times in wrong.items() if times >= DOUBTED)),
-        tuple(r for r in counting if r.kind is Kind.ACTED and r.remedy in set(Remedy)),
-        len(faults),
-        len(jobs),
+        quarantine=quarantine,
+        by_rule=by_rule if quarantine else "",
+        lemon=lemon,
+        trial=tuple(sorted(rule for rule, times in wrong.items() if times >= DOUBTED)),
+        acts=tuple(r for r in counting if r.kind is Kind.ACTED and r.remedy in set(Remedy)),
+        incidents=len(faults),
+        jobs=len(jobs),
     )

@@ -434,14 +434,14 @@ def formed(context: Context, before: int, after: int, joined: int) -> None:
         membership.grew_at_s = context.now
     number = membership.changes[-1].id + 1 if membership.changes else 1
     change = Change(
-        number,
-        reason,
-        membership.committed,
-        before,
-        after,
-        membership.broke_at_s,
-        context.now,
-        membership.number,
+        id=number,
+        reason=reason,
+        at_step=membership.committed,
+        before=before,
+        after=after,
+        left_at_s=membership.broke_at_s,
+        formed_at_s=context.now,
+        generation=membership.number,
     )
     change.joined = joined
     membership.changes.append(change)

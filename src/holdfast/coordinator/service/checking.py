@@ -197,7 +197,12 @@ class _Run:
         """How far it is."""
         results = {n: tuple(r) for n, r in self._results.items()} if self._over else {}
         return CheckNews(
-            self.id, self._version, self._doing, tuple(sorted(self._waiting)), self._over, results
+            id=self.id,
+            version=self._version,
+            doing=self._doing,
+            waiting=tuple(sorted(self._waiting)),
+            over=self._over,
+            results=results,
         )
 
     async def wait(self, after: int, patience_s: float) -> CheckNews:

@@ -59,7 +59,15 @@ class Entry(msgspec.Struct, frozen=True):
     def remembered(self, now_s: float) -> Remembered:
         """As the core is told of it."""
         age_s = max(0.0, now_s - self.utc_s)
-        return Remembered(self.kind, age_s, self.job, self.rule, self.device, self.text, self.remedy)
+        return Remembered(
+            kind=self.kind,
+            age_s=age_s,
+            job=self.job,
+            rule=self.rule,
+            device=self.device,
+            text=self.text,
+            remedy=self.remedy,
+        )
 
 
 class History:
@@ -136,7 +144,17 @@ class History:
 def _entry(
     utc_s: float, machine: str, node: str, job: str, kind: str, rule: str, device: str, text: str, remedy: str
 ) -> Entry:
-    return Entry(utc_s, machine, node, job, Kind(kind), rule, device, text, remedy)
+    return Entry(
+        utc_s=utc_s,
+        machine=machine,
+        node=node,
+        job=job,
+        kind=Kind(kind),
+        rule=rule,
+        device=device,
+        text=text,
+        remedy=remedy,
+    )
 
 
 def _connect_postgres(url: str) -> tuple[Any, tuple[type[Exception], ...]]:

@@ -45,15 +45,15 @@ class Memory:
     def remember(self, said: Remember) -> None:
         """Keeps a record."""
         entry = Entry(
-            now_s(),
-            said.machine,
-            said.node,
-            self._job,
-            said.kind,
-            said.rule,
-            said.device,
-            said.text,
-            said.remedy,
+            utc_s=now_s(),
+            machine=said.machine,
+            node=said.node,
+            job=self._job,
+            kind=said.kind,
+            rule=said.rule,
+            device=said.device,
+            text=said.text,
+            remedy=said.remedy,
         )
         loop = asyncio.get_running_loop()
         writing = loop.run_in_executor(self._thread, self._write, entry)

@@ -198,4 +198,11 @@ def _armed(plan: Planned) -> ArmedFault:
     spec = plan.spec
     phase: Phase | None = PHASES[spec.phase] if spec.phase else None
     number = None if phase is None else int(phase)
-    return ArmedFault(f"{plan.id}/{plan.fired}", spec.kind, spec.step, number, spec.code, spec.factor)
+    return ArmedFault(
+        id=f"{plan.id}/{plan.fired}",
+        kind=spec.kind,
+        step=spec.step,
+        phase=number,
+        code=spec.code,
+        factor=spec.factor,
+    )
