@@ -42,7 +42,9 @@ def main() -> int:
     """Measures both and prints medians with their spread."""
     parser = argparse.ArgumentParser(prog="bench.collectives", description=__doc__)
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--mib", type=int, default=25, help="bfloat16 of each worker")
+    parser.add_argument(
+        "--mib", type=int, default=25, help="MiB of bfloat16 values of each worker (default: 25)"
+    )
     parser.add_argument("--reps", type=int, default=15)
     given = parser.parse_args()
     console = Console(width=100)

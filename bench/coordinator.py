@@ -1,7 +1,7 @@
 """What one event costs the coordinator's core, by the size of the job: `python -m bench.coordinator [NODESxWORKERS ...]`.
 
-No sockets and no ledger: the processor time of `Core.handle`, the size of its state, and the bytes of one Form. A
-heartbeat and a progress word come from everybody many times a second, so they must cost the same at any size.
+No sockets and no ledger: the processor time of `Core.handle`, the size of its state, and the bytes of one JoinGeneration. A
+heartbeat and a progress message come from every node many times a second, so they must cost the same at any size.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def hello(number: int, slots: int) -> m.Hello:
 
 
 def says(worker: Worker, message: m.WorkerMessage) -> e.NodeSays:
-    """A word of a worker, as its agent passes it on."""
+    """A message of a worker, as its agent forwards it."""
     return e.NodeSays(worker.node, m.FromWorker(worker.name, message))
 
 
@@ -79,7 +79,7 @@ class Job:
         )
 
     def do(self, *events: e.Event) -> list[e.Action]:
-        """What happens at one moment, a little after the last."""
+        """Hands an event to the core, a little after the one before."""
         self.now += 1e-4
         return self.core.handle_all(events, self.now)
 
@@ -91,9 +91,10 @@ def measure(nodes: int, nproc: int) -> list[str]:
     workers, number = list(state.membership.workers.values()), state.membership.number
     gc.collect()
     gc.freeze()
-    beat = _median_us(job, lambda i: e.NodeSays(workers[i].node, m.Heartbeat()))
+    beat = _median_us(job, lambda i: e.NodeSays(workers[i % len(workers)].node, m.Heartbeat()))
     same = _median_us(
-        job, lambda i: says(workers[i], m.Progress(generation=number, committed=1, median_s=0.5))
+        job,
+        lambda i: says(workers[i % len(workers)], m.Progress(generation=number, committed=1, median_s=0.5)),
     )
     step = _median_us(
         job,
@@ -143,10 +144,10 @@ def main() -> None:
         "nodes x workers",
         "heartbeat",
         "progress",
-        "its step is new",
+        "new step",
         "tick",
         "lost to formed",
-        "a Form",
+        "JoinGeneration",
         "state",
     ]
     rows = [head, *(measure(nodes, nproc) for nodes, nproc in sizes)]

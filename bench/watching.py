@@ -1,4 +1,4 @@
-"""`python -m bench.watching`: what being watched does to the step time of a job.
+"""`python -m bench.watching`: how much health monitoring changes the step time of a job.
 
 The same small job, with `--health` and `--no-health` in turns; the median step of each run. (`python -m bench.health`
 measures the processor time of the watching itself.)
@@ -28,7 +28,7 @@ LIMIT_S = 120.0
 def main() -> int:
     """Runs both in turns and prints medians with their spread."""
     parser = argparse.ArgumentParser(prog="bench.watching", description=__doc__)
-    parser.add_argument("--runs", type=int, default=5, help="of each kind")
+    parser.add_argument("--runs", type=int, default=5, help="runs of each kind (default: 5)")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--nodes", type=int, default=2)
     given = parser.parse_args()
@@ -44,7 +44,9 @@ def main() -> int:
         low, middle, high = (1e3 * f(times) for f in (min, statistics.median, max))
         console.print(f"{mode:<12} median step {middle:.2f} ms ({low:.2f}-{high:.2f})", highlight=False)
     ratio = statistics.median(w / n for w, n in zip(*steps_s.values(), strict=True))
-    console.print(f"watched / not watched: {ratio - 1:+.1%} (median of the pairs)", highlight=False)
+    console.print(
+        f"step time with monitoring against without: {ratio - 1:+.1%} (median of the pairs)", highlight=False
+    )
     conclude(console, cpu)
     return 0
 

@@ -1,4 +1,4 @@
-"""`python -m bench.checkpoint`: what saving and loading cost, against memory, sockets and torch's own ways."""
+"""`python -m bench.checkpoint`: what saving and loading cost, compared with memory, sockets and torch's own functions."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ DLROVER = Environment(
 
 
 class Failed(Exception):
-    """A part did not end well. The message is for the user."""
+    """A section failed. The message is for the user."""
 
 
 def main() -> int:
@@ -96,13 +96,17 @@ def main() -> int:
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.checkpoint", description=__doc__)
     parser.add_argument(
-        "--sections", default=",".join(SECTIONS), help=f"of {', '.join(SECTIONS)} (default: all)"
+        "--sections",
+        default=",".join(SECTIONS),
+        help=f"comma-separated: {', '.join(SECTIONS)} (default: all)",
     )
-    parser.add_argument("--mib", type=int, default=1024, help="state of every rank (default: 1024)")
+    parser.add_argument("--mib", type=int, default=1024, help="state of every rank in MiB (default: 1024)")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--setup", action="store_true", help="install DLRover into an environment of its own")
-    parser.add_argument("--timeout-s", type=float, default=1200.0, help="for one section")
+    parser.add_argument(
+        "--timeout-s", type=float, default=1200.0, help="limit for one section (default: 1200)"
+    )
     parser.add_argument("--json", type=Path, help="write every measurement to this file")
     chosen = parser.parse_args(arguments)
     chosen.sections = chosen.sections.split(",")
@@ -118,7 +122,7 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def _under_holdfast(
     processes: Group, script: str, chosen: argparse.Namespace, scratch: Path, progress: Progress, *extra: str
 ) -> list[dict[str, Any]]:
-    """A script on every rank, each on a node of its own; the lines that they wrote, and the memory that was taken."""
+    """Runs a script on every rank, each on its own node. Returns the lines that they wrote and the memory used."""
     output, home = scratch / f"{script}.out", scratch / "home"
     for old in scratch.glob(f"{script}.out-*"):
         old.unlink()

@@ -29,7 +29,7 @@ WIDTH = 110
 
 @dataclass(frozen=True, kw_only=True)
 class System:
-    """A way to load, and what of it is measured."""
+    """A loader, and what is measured of it."""
 
     name: str
     title: str
@@ -79,10 +79,16 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--setup", action="store_true", help="install the peers that are not there, then run")
     parser.add_argument("--systems", help=f"comma-separated (default: all): {names}")
-    parser.add_argument("--tokens", type=float, default=1e9, help="in the set, a sparse file (default: 1e9)")
-    parser.add_argument("--repetitions", type=int, default=5, help="each in a new process (default: 5)")
-    parser.add_argument("--seconds", type=float, default=3.0, help="of reading, each (default: 3)")
-    parser.add_argument("--timeout-s", type=float, default=300.0, help="for one measurement (default: 300)")
+    parser.add_argument(
+        "--tokens", type=float, default=1e9, help="tokens in the data set, a sparse file (default: 1e9)"
+    )
+    parser.add_argument(
+        "--repetitions", type=int, default=5, help="repetitions, each in a new process (default: 5)"
+    )
+    parser.add_argument("--seconds", type=float, default=3.0, help="seconds of reading in each (default: 3)")
+    parser.add_argument(
+        "--timeout-s", type=float, default=300.0, help="limit for one measurement (default: 300)"
+    )
     parser.add_argument("--json", type=Path, help="write everything that was measured to this file")
     chosen = parser.parse_args(arguments)
     known = {system.name: system for system in SYSTEMS}
@@ -94,7 +100,7 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 class Failed(Exception):
-    """A measurement did not end well. The message is for the user."""
+    """A measurement failed. The message is for the user."""
 
 
 class Bench:

@@ -43,12 +43,17 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         prog="python -m bench.gpu", description="What one GPU can show of snapshots and recovery."
     )
     parser.add_argument(
-        "--device", choices=tuple(DEFAULTS), default="cuda", help="cpu: the same code, to try it"
+        "--device",
+        choices=tuple(DEFAULTS),
+        default="cuda",
+        help="cpu: runs the same code without a GPU, to try it",
     )
-    parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)} (default: all)")
-    parser.add_argument("--sizes", help="of snapshots (default: 1g,8g; on the CPU 64m)")
-    parser.add_argument("--repetitions", type=int, default=7, help="of every copy (default: 7)")
-    parser.add_argument("--faults", type=int, default=5, help="of every job (default: 5)")
+    parser.add_argument(
+        "--parts", default=",".join(PARTS), help=f"comma-separated: {', '.join(PARTS)} (default: all)"
+    )
+    parser.add_argument("--sizes", help="sizes of snapshots (default: 1g,8g; on the CPU 64m)")
+    parser.add_argument("--repetitions", type=int, default=7, help="repetitions of every copy (default: 7)")
+    parser.add_argument("--faults", type=int, default=5, help="faults in every job (default: 5)")
     parser.add_argument("--json", type=Path, help="write everything that was measured to this file")
     chosen = parser.parse_args(arguments)
     chosen.parts = chosen.parts.split(",")

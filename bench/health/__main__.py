@@ -35,7 +35,7 @@ GOAL = 0.002
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one source: seconds of processor time for each reading of it."""
+    """Processor seconds of one source, for each time that it is read."""
 
     name: str
     every_s: float
@@ -49,7 +49,7 @@ class Cost:
 
 
 def measure(source: Source, engine: RuleEngine, repetitions: int) -> Cost:
-    """Reads it so many times, as if its period had passed each time."""
+    """Reads the source this many times, as if its period had passed each time."""
     clock = _Clock()
     for name in ("_clock", "_due_s"):  # sources that are also woken by events read only when they are due
         if hasattr(source, name):
@@ -124,7 +124,12 @@ def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(prog="python -m bench.health")
     parser.add_argument("--repetitions", type=int, default=50)
-    parser.add_argument("--live", type=float, default=120.0, help="seconds; a multiple of 60")
+    parser.add_argument(
+        "--live",
+        type=float,
+        default=120.0,
+        help="seconds of watching this machine; a multiple of 60 (default: 120)",
+    )
     given = parser.parse_args()
     console = Console()
     rules = len(load_rules())

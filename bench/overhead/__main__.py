@@ -41,10 +41,12 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--models", default="10m,tiny", help="comma-separated: 10m, tiny (default: both)")
     parser.add_argument("--replicas", type=int, default=2, help="nodes with one worker each (default: 2)")
-    parser.add_argument("--rounds", type=int, default=24, help="of plain, Holdfast, plain (default: 24)")
-    parser.add_argument("--steps", type=int, default=10, help="in a block (default: 10)")
-    parser.add_argument("--runs", type=int, default=3, help="of each model (default: 3)")
-    parser.add_argument("--timeout-s", type=float, default=600.0, help="for one run (default: 600)")
+    parser.add_argument(
+        "--rounds", type=int, default=24, help="rounds of three blocks: plain, Holdfast, plain (default: 24)"
+    )
+    parser.add_argument("--steps", type=int, default=10, help="steps in a block (default: 10)")
+    parser.add_argument("--runs", type=int, default=3, help="runs of each model (default: 3)")
+    parser.add_argument("--timeout-s", type=float, default=600.0, help="limit for one run (default: 600)")
     parser.add_argument("--json", type=Path, help="write every block to this file")
     chosen = parser.parse_args(arguments)
     chosen.models = chosen.models.split(",")

@@ -1,4 +1,4 @@
-"""One command, one table: `python -m bench.recovery` (see --help; `--setup` installs the peers first)."""
+"""`python -m bench.recovery`: how long training stops after a fault, for Holdfast and its peers, as one table."""
 
 from __future__ import annotations
 
@@ -39,8 +39,12 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--setup", action="store_true", help="install the peers that are not there, then run")
     parser.add_argument("--systems", default="*", help=f"comma-separated names or patterns of: {names}")
     parser.add_argument("--replicas", type=int, default=3, help="replicas at full strength (default: 3)")
-    parser.add_argument("--faults", type=int, default=5, help="SIGKILLs for every system (default: 5)")
-    parser.add_argument("--state-mb", type=float, default=0.0, help="further state, without gradients, in MB")
+    parser.add_argument(
+        "--faults", type=int, default=5, help="faults (SIGKILL of a replica) for every system (default: 5)"
+    )
+    parser.add_argument(
+        "--state-mb", type=float, default=0.0, help="additional state without gradients, in MB"
+    )
     parser.add_argument(
         "--table",
         choices=["first", "second", "sharded"],
@@ -48,9 +52,11 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="second: 8 replicas; 400 MB. sharded: 2 replicas of 2 shards, without the comparison of steps",
     )
     parser.add_argument(
-        "--size", choices=list(SIZES), default="100m", help="of the sharded model (default: 100m)"
+        "--size", choices=list(SIZES), default="100m", help="parameters of the sharded model (default: 100m)"
     )
-    parser.add_argument("--blocks", type=int, default=20, help="pairs of blocks to compare steps; 0: none")
+    parser.add_argument(
+        "--blocks", type=int, default=20, help="pairs of blocks of steps that compare step times; 0: none"
+    )
     parser.add_argument(
         "--checkpoint-budget",
         type=float,
@@ -61,10 +67,10 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--checkpoint-every",
         type=int,
         default=0,
-        help="steps between checkpoints of the sharded table, instead of finding out what the budget allows",
+        help="steps between checkpoints of the sharded table (default: as many as the budget allows)",
     )
-    parser.add_argument("--timeout-s", type=float, default=90.0, help="for one recovery (default: 90)")
-    parser.add_argument("--seed", type=int, default=0, help="of the victims and of the times of the kills")
+    parser.add_argument("--timeout-s", type=float, default=90.0, help="limit for one recovery (default: 90)")
+    parser.add_argument("--seed", type=int, default=0, help="seed for the choice of victims and times")
     parser.add_argument("--json", type=Path, help="write everything that was measured to this file")
     chosen = parser.parse_args(arguments)
     if chosen.replicas < 2 or chosen.faults < 1:

@@ -37,8 +37,10 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default="2x2,2x8,3x12,4x8",
         help="replicas x micro-batches of a step (default: 2x2,2x8,3x12,4x8)",
     )
-    parser.add_argument("--rounds", type=int, default=7, help="of one block of each kind (default: 7)")
-    parser.add_argument("--steps", type=int, default=5, help="in a block, after 2 to warm up (default: 5)")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds of one block of each kind (default: 7)")
+    parser.add_argument(
+        "--steps", type=int, default=5, help="steps in a block, after 2 for warm-up (default: 5)"
+    )
     parser.add_argument("--json", type=Path, help="write every step to this file")
     chosen = parser.parse_args(arguments)
     try:

@@ -37,10 +37,14 @@ PUBLISHED = (
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.replace", description=__doc__)
-    parser.add_argument("--models", default="10m", help=f"of {', '.join(job.WIDTHS)} (default: 10m)")
+    parser.add_argument(
+        "--models", default="10m", help=f"comma-separated: {', '.join(job.WIDTHS)} (default: 10m)"
+    )
     parser.add_argument("--engine", choices=tuple(GOALS), default="local", help="slurm: needs root")
     parser.add_argument(
-        "--kinds", default="xid,power", help=f"on Slurm: of {', '.join(slurm.FAULTS)} (default: both)"
+        "--kinds",
+        default="xid,power",
+        help=f"faults on Slurm, comma-separated: {', '.join(slurm.FAULTS)} (default: both)",
     )
     parser.add_argument("--faults", type=int, default=5, help="nodes to replace (default: 5)")
     chosen = parser.parse_args()
@@ -79,11 +83,15 @@ def main() -> int:
                 done = bool(console.print(str(error), style="red"))
     console.print(table)
     verdict_s, full_s = GOALS[chosen.engine]
-    console.print(f"To stay below: {verdict_s:g} s to the verdict, {full_s:g} s from there to full strength.")
+    console.print(
+        f"Goals: at most {verdict_s:g} s to the verdict, then at most {full_s:g} s to full strength."
+    )
     console.print(PUBLISHED, highlight=False)
     machine.conclude(console, cpu)
     if chosen.engine == "slurm":
-        console.print("(The nodes are Slurm's children, not ours: what they do counts as others' here.)")
+        console.print(
+            "(The nodes are child processes of Slurm, so their CPU time counts as that of other processes.)"
+        )
     return 0 if done else 1
 
 

@@ -1,4 +1,4 @@
-"""`python -m bench.resize`: what it costs a running job to grow, to shrink, and to change a node for a spare.
+"""`python -m bench.resize`: what it costs a running job to grow, to shrink, and to replace a node by a spare.
 
 The stall of a change is the time from the last step's commit in the old membership to the first one in the new, less a
 median step of the new one. Against torchrun with --nnodes 1:3, which restarts every worker from a checkpoint.
@@ -44,7 +44,7 @@ Stalls = dict[str, list[float]]
 
 
 class Failed(Exception):
-    """A change did not come. The message is for the user."""
+    """A change did not happen. The message is for the user."""
 
 
 class Watched:
@@ -55,7 +55,7 @@ class Watched:
         self._progress, self._name = progress, name
 
     def until(self, holds: Callable[[list[Commit]], bool], what: str) -> list[Commit]:
-        """Reads on until the condition holds for the commits."""
+        """Reads commits until the condition holds for them."""
         deadline = time.monotonic() + LIMIT_S
         while not holds(commits := self.reader.read()):
             if time.monotonic() > deadline:
@@ -65,7 +65,7 @@ class Watched:
         return commits
 
     def calm(self, world: int, after: int) -> int:
-        """Waits for some steps in a row with so many workers; how many commits there are then."""
+        """Waits for some consecutive steps with this number of workers. Returns the number of commits by then."""
         commits = self.until(
             lambda cs: len([c for c in cs[after:] if c.world == world]) >= CALM_STEPS * world,
             f"{CALM_STEPS} steps with {world} workers",
@@ -87,7 +87,7 @@ def stall(commits: Sequence[Commit], asked: int, world: int) -> float:
 
 
 def holdfast(folder: Path, group: Group, model: str, cycles: int, progress: Progress) -> tuple[Stalls, dict]:
-    """Grows, shrinks and drains a job on level 2; also what its own report says."""
+    """Grows, shrinks and drains a job at level 2. Returns the stalls and what the job's own report has of them."""
     env = _environment(folder) | {"HOLDFAST_HOME": str(folder), "BENCH_RESIZE_MODEL": model}
     argv = [Path(sys.executable).with_name("holdfast"), "run", "--job", "r", "--no-ui"]
     argv += ["--nnodes", "1:3", "--spares", "1", "--report", folder / "report.json", HERE / "train.py"]
@@ -183,8 +183,10 @@ def _path() -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.resize", description=__doc__)
-    parser.add_argument("--models", default="10m,tiny", help=f"of {', '.join(job.WIDTHS)} (default: both)")
-    parser.add_argument("--cycles", type=int, default=5, help="of every change (default: 5)")
+    parser.add_argument(
+        "--models", default="10m,tiny", help=f"comma-separated: {', '.join(job.WIDTHS)} (default: both)"
+    )
+    parser.add_argument("--cycles", type=int, default=5, help="repetitions of every change (default: 5)")
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
     chosen = parser.parse_args()
     console, progress = Console(width=WIDTH), Progress()

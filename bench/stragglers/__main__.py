@@ -1,4 +1,4 @@
-"""What the test for slow ranks finds, and how often it is wrong, on made-up step times; and what timing the phases costs.
+"""How reliably slow ranks are found on synthetic step times, how often wrongly, and what timing the phases costs.
 
 python -m bench.stragglers            false alarms and time until a rank 10% slower is named
 python -m bench.stragglers --cost     of the stopwatch in the worker, and of a look in the coordinator
@@ -32,11 +32,20 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.stragglers", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--workers", default="2,3,8", help="comma-separated sizes of a job (default: 2,3,8)")
-    parser.add_argument("--windows", type=int, default=20_000, help="of 50 steps without a slow rank, each")
-    parser.add_argument("--runs", type=int, default=200, help="with a slow rank, each (default: 200)")
-    parser.add_argument("--factor", type=float, default=1.1, help="how slow it is (default: 1.1)")
+    parser.add_argument(
+        "--windows", type=int, default=20_000, help="windows of 50 steps without a slow rank, for each size"
+    )
+    parser.add_argument(
+        "--runs", type=int, default=200, help="runs with a slow rank, for each size (default: 200)"
+    )
+    parser.add_argument(
+        "--factor",
+        type=float,
+        default=1.1,
+        help="step time of the slow rank over that of the others (default: 1.1)",
+    )
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--cost", action="store_true", help="measure what it costs instead")
+    parser.add_argument("--cost", action="store_true", help="measure the cost of timing instead")
     chosen = parser.parse_args(arguments)
     chosen.workers = [int(n) for n in chosen.workers.split(",")]
     return chosen
