@@ -44,6 +44,7 @@ def draw_curve(
         from matplotlib.figure import Figure
     except ImportError:
         raise UsageError("the picture needs matplotlib: pip install 'holdfast[plot]'") from None
+    # Not `pyplot`: it would choose a window system, and keep every figure until the process ends.
     figure = Figure(figsize=SIZE_INCHES, dpi=DPI, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -80,6 +81,7 @@ def _mark(axes: Any, incident: Mapping[str, Any], end_s: float, over_steps: bool
     """A line where the fault struck, a dark band while nobody trained, a light one until full strength."""
     began_s = incident["t_s"]
     at = incident["at_step"] if over_steps else began_s
+    # Only scripts that report steps have a step for an incident.
     if at is None:
         return
     axes.axvline(at, color=_INCIDENT, lw=1.0)

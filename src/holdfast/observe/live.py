@@ -1,4 +1,4 @@
-"""The job on a terminal: what happened scrolls by, what is stays below."""
+"""The job on a terminal: events scroll by, and the present state stays below them."""
 
 from __future__ import annotations
 
@@ -84,17 +84,20 @@ class LiveView:
         self._live.refresh()
 
     def tick(self) -> None:
-        """Time passes: the picture is drawn again."""
+        """Draws the picture again, because times in it have passed."""
         self._live.refresh()
 
     def output(self, data: bytes) -> None:
-        """What rank 0 printed, whole lines at a time; elsewhere than on a terminal as it is."""
+        """What rank 0 printed: in complete lines on a terminal, unchanged elsewhere."""
+        # If stdout goes to a file while the view is on stderr, the bytes must reach it as the script wrote them.
         if not sys.stdout.isatty():
             sys.stdout.buffer.write(data)
             sys.stdout.flush()
             return
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
+            # A progress bar rewrites its line after a carriage return. Only what stood there last is shown: the returns would
+            # move the cursor into the picture below.
             said = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
             self._console.print(Text.from_ansi(said), soft_wrap=True)
 
@@ -103,7 +106,7 @@ class LiveView:
         self._console.print(Text(text, style="dim"), soft_wrap=True)
 
     def ended(self, report: dict[str, Any]) -> None:
-        """The report, and last of all what went wrong."""
+        """Prints the report, and last of all what went wrong."""
         from holdfast.observe.tables import print_report
 
         print_report(report, self._job_dir, self._console.file)
