@@ -22,6 +22,7 @@ class NodeUnavailable(msgspec.Struct, frozen=True, tag="node-unavailable"):
     reason: str
 
 
+# A notice and no order: the core decides at which step the node leaves, and uses the time that it is given.
 class NodeGoing(msgspec.Struct, frozen=True, tag="node-going"):
     """A node is to leave: it is given up at a step's edge, for another where there is one.
 
@@ -40,6 +41,8 @@ class NodeTaken(msgspec.Struct, frozen=True, tag="node-taken"):
     reason: str
 
 
+# A limit, never a wish: it can only take away from what the job wants, and None gives back everything at
+# once.
 class Capacity(msgspec.Struct, frozen=True, tag="capacity"):
     """The job may train on this many nodes at most, whatever it wants. nodes: None lifts the limit.
 

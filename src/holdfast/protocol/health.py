@@ -10,6 +10,8 @@ EVIDENCE_CHARS = 400
 """So much of a line is kept as evidence."""
 
 
+# Three values, because a sensor that cannot be read is the usual case on some machines. As "healthy" it would
+# hide faults, as "faulty" it would empty the cluster.
 class Condition(StrEnum):
     """What is known of the thing that a rule or check looks at. Unknown is neither healthy nor faulty."""
 
@@ -27,6 +29,7 @@ class Severity(StrEnum):
     FATAL = "fatal"
 
 
+# The order is the ladder: `stronger` compares by position, so a new remedy has to be put at its place.
 class Remedy(StrEnum):
     """What a rule asks for, mildest first. The core decides what is done."""
 
@@ -50,14 +53,19 @@ _REMEDY_TEXT = {
 
 def remedy_text(remedy: str) -> str:
     """What a remedy does, in words. One that this version does not know is shown as it is."""
+    # A ledger may hold a remedy of a later version. It is shown as it was written.
     return _REMEDY_TEXT[Remedy(remedy)] if remedy in _REMEDY_TEXT else remedy
 
 
 def acts_on_node(remedy: Remedy) -> bool:
     """It takes a node out of the job, if only for a while."""
+    # Restarting a worker does not take the node away, so neither the limits on nodes nor the budget of
+    # repairs count it.
     return remedy in (Remedy.RESET_DEVICE, Remedy.REBOOT, Remedy.REPLACE)
 
 
+# Evidence and no verdict: the rule that made it saw one node, and whether that node is at fault can only be
+# told by comparing it with others.
 class Finding(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """What one rule found on one node."""
 

@@ -13,6 +13,8 @@ CACHE_VARIABLE = "HOLDFAST_DATA_CACHE"
 """The environment variable that tells a worker its node's cache of remote data files."""
 
 
+# Written once, as spec.json, and read by every process of the job. It never changes: what a person changes
+# later (another size, a drained node) is in the core's state, so a successor finds it there.
 class JobSpec(msgspec.Struct, frozen=True):
     """One job. `script` is a path, or a module's name when `module` is set. racks: over which the local engine spreads
     its nodes; 0: none has a rack. data_cache: `DIR[,size=50G]`."""
@@ -43,6 +45,8 @@ class JobSpec(msgspec.Struct, frozen=True):
     @property
     def target(self) -> int:
         """Workers at full strength."""
+        # Of the specification alone. The core has a target of its own, which follows resizes and what the
+        # engine allows.
         return self.max_nodes * self.nproc
 
     @property
@@ -63,6 +67,8 @@ class Durable(msgspec.Struct, frozen=True):
         return f"{self.url}/step-{self.step}"
 
 
+# All candidates and not only the newest: a checkpoint can prove to be damaged when it is read, and then
+# nobody lists the tiers again in the middle of a fault.
 class Resume(msgspec.Struct, frozen=True):
     """What a start found in the durable tiers. checkpoints: newest first, each to be taken if those before it prove to
     be damaged. passed_over: why others are not among them."""

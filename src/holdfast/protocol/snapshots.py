@@ -11,6 +11,8 @@ TIERS_VARIABLE = "HOLDFAST_TIERS"
 """The environment variable that tells a worker the job's durable tiers."""
 
 
+# Two lacks that need opposite answers: a slot becomes free again by waiting, memory only by giving something
+# up.
 class Lack(StrEnum):
     """Of what a node has too little for a shard. slot: the memory for it holds snapshots that are still needed, so there is
     room again when one of them is whole; memory: one more does not fit."""
@@ -39,6 +41,8 @@ class Part(msgspec.Struct, frozen=True):
     xxh3: str
 
 
+# Head and row apart, because data-parallel ranks differ only in their heads; the row, which is nearly all of
+# the bytes, is written once.
 class Shard(msgspec.Struct, frozen=True):
     """What one rank saved."""
 
@@ -86,6 +90,7 @@ _tiers = msgspec.json.Decoder(list[DurableTier])
 
 def tiers_of(environment: Mapping[str, str]) -> list[DurableTier]:
     """The job's durable tiers, as a worker is told of them."""
+    # By the environment and not by a message: a script may ask before it is a member of anything.
     return _tiers.decode(environment.get(TIERS_VARIABLE, "[]"))
 
 

@@ -19,6 +19,8 @@ HOP_S = 0.01
 SIGKILL = -9
 
 
+# Not an error of the user's. The trial is run again with more names, and gives what it would have given with
+# a name for every machine.
 class FewNames(Exception):
     """Something happens to a machine that has no name of its own: there are too few for this trial."""
 

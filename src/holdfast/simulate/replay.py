@@ -27,10 +27,13 @@ def replay(scenario: Scenario, seed: int, folder: Path, trace: Trace | None = No
     Raises:
         UsageError: the folder has a job already.
     """
+    # Refused before anything is simulated: a replay must not write into the folder of a real job.
     if (folder / "spec.json").exists():
         raise UsageError(f"{folder} has a job already; choose another --job")
     entries: list[tuple[float, LedgerEvent]] = []
     kept: list[Cluster] = []
+    # Run again and not recorded the first time: thousands of trials are run for statistics, and one of them
+    # is looked at.
     run(scenario, seed, trace=trace, note=lambda *entry: entries.append(entry), keep=kept.append)
     (cluster,) = kept
     trial, state = result(cluster), cluster.core.state

@@ -17,6 +17,8 @@ from holdfast.simulate.scenario import FailureClass, Scenario
 from holdfast.simulate.steps import Steps
 
 
+# A protocol and no base class: `Cluster` is the only one that fits it, and the arrows between the modules
+# still run one way.
 class TrialView(Protocol):
     """One trial under way."""
 

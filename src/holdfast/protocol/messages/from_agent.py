@@ -37,6 +37,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     busy: bool = False
 
 
+# From the node itself: a spot machine or Slurm tells the agent first, and every second of the notice counts.
 class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
     """The node is about to be taken away (SIGTERM to its agent). within_s: how long it has."""
 
@@ -75,6 +76,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     kernel: str = ""
 
 
+# Empty. What an agent has to report has messages of its own, and any of them is a sign of life as well.
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     """The agent lives."""
 
@@ -89,6 +91,8 @@ class FromWorker(msgspec.Struct, frozen=True, tag="from-worker"):
     age_s: float = 0.0
 
 
+# Brings the path of the log, which is how a lost order to start is recognized: a worker without a log was
+# never started.
 class Started(msgspec.Struct, frozen=True, tag="started"):
     """A warm process took over as this worker."""
 
@@ -124,6 +128,7 @@ class Stalled(msgspec.Struct, frozen=True, tag="stalled"):
     view: WorkerView
 
 
+# Numbered like its request: an answer to an earlier one shows the workers as they were before.
 class InspectReply(msgspec.Struct, frozen=True, tag="inspect-reply"):
     """The answer to Inspect: every worker of the node, stacks saved in the files named.
 
@@ -135,6 +140,7 @@ class InspectReply(msgspec.Struct, frozen=True, tag="inspect-reply"):
     stacks: dict[str, str] = {}
 
 
+# Only after the checksums are known. A shard without them could not be told from a damaged one.
 class SnapshotStored(msgspec.Struct, frozen=True, tag="snapshot-stored"):
     """A shard is complete in this node's memory, its checksums known. stall_s: what it cost training (0: a copy
     from a peer). took_s: from its begin on."""
@@ -144,6 +150,7 @@ class SnapshotStored(msgspec.Struct, frozen=True, tag="snapshot-stored"):
     took_s: float = 0.0
 
 
+# Also an answer: whoever waits for this shard has to know that it does not come.
 class SnapshotRejected(msgspec.Struct, frozen=True, tag="snapshot-rejected"):
     """A shard could not be kept here: no memory, or no holder gave it whole. lack: of what, where it is that."""
 
@@ -152,6 +159,7 @@ class SnapshotRejected(msgspec.Struct, frozen=True, tag="snapshot-rejected"):
     lack: Lack | None = None
 
 
+# Reported at once, so that another copy is made while a good one still exists.
 class SnapshotCorrupt(msgspec.Struct, frozen=True, tag="snapshot-corrupt"):
     """A shard that was held here went bad in memory, and counts no more."""
 
@@ -180,6 +188,8 @@ class StoreProgress(msgspec.Struct, frozen=True, tag="store-progress"):
     total_bytes: int
 
 
+# An error does not prove that there is no manifest: a file server may have renamed the file and lost the
+# answer.
 class Published(msgspec.Struct, frozen=True, tag="published"):
     """The manifest is written: the checkpoint exists. error: it could not be, and why."""
 

@@ -15,6 +15,8 @@ class Warm(msgspec.Struct, frozen=True, tag="warm"):
     pid: int
 
 
+# The first call of `holdfast.start` by any worker moves the whole job to level 2, because a job cannot be
+# restarted as a whole and replaced one by one at the same time.
 class Attached(msgspec.Struct, frozen=True, tag="attached"):
     """The script called `holdfast.start`: this job is at level 2."""
 
@@ -46,6 +48,7 @@ class Joined(msgspec.Struct, frozen=True, tag="joined"):
     restored_bytes: int = 0
 
 
+# Now and then, so that a long transfer is visible; what moves is no hang.
 class Restoring(msgspec.Struct, frozen=True, tag="restoring"):
     """How far the fetching of the state is. Sent now and then, if it takes longer than two seconds."""
 
@@ -104,6 +107,7 @@ class Halted(msgspec.Struct, frozen=True, tag="halted"):
     begun: int
 
 
+# Sent before the worker parks or exits, so the error is known when its end is judged.
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     """User code raised. In a step the worker parks next; outside of one it exits. own: this rank's own part of the gradient
     or the loss is not finite."""
@@ -148,6 +152,8 @@ class FaultFired(msgspec.Struct, frozen=True, tag="fault-fired"):
     phase: int | None = None
 
 
+# By the worker itself, where replicas are single workers. With shards the agents write, and report Stored and
+# Published.
 class Saved(msgspec.Struct, frozen=True, tag="saved"):
     """A checkpoint is whole in a durable tier. error: it could not be written, and why."""
 
@@ -156,6 +162,8 @@ class Saved(msgspec.Struct, frozen=True, tag="saved"):
     error: str | None = None
 
 
+# Comes before the process ends. So an exit after it is the end of a worker that had everything, whatever its
+# code is.
 class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
     """The worker has all its steps. params_xxh3: over the parameters of every protected module.
 
@@ -169,6 +177,8 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
     held: bool = False
 
 
+# Announced by the script: only it knows that it is going to evaluate for ten minutes, and without this it
+# would be taken for a hang.
 class OffStep(msgspec.Struct, frozen=True, tag="off-step"):
     """The script begins (or ends) work of its own between two steps, which may take long."""
 
@@ -187,6 +197,8 @@ class SlotWanted(msgspec.Struct, frozen=True, tag="slot-wanted"):
     waits: bool = False
 
 
+# With the index the agent can serve the copy to others, without torch and without knowing what it is a copy
+# of.
 class SlotFilled(msgspec.Struct, frozen=True, tag="slot-filled"):
     """The copy is complete (agent only). index: msgpack of `tensors.index.Index`; None: it was given up.
 
@@ -208,6 +220,8 @@ class StateServed(msgspec.Struct, frozen=True, tag="state-served"):
     steps: int
 
 
+# Rank 0's word: all ranks load the same state, and one is enough to know from where the count of steps goes
+# on.
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
     """Rank 0's script goes on from the state that it calls `step`, `steps` optimizer steps after this start. None: it looked
     for the newest, and there was none."""
@@ -217,6 +231,7 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
     steps: int
 
 
+# Asked of the coordinator, because only it knows which snapshot is complete over all nodes.
 class FindSnapshot(msgspec.Struct, frozen=True, tag="find-snapshot"):
     """A script wants to load: which is the newest whole checkpoint, and who has it?"""
 

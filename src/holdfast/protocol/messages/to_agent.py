@@ -10,6 +10,8 @@ from holdfast.protocol.messages.to_worker import ToWorker
 from holdfast.protocol.snapshots import Copy, DurableTier, Holder, Key, Shard
 
 
+# With everything that the process needs, so an agent starts the same worker whether or not it has met this
+# coordinator before.
 class StartWorker(msgspec.Struct, frozen=True, kw_only=True, tag="start-worker"):
     """Start a worker from a warm process."""
 
@@ -32,6 +34,7 @@ class KillWorker(msgspec.Struct, frozen=True, tag="kill-worker"):
     grace_s: float = 0.0
 
 
+# By way of the agent, which has the only connection to the worker.
 class Relay(msgspec.Struct, frozen=True, tag="relay"):
     """A message for one worker."""
 
@@ -39,6 +42,7 @@ class Relay(msgspec.Struct, frozen=True, tag="relay"):
     message: ToWorker
 
 
+# Of all nodes at once: who holds the others up can only be told by comparing pictures of one moment.
 class Inspect(msgspec.Struct, frozen=True, tag="inspect"):
     """Look at every worker of the node and save its stacks."""
 
@@ -60,12 +64,15 @@ class Fence(msgspec.Struct, frozen=True, tag="fence"):
     reason: str
 
 
+# The node trains on until it can leave; this only lets its hook prepare.
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
     """The node is to leave, and trains on until it can. For its on-drain hook."""
 
     reason: str
 
 
+# `keeps` only where the machine stays ours: memory on a node that goes back to a cluster belongs to the next
+# user.
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """The job is over: end the workers and leave. keeps: the snapshot memory stays, for the next start of the job."""
 
@@ -73,6 +80,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     keeps: bool = False
 
 
+# With all holders, so the copy can be fetched from another one if the first is lost meanwhile.
 class Replicate(msgspec.Struct, frozen=True, tag="replicate"):
     """Keep a copy of this shard, too; `holders` have it."""
 
@@ -99,6 +107,7 @@ class ForgetSnapshots(msgspec.Struct, frozen=True, tag="forget-snapshots"):
     until: int | None = None
 
 
+# `row`: another rank writes the same bytes, so this one writes only its head.
 class StoreShard(msgspec.Struct, frozen=True, tag="store-shard"):
     """Write a shard that is held here to a durable tier. blob: of equal bytes, written by another; only the head."""
 

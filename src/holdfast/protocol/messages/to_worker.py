@@ -10,6 +10,7 @@ from holdfast.protocol.messages.generation import Generation
 from holdfast.protocol.snapshots import Copy, DurableTier, Holder, Key
 
 
+# The token is passed as a file's name: an argument or a variable could be read by every user of the machine.
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     """What a warm process becomes."""
 
@@ -56,6 +57,7 @@ SHARD_INDEX_VARIABLE = "HOLDFAST_SHARD_INDEX"
 """The environment variable that tells a worker for which shard it is most likely needed."""
 
 
+# In the same process: imports, the CUDA context and compiled code stay, and only the model is built again.
 class Rebuild(msgspec.Struct, frozen=True, tag="rebuild"):
     """Run `main` again, in the same process, as the holder of this shard: a replica lacks it. Ready follows."""
 
@@ -89,6 +91,7 @@ class EndAtCommit(msgspec.Struct, frozen=True, tag="end-at-commit"):
     generation: int
 
 
+# Not a kill: whoever gets it holds a state that may be the only one, and has the time to give it away.
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """Leave `run.steps`. apply: as in JoinGeneration. save_to: write a durable checkpoint there first. keep: leave the state in the
     node's memory, from where it becomes a checkpoint."""
@@ -98,6 +101,8 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     keep: bool = False
 
 
+# The complete list each time, so an empty one disarms: a worker that lost its rank must not carry out the
+# fault of another.
 class Arm(msgspec.Struct, frozen=True, tag="arm"):
     """Faults that this worker is to inject into itself."""
 
@@ -110,6 +115,8 @@ class Ack(msgspec.Struct, frozen=True, tag="ack"):
     fault: str
 
 
+# Silence without a close is the hardest fault to notice, since no end of a connection reports it. So it can
+# be injected.
 class DropTraffic(msgspec.Struct, frozen=True, tag="drop-traffic"):
     """Injected: every connection of this worker goes silent without closing."""
 
@@ -123,6 +130,8 @@ class SlotGiven(msgspec.Struct, frozen=True, tag="slot-given"):
     reason: str = ""
 
 
+# Every shard with all its holders: the worker chooses the nearest, and goes on to the next if one is gone by
+# then.
 class SnapshotFound(msgspec.Struct, frozen=True, tag="snapshot-found"):
     """The newest whole checkpoint: in memory, every shard with its holders; else the durable one; else neither."""
 
