@@ -1,6 +1,6 @@
-"""The checkpoints of one durable tier: which there are, which are whole, and how one comes to be.
+"""The checkpoints of one durable tier: which exist, which are complete, and how one is written.
 
-A checkpoint is whole if its manifest and heads are as they were written, and every chunk of its blobs has the
+A checkpoint is complete if its manifest and heads are as they were written, and every chunk of its blobs has the
 checksum that its head names.
 """
 
@@ -40,7 +40,7 @@ class Archive:
         self.tier = open_tier(tier) if isinstance(tier, str) else tier
         self._unfinished: set[str] = set()
 
-    # ------------------------------------------------------------ what is there
+    # ------------------------------------------------------------ reading
 
     def steps(self) -> list[int]:
         """Steps with a manifest, oldest first. Whether they are whole is not looked at."""
@@ -164,7 +164,7 @@ class Archive:
                 return steps[number:]
         return []
 
-    # ------------------------------------------------------------ how one comes to be
+    # ------------------------------------------------------------ writing
 
     def save_shard(
         self,
@@ -207,7 +207,7 @@ class Archive:
         return shard
 
     def commit(self, step: int, shards: Sequence[Shard]) -> Manifest:
-        """From now on the checkpoint exists.
+        """Writes the manifest: from now on the checkpoint exists.
 
         Raises:
             StateError: a shard is missing.
@@ -239,7 +239,7 @@ class Archive:
         return manifest
 
     def _still_there(self, manifest: Manifest) -> None:
-        """Whoever prunes may have taken it for one that nobody will finish: see `_remove_unfinished`."""
+        """Raises TierError if a pruner removed files of this checkpoint meanwhile; see `_remove_unfinished`."""
         folder = folder_of(manifest.step)
         files = self.tier.files(folder)
         parts = {part.name: part.nbytes for shard in manifest.shards for part in (shard.blob, shard.head)}
@@ -252,7 +252,7 @@ class Archive:
                 "job save there, too? The next checkpoint tries again"
             )
 
-    # ------------------------------------------------------------ how one ends
+    # ------------------------------------------------------------ removing
 
     def remove(self, step: int) -> None:
         """Removes a checkpoint: first it ceases to exist, then its bytes go."""
@@ -265,8 +265,8 @@ class Archive:
         """Removes what need not be kept; never the newest, nor `spare`, which was saved just now (training may have
         gone back behind what is newest). Returns the steps removed.
 
-        What was begun and never finished, and passed by since, goes when it is seen for the second time, as somebody
-        may be at it still. unfinished: at once.
+        An unfinished checkpoint below the newest one is removed when two passes have seen it, because a rank may still
+        be writing it. unfinished: at once.
         """
         steps = self.steps()
         gone = retention.superfluous(steps, spare)
@@ -290,8 +290,7 @@ class Archive:
         return gone
 
     def _remove_unfinished(self, folder: str) -> None:
-        """Says so before it looks for the manifest; who writes that looks afterwards whether it was said. So one of them
-        sees the other, and no manifest stays whose files are gone."""
+        """Writes a tombstone, looks for a manifest, and removes the folder if there is none. See `commit` for the order."""
         said = f"{folder}/{BEING_REMOVED}"
         # See `commit`: the tombstone must be durable before the manifest is looked for. With the reverse
         # order a writer could publish its manifest between the look and the removal.

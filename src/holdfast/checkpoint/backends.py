@@ -1,4 +1,4 @@
-"""Where a rank keeps its shard: with the node's agent, or, without a job, in memory of its own."""
+"""Where a rank saves its shard: with the node's agent, or, without a job, in its own memory and durable tiers."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ much. Smaller ones make hashing slower."""
 
 MANIFEST = "manifest.json"
 BEING_REMOVED = "being-removed"
-"""A file in a folder of which somebody takes it that nobody will finish it."""
+"""The tombstone: a pruner is about to remove this folder, because it takes the checkpoint for abandoned."""
 
 
 class Head(msgspec.Struct, frozen=True):

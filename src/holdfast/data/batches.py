@@ -77,10 +77,16 @@ class DatasetBatches:
         )
         check_dataset(how.dataset)
         self.dataset = how.dataset
+        # Everything that a micro-batch depends on is in this object and in (step, micro, ids). Rank, world
+        # size and process are not, which is why a resize or a retry gives the same bytes.
         self._maker = Maker(how.dataset, how.collate, seed)
+        # A mixture brings its own order. It must come from the dataset and the seed alone, because every
+        # worker computes it for itself and nobody compares.
         own_order = getattr(how.dataset, "order", None)
         self._order: Order = own_order(seed) if callable(own_order) else SampleOrder(len(data), seed)
         self._global_batch, self._micro_batch = global_batch, micro_batch
+        # Only a window of the order is held. The complete order of a corpus would be gigabytes in every
+        # worker.
         self._ordered: Ids = np.empty(0, np.int64)
         self._ordered_from = 0
         self._device = device
@@ -103,7 +109,12 @@ class DatasetBatches:
     def aim(self, step: int, position: int, micros: range) -> None:
         """This worker's share of the step that begins at this sample, and of those that follow until it is told
         otherwise."""
+        # What was loaded for an earlier attempt at a step must not be written into the ledger for this one:
+        # the share may be another.
         self._given.clear()
+        # Steps and positions normally advance together. If their difference changed, the state was loaded
+        # from elsewhere, and everything prefetched belongs to other samples under the same (step, micro)
+        # keys.
         if position - step * self._global_batch != self._position - self._step * self._global_batch:
             self._prefetched.forget()  # the state was loaded anew, and with it another place in the data
             self._advised.clear()
@@ -128,11 +139,16 @@ class DatasetBatches:
             self._took(step, time.perf_counter() - began_s)
         else:
             ids, batch = self._decoded(step, micro, self._decoders)
+        # Recorded when the batch is handed out, not when it was prefetched: the ledger says what this worker
+        # trained on.
         self._given[micro] = ids
         return on_device(batch, self._device)
 
     def giving(self, step: int, generation: int) -> None:
         """All is loaded that this worker adds to the step: into the ledger, before the others can have its gradient."""
+        # Before this worker's last part of the gradient goes out. Later would be too late: the other workers
+        # may commit the step with the gradient of a worker that died on its way to the vote, and its samples
+        # would be missing from the proof.
         if self._ledger is not None:
             self._ledger.giving(generation, step, self._position, self._given)
 
@@ -168,6 +184,8 @@ class DatasetBatches:
         except DataError:
             self._prefetched.keep_made()  # tried again with the step: it may have been the file system
             raise
+        # The sample numbers come back with the batch, from the process that made it. The ledger records what
+        # was decoded, and not what this process believes to have asked for.
         ids, batch = unpacked(data)
         return ids, batch
 
@@ -191,9 +209,14 @@ class DatasetBatches:
 
     def _ids(self, step: int, micro: int) -> Ids:
         position = self._position + (step - self._step) * self._global_batch + micro * self._micro_batch
+        # The order is a function of the position, so any window of it can be computed at any time. It is
+        # computed in blocks because the vectorized permutation costs little more for thousands of positions
+        # than for one.
         low = position - self._ordered_from
         if not 0 <= low <= len(self._ordered) - self._micro_batch:
             # What is asked for lies a few steps around here; some are put in order at a time.
+            # The block begins at the step's first position, not at the one that is asked for: the worker's
+            # other micro-batches of this step lie around it, in either direction.
             self._ordered_from = self._position
             count = max(ORDERED_AHEAD, 2 * (position + self._micro_batch - self._position))
             self._ordered = self._order.at_many(np.arange(self._position, self._position + count))
@@ -202,6 +225,8 @@ class DatasetBatches:
 
     def _took(self, step: int, took_s: float) -> None:
         self._fastest_s = min(self._fastest_s, took_s)
+        # Reading ahead is switched on by evidence only. While the pages are in memory, advising the kernel
+        # costs as much as the read itself.
         if took_s > SLOW_S and took_s > 8 * self._fastest_s:
             self._advise_until = step + ADVISE_FOR_STEPS
 

@@ -99,11 +99,17 @@ def build(
     files = find_files(options.inputs)
     fitting = sum(file.stat().st_size for file in files) // FEW_UNITS
     unit_bytes = options.unit_bytes or min(max(UNIT_BYTES, fitting), MOST_UNIT_BYTES)
+    # All inputs are planned before the output is touched: a file that cannot be read is refused while nothing
+    # has been written.
     units = plan_units(files, options.reading, unit_bytes)
     spans = [span for unit in units for span in unit.spans]
     inputs = tuple(dict.fromkeys(Input(span.path, span.size, span.changed_ns) for span in spans))
+    # The key covers content, options and format but neither workers nor the size of a pool, since those
+    # change nothing in the result. A build that is run again with the same key is finished, or goes on.
     key = xxhash.xxh3_128_hexdigest("".join([options.format, *map(recipe.key_of, units)]).encode())
     output = _Output(options.prefix, options.format)
+    # One builder at a time, by a lock of the kernel. It ends with its process, so a killed build leaves
+    # nothing that has to be cleared by hand.
     with output.working():
         there = output.finished(key, options.overwrite)
         if there is None:
@@ -192,11 +198,15 @@ def _make_all(
     """Every unit, finished."""
     itemsize = np.dtype(recipe.dtype).itemsize
     total = sum(unit.nbytes for unit in units)
+    # Finished units of an earlier, killed run are found by their keys. Each is complete or absent, so nothing
+    # else about that run has to be known.
     missing = [unit for unit in units if find_unit(folder, recipe.key_of(unit), itemsize) is None]
     before = total - sum(unit.nbytes for unit in missing)
     make = _make_here if workers == 1 or len(missing) == 1 else _make_in_processes
     make(missing, recipe, folder, workers, lambda nbytes: progress("reading", before + nbytes, total))
     made = [find_unit(folder, recipe.key_of(unit), itemsize) for unit in units]
+    # Somebody may clean the folder while the build runs. Publishing what is left would write a data set with
+    # a hole.
     if None in made:
         raise DataError(f"finished parts in {folder} went away while it was used; run the same command again")
     return [unit for unit in made if unit is not None]
@@ -232,6 +242,8 @@ def _make_in_processes(
     units: list[Unit], recipe: Recipe, folder: Path, workers: int, done: Callable[[int], None]
 ) -> None:
     others = set(active_children())
+    # Spawned, not forked: tokenizers have threads of their own, and a fork copies their locks in whatever
+    # state they are.
     pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_die_with_parent)
     try:
         waiting, nbytes = iter(units), 0
@@ -252,6 +264,8 @@ def _make_in_processes(
             "fewer --workers: what is finished stays"
         ) from error
     except BaseException:
+        # The pool's own shutdown waits for units that are being encoded, which takes up to minutes. They are
+        # killed, because each unit appears by rename and half of one is worth nothing.
         for process in set(active_children()) - others:  # nobody waits for what they are at
             process.kill()
         raise
@@ -262,6 +276,8 @@ def _make_in_processes(
 def _die_with_parent() -> None:
     """A pool's processes do not notice that their parent was killed: the kernel must tell them."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # Ctrl-C reaches the whole group of processes. If each of them raised, their tracebacks would bury the
+    # parent's message.
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
 
 
@@ -281,6 +297,8 @@ class _Output:
             fd = os.open(self.work, os.O_RDONLY | os.O_DIRECTORY)
         try:
             try:
+                # On the folder itself, so that no lock file has to be left behind. Without the lock two
+                # builders would remove each other's `.part` files as leftovers.
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise UsageError(f"{self._prefix} is being built already; wait for it or end it") from error
@@ -303,6 +321,8 @@ class _Output:
         there = describe(self._prefix)
         ours = there is not None and there.key == key
         paths = [_with(self._prefix, suffix) for suffix in self._suffixes]
+        # The description says which data set it is, and the files that it is there. It is renamed before
+        # them, so alone it proves nothing.
         if ours and all(path.exists() for path in paths):
             self._clear()
             return there
@@ -332,9 +352,13 @@ class _Output:
             file.write(msgspec.json.format(msgspec.json.encode(description), indent=1) + b"\n")
         *first, last = self._suffixes
         with writing(self._prefix):
+            # The file that makes the data set readable goes first and comes last. A reader at any moment
+            # finds the old set, none, or the new one, never the index of one with the tokens of another.
             _with(self._prefix, last).unlink(missing_ok=True)  # an older data set is never half this one
             for suffix in (".build.json", *first):
                 self._finished(suffix).rename(_with(self._prefix, suffix))
+            # The first renames are durable before the last one begins. A power failure could otherwise keep
+            # the last and lose the first.
             _sync(self._prefix.parent)
             self._finished(last).rename(_with(self._prefix, last))
             _sync(self._prefix.parent)
@@ -347,6 +371,8 @@ class _Output:
         with writing(path), path.open("wb") as file:
             yield _Summed(file)
             file.flush()
+            # Synced before the rename. After it a crash could leave the final name with missing bytes, and
+            # the description would vouch for them.
             os.fsync(file.fileno())
 
     def _finished(self, suffix: str) -> Path:

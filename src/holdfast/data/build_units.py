@@ -53,6 +53,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 
     def key_of(self, unit: Unit) -> str:
         """Names the unit's files."""
+        # The leading 1 is the version of this format. A change of what a unit holds must raise it, or old
+        # units would be taken for new ones.
         parts = msgspec.json.encode((1, self.reading, self.tokenizer_key, self.eod, self.dtype, unit))
         return xxhash.xxh3_128_hexdigest(parts)
 
@@ -85,6 +87,8 @@ class FinishedUnit:
             while block := file.read(COPY_BYTES):
                 digest.update(block)
                 yield block
+        # Units are not synced when they are written, because a build writes thousands of them. Instead they
+        # are verified here, when they are used. The `.len` goes, so that the next run makes the unit again.
         if digest.intdigest() != self.sum:
             _with(self.path, ".len").unlink()
             raise DataError(
@@ -98,6 +102,8 @@ def find_unit(folder: Path, key: str, itemsize: int) -> FinishedUnit | None:
     try:
         with _with(path, ".len").open("rb") as file:
             magic, documents, tokens, skipped, sum_ = HEADER.unpack(file.read(HEADER.size))
+            # Sizes are compared too: after a power failure a file may have its name and only a part of its
+            # bytes.
             whole = os.fstat(file.fileno()).st_size == HEADER.size + 4 * documents
         whole = whole and magic == MAGIC and _with(path, ".bin").stat().st_size == tokens * itemsize
     except (FileNotFoundError, struct.error):
@@ -121,6 +127,8 @@ def make_unit(
         DataError: the input cannot be read, or changed since the build began; or the disk is full.
     """
     encoder = load_encoder(recipe.tokenizer)
+    # Each process loads the tokenizer by itself. One that is replaced during the build would give units of
+    # two vocabularies under one key.
     if encoder.key != recipe.tokenizer_key:
         raise DataError(f"{recipe.tokenizer} changed while data was built with it; run the command again")
     readers = [Reader(span, recipe.reading, encoder.needs_utf8) for span in unit.spans]
@@ -135,6 +143,8 @@ def make_unit(
             nbytes += sum(map(len, batch))
             seen(nbytes)
             for tokens in encoder.encode(batch):
+                # An empty document would be an end token alone: a sample boundary that teaches nothing, once
+                # for every empty line.
                 if not len(tokens):
                     continue
                 if len(tokens) + len(end) > MOST_TOKENS:
@@ -146,6 +156,8 @@ def make_unit(
                 content = np.append(tokens.astype(dtype), np.array(end, dtype)).tobytes()
                 digest.update(content)
                 file.write(content)
+    # Tokens first, lengths second. `find_unit` looks for the lengths, so a process that is killed between the
+    # two renames leaves a unit that counts as missing.
     part.rename(_with(path, ".bin"))
     skipped = sum(reader.skipped for reader in readers)
     head = HEADER.pack(MAGIC, len(lengths), sum(lengths), skipped, digest.intdigest())

@@ -87,6 +87,8 @@ def local(path: str | os.PathLike[str]) -> Path:
         return Path(text)
     if text.startswith("file://"):
         return Path(unquote(urlsplit(text).path))
+    # There is no default folder. Corpora are larger than a home folder, and a cache in the wrong place would
+    # fill a file system that others need.
     asked = os.environ.get(CACHE_VARIABLE)
     if not asked:
         raise UsageError(
@@ -169,11 +171,17 @@ class Cache:
         """
         key = xxhash.xxh3_64_hexdigest(remote.url.encode())
         with self._locked(key, f"waiting for another process that fetches {remote.url}"):
+            # All under the lock of this URL: from the look at the entry until this process holds the file,
+            # nobody may evict or replace it.
             entry = self._sound(self._entry(key), key)
+            # The server is asked each time. A changed corpus under the same name would otherwise train on
+            # different data on different nodes.
             version = self._asked(remote, entry)
             if entry is None or (version is not None and version != entry.version):
                 assert version is not None
                 entry = self._fetched(remote, version, key)
+            # The time of last use is the entry's modification time: eviction needs it, and a separate record
+            # would have to be kept consistent with it.
             os.utime(self._entries / key)  # used now
             return self._held(entry)
 
@@ -209,9 +217,12 @@ class Cache:
         content = self._content / entry.digest
         try:
             status = content.stat()
+            # The name must lead to this very content. A killed process may have replaced one of the two.
             linked = self._link_of(entry).stat().st_ino == status.st_ino
         except FileNotFoundError:
             return None
+        # Size and time tell whether somebody wrote to the file. Only then is it read again: hashing a
+        # terabyte at every start would cost more than the cache saves.
         if linked and (status.st_size, status.st_mtime_ns) == (entry.version.size, entry.changed_ns):
             return entry
         if linked and _digest(content) == entry.digest:
@@ -219,6 +230,8 @@ class Cache:
             self._write_entry(entry, key)
             return entry
         _log.warning("%s is not what was fetched from %s; fetching it again", content, entry.url)
+        # The damaged copy goes before the fetch, so that it takes no room in the cache, and nobody uses it if
+        # the fetch fails.
         self._remove(key, entry)
         return None
 
@@ -238,11 +251,15 @@ class Cache:
             stamp = xxhash.xxh3_64_hexdigest(msgspec.json.encode(version))
             part = self._parts / f"{key}-{stamp}-{version.size}"
             for old in self._parts.glob(f"{key}-*"):
+                # Parts of other versions are removed. Continuing one with bytes of a newer version would give
+                # a file that never existed, with a digest computed over the mixture.
                 if old != part:
                     old.unlink()
             self._make_room(remote.url, version.size, part)
             try:
                 digest = remote.fetch(version, part)
+            # The file changed on the server during the fetch. Every request carries the version, so no byte
+            # of another one is in the part; the fetch begins again with the new version.
             except Changed:
                 part.unlink(missing_ok=True)
                 version = remote.version()
@@ -253,8 +270,12 @@ class Cache:
     def _kept(self, remote: Remote, version: Version, key: str, part: Path, digest: str) -> Entry:
         folder = xxhash.xxh3_64_hexdigest(remote.folder.encode())
         old = self._entry(key)
+        # Content is shared between URLs. The lock of the cache keeps an eviction that looks for unreferenced
+        # content from running between the file's arrival and the entry that refers to it.
         with self._locked(""):
             content = self._content / digest
+            # Read before it is trusted: the name promises the content, but an earlier copy may have been
+            # damaged since.
             if content.exists() and _digest(content) == digest:  # another URL has the same
                 part.unlink()
             else:
@@ -274,7 +295,11 @@ class Cache:
             beside = link.with_name(f"{link.name}.{os.getpid()}.new")
             beside.unlink(missing_ok=True)
             beside.hardlink_to(content)
+            # Renamed over the old link, because readers may open the name at any time and must find the old
+            # file or the new one.
             beside.replace(link)
+            # The entry is written last. A process that dies before leaves content without an entry, which is
+            # found and used by the next fetch of the same bytes, and no entry without content.
             self._write_entry(entry, key)
             if old is not None and old.digest != digest:
                 self._drop_content(old.digest)
@@ -292,7 +317,11 @@ class Cache:
         """Takes the shared lock that keeps the file from being evicted. The key's lock is held, so it is there."""
         link = self._link_of(entry)
         fd = os.open(link, os.O_RDONLY | os.O_CLOEXEC)
+        # Held until the process ends, because the file is mapped for as long. An unlinked file would stay
+        # readable, but its space would be missing from the bound of the cache.
         fcntl.flock(fd, fcntl.LOCK_SH)
+        # The new lock is taken before the old one is closed, so there is no moment at which the file counts
+        # as unused.
         before = _held.get(link)
         _held[link] = fd
         if before is not None:
@@ -305,11 +334,15 @@ class Cache:
         """Evicts what was not used for longest until `nbytes` fit. Raises DataError when they do not."""
         with self._locked(""):
             there = sum(p.stat().st_size for p in self._content.iterdir())
+            # What others are fetching counts with its final size, which is part of its name. Two processes
+            # that each see enough room would otherwise fill the disk together.
             fetching = {p: int(p.name.rsplit("-", 1)[1]) for p in self._parts.iterdir() if p != part}
             bound = self._size_bytes or int(SHARE_OF_DISK * (shutil.disk_usage(self.folder).free + there))
             excess = there + sum(fetching.values()) + nbytes - bound
             for other, size in fetching.items():
                 excess -= size if excess > 0 and self._abandoned(other) else 0
+            # A lock is tried without waiting. This process holds the lock of the cache and of its own URL;
+            # waiting for another URL's lock could deadlock with a process that waits for the cache's.
             for key in self._oldest_first():
                 excess -= self._evicted(key) if excess > 0 else 0
             if excess > 0:
@@ -317,6 +350,7 @@ class Cache:
                     f"{url} has {nbytes} bytes, which is {excess} more than the data cache {self.folder} has room for "
                     f"(its bound is {bound}; files in use stay): give more, --data-cache {self.folder},size=..."
                 )
+            # Reserves the room: from now on the others count it.
             part.touch()
 
     def _abandoned(self, part: Path) -> bool:
@@ -368,7 +402,10 @@ class Cache:
 
     def _drop_content(self, digest: str) -> int:
         """Content that no entry names any more. Who has it open keeps it."""
+        # Two URLs may have the same content. It goes with the last entry that names it.
         others = (self._entry(p.name) for p in self._entries.iterdir())
+        # Called with the cache's lock held, so no entry can begin to name this content between the look and
+        # the removal.
         if any(entry is not None and entry.digest == digest for entry in others):
             return 0
         content = self._content / digest
@@ -382,6 +419,9 @@ class Cache:
         fd = os.open(self._locks / (key or "cache"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             try:
+                # Tried without waiting first, only to tell the user when there is something to wait for. The
+                # lock files are never removed: a process could hold the lock of a file that has no name any
+                # more, beside another one with a new file.
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if not wait:

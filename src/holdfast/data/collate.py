@@ -46,6 +46,8 @@ class Maker:
         Raises:
             DataError: the dataset raised; names the dataset and the sample.
         """
+        # Seeded for every micro-batch, so that augmentation depends on (seed, step, micro) alone. A generator
+        # that ran on would make a sample depend on what the same process happened to load before.
         if not getattr(self.dataset, "deterministic", False):
             seed_generators(loading_seed(self.seed, step, micro), CPU)
         where = f"step {step}, micro-batch {micro}"
@@ -93,6 +95,8 @@ def on_device(batch: Any, device: torch.device) -> Any:
         return type(batch)(*(on_device(part, device) for part in batch))
     if isinstance(batch, list | tuple):
         return type(batch)(on_device(part, device) for part in batch)
+    # Asked before Mapping: a BatchEncoding is a Mapping too, and rebuilding it as a plain dict would lose its
+    # methods.
     if hasattr(batch, "to"):  # what a collate function of the user's made, for example a BatchEncoding
         return batch.to(device)
     if isinstance(batch, Mapping):
@@ -110,6 +114,8 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, thing: Any) -> Any:
         if type(thing) is not torch.Tensor or thing.layout is not torch.strided or thing.device.type != "cpu":
             return NotImplemented
+        # As a bytearray, not bytes: the tensor at the other end is built over this memory, and the script may
+        # write to it.
         flat = thing.detach().contiguous().reshape(-1).view(torch.uint8)
         return _tensor, (bytearray(flat.numpy()), thing.dtype, tuple(thing.shape))
 

@@ -39,6 +39,9 @@ class Decoders:
         self._workers = workers
         self._up = False
         try:
+            # Pickled once and here, for two reasons: a dataset that cannot be pickled is refused before
+            # training starts, and a restart sends the same bytes even if the script has changed the dataset
+            # since.
             self._sent = pickle.dumps(maker)
         except Exception as error:
             raise UsageError(
@@ -50,6 +53,8 @@ class Decoders:
     @property
     def up(self) -> bool:
         """Whether the first process can decode; until then the worker had better do so itself."""
+        # Once a process has answered it can decode. It may die later; that is seen at the future of its
+        # micro-batch.
         self._up = self._up or any(f.done() for f in self._greetings)
         return self._up
 
@@ -83,6 +88,8 @@ class Decoders:
             initargs=(self._sent,),
         )
         # A pool starts a process only for work that finds none idle.
+        # One greeting for each process makes the pool start all of them now. Otherwise they would start one
+        # after the other with the first steps, each with seconds of imports.
         self._greetings = [self._pool.submit(_greet) for _ in range(self._workers)]
 
 
@@ -101,6 +108,8 @@ class _Popen(popen_spawn_posix.Popen):
             # -P: modules of the current folder are not for it, before it has the parent's sys.path
             return [line[0], "-P", *line[1:at], first + line[at], *line[at + 1 :]]
 
+        # Replaced for the duration of one start only, so that processes that the script starts are started as
+        # usual.
         spawn.get_command_line = command_line
         try:
             super()._launch(process_obj)  # type: ignore[misc]
@@ -127,6 +136,7 @@ def _begin(sent: bytes) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the worker, which ends its processes
     import torch
 
+    # With torch's default each of these processes would start as many threads as the machine has cores.
     torch.set_num_threads(1)
     _maker.append(pickle.loads(sent))
 
@@ -140,6 +150,8 @@ def _make(step: int, micro: int, ids: Ids) -> bytes:
     try:
         return packed((ids, _maker[0].make(step, micro, ids)))
     except DataError as error:
+        # The exception is pickled on its way to the worker. A cause of a class that the worker cannot import
+        # would break the pool, and the user would see that instead of the error in the dataset.
         said = DataError(str(error))  # without its cause, whose class may not survive the way
         said.add_note("In a decoding process:\n" + "".join(traceback.format_exception(error)))
         raise said from None

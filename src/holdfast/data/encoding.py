@@ -82,14 +82,19 @@ class HuggingFaceEncoder:
             raise UsageError(
                 f"--tokenizer {path} is no file of the tokenizers library ({error}); give a tokenizer.json, or bytes"
             ) from error
+        # A tokenizer.json carries the settings of the model that it was trained for. Truncation would
+        # silently drop the end of every long document.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.name = str(path)
         self.key = xxhash.xxh3_128_hexdigest(content)
+        # Over the added tokens too: they often lie above the vocabulary, and decide whether uint16 suffices.
         self.largest = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
 
     def encode(self, documents: list[bytes]) -> list[npt.NDArray[Any]]:
         """The tokens of each document."""
+        # Cannot fail here: `needs_utf8` made the reader check every document, where file and line are still
+        # known.
         texts = [document.decode() for document in documents]
         encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(one.ids, np.int64) for one in encoded]

@@ -95,15 +95,20 @@ class Remote:
         """
         digest = xxhash.xxh3_128()
         with part.open("ab+") as file, ByteCount(sys.stderr, f"fetching {self.url}") as count:
+            # Only complete parts count. The last one may have been cut off by the kill, at a byte that nobody
+            # recorded.
             have = min(file.tell(), version.size) // self._part_bytes * self._part_bytes
             file.truncate(have)
             file.seek(0)
             for low in range(0, have, self._part_bytes):
+                # What arrived earlier is hashed again, so the digest covers the bytes on the disk and not
+                # only those that this process received.
                 digest.update(file.read(min(self._part_bytes, have - low)))
             for data in self._parts(version, have):
                 self._write(file, data)
                 digest.update(data)
                 count.add(len(data))
+            # The caller renames the file and trusts its name from then on.
             os.fsync(file.fileno())
         return digest.hexdigest()
 
@@ -126,11 +131,14 @@ class Remote:
                 for low in lows:
                     high = min(low + self._part_bytes, version.size)
                     waiting.append(pool.submit(self._part, version, low, high))
+                    # Bounded in number and handed out in order: memory stays at PARTS_IN_FLIGHT parts, and
+                    # the file grows from its beginning, which is what makes it resumable.
                     if len(waiting) == PARTS_IN_FLIGHT:
                         yield waiting.popleft().result()
                 while waiting:
                     yield waiting.popleft().result()
             except BaseException:
+                # What no thread has begun is cancelled: after an error nobody will take it.
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
@@ -142,6 +150,8 @@ class Remote:
         for pause_s in self._pauses_s:
             try:
                 return ask()
+            # Retrying what cannot change would keep a misspelt name or a missing permission waiting for
+            # minutes before the user hears of it.
             except FINAL:
                 raise
             except (BaseError, OSError):
@@ -150,6 +160,8 @@ class Remote:
 
     def _asked(self, version: Version, low: int, high: int) -> memoryview:
         options: dict[str, Any] = {"range": (low, high)}
+        # The server itself refuses a range of another version. Stores without an e-tag are caught below, by
+        # size and time of each answer.
         if version.e_tag is not None:
             options["if_match"] = version.e_tag
         answer = obstore.get(self._store, self.name, options=options)  # type: ignore[arg-type]

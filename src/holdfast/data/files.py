@@ -67,6 +67,8 @@ class TokenFile:
             mapped = _map_raw(self.path, wanted)
         advice = mmap.MADV_SEQUENTIAL if in_order else mmap.MADV_RANDOM
         self._map: mmap.mmap = mapped._mmap  # type: ignore[attr-defined]
+        # Samples come in random order. With the kernel's default read-ahead each one would read megabytes
+        # that nobody asked for, on every node at once.
         self._map.madvise(advice)
         self.tokens: npt.NDArray[Any] = np.asarray(mapped)
 
@@ -192,6 +194,8 @@ def _map_raw(path: Path, dtype: np.dtype[Any] | None) -> Mapped:
     if dtype is None:
         raise ValueError(f"{path} is a raw file; say what it holds, dtype= one of {', '.join(TOKEN_DTYPES)}")
     size_bytes = path.stat().st_size
+    # The only check that a raw file allows. A wrong dtype with a fitting size cannot be seen here; the
+    # vocabulary check of `verify` finds it.
     if size_bytes % dtype.itemsize:
         raise ValueError(
             f"{path} has {size_bytes} bytes, which is not a whole number of {dtype} tokens "
@@ -204,6 +208,8 @@ def _digest(head: str, *arrays: npt.NDArray[Any]) -> str:
     digest = xxhash.xxh3_64(head.encode())
     for array in arrays:
         content = array.view(np.uint8)
+        # The first and the last 64 KiB are hashed completely: files that were cut short or appended to differ
+        # there. The probes between them find an exchanged file of the same length.
         digest.update(content[:_END_BYTES].tobytes())
         digest.update(content[-_END_BYTES:].tobytes())
         for probe in range(_PROBES):

@@ -49,6 +49,8 @@ def check_fingerprint(saved: Mapping[str, Any] | str, dataset: Any) -> None:
             f"the checkpoint was made with a data set of fingerprint {before.get('fingerprint')}, but "
             f"{type(dataset).__name__} has none; resume with the data set that the run began with"
         )
+    # The fingerprints decide. Everything after this line only finds words for the difference, so a field that
+    # an older version did not save can never refuse a run.
     if now["fingerprint"] == before.get("fingerprint"):
         return
     differences = list(_differences(before, now)) if len(before) > 1 else []
@@ -89,6 +91,8 @@ def _changed_files(
         return
     for old, new in zip(before, now, strict=True):
         changed = [field for field in _FIELDS if old.get(field) != new.get(field)]
+        # A data set that was converted to another format has the same tokens in the same order, and a run may
+        # go on with it.
         if all(old.get(field) == new.get(field) for field in ("dtype", "tokens", *_HASHED)):
             continue  # the same tokens, perhaps in another format
         named = [

@@ -113,6 +113,7 @@ def plan_units(files: list[Path], reading: Reading, unit_bytes: int) -> list[Uni
     for path in files:
         for span in _spans_of(path, reading, unit_bytes):
             small.append(span)
+            # Small files share a unit, because each unit costs two files and a task for a process.
             if sum(one.nbytes for one in small) >= unit_bytes or len(small) == _MOST_SPANS:
                 units.append(Unit(tuple(small)))
                 small = []
@@ -168,6 +169,8 @@ class Reader:
         """
         try:
             known = Path(self._span.path).stat()
+            # Compared by every process before it reads. Spans were cut from the file's size at the start; a
+            # file that changed since would be cut in the middle of its lines.
             if (known.st_size, known.st_mtime_ns) != (self._span.size, self._span.changed_ns):
                 raise DataError(f"{self._span.path} changed while it was being read; run the command again")
             if self._span.kind is Kind.PARQUET:
@@ -205,6 +208,8 @@ class Reader:
     @cached_property
     def _lines_before(self) -> int:
         """Lines that begin before this span; only counted when one has to be named."""
+        # Line numbers are for error messages only. Counting them costs a read of everything before the span,
+        # so it is done for a line that is bad, and never for a good one.
         count, left, last = 0, self._span.begin, b"\n"
         with Path(self._span.path).open("rb") as file:
             while left and (block := file.read(min(left, 1 << 20))):
@@ -237,6 +242,8 @@ class Reader:
         if not line:
             return b""
         try:
+            # msgspec finds the one field without building the rest of the line. What it refuses goes to
+            # json.loads, which also reads NaN and says where a line is broken.
             return self._decoder.decode(line).text.encode()  # type: ignore[no-any-return]
         except msgspec.ValidationError as error:
             raise ValueError(str(error)) from error

@@ -54,6 +54,7 @@ def shuffled(
     """
     if isinstance(dataset, Shuffled):
         raise UsageError("holdfast.data.shuffled(...) of holdfast.data.shuffled(...): once is enough")
+    # Refused now and not in a decoding process, whose error would arrive with the first batch.
     check_dataset(dataset)
     if not 0 <= workers <= MOST_WORKERS:
         raise UsageError(f"holdfast.data.shuffled: workers={workers}; 0 to {MOST_WORKERS}, for example 4")

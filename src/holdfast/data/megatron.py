@@ -69,6 +69,8 @@ class Index:
         size = path.stat().st_size
         with path.open("rb") as file:
             head = file.read(HEADER.size)
+        # Named separately, because the advice differs: such a file is not damaged but of a format that is no
+        # longer read.
         if head.startswith(LEGACY_MAGIC):
             raise self._broken("has the format of before 2019 (TNTIDX)", "build it again from the text")
         if not head.startswith(MAGIC[: len(head)]) or len(head) < len(MAGIC):
@@ -85,6 +87,8 @@ class Index:
             raise self._broken(
                 "has a mode for each sequence (a multimodal data set)", "only text is supported"
             )
+        # The size follows exactly from the two counts. Comparing it finds a cut index without reading it,
+        # whatever its length.
         if size != expected:
             raise self._broken(
                 f"is cut short or corrupt: it names {sequences} sequences and {edges} document edges, which take "
@@ -110,6 +114,7 @@ class Index:
         """The token with which each of these documents begins; for number `self.documents` the end of the last."""
         firsts = self._firsts[documents]
         pointers = self._pointers[np.minimum(firsts, self._sequences - 1)]
+        # The end of the last document has no pointer of its own: it is the end of the .bin.
         edges: Ints = np.where(firsts == self._sequences, self._nbytes, pointers) // self.dtype.itemsize
         return edges
 
@@ -141,6 +146,8 @@ class Index:
         end = 0
         if self._sequences:
             end = int(self._pointers[-1]) + int(self._lengths[-1]) * self.dtype.itemsize
+        # Catches the most common mistake, a .bin and an .idx from two different builds, at the cost of
+        # reading two numbers.
         if end != self._nbytes or (self._sequences and self._pointers[0] != 0):
             raise self._broken(
                 f"describes {end} bytes of tokens, but {self.path.with_suffix('.bin')} has {self._nbytes}: one of "

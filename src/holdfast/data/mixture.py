@@ -93,6 +93,8 @@ class Mixture:
     def __init__(self, parts: Iterable[tuple[Source, float]]) -> None:
         pairs = list(parts)
         self.sources = [source for source, _ in pairs]
+        # Integers from here on. With floats the share of a source at position 10^12 would depend on rounding,
+        # and two machines could disagree about a sample.
         self._units = _checked_units([weight for _, weight in pairs])
         self.weights = [units / sum(self._units) for units in self._units]
         self._firsts = np.cumsum([0, *(_checked_length(source, n) for n, source in enumerate(self.sources))])
@@ -127,6 +129,8 @@ class Mixture:
             raise IndexError(
                 f"sample numbers span {numbers.min()} to {numbers.max()}, but the mixture holds {len(self)} samples"
             )
+        # A sample number alone tells its source, so a batch may mix sources in any order, and each source is
+        # still asked once, with all of its numbers.
         of = np.searchsorted(self._firsts, numbers, side="right") - 1
         present = np.unique(of).tolist() or [0]
         if len(present) == 1:
@@ -192,6 +196,8 @@ class Mixture:
 
     @cached_property
     def _tree(self) -> _Tree:
+        # Ties are broken by a running number, so that the tree, and with it every sample of the stream, is a
+        # function of the weights alone. The order of a heap with equal keys is not.
         heap: list[tuple[int, int, _Tree]] = [(units, n, n) for n, units in enumerate(self._units)]
         heapq.heapify(heap)
         number = len(heap)  # breaks ties, so that the tree is a function of the weights
@@ -210,6 +216,8 @@ class MixtureOrder:
         self._mixture = mixture
         self._orders: list[Order] = []
         for number, source in enumerate(mixture.sources):
+            # Each source gets a seed of its own from its number. With a common seed two sources of equal
+            # length would be walked in the same permutation.
             own = xxhash.xxh3_64_intdigest(f"source {number} of {seed}".encode())
             self._orders.append(
                 source.order(own) if hasattr(source, "order") else SampleOrder(len(source), own)
@@ -258,6 +266,8 @@ class MixtureOrder:
             if isinstance(tree, int):
                 drawn.append((tree, rows, at))
                 continue
+            # The count to the left grows by 0 or 1 at each position. Where it grows the position belongs to
+            # the left side, and the count before it is the position's number on that side.
             before, after = _left_of(tree, at), _left_of(tree, at + 1)
             left = after > before
             open_.append((tree.left, rows[left], before[left]))
@@ -267,6 +277,8 @@ class MixtureOrder:
 
 def _left_of(node: _Node, count: Any) -> Any:
     """How many of the first `count` samples at a node go left; whole turns first, so that 64 bits suffice."""
+    # Multiplying `count` by the weight directly would overflow 64 bits: positions go to 2^62. Complete turns
+    # give exactly left_weight each, so only the remainder is multiplied.
     turns, rest = count // node.weight, count % node.weight
     return turns * node.left_weight + (2 * rest * node.left_weight + node.weight) // (2 * node.weight)
 
@@ -291,6 +303,8 @@ def _checked_units(weights: list[float]) -> list[int]:
             raise ValueError(
                 f"weight {number} of the mixture is {weight}; leave the source out or weigh it above 0"
             )
+    # fsum, because a naive sum of many weights such as 0.1 misses 1 by more than a careful user should have
+    # to think about.
     total = math.fsum(weights)
     if round(abs(total - 1), 9) > TOLERANCE:
         parts = [round(weight / total, 6) for weight in weights]

@@ -89,6 +89,8 @@ class SampleOrder:
         epoch, sample = divmod(position, self.samples)
         keys = _epoch_keys(self.seed, epoch)
         sample = _permute(sample, self._halves, keys)
+        # Cycle walking: apply the permutation again until the result is a sample. It ends, because the walk
+        # follows a cycle that contains the sample it started from.
         while sample >= self.samples:
             sample = _permute(sample, self._halves, keys)
         return int(sample)
@@ -118,6 +120,8 @@ class SampleOrder:
         if low < 0 or high >= 2**63:
             raise ValueError(f"positions span {low} to {high}; positions run from 0 to 2**63 - 1")
         flat = asked.ravel().astype(np.uint64)
+        # Most calls lie within one epoch, and then the round keys are one small tuple. Only a call across a
+        # seam pays for a key per position.
         if low // self.samples == high // self.samples:
             samples = self._one_epoch(flat, low // self.samples)
         else:
@@ -191,6 +195,8 @@ def _permute(sample: Word, halves: tuple[int, int], keys: tuple[Word, ...]) -> W
     for number in range(0, ROUNDS, 2):
         left = (left + (_mix(right ^ keys[number]) >> 1)) % a
         right = (right + (_mix(left ^ keys[number + 1]) >> 1)) % b
+    # No table and no state: every worker of any world size evaluates the same function, so a resize needs no
+    # agreement about who has seen which samples, and a checkpoint needs no position but the step.
     return left * b + right
 
 

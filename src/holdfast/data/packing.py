@@ -30,6 +30,7 @@ class Packed:
     def take(self, ids: Ints) -> Pair:
         """(tokens, labels) of these samples, each of shape [B, seq_len]."""
         rows = self._rows[ids]
+        # Files keep the narrow dtype of their tokens; torch's embeddings and losses want int64.
         return rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64)
 
     def read_ahead(self, ids: Ints) -> None:
@@ -40,6 +41,8 @@ class Packed:
     @cached_property
     def _rows(self) -> npt.NDArray[Any]:
         """The samples as overlapping rows of the map, shape [samples, seq_len + 1]; nothing is copied."""
+        # A view with strides, not a copy: the rows overlap by the one token that is a label of one sample and
+        # an input of the next.
         windows = np.lib.stride_tricks.sliding_window_view(self._tokens, self._seq_len + 1)
         return windows[:: self._seq_len]
 
@@ -75,6 +78,8 @@ class Padded:
             high = min(low + _BLOCKS_AT_ONCE, blocks)
             documents = np.arange(low * _BLOCK, min(high * _BLOCK, self._index.documents) + 1)
             lengths = np.diff(self._index.edges(documents))
+            # A negative length would give negative counts, which the cumulative sum hides. Samples would be
+            # found in the wrong documents without any error.
             if (lengths < 0).any():
                 number = int(documents[np.argmax(lengths < 0)])
                 raise ValueError(
@@ -86,6 +91,8 @@ class Padded:
 
     def _find(self, ids: Ints) -> Pair:
         """Where each sample begins and ends in the tokens; the last token is only a label."""
+        # side="right" with -1 finds the last block that begins at or before the sample, and passes over
+        # blocks without any sample.
         blocks = np.searchsorted(self._before, ids, side="right") - 1
         documents = np.minimum(blocks[:, None] * _BLOCK + np.arange(_BLOCK + 1), self._index.documents)
         edges = self._index.edges(documents)

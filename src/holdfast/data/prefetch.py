@@ -43,15 +43,21 @@ class PrefetchBuffer:
     def aim(self, step: int, micros: range) -> None:
         """From now on this worker's share is `micros`, and `step` is the next one. What was made of it stays."""
         self._step, self._micros, self._taken = step, micros, 0
+        # Keys hold neither rank nor world size, so after a resize whatever lies in the new share is still
+        # right and stays.
         self._keep({key for key in self._entries if key[0] >= step and key[1] in micros})
         self._top_up()
 
     def take(self, step: int, micro: int) -> Future[bytes]:
         """The micro-batch. It stays until its step is over, because the step may be tried again."""
         key = (step, micro)
+        # The entry is not removed: a step that fails after this is tried again with the same micro-batches,
+        # and decoding them twice would double the cost of a retry.
         future = self._entries.get(key)
         if future is None:
             future = self._entries[key] = self._make(key)
+        # What is taken out of turn, as in a retry of an older step, must not move the mark: the buffer would
+        # believe that everything before it was used, and prefetch too far ahead.
         if step == self._step and micro in self._micros:
             self._taken = self._micros.index(micro) + 1
         self._top_up()
@@ -71,6 +77,8 @@ class PrefetchBuffer:
         return set(self._entries)
 
     def _keep(self, keys: set[Key]) -> None:
+        # `cancel` stops only what no process has begun. The rest is made for nothing, which is bounded by the
+        # number of processes.
         for key in [k for k in self._entries if k not in keys]:
             self._entries.pop(key).cancel()
 
@@ -88,10 +96,15 @@ class PrefetchBuffer:
     def _top_up(self) -> None:
         self._nbytes = max([self._nbytes, *(_nbytes(f) for f in self._entries.values())])
         wanted = list(self._wanted())
+        # Sizes are unknown before the first batch is there. Guessing high could take all memory of a node
+        # with a dataset of videos.
         most = self._at_least  # until the first one shows how large they are
         if self._nbytes:
             most = min(max(1, self._most_bytes // self._nbytes), 2 * MOST_MICRO_BATCHES)
         coming = set(wanted)
+        # Micro-batches that were taken already are kept for a retry, but only in the room that the coming
+        # ones leave. Giving up a coming one instead would stall the next step for certain, to save a retry
+        # that may never come.
         others = [k for k, future in self._entries.items() if k not in coming and future.done()]
         for key in others[
             : max(0, len(others) + len(wanted) - most)

@@ -83,6 +83,8 @@ class SampleLedger:
         path = Path(folder) / f"{worker}-{os.getpid()}-{now_ns}{SUFFIX}"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            # A new file for each process and start, opened with O_EXCL and O_APPEND: no two writers share a
+            # file, so no line can be torn by another one's.
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
         except OSError as error:
             raise UsageError(
@@ -119,6 +121,8 @@ class SampleLedger:
 
     def _write(self, line: _Head | _Line) -> None:
         encoded = msgspec.json.encode(line) + b"\n"
+        # One system call for each line: a killed process leaves complete lines and at most one unfinished one
+        # at the end, which the reader drops. There is no fsync; the module says what survives.
         if os.write(self._fd, encoded) != len(encoded):
             raise OSError(f"{self._path}: the disk is full")
 
@@ -163,6 +167,8 @@ def check(*folders: str | os.PathLike[str]) -> Checked:
         )
     began_ns: dict[str, int] = {}
     for head in heads:
+        # Generations count from 1 in every launch. Launches never overlap, so the start time puts the
+        # generations of all launches into one order.
         began_ns[head.launch] = min(head.began_ns, began_ns.get(head.launch, head.began_ns))
     lines = [
         (process, (began_ns[head.launch], line.g), line)
@@ -174,6 +180,8 @@ def check(*folders: str | os.PathLike[str]) -> Checked:
     epochs: dict[int, Counter[int]] = {}
     steps = 0
     for step, parts in _committed(lines):
+        # Committed steps must be 0, 1, 2 and so on. A gap means that a ledger is missing, and a count over
+        # the rest would look like a proof.
         if step != steps:
             raise DataError(f"step {steps} was not committed, but step {step} was")
         steps += 1
@@ -184,7 +192,11 @@ def check(*folders: str | os.PathLike[str]) -> Checked:
 
 def _read(path: Path) -> tuple[_Head, list[_Line]] | None:
     """A file's lines; a last one that its process did not finish writing is left out."""
+    # Whatever follows the last newline was not finished. Its step is either not committed or claimed by
+    # another worker too.
     head, *following = path.read_bytes().split(b"\n")[:-1] or [b""]
+    # A process that was killed before its first line was complete has trained on nothing, so its file says
+    # nothing.
     if not head:
         return None
     return _heads.decode(head), [_lines.decode(line) for line in following]
@@ -196,12 +208,16 @@ def _committed(lines: list[tuple[int, Generation, _Line]]) -> Iterator[tuple[int
     first: dict[Generation, int] = {}  # to the first step that it computed
     claimed: dict[int, Generation] = {}
     for process, generation, line in lines:
+        # Of several lines of a process for one step of one generation the last counts: the step was tried
+        # again, and only the last attempt's gradient was used.
         if line.m is not None:
             computed.setdefault((generation, line.s), {})[process] = line
             first[generation] = min(line.s, first.get(generation, line.s))
         else:
             claimed[line.s] = max(generation, claimed.get(line.s, generation))
     for step, generation in sorted(claimed.items()):
+        # A later generation that computed this step or an earlier one started from before its commit. So the
+        # commit was lost with the workers that knew of it, and the later attempt is the one that counts.
         if not any(later > generation and begin <= step for later, begin in first.items()):
             yield step, list(computed.get((generation, step), {}).values())
 

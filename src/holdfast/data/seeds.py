@@ -15,6 +15,8 @@ def micro_seed(seed: int, step: int, micro: int) -> int:
     """Seed of the randomness inside a micro-batch: free of rank and world size (splitmix64 steps)."""
     word = seed & _MASK
     for part in (step, micro):
+        # Step and micro are mixed in one after the other, each through the complete mixer. Adding them first
+        # would give (1, 2) and (2, 1) the same seed.
         word = (word + 0x9E3779B97F4A7C15 * (part + 1)) & _MASK
         word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK

@@ -82,6 +82,8 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         self._asked = paths, dtype, documents, pad_token
         self.files = tuple(TokenFile(one, dtype) for one in paths)
         self._cuts = [self._cut(file) for file in self.files]
+        # Sample numbers run through the files in the given order. The order of the list is therefore part of
+        # the data set's identity, and of its fingerprint.
         self._firsts = np.cumsum([0, *(cut.samples for cut in self._cuts)])
         if not len(self):
             raise ValueError(self._too_short())
@@ -130,12 +132,16 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
             IndexError: a number is out of range.
             ValueError: `ids` is not a 1-D array of integers.
         """
+        # Checked once for all files. numpy would accept a negative number and return a sample from the end,
+        # which no permutation asks for, so it is a mistake of the caller.
         numbers = self._checked(ids)
         if len(self._cuts) == 1:
             tokens, labels = self._cuts[0].take(numbers)
             return torch.from_numpy(tokens), torch.from_numpy(labels)
         shape = len(numbers), self.seq_len
         tokens, labels = np.empty(shape, np.int64), np.empty(shape, np.int64)
+        # Samples are gathered file by file, one vectorized read each. A loop over samples would cost more
+        # than the reads.
         of = np.searchsorted(self._firsts, numbers, side="right") - 1
         for number in np.unique(of):
             rows = np.flatnonzero(of == number)
@@ -158,6 +164,8 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         """
         _, _, documents, pad_token = self._asked
         padded = documents == "padded"
+        # Everything that decides what sample i is: how samples are cut, then the content of every file. Paths
+        # are left out, because data may be moved between two starts.
         digest = xxhash.xxh3_64(f"{self.seq_len} {documents} {pad_token if padded else 0};".encode())
         for file in self.files:
             digest.update((file.probes + (file.edge_probes if padded else "")).encode())

@@ -28,6 +28,7 @@ def verify(file: TokenFile, seen: Callable[[int], None] = lambda nbytes: None) -
         DataError: it is not whole; the message has the file and what is wrong with it.
     """
     description = describe(file.path.with_suffix(""))
+    # The index first: it is small, and when it does not fit the tokens there is no use in reading them.
     if file.index is not None:
         try:
             file.index.check(seen)
@@ -48,6 +49,8 @@ def _check_range(file: TokenFile, description: Description | None, seen: Callabl
     for low in range(0, len(file.tokens), step):
         tokens = file.tokens[low : low + step]
         smallest, largest = int(tokens.min()), int(tokens.max())
+        # A token outside of the vocabulary indexes beyond the embedding. On a GPU that is an assertion in a
+        # kernel, hours into the run and without the name of a file.
         if smallest < 0 or (end is not None and largest >= end):
             wrong = smallest if smallest < 0 else largest
             at = low + int(np.argmax(tokens == wrong))

@@ -8,6 +8,8 @@ import msgspec
 class Version(msgspec.Struct, frozen=True):
     """What a remote file is now: it changes when the file does."""
 
+    # Stores differ in what they offer: some have no e-tag, and web servers may have no exact time. All three
+    # are compared, so any of them that changes shows a new version.
     size: int
     e_tag: str | None
     modified: str
