@@ -97,7 +97,7 @@ def _plan(context: Context, node: Node, incident: Incident, remedy: Remedy) -> N
     # What is done when it has left. The node trains until its place is filled, so a machine that limps costs
     # nothing but its own slowness.
     node.then = remedy
-    if context.state.membership.level == 2:
+    if context.mode.replaces_one:
         # At a step's edge, like any planned leave: nothing is lost by it.
         context.request(DrainNode(node, f"{remedy.value} for {incident.cause}"))
     elif node.held is None:
@@ -337,12 +337,8 @@ def advance(context: Context) -> None:
     for node in context.alive_nodes():
         if node.then is None or queries.ordered(context, node):
             continue
-        if (
-            context.state.membership.level == 2 and node.leaving is None
-        ):  # it was planned before the job was at level 2
+        if context.mode.replaces_one and node.leaving is None:  # it was planned before the job was at level 2
             context.request(DrainNode(node, f"{node.then.value} for {node.held}"))
             node.held = None
-        elif context.state.membership.level != 2 and not any(
-            w.node == node.name for w in context.alive_workers()
-        ):
+        elif not context.mode.replaces_one and not any(w.node == node.name for w in context.alive_workers()):
             left(context, node)

@@ -178,9 +178,12 @@ class Mode(Protocol):
 
     Attributes:
         replaces_one: a worker can be replaced while the others stay.
+        saves_together: all shards of a snapshot are copied at one commit of one generation. Scripts at level 0 and 1 save at
+            their own times.
     """
 
     replaces_one: bool
+    saves_together: bool
 
     def on_attached(self, context: Context) -> None:
         """A worker's script called `holdfast.start`."""

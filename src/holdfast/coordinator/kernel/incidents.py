@@ -327,7 +327,7 @@ def committed(state: CoreState, now: float) -> list[Record]:
             continue
         if incident.first_commit_at_s is None:
             incident.first_commit_at_s = now
-            if state.membership.level == 2 or incident.rung == COORDINATOR:
+            if state.membership.counts_steps or incident.rung == COORDINATOR:
                 incident.lost_steps = incident.lost_steps or 0
             records.append(Record(describe(state, incident, ledger.IncidentResumed)))
         if _full(state, incident):

@@ -287,6 +287,12 @@ class MembershipState(msgspec.Struct):
     """What the script logs: name to step and value."""
 
     @property
+    def counts_steps(self) -> bool:
+        """Workers commit their steps through Holdfast, so `committed` counts from the job's start. At level 0 and 1 only the
+        script knows where a start went on from: see `step_accounting`."""
+        return self.level == 2
+
+    @property
     def shard_count(self) -> int:
         """Workers of a replica."""
         return self.shape[0] * self.shape[1]

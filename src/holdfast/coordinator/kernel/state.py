@@ -37,7 +37,7 @@ class CoreState(msgspec.Struct):
     @property
     def step(self) -> int | None:
         """Committed steps of the state that training is at. At level 0 and 1 since the job's start; None: not known."""
-        if self.membership.level == 2:
+        if self.membership.counts_steps:
             return self.membership.committed
         return (
             None

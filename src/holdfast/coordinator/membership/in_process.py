@@ -30,6 +30,7 @@ class InProcess:
     """Mode: see `holdfast.coordinator.kernel.context`."""
 
     replaces_one = True
+    saves_together = True
 
     def on_attached(self, context: Context) -> None:
         """The job is at level 2 already."""

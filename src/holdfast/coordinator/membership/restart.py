@@ -40,6 +40,7 @@ class Restart:
     """Mode: see `holdfast.coordinator.kernel.context`."""
 
     replaces_one = False
+    saves_together = False
 
     def on_attached(self, context: Context) -> None:
         """What was started together goes on one by one, at level 2."""

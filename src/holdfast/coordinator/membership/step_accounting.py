@@ -33,7 +33,7 @@ def starts(state: CoreState) -> None:
 def exited(state: CoreState, worker: str, steps: int) -> None:
     """A worker of this start ended. Its last words on the way there may have been held back."""
     if (
-        state.membership.level != 2
+        not state.membership.counts_steps
         and state.membership.generation is not None
         and state.membership.generation.rank_of(worker) is not None
     ):
@@ -43,7 +43,7 @@ def exited(state: CoreState, worker: str, steps: int) -> None:
 def gave(state: CoreState, generation: int, step: int, steps: int) -> None:
     """Rank 0 gave the state that its script calls `step`, after so many optimizer steps of this start."""
     counted = state.membership.counted
-    if state.membership.level == 2 or generation != state.membership.number:
+    if state.membership.counts_steps or generation != state.membership.number:
         return
     state.membership.committed = max(state.membership.committed, steps)
     if counted.base is None:
@@ -60,7 +60,7 @@ def gave(state: CoreState, generation: int, step: int, steps: int) -> None:
 def loaded(context: Context, generation: int, step: int | None, steps: int) -> None:
     """Rank 0's script goes on from the state of `step`; None: it found nothing to load."""
     s, counted = context.state, context.state.membership.counted
-    if s.membership.level == 2 or generation != s.membership.number:
+    if s.membership.counts_steps or generation != s.membership.number:
         return
     name = NOTHING if step is None else step
     if s.membership.number == 1 and not steps and not counted.gives:
@@ -87,7 +87,7 @@ def loaded(context: Context, generation: int, step: int | None, steps: int) -> N
 def shown(state: CoreState, committed: int | None = None) -> dict[str, Any]:
     """For report, status and metrics. None: not known. computed: all steps, those that were lost and done again among
     them. committed: at level 2, what the ledger has."""
-    if state.membership.level == 2:
+    if state.membership.counts_steps:
         computed = None if committed is None else committed + state.membership.lost_steps
         return {
             "committed": state.membership.committed,

@@ -66,7 +66,7 @@ class _Job(Collector):
         if s.step is not None:
             yield _gauge("holdfast_step", "Committed steps of the state that training is at.", s.step)
         steps = step_accounting.shown(s, self._steps)
-        if s.membership.level == 2 or self._steps:
+        if s.membership.counts_steps or self._steps:
             steps["committed"] = self._steps
         if steps["committed"] is not None:
             text = "Steps committed since the job's start."
@@ -93,7 +93,7 @@ class _Job(Collector):
         yield _counter("holdfast_wall_seconds", "Time since the job's start.", wall_s)
         # At level 0 nobody counts productive time, and 0 would look like a job that makes no progress.
         # Unknown is left out.
-        if s.membership.level == 2 or self._steps:
+        if s.membership.counts_steps or self._steps:
             yield _counter(
                 "holdfast_productive_seconds",
                 "Time spent on committed steps; over holdfast_wall_seconds_total it is the goodput.",

@@ -164,7 +164,7 @@ def _restoring(state: CoreState, worker: Worker) -> bool:
     """It is a member, and fetches the state. At level 0 it is known only of what takes its time."""
     if worker.phase is not WorkerPhase.MEMBER:
         return False
-    if state.membership.level != 2:
+    if not state.membership.counts_steps:
         return worker.restored is not None and worker.restored[0] < worker.restored[1]
     seat = state.membership.seats.get(worker.name)
     return worker.joined < state.membership.number and seat is not None and seat.restore

@@ -322,7 +322,7 @@ def say_unsaved(context: Context) -> None:
     """The job ends without its last state in a tier, for a reason that was not said."""
     s, last = context.state, queries.last_step(context)
     known = s.storage.last_failed or (s.storage.durable is not None and s.storage.durable.step >= last)
-    if s.membership.level != 2 or s.membership.shard_count == 1 or not last or known:
+    if not context.mode.saves_together or s.membership.shard_count == 1 or not last or known:
         return
     for tier in context.spec.saving.tiers:
         reason = "not every shard of the last state could be kept in the memory of a node"

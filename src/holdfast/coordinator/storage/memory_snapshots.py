@@ -129,7 +129,7 @@ def not_held(context: Context, node: Node, key: Key, reason: str, lack: Lack | N
     # At level 0 a rank saves on its own, when its script does. If its copy failed, nobody else has these
     # bytes, so the snapshot cannot become complete and the other ranks' memory is freed.
     held_by_any = any(h.copy.key.rank == key.rank for h in snapshot.shards)
-    if context.state.membership.level != 2 and not held_by_any and not snapshot.whole:
+    if not context.mode.saves_together and not held_by_any and not snapshot.whole:
         _give_up(context, snapshot)
     else:
         spread(context)
@@ -174,7 +174,7 @@ def _give_up(context: Context, snapshot: Snapshot) -> None:
         context.send(name, _forgets(context, snapshot))
     # At level 2 one shard is missing in one snapshot. At level 0 a rank that failed to save has moved on, so
     # everything later that the others saved is without that rank, too.
-    if context.state.membership.level == 2:
+    if context.mode.saves_together:
         snapshot.shards = []
         return
     for later in context.state.storage.snapshots:
@@ -184,9 +184,7 @@ def _give_up(context: Context, snapshot: Snapshot) -> None:
 
 def _forgets(context: Context, snapshot: Snapshot) -> m.ForgetSnapshots:
     """At level 0 all ranks save at their own times: of later ones nothing is whole either."""
-    return m.ForgetSnapshots(
-        snapshot.step - 1, snapshot.step if context.state.membership.level == 2 else None
-    )
+    return m.ForgetSnapshots(snapshot.step - 1, snapshot.step if context.mode.saves_together else None)
 
 
 def node_lost(context: Context, node: Node) -> None:
@@ -260,7 +258,7 @@ def happened(context: Context, key: Key) -> bool:
         # believed.
         key.generation < 1
         and s.membership.number
-        and s.membership.level == 2
+        and context.mode.saves_together
         and key.step > s.membership.committed
     ):
         return False
@@ -364,7 +362,7 @@ def _drop_lost(context: Context, returns: bool = False) -> None:
         gone = {h.copy.key.rank for h in snapshot.shards if not h.nodes}
         snapshot.shards = [h for h in snapshot.shards if h.nodes]
         gone -= {h.copy.key.rank for h in snapshot.shards}
-        level_2 = s.membership.level == 2 or snapshot.generation < 1  # nobody may have said the level yet
+        level_2 = context.mode.saves_together or snapshot.generation < 1  # nobody may have said the level yet
         if gone and returns and level_2:
             snapshot.lost += sorted(gone)
             snapshot.whole = False
@@ -471,7 +469,7 @@ def _expected(context: Context, snapshot: Snapshot, rank: int, there: list[str])
         return False
     g = s.membership.generation
     running = s.membership.phase in (JobPhase.RUNNING, JobPhase.BREAKING)
-    if s.membership.level != 2 or g is None or snapshot.generation != g.number or not running:
+    if not context.mode.saves_together or g is None or snapshot.generation != g.number or not running:
         return False
     newer = [x for x in s.storage.snapshots if x.generation == snapshot.generation and x.step > snapshot.step]
     further = {n for x in newer for n in (*_declined(x, rank), *_holding(x, rank))}
@@ -531,7 +529,7 @@ def hands_over(context: Context, node: Node) -> bool:
     snapshot that is whole. What no other can keep goes with it, unless the job is still to go on from there. At one worker
     per replica every member can save the next one alone, so nothing is worth the wait."""
     s = context.state
-    if s.membership.level != 2 or s.membership.phase in (JobPhase.STOPPING, JobPhase.ENDED):
+    if not context.mode.saves_together or s.membership.phase in (JobPhase.STOPPING, JobPhase.ENDED):
         return False
     # Only the newest complete one. Handing over older ones as well would keep a node that has two minutes to
     # leave.

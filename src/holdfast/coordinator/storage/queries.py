@@ -82,7 +82,7 @@ def has_last(context: Context, node: Node) -> bool:
     s = context.state
     # At level 2 workers hand their last state to their nodes one by one. At level 0 a script saves when it
     # likes, so the newest complete snapshot is the last state.
-    if s.membership.level == 2 or s.membership.stop_reason is None:
+    if context.mode.saves_together or s.membership.stop_reason is None:
         return any(name == node.name for name, _ in s.storage.last_from)
     snapshot = newest_whole(context)
     held = snapshot is not None and any(node.name in h.nodes for h in snapshot.shards)
@@ -98,7 +98,7 @@ def ending(context: Context) -> bool:
 def last_step(context: Context) -> int:
     """Of the state that the job ends with: where scripts save, the newest that is whole."""
     s = context.state
-    if s.membership.level != 2:
+    if not context.mode.saves_together:
         snapshot = newest_whole(context)
         return snapshot.step if snapshot is not None else 0
     return s.membership.committed if s.membership.last_step is None else s.membership.last_step
