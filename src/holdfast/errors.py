@@ -2,20 +2,20 @@
 
 HoldfastError
 ├── UsageError            bad input: refused before anything starts; the message says what to do
-│   └── StateChanged      the script changes protected state outside of the commit; no restart would help
+│   └── StateChanged      the script changes protected state outside of a commit; a restart does not help
 ├── ProtocolError         a frame or message that this version does not understand
 ├── StateError            training state that cannot be captured, sent or loaded
-│   ├── ChecksumError     bytes arrived that are not the bytes that were sent
-│   └── UnreadError       a checkpoint of which bytes cannot be had; an older one may do
+│   ├── ChecksumError     received bytes differ from the bytes that were sent
+│   └── UnreadError       a checkpoint cannot be read completely; an older one may be usable
 ├── DataError             a data set that cannot be built, fetched or read
 ├── TierError             a checkpoint tier cannot be read or written; training goes on without it
-│   ├── SlotsTaken        snapshots before this one are still on their way; later there is room again
-│   └── MemoryShort       one more snapshot does not fit into this node's memory
+│   ├── SlotsTaken        earlier snapshots are still being stored; there will be room later
+│   └── MemoryShort       another snapshot does not fit into this node's memory
 ├── NonFiniteGradient     the reduced gradient holds NaN or Inf; the step is retried
-├── StepFault             a step cannot be finished in this generation; swallowed by `with step`
+├── StepFault             a step cannot be completed in this generation; swallowed by `with step`
 │   ├── GenerationBroken  the coordinator ended the generation
 │   └── CollectiveFailed  a collective with the other replicas failed: evidence, not a verdict
-│       └── StateLost     what the generation was to go on from is damaged: another try would find the same
+│       └── StateLost     the state to restore is damaged; another attempt would fail in the same way
 └── JobStopped            the job was asked to stop; `run.steps` ends quietly
 """
 
@@ -45,7 +45,7 @@ class ChecksumError(StateError):
 
 
 class UnreadError(StateError):
-    """A checkpoint cannot be read whole. An older one, or another tier's, may do."""
+    """A checkpoint cannot be read completely. An older one, or one on another tier, may be usable."""
 
 
 class DataError(HoldfastError):
@@ -53,21 +53,21 @@ class DataError(HoldfastError):
 
 
 class TierError(HoldfastError):
-    """A tier of checkpoints is full, not there, not permitted, or does not answer. The message says what to do."""
+    """A checkpoint tier is full, missing, not accessible, or does not answer. The message says what to do."""
 
 
 class SlotsTaken(TierError):
-    """The memory for a shard holds snapshots that are still needed. The next one may find room."""
+    """The memory for a shard holds snapshots that are still needed. There may be room for the next one."""
 
 
 class MemoryShort(TierError):
-    """There is no memory for one more snapshot. Give the job more of it (`--snapshot-memory`), or save less often."""
+    """There is no memory for another snapshot. Give the job more (`--snapshot-memory`), or save less often."""
 
 
 class NonFiniteGradient(HoldfastError):
     """The gradient holds NaN or Inf. Lower the learning rate, clip, or look at the data of this step.
 
-    own: this rank's own part of it does, or of the loss.
+    own: this rank's own part of the gradient or of the loss is not finite.
     """
 
     def __init__(self, message: str, own: bool = False) -> None:
@@ -76,7 +76,7 @@ class NonFiniteGradient(HoldfastError):
 
 
 class StepFault(HoldfastError):
-    """The step in flight cannot be finished in this generation. `with step` swallows it and recovers."""
+    """The current step cannot be completed in this generation. `with step` swallows it and recovers."""
 
 
 class GenerationBroken(StepFault):
@@ -88,7 +88,7 @@ class CollectiveFailed(StepFault):
 
 
 class StateLost(CollectiveFailed):
-    """The checkpoint that the generation was to go on from is damaged; the coordinator takes an older one."""
+    """The state that this generation was to start from is damaged. The coordinator chooses an older one."""
 
 
 class JobStopped(HoldfastError):
