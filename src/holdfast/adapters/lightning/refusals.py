@@ -1,0 +1,86 @@
+"""What of a LightningModule and a Trainer cannot work at level 2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from holdfast.errors import UsageError
+
+OLDEST, BEFORE = (2, 6), (2, 7)
+"""Versions of Lightning that are tested: from this one, up to but without this one."""
+
+OURS = {
+    "optimizer_step": "the update is the job's commit",
+    "optimizer_zero_grad": "the job owns the gradients",
+    "configure_gradient_clipping": "clipping takes the norm of the gradient of all workers; use gradient_clip_val",
+    "backward": "the job adds the gradients of all workers",
+    "on_before_batch_transfer": "a batch is a step of several micro-batches",
+    "transfer_batch_to_device": "the job moves micro-batches",
+    "on_after_batch_transfer": "a batch is a step of several micro-batches",
+}
+"""Hooks of a module that a step at level 2 has no place for, and why."""
+
+
+def check_version(version: str) -> None:
+    """Raises UsageError for a version of Lightning that is not supported."""
+    numbers = tuple(int(part) for part in version.split(".")[:2])
+    if not OLDEST <= numbers < BEFORE:
+        low, high = (".".join(map(str, v)) for v in (OLDEST, BEFORE))
+        raise UsageError(
+            f"lightning {version} is installed, and holdfast.lightning supports {low} up to but without {high}: "
+            f"pip install 'lightning>={low},<{high}'"
+        )
+
+
+def refuse(trainer: Any, module: Any, loader: Any) -> None:
+    """Refuses what cannot work, before anything is trained.
+
+    Raises:
+        UsageError: with everything that cannot work, and what to write instead.
+    """
+    wrong = [text for found, text in _checks(trainer, module, loader) if found]
+    wrong += [f"{name}() is overridden: {why}" for name, why in OURS.items() if is_overridden(name, module)]
+    if wrong:
+        raise UsageError('Trainer(strategy="holdfast") cannot train so:\n  ' + "\n  ".join(wrong))
+
+
+def _checks(trainer: Any, module: Any, loader: Any) -> list[tuple[bool, str]]:
+    data = getattr(loader, "dataset", None)
+    precision = str(trainer.precision)
+    schedulers = [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
+    return [
+        (
+            not (hasattr(data, "__len__") and hasattr(data, "__getitem__"))
+            or not getattr(loader, "batch_size", None),
+            "the training data has no length and no samples by number, or batches of its own: give a DataLoader with a "
+            "map-style dataset and a batch_size",
+        ),
+        (
+            not module.automatic_optimization,
+            "automatic_optimization is off: a step at level 2 has one optimizer; write the loop with holdfast.start",
+        ),
+        (len(trainer.optimizers) != 1, f"{len(trainer.optimizers)} optimizers: a step at level 2 has one"),
+        (
+            trainer.gradient_clip_algorithm not in (None, "norm"),
+            f"gradient_clip_algorithm={trainer.gradient_clip_algorithm}: the global norm is clipped; use 'norm'",
+        ),
+        (
+            "16-mixed" in precision and not precision.startswith("bf16"),
+            f"precision={precision}: its loss scaler skips updates, which is not supported yet; use bf16-mixed",
+        ),
+        (
+            bool(schedulers),
+            "ReduceLROnPlateau: it changes the learning rate between two steps, which a fault would undo; choose a "
+            "schedule over steps or epochs",
+        ),
+        (
+            trainer.max_steps == -1 and (trainer.max_epochs is None or trainer.max_epochs < 0),
+            "max_steps=-1 and max_epochs=-1: a job has an end; set one of them",
+        ),
+        (
+            bool(trainer.reload_dataloaders_every_n_epochs),
+            "reload_dataloaders_every_n_epochs: a job has one data set",
+        ),
+    ]

@@ -1,0 +1,236 @@
+"""Lightning's Trainer at level 2: what it computes is what one undisturbed process computes, bit by bit."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from harness import end_leftovers, end_started, run
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+import holdfast.lightning  # before Lightning looks at the environment
+from holdfast.adapters.lightning.refusals import check_version
+from holdfast.errors import UsageError
+
+import lightning  # isort: skip
+from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization  # isort: skip
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop  # isort: skip
+
+SCRIPT = Path(__file__).parent / "train_lightning.py"
+STEPS = 18
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    # Lightning's own, of this version of torch and of a machine without a GPU.
+    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(tmp_path):
+    yield
+    end_started()
+    end_leftovers(tmp_path)
+
+
+def ends(folder: Path) -> list[dict]:
+    return [json.loads(file.read_text()) for file in sorted(folder.glob("end-*.json"))]
+
+
+def alone(folder: Path, *options: str) -> dict:
+    """By one process, without a job: it computes all micro-batches of a step."""
+    folder.mkdir(exist_ok=True)
+    env = dict(os.environ, OMP_NUM_THREADS="1")
+    command = [sys.executable, str(SCRIPT), str(folder), "4", *options]
+    subprocess.run(command, env=env, check=True, capture_output=True, timeout=200)
+    (end,) = ends(folder)
+    return end
+
+
+def in_a_job(home: Path, *options: object, nodes: str = "2", script: tuple[str, ...] = ()) -> list[dict]:
+    (home / "out").mkdir()
+    ran = run(home, "--nnodes", nodes, *options, SCRIPT, home / "out", 2, *script, timeout=250)
+    assert ran.code == 0, ran.output
+    return ends(home / "out")
+
+
+def result(end: dict) -> dict:
+    """Without what a newcomer was not there for."""
+    return {name: value for name, value in end.items() if name not in ("ended", "validated")}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> dict:
+    return alone(tmp_path_factory.mktemp("alone"))
+
+
+def test_a_killed_worker_changes_nothing(tmp_path, undisturbed):
+    ended = in_a_job(tmp_path, "--spares", 1, "--fault", "kill-worker:rank=0,step=8")
+    assert [result(end) for end in ended] == 2 * [result(undisturbed)]
+    newcomer, survivor = sorted((end["ended"] for end in ended), key=len)
+    assert survivor == [*range(1, STEPS + 1)]  # each step's hooks once
+    assert newcomer == survivor[-len(newcomer) :]
+    for end in ended:
+        assert end["validated"] == undisturbed["validated"][-len(end["validated"]) :]
+
+
+def test_what_is_trained_is_what_lightning_counts(undisturbed):
+    assert (undisturbed["steps"], undisturbed["epochs"]) == (STEPS, 3)
+    assert [step for step, _ in undisturbed["validated"]] == [6, 12, 18]
+    assert undisturbed["rate"] == pytest.approx(1e-2 * 0.7**3)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("phase", ["forward", "backward", "reduce", "vote", "update", "commit"])
+@pytest.mark.parametrize("step", [5, 6, 7])
+def test_a_kill_in_any_phase_around_a_validation(tmp_path, undisturbed, phase, step):
+    ended = in_a_job(tmp_path, "--spares", 1, "--fault", f"kill-worker:rank=1,step={step},phase={phase}")
+    assert [result(end) for end in ended] == 2 * [result(undisturbed)]
+    for end in ended:
+        assert end["validated"] == undisturbed["validated"][-len(end["validated"]) :]
+
+
+@pytest.mark.nightly
+def test_a_job_that_gets_smaller(tmp_path, undisturbed):
+    ended = in_a_job(tmp_path, "--fault", "kill-node:node=1,step=5", nodes="1:2")
+    assert {json.dumps(result(end)) for end in ended} == {json.dumps(result(undisturbed))}
+
+
+@pytest.mark.nightly
+def test_early_stopping_counts_through_a_kill(tmp_path):
+    wanted = alone(tmp_path / "alone", "2")
+    assert wanted["steps"] < 8 * 6
+    ended = in_a_job(tmp_path, "--spares", 1, "--fault", "kill-worker:rank=0,step=10", script=("2",))
+    assert [result(end) for end in ended] == 2 * [result(wanted)]
+
+
+# ------------------------------------------------------------ what is refused
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from ()
+
+
+class Four(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return torch.ones(2)
+
+
+class Line(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.line = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.line(batch).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class OwnStep(Line):
+    def optimizer_step(self, *args, **kwargs):
+        """Another update."""
+
+
+class TwoOptimizers(Line):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.parameters(), 0.1), torch.optim.SGD(self.parameters(), 0.1)]
+
+
+class Plateau(Line):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "x"}}
+
+
+def fit(folder, module, data, **options):
+    options = {"max_steps": 1, **options}
+    trainer = lightning.Trainer(
+        strategy="holdfast",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        **options,
+    )
+    trainer.fit(module, DataLoader(data, 2))
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("module", "data", "options", "what"),
+    [
+        (Line, Stream, {}, "map-style"),
+        (OwnStep, Four, {}, "optimizer_step"),
+        (TwoOptimizers, Four, {}, "2 optimizers"),
+        (Plateau, Four, {}, "ReduceLROnPlateau"),
+        (Line, Four, {"max_steps": -1, "max_epochs": -1}, "an end"),
+        (
+            Line,
+            Four,
+            {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"},
+            "gradient_clip_algorithm",
+        ),
+        (Line, Four, {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 1}, "reload_dataloaders"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_a_step(tmp_path, module, data, options, what):
+    with pytest.raises(UsageError, match=what):
+        fit(tmp_path, module(), data(), **options)
+
+
+@pytest.mark.parametrize("version", ["2.5.1", "2.7.0", "3.0"])
+def test_other_versions_are_refused(version):
+    with pytest.raises(UsageError, match=version):
+        check_version(version)
+
+
+def test_two_trainings_of_a_script_without_a_job(tmp_path):
+    for _ in range(2):
+        assert fit(tmp_path, Line(), Four()).global_step == 1
+
+
+# ------------------------------------------------------------ the seams
+
+
+SEAMS = {
+    (_TrainingEpochLoop, "reset"): "self",
+    (_TrainingEpochLoop, "advance"): "self data_fetcher",
+    (_TrainingEpochLoop, "on_advance_end"): "self data_fetcher",
+    (_TrainingEpochLoop, "update_lr_schedulers"): "self interval update_plateau_schedulers",
+    (_TrainingEpochLoop, "_update_learning_rates"): "self interval update_plateau_schedulers",
+    (_TrainingEpochLoop, "_should_check_val_fx"): "self data_fetcher",
+    (_AutomaticOptimization, "run"): "self optimizer batch_idx kwargs",
+    (_AutomaticOptimization, "_training_step"): "self kwargs",
+}
+
+
+@pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: seam[1])
+def test_a_seam_is_where_it_was(seam):
+    """The methods of Lightning's loops that the adapter replaces or calls, with their parameters."""
+    kind, name = seam
+    assert " ".join(inspect.signature(getattr(kind, name)).parameters) == SEAMS[seam]
+
+
+def test_the_strategy_is_known_by_its_name():
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    assert StrategyRegistry["holdfast"]["strategy"] is holdfast.lightning.HoldfastStrategy
