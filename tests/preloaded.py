@@ -82,21 +82,21 @@ def launch(address: str, arguments: list[str]) -> None:
 
     spawn = fork_server.ForkServer._spawn
 
-    async def forked(nursery, channel):
+    async def forked(server, channel):
         environment = dict(os.environ)
         environment.setdefault("OMP_NUM_THREADS", "1")
-        modules = ",".join(nursery._preload)
+        modules = ",".join(server._preload)
         request = [modules, environment, str(Path.cwd()), os.umask(0)]
         os.umask(request[3])
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
             try:
-                server.connect(address)
-                socket.send_fds(server, [json.dumps(request).encode()], [channel.fileno(), 1, 2])
-                answer, fds = await fork_server._receive(server)
+                connection.connect(address)
+                socket.send_fds(connection, [json.dumps(request).encode()], [channel.fileno(), 1, 2])
+                answer, fds = await fork_server._receive(connection)
             except OSError:  # the test process was killed: its job ends as a user's would
                 answer, fds = b"", []
         if not fds:
-            return await spawn(nursery, channel)
+            return await spawn(server, channel)
         return fork_server.AgentProcess(int(answer), fds[0])
 
     fork_server.ForkServer._spawn = forked

@@ -1,6 +1,6 @@
 """GPUs of NVIDIA, through the driver's library: errors of memory and links, temperature, clocks, lost devices, Xids.
 
-The library may hang when a GPU does, so that every call is made on a thread that is given up after a while (`caller`).
+The library may hang when a GPU does, so that every call is made on a thread that is given up after a while (`bounded_call`).
 Nothing here needs permission, and nothing of it is there without `nvidia-ml-py` (`pip install holdfast[gpu]`).
 """
 
@@ -129,7 +129,7 @@ class Nvml:
                 pass
         self._caller.close()
 
-    # ------------------------------------------------------------ on the caller's thread
+    # ------------------------------------------------------------ on the thread of the bounded call
 
     def _readings(self) -> list[Reading]:
         # On the bounded thread, because initializing a broken GPU can hang as well.
