@@ -148,7 +148,7 @@ class Opened:
             self._file: Any = safe_open(path, framework="pt")
         except (SafetensorError, OSError, ValueError) as error:
             raise UsageError(
-                f"{path} is no whole safetensors file: is it cut short? Copy it again ({error})"
+                f"{path} is not a complete safetensors file: it may be cut short; copy it again ({error})"
             ) from error
 
     def names(self) -> list[str]:
@@ -232,5 +232,5 @@ def _weight_map(index: Path) -> dict[str, str]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{index} is no index of safetensors files: {error}") from error
     if not fits:
-        raise UsageError(f"{index} names files outside of its folder: correct its weight_map")
+        raise UsageError(f"{index} names files outside its own folder: correct its weight_map")
     return dict(weight_map)

@@ -208,7 +208,9 @@ def _make_all(
     # Somebody may clean the folder while the build runs. Publishing what is left would write a data set with
     # a hole.
     if None in made:
-        raise DataError(f"finished parts in {folder} went away while it was used; run the same command again")
+        raise DataError(
+            f"somebody removed finished parts from {folder} during the build; run the same command again"
+        )
     return [unit for unit in made if unit is not None]
 
 
