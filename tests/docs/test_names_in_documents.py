@@ -18,7 +18,7 @@ PACKAGE = ROOT / "src" / "holdfast"
 MODULES = ROOT / "docs" / "architecture" / "modules.md"
 FOREIGN = {"Store", "ProcessGroup", "DataLoader", "DTensor", "megatron/core/datasets/indexed_dataset.py"}
 """Names of other projects."""
-OBJECTS = {"run": "Run", "step": "Step"}
+OBJECTS = {"run": "Run", "step": "Step", "state": "CoreState"}
 """What scripts and pages call the objects of these classes."""
 
 _CODE = re.compile(r"`([^`\n]+)`")
