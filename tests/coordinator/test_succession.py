@@ -97,7 +97,7 @@ def test_a_successor_has_a_ledger_of_its_own(tmp_path: Path) -> None:
     path = succeed(tmp_path, 2)
     old.add_event(
         2.0, "2026-11-21T23:00:01", "formed", {"generation": 2}
-    )  # deposed, and does not know it yet
+    )  # superseded, and does not know it yet
     assert newest_ledger(tmp_path) == path
     new = Store(path, shared=True)
     new.add_event(3.0, "2026-11-21T23:00:02", "formed", {"generation": 3})
@@ -142,7 +142,7 @@ def check_copy(path: Path) -> list[int]:
 
 @contextmanager
 def writing(job_dir: Path, until: int) -> Iterator[subprocess.Popen[bytes]]:
-    """A coordinator's ledger, written as fast as it goes by a process that looks after every commit whether it is deposed."""
+    """A coordinator's ledger, written as fast as it goes by a process that looks after every commit whether it is superseded."""
     command = [sys.executable, "-c", WRITER, str(job_dir), str(until)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, bufsize=0) as writer:
         try:
@@ -155,7 +155,7 @@ def writing(job_dir: Path, until: int) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_a_ledger_is_taken_over_from_a_coordinator_that_still_writes(tmp_path: Path) -> None:
-    """One that has not heard yet that it is deposed: what it commits until it ends is in the copy."""
+    """One that has not heard yet that it is superseded: what it commits until it ends is in the copy."""
     assert claim_term(tmp_path, 1, "n1")
     with writing(tmp_path, 2) as writer, ThreadPoolExecutor(1) as beside:
         copying = beside.submit(succeed, tmp_path, 2)

@@ -1,4 +1,4 @@
-"""HTTP behind a door: a request has a thread only when its head is whole, see `door`.
+"""HTTP behind a door: a request has a thread only when its head is whole, see `protocol.authentication`.
 
 `http.server` gives every connection a thread and waits for its words there, without a bound in time or number.
 """
@@ -91,7 +91,7 @@ class _HeardFirst(io.RawIOBase):
 
 
 def head_missing(said: bytearray) -> int:
-    """See `door.Missing`: of the head of an HTTP request, with whatever came with it."""
+    """See `authentication.Missing`: of the head of an HTTP request, with whatever came with it."""
     if b"\r\n\r\n" in said:
         return 0
     # A head without end. Real ones of ours have some 300 bytes.

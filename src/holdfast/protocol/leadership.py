@@ -1,7 +1,7 @@
 """Who is the job's coordinator, where several machines could be: terms of office, numbered upward.
 
 A term is claimed by creating `claims/NUMBER` in the job's folder, which only one can. Whoever holds an older term than
-the newest is deposed: it must not send or write anything any more. A shared folder has no event for other machines'
+the newest is superseded: it must not send or write anything any more. A shared folder has no event for other machines'
 files, so the holder looks every `LOOK_S`, and a successor waits for `GRACE_S` before it reads what the other left.
 """
 

@@ -1,7 +1,8 @@
 """Who may speak with the coordinator: those who prove that they know the job's token.
 
-They are heard at a door (`protocol.authentication`) in a thread of its own; a connection is the web server's from there on, and costs
-its loop nothing before. The web server checks it again, request by request, since a connection may bring several.
+A thread of its own reads their first request (`protocol.authentication`). Only a connection that has proved itself reaches
+the web server, so strangers cost its loop nothing. The web server checks every request again, because a connection may
+bring several.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The one way from what came to what is done about it.
+"""The only path from an event to an action.
 
-Connections and timers put events into an inbox. One task takes all that wait there, has the core
-decide, has that written, and then does it; meanwhile the next events gather. So however long a write takes, no order
-leaves before it, nobody's word is lost, and nobody is taken for silent because of it.
+Connections and timers put events into an inbox. One task takes all events that wait there, lets the core decide, waits
+until the decision is written, and then carries it out. The next events gather meanwhile. However long a write takes, no
+order is sent before it, no report is lost, and no node counts as silent because of it.
 """
 
 from __future__ import annotations

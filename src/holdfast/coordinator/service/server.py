@@ -1,5 +1,5 @@
 """The coordinator as a process: it turns connections and time into events for the core, and the core's
-actions into messages, rows and announcements. It decides nothing.
+actions into messages, entries of the ledger and announcements. It decides nothing.
 
 Agents come in by `agents`, people and engines by `routes`; both give their events to the `decision_loop`, which feeds the
 core, and sends what it decided by `agent_lines` and `watchers`.
@@ -41,7 +41,7 @@ from holdfast.protocol.endpoint import Endpoint, write_endpoint
 from holdfast.protocol.job import JobSpec, Resume
 from holdfast.protocol.leadership import LOOK_S, newest_term
 
-EXIT_DEPOSED = 4
+EXIT_SUPERSEDED = 4
 _log = logging.getLogger(__name__)
 
 
@@ -101,7 +101,7 @@ class Coordinator:
             watchers=self._watchers,
             gone=self._gone,
         )
-        self.deposed = False
+        self.superseded = False
 
     @property
     def outcome(self) -> str | None:
@@ -117,7 +117,7 @@ class Coordinator:
         """
         # Before anything is answered or written: another machine took over while this process was starting.
         if newest_term(self._job_dir) > self._term:
-            os._exit(EXIT_DEPOSED)
+            os._exit(EXIT_SUPERSEDED)
         where = Endpoint(host, listener.getsockname()[1], os.getpid(), secrets.token_hex(8))
         app = web.Application(middlewares=[authorized(self._token, where)])
         app.on_response_prepare.append(give_proof)
@@ -148,10 +148,10 @@ class Coordinator:
             deciding.result()  # raises: this process ends, and the next one goes on from what is written
         if holding is not None:
             holding.cancel()
-        if self.deposed:
+        if self.superseded:
             # Without cleaning up: closing the ledger or a connection properly would write or send something,
             # and both belong to the successor by now.
-            os._exit(EXIT_DEPOSED)  # not a word more to anyone
+            os._exit(EXIT_SUPERSEDED)  # not a word more to anyone
         _log.info("the job is over", extra={"outcome": self.outcome})
         await self._write_report()
         for watcher in self._watchers.all:
@@ -182,7 +182,7 @@ class Coordinator:
         while await self._folder.do(newest_term, self._job_dir) <= self._term:  # noqa: ASYNC110 - another machine's file
             await asyncio.sleep(LOOK_S)
         _log.warning("another coordinator took over; this one ends at once", extra={"term": self._term})
-        self.deposed = True
+        self.superseded = True
         self._loop.over.set()
 
     def _launcher_gone(self, lifeline: int) -> None:

@@ -266,7 +266,7 @@ FIRST = "job.sqlite"
 LOCK_S = 1.0
 """A lock that is not given back for so long is held by who writes, is stopped, or is gone."""
 QUIET_S = 0.5
-"""Two looks of a coordinator that is deposed, see `protocol.leadership`: one that lives and is about to write has ended."""
+"""Two looks of a coordinator that is superseded, see `protocol.leadership`: one that lives and is about to write has ended."""
 
 
 def newest_ledger(job_dir: Path) -> Path:
@@ -276,7 +276,7 @@ def newest_ledger(job_dir: Path) -> Path:
 
 
 def own_ledger(job_dir: Path, term: int) -> Path:
-    """The ledger of a term. One that was deposed before it could begin must not open, and so lock, its successor's."""
+    """The ledger of a term. One that was superseded before it could begin must not open, and so lock, its successor's."""
     path = job_dir / f"job-{term}.sqlite"
     return path if path.exists() else job_dir / FIRST
 
@@ -293,7 +293,7 @@ def succeed(job_dir: Path, term: int) -> Path:
     # The copy is made beside and renamed when it is complete. A successor that dies here leaves a file that
     # nobody mistakes for a ledger.
     while not (_copy_locked(old, work) or _copy_quiet(old, work)):
-        pass  # its coordinator lives, and writes: it ends when it sees that it is deposed
+        pass  # its coordinator lives, and writes: it ends when it sees that it is superseded
     work.replace(new)
     return new
 
