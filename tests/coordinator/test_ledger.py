@@ -17,7 +17,7 @@ import pytest
 from fakeagents import FENCES, Agent, Plane, serving
 
 from holdfast.coordinator.service import ledger, server
-from holdfast.coordinator.service.store import Store
+from holdfast.coordinator.service.store import LedgerEntry, Page, Said, Store
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import JobSpec, Resume
 
@@ -153,8 +153,8 @@ def test_a_report_that_cannot_be_written_is_told_instead(tmp_path):
 def test_what_a_page_holds_is_there_once_however_often_it_is_written(tmp_path: Path):
     """After an error nobody knows whether the last commit is in the file."""
     store = Store(tmp_path / "job.sqlite")
-    entries = [server.LedgerEntry(i, float(i), "now", "kind", {"i": i}) for i in (1, 2)]
-    page = server.Page(entries, [server.Said(1.0, ((0, 0.5, 0.1),), 1, 2)], {"name": b"value"})
+    entries = [LedgerEntry(i, float(i), "now", "kind", {"i": i}) for i in (1, 2)]
+    page = Page(entries, [Said(1.0, ((0, 0.5, 0.1),), 1, 2)], {"name": b"value"})
     store.write(page)
     store.write(page)
     assert list(store.events()) == entries
