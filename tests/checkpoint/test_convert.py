@@ -507,7 +507,7 @@ def test_an_export_that_is_not_whole(export, tmp_path):
     one.write_bytes(data)
     assert len(read_portable(export / INDEX)) == 1
     edit(export / INDEX, lambda d: d["weight_map"].update({"m.0": "../x"}))
-    refused(export, tmp_path, "outside of its folder")
+    refused(export, tmp_path, "outside its own folder")
     (export / INDEX).write_text("{}")
     refused(export, tmp_path, "is no index")
 

@@ -74,16 +74,16 @@ def test_a_seed_is_one_schedule():
 @pytest.mark.parametrize("first", [0, 120, pytest.param(240, marks=pytest.mark.nightly)])
 def test_random_schedules_hold_and_are_eventful(first):
     told = ran(range(first, first + 120))
-    outcomes = Counter((s.membership.level, s.membership.outcome) for s in told)
+    outcomes = Counter((s.level, s.outcome) for s in told)
     assert {(2, "finished"), (2, "stopped"), (2, "failed"), (0, "finished")} <= set(outcomes)
     assert sum(s.incidents for s in told) > 60
     assert sum(s.generations for s in told) > 75
     assert sum(s.crashes for s in told) > 12
-    assert sum(s.membership.committed for s in told) > 300
+    assert sum(s.committed for s in told) > 300
     restored = Counter(source for s in told for source, times in s.restored for _ in range(times))
     assert restored["memory"] > 6
     assert restored["disk"] > 6
-    assert sum(s.storage.snapshots for s in told) > 300
+    assert sum(s.snapshots for s in told) > 300
     assert sum(s.checkpoints for s in told) > 90
     assert sum(s.acts for s in told) > 45
     assert sum(s.withheld for s in told) > 45
@@ -96,7 +96,7 @@ def test_random_schedules_hold_and_are_eventful(first):
 @pytest.mark.parametrize("first", [SHARDED, pytest.param(SHARDED + 30, marks=pytest.mark.nightly)])
 def test_schedules_of_sharded_replicas_hold_and_are_eventful(first):
     told = ran(range(first, first + 30))
-    assert {"finished", "stopped"} <= {s.membership.outcome for s in told}
+    assert {"finished", "stopped"} <= {s.outcome for s in told}
     assert sum(s.generations for s in told) > 30
     assert sum(s.rebuilt for s in told) > 0
     assert sum(s.beside for s in told) > 0

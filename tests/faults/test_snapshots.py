@@ -206,7 +206,7 @@ def test_the_memory_of_a_killed_job_can_be_given_back(tmp_path):
     command = [sys.executable, "-m", "holdfast.cli", "checkpoint", "free", "--job", "job"]
     env = dict(os.environ, HOLDFAST_HOME=str(tmp_path))
     said = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
-    assert said.endswith("kB of snapshot memory given back\n"), said
+    assert said.endswith("kB of snapshot memory freed\n"), said
     assert not memory_of(tmp_path)
 
 

@@ -47,8 +47,8 @@ BACKWARD = stack(
     "src/train.py:39 train",
 )
 HEARING = stack(
-    "/srv/holdfast/train/control_channel.py:178 _hear_one",
-    "/srv/holdfast/train/control_channel.py:165 hear",
+    "/srv/holdfast/train/control_channel.py:178 _receive_one",
+    "/srv/holdfast/train/control_channel.py:165 receive",
     "/srv/holdfast/train/replica.py:370 vote",
     "src/train.py:39 train",
 )

@@ -90,7 +90,7 @@ def test_nothing_is_lost_that_a_quick_donor_says_before_the_newcomer_listens(don
     assert not over_http
 
 
-def test_a_damaged_chunk_is_refused_and_the_rest_comes_over_http(donors, over_http, monkeypatch, capsys):  # noqa: F811
+def test_a_damaged_chunk_is_refused_and_the_rest_comes_over_http(donors, over_http, monkeypatch, caplog):  # noqa: F811
     source, target = Big(0), Big(1)
     donors[0].publish(4, state_image.capture({"big": source}, 7))
     real, chunks = gpu_transfer._move, []
@@ -107,7 +107,7 @@ def test_a_damaged_chunk_is_refused_and_the_rest_comes_over_http(donors, over_ht
     state_image.load({"big": target}, image)
     assert digest(target) == digest(source)
     assert sum(over_http) == image.index.nbytes - 4 * gpu_transfer.CHUNK_BYTES
-    assert "are damaged; bytes 4194304 to" in capsys.readouterr().err
+    assert "are damaged; bytes 4194304 to" in caplog.text
 
 
 def test_a_donor_that_does_not_take_part_serves_over_http(donors, over_http, monkeypatch):  # noqa: F811
@@ -165,7 +165,7 @@ def _serve(pipe) -> None:
     pipe.recv()
 
 
-def test_a_donor_that_is_killed_in_the_middle_is_replaced_by_another(donors, over_http, capsys):  # noqa: F811
+def test_a_donor_that_is_killed_in_the_middle_is_replaced_by_another(donors, over_http, caplog):  # noqa: F811
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs,), daemon=True)
@@ -194,7 +194,7 @@ def test_a_donor_that_is_killed_in_the_middle_is_replaced_by_another(donors, ove
         assert digest(target) == digest(Big(0))
         assert sum(moved) == image.index.nbytes
         assert 0 < sum(over_http) < image.index.nbytes
-        assert "rank 0 on node0: not from GPU to GPU" in capsys.readouterr().err
+        assert "rank 0 on node0: not from GPU to GPU" in caplog.text
     finally:
         process.kill()
         process.join()

@@ -15,14 +15,14 @@ _FRAME = re.compile(r'^\s*File "(?P<path>.*)", line (?P<line>\d+) in (?P<name>.*
 
 _STANDARD = re.compile(r"(^|/)lib/python3\.\d+/(?!(site|dist)-packages/)|^<frozen |^<string>$")
 _INSTALLED = re.compile(
-    r"/(site|dist)-packages/|(^|/)holdfast/(train|data|checkpoint|protocol|agent|observe)/"
+    r"/(site|dist)-packages/|(^|/)holdfast/(train|adapters|data|tensors|checkpoint|protocol|agent|observe)/"
 )
 
 _LOCATIONS: tuple[tuple[str, str, str, bool], ...] = (
     # The order matters: the first entry that fits an innermost frame wins, so a special place in a file
     # stands before the file as a whole. tests/health/test_stacks.py holds that our own places exist.
     ("torch/distributed/distributed_c10d.py", "", "", True),
-    ("holdfast/train/control_channel.py", "_hear_one", "the words of the others", True),
+    ("holdfast/train/control_channel.py", "_receive_one", "the words of the others", True),
     ("holdfast/train/control_channel.py", "", "connecting", True),
     ("holdfast/train/generation_group.py", "wait", "a reduction", True),
     ("holdfast/train/generation_group.py", "", "connecting", True),
