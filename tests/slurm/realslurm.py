@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -155,7 +156,13 @@ class Job:
         self.log = home / f"{name}.log"
         with self.log.open("wb") as out:
             self.process = subprocess.Popen(
-                [*argv, *map(str, args)], env=self.env, stdout=out, stderr=out, start_new_session=True
+                [*argv, *map(str, args)],
+                env=self.env,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+                # Below nohup it is ignored, and a child inherits that: a hang-up would not end the submitter.
+                preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
             )
 
     def __enter__(self) -> Job:
