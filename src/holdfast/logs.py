@@ -15,8 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from io import TextIOWrapper
-from logging.handlers import QueueHandler, QueueListener, WatchedFileHandler
+from logging.handlers import QueueHandler, QueueListener
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,7 +36,8 @@ CLOSE_S = 1.0
 """How long the end of a process waits for its last lines to reach the file."""
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
-_CREDENTIALS = re.compile(r"(?<=://)[^/\s@'\"]+@")
+# To the last @: a password may have one too.
+_CREDENTIALS = re.compile(r"(?<=://)[^/\s'\"]+@")
 _BARE = re.compile(r"[^\s\"=\\]+")
 
 
@@ -89,16 +89,14 @@ def configure(
     ours = logging.getLogger("holdfast")
     target = logging.getLogger() if others else ours
     handlers: list[logging.Handler] = []
-    listener: QueueListener | None = None
-    writer: logging.Handler | None = None
+    writer: _Writer | None = None
     if file is not None:
-        # A log file is in the job's folder, which may be on a file system that hangs. Only the listener's thread may
+        # A log file is in the job's folder, which may be on a file system that hangs. Only the writer's thread may
         # wait for it: an agent or a coordinator whose loop waited would count as lost.
         pending: queue.Queue[logging.LogRecord] = queue.Queue(PENDING_LINES)
-        writer = _LogFile(file, delay=True)
-        listener = _Writer(pending, writer)
+        writer = _Writer(pending, file)
         handlers.append(_Pending(pending))
-        listener.start()
+        writer.start()
     shown = logging.StreamHandler(sys.stderr)
     if file is not None:
         shown.setLevel(logging.WARNING)
@@ -110,11 +108,6 @@ def configure(
     # A script may have set the root logger up for itself. It must not get our lines a second time.
     ours.propagate = others
 
-    def end_writing() -> None:
-        if listener is not None and writer is not None:
-            listener.stop()
-            writer.close()
-
     def close() -> None:
         if not handlers:
             return  # closed before
@@ -122,10 +115,11 @@ def configure(
             target.removeHandler(handlers.pop())
         ours.setLevel(logging.NOTSET)
         ours.propagate = True
-        # QueueListener.stop has no time limit, and the file may never take the last lines.
-        ending = threading.Thread(target=end_writing, daemon=True)
-        ending.start()
-        ending.join(CLOSE_S)
+        if writer is not None:
+            # QueueListener.stop has no time limit, and the file may never take the last lines.
+            ending = threading.Thread(target=writer.stop, daemon=True)
+            ending.start()
+            ending.join(CLOSE_S)
 
     return close
 
@@ -188,21 +182,51 @@ class _Pending(QueueHandler):
 
 
 class _Writer(QueueListener):
-    """The thread that writes lines."""
+    """The thread that appends lines to a file. It is opened again where it was moved: a new start of a job puts the old
+    logs away.
+
+    Not a handler of `logging`: a process that exits takes the lock of every handler, and would wait for ever for the one
+    that a write to a file system that hangs holds.
+    """
+
+    def __init__(self, pending: queue.Queue[logging.LogRecord], path: Path) -> None:
+        super().__init__(pending)
+        self._path = path
+        self._file = -1
 
     def enqueue_sentinel(self) -> None:
         # A full queue refuses the sentinel of the base class, which does not wait for room.
         self.queue.put(self._sentinel)  # type: ignore[attr-defined]
 
+    def handle(self, record: logging.LogRecord) -> None:
+        """Writes one line. A full disk, or a folder that cannot be reached, loses lines, but never the thread."""
+        try:
+            if not self._is_current():
+                self._close()
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+                self._file = os.open(self._path, flags, 0o600)
+            os.write(self._file, f"{record.getMessage()}\n".encode(errors="backslashreplace"))
+        except OSError:
+            # Nobody is told: a traceback on stderr for each line would help nobody.
+            return
 
-class _LogFile(WatchedFileHandler):
-    """Appends to a file. It is opened again where it was moved: a new start of a job puts the old logs away."""
+    def stop(self) -> None:
+        """Writes what waits, and closes the file."""
+        super().stop()
+        self._close()
 
-    def _open(self) -> TextIOWrapper:
-        path = Path(self.baseFilename)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        return os.fdopen(descriptor, "a", encoding="utf-8", errors="backslashreplace")
+    def _is_current(self) -> bool:
+        """Whether the open file is still the one at the path."""
+        if self._file < 0:
+            return False
+        try:
+            return os.path.samestat(self._path.stat(), os.fstat(self._file))
+        except FileNotFoundError:
+            return False
 
-    def handleError(self, record: logging.LogRecord) -> None:
-        """A full disk loses lines. A traceback on stderr for each of them would help nobody."""
+    def _close(self) -> None:
+        if self._file >= 0:
+            # Forgotten first: a close that fails has closed it too.
+            closing, self._file = self._file, -1
+            os.close(closing)

@@ -2,7 +2,10 @@
 
 import json
 import logging
+import os
 import re
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -81,7 +84,7 @@ def test_a_users_root_logger_is_left_alone(configured, capsys):
 
 def test_secrets_are_not_written(configured, tmp_path):
     close = configured("", {}, file=tmp_path / "log", secrets=("s3cr3t", ""))
-    log.warning("no answer from postgres://me:pass@db/x and s3://me@b", extra={"told": "Bearer s3cr3t"})
+    log.warning("no answer from postgres://me:p@ss@db/x and s3://me@b", extra={"told": "Bearer s3cr3t"})
     try:
         raise OSError("https://u:p@host/ s3cr3t")
     except OSError:
@@ -89,17 +92,17 @@ def test_secrets_are_not_written(configured, tmp_path):
     close()
     text = (tmp_path / "log").read_text()
     assert "postgres://***@db/x" in text
-    assert not re.search("s3cr3t|pass|u:p|me@", text)
+    assert not re.search("s3cr3t|p@|ss@|u:p|me@", text)
 
 
 def test_a_file_that_takes_nothing_holds_nobody_up(configured, tmp_path, monkeypatch):
     hangs, entered = threading.Event(), threading.Event()
 
-    def emit(handler, record):
+    def handle(writer, record):
         entered.set()
         hangs.wait(30)
 
-    monkeypatch.setattr(logs._LogFile, "emit", emit)
+    monkeypatch.setattr(logs._Writer, "handle", handle)
     monkeypatch.setattr(logs, "PENDING_LINES", 10)
     monkeypatch.setattr(logs, "CLOSE_S", 0.0)
     close = configured("", {}, file=tmp_path / "log")
@@ -110,13 +113,49 @@ def test_a_file_that_takes_nothing_holds_nobody_up(configured, tmp_path, monkeyp
     hangs.set()
 
 
+HANGS = """
+import logging, sys
+from pathlib import Path
+from holdfast import logs
+
+logs.CLOSE_S = 0.1
+close = logs.configure("", {}, file=Path(sys.argv[1]))
+for _ in range(2000):
+    logging.getLogger("holdfast").info("x" * 100)
+close()
+"""
+
+
+def test_a_process_ends_though_its_file_hangs(tmp_path):
+    pipe = tmp_path / "log"
+    os.mkfifo(pipe)
+    unread = os.open(pipe, os.O_RDWR)  # takes 64 KB, and then nothing more
+    try:
+        subprocess.run([sys.executable, "-c", HANGS, str(pipe)], check=True, timeout=60)
+    finally:
+        os.close(unread)
+
+
+def test_a_folder_that_cannot_be_made_costs_only_lines(configured, tmp_path):
+    folder = tmp_path / "logs"
+    folder.touch()  # a file where the folder should be
+    configured("", {}, file=folder / "log")
+    log.info("lost")
+    (pending,) = [h.queue for h in logging.getLogger().handlers if isinstance(h, logs._Pending)]
+    pending.join()
+    folder.unlink()
+    log.info("written")
+    pending.join()
+    assert ["written" in line for line in lines(folder / "log")] == [True]
+
+
 def test_logs_that_are_put_away_go_on_in_a_new_file(configured, tmp_path):
     folder = tmp_path / "logs"
     close = configured("", {}, file=folder / "log")
     log.info("before")
-    close()
+    (pending,) = [h.queue for h in logging.getLogger().handlers if isinstance(h, logs._Pending)]
+    pending.join()
     folder.rename(tmp_path / "old")
-    close = configured("", {}, file=folder / "log")
     log.info("after")
     close()
     assert "before" in (tmp_path / "old" / "log").read_text()
