@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +41,7 @@ def _run(spec: JobSpec, no_ui: bool, port: int, report: Path | None) -> str | No
     import asyncio
 
     from holdfast.engines.jobs import JobFolder
+    from holdfast.engines.shown import unread
     from holdfast.errors import UsageError
 
     folder = JobFolder(spec.name)
@@ -57,7 +57,7 @@ def _run(spec: JobSpec, no_ui: bool, port: int, report: Path | None) -> str | No
         folder.close()
     if report is not None:
         _write_report(ended, report)
-    with suppress(OSError):  # nobody reads any more
+    with unread():
         view.ended(ended)
     return ended.get("outcome")
 
@@ -67,18 +67,20 @@ async def _launch(spec: JobSpec, folder: JobFolder, view: LiveView | PlainView, 
 
     from holdfast import logs
     from holdfast.engines.local.launcher import LocalLauncher
+    from holdfast.engines.shown import Shown, unread
 
     async def tick() -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            view.tick()
+            with unread():
+                view.tick()
 
     ticking = asyncio.create_task(tick())
     try:
         if spec.engine == "slurm":
             from holdfast.cli.slurm import submit_and_follow
 
-            return await submit_and_follow(spec, folder, view)
+            return await submit_and_follow(spec, folder, Shown(view))
         # Without other libraries' warnings: what is written before the old logs are put away is put away with them.
         close_log = logs.configure(
             spec.log, {"job": spec.name}, file=folder.path / "logs" / "launcher.log", others=False

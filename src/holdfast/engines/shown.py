@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,7 +27,7 @@ class View(Protocol):
 
 
 class Shown:
-    """Passes everything on to a view until it cannot be written any more; from then on nothing is shown.
+    """Passes everything on to a view, and survives that nobody reads it any more.
 
     The launcher decides while it shows: it orders nodes, and it takes the stop that a person or a scheduler asks for. An
     error of a write in the midst of that would end the task that keeps the job alive, or swallow the stop. `holdfast run |
@@ -33,39 +35,51 @@ class Shown:
     """
 
     def __init__(self, view: View) -> None:
-        self._view: View | None = view
+        self._view = view
 
     def event(self, entry: dict[str, Any]) -> None:
         """An entry of the ledger."""
-        self._show("event", entry)
+        with unread():
+            self._view.event(entry)
 
     def status(self, status: dict[str, Any]) -> None:
         """The job as it is now."""
-        self._show("status", status)
+        with unread():
+            self._view.status(status)
 
     def output(self, data: bytes) -> None:
         """What rank 0 printed."""
-        self._show("output", data)
+        with unread():
+            self._view.output(data)
 
     def note(self, text: str) -> None:
         """Something about the launcher itself."""
-        self._show("note", text)
+        with unread():
+            self._view.note(text)
 
-    def _show(self, what: str, value: object) -> None:
-        if self._view is None:
-            return
-        try:
-            getattr(self._view, what)(value)
-        except OSError:
-            self._view = None
-            # What is still in the streams' buffers cannot be written either: Python would fail on it as it ends.
-            for stream in (sys.stdout, sys.stderr):
-                _drop(stream)
+
+@contextmanager
+def unread() -> Iterator[None]:
+    """Around what is written to a person. A stream that fails leads nowhere from then on; the other one is still written.
+
+    Rank 0's output has stdout to itself, so progress and errors still reach the terminal of `holdfast run | head`.
+    """
+    try:
+        yield
+    except BlockingIOError:
+        # Somebody reads, but slowly, and made the terminal or pipe one that does not block. This piece is lost.
+        return
+    except OSError:
+        # What is still in the streams' buffers cannot be written either: Python would fail on it as it ends.
+        for stream in (sys.stdout, sys.stderr):
+            _drop(stream)
 
 
 def _drop(stream: Any) -> None:
     try:
         stream.flush()
+    except BlockingIOError:
+        return
     except OSError:
         with Path(os.devnull).open("w") as nowhere:
             os.dup2(nowhere.fileno(), stream.fileno())
