@@ -1,4 +1,4 @@
-"""`python -m bench.overhead.state_guard`: what it costs to see that only commits change the protected state.
+"""`python -m bench.overhead.unchanged`: what it costs to see that only commits change the protected state.
 
 One process trains the model of the other benchmarks with an average of its weights, on one thread, and the time spent in
 `holdfast.train.state_guard` is taken out of every step after the first ones, in which all content is read. It is the
@@ -86,7 +86,7 @@ def measure(size: str, steps: int) -> tuple[list[float], list[float]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.overhead.state_guard", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.overhead.unchanged", description=__doc__)
     parser.add_argument("--models", default="10m", help="comma-separated: 10m, tiny (default: 10m)")
     parser.add_argument("--runs", type=int, default=5, help="of each model (default: 5)")
     parser.add_argument(

@@ -5,7 +5,7 @@ import string
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from holdfast.health import rule_engine as book_module
+from holdfast.health import rule_engine
 from holdfast.health.log_matching import Matchers, literals
 from holdfast.health.rule_engine import RuleEngine
 from holdfast.health.rules import make_rule
@@ -103,7 +103,7 @@ def test_conditions_take_turns(values):
 
 
 def test_memory_is_bounded(monkeypatch):
-    monkeypatch.setattr(book_module, "KEYS_KEPT", 50)
+    monkeypatch.setattr(rule_engine, "KEYS_KEPT", 50)
     engine = RuleEngine(
         [
             make_rule(

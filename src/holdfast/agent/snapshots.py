@@ -68,7 +68,7 @@ class SnapshotKeeper:
         """
         self._send, self._token = send, token
         # Every start of a job has a new token. Slots that an earlier start left are told apart by it.
-        run = xxhash.xxh3_64_intdigest(token.encode())  # a new one for every start of the job
+        run = xxhash.xxh3_64_intdigest(token.encode())
         self.pool = SlotPool(folder, budget_bytes, run)
         if not budget_bytes:
             self.pool.budget_bytes = default_budget(folder) + self.pool.nbytes

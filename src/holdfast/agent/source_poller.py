@@ -236,7 +236,7 @@ class Poller:
                 lines.append(said)
             else:
                 findings += self._rule_engine.on_reading(said, now_s)
-        # Lines go to the loop's own rule book. A burst that the kernel's log and the driver both report must
+        # Lines go to the loop's own rule engine. A burst that the kernel's log and the driver both report must
         # count as one burst.
         if lines:
             self._said(lines)

@@ -116,8 +116,8 @@ class WarmPool:
     async def _spawn(self) -> socket.socket:
         ours, theirs = socket.socketpair()
         env = dict(os.environ)
-        # A process with threads cannot be forked safely.
-        env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does; it also keeps the zygote free of threads
+        # As torchrun does. It also keeps the zygote free of threads, with which it could not be forked safely.
+        env.setdefault("OMP_NUM_THREADS", "1")
         try:
             self._zygote = await asyncio.create_subprocess_exec(
                 *python_module("holdfast.agent.zygote"),

@@ -227,7 +227,6 @@ class JobFolder:
         """
         report = self._report()
         if report.get("outcome") == "finished" and report.get("in_memory") is None:
-            # What it held in memory is in its durable tiers.
             # Everything of a finished job is in its durable tiers. With a new identity the next start begins
             # with empty memory, and the sweep removes the old one.
             (self.path / "identity").unlink(missing_ok=True)

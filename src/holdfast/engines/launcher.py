@@ -101,7 +101,6 @@ class Launcher(ABC):
                 watching.cancel()
             obeying.cancel()
             report = self._report()
-            # Without a word of the coordinator's the nodes' memory may have what no durable tier has.
             # Only a report of the coordinator's proves that nothing is in the nodes' memory alone.
             self._gives_back = report["outcome"] != KILLED and report.get("in_memory") is None
         finally:

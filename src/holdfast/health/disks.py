@@ -89,27 +89,12 @@ class Disks:
         except (NoAnswerError, OSError) as error:
             yield unknown("disk", "nvme.critical_warning", error, name, serial)
             return
-        yield Reading(
-            source="disk",
-            name="nvme.critical_warning",
-            value=float(log.critical_warning),
-            subject=name,
-            device=serial,
-        )
-        yield Reading(
-            source="disk",
-            name="nvme.media_errors",
-            value=float(log.media_errors),
-            subject=name,
-            device=serial,
-        )
-        yield Reading(
-            source="disk",
-            name="nvme.used_percent",
-            value=float(log.used_percent),
-            subject=name,
-            device=serial,
-        )
+        for field, value in (
+            ("nvme.critical_warning", log.critical_warning),
+            ("nvme.media_errors", log.media_errors),
+            ("nvme.used_percent", log.used_percent),
+        ):
+            yield Reading(source="disk", name=field, value=float(value), subject=name, device=serial)
 
     def close(self) -> None:
         """Gives its threads back."""

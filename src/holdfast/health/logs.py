@@ -43,7 +43,7 @@ class LogTail:
         # Truncated, by a user or a rotation that copies and empties. Without the jump back nothing would be
         # read until the log is as long as before.
         if size < at:
-            self._file.seek(0)  # somebody emptied it
+            self._file.seek(0)
         # Passing over the older part is a choice: the newest lines tell what is wrong now, and reading a
         # gigabyte of repeated warnings would delay the agent's own messages.
         elif size - at > CHUNK_BYTES:

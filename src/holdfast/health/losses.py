@@ -59,7 +59,7 @@ class Losses:
         scatter = 1.4826 * statistics.median(abs(x - usual) for x in self._window)
         # Written as `not <=`: every comparison with NaN is false, so a loss that is no number jumps. An
         # infinite one does so anyway.
-        jumped = not loss - usual <= max(SCALES * scatter, SHARE * abs(usual))  # also what is no number
+        jumped = not loss - usual <= max(SCALES * scatter, SHARE * abs(usual))
         told, self._high = jumped and not self._high, jumped
         # Values above the limit join the window as well. A loss that stays at a new level is the usual one
         # after half a window, and the jump is over; kept out, the report would never end.

@@ -215,9 +215,9 @@ class Mounts:
             yield unknown("disk", "disk.free_share", str(error), mount.path)
             return
         except OSError as error:
-            # mountinfo lists mounts that another one hides; their path leads elsewhere or nowhere, which is
-            # no fault.
-            if not isinstance(error, FileNotFoundError):  # hidden below another mount, or gone meanwhile
+            # mountinfo lists mounts that another one hides, or that are gone meanwhile; their path leads elsewhere or
+            # nowhere, which is no fault.
+            if not isinstance(error, FileNotFoundError):
                 yield unknown("disk", "disk.free_share", error, mount.path)
             return
         # Written as 0 explicitly, because the rule's condition ends with a reading, not with silence.

@@ -29,7 +29,7 @@ class Burst:
 
 
 class RuleEngine:
-    """Rules and what they remember. Give it every line and reading, and ask `due` at `next_due_s`."""
+    """Rules and what they remember. Give it every line and reading, and ask `overdue` at `next_due_s`."""
 
     def __init__(self, rules: Iterable[Rule]) -> None:
         self._bursts: OrderedDict[tuple[str, str], Burst] = OrderedDict()
@@ -67,7 +67,7 @@ class RuleEngine:
                 if rule.window == 0:
                     # A rule over a log may count without a window: so many bad values one after the other.
                     # One good value starts the count again.
-                    self._matches.pop((rule.id, subject), None)  # `count` in a row
+                    self._matches.pop((rule.id, subject), None)
                 continue
             count = self._counted(rule, subject, at_s)
             if count >= rule.count and self._news(rule, subject, at_s):
@@ -151,7 +151,7 @@ class RuleEngine:
         self._absence.on_training_paused(worker)
 
     def next_due_s(self) -> float | None:
-        """When `due` has something to say if nothing happens before."""
+        """When `overdue` has something to say if nothing happens before."""
         return self._absence.next_due_s()
 
     def overdue(self, now_s: float) -> list[Finding]:

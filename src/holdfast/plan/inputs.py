@@ -176,7 +176,7 @@ def from_report(report: Mapping[str, Any]) -> Times:
     if not incidents:
         raise UsageError(
             "report: training survived no incident in it, so it has no recovery times; run a job with a fault: "
-            "holdfast run --fault kill-worker@step=20 ..."
+            "holdfast run --fault kill-worker:step=20 ..."
         )
     stall = _median(incidents, "stall_s") or 0.0
     detect = _median(incidents, "detect_s") or 0.0

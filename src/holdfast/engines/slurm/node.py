@@ -103,7 +103,7 @@ class StandBy:
         while True:
             # A new holder needs time to start. Without this its absence would be counted against it, and the
             # next node would take over from it.
-            if (newest := newest_term(self._job_dir)) != known:  # somebody took over, and has to start
+            if (newest := newest_term(self._job_dir)) != known:
                 lost_at, known = time.monotonic() + self._spec.timing.adopt_s, newest
             if await self._present():
                 lost_at = time.monotonic()

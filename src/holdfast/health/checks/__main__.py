@@ -15,8 +15,9 @@ from holdfast.health.checks.suite import CheckProgress, run_checks
 def main() -> int:
     """Runs what is asked for."""
     task = msgspec.json.decode(sys.stdin.buffer.read(), type=Task)
-    # Duplicated before any library is loaded: NCCL and drivers print to descriptor 1 itself, past sys.stdout.
-    out = os.dup(1)  # what libraries print goes to stderr, and is no result
+    # Duplicated before any library is loaded: NCCL and drivers print to descriptor 1 itself, past
+    # sys.stdout. What they print goes to stderr, and is no result.
+    out = os.dup(1)
     os.dup2(2, 1)
     with os.fdopen(out, "wb", buffering=0) as results:
 

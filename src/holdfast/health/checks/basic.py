@@ -80,8 +80,9 @@ def check_shm(memory: Path) -> Iterator[CheckResult]:
     if os.statvfs(there).f_flag & os.ST_RDONLY:
         yield CheckResult(name="shm", condition=Condition.FAULTY, detail=f"{there} is read-only")
         return
-    # Unknown, not faulty: another node would have the same setting and the same user.
-    if not os.access(there, os.W_OK):  # another user's, or HOLDFAST_MEMORY names one: no fault of the node's
+    # Unknown, not faulty: it is another user's folder, or HOLDFAST_MEMORY names one, and another node would have the same
+    # setting and the same user.
+    if not os.access(there, os.W_OK):
         raise CannotCheck(f"{there} is not this user's to write to; set HOLDFAST_MEMORY to a folder that is")
     yield _at_least("shm", _free(there), SHM_FLOOR_BYTES, "B", f"free in {there}")
 

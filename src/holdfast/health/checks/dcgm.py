@@ -58,8 +58,7 @@ def parse_diag(text: str, error: str = "") -> list[CheckResult]:
     if not isinstance(said, dict):
         why = next((line.strip() for line in (error + text).splitlines() if line.strip()), "it said nothing")
         raise CannotCheck(f"dcgmi diag: {why[:200]}")
-    # Errors of the tool itself (no host engine, no
-    # permission) have a key of their own and say nothing about the GPU.
+    # Errors of the tool itself (no host engine, no permission) have a key of their own and say nothing about the GPU.
     if "DCGM Diagnostic" not in said:
         raise CannotCheck(f"dcgmi diag: {str(said.get('DCGM GPU Diagnostic Error') or said)[:200]}")
     report = said["DCGM Diagnostic"]
