@@ -67,6 +67,9 @@ def main(arguments: Sequence[str] | None = None, zygote: Zygote | None = None) -
     _log.info("the agent starts", extra={"pid": os.getpid(), "host": config.host})
     try:
         return asyncio.run(_run(config, zygote, given.lifeline))
+    except Exception:  # noqa: BLE001 - the process ends, and its log is where people look for the reason
+        _log.exception("the agent broke")
+        return 1
     finally:
         close_log()
 

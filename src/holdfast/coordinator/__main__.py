@@ -53,6 +53,9 @@ def main() -> int:
     _log.info("the coordinator starts", extra={"pid": os.getpid(), "host": given.host})
     try:
         asyncio.run(_serve(given, spec, resume))
+    except Exception:  # noqa: BLE001 - the process ends, and its log is where people look for the reason
+        _log.exception("the coordinator broke")
+        return 1
     finally:
         close_log()
     return 0
