@@ -12,7 +12,7 @@ import os
 
 from holdfast.adapters import world
 
-world.attach()  # before Lightning looks at the environment
+world.enter()  # before Lightning looks at the environment
 # Within an allocation Lightning counts Slurm's tasks, and refuses to train when they are not its own workers.
 os.environ.pop("SLURM_NTASKS", None)
 

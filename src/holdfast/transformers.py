@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from holdfast.adapters import world
 
-world.attach()  # before transformers looks at the environment
+world.enter()  # before transformers looks at the environment
 
 from holdfast.adapters.huggingface.trainer import Trainer, wrap  # noqa: E402
 

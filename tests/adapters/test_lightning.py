@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from harness import end_leftovers, end_started, run
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from ends import by_itself, ends
+from harness import run
+from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
 import holdfast.lightning  # before Lightning looks at the environment
 from holdfast.adapters.lightning.refusals import check_version
@@ -33,25 +31,9 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def nothing_left(tmp_path):
-    yield
-    end_started()
-    end_leftovers(tmp_path)
-
-
-def ends(folder: Path) -> list[dict]:
-    return [json.loads(file.read_text()) for file in sorted(folder.glob("end-*.json"))]
-
-
 def alone(folder: Path, *options: str) -> dict:
-    """By one process, without a job: it computes all micro-batches of a step."""
-    folder.mkdir(exist_ok=True)
-    env = dict(os.environ, OMP_NUM_THREADS="1")
-    command = [sys.executable, str(SCRIPT), str(folder), "4", *options]
-    subprocess.run(command, env=env, check=True, capture_output=True, timeout=200)
-    (end,) = ends(folder)
-    return end
+    """By one process, which computes all micro-batches of a step."""
+    return by_itself(folder, SCRIPT, folder, 4, *options)
 
 
 def in_a_job(home: Path, *options: object, nodes: str = "2", script: tuple[str, ...] = ()) -> list[dict]:
@@ -160,7 +142,7 @@ class Plateau(Line):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "x"}}
 
 
-def fit(folder, module, data, **options):
+def fit(folder, module, data, sampler=None, **options):
     options = {"max_steps": 1, **options}
     trainer = lightning.Trainer(
         strategy="holdfast",
@@ -171,7 +153,7 @@ def fit(folder, module, data, **options):
         default_root_dir=folder,
         **options,
     )
-    trainer.fit(module, DataLoader(data, 2))
+    trainer.fit(module, DataLoader(data, 2, sampler=sampler))
     return trainer
 
 
@@ -190,11 +172,19 @@ def fit(folder, module, data, **options):
             "gradient_clip_algorithm",
         ),
         (Line, Four, {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 1}, "reload_dataloaders"),
+        (Line, Four, {"max_time": "00:01:00:00"}, "max_time"),
+        (Line, Four, {"val_check_interval": "00:01:00:00"}, "val_check_interval"),
+        (Line, Four, {"overfit_batches": 1}, "overfit_batches"),
     ],
 )
 def test_what_cannot_work_is_refused_before_a_step(tmp_path, module, data, options, what):
     with pytest.raises(UsageError, match=what):
         fit(tmp_path, module(), data(), **options)
+
+
+def test_a_sampler_of_the_scripts_own_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="WeightedRandomSampler"):
+        fit(tmp_path, Line(), Four(), sampler=WeightedRandomSampler([1.0] * 4, 4))
 
 
 @pytest.mark.parametrize("version", ["2.5.1", "2.7.0", "3.0"])

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from harness import end_leftovers, end_started, run
+from ends import by_itself, ends
+from harness import run
 
 SCRIPT = Path(__file__).parent / "train_trainer.py"
 STEPS = 18
@@ -18,29 +16,9 @@ STEPS = 18
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.fixture(autouse=True)
-def nothing_left(tmp_path):
-    yield
-    end_started()
-    end_leftovers(tmp_path)
-
-
-def ends(folder: Path) -> list[dict]:
-    """What the workers that came to the end wrote."""
-    return [json.loads(file.read_text()) for file in sorted(folder.glob("end-*.json"))]
-
-
 def alone(folder: Path, *options: str) -> dict:
-    """By one process, without a job: it computes all micro-batches of a step."""
+    """By one process, which computes all micro-batches of a step."""
     return by_itself(folder, SCRIPT, folder, "--accumulate", 4, *options)
-
-
-def by_itself(folder: Path, *arguments: object) -> dict:
-    env = dict(os.environ, OMP_NUM_THREADS="1")
-    command = [sys.executable, *map(str, arguments)]
-    subprocess.run(command, env=env, check=True, capture_output=True, timeout=200)
-    (end,) = ends(folder)
-    return end
 
 
 def in_a_job(home: Path, *options: object, nodes: str = "2", script: tuple[str, ...] = ()) -> list[dict]:

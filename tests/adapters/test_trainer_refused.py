@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, WeightedRandomSampler
 from transformers import TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 import holdfast.transformers as adapter
+from holdfast.adapters import world
 from holdfast.adapters.huggingface import arguments
 from holdfast.adapters.huggingface.trainer import check_version
 from holdfast.errors import UsageError
@@ -53,6 +56,9 @@ def args(folder, **options):
         ),
         ({"optim": "lomo"}, "optim=lomo"),
         ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"}, "lr_scheduler_type"),
+        ({"lr_scheduler_type": "greedy", "eval_strategy": "epoch"}, "lr_scheduler_type=greedy"),
+        ({"optim": "schedule_free_adamw"}, "optim=schedule_free_adamw"),
+        ({"train_sampling_strategy": "sequential"}, "train_sampling_strategy=sequential"),
         ({"include_num_input_tokens_seen": True}, "include_num_input_tokens_seen"),
     ],
 )
@@ -97,11 +103,83 @@ def test_other_versions_are_refused(version):
         check_version(version)
 
 
+def test_a_scheduler_of_the_scripts_own_that_looks_at_a_metric_is_refused(tmp_path):
+    model = Line()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizers = (optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
+    trainer = adapter.Trainer(model=model, args=args(tmp_path), train_dataset=Four(), optimizers=optimizers)
+    with pytest.raises(UsageError, match="ReduceLROnPlateau"):
+        trainer.train()
+
+
+def test_a_sampler_of_the_scripts_own_is_refused(tmp_path):
+    class Weighted(adapter.Trainer):
+        def _get_train_sampler(self, train_dataset=None):
+            return WeightedRandomSampler([1.0] * 4, 4)
+
+    trainer = Weighted(model=Line(), args=args(tmp_path), train_dataset=Four())
+    with pytest.raises(UsageError, match="WeightedRandomSampler"):
+        trainer.train()
+
+
+def test_the_gpu_of_another_worker_is_refused(tmp_path):
+    second = SimpleNamespace(device=torch.device("cpu", 1), rank=1)
+    with pytest.raises(UsageError, match="cpu:1"):
+        arguments.follow(args(tmp_path), second, 1)
+
+
+def test_a_process_that_loads_data_is_in_no_job(monkeypatch):
+    """It imports the script, for the class of the dataset."""
+    monkeypatch.setattr(world, "is_decoder", lambda: True)
+    world.enter()
+    with pytest.raises(UsageError, match="__main__"):
+        world.attach()
+
+
+# ------------------------------------------------------------ without a job
+
+
 def test_two_trainings_of_a_script_without_a_job(tmp_path):
-    """Each is a run of its own."""
+    """Each is a run of its own, with the same arguments."""
+    same = args(tmp_path)
     for _ in range(2):
-        trainer = adapter.Trainer(model=Line(), args=args(tmp_path), train_dataset=Four())
+        trainer = adapter.Trainer(model=Line(), args=same, train_dataset=Four())
         assert trainer.train().global_step == 1
+    assert type(pickle.loads(pickle.dumps(same))) is TrainingArguments
+
+
+def test_two_trainings_of_a_model(tmp_path):
+    """The first one's hooks are gone."""
+    trainer = adapter.Trainer(model=Line(), args=args(tmp_path), train_dataset=Four())
+    for _ in range(2):
+        assert trainer.train().global_step == 1
+    for parameter in trainer.model.parameters():
+        assert len(parameter._post_accumulate_grad_hooks) == 1
+
+
+class Tokens(Dataset):
+    """None of the first sample's counts."""
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        tokens = torch.arange(4)
+        return {"input_ids": tokens, "labels": tokens if index else torch.full((4,), -100)}
+
+
+def test_a_micro_batch_in_which_no_token_counts(tmp_path):
+    config = transformers.LlamaConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+    )
+    options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
+    trainer = adapter.Trainer(
+        model=transformers.LlamaForCausalLM(config), args=args(tmp_path, **options), train_dataset=Tokens()
+    )
+    assert 0 < trainer.train().training_loss < 10
+
+
+# ------------------------------------------------------------ the seams
 
 
 SEAMS = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 
+from holdfast.data.decoding import is_decoder
 from holdfast.errors import UsageError
 from holdfast.train import worker
 from holdfast.train.run import Run
@@ -32,19 +33,40 @@ _slot = int(os.environ.get("LOCAL_RANK", "0"))
 _runs: list[Run] = []
 """This process's run: a worker belongs to one job for its whole life."""
 
+_trained: list[Run] = []
+"""The run that a training has taken."""
+
 
 def slot() -> int:
     """This worker's number on its node."""
     return _slot
 
 
+def enter() -> None:
+    """What the import of an adapter does: this process becomes a member of its job.
+
+    Not so a process that decodes samples, which imports the script for the dataset's class: a run would take memory of a
+    GPU there, and threads.
+    """
+    if not is_decoder():
+        attach()
+
+
 def attach() -> Run:
     """The run of this process: a member of the job under `holdfast run`, a job of one under plain `python`.
 
-    To be called when the adapter is imported, before a framework looks at the environment: then the framework sees one
+    Called when the adapter is imported, before a framework looks at the environment: then the framework sees one
     process, and never asks torch for a process group. A group over all workers could not lose one of them, and a spare
     that comes late would wait in it for ever.
+
+    Raises:
+        UsageError: this process was started by the script, and imports it.
     """
+    if is_decoder():
+        raise UsageError(
+            "a process that loads data has imported the script, and would train: put what trains below "
+            'if __name__ == "__main__":'
+        )
     if _runs:
         return _runs[0]
     attachment = worker.attach()
@@ -66,16 +88,18 @@ def take() -> Run:
         UsageError: the job's run was taken before. Its state is that of one training, and a newcomer could not know which.
     """
     run = attach()
-    if not run.taken:
-        run.taken = True
-        return run
-    if not run.alone:
-        raise UsageError(
-            "this job has trained before: one job is one call of train(). Start a second training as a job of its own, "
-            "with another script or another argument"
-        )
-    _runs[:] = [_alone()]
-    return take()
+    if run in _trained:
+        if not run.alone:
+            raise UsageError(
+                "this job has trained before: one job is one call of train(). Start a second training as a job of its "
+                "own, with another script or another argument"
+            )
+        # Its hooks are on the parameters, which may be those of the next training, too.
+        run.close()
+        run = _alone()
+        _runs[:] = [run]
+    _trained[:] = [run]
+    return run
 
 
 def _alone() -> Run:

@@ -35,7 +35,6 @@ class Run:
     """
 
     def __init__(self, attachment: worker.Attachment) -> None:
-        self.taken = False  # by an adapter, for its only training
         self._attachment = attachment
         self._protected: dict[str, Any] = {}
         self._replica: Replica | None = None

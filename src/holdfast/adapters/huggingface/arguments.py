@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import RandomSampler
 from transformers import TrainingArguments
+from transformers.optimization import GreedyLR
+from transformers.trainer_utils import SchedulerType
+from transformers.training_args import OptimizerNames
 
 from holdfast.errors import UsageError
 
@@ -17,9 +22,20 @@ def follow(args: TrainingArguments, run: Run, slot: int) -> None:
 
     Transformers asks its arguments for that, and they ask Accelerate, which knows of this process alone. So the two
     properties are answered here; `world_size` stays 1, because nothing may be gathered over a process group.
+
+    Raises:
+        UsageError: transformers would compute on the GPU of another worker.
     """
-    kind = type(args)
+    # A process without torchrun's variables takes the first GPU that it sees. All workers of a node would.
+    if args.device.type == run.device.type and args.device != run.device:
+        raise UsageError(
+            f"transformers computes on {args.device}, and this worker's is {run.device}: run one worker on a node "
+            "(--nproc-per-node 1), or use level 1 (docs/levels.md)"
+        )
+    # Two trainers may have the same arguments: then they follow already, and `kind` is what was followed first.
+    kind = vars(type(args)).get("followed", type(args))
     names = {
+        "followed": kind,
         "process_index": property(lambda self: run.rank),
         "local_process_index": property(lambda self: slot),
         # Saved with every checkpoint of the Trainer's, to be read where there may be no Holdfast.
@@ -33,19 +49,35 @@ def follow(args: TrainingArguments, run: Run, slot: int) -> None:
         args._n_gpu = 1
 
 
-def refuse(args: TrainingArguments, dataset: Any) -> None:
-    """Refuses what cannot work, before anything is trained.
+def refuse(args: TrainingArguments, dataset: Any, scheduler: Any = None) -> None:
+    """Refuses what cannot work, before anything is trained. scheduler: the script's own.
 
     Raises:
         UsageError: with every option that cannot work, and what to write instead.
     """
-    wrong = [text for found, text in _checks(args, dataset) if found]
+    wrong = [text for found, text in _checks(args, dataset, scheduler) if found]
     if wrong:
         raise UsageError("holdfast.transformers.Trainer cannot train so:\n  " + "\n  ".join(wrong))
 
 
-def _checks(args: TrainingArguments, dataset: Any) -> list[tuple[bool, str]]:
-    optimizer = str(getattr(args.optim, "value", args.optim))
+def refuse_sampler(loader: Any) -> None:
+    """Refuses a sampler of the script's own: the job deals the samples.
+
+    Raises:
+        UsageError: the training data does not come in a random order.
+    """
+    # Accelerate puts the samplers of a loader into a new one, whose own `sampler` says nothing.
+    sampler = getattr(loader.batch_sampler, "sampler", None)
+    if not isinstance(sampler, RandomSampler):
+        raise UsageError(
+            f"holdfast.transformers.Trainer cannot train with {type(sampler or loader.batch_sampler).__name__}: the order "
+            "of samples is the job's; put the choice of samples into the dataset"
+        )
+
+
+def _checks(args: TrainingArguments, dataset: Any, scheduler: Any) -> list[tuple[bool, str]]:
+    optimizer = OptimizerNames(args.optim).value
+    schedule = SchedulerType(args.lr_scheduler_type).value
     return [
         (
             dataset is None or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"),
@@ -72,22 +104,31 @@ def _checks(args: TrainingArguments, dataset: Any) -> list[tuple[bool, str]]:
             f"optim={optimizer}: it updates inside of the backward pass, before the workers agree; choose another",
         ),
         (
+            optimizer.startswith("schedule_free"),
+            f"optim={optimizer}: an evaluation exchanges its parameters between two steps, which a fault would undo; choose "
+            "another",
+        ),
+        (
             args.include_num_input_tokens_seen not in ("no", False),
             "include_num_input_tokens_seen: it is counted on one worker only; leave it out",
         ),
         (
-            getattr(args, "train_sampling_strategy", "random") not in ("random", None),
-            f"train_sampling_strategy={getattr(args, 'train_sampling_strategy', None)}: the order of samples is the "
-            "job's; leave it at random",
+            args.train_sampling_strategy != "random",
+            f"train_sampling_strategy={args.train_sampling_strategy}: the order of samples is the job's; leave it at "
+            "random",
         ),
         (
-            str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
-            in ("reduce_lr_on_plateau", "greedy"),
-            f"lr_scheduler_type={getattr(args.lr_scheduler_type, 'value', args.lr_scheduler_type)}: it changes the learning rate between two steps, which a fault "
+            schedule in ("reduce_lr_on_plateau", "greedy"),
+            f"lr_scheduler_type={schedule}: it changes the learning rate between two steps, which a fault would undo; choose "
+            "a schedule over steps",
+        ),
+        (
+            isinstance(scheduler, ReduceLROnPlateau | GreedyLR),
+            f"optimizers=(..., {type(scheduler).__name__}): it changes the learning rate between two steps, which a fault "
             "would undo; choose a schedule over steps",
         ),
         (
-            getattr(args, "parallelism_config", None) is not None,
+            args.parallelism_config is not None,
             "parallelism_config: a replica is one process here; take holdfast.start(main) and run.mesh()",
         ),
     ]

@@ -54,8 +54,9 @@ class HoldfastMixin:
     def get_train_dataloader(self: Any) -> DataLoader[Any]:
         """A loader over the numbers of samples, as long as that of one worker of the full job. The Trainer asks it for
         lengths alone: what a step's samples are, the run decides."""
-        arguments.refuse(self.args, self.train_dataset)
+        arguments.refuse(self.args, self.train_dataset, self.lr_scheduler)
         own = super().get_train_dataloader()  # type: ignore[misc]
+        arguments.refuse_sampler(own)
         self._collate, self._samples = own.collate_fn, own.dataset
         self._lengths = DataLoader(
             _Numbers(len(own.dataset)),
@@ -124,21 +125,23 @@ class HoldfastMixin:
         self: Any, model: Any, *, trial: Any, ignore_keys_for_eval: Any, start_time: float, **more: Any
     ) -> None:
         """The steps of an epoch, from where the job stands."""
-        after = (model, trial, ignore_keys_for_eval, start_time)
-        if self._before_steps is not None:
-            self._before_steps.close()
-            self._before_steps = None
-            self._progress.put_losses()
-        if self._progress.outstanding and self._follow_up(*after):
-            return
-        while (step := self._next_step()) is not None:
+        self._end_beginning()
+        # Not only after a step that was committed here: the state may have come from a worker that has not done what
+        # follows its newest step.
+        while not (
+            self._progress.outstanding and self._follow_up(model, trial, ignore_keys_for_eval, start_time)
+        ):
+            step = self._next_step()
+            if step is None:
+                return
             self._step, self._rate = step, self._get_learning_rate()
             self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
             with step:
                 for inputs in step:
                     items = self._get_num_items_in_batch([inputs], self.args.device)
                     self._weight = float(find_batch_size(inputs) if items is None else items)  # type: ignore[no-untyped-call]
-                    self.training_step(model, inputs, items)
+                    # Where no token counts the sum of losses is 0, and dividing it by 0 would make it NaN.
+                    self.training_step(model, inputs, items if self._weight else 1)
                 self.control = self.callback_handler.on_pre_optimizer_step(
                     self.args, self.state, self.control
                 )
@@ -148,8 +151,13 @@ class HoldfastMixin:
                     scheduler=self.lr_scheduler,
                     also=self._count_step,
                 )
-            if step.committed and self._follow_up(*after):
-                return
+
+    def _end_beginning(self: Any) -> None:
+        """The callbacks that begin a training are done."""
+        if self._before_steps is not None:
+            self._before_steps.close()
+            self._before_steps = None
+            self._progress.put_losses()
 
     def _next_step(self: Any) -> Step | None:
         step, self._coming = self._coming or next(self._steps, None), None
@@ -233,6 +241,7 @@ class HoldfastMixin:
             super()._save_checkpoint(model, trial)  # type: ignore[misc]
 
     def _finalize_training(self: Any, trial: Any, num_train_samples: int, start_time: float) -> Any:
+        self._end_beginning()  # a worker that came after the last step had no epoch
         if self._next_step() is not None:  # a callback stopped the training early
             self._steps.close()
         return super()._finalize_training(trial, num_train_samples, start_time)  # type: ignore[misc]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import NoneType
 from typing import Any
 
+from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
 from holdfast.errors import UsageError
 
@@ -49,6 +52,8 @@ def refuse(trainer: Any, module: Any, loader: Any) -> None:
 def _checks(trainer: Any, module: Any, loader: Any) -> list[tuple[bool, str]]:
     data = getattr(loader, "dataset", None)
     precision = str(trainer.precision)
+    sampler = getattr(loader, "sampler", None)
+    timers = [callback for callback in trainer.callbacks if isinstance(callback, Timer)]
     schedulers = [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
     return [
         (
@@ -56,6 +61,22 @@ def _checks(trainer: Any, module: Any, loader: Any) -> list[tuple[bool, str]]:
             or not getattr(loader, "batch_size", None),
             "the training data has no length and no samples by number, or batches of its own: give a DataLoader with a "
             "map-style dataset and a batch_size",
+        ),
+        (
+            not isinstance(sampler, RandomSampler | SequentialSampler | DistributedSampler | NoneType),
+            f"{type(sampler).__name__}: the order of samples is the job's; put the choice of samples into the dataset",
+        ),
+        (
+            any(timer._duration is not None for timer in timers),
+            "max_time or a Timer with a duration: no two workers have the same clock; set max_steps or max_epochs",
+        ),
+        (
+            trainer._val_check_time_interval is not None,
+            "val_check_interval as a time: no two workers have the same clock; give a number of steps",
+        ),
+        (
+            bool(trainer.overfit_batches),
+            "overfit_batches: the job deals samples of all the data; give a dataset of few samples",
         ),
         (
             not module.automatic_optimization,
