@@ -135,6 +135,25 @@ def test_micro_seeds_do_not_collide():
     assert micro_seed(1, 0, 0) not in seeds
 
 
+def test_a_relaxed_watchdog_after_the_last_step_changes_nothing():
+    def main(run):
+        model = torch.nn.Linear(4, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.protect(model=model, optimizer=optimizer)
+        for step in run.steps(Points(), global_batch=4, micro_batch=4, until=1):
+            with step:
+                for x, _ in step:
+                    step.backward(model(x).sum())
+                step.apply(optimizer)
+        with run.relaxed_watchdog():
+            phases.append(run._replica.link.page.phase)
+        phases.append(run._replica.link.page.phase)
+
+    phases = []
+    hf.start(main)
+    assert phases == [Phase.DONE] * 2
+
+
 def test_the_old_name_of_the_relaxed_watchdog_works_and_warns():
     def main(run):
         model = torch.nn.Linear(4, 3)

@@ -608,7 +608,9 @@ class Replica:
             self._flush_losses()  # the next commit's word is a whole step away, and this worker may not live to say it
 
     def off_step(self, on: bool) -> None:
-        """The script begins or ends work of its own between two steps."""
+        """The script begins or ends work of its own between two steps, or after the last: then nobody waits for it."""
+        if self._page.phase == Phase.DONE:
+            return
         if on and self._page.phase not in (Phase.COMMIT, Phase.JOIN):
             raise UsageError("run.relaxed_watchdog() is for work between two steps; leave `with step` first")
         self.link.send(m.OffStep(on))

@@ -268,7 +268,7 @@ class Run:
         """For work between two steps that takes longer than a step: evaluation, a checkpoint of the script's own.
 
         A worker that keeps the others waiting for `max(3 s, 5 median steps)` counts as hung and is replaced. Inside this
-        block the limit is that of a start: 5 minutes by default.
+        block the limit is that of a start: 5 minutes by default. After the last step it changes nothing.
 
         After `run.mesh()` the work may use the sharded model. A fault in such a call is swallowed, as in a step: the rest
         of the block is skipped, and training continues. Where `run.world.replica` is -1 the results mean nothing.
