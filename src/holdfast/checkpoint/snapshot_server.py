@@ -178,9 +178,8 @@ class Peer:
             raise
 
     def _ask(self, low: int, high: int) -> None:
-        # HTTP cannot take a request back. Reading the rest away could take gigabytes, so the connection is
-        # closed instead.
-        if self._coming is not None:  # what is still to come of another range is not wanted any more
+        # HTTP cannot take a request back, and reading the rest of another range away could take gigabytes.
+        if self._coming is not None:
             self.close()
         self._coming = self._answer("blob", {"Range": f"bytes={low}-{high - 1}"}), low, high
 
@@ -209,7 +208,7 @@ class Peer:
         return response
 
     def _response(self) -> http.client.HTTPResponse:
-        """Its head. The time is for all of it: a stranger could send one byte after the other for ever."""
+        """The response's head, all of it within STALL_S."""
         # A socket's time-out counts anew with every byte, so a peer that sends one byte every few seconds
         # would hold this thread for ever. The timer bounds all of the head.
         limit = threading.Timer(STALL_S, shut, (self._connection.sock,))
@@ -282,9 +281,7 @@ class OwnNode(Peer):
             raise TierError(f"{self.where} does not answer: {error}") from error
         try:
             self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        # A container may see another /dev/shm than its agent. This is no error; the bytes come over loopback
-        # then.
-        except OSError:  # worker and agent see different folders: over the network, then
+        except OSError:  # a container may see another /dev/shm than its agent: over the network, then
             self._reachable = False
             self.close()
 

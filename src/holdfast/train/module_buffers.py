@@ -36,9 +36,7 @@ class _Kept:
         return tensor.detach().reshape(-1)[:: self._stride]
 
     def keep(self) -> torch.Tensor:
-        """A copy of the buffer as it is now; an older copy is never written to, somebody may be reading it."""
-        # A new clone, never a write into the old one: a snapshot's thread or a newcomer may still be reading
-        # that.
+        """A copy of the buffer as it is now; an older copy is never written to: a snapshot's thread or a newcomer may be reading it."""
         if self.copy is None or not self.same():
             self.copy, self._version = self.buffer.detach().clone(), self.buffer._version
         return self.copy

@@ -5,7 +5,7 @@ proves it too, see `protocol.proof`. `curl` can read it with the token itself:
 
     GET /state/index?generation=7            the index, JSON
     GET /state/bytes?generation=7  Range: ...   chunks of at most CHUNK_BYTES, each followed by its xxh3_64
-    GET /state/direct?generation=7  Range: ...  the same bytes from GPU to GPU, where both can (`direct`)
+    GET /state/direct?generation=7  Range: ...  the same bytes from GPU to GPU, where both can (`gpu_transfer`)
 
 Serving needs no pause: until the newcomer has its state it cannot vote, and no donor can change a parameter
 before that vote.
@@ -151,8 +151,6 @@ class DonorServer(RangeServer):
             {"Content-Length": stop - start + chunks * DIGEST_BYTES, "X-Holdfast-Chunk": CHUNK_BYTES},
         )
         for low in range(start, stop, CHUNK_BYTES):
-            # Asked again for every chunk: with the generation's end the optimizer may step, and what is read from the
-            # live tensors afterwards would be half of one step and half of the next.
             # The tensors are live. While the generation holds nobody updates them, because the newcomer has
             # not voted. Once it is over an update may be under way, so the bytes stop in the middle and the
             # reader sees a short answer, never a torn state.

@@ -145,7 +145,7 @@ class Run:
         `state_dict` and `load_state_dict`. Call it before `steps`, with the same names on every worker.
 
         From then on a step's commit alone changes them: the optimizer, the scheduler and `also` of `step.apply`. A change
-        made elsewhere would be lost or made twice by a fault; it is found at the next step's edge and refused. ModuleBuffers
+        made elsewhere would be lost or made twice by a fault; it is found at the next step's edge and refused. Buffers
         that forward passes change are each worker's own. An object with an attribute `changes_between_steps` that is true
         may change between two steps as well, if it changes alike on every worker.
 
@@ -188,7 +188,7 @@ class Run:
                 error of the gradient at most 1e-6). "exact": losses and parameters are those of a run on one worker,
                 bit by bit, at any sequence of world sizes. That needs the same kind of processor and number of threads
                 (OMP_NUM_THREADS) everywhere, and on CUDA deterministic algorithms; chance must come from torch's default
-                generators. ModuleBuffers that a forward pass changes (running statistics) stay each worker's own. It keeps up
+                generators. Buffers that a forward pass changes (running statistics) stay each worker's own. It keeps up
                 to 1 + log2 of a worker's micro-batches sums of gradients in memory.
             batch_changed: what becomes of the learning rates of the protected optimizers and schedulers when the job
                 goes on from a state that was made with another global batch: "keep", "linear" or "sqrt" (see

@@ -217,13 +217,13 @@ class _Watched:
 
 
 class _Parameters(_Watched):
-    """A module's, without its buffers: a forward pass may change those, in an evaluation too. Which there are is found out once: FSDP2 shows others while it has gathered them."""
+    """A module's, without its buffers: a forward pass may change those, in an evaluation too."""
 
     def __init__(self, name: str, thing: torch.nn.Module) -> None:
         named = list(thing.named_parameters())
         self._names = [n for n, _ in named]
-        # The local shards and not the parameters: FSDP2 swaps a module's parameters for gathered ones during
-        # a step, and swaps them back.
+        # The local shards, found once: FSDP2 swaps a module's parameters for gathered ones during a step, and
+        # swaps them back.
         self._held = [local_of(p) for _, p in named]
         super().__init__(name, thing)
 
@@ -259,9 +259,8 @@ class _Buffers(_Watched):
 
     def change(self) -> str | None:
         found = super().change()
-        # A look is taken right after the script has asked for a step. Versions are noted again here, so that
-        # what changes until `stepped` is the forward pass's doing, and is left out.
-        self._versions = _versions(self.read()[0])  # from here on the forward pass may
+        # Noted again, so that what changes from here to `stepped` is the forward pass's doing, and is left out.
+        self._versions = _versions(self.read()[0])
         return found
 
     def stepped(self) -> None:
