@@ -1,5 +1,5 @@
 """The connections of one generation: the control channel for words between all, gloo for gradients between those that hold the
-same shard, and, where a replica has several workers, its own groups (`switched`)."""
+same shard, and, where a replica has several workers, its own groups (`reconnectable_group`)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """State from GPU to GPU: a stripe goes out of a donor's live tensors into a newcomer's, past both hosts' memory.
 
-The newcomer asks a donor for its stripe over HTTP as ever (`transfer`), at another path. The answer turns the connection into
+The newcomer asks a donor for its stripe over HTTP as ever (`peer_transfer`), at another path. The answer turns the connection into
 a *line*, over which the two build a process group of their own, and then say what each chunk's bytes add up to. Both copy on a
 stream of their own, so the donor's next forward pass goes on. When the line closes, whoever closed it, the group is aborted:
 a pair fails alone and at once, and what it had not brought comes over HTTP.
