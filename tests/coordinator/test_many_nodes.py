@@ -57,6 +57,17 @@ def test_what_comes_many_times_a_second_costs_the_same_at_any_size(said):
     assert counts[0] == counts[1] > 0
 
 
+def test_a_look_at_everything_costs_the_same_at_any_size():
+    """Where nothing is due and nobody leaves, joins or is repaired. It follows every event that is no sign of life."""
+    counts = []
+    for nodes in (2, 32, 128):
+        job = Job(nodes, 4)
+        job.do(e.Tick())
+        counts.append(lines(job, e.Tick()))
+    # The strength of a generation is found by halves: some lines for each doubling.
+    assert 0 < counts[0] <= counts[1] <= counts[2] < 1.1 * counts[0]
+
+
 def test_the_next_sign_of_life_is_followed_by_one_more_look():
     """What comes next may need a second look after a change; without one it would wait for the next deadline."""
     looks = []

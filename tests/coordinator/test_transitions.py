@@ -9,7 +9,7 @@ from desk import Desk, running
 
 from holdfast.coordinator import kernel
 from holdfast.coordinator.kernel import transitions
-from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
+from holdfast.coordinator.kernel.phases import JobPhase, NodePhase, WorkerPhase
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.kernel.transitions import IllegalTransition
 from holdfast.coordinator.kernel.validate import validate
@@ -33,14 +33,18 @@ def targets(tree):
             yield from target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
 
 
+INDEXED = ("phase", "held", "leaving", "lemon")
+"""Fields of nodes and workers that the index goes by."""
+
+
 def test_one_file_assigns_phases():
     found = {
         (path.name, target.attr)
         for _, path, tree in modules()
         for target in targets(tree)
-        if isinstance(target, ast.Attribute) and target.attr in ("phase", "alive")
+        if isinstance(target, ast.Attribute) and target.attr in INDEXED
     }
-    assert found == {("transitions.py", "phase"), ("transitions.py", "alive")}
+    assert found == {("transitions.py", field) for field in INDEXED}
 
 
 OWNERS = {
@@ -50,6 +54,8 @@ OWNERS = {
     "deadlines": {"membership"},
 }
 """Part of the state to the folders that may write it. What stands beside the parts is the kernel's."""
+MOVED = [("membership", field) for field in ("phase", "nodes", "workers")]
+"""What transitions write, and with it the index. Entries of nodes and workers come and go there alone."""
 FIELDS = {
     name: set(kind.__struct_fields__) for name, kind in get_type_hints(CoreState).items() if name in OWNERS
 }
@@ -124,8 +130,8 @@ def test_a_part_of_the_state_is_written_by_its_folder_alone():
         for names in writes(tree):
             part = names[0]
             seen.add(names[:2] if part in OWNERS else part)
-            phase = (path.name, names) == ("transitions.py", ("membership", "phase"))
-            if folder not in OWNERS.get(part, {"kernel"}) and not phase:
+            moves = path.name == "transitions.py" and names in MOVED
+            if folder not in OWNERS.get(part, {"kernel"}) and not moves:
                 wrong.add((path.name, ".".join(names)))
     assert wrong == set()
     assert len(seen) > 60  # else this test sees nothing
@@ -134,7 +140,11 @@ def test_a_part_of_the_state_is_written_by_its_folder_alone():
 
 
 def test_every_phase_has_its_row_and_can_be_reached():
-    for table, phases in ((transitions.JOB, set(JobPhase)), (transitions.WORKER, set(WorkerPhase))):
+    for table, phases in (
+        (transitions.JOB, set(JobPhase)),
+        (transitions.NODE, set(NodePhase)),
+        (transitions.WORKER, set(WorkerPhase)),
+    ):
         assert set(table) == phases
         assert set().union(*table.values()) == phases
 
@@ -146,6 +156,44 @@ def test_a_worker_that_is_gone_does_not_come_back():
     with pytest.raises(IllegalTransition, match=rf"{worker.name} cannot go from gone to member, while None"):
         transitions.enter(desk.core, worker, WorkerPhase.MEMBER)
     assert worker.phase is WorkerPhase.GONE
+
+
+def test_a_node_that_is_lost_stays_lost():
+    desk = running(2)
+    node = next(iter(desk.state.membership.nodes.values()))
+    transitions.lose_node(desk.core, node)
+    for change in (transitions.leave, transitions.hold):
+        change(desk.core, node, "a reason that comes late")
+        assert node.phase is NodePhase.LOST
+    assert [n.name for n in desk.core.alive_nodes()] == [
+        n for n in desk.state.membership.nodes if n != node.name
+    ]
+
+
+def test_a_node_that_leaves_while_it_is_held_is_held_again_when_it_stays():
+    desk = running(2)
+    node = next(iter(desk.state.membership.nodes.values()))
+    seen = []
+    for change in (
+        lambda: transitions.hold(desk.core, node, "its device is to be reset"),
+        lambda: transitions.leave(desk.core, node, "a person drains it"),
+        lambda: transitions.stay(desk.core, node),
+        lambda: transitions.use(desk.core, node),
+    ):
+        change()
+        seen.append(node.phase)
+        assert list(desk.core.index.differences()) == []
+    assert seen == [NodePhase.HELD, NodePhase.LEAVING, NodePhase.HELD, NodePhase.IN_SERVICE]
+
+
+def test_what_the_index_does_not_know_is_found():
+    desk = running(2)
+    one = next(iter(desk.state.membership.workers.values()))
+    one.phase = WorkerPhase.PARKED
+    assert [wrong.split(" than ")[0] for wrong in desk.core.index.differences()] == [
+        "the index has other member",
+        "the index has other parked",
+    ]
 
 
 def test_a_job_that_has_ended_begins_nothing():

@@ -106,7 +106,7 @@ class Checks:
         if heard != self._heard and _is_progress(event):
             self._heard_s = cluster.clock.now
         self._heard = heard
-        wrong = validate(state)
+        wrong = [*validate(state), *core.index.differences()]
         self.require(not wrong, "after %s the state is not valid: %s", event, wrong)
         self._check_watch(core)
         self.saved.handled(event, actions, state)

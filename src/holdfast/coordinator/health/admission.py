@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from holdfast.coordinator.health import blast_radius, queries
-from holdfast.coordinator.kernel import history
+from holdfast.coordinator.kernel import history, transitions
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.events import MarkNode, Remember
 from holdfast.coordinator.kernel.health_state import KEPT_MACHINES, Act, Checking, count
@@ -49,7 +49,8 @@ def admit(context: Context, node: Node, hello: m.Hello, past: Sequence[Remembere
     if unsure:
         context.record(ledger.ChecksUnknown(node=node.name, checks=unsure))
     known = history.standing(past, node.devices)
-    node.trial, node.lemon = known.trial, known.lemon
+    node.trial = known.trial
+    transitions.set_lemon(context, node, known.lemon)
     if not any(a.machine == node.machine for a in s.health.acts):
         blast_radius.recalled(
             context, [_earlier(context, node, record) for record in known.acts[-PAST_ACTS:]]
@@ -82,7 +83,7 @@ def _earlier(context: Context, node: Node, record: Remembered) -> Act:
 def _check(context: Context, node: Node, why: str) -> None:
     s = context.state
     s.health.requests += 1
-    node.held = f"deep checks: {why}"
+    transitions.hold(context, node, f"deep checks: {why}")
     node.checking = Checking(s.health.requests, context.now + CHECKS_S, why)
     context.record(
         ledger.NodeHeld(node=node.name, reason=f"not used before it has passed the deep checks: {why}")
@@ -110,7 +111,8 @@ def checked(context: Context, node: Node, message: m.Checked) -> None:
         )
         return
     took = [r.name for r in message.results]
-    node.checking, node.held = None, None
+    node.checking = None
+    transitions.use(context, node)
     was = _take_back(context, node.machine)
     context.record(ledger.Readmitted(node=node.name, checks=took, was=was))
     if was and node.identity:
@@ -178,7 +180,8 @@ def cleared(context: Context, machine: str, rule: str) -> None:
         return
     _take_back(context, machine)
     for node in [n for n in context.alive_nodes() if n.machine == machine]:
-        node.lemon = ""
+        transitions.set_lemon(context, node, "")
         if node.held is not None and node.then is None:
-            node.checking, node.held = None, None
+            node.checking = None
+            transitions.use(context, node)
             context.record(ledger.Readmitted(node=node.name, checks=[], was="cleared by a person"))

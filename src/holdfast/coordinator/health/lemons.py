@@ -9,7 +9,7 @@ from holdfast.coordinator.health import blast_radius
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.health_state import Act, count
 from holdfast.coordinator.kernel.membership_state import Node
-from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
+from holdfast.coordinator.kernel.phases import JobPhase, NodePhase, WorkerPhase
 from holdfast.coordinator.kernel.requests import DrainNode, JoinAfter
 from holdfast.protocol import ledger
 from holdfast.protocol.health import Remedy
@@ -46,6 +46,9 @@ def deadlines(context: Context) -> list[float]:
 def _trains(context: Context) -> Node | None:
     """The lemon with the lowest rank in a job that lacks nobody and changes nothing."""
     s = context.state
+    # First of all, since a job nearly always has none: what follows counts and looks for members.
+    if not (known := {n.name for n in context.index.lemons() if n.then is None}):
+        return None
     if (
         s.membership.phase is not JobPhase.RUNNING
         or s.membership.yielding
@@ -56,12 +59,10 @@ def _trains(context: Context) -> Node | None:
         <= s.membership.generation.start  # this one is to bring something first
     ):
         return None
-    if blast_radius.repairs(context) >= context.spec.max_restarts or any(
-        n.leaving is not None for n in context.alive_nodes()
-    ):
+    leaving = context.count_nodes(NodePhase.LEAVING)
+    if leaving or blast_radius.repairs(context) >= context.spec.max_restarts:
         return None
-    members = [s.membership.nodes[w.node] for w in context.members() if w.node in s.membership.nodes]
-    return next((n for n in members if n.lemon and n.alive and n.then is None), None)
+    return next((s.membership.nodes[w.node] for w in context.members() if w.node in known), None)
 
 
 def _better(context: Context, lemon: Node) -> list[Node]:

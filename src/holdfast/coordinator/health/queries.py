@@ -24,6 +24,12 @@ def described(results: Sequence[CheckResult]) -> str:
     return "; ".join(told) + (f" (and {len(results) - 3} more)" if len(results) > 3 else "")
 
 
+def any_ordered(context: Context) -> bool:
+    """An agent that is there has, or gets, an order that it has yet to answer."""
+    alive = context.index.alive_nodes
+    return any(a.request and not a.done and a.node in alive for a in context.state.health.acts)
+
+
 def ordered(context: Context, node: Node) -> bool:
     """Its agent has, or gets, an order that it has yet to answer."""
     return any(a.node == node.name and a.request and not a.done for a in context.state.health.acts)

@@ -14,7 +14,7 @@ from holdfast.coordinator.kernel.health_state import Act
 from holdfast.coordinator.kernel.history import Kind
 from holdfast.coordinator.kernel.incident_state import Incident
 from holdfast.coordinator.kernel.membership_state import Node, Worker
-from holdfast.coordinator.kernel.phases import WorkerPhase
+from holdfast.coordinator.kernel.phases import NodePhase, WorkerPhase
 from holdfast.coordinator.kernel.requests import (
     AwaitReturn,
     DecideIncident,
@@ -68,7 +68,7 @@ def _restart(context: Context, node: Node, incident: Incident, act: Act) -> None
     """New workers on the node, for those that still run; one that ended is started again anyway."""
     # Restarting needs no answer. Whether it helped shows by whether the fault comes again.
     act.done_s = context.now
-    ours = [w for w in context.alive_workers() if w.node == node.name and w.phase is not WorkerPhase.DONE]
+    ours = [w for w in context.workers_of(node) if w.phase is not WorkerPhase.DONE]
     named = [w for w in ours if w.name in incident.workers]
     gone = any(
         context.state.membership.workers[w].phase is WorkerPhase.GONE
@@ -101,7 +101,7 @@ def _plan(context: Context, node: Node, incident: Incident, remedy: Remedy) -> N
         # At a step's edge, like any planned leave: nothing is lost by it.
         context.request(DrainNode(node, f"{remedy.value} for {incident.cause}"))
     elif node.held is None:
-        node.held = str(incident.cause)
+        transitions.hold(context, node, str(incident.cause))
         context.record(
             ledger.NodeHeld(node=node.name, reason=f"not used from the next start on: {incident.cause}")
         )
@@ -114,10 +114,10 @@ def _take_out(context: Context, node: Node, incident: Incident, act: Act) -> Non
     # The node stays and its memory with it; only its workers end, because a device cannot be reset under a
     # process that uses it.
     if act.remedy is Remedy.RESET_DEVICE:
-        node.then, node.held = Remedy.RESET_DEVICE, f"reset for {incident.cause}"
-        node.leaving = None
+        node.then = Remedy.RESET_DEVICE
+        _hold(context, node, incident.cause)
         _order(context, act)
-        _end(context, node, [w for w in context.alive_workers() if w.node == node.name], incident.cause)
+        _end(context, node, context.workers_of(node), incident.cause)
         _send(context, node, act)
         return
     act.done_s, node.then = context.now, None
@@ -131,6 +131,12 @@ def _take_out(context: Context, node: Node, incident: Incident, act: Act) -> Non
         _replace(context, node, incident, str(incident.cause))
         context.request(RemoveNode(node, incident.cause))
     settle(context, incident)
+
+
+def _hold(context: Context, node: Node, cause: object) -> None:
+    """Its device is reset, and then it is used again: it does not leave."""
+    transitions.hold(context, node, f"reset for {cause}")
+    transitions.stay(context, node)
 
 
 def _end(context: Context, node: Node, workers: list[Worker], cause: Cause) -> None:
@@ -155,7 +161,7 @@ def _reboot(context: Context, node: Node, incident: Incident | None, reason: str
 
 def came_back(context: Context, node: Node, known: Node | None) -> None:
     """A node that joins may be a machine that was rebooted. known: what bore its name before."""
-    for before in [*context.state.membership.nodes.values(), *([known] if known is not None else [])]:
+    for before in [*context.nodes_in(NodePhase.LOST), *([known] if known is not None else [])]:
         same = before is known or before.machine == node.machine
         # By machine, not by name: a node may come back under another name, and would otherwise be given up as
         # one that did not boot.
@@ -193,8 +199,8 @@ def left(context: Context, node: Node) -> None:
     incident = s.incidents[act.incident - 1] if act and act.incident else None
     cause = str(incident.cause) if incident else node.leaving or ""
     if remedy is Remedy.RESET_DEVICE and act is not None:
-        node.then, node.held = remedy, f"reset for {cause}"
-        node.leaving, node.leaves_until_s, node.excess = None, None, False
+        node.then, node.leaves_until_s, node.excess = remedy, None, False
+        _hold(context, node, cause)
         _order(context, act)
         _send(context, node, act)
         return
@@ -203,7 +209,7 @@ def left(context: Context, node: Node) -> None:
     reason = node.leaving or cause
     context.record(ledger.NodeLeft(node=node.name, reason=reason))
     context.send(node.name, m.Shutdown(reason))
-    transitions.lose_node(node)
+    transitions.lose_node(context, node)
     context.request(DropCopies(node))
     if remedy is Remedy.REBOOT:
         context.act(ReleaseNode(node.name, reason))
@@ -222,7 +228,9 @@ def call_off(context: Context, node: Node, incident: Incident) -> bool:
     if act is None or node.then is None or not node.alive:
         return False
     acts.remove(act)
-    node.then, node.leaving, node.leaves_until_s, node.held = None, None, None, None
+    node.then, node.leaves_until_s = None, None
+    transitions.stay(context, node)
+    transitions.use(context, node)
     incident.does = None
     context.record(ledger.NodeStays(node=node.name))
     settle(context, incident)
@@ -271,11 +279,11 @@ def repaired(context: Context, node: Node, request: int, error: str | None) -> N
     )
     incident = context.state.incidents[act.incident - 1]
     if error is None:
-        node.held = None
+        transitions.use(context, node)
         settle(context, incident)
         return
     # It stays unused, and the incident becomes fatal: a device that cannot be reset must not train.
-    node.held = f"{act.remedy.value} did not work: {error}"
+    transitions.hold(context, node, f"{act.remedy.value} did not work: {error}")
     incident.severity, incident.does = Severity.FATAL, None
     context.request(DecideIncident(incident))
     if node.alive and node.held is not None:
@@ -302,8 +310,8 @@ def deadlines(context: Context) -> list[float]:
     """When agents should have answered, and machines be back."""
     return [
         *(a.until_s for a in context.state.health.acts if a.until_s is not None and not a.done),
-        *(n.checking.until_s for n in context.alive_nodes() if n.checking is not None),
-        *(n.boots_until_s for n in context.state.membership.nodes.values() if n.boots_until_s is not None),
+        *(n.checking.until_s for n in context.set_aside() if n.checking is not None),
+        *(n.boots_until_s for n in context.nodes_in(NodePhase.LOST) if n.boots_until_s is not None),
     ]
 
 
@@ -318,10 +326,10 @@ def late(context: Context) -> None:
             else:
                 why = "its agent did not answer" if act.sent else "its workers did not end"
                 repaired(context, node, act.request, f"{why} in time")
-    for node in context.alive_nodes():
+    for node in context.set_aside():
         if node.checking is not None and context.now >= node.checking.until_s:
             admission.turn_away(context, node, "its deep checks gave no answer in time")
-    for node in list(context.state.membership.nodes.values()):
+    for node in context.nodes_in(NodePhase.LOST):
         if node.boots_until_s is not None and context.now >= node.boots_until_s:
             _stays_away(context, node)
 
@@ -334,11 +342,11 @@ def advance(context: Context) -> None:
             _send(context, node, act)
     if context.state.membership.stop_reason is not None:
         return
-    for node in context.alive_nodes():
+    for node in context.set_aside():
         if node.then is None or queries.ordered(context, node):
             continue
         if context.mode.replaces_one and node.leaving is None:  # it was planned before the job was at level 2
             context.request(DrainNode(node, f"{node.then.value} for {node.held}"))
-            node.held = None
-        elif not context.mode.replaces_one and not any(w.node == node.name for w in context.alive_workers()):
+            transitions.use(context, node)
+        elif not context.mode.replaces_one and not context.workers_of(node):
             left(context, node)

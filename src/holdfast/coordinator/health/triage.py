@@ -177,7 +177,7 @@ def decide(context: Context, incident: Incident) -> None:
     if node is None or not node.alive or context.state.membership.stop_reason is not None:
         return
     # The job is about to end. A remedy now could take away the node that holds the last state.
-    if any(w.digest is not None for w in context.state.membership.workers.values()):
+    if context.finished():
         _withhold(context, node, incident, Decision(Remedy.WATCH, "the job is about to end", "ending"))
         return
     # It has no workers, and its deep checks will say more than the finding does.

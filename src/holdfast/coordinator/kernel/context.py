@@ -21,8 +21,9 @@ from holdfast.coordinator.kernel.events import (
     Send,
 )
 from holdfast.coordinator.kernel.incident_state import Incident
+from holdfast.coordinator.kernel.index import Index
 from holdfast.coordinator.kernel.membership_state import Node, Worker
-from holdfast.coordinator.kernel.phases import WorkerPhase
+from holdfast.coordinator.kernel.phases import NodePhase, WorkerPhase
 from holdfast.coordinator.kernel.requests import NoteStrike, R, Request
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.protocol import causes, ledger
@@ -40,6 +41,7 @@ class Context(ABC):
     Attributes:
         state: all that is remembered; a process that has it goes on where another one ended.
         watch: deadlines of nodes and workers.
+        index: nodes and workers by phase.
         now: time of the event that is being handled, in seconds.
         event: that event; None while it is looked at what comes next.
     """
@@ -49,6 +51,7 @@ class Context(ABC):
         self.spec = self.state.spec
         self.timing = self.spec.timing
         self.watch = Watch(self.state.membership, self.timing)
+        self.index = Index(self.state.membership, self.spec.nproc)
         self.now = 0.0
         self.event: Event | None = None
         # Actions are queued, never done: the service writes the state first and only then sends. If a handler
@@ -135,15 +138,41 @@ class Context(ABC):
 
     def alive_nodes(self) -> list[Node]:
         """Nodes that are not lost, in the order of their joining."""
-        return [n for n in self.state.membership.nodes.values() if n.alive]
+        return list(self.index.alive_nodes.values())
+
+    def nodes_in(self, *phases: NodePhase) -> list[Node]:
+        """Nodes in any of these phases, in the order of their joining."""
+        return self.index.nodes_in(*phases)
+
+    def count_nodes(self, phase: NodePhase) -> int:
+        """How many nodes are in a phase."""
+        return self.index.count_nodes(phase)
+
+    def count_workers(self, phase: WorkerPhase) -> int:
+        """How many workers are in a phase."""
+        return self.index.count_workers(phase)
+
+    def set_aside(self) -> list[Node]:
+        """Nodes that are held or leave: what is checked or repaired, or will be, is among them."""
+        # Validated after every event. So whoever asks for nodes under repair looks at these few.
+        return self.index.nodes_in(NodePhase.HELD, NodePhase.LEAVING)
+
+    def workers_of(self, node: Node) -> list[Worker]:
+        """A node's workers whose process is not known to be gone, oldest first."""
+        return self.index.workers_of(node.name)
 
     def workers_in(self, *phases: WorkerPhase) -> list[Worker]:
         """Workers in any of these phases, oldest first."""
-        return [w for w in self.state.membership.workers.values() if w.phase in phases]
+        return self.index.workers_in(*phases)
 
     def alive_workers(self) -> list[Worker]:
         """Workers whose process is not known to be gone."""
-        return [w for w in self.state.membership.workers.values() if w.phase is not WorkerPhase.GONE]
+        return list(self.index.alive_workers.values())
+
+    def finished(self) -> list[Worker]:
+        """Workers that have all steps, oldest first. A process that is gone counts: its state may be kept."""
+        left = self.index.workers_in(WorkerPhase.DONE, WorkerPhase.GONE)
+        return [w for w in left if w.digest is not None]
 
     def members(self) -> list[Worker]:
         """Workers of the newest generation, in the order of their ranks, dead ones included."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from holdfast.coordinator.kernel.health_state import Checking
-from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
+from holdfast.coordinator.kernel.phases import JobPhase, NodePhase, WorkerPhase
 from holdfast.protocol.causes import Cause
 from holdfast.protocol.health import Remedy
 from holdfast.protocol.job import Durable
@@ -32,7 +32,7 @@ class Node(msgspec.Struct, omit_defaults=True):
     host: str
     slots: int
     last_seen_s: float
-    alive: bool = True
+    phase: NodePhase = NodePhase.IN_SERVICE
     ports: tuple[int, ...] = ()
     failures: int = 0
     used: list[int] = []
@@ -58,6 +58,11 @@ class Node(msgspec.Struct, omit_defaults=True):
     boots_for: int = 0
     trial: tuple[str, ...] = ()
     unknown: dict[str, float] = {}
+
+    @property
+    def alive(self) -> bool:
+        """It is not lost."""
+        return self.phase is not NodePhase.LOST
 
     @property
     def machine(self) -> str:

@@ -1,4 +1,4 @@
-"""What a job and a worker are doing. Only `transitions` assigns these."""
+"""What a job, a node and a worker are doing. Only `transitions` assigns these."""
 
 from __future__ import annotations
 
@@ -13,6 +13,15 @@ class JobPhase(StrEnum):
     BREAKING = "breaking"  # a generation ended; its members are reporting
     STOPPING = "stopping"  # workers save and leave
     ENDED = "ended"
+
+
+class NodePhase(StrEnum):
+    """What a node is good for."""
+
+    IN_SERVICE = "in-service"  # workers run on it, or may
+    HELD = "held"  # gets no workers: it is checked or repaired, or will be
+    LEAVING = "leaving"  # leaves the job when its place is filled, or its time is over
+    LOST = "lost"  # gone for good; if its agent comes back, then as a new node
 
 
 class WorkerPhase(StrEnum):

@@ -10,7 +10,7 @@ from enum import Enum
 
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.membership_state import Node, Worker
-from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
+from holdfast.coordinator.kernel.phases import JobPhase, NodePhase, WorkerPhase
 from holdfast.errors import HoldfastError
 
 # The tables name every transition that the random schedules reach and that somebody has argued for. A phase
@@ -47,6 +47,17 @@ WORKER: dict[WorkerPhase, frozenset[WorkerPhase]] = {
 """From the phase of a worker to those that may follow. A process that is gone never comes back: its name is used once."""
 
 
+_IN, _HELD, _LEAVING, _LOST = NodePhase
+NODE: dict[NodePhase, frozenset[NodePhase]] = {
+    _IN: frozenset(NodePhase),
+    _HELD: frozenset(NodePhase),
+    # Held again: its device is reset when its workers have left. In service: the job is to be larger again.
+    _LEAVING: frozenset(NodePhase),
+    _LOST: frozenset({_LOST}),
+}
+"""From the phase of a node to those that may follow. A node that is lost never comes back: another of its name does."""
+
+
 class IllegalTransition(HoldfastError):
     """A phase that cannot follow: a mistake in the core, not in the job."""
 
@@ -76,12 +87,88 @@ def enter(context: Context, worker: Worker, to: WorkerPhase) -> None:
     # corrupted state.
     if to not in WORKER[worker.phase]:
         raise _illegal(context, f"worker {worker.name}", worker.phase, to)
-    worker.phase = to
+    was, worker.phase = worker.phase, to
+    context.index.move_worker(worker, was)
 
 
-def lose_node(node: Node) -> None:
-    """A node is gone for good, or stays so: if its agent comes back, then as a new node."""
-    node.alive = False
+# ---------------------------------------------------------------- workers and nodes come and go
+
+
+def add_worker(context: Context, worker: Worker) -> None:
+    """A worker is started."""
+    context.state.membership.workers[worker.name] = worker
+    context.index.add_worker(worker)
+
+
+def forget_worker(context: Context, name: str) -> None:
+    """A worker that is gone is no longer kept."""
+    context.index.drop_worker(context.state.membership.workers.pop(name))
+
+
+def add_node(context: Context, node: Node) -> None:
+    """A node joins; one of its name that was lost is no longer kept."""
+    nodes = context.state.membership.nodes
+    # Taken out first: a node that joins again is the newest, and its place in the order of nodes says so.
+    if (before := nodes.pop(node.name, None)) is not None:
+        context.index.drop_node(before)
+    nodes[node.name] = node
+    context.index.add_node(node)
+
+
+def forget_node(context: Context, name: str) -> None:
+    """A node that is lost is no longer kept."""
+    context.index.drop_node(context.state.membership.nodes.pop(name))
+
+
+def hold(context: Context, node: Node, reason: str) -> None:
+    """A node gets no workers for now."""
+    node.held = reason
+    _enter_node(context, node)
+
+
+def use(context: Context, node: Node) -> None:
+    """Nothing keeps workers away from a node any more."""
+    node.held = None
+    _enter_node(context, node)
+
+
+def leave(context: Context, node: Node, reason: str) -> None:
+    """A node is to leave."""
+    node.leaving = reason
+    _enter_node(context, node)
+
+
+def stay(context: Context, node: Node) -> None:
+    """A node that was to leave is needed after all."""
+    node.leaving = None
+    _enter_node(context, node)
+
+
+def lose_node(context: Context, node: Node) -> None:
+    """A node is gone for good: if its agent comes back, then as a new node."""
+    _enter_node(context, node, lost=True)
+
+
+def set_lemon(context: Context, node: Node, reason: str) -> None:
+    """What a machine's history says against it; empty: nothing."""
+    node.lemon = reason
+    context.index.renew(node)
+
+
+def _enter_node(context: Context, node: Node, lost: bool = False) -> None:
+    # Why it is held and why it leaves are kept apart, since a node may leave while it is checked. The phase says
+    # which of both counts: what leaves needs no workers, and what is lost stays so.
+    was = node.phase
+    if lost or was is NodePhase.LOST:
+        to = NodePhase.LOST
+    elif node.leaving is not None:
+        to = NodePhase.LEAVING
+    else:
+        to = NodePhase.IN_SERVICE if node.held is None else NodePhase.HELD
+    if to not in NODE[was]:
+        raise _illegal(context, f"node {node.name}", was, to)
+    node.phase = to
+    context.index.move_node(node, was)
 
 
 def _illegal(context: Context, who: str, was: Enum, to: Enum) -> IllegalTransition:

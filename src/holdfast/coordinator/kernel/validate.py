@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
+from holdfast.coordinator.kernel.phases import JobPhase, NodePhase, WorkerPhase
 from holdfast.coordinator.kernel.state import CoreState
 
 _USED = (WorkerPhase.MEMBER, WorkerPhase.PARKED)
@@ -90,10 +90,20 @@ def _nodes(s: CoreState) -> Iterator[str]:
         # under the load of training, and fail.
         if node.checking is not None and node.held is None:
             yield f"{name} is checked, and not held meanwhile"
+        # `Context.set_aside` gives these alone to whoever waits for a check or a remedy.
+        aside = node.phase in (NodePhase.HELD, NodePhase.LEAVING)
+        if (node.checking is not None or node.then is not None) and not aside:
+            yield f"{name} is {node.phase.value}, and something is to be done about it"
+        why = {
+            NodePhase.IN_SERVICE: node.held is None and node.leaving is None,
+            NodePhase.HELD: node.held is not None and node.leaving is None,
+            NodePhase.LEAVING: node.leaving is not None,
+            NodePhase.LOST: True,
+        }
+        if not why[node.phase]:
+            yield f"{name} is {node.phase.value}: held is {node.held!r}, leaving is {node.leaving!r}"
         if node.refused is not None and node.alive:
             yield f"{name} is refused, and in the job"
-        if not node.alive and (node.then is not None or node.checking is not None):
-            yield f"{name} is gone, and something is still to be done about it"
     stray = set(s.health.quarantine_rules) - set(s.health.quarantine)
     if stray:
         yield f"rules keep machines in quarantine that are not: {sorted(stray)}"

@@ -9,7 +9,7 @@ from holdfast.coordinator.kernel.deadlines import Timer, Watched
 from holdfast.coordinator.kernel.events import ProvideNode, ReleaseNode
 from holdfast.coordinator.kernel.history import Remembered
 from holdfast.coordinator.kernel.membership_state import Node, Worker
-from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
+from holdfast.coordinator.kernel.phases import JobPhase, NodePhase, WorkerPhase
 from holdfast.coordinator.kernel.requests import (
     AdmitNode,
     CompareCopies,
@@ -73,13 +73,12 @@ def joined(context: Context, hello: m.Hello, past: tuple[Remembered, ...] = ()) 
         membership.joined += known is None
         membership.replacing = max(0, membership.replacing - 1)
         return
-    membership.nodes.pop(hello.node, None)
     node = Node(hello.node, hello.session, hello.host, hello.slots, context.now, ports=hello.ports)
     node.rack = hello.rack
     # A machine's failures stay with its name, so a node that crashes and returns does not come first again in
     # the choice of newcomers.
     node.failures = known.failures if known else 0
-    membership.nodes[hello.node] = node
+    transitions.add_node(context, node)
     context.watch.watch(Watched.SILENT, node.name)
     if hello.leaving is not None:
         context.request(LeaveSoon(node.name, hello.leaving.reason, hello.leaving.within_s))
@@ -120,7 +119,7 @@ def taken(context: Context, name: str, reason: str) -> None:
         return
     # Set also when it is lost already: if its agent speaks again, it is told to end and not to come back as a
     # new node, since it belongs to somebody else.
-    node.leaving = node.leaving or reason
+    transitions.leave(context, node, node.leaving or reason)
     if node.alive:
         lose(context, node, causes.NodeReclaimed(reason), release=False)
     context.record(ledger.NodeTaken(node=name, reason=reason))
@@ -148,8 +147,8 @@ def lose(context: Context, node: Node, cause: causes.Cause, release: bool = True
     membership = context.state.membership
     # Dead before anything is requested: every part asks `alive_nodes`, and must not choose this one as a
     # donor, a buddy or a place for a worker while its loss is handled.
-    transitions.lose_node(node)
-    ours = [w for w in context.alive_workers() if w.node == node.name]
+    transitions.lose_node(context, node)
+    ours = context.workers_of(node)
     part = [w for w in ours if w.phase in (WorkerPhase.MEMBER, WorkerPhase.PARKED)]
     context.record(ledger.NodeLost(node=node.name, cause=str(cause), cause_kind=cause.kind))
     incident = None
@@ -259,7 +258,7 @@ def _reconcile(context: Context, node: Node, hello: m.Hello) -> None:
     # Either side may be ahead. The rule: the agent is right about processes (it is their parent), the
     # coordinator about who belongs to the job; so missing workers are lost, and unknown ones are killed.
     views = {v.worker: v for v in hello.workers}
-    for worker in [w for w in context.alive_workers() if w.node == node.name]:
+    for worker in context.workers_of(node):
         view = views.get(worker.name)
         # No log means that Started was never heard. The order was lost, or waits in the agent for a warm
         # process; both are undone by taking it back, and the slot is as good as new.
@@ -364,7 +363,7 @@ def ask(context: Context) -> None:
         s.membership.replacing += 1
         s.membership.replaced += 1
         s.membership.asked_at_s = context.now
-        context.act(ProvideNode(f"{len(queries.staying_nodes(context))} of {wanted} nodes are there"))
+        context.act(ProvideNode(f"{queries.count_staying(context)} of {wanted} nodes are there"))
 
 
 def ask_again_s(context: Context) -> float | None:
@@ -394,7 +393,7 @@ def unavailable(context: Context, reason: str) -> None:
         s.membership.replaced -= 1
     s.deadlines.set(Timer.ASK_AFTER, context.now + context.timing.form_s)
     context.record(ledger.NodeUnavailable(reason=reason))
-    for node in context.alive_nodes():
+    for node in context.nodes_in(NodePhase.LEAVING):
         if node.then is not None and node.leaving is not None:
             context.record(ledger.NodeTrainsOn(node=node.name, reason=node.leaving))
 
@@ -424,24 +423,20 @@ def on_its_way(context: Context) -> None:
 def forget(context: Context) -> None:
     """Keeps the state small, however long the job runs: the ledger has what is dropped here."""
     membership = context.state.membership
-    gone = [w.name for w in membership.workers.values() if w.phase is WorkerPhase.GONE]
+    gone = [w.name for w in context.workers_in(WorkerPhase.GONE)]
     if len(gone) > 2 * KEPT_GONE:
         members = {x.worker for x in membership.generation.members} if membership.generation else set()
         # Members and finished workers are kept: the generation refers to the first, and the job's last state
         # is held by the second.
         for name in gone[:-KEPT_GONE]:
             if name not in members and membership.workers[name].digest is None:
-                del membership.workers[name]
+                transitions.forget_worker(context, name)
                 membership.seats.pop(name, None)
         needed = {f.worker for f in membership.failures}
         membership.blames = {
             w: b for w, b in membership.blames.items() if w in membership.workers or w in needed
         }
-    lost = [
-        n.name
-        for n in membership.nodes.values()
-        if not n.alive and n.refused is None and n.boots_until_s is None
-    ]
+    lost = [n.name for n in context.nodes_in(NodePhase.LOST) if n.refused is None and n.boots_until_s is None]
     if len(lost) > 2 * KEPT_GONE:
         for name in lost[:-KEPT_GONE]:
-            del membership.nodes[name]
+            transitions.forget_node(context, name)

@@ -18,7 +18,7 @@ def start_worker(context: Context, node: Node, slot: int, env: dict[str, str]) -
     worker = Worker(f"{node.name}.{slot}#{s.membership.incarnations}", node.name, slot, context.now)
     worker.shard_index = shard_policy.next_shard(context, int(env["RANK"]))
     env = {**env, m.SHARD_INDEX_VARIABLE: str(worker.shard_index)}
-    s.membership.workers[worker.name] = worker
+    transitions.add_worker(context, worker)
     context.watch.watch(Watched.NOT_READY, worker.name)
     if slot not in node.used:
         node.used.append(slot)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from holdfast.coordinator.health import queries as health
 from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.membership_state import Node, Worker
-from holdfast.coordinator.kernel.phases import WorkerPhase
+from holdfast.coordinator.kernel.phases import NodePhase, WorkerPhase
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import Remedy
@@ -58,38 +58,40 @@ def join_after_s(context: Context, staying: int, full: int = 0) -> float:
 
 def free_slots(context: Context) -> list[tuple[Node, int]]:
     """Slots without a worker that may get one: the first for free, later ones from the restart budget."""
-    taken = {(w.node, w.slot) for w in context.alive_workers()}
     spent = context.budget_spent()
-    return [
-        (node, slot)
-        for node in context.alive_nodes()
-        if node.leaving is None and node.held is None
-        for slot in range(min(node.slots, context.spec.nproc))
-        if (node.name, slot) not in taken and not (spent and slot in node.used)
-    ]
+    free = []
+    for node in context.index.nodes_with_room():
+        taken = {w.slot for w in context.workers_of(node)}
+        slots = range(min(node.slots, context.spec.nproc))
+        free += [(node, s) for s in slots if s not in taken and not (spent and s in node.used)]
+    return free
 
 
 def missing(context: Context) -> int:
     """Nodes to ask for: neither there, nor asked for, nor still expected from the start of the job."""
     s = context.state
     wanted = s.wanted_nodes + context.spec.spares
-    staying, coming = len(staying_nodes(context)), s.membership.replacing + expected(context)
-    lemons = sum(bool(n.lemon) and n.leaving is None for n in context.alive_nodes())
+    staying, coming = count_staying(context), s.membership.replacing + expected(context)
+    lemons = sum(n.leaving is None for n in context.index.lemons())
     room = wanted + max(1, context.spec.spares) - staying - lemons  # an engine may have nothing but lemons
     count = min(wanted - staying, room) - coming
     return max(0, min(count, context.spec.max_restarts + s.membership.unpaid - s.membership.replaced))
 
 
-def staying_nodes(context: Context) -> list[Node]:
-    """Nodes that are used or will be: of those that are out for a repair, those whose device is being reset; and those
+def count_staying(context: Context) -> int:
+    """How many nodes are used or will be: of those that are out for a repair, those whose device is being reset; and those
     that are checked because every new one is, or one would be asked for in the place of each."""
     deep = context.spec.health.deep
-    there = [n for n in context.alive_nodes() if not n.lemon and n.leaving is None]
-    return [
-        n
-        for n in there
-        if n.held is None or n.then is Remedy.RESET_DEVICE or (deep and n.checking is not None)
-    ]
+    lemons = sum(n.phase is NodePhase.IN_SERVICE for n in context.index.lemons())
+    return (
+        context.count_nodes(NodePhase.IN_SERVICE)
+        - lemons
+        + sum(
+            n.then is Remedy.RESET_DEVICE or (deep and n.checking is not None)
+            for n in context.nodes_in(NodePhase.HELD)
+            if not n.lemon
+        )
+    )
 
 
 def expected_until_s(context: Context) -> float:
@@ -107,7 +109,7 @@ def expected(context: Context) -> int:
 
 def hoped_for(context: Context) -> int:
     """Nodes that are there, lemons among them, on their way, or can be asked for."""
-    there = sum(n.leaving is None for n in context.alive_nodes())
+    there = context.count_nodes(NodePhase.IN_SERVICE) + context.count_nodes(NodePhase.HELD)
     return there + context.state.membership.replacing + expected(context) + missing(context)
 
 
@@ -126,13 +128,13 @@ def coming(context: Context) -> bool:
 
 def under_repair(context: Context) -> bool:
     """Nodes are checked or repaired before they are used, for which there are deadlines."""
-    return any(n.checking is not None or health.ordered(context, n) for n in context.alive_nodes())
+    return any(n.checking is not None for n in context.set_aside()) or health.any_ordered(context)
 
 
 def mending(context: Context) -> bool:
     """A node is repaired or checked. One that is still to leave first brings nothing before there is training to leave."""
     return any(
-        n.checking is not None or (n.then is not None and n.leaving is None) for n in context.alive_nodes()
+        n.checking is not None or (n.then is not None and n.leaving is None) for n in context.set_aside()
     )
 
 

@@ -14,7 +14,7 @@ from holdfast.coordinator.kernel.context import Context
 from holdfast.coordinator.kernel.deadlines import Timer
 from holdfast.coordinator.kernel.events import ReleaseNode
 from holdfast.coordinator.kernel.membership_state import Change, Node, Worker
-from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
+from holdfast.coordinator.kernel.phases import JobPhase, NodePhase, WorkerPhase
 from holdfast.coordinator.kernel.requests import ApplyRemedy, DropCopies, HandOver, NoteNodeLost, StopJob
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.membership import (
@@ -131,7 +131,8 @@ def _fit(context: Context, reason: str, within_s: float | None) -> None:
     excess = len(there) - (s.wanted_nodes + spares)
     if excess < 0:
         for node in [n for n in context.alive_nodes() if n.excess][:-excess]:
-            node.leaving, node.leaves_until_s, node.excess = None, None, False
+            node.leaves_until_s, node.excess = None, False
+            transitions.stay(context, node)
             context.record(ledger.NodeStays(node=node.name))
     trains = s.membership.generation is not None and s.membership.phase is JobPhase.RUNNING
     # Not while nobody trains: the state may be held by any of the nodes, and one that is too many for the new
@@ -173,7 +174,8 @@ def _whole_rows_first(context: Context, members: list[Node]) -> list[Node]:
 
 def _mark(context: Context, node: Node, reason: str, within_s: float | None) -> None:
     if node.leaving is None:
-        node.leaving, node.leaves_since_s = reason, context.now
+        transitions.leave(context, node, reason)
+        node.leaves_since_s = context.now
         context.record(ledger.NodeLeaving(node=node.name, reason=reason, within_s=within_s))
         context.send(node.name, m.Drain(reason))
     if within_s is not None:
@@ -190,6 +192,10 @@ def change_due(context: Context) -> str | None:
     s = context.state
     if s.membership.generation is None:
         return None
+    if not (context.count_nodes(NodePhase.LEAVING) or context.count_workers(WorkerPhase.READY)):
+        # Nobody goes and nobody could come, as nearly always: the members are those that it was formed of.
+        fits = s.membership.generation.strength <= s.target
+        return None if fits else f"the job is resized to {s.wanted_nodes} nodes"
     members = context.members()
     # Three questions in this order: who must go, who is too many, who may come. Leaving comes first because
     # its time may be limited; joining can always wait.
@@ -224,12 +230,7 @@ def deadlines(context: Context) -> list[float]:
     membership = context.state.membership
     if membership.phase is not JobPhase.RUNNING or membership.generation is None:
         return []
-    times = [
-        f(context, n)
-        for n in context.alive_nodes()
-        if n.leaving is not None
-        for f in (_deadline_s, _patience_s)
-    ]
+    times = [f(context, n) for n in context.nodes_in(NodePhase.LEAVING) for f in (_deadline_s, _patience_s)]
     if queries.ready_to_join(context):
         times.append(queries.join_after_s(context, *_with_newcomers(context)))
     return [t for t in times if context.now < t < float("inf")]
@@ -242,7 +243,7 @@ def _may_leave(context: Context, left: int) -> bool:
     # long as they are allowed.
     if left >= s.target or not left:
         return left > 0  # the last ones train on for as long as they can
-    leaving = [n for n in context.alive_nodes() if n.leaving is not None]
+    leaving = context.nodes_in(NodePhase.LEAVING)
     # Before the question whether the rest can train: when the node is taken, its state goes with it, so it
     # must have parked before.
     if any(context.now >= _deadline_s(context, n) for n in leaving):
@@ -353,8 +354,8 @@ def advance(context: Context) -> None:
     if membership.asked_nodes is not None or membership.capacity_nodes is not None:
         _fit(context, "the job was resized", None)
     # After `_fit`, which may have taken back that they leave.
-    for node in [n for n in context.alive_nodes() if n.leaving is not None]:
-        ours = [w for w in context.alive_workers() if w.node == node.name]
+    for node in context.nodes_in(NodePhase.LEAVING):
+        ours = context.workers_of(node)
         needed = (WorkerPhase.MEMBER, WorkerPhase.PARKED, WorkerPhase.DONE)
         if context.mode.replaces_one and membership.phase is not JobPhase.STOPPING:
             let_go(context, [w for w in ours if w.phase not in needed])
@@ -378,7 +379,7 @@ def _holds_on(context: Context, node: Node) -> bool:
         return True  # no step has to end before it goes: all of its time is for what it saves
     if context.now >= _deadline_s(context, node):
         return False
-    if writes or any(w.digest for w in membership.workers.values()):
+    if writes or any(w.digest for w in context.finished()):
         return True
     if health.ordered(context, node):
         return True  # it answers first
@@ -412,7 +413,7 @@ def _release(context: Context, node: Node) -> None:
     reason = node.leaving or ""
     # As for a node that is lost, but planned: it is told to end, its copies no longer count, and the engine
     # gets it back.
-    transitions.lose_node(node)
+    transitions.lose_node(context, node)
     context.record(ledger.NodeLeft(node=node.name, reason=reason))
     context.send(node.name, m.Shutdown(reason))
     context.request(DropCopies(node))

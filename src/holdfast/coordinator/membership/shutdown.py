@@ -83,9 +83,7 @@ def finishing(context: Context) -> bool:
     """Someone has all steps: the others come to the same point by themselves or by what they prepared. Then their state
     becomes a checkpoint."""
     s = context.state
-    # A digest is what `Done` brings, and it stays when the process is gone: the job may end with workers that
-    # no longer exist, if their state is kept.
-    ended = [w for w in s.membership.workers.values() if w.digest is not None]
+    ended = context.finished()
     if not ended:
         return False
     # Some are still in the last step. They have everything for it (the vote guarantees that somebody's commit

@@ -170,7 +170,7 @@ class DecisionLoop:
         # The steps of this batch were made in the generation before the decision, which may replace it.
         before = state.membership.generation
         actions = self.core.handle_all(events, now)
-        for wrong in validate(state) if self._validates else ():
+        for wrong in (*validate(state), *self.core.index.differences()) if self._validates else ():
             _log.error("the coordinator's state is not valid: %s; after %s", wrong, events)
         # Faults that wait for a rank go to whoever holds the rank now, so they are armed anew with every
         # generation.

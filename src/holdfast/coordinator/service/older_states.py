@@ -8,6 +8,7 @@ import msgspec
 
 from holdfast.coordinator.kernel.deadlines import Timer
 from holdfast.coordinator.kernel.membership_state import MembershipState
+from holdfast.coordinator.kernel.phases import NodePhase
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.kernel.storage_state import StorageState
 from holdfast.protocol import causes
@@ -34,9 +35,24 @@ def state_of(snapshot: bytes) -> CoreState:
     written = msgspec.msgpack.decode(snapshot)
     if isinstance(written, dict) and "membership" not in written:
         written = _divided(_with_causes(written))
+    if isinstance(written, dict):
+        for node in written.get("membership", {}).get("nodes", {}).values():
+            _give_phase(node)
     # Only after the state of this version failed to decode: so the usual start costs nothing, and an unknown
     # error is raised as it is.
     return msgspec.convert(written, type=CoreState)
+
+
+def _give_phase(node: dict[str, Any]) -> None:
+    """Up to version 0.1 a node had no phase: whether it was lost was said apart."""
+    if "phase" in node:
+        return
+    if not node.get("alive", True):
+        node["phase"] = NodePhase.LOST.value
+    elif node.get("leaving") is not None:
+        node["phase"] = NodePhase.LEAVING.value
+    elif node.get("held") is not None:
+        node["phase"] = NodePhase.HELD.value
 
 
 def _divided(state: dict[str, Any]) -> dict[str, Any]:
