@@ -13,6 +13,7 @@ from test_core_cases import at
 import holdfast
 from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel.incidents import kind_of
+from holdfast.coordinator.kernel.phases import NodePhase
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.service.older_states import state_of
 from holdfast.coordinator.service.store import Store
@@ -250,6 +251,25 @@ def test_a_state_of_an_older_version_is_read_with_its_causes():
     assert [str(i.cause) for i in state.incidents] == [i["cause"] for i in plain["incidents"]]
     assert [kind_of(i) for i in state.incidents]
     assert str(state.membership.blame.cause) == plain["blame"]["cause"]
+    assert state_of(msgspec.msgpack.encode(state)) == state
+
+
+@pytest.mark.parametrize(
+    ("written", "phase"),
+    [
+        ({}, NodePhase.IN_SERVICE),
+        ({"held": "deep checks: new"}, NodePhase.HELD),
+        ({"leaving": "a person drains it", "held": "deep checks: new"}, NodePhase.LEAVING),
+        ({"alive": False, "leaving": "it was reclaimed"}, NodePhase.LOST),
+    ],
+)
+def test_a_node_of_an_older_version_gets_the_phase_that_it_was_in(written, phase):
+    older = msgspec.to_builtins(running(2).state)
+    node = older["membership"]["nodes"]["n1"]
+    node.pop("phase", None)
+    node.update(written)
+    state = state_of(msgspec.msgpack.encode(older))
+    assert state.membership.nodes["n1"].phase is phase
     assert state_of(msgspec.msgpack.encode(state)) == state
 
 
