@@ -35,29 +35,25 @@ class Worker:
     sharding = None
     device = CPU
 
-    def __init__(self, model, kind=ExactSum):
-        self.model = model
+    def __init__(self, model, kind, micro_batches):
+        self.model, self.micro_batches = model, micro_batches
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         self.gradients = kind(dict.fromkeys(model.parameters()), lambda: None)
         self.norms = []
-        self.state_guard = SimpleNamespace(before_update=self.nothing)  # tests/train/test_state_guard.py
+        self.state = SimpleNamespace(guard=SimpleNamespace(before_update=self.nothing))
+        self.phases = SimpleNamespace(enter=self.nothing)
 
     def join(self, group):
-        self.group, self.rank, self.world_size, self.generation = (
-            group,
-            group.rank,
-            group.size,
-            group.generation,
+        count, rank, world = self.micro_batches, group.rank, group.size
+        self.group = group
+        self.place = SimpleNamespace(
+            generation=group.generation,
+            weighs=True,
+            seat=lambda: Seat(
+                micro_batches=share(count, rank, world), rank=rank, world=world, idle=0, leaves=count
+            ),
+            words=lambda: [len(mine) for mine in shares(count, world)],
         )
-
-    weighs = True
-
-    def seat(self, micro_batches):
-        mine = share(micro_batches, self.rank, self.world_size)
-        return Seat(micro_batches=mine, rank=self.rank, world=self.world_size, idle=0, leaves=micro_batches)
-
-    def words(self, micro_batches):
-        return [len(mine) for mine in shares(micro_batches, self.world_size)]
 
     def over_shards(self, step, squares):
         return squares
@@ -75,7 +71,7 @@ class Worker:
     def nothing(self, *_):
         pass
 
-    enter = check = nothing
+    check = nothing
 
     def take_state_of(self, other):
         self.model.load_state_dict(other.model.state_dict())
@@ -136,7 +132,7 @@ def train(worlds, micro_batches, build=mlp, clip=None, lengths=lambda micro: 3, 
     look that all ranks have the same."""
     widest = max(worlds)
     cluster = Cluster(widest)
-    workers = [Worker(build(), kind) for _ in range(widest)]
+    workers = [Worker(build(), kind, micro_batches) for _ in range(widest)]
     computing = threading.Lock()  # torch's generator is the process's
     losses, number, groups = [], 0, []
     try:

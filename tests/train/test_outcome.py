@@ -23,8 +23,11 @@ class Replica:
     device = torch.device("cpu")
     checks_local = False
     sharding = None
-    generation = 1
-    weighs = True
+    place = SimpleNamespace(
+        generation=1,
+        weighs=True,
+        seat=lambda: Seat(micro_batches=range(1), rank=0, world=1, idle=0, leaves=1),
+    )
 
     def __init__(self, vote=nothing):
         self.vote = vote
@@ -38,13 +41,11 @@ class Replica:
             finish=lambda scale: 1.0,
         )
         self.group = SimpleNamespace(channel=SimpleNamespace(send=nothing))
-        self.state_guard = SimpleNamespace(before_update=nothing)
+        self.state = SimpleNamespace(guard=SimpleNamespace(before_update=nothing))
         self.done = self.left = self.error = None
 
-    begin_step = enter = check = nothing
-
-    def seat(self, micro_batches):
-        return Seat(micro_batches=range(1), rank=0, world=1, idle=0, leaves=1)
+    begin_step = check = nothing
+    phases = SimpleNamespace(enter=nothing)
 
     def over_shards(self, step, squares):
         return squares

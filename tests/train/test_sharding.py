@@ -16,8 +16,8 @@ from holdfast.errors import CollectiveFailed, StateError, UsageError
 from holdfast.protocol.messages import Generation, JoinGeneration, Member
 from holdfast.tensors.dtensor_shards import like, local_of, parsed, piece_of, placed
 from holdfast.train import checkpoint_restore, state_image
+from holdfast.train.place import Place
 from holdfast.train.reconnectable_group import ReplicaGroups
-from holdfast.train.replica import Replica
 from holdfast.train.sharding import Sharding
 from holdfast.train.summation_order import seat, weighs, words
 
@@ -244,8 +244,8 @@ def test_every_micro_batch_is_computed_and_weighed_once(shape, rows):
 def test_the_size_of_the_world_is_that_of_those_that_compute():
     form = generation((2, 1), 2, beside=[1])
     assert (len(form.members), form.strength) == (5, 4)
-    worker = Replica.__new__(Replica)
-    worker._micro_batches, worker.form = 0, JoinGeneration(generation=form, rank=4)
+    worker = Place()
+    worker.form = JoinGeneration(generation=form, rank=4)
     assert (worker.world_size, worker.world.size) == (4, 4)
     assert (worker.world.rank, worker.world.replica) == (4, -1)
 

@@ -21,8 +21,9 @@ from holdfast.train import state_image, worker
 from holdfast.train.data_cursor import NAME, BatchChanged, DataCursor
 from holdfast.train.exact import ExactSum, Reduction, prepare
 from holdfast.train.faults import FaultPlan
+from holdfast.train.place import World
 from holdfast.train.reduction import GradientSum
-from holdfast.train.replica import Replica, RunMainAgain, World
+from holdfast.train.replica import Replica, RunMainAgain
 from holdfast.train.sharding import Sharding
 from holdfast.train.step import Step
 
@@ -60,12 +61,12 @@ class Run:
     def rank(self) -> int:
         """Rank of this worker in the running generation; may change when the world does. Those that compute come first; a
         worker of a sharded replica that waits for the rest of it (`run.world.replica` is -1) has `world_size` or more."""
-        return self._replica.rank if self._replica else 0
+        return self._replica.place.rank if self._replica else 0
 
     @property
     def world_size(self) -> int:
         """Workers that compute in the running generation: those of complete replicas, each of `shard * tensor` workers."""
-        return self._replica.world_size if self._replica else 1
+        return self._replica.place.world_size if self._replica else 1
 
     @property
     def full_world_size(self) -> int:
@@ -75,7 +76,7 @@ class Run:
     @property
     def world(self) -> World:
         """The workers that train now: rank, size, generation, and which micro-batches this one computes."""
-        return self._replica.world if self._replica else World(0, 1, 0, range(0))
+        return self._replica.place.world if self._replica else World(0, 1, 0, range(0))
 
     def on_resize(self, callback: Callable[[World], object]) -> None:
         """Calls `callback(run.world)` on every worker before the first step, and between two steps whenever the number
@@ -86,7 +87,7 @@ class Run:
     @property
     def generation(self) -> int:
         """Number of the running generation; grows with every change of the membership."""
-        return self._replica.generation if self._replica else 0
+        return self._replica.place.generation if self._replica else 0
 
     @property
     def samples(self) -> int:
@@ -138,7 +139,7 @@ class Run:
 
     def _on_collective(self, begins: bool) -> None:
         if self._replica is not None:
-            self._replica.on_collective(begins)
+            self._replica.phases.on_collective(begins)
 
     def protect(self, **objects: Any) -> None:
         """Names the state that must survive: modules, optimizers, schedulers, or anything with
@@ -219,9 +220,9 @@ class Run:
             cursor = DataCursor(global_batch, seed, batches.dataset, threads, batch_changed)
             self._cursor = cursor
             replica = self._enroll(modules, batches.count(), cursor, reduction)
-            while not replica.stopped and (replica.committed or 0) < until:
+            while not replica.stopped and (replica.state.committed or 0) < until:
                 self._tell_size(replica)
-                self._step = Step(replica, batches, replica.committed or 0, seed, cursor)
+                self._step = Step(replica, batches, replica.state.committed or 0, seed, cursor)
                 try:
                     yield self._step
                 # Without this a script that leaves the loop by `break` would look like a worker that is lost,
@@ -231,20 +232,20 @@ class Run:
                     raise
                 # Before `after_commit`: a generation that ends here hands the state to newcomers, who must
                 # not get a change that the script made on its own.
-                replica.state_guard.after_step()
+                replica.state.guard.after_step()
                 replica.after_commit()
             replica.done(stopped=replica.stopped)
         finally:
             batches.close()
 
     def _tell_size(self, replica: Replica) -> None:
-        size, before = replica.world_size, self._known_size
+        size, before = replica.place.world_size, self._known_size
         self._known_size = size
         if size == before or not self._resized:
             return
         with self.relaxed_watchdog():
             for callback in self._resized:
-                callback(replica.world)
+                callback(replica.place.world)
 
     def log(self, **values: float) -> None:
         """Reports figures of the step that was just left; ignored when it did not count.
@@ -279,7 +280,7 @@ class Run:
         if self._replica is None:
             yield
             return
-        self._replica.off_step(True)
+        self._replica.phases.off_step(True)
         try:
             yield
         except BaseException as error:
@@ -287,9 +288,9 @@ class Run:
             # so the watchdog's state is the new generation's and is left alone.
             if isinstance(error, Exception) and self._replica.interrupted(error):
                 return
-            self._replica.off_step(False)
+            self._replica.phases.off_step(False)
             raise
-        self._replica.off_step(False)
+        self._replica.phases.off_step(False)
 
     def aside(self) -> AbstractContextManager[None]:
         """The name of `relaxed_watchdog` up to version 0.1. It will be removed in the next version."""
@@ -331,7 +332,7 @@ class Run:
         parameters = dict.fromkeys(p for module in modules for p in module.parameters())
         kind = ExactSum if reduction == "exact" else GradientSum
         counts = sharding.counts if sharding is not None else lambda p: True
-        gradients = kind(parameters, lambda: beat[0].alive(), counts)
+        gradients = kind(parameters, lambda: beat[0].phases.alive(), counts)
         replica = Replica(
             link=self._attachment.link,
             faults=self._attachment.faults,

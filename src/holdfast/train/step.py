@@ -91,7 +91,7 @@ class Step:
     def __iter__(self) -> Iterator[Any]:
         """This worker's micro-batches of the global batch, in the order of their numbers."""
         replica = self._replica
-        seat = replica.seat(self._batches.count())
+        seat = replica.place.seat()
         mine = seat.micro_batches
         # Asked anew at each step and not at the start of a generation: a step that is repeated after a fault
         # is computed by fewer workers, with other shares.
@@ -105,9 +105,9 @@ class Step:
                     'under reduction="exact" compute them one after the other'
                 )
             replica.check()
-            replica.enter(Phase.DATA, self.index)
+            replica.phases.enter(Phase.DATA, self.index)
             batch = self._batches.load(self.index, micro)
-            replica.enter(Phase.FORWARD, self.index)
+            replica.phases.enter(Phase.FORWARD, self.index)
             # Chance depends on the run's seed, the step and the micro-batch, and not on who computes it. So a
             # repeated step drops out the same units, on whichever worker.
             seed_generators(micro_seed(self._seed, self.index, micro), replica.device)
@@ -122,7 +122,7 @@ class Step:
                 weight of the whole global batch.
         """
         replica = self._replica
-        replica.enter(Phase.BACKWARD, self.index)
+        replica.phases.enter(Phase.BACKWARD, self.index)
         if not self._left:
             raise UsageError(
                 f"step {self.index}: step.backward() is called once for every micro-batch of the step"
@@ -142,7 +142,7 @@ class Step:
         # The weight goes out before the last backward pass, so all weights have arrived when the sums are
         # complete, and the scale costs no wait.
         if last:
-            self._batches.giving(self.index, replica.generation)
+            self._batches.giving(self.index, replica.place.generation)
             if later is None:
                 self._say_weight()
             # Buckets may leave during the last backward pass. Not while local gradients are looked at: a NaN
@@ -200,8 +200,8 @@ class Step:
         replica = self._replica
         # Before this step can be prepared. A change that the script made elsewhere is refused while the step
         # counts nowhere.
-        replica.state_guard.before_update(self.index)
-        replica.enter(Phase.REDUCE, self.index)
+        replica.state.guard.before_update(self.index)
+        replica.phases.enter(Phase.REDUCE, self.index)
         gradients = replica.gradients
         if self._said is None:
             self._say_weight()
@@ -223,12 +223,12 @@ class Step:
         # The update is a closure over what is here. It may be called much later, while this worker waits for
         # a new generation whose members never computed this step.
         self._update = partial(self._updated, optimizer, scheduler, parts)
-        self._generation = replica.generation
+        self._generation = replica.place.generation
         # Set before the vote is sent. Once another member may have heard it, this worker must report the step
         # as prepared, or the coordinator would drop what another has committed.
         self._stage = Stage.PREPARED
         self._prepared_s = time.perf_counter()
-        replica.enter(Phase.VOTE, self.index)
+        replica.phases.enter(Phase.VOTE, self.index)
         replica.vote(self.index)
         replica.commit(self._outcome())
 
@@ -297,7 +297,7 @@ class Step:
     def _say_weight(self) -> None:
         """Tells all what this worker's micro-batches weigh: under "exact" one by one, so that the sum over all of them
         does not depend on who computed which."""
-        counted = self._words if self._replica.weighs else []
+        counted = self._words if self._replica.place.weighs else []
         if self._replica.gradients.exact:
             self._said = counted
         else:
@@ -310,7 +310,7 @@ class Step:
             assert self._said is not None
             counts = None
             if self._replica.gradients.exact:
-                counts = self._replica.words(self._batches.count())
+                counts = self._replica.place.words()
             words = self._replica.group.channel.receive(self.index, self._said, counts)
             # Under the exact reduction there is one word for each micro-batch, and `fsum` rounds once. So the
             # scale does not depend on how the micro-batches were spread over the members.

@@ -30,7 +30,7 @@ from holdfast.train.faults import FaultPlan
 from holdfast.train.link import Link
 
 if TYPE_CHECKING:
-    from holdfast.train.replica import Endpoint
+    from holdfast.train.endpoint import Endpoint
 
 _PR_SET_PDEATHSIG = 1
 
@@ -54,7 +54,7 @@ class Attachment:
 
     def endpoint(self) -> Endpoint:
         """Where other workers reach this process, for as long as it lives."""
-        from holdfast.train.replica import Endpoint
+        from holdfast.train.endpoint import Endpoint
 
         if self._endpoint is None:
             start = self.link.start

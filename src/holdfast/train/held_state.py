@@ -1,0 +1,156 @@
+"""The state that this worker holds: of which step it is, how it comes here, and where it is kept when training ends."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from holdfast.checkpoint.policy import Retention
+from holdfast.errors import HoldfastError
+from holdfast.protocol import messages as m
+from holdfast.protocol.phases import Phase
+from holdfast.protocol.snapshots import DurableTier, tiers_of
+from holdfast.train import checkpoint_restore, state_image
+from holdfast.train.data_cursor import NAME, DataCursor
+from holdfast.train.faults import FaultPlan
+from holdfast.train.link import Link
+from holdfast.train.module_buffers import ModuleBuffers
+from holdfast.train.place import Place
+from holdfast.train.restore import StateRestorer
+from holdfast.train.snapshots import Snapshots
+from holdfast.train.state_guard import StateGuard
+
+if TYPE_CHECKING:
+    from holdfast.train.sharding import Sharding
+
+
+class HeldState:
+    """The protected objects as they are here.
+
+    Attributes:
+        committed: steps that count here; None while this worker holds no usable state.
+        guard: whether the state is what the newest commit left.
+        snapshots: copies of it, taken while training goes on.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        faults: FaultPlan,
+        protected: state_image.Protected,
+        device: torch.device,
+        sharding: Sharding | None,
+        place: Place,
+    ) -> None:
+        """sharding: of a replica of several workers, whose state is sharded."""
+        self.committed: int | None = None
+        self.snapshots = Snapshots(link, faults, device)
+        self.guard = StateGuard(
+            {
+                name: thing
+                for name, thing in protected.items()
+                if name != NAME and not getattr(thing, "changes_between_steps", False)
+            }
+        )
+        self._link, self._faults, self._place = link, faults, place
+        self._page = link.page
+        self._protected = protected
+        self._buffers = ModuleBuffers(state_image.buffers_of(protected))
+        self._restorer = StateRestorer(link, protected, sharding)
+        self._kept = False
+
+    @property
+    def digest(self) -> str:
+        """Of everything."""
+        return state_image.digest(self._protected)
+
+    @property
+    def parameters_digest(self) -> str:
+        """Of the parameters alone."""
+        return state_image.parameters_digest(self._protected)
+
+    def image(self) -> state_image.Image:
+        """As it is now. Training may go on while it is read; the next update may not."""
+        return state_image.capture(self._protected, self.committed or 0, self._buffers.copy_of)
+
+    def restore(self, form: m.JoinGeneration) -> tuple[int, float]:
+        """Fetches the state of the generation's start; until it is whole this worker holds none."""
+        began = time.monotonic()
+        # From here to the end of the transfer the live tensors are a mixture. If this worker is lost in
+        # between and reports, it must report that it holds nothing.
+        self.committed = None
+        self.snapshots.before_update()
+        self._page.wait_for(-1)
+        self._page.enter(Phase.TRANSFER)
+        self._faults.reach(Phase.TRANSFER, form.generation.start)
+        restored = self._restorer.restore(form)
+        cursor = self._protected.get(NAME)
+        if isinstance(cursor, DataCursor):
+            cursor.adapt(self._protected)
+        # The copies are of the buffers before the transfer. Rolling back to them would undo it.
+        self._buffers.forget()
+        self.committed = form.generation.start
+        return restored, time.monotonic() - began
+
+    def begin_step(self) -> None:
+        """A step starts from what was committed."""
+        # The snapshot begins before the step, since the state is complete now and stays as it is until the
+        # update.
+        self.snapshots.begin(self.committed or 0, self.image)
+        self._buffers.keep()
+
+    def before_update(self) -> None:
+        """The state is about to change, as it may."""
+        # The snapshot's thread reads the live tensors. The update may not begin before it has ended or was
+        # given up: its copy would be of two steps.
+        self.snapshots.before_update()
+        self.guard.release()
+
+    def roll_back(self) -> None:
+        """The step is dropped: buffers become what they were before it."""
+        self._buffers.put_back()
+
+    # ------------------------------------------------------------ where training ends
+
+    def leave(self, order: m.Stop) -> None:
+        """The job was asked to stop: the state goes where the order says."""
+        if order.keep and self.committed:
+            self._kept = self._save_last(self.committed, ordered=True)
+        if order.save_to is not None and self.committed is not None:
+            self._save(order.save_to, self.committed)
+
+    def finish(self, stopped: bool) -> bool:
+        """After the last step: the result becomes a checkpoint, unless training was stopped. True when the agent has it."""
+        return self._kept or (not stopped and bool(self.committed) and self._save_last(self.committed or 0))
+
+    def _save_last(self, step: int, ordered: bool = False) -> bool:
+        """The result of training becomes a checkpoint: the agent brings it to every durable tier from its memory. True
+        when it has it. Where there is no memory for it rank 0 writes it itself, unless it holds a shard only. ordered:
+        also if this worker did not take the snapshots."""
+        tiers = tiers_of(self._link.start.env)
+        if not tiers:
+            return False
+        self._page.enter(Phase.TIER)
+        saves = ordered or self.snapshots.saves
+        # The agent's memory outlives this process, so the copy there is brought to every tier while the job
+        # already ends.
+        held = saves and self.snapshots.last(step, lambda: state_image.capture(self._protected, step))
+        if not held and not self._place.rank and self._place.shard_count == 1:
+            for tier in tiers:
+                self._save(tier, step)
+        return held
+
+    def _save(self, tier: DurableTier, step: int) -> None:
+        error = None
+        try:
+            checkpoint_restore.save(
+                state_image.capture(self._protected, step),
+                tier.url,
+                Retention(tier.keep, tier.keep_every),
+                lambda nbytes: self._page.beat(),
+            )
+        except HoldfastError as trouble:
+            error = str(trouble)
+        self._link.send(m.Saved(step, tier.url, error))
