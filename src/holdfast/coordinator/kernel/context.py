@@ -148,9 +148,9 @@ class Context(ABC):
         """How many nodes are in a phase."""
         return self.index.count_nodes(phase)
 
-    def count_workers(self, phase: WorkerPhase) -> int:
-        """How many workers are in a phase."""
-        return self.index.count_workers(phase)
+    def count_workers(self, *phases: WorkerPhase) -> int:
+        """How many workers are in any of these phases."""
+        return sum(self.index.count_workers(phase) for phase in phases)
 
     def set_aside(self) -> list[Node]:
         """Nodes that are held or leave: what is checked or repaired, or will be, is among them."""

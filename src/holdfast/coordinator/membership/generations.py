@@ -213,7 +213,7 @@ def try_form(context: Context) -> None:
     # Spares may hold the wrong shards: enough workers are ready, and yet no replica is complete. This is what
     # turns one into the other.
     shard_policy.rebuild(context)  # also for what those held that were ended just now
-    if context.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED) or queries.under_repair(context):
+    if context.count_workers(WorkerPhase.STARTING, WorkerPhase.ATTACHED) or queries.under_repair(context):
         # Workers that start or nodes under repair end by themselves, well or not, and wake the core. Only
         # when nobody is on the way does the clock for giving up start.
         s.deadlines.clear(Timer.WAIT)  # they have a deadline of their own
@@ -241,7 +241,7 @@ def _worth_waiting(context: Context) -> bool:
     """The first generation waits a while for the target size, if more workers are on their way; and, when nodes came
     with snapshots of a run before, for all nodes: the newest may be in the memory of the last one."""
     s = context.state
-    pending = context.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED)
+    pending = context.count_workers(WorkerPhase.STARTING, WorkerPhase.ATTACHED)
     missing = len(context.alive_nodes()) < s.wanted_nodes or (
         s.storage.snapshots and queries.expected(context)
     )

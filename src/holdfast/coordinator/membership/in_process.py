@@ -157,7 +157,7 @@ class InProcess:
         if shutdown.finishing(context):
             return
         replica_groups.give_up(context)
-        if membership.phase is JobPhase.BREAKING and not context.inside():
+        if membership.phase is JobPhase.BREAKING and not context.count_workers(WorkerPhase.MEMBER):
             generations.gather(context)
             nodes.write_off(context)  # which comes sooner now that nobody trains
         if membership.stop_reason is None:

@@ -115,7 +115,7 @@ def hoped_for(context: Context) -> int:
 
 def hopeless(context: Context) -> bool:
     """Nothing that could bring another worker is under way or left to try."""
-    starting = context.workers_in(WorkerPhase.STARTING, WorkerPhase.ATTACHED)
+    starting = context.count_workers(WorkerPhase.STARTING, WorkerPhase.ATTACHED)
     return not (starting or coming(context) or free_slots(context))
 
 

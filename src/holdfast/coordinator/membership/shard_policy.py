@@ -22,7 +22,7 @@ COMING = (WorkerPhase.STARTING, WorkerPhase.ATTACHED)
 def fits(context: Context, worker: Worker, ready: m.Ready) -> bool:
     """Notes the shape that the script gave its replicas; all workers must agree. False: this one does not."""
     s = context.state
-    known = [w for w in context.alive_workers() if w.ready is not None]
+    known = any(w.ready is not None for w in context.index.alive_workers.values())
     if not known or ready.shape == s.membership.shape:
         s.membership.shape, worker.shard_index = ready.shape, ready.shard_index
         for starting in context.workers_in(*COMING):

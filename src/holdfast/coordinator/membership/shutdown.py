@@ -89,7 +89,7 @@ def finishing(context: Context) -> bool:
     # Some are still in the last step. They have everything for it (the vote guarantees that somebody's commit
     # is everybody's), so they finish by themselves; telling them anything now could make one leave the step
     # that the others wait in.
-    if context.inside():
+    if context.count_workers(WorkerPhase.MEMBER):
         return True
     last = max(w.committed or 0 for w in ended)
     # A worker that prepared the last step is as good as one that committed it: it applies the update on the
@@ -122,7 +122,7 @@ def finishing(context: Context) -> bool:
             # It is behind the last step and cannot come there. Nobody trains any more, so there is no donor
             # for it either; and it is no failure, so the restart budget is not charged.
             processes.end_worker(context, worker, counts=False)
-    if context.workers_in(WorkerPhase.PARKED):
+    if context.count_workers(WorkerPhase.PARKED):
         return True
     s.deadlines.clear(Timer.LEAVE)
     # Spares go only now. Until the last state was safe, one of them could still have been needed to do steps
@@ -131,7 +131,7 @@ def finishing(context: Context) -> bool:
         processes.end_worker(context, worker, counts=False)
     # StoreLast begins what is still to be stored and says whether anything is awaited. Asked before the phase
     # is read: its answer is what keeps the job alive until the manifest is written.
-    if not context.request(StoreLast()) and not context.workers_in(WorkerPhase.DONE):
+    if not context.request(StoreLast()) and not context.count_workers(WorkerPhase.DONE):
         s.membership.outcome = "failed" if s.membership.outcome == "failed" else "finished"
         end(context)
     return True
