@@ -3,7 +3,8 @@
     import holdfast.lightning
     trainer = lightning.Trainer(strategy="holdfast", ...)      # was: strategy="ddp"
 
-Importing this makes the process a member of its job. See docs/lightning.md for what stays and what changes.
+Importing this hides torchrun's variables; a call that trains makes the process a member of its job. See docs/lightning.md for what
+stays and what changes.
 """
 
 from __future__ import annotations

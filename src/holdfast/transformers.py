@@ -3,7 +3,8 @@
     from holdfast.transformers import Trainer          # was: from transformers import Trainer
     SFTTrainer = holdfast.transformers.wrap(SFTTrainer)  # for a trainer that is not Trainer itself
 
-Importing this makes the process a member of its job. See docs/transformers.md for what stays and what changes.
+Importing this hides torchrun's variables; a call that trains makes the process a member of its job. See docs/transformers.md for what
+stays and what changes.
 """
 
 from __future__ import annotations

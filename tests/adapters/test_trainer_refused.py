@@ -133,7 +133,7 @@ def test_a_process_that_loads_data_is_in_no_job(monkeypatch):
     monkeypatch.setattr(world, "is_decoder", lambda: True)
     world.enter()
     with pytest.raises(UsageError, match="__main__"):
-        world.attach()
+        world.own_run()
 
 
 # ------------------------------------------------------------ without a job

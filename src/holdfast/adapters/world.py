@@ -1,4 +1,4 @@
-"""How a script that never calls `holdfast.start` becomes a member of its job, and sees no other world than itself."""
+"""How a script that never calls `holdfast.start` sees no other world than itself, and becomes a member of its job."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ def slot() -> int:
 
 
 def enter() -> None:
-    """What the import of an adapter does: this process becomes a member of its job.
+    """What the import of an adapter does: this process sees no other world than itself.
 
     Not so a process that decodes samples, which imports the script for the dataset's class: a run would take memory of a
     GPU there, and threads.
     """
     if not is_decoder():
-        attach()
+        own_run()
 
 
-def attach() -> Run:
-    """The run of this process: a member of the job under `holdfast run`, a job of one under plain `python`.
+def own_run() -> Run:
+    """The run of this process: of the job under `holdfast run`, a job of one under plain `python`.
 
     Called when the adapter is imported, before a framework looks at the environment: then the framework sees one
     process, and never asks torch for a process group. A group over all workers could not lose one of them, and a spare
@@ -69,25 +69,22 @@ def attach() -> Run:
         )
     if _runs:
         return _runs[0]
-    attachment = worker.attach()
-    if attachment is None:
-        run = _alone()
-    else:
-        worker.leave_sigterm_to_the_agent()
-        run = Run(attachment)  # reads LOCAL_RANK, for this worker's GPU
+    attachment = worker.attachment()
+    run = _alone() if attachment is None else Run(attachment)  # reads LOCAL_RANK, for this worker's GPU
     for name in HIDDEN:
         os.environ.pop(name, None)
     _runs.append(run)
     return run
 
 
-def take() -> Run:
-    """The run, for training with it. Under plain `python` every training has a run of its own.
+def run_for_training() -> Run:
+    """The run, for training with it: this worker is a member of its job from here on, and no sooner. A script that only
+    evaluates never comes here, and may end when it likes. Under plain `python` every training has a run of its own.
 
     Raises:
         UsageError: the job's run was taken before. Its state is that of one training, and a newcomer could not know which.
     """
-    run = attach()
+    run = own_run()
     if run in _trained:
         if not run.alone:
             raise UsageError(
@@ -98,6 +95,9 @@ def take() -> Run:
         run.close()
         run = _alone()
         _runs[:] = [run]
+    elif not run.alone:
+        worker.attach()
+        worker.leave_sigterm_to_the_agent()
     _trained[:] = [run]
     return run
 

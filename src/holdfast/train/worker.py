@@ -80,12 +80,16 @@ _kept: list[object] = []
 the last reference goes, waits for peers that may have left: now and then a small DDP script hung there."""
 
 
+def attachment() -> Attachment | None:
+    """The job that this process belongs to; None under plain `python`."""
+    return _attachment[0] if _attachment else None
+
+
 def attach() -> Attachment | None:
-    """The job that this process belongs to, now at level 2; None under plain `python`."""
-    if not _attachment:
-        return None
-    _attachment[0].link.send(m.Attached())
-    return _attachment[0]
+    """The same, and from now on the job is at level 2: a worker that ends before it has trained to the end is lost."""
+    if (ours := attachment()) is not None:
+        ours.link.send(m.Attached())
+    return ours
 
 
 def alone() -> Attachment:

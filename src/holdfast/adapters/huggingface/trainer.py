@@ -43,7 +43,7 @@ class HoldfastMixin:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         check_version(transformers.__version__)
         super().__init__(*args, **kwargs)
-        self._run: Run = world.attach()
+        self._run: Run = world.own_run()
         arguments.follow(self.args, self._run, world.slot())
         self._before_steps: ExitStack | None = None
         self._step: Step | None = None
@@ -94,7 +94,7 @@ class HoldfastMixin:
         self._steps_per_epoch = steps_per_epoch
         self._progress = Progress(self)
         self._progress.put_losses()
-        run = self._run = world.take()
+        run = self._run = world.run_for_training()
         run.protect(
             model=self.model,
             optimizer=_raw(self.optimizer),

@@ -41,7 +41,7 @@ class HoldfastStrategy(SingleDeviceStrategy):
 
     def __init__(self, reduction: Literal["fast", "exact"] = "fast", seed: int = 0, **more: Any) -> None:
         check_version(lightning.__version__)
-        self._run: Run = world.attach()
+        self._run: Run = world.own_run()
         more.pop("device", None)
         super().__init__(device=self._run.device, **more)
         self._reduction, self._seed = reduction, seed
@@ -115,7 +115,7 @@ class HoldfastStrategy(SingleDeviceStrategy):
     def _join(self, trainer: Trainer) -> None:
         loader = self._loader
         assert loader is not None
-        run = self._run = world.take()
+        run = self._run = world.run_for_training()
         self.progress = LoopProgress(trainer)
         schedulers = {
             f"scheduler{i}" if i else "scheduler": config.scheduler
