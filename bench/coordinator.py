@@ -57,7 +57,7 @@ def ready(worker: Worker) -> m.Ready:
 def job(nodes: int, nproc: int) -> JobSpec:
     """That may go on with any number of them, and saves nothing."""
     saving = Saving(memory="0")
-    return JobSpec("job", "train.py", min_nodes=1, max_nodes=nodes, nproc=nproc, saving=saving)
+    return JobSpec(name="job", script="train.py", min_nodes=1, max_nodes=nodes, nproc=nproc, saving=saving)
 
 
 class Job:

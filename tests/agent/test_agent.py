@@ -24,7 +24,7 @@ async def agent(job_dir, *command):
     """An agent process and the coordinator that it has."""
     (job_dir / "token").write_text("token")
     (job_dir / "sleeper.py").write_text(SLEEPER)
-    (job_dir / "spec.json").write_bytes(msgspec.json.encode(JobSpec("job", "sleeper.py")))
+    (job_dir / "spec.json").write_bytes(msgspec.json.encode(JobSpec(name="job", script="sleeper.py")))
     arguments = ["--node=n0", f"--job-dir={job_dir}", "--slots=1", f"--memory={job_dir / 'memory'}"]
     async with serving(job_dir) as coordinator:
         process = await asyncio.create_subprocess_exec(

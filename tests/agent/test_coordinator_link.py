@@ -19,7 +19,18 @@ CODEC: Codec = Codec(m.AgentMessage)
 
 
 def progress(step):
-    spent = (Spent(step, 1, 0.0, 0.1, 0.1, 0.0, 0.0, 0.0),)
+    spent = (
+        Spent(
+            first=step,
+            micros=1,
+            data_s=0.0,
+            forward_s=0.1,
+            backward_s=0.1,
+            wait_s=0.0,
+            update_s=0.0,
+            aside_s=0.0,
+        ),
+    )
     return m.FromWorker(
         "w",
         m.Progress(

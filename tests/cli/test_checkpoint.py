@@ -15,7 +15,7 @@ from holdfast.train import checkpoint_restore, state_image
 
 def spec(folder):
     tier = DurableTier(str(folder.path / "checkpoint"))
-    return JobSpec("done", "train.py", saving=Saving(tiers=(tier,)))
+    return JobSpec(name="done", script="train.py", saving=Saving(tiers=(tier,)))
 
 
 def row_of(folder):
@@ -122,7 +122,9 @@ def two_tiers(home, tmp_path):
     tiers = [tmp_path / "near", tmp_path / "far"]
     folder = JobFolder("done")
     folder.prepare(
-        JobSpec("done", "train.py", saving=Saving(tiers=tuple(DurableTier(str(t)) for t in tiers)))
+        JobSpec(
+            name="done", script="train.py", saving=Saving(tiers=tuple(DurableTier(str(t)) for t in tiers))
+        )
     )
     for step, tier in ((4, 1), (8, 0), (8, 1)):
         image = state_image.capture({"net": torch.nn.Linear(3, 2)}, step)

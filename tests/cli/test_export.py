@@ -26,7 +26,9 @@ def tiers(home, tmp_path):
     tiers = [tmp_path / "near", tmp_path / "far"]
     folder = JobFolder("done")
     folder.prepare(
-        JobSpec("done", "train.py", saving=Saving(tiers=tuple(DurableTier(str(t)) for t in tiers)))
+        JobSpec(
+            name="done", script="train.py", saving=Saving(tiers=tuple(DurableTier(str(t)) for t in tiers))
+        )
     )
     for tier in tiers:
         for step in (4, 8):

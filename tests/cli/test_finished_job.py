@@ -18,7 +18,7 @@ SECRET = "a-secret-of-the-script"
 
 def write_job(name, outcome="finished"):
     """A job's folder as a coordinator leaves it."""
-    spec = JobSpec(name, "train.py", args=("--api-key", SECRET), max_nodes=2)
+    spec = JobSpec(name=name, script="train.py", args=("--api-key", SECRET), max_nodes=2)
     folder = JobFolder(name)
     folder.prepare(spec)
     logs = folder.path / "logs"
@@ -179,7 +179,7 @@ def test_no_job_at_all(holdfast, home, command):
 
 def test_a_job_that_never_came_up(holdfast, home):
     folder = JobFolder("stillborn")
-    folder.prepare(JobSpec("stillborn", "train.py"))
+    folder.prepare(JobSpec(name="stillborn", script="train.py"))
     folder.close()
     for command in ("status", "events", "logs", "report"):
         said = holdfast(command)

@@ -24,8 +24,28 @@ def home(tmp_path, monkeypatch):
 def history(home):
     history = History(str(home / FILE_NAME))
     for job in ("a", "a", "b"):
-        history.add(Entry(now_s(), "serial:X1", "node2", job, Kind.INCIDENT, "xid-79", text="xid-79: gone"))
-    history.add(Entry(now_s(), "serial:X1", "node2", "b", Kind.QUARANTINED, "xid-79", text="xid-79: gone"))
+        history.add(
+            Entry(
+                utc_s=now_s(),
+                machine="serial:X1",
+                node="node2",
+                job=job,
+                kind=Kind.INCIDENT,
+                rule="xid-79",
+                text="xid-79: gone",
+            )
+        )
+    history.add(
+        Entry(
+            utc_s=now_s(),
+            machine="serial:X1",
+            node="node2",
+            job="b",
+            kind=Kind.QUARANTINED,
+            rule="xid-79",
+            text="xid-79: gone",
+        )
+    )
     history.close()
 
 

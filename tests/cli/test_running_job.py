@@ -19,7 +19,7 @@ from holdfast.protocol.job import JobSpec
 def job(home):
     """The coordinator of a job, as the launcher starts it; commands wait for one that is still starting."""
     folder = JobFolder("live")
-    folder.prepare(JobSpec("live", "train.py", min_nodes=1, max_nodes=2))
+    folder.prepare(JobSpec(name="live", script="train.py", min_nodes=1, max_nodes=2))
     ends, begins = os.pipe()
     listener = socket.create_server(("127.0.0.1", 0))
     passed = [f"--job-dir={folder.path}", f"--listen-fd={listener.fileno()}", f"--lifeline={ends}"]

@@ -179,7 +179,11 @@ class Desk:
         """What an agent would say of a worker that is where the core thinks it is."""
         known = self.state.membership.workers[worker]
         inside = known.phase is WorkerPhase.MEMBER
-        place = Place(self.state.membership.number if inside else 0, known.committed or 0, int(Phase.FORWARD))
+        place = Place(
+            generation=self.state.membership.number if inside else 0,
+            committed=known.committed or 0,
+            phase=int(Phase.FORWARD),
+        )
         formed = self.state.membership.number if inside else 0
         view = m.WorkerView(
             worker=worker,

@@ -207,7 +207,9 @@ async def serving(home: Path, detection_s: float = 1.0, **spec: Any) -> AsyncIte
     job_dir.mkdir(parents=True, exist_ok=True)
     (job_dir / "token").write_text("secret")
     defaults = {"min_nodes": 1, "max_nodes": 2, "saving": Saving(memory="0")}
-    job = JobSpec("job", "train.py", **{**defaults, **spec}, timing=Timing(detection_s=detection_s))
+    job = JobSpec(
+        name="job", script="train.py", **{**defaults, **spec}, timing=Timing(detection_s=detection_s)
+    )
     coordinator = Coordinator(job_dir, job, Resume())
     listening = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"

@@ -72,7 +72,7 @@ def test_who_was_told_late_is_not_late():
     left = desk.workers(WorkerPhase.MEMBER)
     assert len(left) == 2
     for worker in left:
-        waits = desk.view(worker, place=Place(1, 5, Phase.REDUCE), idle_s=60.0)
+        waits = desk.view(worker, place=Place(generation=1, committed=5, phase=Phase.REDUCE), idle_s=60.0)
         desk.do(e.NodeSays(desk.known(worker).node, m.Stalled(worker, waits)))
     for worker in left:
         desk.parks(worker, 5)
@@ -514,7 +514,7 @@ def at(desk: Desk, worker: str, phase: Phase, idle_s: float = 5.0, process: str 
         slot=0,
         pid=1,
         formed=number,
-        place=Place(number, 5, int(phase)),
+        place=Place(generation=number, committed=5, phase=int(phase)),
         process=process,
         idle_s=idle_s,
         median_s=median,
@@ -539,7 +539,12 @@ def joining(desk: Desk, phase: Phase = Phase.JOIN, **waits_for: int) -> dict[str
     views, number = {}, desk.state.membership.number
     for worker in desk.members():
         node, last = worker.partition(".")[0], worker == desk.members()[-1]
-        place = Place(number, 0 if last else 5, int(phase if last else Phase.JOIN), 0 if last else 3)
+        place = Place(
+            generation=number,
+            committed=0 if last else 5,
+            phase=int(phase if last else Phase.JOIN),
+            collectives=0 if last else 3,
+        )
         place = msgspec.structs.replace(place, waits_for=waits_for.get(node, -1))
         views[node] = m.WorkerView(
             worker=worker,
@@ -647,7 +652,12 @@ def test_work_of_the_scripts_own_may_last_after_a_break_but_not_for_ever():
     desk.wait(0.9 * desk.core.timing.start_s)
     assert desk.state.membership.phase is JobPhase.BREAKING
     desk.crash()
-    desk.back("n0", "n1", "n2", n0={"place": Place(desk.state.membership.number, 5, int(Phase.ASIDE))})
+    desk.back(
+        "n0",
+        "n1",
+        "n2",
+        n0={"place": Place(generation=desk.state.membership.number, committed=5, phase=int(Phase.ASIDE))},
+    )
     assert desk.known("n0.0#1").aside
     desk.wait(0.2 * desk.core.timing.start_s)
     assert desk.killed() == {"n0.0#1"}

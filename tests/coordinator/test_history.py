@@ -32,7 +32,7 @@ DAY_S = 86_400.0
 
 
 def seen(kind: Kind = Kind.INCIDENT, days: float = 1.0, job: str = "a", **more: str) -> Remembered:
-    return Remembered(kind, days * DAY_S, job, **more)
+    return Remembered(kind=kind, age_s=days * DAY_S, job=job, **more)
 
 
 # ---------------------------------------------------------------- what records mean
@@ -80,7 +80,7 @@ def test_faults_of_a_device_that_was_taken_out_are_not_the_machine_s_any_more():
 
 
 def entry(machine: str = "M1", kind: Kind = Kind.INCIDENT, **more: str) -> Entry:
-    return Entry(now_s(), machine, f"node-{machine}", "job", kind, **more)
+    return Entry(utc_s=now_s(), machine=machine, node=f"node-{machine}", job="job", kind=kind, **more)
 
 
 def keeps_and_finds(where: str) -> None:
@@ -146,7 +146,16 @@ def test_a_job_reads_what_another_wrote(tmp_path):
     async def job(name: str) -> tuple[Remembered, ...]:
         memory = Memory(where, name, said.append)
         known = await memory.past("M1", ["GPU-1"])
-        memory.remember(Remember("M1", Kind.QUARANTINED, "n1", "xid-79", "GPU-1", "xid-79: gone"))
+        memory.remember(
+            Remember(
+                machine="M1",
+                kind=Kind.QUARANTINED,
+                node="n1",
+                rule="xid-79",
+                device="GPU-1",
+                text="xid-79: gone",
+            )
+        )
         await memory.close()
         return known
 
@@ -165,7 +174,7 @@ def test_a_history_that_cannot_be_had_is_said_once_and_the_job_goes_on(tmp_path)
         memory = Memory(str(path), "job", said.append)
         assert await memory.past("M1", ()) == ()
         assert await memory.past("M1", ()) == ()
-        memory.remember(Remember("M1", Kind.LOST, "n1"))
+        memory.remember(Remember(machine="M1", kind=Kind.LOST, node="n1"))
         await memory.close()
 
     asyncio.run(job())
@@ -220,7 +229,7 @@ def test_postgresql():
     async def job(name: str, where: str) -> tuple[Remembered, ...]:
         memory = Memory(where, name, said.append)
         known = await memory.past("M7", ())
-        memory.remember(Remember("M7", Kind.LOST, "n1"))
+        memory.remember(Remember(machine="M7", kind=Kind.LOST, node="n1"))
         await memory.close()
         return known
 

@@ -153,8 +153,8 @@ def test_a_report_that_cannot_be_written_is_told_instead(tmp_path):
 def test_what_a_page_holds_is_there_once_however_often_it_is_written(tmp_path: Path):
     """After an error nobody knows whether the last commit is in the file."""
     store = Store(tmp_path / "job.sqlite")
-    entries = [LedgerEntry(i, float(i), "now", "kind", {"i": i}) for i in (1, 2)]
-    page = Page(entries, [Said(1.0, ((0, 0.5, 0.1),), 1, 2)], {"name": b"value"})
+    entries = [LedgerEntry(seq=i, t_s=float(i), utc="now", kind="kind", fields={"i": i}) for i in (1, 2)]
+    page = Page(entries, [Said(t_s=1.0, losses=((0, 0.5, 0.1),), generation=1, world=2)], {"name": b"value"})
     store.write(page)
     store.write(page)
     assert list(store.events()) == entries
@@ -168,7 +168,7 @@ def test_a_coordinator_whose_ledger_cannot_be_opened_waits(tmp_path):
     job_dir = tmp_path / "jobs" / "job"
     job_dir.mkdir(parents=True)
     (job_dir / "token").write_text("secret")
-    (job_dir / "spec.json").write_bytes(msgspec.json.encode(JobSpec("job", "x.py", max_nodes=1)))
+    (job_dir / "spec.json").write_bytes(msgspec.json.encode(JobSpec(name="job", script="x.py", max_nodes=1)))
     (job_dir / "resume.json").write_bytes(msgspec.json.encode(Resume()))
     locking = sqlite3.connect(job_dir / "job.sqlite", isolation_level=None)
     locking.execute("begin exclusive")

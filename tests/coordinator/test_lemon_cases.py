@@ -10,7 +10,7 @@ from holdfast.coordinator.kernel.history import Kind, Remembered
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import HealthSpec, Remedy
 
-LEMON = [Remembered(Kind.INCIDENT, 3600.0, f"job{i}", "ecc") for i in range(3)]
+LEMON = [Remembered(kind=Kind.INCIDENT, age_s=3600.0, job=f"job{i}", rule="ecc") for i in range(3)]
 
 
 def sour(lemons: int = 1, **spec: object) -> Desk:

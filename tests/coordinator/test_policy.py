@@ -206,7 +206,9 @@ def test_two_that_wait_for_each_other_are_a_pair_of_which_one_is_taken():
 def failure(
     worker: str, generation: int, step: int | None = 7, error: str = "ValueError@train.py:3"
 ) -> Failure:
-    return Failure(step, error, worker, worker.partition(".")[0], generation)
+    return Failure(
+        step=step, signature=error, worker=worker, node=worker.partition(".")[0], generation=generation
+    )
 
 
 def test_no_failure_is_nobodys():
@@ -289,9 +291,9 @@ def test_exits_in_words():
 def test_a_signature_is_the_exception_or_how_the_process_ended():
     assert (
         failure_signature(
-            Blame("x", traceback="Traceback\n  ...\nKeyError: 'a'\n"), Exited(worker="w", code=1)
+            Blame(cause="x", traceback="Traceback\n  ...\nKeyError: 'a'\n"), Exited(worker="w", code=1)
         )
         == "KeyError: 'a'"
     )
-    assert failure_signature(Blame("x"), Exited(worker="w", code=-11)) == "signal 11"
-    assert failure_signature(Blame("x"), Exited(worker="w", code=2)) == "exit code 2"
+    assert failure_signature(Blame(cause="x"), Exited(worker="w", code=-11)) == "signal 11"
+    assert failure_signature(Blame(cause="x"), Exited(worker="w", code=2)) == "exit code 2"

@@ -61,11 +61,27 @@ def test_names_do_not_grow_for_ever():
 
 def test_a_value_that_is_told_again_is_one_row(tmp_path):
     store = Store(tmp_path / "job.sqlite")
-    store.write(Page(steps=[Said(1.0, (), 2, 3, (("a", 0, 1.0), ("a", 1, 2.0), ("b", 1, math.nan)))]))
-    store.write(Page(steps=[Said(2.0, (), 2, 3, (("a", 1, 2.0),))]))
-    store.write(Page(steps=[Said(2.0, (), 1, 3, (("a", 1, 7.0),))]))  # a late word
+    store.write(
+        Page(
+            steps=[
+                Said(
+                    t_s=1.0,
+                    losses=(),
+                    generation=2,
+                    world=3,
+                    figures=(("a", 0, 1.0), ("a", 1, 2.0), ("b", 1, math.nan)),
+                )
+            ]
+        )
+    )
+    store.write(Page(steps=[Said(t_s=2.0, losses=(), generation=2, world=3, figures=(("a", 1, 2.0),))]))
+    store.write(
+        Page(steps=[Said(t_s=2.0, losses=(), generation=1, world=3, figures=(("a", 1, 7.0),))])
+    )  # a late word
     assert store.figures("a") == [(0, 1.0), (1, 2.0)]
-    store.write(Page(steps=[Said(3.0, (), 3, 3, (("a", 1, 5.0),))]))  # computed again
+    store.write(
+        Page(steps=[Said(t_s=3.0, losses=(), generation=3, world=3, figures=(("a", 1, 5.0),))])
+    )  # computed again
     assert store.figures("a") == [(0, 1.0), (1, 5.0)]
     assert store.figures("b") == [(1, None)]
     store.close()

@@ -170,7 +170,17 @@ def test_who_computes_nothing_is_compared_with_nobody():
     for block in range(40):
         for rank, worker in enumerate(desk.members()):
             own_s = 0.001 * (5 if rank == 3 else 1) if rank > 1 else 0.1
-            spent = Spent(block * BLOCK_STEPS, 0 if rank > 1 else 4, 0.0, own_s, 0.0, 0.1, 0.0, 0.0, None)
+            spent = Spent(
+                first=block * BLOCK_STEPS,
+                micros=0 if rank > 1 else 4,
+                data_s=0.0,
+                forward_s=own_s,
+                backward_s=0.0,
+                wait_s=0.1,
+                update_s=0.0,
+                aside_s=0.0,
+                loss=None,
+            )
             desk.says(worker, m.Progress(generation=1, committed=6 + block, median_s=0.1, spent=(spent,)))
     assert desk.state.health.slow == []
     assert not any(SLOW_RANK in str(r) for r in desk.records("finding"))

@@ -11,7 +11,17 @@ from holdfast.protocol.phases import BLOCK_STEPS, Spent
 
 
 def spent(first, own_s, step_s=0.2, micros=4, loss=None):
-    return Spent(first, micros, 0.0, own_s, 0.0, step_s - own_s, 0.0, 0.0, loss)
+    return Spent(
+        first=first,
+        micros=micros,
+        data_s=0.0,
+        forward_s=own_s,
+        backward_s=0.0,
+        wait_s=step_s - own_s,
+        update_s=0.0,
+        aside_s=0.0,
+        loss=loss,
+    )
 
 
 def spends(desk, worker, block):

@@ -74,7 +74,7 @@ def test_every_state_is_kept_with_the_time_of_the_core(tmp_path: Path) -> None:
     (job_dir / "token").write_text("token")
 
     async def handled() -> float:
-        coordinator = Coordinator(job_dir, JobSpec("job", "x.py"), Resume())
+        coordinator = Coordinator(job_dir, JobSpec(name="job", script="x.py"), Resume())
         now_s = coordinator._clock()
         deciding = asyncio.create_task(coordinator._loop.decide_all())
         await coordinator._loop.effect(StopRequested("test"))

@@ -383,7 +383,7 @@ def test_two_reboots_for_the_same_and_the_node_is_replaced():
 
 def test_reboots_of_earlier_jobs_count():
     desk = running(2)
-    past = [Remembered(Kind.ACTED, 3600.0, "old", "xid-79", remedy="reboot")] * 2
+    past = [Remembered(kind=Kind.ACTED, age_s=3600.0, job="old", rule="xid-79", remedy="reboot")] * 2
     come_back(desk, "m0", *past)
     finds(desk, "m0", "xid-79", FATAL, Remedy.REBOOT)
     assert [does for does, _ in verdicts(desk)] == ["replace"]
@@ -520,7 +520,7 @@ def test_what_is_well_again_before_it_is_decided_is_let_be():
 
 def test_repairs_of_one_machine_back_off():
     desk = running(3, spares=2, health=WIDE)
-    past = [Remembered(Kind.ACTED, 10.0, "old", "ecc", remedy="reset-device")]
+    past = [Remembered(kind=Kind.ACTED, age_s=10.0, job="old", rule="ecc", remedy="reset-device")]
     come_back(desk, "m0", *past)
     finds(desk, "m0", "hot", ERROR, Remedy.RESET_DEVICE)
     desk.wait(5.0)
@@ -533,7 +533,10 @@ def test_repairs_of_one_machine_back_off():
 
 def test_a_machine_that_was_repaired_too_often_is_replaced():
     desk = running(3)
-    past = [Remembered(Kind.ACTED, 86400.0 * 4, "old", f"r{i}", remedy="reset-device") for i in range(5)]
+    past = [
+        Remembered(kind=Kind.ACTED, age_s=86400.0 * 4, job="old", rule=f"r{i}", remedy="reset-device")
+        for i in range(5)
+    ]
     come_back(desk, "m0", *past)
     finds(desk, "m0", "xid-95", FATAL, Remedy.RESET_DEVICE)
     assert [does for does, _ in verdicts(desk)] == ["replace"]
@@ -630,7 +633,9 @@ def test_a_replaced_machine_that_comes_back_owes_deep_checks():
 @pytest.mark.parametrize("result", [Condition.FAULTY, Condition.UNKNOWN, None])
 def test_a_machine_that_does_not_pass_is_turned_away(result):
     desk = running(2)
-    come_back(desk, "m0", Remembered(Kind.QUARANTINED, 60.0, "old", "xid-79", text="xid-79"))
+    come_back(
+        desk, "m0", Remembered(kind=Kind.QUARANTINED, age_s=60.0, job="old", rule="xid-79", text="xid-79")
+    )
     order = desk.sent(m.RunChecks)[0][1]
     results = (CheckResult(name="memory", condition=result),) if result else ()
     desk.do(e.NodeSays("m0", m.Checked(order.request, results)))
@@ -640,7 +645,7 @@ def test_a_machine_that_does_not_pass_is_turned_away(result):
 
 def test_deep_checks_that_never_answer():
     desk = running(2)
-    come_back(desk, "m0", Remembered(Kind.QUARANTINED, 60.0, "old", "xid-79"))
+    come_back(desk, "m0", Remembered(kind=Kind.QUARANTINED, age_s=60.0, job="old", rule="xid-79"))
     desk.wait(1900.0)
     assert not desk.state.membership.nodes["m0"].alive
 
@@ -706,7 +711,7 @@ def test_the_state_stays_small_and_survives_in_a_storm_of_findings():
 
 def test_a_rule_that_was_wrong_lifts_its_own_quarantine_only():
     desk = running(2)
-    given_up = Remembered(Kind.QUARANTINED, 60.0, "before", "xid-79", text="xid-79: gone")
+    given_up = Remembered(kind=Kind.QUARANTINED, age_s=60.0, job="before", rule="xid-79", text="xid-79: gone")
     come_back(desk, "m0", given_up)
     desk.do(e.MachineCleared("M1", "xid-63"))
     assert desk.state.membership.nodes["m0"].held

@@ -14,7 +14,7 @@ def job_dir(tmp_path, monkeypatch):
     """The folder of a job that is about to start."""
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path))
     folder = JobFolder("broken")
-    folder.prepare(JobSpec("broken", "train.py"))
+    folder.prepare(JobSpec(name="broken", script="train.py"))
     yield folder.path
     folder.close()
 

@@ -12,7 +12,7 @@ from holdfast.protocol.job import JobSpec
 def show_with(monkeypatch, tmp_path, stdout):
     monkeypatch.setattr(sys, "stdout", stdout)
     monkeypatch.setattr(sys, "stderr", (tmp_path / "err").open("w"))
-    shown = Shown(PlainView(JobSpec("demo", "train.py"), tmp_path))
+    shown = Shown(PlainView(JobSpec(name="demo", script="train.py"), tmp_path))
     for _ in range(2):
         shown.output(b"step\n")
         shown.note("the job goes on")

@@ -78,7 +78,7 @@ def rich(deed, limit):
 )
 def test_a_coordinator_serves_its_job_through_a_flood(tmp_path, monkeypatch, few_files, first):
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path))
-    spec = JobSpec("job", str(tmp_path / "train.py"), min_nodes=2, max_nodes=2, preload=("json",))
+    spec = JobSpec(name="job", script=str(tmp_path / "train.py"), min_nodes=2, max_nodes=2, preload=("json",))
     folder = JobFolder("job")
     folder.prepare(spec)
     listening = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)

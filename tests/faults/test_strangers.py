@@ -128,7 +128,7 @@ def job(tmp_path, monkeypatch):
 
 
 def spec_of(tmp_path):
-    return JobSpec("job", str(tmp_path / "theirs.py"), min_nodes=1, max_nodes=1)
+    return JobSpec(name="job", script=str(tmp_path / "theirs.py"), min_nodes=1, max_nodes=1)
 
 
 def left_to(folder, port):

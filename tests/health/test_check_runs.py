@@ -20,10 +20,12 @@ HEALTHY, FAULTY, UNKNOWN = Condition.HEALTHY, Condition.FAULTY, Condition.UNKNOW
 
 def state(training: int = 1, spares: int = 3, same_host: bool = False) -> CoreState:
     names = [f"n{i}" for i in range(training + spares)]
-    made = CoreState(spec=JobSpec("job", "train.py"))
+    made = CoreState(spec=JobSpec(name="job", script="train.py"))
     for i, name in enumerate(names):
         host = "10.0.0.1" if same_host else f"10.0.0.{i}"
-        made.membership.nodes[name] = Node(name, "s", host, 1, 0.0, ports=(7000 + i, 8000 + i))
+        made.membership.nodes[name] = Node(
+            name=name, session="s", host=host, slots=1, last_seen_s=0.0, ports=(7000 + i, 8000 + i)
+        )
     members = tuple(m.Member(rank=i, worker=f"w{i}", node=names[i], slot=0) for i in range(training))
     made.membership.generation = m.Generation(number=1, members=members)
     return made

@@ -15,7 +15,18 @@ def run(
         took_s = 0.05 * slow(number) * rng.lognormvariate(0, 0.2)
         ends_s = max(own(r, number) for r in range(workers)) + took_s
         said = [
-            Spent(number * BLOCK_STEPS, 4, 0.0, o, 0.0, ends_s - o, 0.0, 0.0, None, late(r))
+            Spent(
+                first=number * BLOCK_STEPS,
+                micros=4,
+                data_s=0.0,
+                forward_s=o,
+                backward_s=0.0,
+                wait_s=ends_s - o,
+                update_s=0.0,
+                aside_s=0.0,
+                loss=None,
+                late=late(r),
+            )
             for r, o in ((r, own(r, number)) for r in range(workers))
         ]
         if (change := watch.look(said)) is not None:

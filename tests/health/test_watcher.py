@@ -339,14 +339,14 @@ def test_the_machine_is_read_in_an_agent_that_was_started_under_nice(nice, tmp_p
 @pytest.mark.parametrize(
     ("fault", "rule", "remedy"),
     [
-        (ArmedFault("f", FaultKind.XID, code=79), "xid-79", Remedy.REPLACE),
-        (ArmedFault("f", FaultKind.XID, code=48), "xid-48", Remedy.RESET_DEVICE),
-        (ArmedFault("f", FaultKind.XID, code=149), "xid-149", Remedy.RESET_DEVICE),
-        (ArmedFault("f", FaultKind.XID, code=154), "xid-154-2", Remedy.REBOOT),
-        (ArmedFault("f", FaultKind.XID, code=63), "xid-63", Remedy.WATCH),
-        (ArmedFault("f", FaultKind.XID, code=200), "xid-unknown", Remedy.ASK),
-        (ArmedFault("f", FaultKind.ECC), "memory-ue", Remedy.REPLACE),
-        (ArmedFault("f", FaultKind.READONLY_FS), "filesystem-read-only", Remedy.REPLACE),
+        (ArmedFault(id="f", kind=FaultKind.XID, code=79), "xid-79", Remedy.REPLACE),
+        (ArmedFault(id="f", kind=FaultKind.XID, code=48), "xid-48", Remedy.RESET_DEVICE),
+        (ArmedFault(id="f", kind=FaultKind.XID, code=149), "xid-149", Remedy.RESET_DEVICE),
+        (ArmedFault(id="f", kind=FaultKind.XID, code=154), "xid-154-2", Remedy.REBOOT),
+        (ArmedFault(id="f", kind=FaultKind.XID, code=63), "xid-63", Remedy.WATCH),
+        (ArmedFault(id="f", kind=FaultKind.XID, code=200), "xid-unknown", Remedy.ASK),
+        (ArmedFault(id="f", kind=FaultKind.ECC), "memory-ue", Remedy.REPLACE),
+        (ArmedFault(id="f", kind=FaultKind.READONLY_FS), "filesystem-read-only", Remedy.REPLACE),
     ],
 )
 def test_faults_of_a_machine(fault, rule, remedy, on_a_node):

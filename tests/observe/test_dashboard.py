@@ -87,7 +87,7 @@ def test_unknown_is_a_dash(status):
     assert "loss –  – steps/s" in headline(status).plain
 
 
-SPEC = JobSpec("demo", "train.py", max_nodes=2, spares=1, preload=("torch", "numpy"))
+SPEC = JobSpec(name="demo", script="train.py", max_nodes=2, spares=1, preload=("torch", "numpy"))
 
 
 def test_progress_before_there_is_any():

@@ -5,7 +5,7 @@ import pytest
 from holdfast.errors import UsageError
 from holdfast.protocol.faults import FaultKind, FaultSpec, join_words, node_name, parse_fault
 
-XID = FaultSpec(FaultKind.XID, node=2, step=40, code=79)
+XID = FaultSpec(kind=FaultKind.XID, node=2, step=40, code=79)
 
 
 @pytest.mark.parametrize(

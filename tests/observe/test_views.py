@@ -11,7 +11,7 @@ from holdfast.observe.live import LiveView, terminal
 from holdfast.observe.plain_view import PlainView
 from holdfast.protocol.job import JobSpec
 
-SPEC = JobSpec("demo", "train.py", max_nodes=2)
+SPEC = JobSpec(name="demo", script="train.py", max_nodes=2)
 JOINED_FIELDS = {"node": "node1", "host": "127.0.0.1", "slots": 1}
 JOINED = {"seq": 1, "t_s": 1.5, "utc": "", "kind": "node-joined", "fields": JOINED_FIELDS}
 DROPPED = {"seq": 2, "t_s": 1.6, "utc": "", "kind": "worker-started", "fields": {"worker": "node1.0#1"}}

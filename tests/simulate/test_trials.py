@@ -162,4 +162,4 @@ def test_a_class_that_cannot_be_is_refused(kind, said):
 
 
 def test_a_scenario_made_in_code_can_be_checked():
-    check(Scenario(4, 86400.0))
+    check(Scenario(nodes=4, work_s=86400.0))

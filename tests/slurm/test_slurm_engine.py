@@ -62,7 +62,7 @@ class Engine(SlurmEngine):
     def __init__(self, folder: Path, admin: bool = False) -> None:
         self.notes: list[str] = []
         self.posts: list[Availability] = []
-        spec = JobSpec("job", "train.py", max_nodes=3, engine="slurm")
+        spec = JobSpec(name="job", script="train.py", max_nodes=3, engine="slurm")
         super().__init__(spec, folder, "7", self.notes.append, self.posts.append)
         self.slurm = Answers(admin)  # type: ignore[assignment]
         self.alive = {"n1", "n2", "n3"}

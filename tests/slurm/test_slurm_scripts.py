@@ -27,7 +27,9 @@ ASKED = SlurmOptions(
 
 
 def spec(options: SlurmOptions) -> JobSpec:
-    return JobSpec("train", "train.py", max_nodes=4, spares=1, engine="slurm", cwd="/work", slurm=options)
+    return JobSpec(
+        name="train", script="train.py", max_nodes=4, spares=1, engine="slurm", cwd="/work", slurm=options
+    )
 
 
 def compare(name: str, script: str) -> None:

@@ -87,7 +87,7 @@ def test_a_second_optimizer_does_not_count(agent):
 
 def test_nan_poisons_this_rank_at_its_step(agent):
     ours, counter, faults, _ = agent
-    faults.arm((ArmedFault("1/0", FaultKind.NAN, step=2, phase=int(Phase.BACKWARD)),))
+    faults.arm((ArmedFault(id="1/0", kind=FaultKind.NAN, step=2, phase=int(Phase.BACKWARD)),))
     ours.sendall(pack(m.Ack("1/0")))  # the agent's answer, which the worker waits for before a fault happens
     weight = train(counter, 2)
     assert weight.isnan().tolist() == [True, False, False]

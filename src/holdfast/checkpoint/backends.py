@@ -215,7 +215,7 @@ class AgentBackend:
         return ""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Job:
     """What the saving thread is to do. slot None: there is nothing to save, and why."""
 
@@ -278,7 +278,7 @@ class StandaloneBackend:
         """Copies into a slot of this process's; durable tiers whose time has come follow behind."""
         # Every rank queues a job for every call, even if its copy failed. The saving threads exchange words
         # about each number, and a rank that left one out would leave all the others waiting.
-        job = _Job(next(self._numbers), index, [])
+        job = _Job(number=next(self._numbers), index=index, tiers=[])
         job.tiers = self._due(job)
         slot = None
         try:

@@ -296,7 +296,9 @@ class Core(Context):
             case NodeSays(name, message):
                 self._node_says(name, message)
             case Injected(fault, kind, name, worker):
-                failures.injected(self, Injection(fault, kind, self.now, name, worker))
+                failures.injected(
+                    self, Injection(fault=fault, kind=kind, at_s=self.now, node=name, worker=worker)
+                )
             case StopRequested(reason):
                 shutdown.request(self, reason, "stopped")
             case NodeUnavailable(reason):

@@ -65,9 +65,8 @@ def node_name(given: int | str) -> str:
     return f"node{given}" if isinstance(given, int) or given.isdecimal() else given
 
 
-class FaultSpec(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One `--fault`. A rank or node left out is drawn at random (with `seed`) when the fault is due. factor: of `slow`, how
-    many times as long the worker computes from then on; 1: as fast as before."""
+class FaultSpec(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """One `--fault`. A rank or node left out is drawn at random (with `seed`) when the fault is due."""
 
     kind: FaultKind
     rank: int | None = None
@@ -79,7 +78,9 @@ class FaultSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     times: int = 1
     seed: int = 0
     code: int | None = None
+    """Of `xid`: the driver's error number."""
     factor: float | None = None
+    """Of `slow`: how many times as long the worker computes from then on; 1: as fast as before."""
 
     def __str__(self) -> str:
         parts = [
@@ -95,7 +96,7 @@ class FaultSpec(msgspec.Struct, frozen=True, omit_defaults=True):
         return f"{self.kind}{':' if parts else ''}{','.join(parts)}"
 
 
-class ArmedFault(msgspec.Struct, frozen=True):
+class ArmedFault(msgspec.Struct, frozen=True, kw_only=True):
     """A fault on its way to one worker: fires at `step` (None: the next) when it enters `phase`."""
 
     id: str

@@ -15,12 +15,12 @@ CACHE_VARIABLE = "HOLDFAST_DATA_CACHE"
 
 # Written once, as spec.json, and read by every process of the job. It never changes: what a person changes
 # later (another size, a drained node) is in the core's state, so a successor finds it there.
-class JobSpec(msgspec.Struct, frozen=True):
-    """One job. `script` is a path, or a module's name when `module` is set. racks: over which the local engine spreads
-    its nodes; 0: none has a rack. data_cache: `DIR[,size=50G]`."""
+class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One job."""
 
     name: str
     script: str
+    """A path, or a module's name when `module` is set."""
     args: tuple[str, ...] = ()
     module: bool = False
     min_nodes: int = 1
@@ -36,7 +36,9 @@ class JobSpec(msgspec.Struct, frozen=True):
     timing: Timing = Timing()
     saving: Saving = Saving()
     racks: int = 0
+    """Over so many the local engine spreads its nodes; 0: no node has a rack."""
     data_cache: str = ""
+    """`DIR[,size=50G]`; empty: nodes have no cache."""
     health: HealthSpec = HealthSpec()
     slurm: SlurmOptions = SlurmOptions()
     log: str = ""

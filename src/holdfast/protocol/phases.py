@@ -38,9 +38,8 @@ SLOW_PHASES = frozenset({Phase.ASIDE, Phase.TIER})
 """Phases in which a worker may stand still for as long as a start may take."""
 
 
-class Place(msgspec.Struct, frozen=True):
-    """What the page said at one moment. Times are CLOCK_MONOTONIC seconds of the worker's node. waits_for: the rank whose
-    words it waits for; -1: nobody's in particular."""
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """What the progress page said at one moment. Times are CLOCK_MONOTONIC seconds of the worker's node."""
 
     generation: int = 0
     committed: int = 0
@@ -50,6 +49,7 @@ class Place(msgspec.Struct, frozen=True):
     phase_began_s: float = 0.0
     beat_s: float = 0.0
     waits_for: int = -1
+    """The rank whose message the worker waits for; -1: for no rank in particular."""
 
 
 BLOCK_STEPS = 5
@@ -57,14 +57,9 @@ BLOCK_STEPS = 5
 steps, and what slows all of them at once cancels."""
 
 
-class Spent(msgspec.Struct, frozen=True, omit_defaults=True):
+class Spent(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """Where a worker's time went in the steps from `first` on, BLOCK_STEPS of them: in seconds per step, each the mean without
     the longest one.
-
-    micros: micro-batches that it computes of each step. wait_s: for the others, in the reduction and the vote. update_s:
-    the update and the commit. aside_s: between two steps, in work of the script's own. loss: the mean loss of its own
-    micro-batches that lies furthest from the global mean; NaN if one was not finite. late: the rank for whose vote it waited
-    longest in most of the steps; -1: not always for the same.
 
     On an accelerator, work that the host need not wait for shows where the host waits next: a backward pass in the next
     forward pass, the last one in `wait_s`.
@@ -72,14 +67,20 @@ class Spent(msgspec.Struct, frozen=True, omit_defaults=True):
 
     first: int
     micros: int
+    """Micro-batches that it computes of each step."""
     data_s: float
     forward_s: float
     backward_s: float
     wait_s: float
+    """For the others, in the reduction and the vote."""
     update_s: float
+    """The update and the commit."""
     aside_s: float
+    """Between two steps, in work of the script's own."""
     loss: float | None = None
+    """The mean loss of its own micro-batches that lies furthest from the global mean; NaN if one was not finite."""
     late: int = -1
+    """The rank for whose vote it waited longest in most of the steps; -1: not always for the same."""
 
     @property
     def own_s(self) -> float:

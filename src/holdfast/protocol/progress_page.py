@@ -95,7 +95,8 @@ class ProgressPage:
 
     def read(self) -> Place:
         """What the page says now (from the agent's side)."""
-        return Place(*_LAYOUT.unpack_from(self._map, 0))
+        fields = _LAYOUT.unpack_from(self._map, 0)
+        return Place(**dict(zip(Place.__struct_fields__, fields, strict=True)))
 
     def close(self) -> None:
         """Gives the memory back, when the other process has closed it too."""

@@ -179,8 +179,8 @@ class Cluster:
         s = self.scenario
         nodes = s.nodes - self.folded
         spec = JobSpec(
-            "simulated",
-            "train.py",
+            name="simulated",
+            script="train.py",
             # All sizes are reduced by the machines that have no name, so the core sees the same shortage at
             # the same moment as it would with all of them.
             min_nodes=max(1, s.least - self.folded),

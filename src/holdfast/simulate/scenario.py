@@ -17,66 +17,74 @@ SCOPES = ("worker", "node", "hang", "slow", "rack", "job")
 machines at once (a rack, a switch), all processes at once."""
 
 
-class FailureClass(msgspec.Struct, frozen=True):
-    """One kind of failure.
-
-    rate: per node-hour; of `rack`, per node-hour too: a rack of 16 fails 16 times as often; of `job` likewise. shape: of
-    the Weibull times between failures of one machine: 1 exponential, below 1 early failures and bursts. size: machines of
-    a rack or switch. burst: a failure of a machine takes so many others of its rack along, on average, within
-    `burst_s`. lasts_s: until a slow machine is fast again, or a rack has power again. factor: a slow machine's step time.
-    found_s: after so long a slow machine is reported to the coordinator; 0: never.
-    """
+class FailureClass(msgspec.Struct, frozen=True, kw_only=True):
+    """One kind of failure."""
 
     name: str
     scope: str
+    """One of `SCOPES`."""
     rate: float
+    """Failures per node-hour. Of `rack` and `job` too: a rack of 16 nodes fails 16 times as often."""
     shape: float = 1.0
+    """Of the Weibull times between failures of one machine. 1: exponential; below 1: early failures and bursts."""
     size: int = 16
+    """Machines of a rack or switch."""
     burst: float = 0.0
+    """How many others of its rack fail with a machine, on average, within `burst_s`."""
     burst_s: float = 60.0
     lasts_s: float = 3600.0
+    """Until a slow machine is fast again, or a rack has power again."""
     factor: float = 1.5
+    """Step time of a slow machine, as a multiple of the usual one."""
     found_s: float = 0.0
+    """After so long a slow machine is reported to the coordinator; 0: never."""
 
 
-class Scenario(msgspec.Struct, frozen=True):
-    """One cluster and one run.
-
-    work_s: of training at full size without failures. min_nodes: the fewest to go on with; `nodes`: never smaller.
-    lemons: share of machines that fail `lemon_factor` times as often. detection_s: the coordinator's knob, from which its
-    time-outs follow. start_s: of a process, until it is ready. join_s, peer_s: until a generation trains, without and
-    with somebody who fetches the state from a peer. memory_s, load_s: with all of them fetching it from snapshots in
-    memory or from a durable tier. cloud: a failed machine is handed back and a new one comes; else it is repaired.
-    replace_s: until a machine that is to be had is there. scarce, capacity_s: the share of requests for which there is
-    none, and how long that lasts on average. resubmit_s: until somebody starts a job again that gave up.
-    memory_every_s, durable_every_s: between snapshots and between checkpoints; 0: none.
-    """
+class Scenario(msgspec.Struct, frozen=True, kw_only=True):
+    """One cluster and one run."""
 
     nodes: int
     work_s: float
+    """Training at full size without failures."""
     classes: tuple[FailureClass, ...] = ()
     spares: int = 0
     min_nodes: int = 0
+    """The fewest to continue with; 0: as many as `nodes`, so the job never gets smaller."""
     gpus_per_node: int = 8
     step_s: float = 10.0
     micro_batches: int = 0
     lemons: float = 0.0
+    """Share of machines that fail `lemon_factor` times as often."""
     lemon_factor: float = 10.0
     detection_s: float = 2.0
+    """The job's `--detection`, from which the coordinator's time-outs follow."""
     start_s: float = 60.0
+    """From the start of a process until it is ready."""
     join_s: float = 1.0
+    """Until a generation trains whose members all have the state."""
     peer_s: float = 10.0
+    """The same, with a member that fetches the state from a peer."""
     memory_s: float = 30.0
+    """The same, with all members fetching it from snapshots in memory."""
     load_s: float = 300.0
+    """The same, with all members fetching it from a durable tier."""
     cloud: bool = True
+    """A failed machine is returned and a new one comes. False: it is repaired, in `repair_s`."""
     replace_s: float = 900.0
+    """Until a requested machine joins, where there is one."""
     repair_s: float = 86400.0
     scarce: float = 0.0
+    """Share of the requests for which there is no machine."""
     capacity_s: float = 3600.0
+    """How long there is none, on average."""
     resubmit_s: float = 600.0
+    """Until somebody starts a job again that gave up."""
     memory_every_s: float = 60.0
+    """Between snapshots; 0: none."""
     durable_every_s: float = 1800.0
+    """Between checkpoints; 0: none."""
     store_s: float = 60.0
+    """Until a checkpoint is in the durable tier."""
     max_restarts: int = 1_000_000
 
     @property
@@ -96,9 +104,9 @@ class Scenario(msgspec.Struct, frozen=True):
 
 
 LLAMA = (
-    FailureClass("gpu", "node", 0.0161e-2 * 0.66),
-    FailureClass("software", "worker", 0.0161e-2 * 0.24),
-    FailureClass("hang", "hang", 0.0161e-2 * 0.10),
+    FailureClass(name="gpu", scope="node", rate=0.0161e-2 * 0.66),
+    FailureClass(name="software", scope="worker", rate=0.0161e-2 * 0.24),
+    FailureClass(name="hang", scope="hang", rate=0.0161e-2 * 0.10),
 )
 """Failures as Llama 3.1's: 0.0161% per node-hour. Of its 419 unexpected interruptions 278 are of machines (GPU, memory,
 network, host), about a quarter of software and maintenance; the share of hangs is an assumption."""
@@ -147,7 +155,7 @@ def read(given: Mapping[str, Any]) -> Scenario:
         fields["lemon_factor"] = quantities.amount("lemon_factor", given["lemon_factor"], "10")
     if "cloud" in given:
         fields["cloud"] = _flag(given["cloud"])
-    scenario = Scenario(nodes, days * 86400.0, _classes(given), **fields)
+    scenario = Scenario(nodes=nodes, work_s=days * 86400.0, classes=_classes(given), **fields)
     check(scenario)
     return scenario
 
@@ -212,7 +220,10 @@ def _class(index: int, given: Mapping[str, Any]) -> FailureClass:
     if "size" in given:
         fields["size"] = quantities.count(f"{at}.size", given["size"], example="16")
     return FailureClass(
-        str(given.get("name", scope)), scope, quantities.rate(f"{at}.rate", given["rate"]), **fields
+        name=str(given.get("name", scope)),
+        scope=scope,
+        rate=quantities.rate(f"{at}.rate", given["rate"]),
+        **fields,
     )
 
 

@@ -8,7 +8,7 @@ from collections import deque
 import msgspec
 
 
-class Spent(msgspec.Struct):
+class Spent(msgspec.Struct, kw_only=True):
     """Where the wall time went, in seconds. training: as long as the steps that count take at full size."""
 
     training: float = 0.0

@@ -176,7 +176,7 @@ def view(cluster: TrialView, machine: Machine) -> m.WorkerView:
     """What the agent of a machine knows of its worker."""
     hung = machine.hung_s is not None
     phase = Phase.FORWARD if hung else Phase.REDUCE if machine in cluster.members else Phase.IDLE
-    place = Place(cluster.generation, cluster.steps.committed, int(phase))
+    place = Place(generation=cluster.generation, committed=cluster.steps.committed, phase=int(phase))
     # The one that hangs stands still since it hung, the others since the steps were halted. That is what
     # makes it the odd one.
     idle_s = cluster.now - (machine.hung_s if machine.hung_s is not None else cluster.steps.halted_s)

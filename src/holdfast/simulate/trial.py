@@ -23,22 +23,24 @@ WHOLE = 96
 """Up to so many nodes each has a name of its own."""
 
 
-class Trial(msgspec.Struct, frozen=True):
-    """One run. goodput: training at full size over wall time. given_up: why the job ended before its work was done,
-    each time; it was started again. node_hours: of all nodes that were there. done: the share of the work; less than 1
-    where a trace ended before it."""
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """One run."""
 
     seed: int
     wall_s: float
     goodput: float
+    """Training at full size over wall time."""
     spent: Spent
     failures: dict[str, int]
     incidents: int
     lost_steps: int
     new_nodes: int
     given_up: list[str]
+    """Why the job ended before its work was done, for each time that it was started again."""
     node_hours: float
+    """Of all nodes, for as long as each was there."""
     done: float
+    """The share of the work; less than 1 where a trace ended before it."""
 
 
 def run(

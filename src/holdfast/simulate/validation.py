@@ -20,7 +20,7 @@ COSTS = ((30.0, 600.0), (120.0, 1800.0), (5.0, 60.0))
 """Checkpoint cost and recovery, in seconds."""
 
 
-class Check(msgspec.Struct, frozen=True):
+class Check(msgspec.Struct, frozen=True, kw_only=True):
     """One comparison. unit `%`: both values are shares. reproduced None: the public number lacks what it would take."""
 
     name: str
@@ -56,27 +56,35 @@ def _formula(trials: int) -> Iterator[Check]:
                 trials,
             )
             name = f"formula, simulation: MTBF {mtbf_h:g} h, save {cost_s:g} s, recovery {recovery_s:g} s"
-            yield Check(name, exact, found.goodput, "%", abs(exact - found.goodput) <= POINTS)
+            yield Check(
+                name=name,
+                expected=exact,
+                ours=found.goodput,
+                unit="%",
+                reproduced=abs(exact - found.goodput) <= POINTS,
+            )
 
 
 def _core() -> Iterator[Check]:
     """The core decides, with spares enough: what a failure costs is detection, joining and the state from a peer."""
-    kind = (FailureClass("node", "node", 0.005),)
+    kind = (FailureClass(name="node", scope="node", rate=0.005),)
     for nodes, peer_s in ((16, 60.0), (64, 30.0), (256, 10.0)):
         # With more spares than can fail at once, so that a failure costs what the formula has, and nothing
         # for waiting.
-        s = Scenario(nodes, 3 * DAY_S, kind, spares=16, peer_s=peer_s, replace_s=60, detection_s=5)
+        s = Scenario(
+            nodes=nodes, work_s=3 * DAY_S, classes=kind, spares=16, peer_s=peer_s, replace_s=60, detection_s=5
+        )
         found = [run(s, seed) for seed in range(4)]
         goodput = sum(t.spent.training for t in found) / sum(t.wall_s for t in found)
         recovery_s = s.detection_s + s.join_s + s.peer_s
         mtbf_s = f.mtbf_hours(nodes, s.rate) * HOUR_S
         exact = f.goodput(mtbf_s, s.step_s, 0.0, recovery_s)
         yield Check(
-            f"formula, core: {nodes} nodes, a failure every {mtbf_s / 60:.0f} min, recovery {recovery_s:g} s",
-            exact,
-            goodput,
-            "%",
-            abs(exact - goodput) <= 2 * POINTS,
+            name=f"formula, core: {nodes} nodes, a failure every {mtbf_s / 60:.0f} min, recovery {recovery_s:g} s",
+            expected=exact,
+            ours=goodput,
+            unit="%",
+            reproduced=abs(exact - goodput) <= 2 * POINTS,
         )
 
 
@@ -118,8 +126,8 @@ def _public() -> Iterator[Check]:
         reproduced=abs(mtbf_h * 6 - 18.6) < 0.1,
         note=f"with a snapshot every minute, >90% needs recovery in less than {most_s / 60:.0f} min",
     )
-    kind = (FailureClass("node", "node", 0.0161e-2),)
-    s = Scenario(2048, 10 * DAY_S, kind, spares=8, peer_s=105, detection_s=10)
+    kind = (FailureClass(name="node", scope="node", rate=0.0161e-2),)
+    s = Scenario(nodes=2048, work_s=10 * DAY_S, classes=kind, spares=8, peer_s=105, detection_s=10)
     ours = run(s, 1).goodput
     yield Check(
         name="Llama 3: effective time, at its rate, with 105 s from peers",
@@ -152,7 +160,13 @@ def _public() -> Iterator[Check]:
         note="178,000 of 992 GPUs x 1,440 h are 12.5%; of what 16% are is not said",
     )
     rsc = 24_000 / 6.5
-    yield Check("Meta RSC-1: hours at 16,384 GPUs", 1.8, rsc / 2048, "h", round(rsc / 2048, 1) == 1.8)
+    yield Check(
+        name="Meta RSC-1: hours at 16,384 GPUs",
+        expected=1.8,
+        ours=rsc / 2048,
+        unit="h",
+        reproduced=round(rsc / 2048, 1) == 1.8,
+    )
     yield Check(
         name="Meta RSC-1: hours at 1,024 GPUs",
         expected=7.9,

@@ -61,7 +61,9 @@ class Ailments:
         own = random.Random(f"{self.cluster.plan.seed} {identity}")
         if not identity or own.random() >= self.cluster.plan.lemons:
             return ()
-        return tuple(Remembered(Kind.INCIDENT, 3600.0, f"job{i}", "ecc") for i in range(3))
+        return tuple(
+            Remembered(kind=Kind.INCIDENT, age_s=3600.0, job=f"job{i}", rule="ecc") for i in range(3)
+        )
 
     # ------------------------------------------------------------ what is found
 

@@ -213,7 +213,12 @@ class Trainer(SimWorker):
             self.plane.gone(self)
 
     def place(self) -> Place:
-        return Place(self.seen, self.held[0] if self.held else 0, int(self.phase), self.collectives)
+        return Place(
+            generation=self.seen,
+            committed=self.held[0] if self.held else 0,
+            phase=int(self.phase),
+            collectives=self.collectives,
+        )
 
     # ------------------------------------------------------------ orders
 

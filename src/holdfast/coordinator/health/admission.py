@@ -75,7 +75,15 @@ def forget(context: Context) -> None:
 def _earlier(context: Context, node: Node, record: Remembered) -> Act:
     """A remedy of another job, on this one's clock."""
     at_s, remedy = context.now - record.age_s, Remedy(record.remedy)
-    act = Act(at_s, node.machine, node.name, record.rule, remedy, device=record.device, earlier=True)
+    act = Act(
+        at_s=at_s,
+        machine=node.machine,
+        node=node.name,
+        rule=record.rule,
+        remedy=remedy,
+        device=record.device,
+        earlier=True,
+    )
     act.done_s = at_s
     return act
 
@@ -117,7 +125,12 @@ def checked(context: Context, node: Node, message: m.Checked) -> None:
     context.record(ledger.Readmitted(node=node.name, checks=took, was=was))
     if was and node.identity:
         context.act(
-            Remember(node.identity, Kind.READMITTED, node.name, text=f"passed {len(took)} deep checks")
+            Remember(
+                machine=node.identity,
+                kind=Kind.READMITTED,
+                node=node.name,
+                text=f"passed {len(took)} deep checks",
+            )
         )
 
 
@@ -167,7 +180,9 @@ def _take_back(context: Context, machine: str) -> str | None:
 def lost(context: Context, node: Node, incident: Incident) -> None:
     """A node was lost while it was used, and no rule says why: that counts, too."""
     if node.identity and context.spec.engine != "local" and not incident.rule and not incident.injected:
-        context.act(Remember(node.identity, Kind.LOST, node.name, text=str(incident.cause)[:400]))
+        context.act(
+            Remember(machine=node.identity, kind=Kind.LOST, node=node.name, text=str(incident.cause)[:400])
+        )
 
 
 def cleared(context: Context, machine: str, rule: str) -> None:

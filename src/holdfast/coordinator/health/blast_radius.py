@@ -137,4 +137,10 @@ def follows_the_script(context: Context, rule: str) -> str | None:
 
 def _failure(sighting: Sighting) -> Failure:
     worker = sighting.worker or sighting.node
-    return Failure(sighting.step, sighting.rule, worker, sighting.node, sighting.generation)
+    return Failure(
+        step=sighting.step,
+        signature=sighting.rule,
+        worker=worker,
+        node=sighting.node,
+        generation=sighting.generation,
+    )

@@ -35,7 +35,7 @@ SOFT_SOURCES = frozenset({"worker", "peers", "log"})
 against it, and it must come twice; unless it is firm: a user said how much of it is a fault."""
 
 
-class Decision(msgspec.Struct, frozen=True, omit_defaults=True):
+class Decision(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """does: the remedy; WATCH: nothing. against: what spoke against acting, one word; empty: nothing did. reason: for
     people. weighed: what was looked at, in words. after_s: not before, on the core's clock; then it is decided again."""
 

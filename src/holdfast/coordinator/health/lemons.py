@@ -28,7 +28,14 @@ def advance(context: Context) -> None:
     context.record(ledger.LemonLeaves(node=lemon.name, reason=lemon.lemon, instead=instead))
     # Entered as an act, so that swaps count for the blast radius. A wrong history must not empty the job node
     # by node.
-    act = Act(context.now, lemon.machine, lemon.name, LEMON, Remedy.REPLACE, done_s=context.now)
+    act = Act(
+        at_s=context.now,
+        machine=lemon.machine,
+        node=lemon.name,
+        rule=LEMON,
+        remedy=Remedy.REPLACE,
+        done_s=context.now,
+    )
     blast_radius.entered(context, act)
     count(context.state.health.totals.acts, act.remedy)
     context.request(DrainNode(lemon, f"its history: {lemon.lemon}; {instead} takes its place"))

@@ -36,6 +36,6 @@ def ask(context: Context, node: Node, rule: str, text: str, incident: Incident |
     number = incident.id if incident else 0
     # Newest last, one per node and rule: a person's list must not fill with repetitions.
     asks[:] = [a for a in asks if (a.node, a.rule) != (node.name, rule)]
-    asks.append(Ask(context.now, node.name, rule, text[:TEXT_CHARS], number))
+    asks.append(Ask(at_s=context.now, node=node.name, rule=rule, text=text[:TEXT_CHARS], incident=number))
     del asks[:-KEPT_ASKS]
     context.record(ledger.Asked(node=node.name, rule=rule, text=text, incident=number or None))

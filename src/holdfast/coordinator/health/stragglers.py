@@ -33,7 +33,7 @@ REPLACEMENT_S = 10.0
 """What the replacement of a worker is taken to cost, until one was seen."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Peers:
     """What was heard, and the tests: one for each number of micro-batches.
 

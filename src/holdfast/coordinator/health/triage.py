@@ -39,7 +39,7 @@ def consider(context: Context, node: Node, incident: Incident, finding: Finding)
     if finding.shared:
         told = "many nodes have this at once: none of them is to blame"
         if incident.does is None:
-            _withhold(context, node, incident, Decision(Remedy.WATCH, told, "shared"))
+            _withhold(context, node, incident, Decision(does=Remedy.WATCH, reason=told, against="shared"))
         return
     # Before the severity is looked at. Three fatal findings of one rule within a minute are more likely one
     # switch than three broken machines.
@@ -81,9 +81,9 @@ def _is_storm(context: Context, node: Node, incident: Incident) -> bool:
         if other.rule != incident.rule or there is None:
             continue
         if remedies.call_off(context, there, other) or other.due_s is not None:
-            _withhold(context, there, other, Decision(Remedy.WATCH, reason, "storm"))
+            _withhold(context, there, other, Decision(does=Remedy.WATCH, reason=reason, against="storm"))
     if incident.does is None and incident.verdict != reason:
-        _withhold(context, node, incident, Decision(Remedy.WATCH, reason, "storm"))
+        _withhold(context, node, incident, Decision(does=Remedy.WATCH, reason=reason, against="storm"))
     return True
 
 
@@ -143,12 +143,14 @@ def _past(context: Context, node: Node, incident: Incident) -> Decision | None:
         helped = act.done and not act.error and same and acts_on_node(act.remedy)
         if act.machine == node.machine and act.at_s > incident.heard_s and helped:
             return Decision(
-                Remedy.WATCH, f"{act.remedy.value} was done since, and it was not seen again", "done"
+                does=Remedy.WATCH,
+                reason=f"{act.remedy.value} was done since, and it was not seen again",
+                against="done",
             )
     silent_s = context.now - incident.heard_s
     if incident.source in escalation.SOFT_SOURCES and silent_s > BURST_S:
         told = f"what {incident.source} says must be new, and it was last seen {silent_s:.0f} s ago"
-        return Decision(Remedy.WATCH, told, "past")
+        return Decision(does=Remedy.WATCH, reason=told, against="past")
     return None
 
 
@@ -156,7 +158,12 @@ def well_again(context: Context, node: Node, rule: str) -> None:
     """What a rule found is there no more: what was to be decided about it need not be."""
     for incident in context.state.incidents[-KEPT_ASKS:]:
         if incident.node == node.name and incident.rule == rule and incident.due_s is not None:
-            _withhold(context, node, incident, Decision(Remedy.WATCH, "it is well again", "well"))
+            _withhold(
+                context,
+                node,
+                incident,
+                Decision(does=Remedy.WATCH, reason="it is well again", against="well"),
+            )
 
 
 def cleared(context: Context, machine: str, rule: str) -> None:
@@ -166,7 +173,10 @@ def cleared(context: Context, machine: str, rule: str) -> None:
         node = context.state.membership.nodes.get(incident.node or "")
         if node is not None and node.name in nodes and rule in ("", incident.rule):
             _withhold(
-                context, node, incident, Decision(Remedy.WATCH, "a person says that it is well", "cleared")
+                context,
+                node,
+                incident,
+                Decision(does=Remedy.WATCH, reason="a person says that it is well", against="cleared"),
             )
 
 
@@ -178,12 +188,17 @@ def decide(context: Context, incident: Incident) -> None:
         return
     # The job is about to end. A remedy now could take away the node that holds the last state.
     if context.finished():
-        _withhold(context, node, incident, Decision(Remedy.WATCH, "the job is about to end", "ending"))
+        _withhold(
+            context,
+            node,
+            incident,
+            Decision(does=Remedy.WATCH, reason="the job is about to end", against="ending"),
+        )
         return
     # It has no workers, and its deep checks will say more than the finding does.
     if node.checking is not None:
         told = "it is not used anyway before it has passed the deep checks"
-        _withhold(context, node, incident, Decision(Remedy.WATCH, told, "held"))
+        _withhold(context, node, incident, Decision(does=Remedy.WATCH, reason=told, against="held"))
         return
     soft = escalation.soft(incident.source, incident.firm)
     decision = _decision(context, node, incident.rule, incident.device, soft, incident.asked, None)
@@ -207,7 +222,7 @@ def decide(context: Context, incident: Incident) -> None:
         # fatal while nothing has begun, replaces it.
         if not stronger(decision.does, node.then) and (doing or not fatal):
             told = f"{node.then.value} is under way for it already"
-            _withhold(context, node, incident, Decision(Remedy.WATCH, told, "under way"))
+            _withhold(context, node, incident, Decision(does=Remedy.WATCH, reason=told, against="under way"))
             return
         if stronger(node.then, decision.does):
             decision = msgspec.structs.replace(decision, does=node.then)  # what was planned, and now
@@ -223,7 +238,7 @@ def decide(context: Context, incident: Incident) -> None:
 def escalated(context: Context, node: Node, incident: Incident, does: Remedy, reason: str) -> None:
     """What was done did not work. The next rung takes nothing from the job any more, so no limit speaks against it."""
     incident.does = does
-    _verdict(context, node, incident, Decision(does, reason), does)
+    _verdict(context, node, incident, Decision(does=does, reason=reason), does)
     if not incident.injected:
         notes.remember(context, node, Kind.ACTED, incident, does.value)
 
@@ -314,9 +329,9 @@ def _decision(
     """Weighs one cause on one node. soft: one finding is not enough. trial: the rule is on trial, and this is only said."""
     s = context.state
     if asked is Remedy.WATCH:
-        return Decision(asked, "the rule asks for nothing to be done")
+        return Decision(does=asked, reason="the rule asks for nothing to be done")
     if asked is Remedy.ASK:
-        return Decision(asked, "the rule asks for a person")
+        return Decision(does=asked, reason="the rule asks for a person")
     # Fault before remedy: only what is this node's own fault climbs the ladder.
     not_its_own = _not_its_own(context, node, rule, soft, asked)
     if not_its_own is not None:
@@ -329,8 +344,13 @@ def _decision(
         why = f"{rule} asks for {asked.value}, which was tried: {_told(before)}"
     if does is Remedy.RESTART_WORKER:
         if context.budget_spent():
-            return Decision(Remedy.ASK, "the restart budget is spent", "budget", tuple(weighed))
-        return Decision(does, why, weighed=tuple(weighed))
+            return Decision(
+                does=Remedy.ASK,
+                reason="the restart budget is spent",
+                against="budget",
+                weighed=tuple(weighed),
+            )
+        return Decision(does=does, reason=why, weighed=tuple(weighed))
     done = escalation.repairs(s.health.acts, node.machine, context.now)
     weighed.append(f"repairs of {node.machine} in 7 days: {len(done)} of {escalation.NODE_ACTS}")
     # Repaired five times in a week: whatever the rule asks for, repairing it once more has been tried enough.
@@ -342,7 +362,7 @@ def _decision(
     # ever does not train.
     if all_done >= context.spec.max_restarts:
         told = f"the job's budget of {context.spec.max_restarts} repairs is spent"
-        return Decision(does, told, "budget", tuple(weighed))
+        return Decision(does=does, reason=told, against="budget", weighed=tuple(weighed))
     near = blast_radius.acted_on(context)
     window_s = context.spec.health.blast_window_s
     weighed.append(
@@ -350,14 +370,20 @@ def _decision(
     )
     if not blast_radius.may_act(context, node.machine):
         told = f"{len(near)} of {blast_radius.size(context)} nodes were acted on within {window_s:g} s, and no more may be"
-        return Decision(does, told, "blast", tuple(weighed), blast_radius.may_act_at_s(context))
+        return Decision(
+            does=does,
+            reason=told,
+            against="blast",
+            weighed=tuple(weighed),
+            after_s=blast_radius.may_act_at_s(context),
+        )
     if node.lemon:
         weighed.append(f"history: {node.lemon}")
     wait_s = escalation.back_off_s(done)
     after_s = done[-1].at_s + wait_s if done and context.now < done[-1].at_s + wait_s else None
     if after_s is not None and trial is None:
         weighed.append(f"back-off: {wait_s:g} s after the last repair")
-    return Decision(does, why, weighed=tuple(weighed), after_s=after_s)
+    return Decision(does=does, reason=why, weighed=tuple(weighed), after_s=after_s)
 
 
 def _told(acts: list[Act]) -> str:
@@ -373,7 +399,7 @@ def _not_its_own(context: Context, node: Node, rule: str, soft: bool, asked: Rem
         blast_radius.follows_the_script(context, rule) if soft or asked is Remedy.RESTART_WORKER else None
     )
     if script is not None:
-        return Decision(Remedy.WATCH, f"{script}: the script, not the node", "script")
+        return Decision(does=Remedy.WATCH, reason=f"{script}: the script, not the node", against="script")
     if not soft:
         return None
     # A majority that is well is needed to call one sick. Of two nodes that differ nobody knows which one is
@@ -382,12 +408,14 @@ def _not_its_own(context: Context, node: Node, rule: str, soft: bool, asked: Rem
     others = blast_radius.others_show_it(context, node, rule)
     if len(members) < 3 or others * 2 >= len(members):
         told = f"{others} other of {len(members)} nodes show it: no majority that is well speaks against {node.name}"
-        return Decision(Remedy.WATCH, told, "canary")
+        return Decision(does=Remedy.WATCH, reason=told, against="canary")
     seen = [x for x in context.state.health.sightings if (x.rule, x.machine) == (rule, node.machine)]
     # Soft evidence (times, losses, log lines) must come twice on the same machine: any node has one bad
     # minute.
     if len(seen) < 2:
         return Decision(
-            Remedy.WATCH, f"the first time on {node.name}: once more, and it is the node's", "canary"
+            does=Remedy.WATCH,
+            reason=f"the first time on {node.name}: once more, and it is the node's",
+            against="canary",
         )
     return None

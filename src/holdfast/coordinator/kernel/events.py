@@ -175,7 +175,7 @@ class RebootNode(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Remember(msgspec.Struct, frozen=True):
+class Remember(msgspec.Struct, frozen=True, kw_only=True):
     """Keep this in the history of a machine. Fields as in `history.Remembered`."""
 
     machine: str

@@ -15,7 +15,7 @@ KEPT_RULES = 256
 TEXT_CHARS = 120
 
 
-class Evidence(msgspec.Struct, omit_defaults=True):
+class Evidence(msgspec.Struct, omit_defaults=True, kw_only=True):
     """One thing that was seen of an incident. count: how often. rule: empty for what happened to the job itself."""
 
     rule: str
@@ -25,7 +25,7 @@ class Evidence(msgspec.Struct, omit_defaults=True):
     count: int = 1
 
 
-class Sighting(msgspec.Struct, omit_defaults=True):
+class Sighting(msgspec.Struct, omit_defaults=True, kw_only=True):
     """A rule that matched lately: for what happens to workers next, and for the same on other nodes. grave: it explains
     the end of a worker. step, generation: what the job was at, for telling the script's faults from the machine's."""
 
@@ -40,7 +40,7 @@ class Sighting(msgspec.Struct, omit_defaults=True):
     generation: int = 0
 
 
-class Act(msgspec.Struct, omit_defaults=True):
+class Act(msgspec.Struct, omit_defaults=True, kw_only=True):
     """One remedy that was begun. machine: the node's lasting identity. earlier: by another job, before this one.
 
     request, until_s: of an order that an agent has yet to answer. sent: it has the order.
@@ -66,7 +66,7 @@ class Act(msgspec.Struct, omit_defaults=True):
         return self.done_s is not None
 
 
-class Ask(msgspec.Struct, omit_defaults=True):
+class Ask(msgspec.Struct, omit_defaults=True, kw_only=True):
     """Something that a person is to look at."""
 
     at_s: float
@@ -92,7 +92,7 @@ class HealthTotals(msgspec.Struct, omit_defaults=True):
     withheld: dict[str, int] = {}
 
 
-class Slow(msgspec.Struct):
+class Slow(msgspec.Struct, kw_only=True):
     """A worker that computes longer than its peers, so that all wait for it.
 
     ratio: its time over theirs. part: of a step in which it needs most more. excess_s: more per step. share: of a step's
@@ -117,7 +117,7 @@ class Slow(msgspec.Struct):
     asked_s: float = 0.0
 
 
-class Health(msgspec.Struct, omit_defaults=True):
+class Health(msgspec.Struct, omit_defaults=True, kw_only=True):
     """reports: rule to the machines that it matched on within the last minute, and when. quarantine: machine to the
     reason why it is not used. quarantine_rules: to the rule, if that is the reason. said: what was said loudly, and when.
     requests: counts the orders to agents. undecided: incidents that are decided later. turned_away: nodes that were

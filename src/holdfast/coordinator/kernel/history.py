@@ -36,7 +36,7 @@ class Kind(StrEnum):
     FALSE_POSITIVE = "false-positive"  # a person says that the rule was wrong
 
 
-class Remembered(msgspec.Struct, frozen=True, omit_defaults=True):
+class Remembered(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """One record. device: what it concerns, if that is not the whole machine. remedy: that was begun."""
 
     kind: Kind
@@ -48,7 +48,7 @@ class Remembered(msgspec.Struct, frozen=True, omit_defaults=True):
     remedy: str = ""
 
 
-class Standing(msgspec.Struct, frozen=True, omit_defaults=True):
+class Standing(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """What follows. quarantine, lemon: why; empty: it is not. by_rule: what it is in quarantine for, if a rule. trial:
     rules that are not believed on it. acts: remedies that count for the next one."""
 

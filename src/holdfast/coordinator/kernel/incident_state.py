@@ -9,7 +9,7 @@ from holdfast.protocol.causes import Cause
 from holdfast.protocol.health import Remedy, Severity
 
 
-class Incident(msgspec.Struct, omit_defaults=True):
+class Incident(msgspec.Struct, omit_defaults=True, kw_only=True):
     """One fault, from its first sign to the first commit at full strength.
 
     world: members of the generation that it struck, so what full strength means for it. rule: of the finding that
@@ -68,7 +68,7 @@ class Incident(msgspec.Struct, omit_defaults=True):
         return self.full_at_s is None
 
 
-class Injection(msgspec.Struct):
+class Injection(msgspec.Struct, kw_only=True):
     """An injected fault that no incident has claimed yet."""
 
     fault: str

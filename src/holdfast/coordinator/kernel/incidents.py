@@ -61,7 +61,7 @@ def open_incident(
     known = None if quiet or kind == "kill-coordinator" else _part_of(state, now, node, names)
     if known is not None:
         if cause != known.cause:  # not what was done about it
-            _add(known, Evidence("", "job", str(cause), now))
+            _add(known, Evidence(rule="", source="job", text=str(cause), at_s=now))
         anew = _disturb(state, known, now, names, ranks, needs_newcomer)
         # The injection is claimed after the match with a known incident, not before: it is removed when
         # claimed, so one that is claimed for nothing would leave the real effect without its cause, and the
@@ -166,7 +166,7 @@ def _explain_by_sighting(state: CoreState, incident: Incident, now: float, worke
 def explain(incident: Incident, sighting: Sighting, now: float) -> None:
     """What a rule found is the cause of what happened to the job."""
     if incident.rule == "" and not incident.quiet:
-        _add(incident, Evidence("", "job", str(incident.cause), incident.detected_at_s))
+        _add(incident, Evidence(rule="", source="job", text=str(incident.cause), at_s=incident.detected_at_s))
     incident.rule, incident.heard_s = incident.rule or sighting.rule, now
     incident.cause = RuleMatched(sighting.rule, sighting.text)
 
@@ -193,7 +193,7 @@ def caused(
     state: CoreState, now: float, incident: Incident, cause: Cause, node: str, workers: list[str]
 ) -> None:
     """What others raised has its cause here: the incident is of these workers and this node."""
-    _add(incident, Evidence("", "job", str(incident.cause), incident.detected_at_s))
+    _add(incident, Evidence(rule="", source="job", text=str(incident.cause), at_s=incident.detected_at_s))
     incident.cause, incident.node, incident.raised = cause, node, False
     incident.workers, incident.ranks = workers, _ranks(state, workers)
     if injection := _claim(state, now, node, workers, None, False):
@@ -221,7 +221,7 @@ def witnessed(incident: Incident, rule: str, source: str, text: str, now: float)
         if (known.rule, known.source) == (rule, source):
             known.count += 1
             return False
-    _add(incident, Evidence(rule, source, text[:TEXT_CHARS], now))
+    _add(incident, Evidence(rule=rule, source=source, text=text[:TEXT_CHARS], at_s=now))
     return True
 
 

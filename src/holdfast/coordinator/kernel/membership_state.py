@@ -13,7 +13,7 @@ from holdfast.protocol.messages import Generation, Ready, Stop
 from holdfast.protocol.snapshots import Copy, Holder
 
 
-class Node(msgspec.Struct, omit_defaults=True):
+class Node(msgspec.Struct, omit_defaults=True, kw_only=True):
     """One machine: an agent process, known by its session.
 
     used: slots that had a worker already. strikes: volleys of workers in a row that died before they were ready.
@@ -70,7 +70,7 @@ class Node(msgspec.Struct, omit_defaults=True):
         return self.identity or self.name
 
 
-class Worker(msgspec.Struct, omit_defaults=True):
+class Worker(msgspec.Struct, omit_defaults=True, kw_only=True):
     """One training process. `name` is `node.slot#incarnation` and never used twice.
 
     joined: the newest generation that it is connected to. restored: bytes of the state that it has, and of how many;
@@ -104,7 +104,7 @@ class Worker(msgspec.Struct, omit_defaults=True):
     rebuilds: int | None = None
 
 
-class Seat(msgspec.Struct, frozen=True, omit_defaults=True):
+class Seat(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """A member's own part of the newest generation: what its JoinGeneration says beside the generation itself, fields as there.
 
     The generation is kept once, in the state. In every seat it would make the state grow with the square of the workers.
@@ -124,7 +124,7 @@ class Seat(msgspec.Struct, frozen=True, omit_defaults=True):
     shards: tuple[tuple[Copy, tuple[Holder, ...]], ...] = ()
 
 
-class Change(msgspec.Struct):
+class Change(msgspec.Struct, kw_only=True):
     """One planned change of the membership, from the last commit before it to the first one after.
 
     before, after: world sizes. joined: newcomers in it. join_s, restore_s: the longest that a member needed to connect,
@@ -152,7 +152,7 @@ class ChangeTotals(msgspec.Struct, omit_defaults=True):
     stall_s: float = 0.0
 
 
-class Failure(msgspec.Struct):
+class Failure(msgspec.Struct, kw_only=True):
     """One failure of user code or of a worker process, for telling the script's faults from the machine's."""
 
     step: int | None
@@ -162,7 +162,7 @@ class Failure(msgspec.Struct):
     generation: int
 
 
-class Blame(msgspec.Struct):
+class Blame(msgspec.Struct, kw_only=True):
     """What is printed last: the first failing rank, its node, the cause, the last lines and the log."""
 
     cause: Cause
@@ -174,7 +174,7 @@ class Blame(msgspec.Struct):
     log: str = ""
 
 
-class Counted(msgspec.Struct, omit_defaults=True):
+class Counted(msgspec.Struct, omit_defaults=True, kw_only=True):
     """Optimizer steps at level 0 and 1; positions are committed steps since the job's start.
 
     earlier: steps of the starts before this one. base: the position that this start's count begins at; None: not known (yet).
@@ -191,7 +191,7 @@ class Counted(msgspec.Struct, omit_defaults=True):
     known: bool = True
 
 
-class MembershipState(msgspec.Struct):
+class MembershipState(msgspec.Struct, kw_only=True):
     """Nodes, workers and generations, and how the job goes on. Written by `membership`; phases by `transitions` alone."""
 
     phase: JobPhase = JobPhase.GATHERING

@@ -15,7 +15,7 @@ from holdfast.coordinator.kernel.storage_state import StorageState
 from holdfast.protocol.job import JobSpec
 
 
-class CoreState(msgspec.Struct):
+class CoreState(msgspec.Struct, kw_only=True):
     """Everything that the core remembers. Its size is linear in the number of workers.
 
     Each part is written by the folder that it is named after, and read by all. `spec` never changes.

@@ -16,7 +16,7 @@ class HeldShard(msgspec.Struct):
     asked: list[str] = []
 
 
-class Snapshot(msgspec.Struct):
+class Snapshot(msgspec.Struct, kw_only=True):
     """What workers copied at one step. Replicas whose bytes differ (in buffers) give several of one rank.
 
     refused: nodes that could not keep a shard of it, and which. busy: those that had no slot for one at that moment; passed:
@@ -52,7 +52,7 @@ class Rewind(msgspec.Struct):
     start: int
 
 
-class Storing(msgspec.Struct):
+class Storing(msgspec.Struct, kw_only=True):
     """A checkpoint on its way to a durable tier, or the last one that came there.
 
     waiting: rank to the node that writes its shard; -1: the manifest. rows: rank to the row that it shares.
@@ -82,7 +82,7 @@ class Storing(msgspec.Struct):
     last: bool = False
 
 
-class TierTotals(msgspec.Struct):
+class TierTotals(msgspec.Struct, kw_only=True):
     """What came to a durable tier since the job's start. failures: checkpoints that it did not take. skipped: those
     that were due while an older one was on its way."""
 
@@ -93,7 +93,7 @@ class TierTotals(msgspec.Struct):
     skipped: int = 0
 
 
-class SavingTotals(msgspec.Struct):
+class SavingTotals(msgspec.Struct, kw_only=True):
     """What was saved since the job's start.
 
     took_s: from the first worker's copy until each snapshot was whole. stall_s: for which training stood still.
@@ -112,7 +112,7 @@ class SavingTotals(msgspec.Struct):
     tiers: dict[str, TierTotals] = {}
 
 
-class StorageState(msgspec.Struct):
+class StorageState(msgspec.Struct, kw_only=True):
     """Snapshots in memory and checkpoints in durable tiers. Written by `storage`."""
 
     durable: Durable | None = None

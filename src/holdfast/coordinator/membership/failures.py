@@ -56,7 +56,14 @@ def failed(context: Context, worker: Worker, message: m.Failed) -> None:
     phase = Phase(message.phase).name.lower()
     kind = causes.NotFinite if message.error == NonFiniteGradient.__name__ else causes.ScriptRaised
     cause = kind(message.error, message.message, phase if message.step is not None else None)
-    blame = Blame(cause, rank, worker.node, message.step, message.traceback, log=worker.log)
+    blame = Blame(
+        cause=cause,
+        rank=rank,
+        node=worker.node,
+        step=message.step,
+        traceback=message.traceback,
+        log=worker.log,
+    )
     membership.blames[worker.name] = blame
     # Between two steps there is no step number. The count of committed steps says where in the training it
     # was.
@@ -130,7 +137,9 @@ def first_blame(context: Context, signature: str) -> Blame | None:
 
 def note_failure(context: Context, step: int | None, signature: str, worker: Worker, generation: int) -> None:
     """Remembers a failure for `script_fault`."""
-    context.state.membership.failures.append(Failure(step, signature, worker.name, worker.node, generation))
+    context.state.membership.failures.append(
+        Failure(step=step, signature=signature, worker=worker.name, node=worker.node, generation=generation)
+    )
     # Counted per machine for the choice of newcomers. That decides nothing about fault, it only puts others
     # first.
     if node := context.state.membership.nodes.get(worker.node):
@@ -157,7 +166,7 @@ def exited(context: Context, message: m.Exited) -> None:
     if worker is None or worker.exited:
         return
     worker.exited = True
-    described = Blame(causes.ProcessEnded(message.code), node=worker.node, log=message.log)
+    described = Blame(cause=causes.ProcessEnded(message.code), node=worker.node, log=message.log)
     # An error that the script reported before it ended explains more than its exit code, so the code is only
     # the default.
     blame = s.membership.blames.setdefault(worker.name, described)
@@ -249,7 +258,9 @@ def condemn(context: Context, workers: Iterable[Worker], cause: causes.Cause) ->
             )
         for worker in ours:
             rank = membership.generation.rank_of(worker.name) if membership.generation else None
-            membership.blames[worker.name] = Blame(cause, rank, node, membership.committed, log=worker.log)
+            membership.blames[worker.name] = Blame(
+                cause=cause, rank=rank, node=node, step=membership.committed, log=worker.log
+            )
             processes.end_worker(context, worker)
     if breaks:
         context.request(EndGeneration(cause))

@@ -355,7 +355,7 @@ def _form(context: Context, survivors: list[Worker], kept: list[Worker], fresh: 
         gives = rank in givers[shard_index]
         reads = durable is not None and gives
         seat = Seat(
-            rank,
+            rank=rank,
             apply=name in outcome.apply,
             restore=name in restore,
             serve=served[shard_index] and gives,

@@ -73,7 +73,14 @@ def joined(context: Context, hello: m.Hello, past: tuple[Remembered, ...] = ()) 
         membership.joined += known is None
         membership.replacing = max(0, membership.replacing - 1)
         return
-    node = Node(hello.node, hello.session, hello.host, hello.slots, context.now, ports=hello.ports)
+    node = Node(
+        name=hello.node,
+        session=hello.session,
+        host=hello.host,
+        slots=hello.slots,
+        last_seen_s=context.now,
+        ports=hello.ports,
+    )
     node.rack = hello.rack
     # A machine's failures stay with its name, so a node that crashes and returns does not come first again in
     # the choice of newcomers.

@@ -15,7 +15,12 @@ def start_worker(context: Context, node: Node, slot: int, env: dict[str, str]) -
     """A new process for one slot of a node."""
     s, spec = context.state, context.spec
     s.membership.incarnations += 1
-    worker = Worker(f"{node.name}.{slot}#{s.membership.incarnations}", node.name, slot, context.now)
+    worker = Worker(
+        name=f"{node.name}.{slot}#{s.membership.incarnations}",
+        node=node.name,
+        slot=slot,
+        started_s=context.now,
+    )
     worker.shard_index = shard_policy.next_shard(context, int(env["RANK"]))
     env = {**env, m.SHARD_INDEX_VARIABLE: str(worker.shard_index)}
     transitions.add_worker(context, worker)

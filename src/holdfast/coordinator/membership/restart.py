@@ -106,7 +106,7 @@ class Restart:
         """A node with members is gone (its incident is open)."""
         s = context.state
         if workers and s.membership.phase is JobPhase.RUNNING:
-            s.membership.blame = Blame(cause, None, workers[0].node, s.step)
+            s.membership.blame = Blame(cause=cause, rank=None, node=workers[0].node, step=s.step)
             _restart(context, str(cause))
 
     def evict(self, context: Context, node: Node, workers: list[Worker], cause: Cause) -> None:
@@ -297,7 +297,7 @@ def _explain(context: Context, workers: list[Worker], node: str, cause: Cause) -
     was, names = incident.cause, [w.name for w in workers]
     incidents.caused(s, context.now, incident, cause, node, names)
     rank = incident.ranks[0] if len(incident.ranks) == 1 else None
-    s.membership.blame = Blame(cause, rank, node, s.step, log=workers[0].log)
+    s.membership.blame = Blame(cause=cause, rank=rank, node=node, step=s.step, log=workers[0].log)
     context.record(
         ledger.IncidentExplained(
             id=incident.id,

@@ -42,7 +42,7 @@ def fits(context: Context, worker: Worker, ready: m.Ready) -> bool:
         return True
     reason = f"{worker.name} made replicas of shard x tensor = {ready.shape}, other workers of {s.membership.shape}"
     advice = "call run.mesh() with the same sizes everywhere"
-    blame = Blame(ShapesDiffer(reason), None, worker.node, log=worker.log)
+    blame = Blame(cause=ShapesDiffer(reason), rank=None, node=worker.node, log=worker.log)
     context.request(StopJob(f"{reason}: {advice}", "failed", blame))
     return False
 

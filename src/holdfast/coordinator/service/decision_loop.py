@@ -223,13 +223,23 @@ class DecisionLoop:
             if said is not None and made_in is not None:
                 t_s = round(now - state.began_s - _age_s(event), 4)
                 logged = script_metrics.rows(state, said) if isinstance(said, m.Progress) else ()
-                page.steps.append(Said(t_s, said.losses, said.generation, len(made_in.members), logged))
+                page.steps.append(
+                    Said(
+                        t_s=t_s,
+                        losses=said.losses,
+                        generation=said.generation,
+                        world=len(made_in.members),
+                        figures=logged,
+                    )
+                )
         return page
 
     def _entry(self, event: LedgerEvent, now: float) -> LedgerEntry:
         self.seq += 1
         utc = datetime.now(UTC).isoformat(timespec="milliseconds")
-        return LedgerEntry(self.seq, round(now - self.core.state.began_s, 4), utc, event.kind, event)
+        return LedgerEntry(
+            seq=self.seq, t_s=round(now - self.core.state.began_s, 4), utc=utc, kind=event.kind, fields=event
+        )
 
     async def _written(self, page: Page) -> None:
         """Waits until a decision is in the ledger: nobody may hear of it before, or the next coordinator could decide

@@ -43,7 +43,7 @@ class HistoryError(HoldfastError):
     """The history cannot be read or written. The message says where it is, and what is wrong."""
 
 
-class Entry(msgspec.Struct, frozen=True):
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
     """One record. utc_s: seconds since 1970. Other fields as in `history.Remembered`."""
 
     utc_s: float

@@ -15,7 +15,7 @@ from holdfast.protocol.phases import Phase
 MIN_GAP_S = 1e-3
 
 
-class Planned(msgspec.Struct):
+class Planned(msgspec.Struct, kw_only=True):
     """One `--fault` and how much of it is left."""
 
     id: str
@@ -45,7 +45,7 @@ class Injector:
 
     def add(self, spec: FaultSpec, now: float | None) -> Planned:
         """One more fault. `now`: it was asked for while the job runs, so its time counts from here."""
-        plan = Planned(f"fault-{len(self.plans)}", spec, spec.times)
+        plan = Planned(id=f"fault-{len(self.plans)}", spec=spec, left=spec.times)
         self.plans[plan.id] = plan
         if now is not None:
             self._schedule(plan, now, first=True)

@@ -39,37 +39,45 @@ SNAPSHOT = "core"
 """Under which name the core's state is kept."""
 
 
-class LedgerEntry(msgspec.Struct, frozen=True):
-    """One event. t_s: seconds since the job's start."""
+class LedgerEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One event of the ledger."""
 
     seq: int
+    """Its number, from 1 and without gaps within one ledger."""
     t_s: float
+    """Seconds since the job's start."""
     utc: str
+    """The time on the coordinator's machine, ISO 8601."""
     kind: str
     fields: Any
     """A `LedgerEvent` as it is written; a dict as it was read."""
 
 
-class StepRow(msgspec.Struct, frozen=True):
+class StepRow(msgspec.Struct, frozen=True, kw_only=True):
     """One committed step."""
 
     step: int
     t_s: float
+    """When the coordinator heard of it, in seconds since the job's start."""
     loss: float | None
     took_s: float | None
     generation: int
     world: int
+    """Workers of the generation that committed it."""
 
 
-class Said(msgspec.Struct, frozen=True):
-    """Committed steps as they were told: (step, loss, seconds it took) each. t_s: when; world: workers of `generation`;
-    figures: what the script logged: (name, step, value) each."""
+class Said(msgspec.Struct, frozen=True, kw_only=True):
+    """Committed steps as one message of a worker reports them."""
 
     t_s: float
+    """When the message arrived, in seconds since the job's start."""
     losses: tuple[tuple[int, float, float], ...]
+    """(step, loss, seconds that it took) of each."""
     generation: int
     world: int
+    """Workers of `generation`."""
     figures: Sequence[tuple[str, int, float]] = ()
+    """(name, step, value) of each value that the script logged."""
 
 
 class Page(msgspec.Struct):
@@ -182,13 +190,13 @@ class Store:
         cursor = self._db.execute(
             "insert into events (t_s, utc, kind, fields) values (?, ?, ?, ?)", (t_s, utc, kind, _text(fields))
         )
-        return LedgerEntry(cursor.lastrowid or 0, t_s, utc, kind, fields)
+        return LedgerEntry(seq=cursor.lastrowid or 0, t_s=t_s, utc=utc, kind=kind, fields=fields)
 
     def events(self, after: int = 0) -> Iterator[LedgerEntry]:
         """The ledger from `after` on, oldest first."""
         query = "select seq, t_s, utc, kind, fields from events where seq > ? order by seq"
         for seq, t_s, utc, kind, fields in self._db.execute(query, (after,)):
-            yield LedgerEntry(seq, t_s, utc, kind, msgspec.json.decode(fields))
+            yield LedgerEntry(seq=seq, t_s=t_s, utc=utc, kind=kind, fields=msgspec.json.decode(fields))
 
     def last_seq(self) -> int:
         """Number of the newest event; 0 when there is none."""
@@ -236,7 +244,10 @@ class Store:
                 copy.write(left)
                 return copy.steps()
         query = "select step, t_s, loss, took_s, generation, world from steps order by step"
-        return [StepRow(*row) for row in self._db.execute(query)]
+        return [
+            StepRow(step=step, t_s=t_s, loss=loss, took_s=took_s, generation=generation, world=world)
+            for step, t_s, loss, took_s, generation, world in self._db.execute(query)
+        ]
 
     def productive(self) -> tuple[int, float]:
         """How many committed steps the ledger has, and the seconds that they took together."""

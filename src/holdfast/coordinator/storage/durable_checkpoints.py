@@ -124,7 +124,14 @@ def _auto_s(context: Context, last: Storing | None) -> float:
 
 
 def _store(context: Context, tier: DurableTier, snapshot: Snapshot, last: bool = False) -> None:
-    current = Storing(tier.url, snapshot.step, context.now, snapshot.generation, snapshot.world, last=last)
+    current = Storing(
+        tier=tier.url,
+        step=snapshot.step,
+        began_s=context.now,
+        generation=snapshot.generation,
+        world=snapshot.world,
+        last=last,
+    )
     current.moved_s = current.seen_s = context.now
     current.seen_step = snapshot.step
     rows: dict[str, Shard] = {}
@@ -409,7 +416,9 @@ def _failed(context: Context, current: Storing, reason: str) -> None:
     totals(context, current.tier).failures += 1
     if queries.ending(context) or current.last:
         storage.last_failed.append(current.tier)
-    storage.stored[current.tier] = Storing(current.tier, last.step if last else 0, context.now)
+    storage.stored[current.tier] = Storing(
+        tier=current.tier, step=last.step if last else 0, began_s=context.now
+    )
     # Reported once until it works again; the totals count every failure.
     if current.tier not in storage.failing_tiers:
         storage.failing_tiers.append(current.tier)
@@ -455,4 +464,4 @@ def went_back(context: Context, start: int) -> None:
     storage.last_failed = []  # there are steps to do again, so that was not the last state
     for tier, last in list(storage.stored.items()):
         if last.step > start:
-            storage.stored[tier] = Storing(tier, start, last.began_s)
+            storage.stored[tier] = Storing(tier=tier, step=start, began_s=last.began_s)

@@ -330,7 +330,7 @@ def _snapshot(context: Context, key: Key) -> Snapshot | None:
         return None
     if not _makes_room(context, key):
         return None
-    new = Snapshot(key.step, key.generation, key.world, context.now)
+    new = Snapshot(step=key.step, generation=key.generation, world=key.world, began_s=context.now)
     storage.snapshots.append(new)
     return new
 
