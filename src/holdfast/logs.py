@@ -15,9 +15,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from logging.handlers import QueueHandler, QueueListener
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from holdfast.errors import UsageError
 
@@ -124,6 +125,22 @@ def configure(
     return close
 
 
+def exit_now(code: int) -> NoReturn:
+    """Ends this process without Python's teardown, and from any thread. The last lines have CLOSE_S to reach the file."""
+    try:
+        # A thread of its own writes the file. `os._exit` would end it between the line that says why the process ends
+        # and the write, and that line is the one that people look for.
+        for handler in (*logging.getLogger().handlers, *logging.getLogger("holdfast").handlers):
+            if isinstance(handler, _Pending):
+                handler.wait_until_written(CLOSE_S)
+        for stream in (sys.stdout, sys.stderr):
+            # Whoever read them may be gone, and a process may be started without them.
+            with suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+    finally:
+        os._exit(code)
+
+
 class LineFormatter(logging.Formatter):
     """One line per event: `time=... level=info logger=agent.agent msg="..." job=... node=...`, or the same as JSON.
 
@@ -172,6 +189,16 @@ def _value(value: object) -> str:
 
 class _Pending(QueueHandler):
     """Hands lines to the thread that writes them."""
+
+    def __init__(self, pending: queue.Queue[logging.LogRecord]) -> None:
+        super().__init__(pending)
+        self._pending = pending
+
+    def wait_until_written(self, most_s: float) -> None:
+        """Waits until the file has every line, for `most_s` seconds at most."""
+        # `Queue.join` waits for the same condition, but has no time limit.
+        with self._pending.all_tasks_done:
+            self._pending.all_tasks_done.wait_for(lambda: not self._pending.unfinished_tasks, most_s)
 
     def enqueue(self, record: logging.LogRecord) -> None:
         try:

@@ -122,18 +122,51 @@ logs.CLOSE_S = 0.1
 close = logs.configure("", {}, file=Path(sys.argv[1]))
 for _ in range(2000):
     logging.getLogger("holdfast").info("x" * 100)
-close()
 """
 
 
-def test_a_process_ends_though_its_file_hangs(tmp_path):
+@pytest.mark.parametrize("end", ["close()", "logs.exit_now(0)"])
+def test_a_process_ends_though_its_file_hangs(tmp_path, end):
     pipe = tmp_path / "log"
     os.mkfifo(pipe)
     unread = os.open(pipe, os.O_RDWR)  # takes 64 KB, and then nothing more
     try:
-        subprocess.run([sys.executable, "-c", HANGS, str(pipe)], check=True, timeout=60)
+        subprocess.run([sys.executable, "-c", HANGS + end, str(pipe)], check=True, timeout=60)
     finally:
         os.close(unread)
+
+
+EXITS = """
+import logging, sys, threading
+from pathlib import Path
+from holdfast import logs
+
+ending = threading.Event()
+write, wait = logs._Writer.handle, logs._Pending.wait_until_written
+def write_late(writer, record):
+    ending.wait()
+    write(writer, record)
+def wait_for_it(pending, most_s):
+    ending.set()
+    wait(pending, most_s)
+logs._Writer.handle, logs._Pending.wait_until_written = write_late, wait_for_it
+logs.configure("", {}, file=Path(sys.argv[1]))
+sys.stdout = open("/dev/full", "w")
+print("this cannot be flushed")
+log = logging.getLogger("holdfast")
+def end():
+    log.critical("this process ends")
+    logs.exit_now(70)
+threading.Thread(target=end).start()
+threading.Event().wait()
+"""
+
+
+def test_the_last_line_of_a_process_that_ends_at_once_is_written(tmp_path):
+    ended = subprocess.run([sys.executable, "-c", EXITS, str(tmp_path / "log")], timeout=60)
+    assert ended.returncode == 70
+    (line,) = lines(tmp_path / "log")
+    assert "this process ends" in line
 
 
 def test_a_folder_that_cannot_be_made_costs_only_lines(configured, tmp_path):

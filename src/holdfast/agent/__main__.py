@@ -79,9 +79,5 @@ async def _run(config: AgentConfig, zygote: Zygote | None, lifeline: int | None)
 
 
 if __name__ == "__main__":
-    try:
-        code = main()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code)  # a thread may wait for a durable tier that does not answer
+    # Without Python's teardown: it would join a thread that waits for a durable tier which does not answer.
+    logs.exit_now(main())

@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 
+from holdfast import logs
 from holdfast.agent import zygote
 
 PACKET_BYTES = 65536
@@ -72,9 +73,9 @@ def main() -> int:
             except Exception:  # noqa: BLE001 - into the output that the launcher reads, before the process ends
                 sys.excepthook(*sys.exc_info())
             finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code)  # with torch imported the interpreter's own end takes a second
+                # With torch imported Python's teardown takes a second. This process must not leave this branch in any
+                # other way: it would serve the engine's channel beside its parent.
+                logs.exit_now(code)
 
 
 def _say(channel: socket.socket, word: bytes, *fds: int) -> bool:

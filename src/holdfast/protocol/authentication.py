@@ -7,7 +7,6 @@ one thread, and what is unproven is bounded: in bytes, in time and in number. No
 from __future__ import annotations
 
 import logging
-import os
 import resource
 import selectors
 import socket
@@ -16,6 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from holdfast import logs
 from holdfast.errors import ProtocolError
 
 HEARD_S = 2.0
@@ -84,7 +84,7 @@ class Door:
         # process would look healthy for ever. Exit code 70 is EX_SOFTWARE of sysexits.h.
         except BaseException:  # noqa: BLE001 - nothing of a caller's comes here; see the class
             _log.critical("the thread %s cannot go on: this process ends", self._thread.name, exc_info=True)
-            os._exit(70)
+            logs.exit_now(70)
         for sock in [*self._hall, self._server, self._woken]:
             sock.close()
         self._selector.close()

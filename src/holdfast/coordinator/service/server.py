@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from holdfast import logs
 from holdfast.coordinator.kernel import events as ev
 from holdfast.coordinator.machine import Core
 from holdfast.coordinator.service.agent_lines import AgentLines
@@ -117,7 +118,8 @@ class Coordinator:
         """
         # Before anything is answered or written: another machine took over while this process was starting.
         if newest_term(self._job_dir) > self._term:
-            os._exit(EXIT_SUPERSEDED)
+            _log.warning("another coordinator took over before this one served", extra={"term": self._term})
+            logs.exit_now(EXIT_SUPERSEDED)
         where = Endpoint(host, listener.getsockname()[1], os.getpid(), secrets.token_hex(8))
         app = web.Application(middlewares=[authorized(self._token, where)])
         app.on_response_prepare.append(give_proof)
@@ -151,7 +153,7 @@ class Coordinator:
         if self.superseded:
             # Without cleaning up: closing the ledger or a connection properly would write or send something,
             # and both belong to the successor by now.
-            os._exit(EXIT_SUPERSEDED)  # not a word more to anyone
+            logs.exit_now(EXIT_SUPERSEDED)
         _log.info("the job is over", extra={"outcome": self.outcome})
         await self._write_report()
         for watcher in self._watchers.all:
