@@ -108,7 +108,7 @@ class DiskTier:
             for entry in os.scandir(self.folder / folder):
                 # Files of other writers appear and go during the listing. Failing here would let one job's
                 # prune fail another job's commit.
-                with suppress(FileNotFoundError):  # removed, or renamed by whoever wrote it, since
+                with suppress(FileNotFoundError):
                     sizes[f"{folder}/{entry.name}"] = entry.stat().st_size
         return sizes
 

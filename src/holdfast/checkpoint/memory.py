@@ -200,7 +200,7 @@ class SlotPool:
                 # Everything is looked at again, because the lock was not held while pages came in. A slot
                 # that is not in the list is not in the budget, so two could have been brought in for the same
                 # memory.
-                short = self.budget_bytes - self.nbytes < need  # a snapshot has taken it meanwhile
+                short = self.budget_bytes - self.nbytes < need
                 if ended() or short or self._has_slots(rank, blob_bytes):
                     slot.path.unlink(missing_ok=True)
                     return

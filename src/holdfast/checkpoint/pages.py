@@ -99,7 +99,7 @@ class SlotMaps:
         # A mapping keeps the memory of a removed file. Without this a worker would hold what the agent
         # believes to have given back, and the machine would run out of memory within its budget.
         for old in [p for p in self._maps if p != path and not Path(p).exists()]:
-            self.forget(old)  # the agent gave its memory back
+            self.forget(old)
         return memoryview(memory)[PAGE : PAGE + nbytes]
 
     def forget(self, path: str) -> None:

@@ -27,7 +27,7 @@ class RankExchange:
             # gives all of them the same one. A later session in the same store gets other keys, and cannot
             # read answers of this one.
             session = (self._store.add(f"holdfast/{name}", 1) - 1) // world
-            self._name = f"holdfast/{name}/{session}"  # a group made anew may have the same store
+            self._name = f"holdfast/{name}/{session}"
 
     @property
     def share(self) -> tuple[int, int]:

@@ -97,7 +97,7 @@ class Pull:
                 failed.set()
                 # After an abort the reason is the abort. What the shut connections raise looks like a fault
                 # of the holders, and the coordinator would count it against them.
-                self._check_aborted()  # its connections were shut: what they say of it is no fault of a holder's
+                self._check_aborted()
                 raise
             finally:
                 with self._lock:

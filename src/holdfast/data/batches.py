@@ -116,7 +116,7 @@ class DatasetBatches:
         # from elsewhere, and everything prefetched belongs to other samples under the same (step, micro)
         # keys.
         if position - step * self._global_batch != self._position - self._step * self._global_batch:
-            self._prefetched.forget()  # the state was loaded anew, and with it another place in the data
+            self._prefetched.forget()
             self._advised.clear()
         self._step, self._position = step, position
         if self._decoders is not None:
@@ -214,7 +214,6 @@ class DatasetBatches:
         # than for one.
         low = position - self._ordered_from
         if not 0 <= low <= len(self._ordered) - self._micro_batch:
-            # What is asked for lies a few steps around here; some are put in order at a time.
             # The block begins at the step's first position, not at the one that is asked for: the worker's
             # other micro-batches of this step lie around it, in either direction.
             self._ordered_from = self._position

@@ -268,7 +268,7 @@ def _make_in_processes(
     except BaseException:
         # The pool's own shutdown waits for units that are being encoded, which takes up to minutes. They are
         # killed, because each unit appears by rename and half of one is worth nothing.
-        for process in set(active_children()) - others:  # nobody waits for what they are at
+        for process in set(active_children()) - others:
             process.kill()
         raise
     finally:
@@ -280,7 +280,7 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # Ctrl-C reaches the whole group of processes. If each of them raised, their tracebacks would bury the
     # parent's message.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class _Output:
@@ -356,7 +356,7 @@ class _Output:
         with writing(self._prefix):
             # The file that makes the data set readable goes first and comes last. A reader at any moment
             # finds the old set, none, or the new one, never the index of one with the tokens of another.
-            _with(self._prefix, last).unlink(missing_ok=True)  # an older data set is never half this one
+            _with(self._prefix, last).unlink(missing_ok=True)
             for suffix in (".build.json", *first):
                 self._finished(suffix).rename(_with(self._prefix, suffix))
             # The first renames are durable before the last one begins. A power failure could otherwise keep

@@ -182,7 +182,7 @@ class Cache:
                 entry = self._fetched(remote, version, key)
             # The time of last use is the entry's modification time: eviction needs it, and a separate record
             # would have to be kept consistent with it.
-            os.utime(self._entries / key)  # used now
+            os.utime(self._entries / key)
             return self._held(entry)
 
     def verify(self) -> Iterator[Verified]:

@@ -152,7 +152,7 @@ def _make(step: int, micro: int, ids: Ids) -> bytes:
     except DataError as error:
         # The exception is pickled on its way to the worker. A cause of a class that the worker cannot import
         # would break the pool, and the user would see that instead of the error in the dataset.
-        said = DataError(str(error))  # without its cause, whose class may not survive the way
+        said = DataError(str(error))
         said.add_note("In a decoding process:\n" + "".join(traceback.format_exception(error)))
         raise said from None
     except Exception as error:  # noqa: BLE001 - whatever a batch's own class raises when it is pickled

@@ -94,7 +94,7 @@ def _changed_files(
         # A data set that was converted to another format has the same tokens in the same order, and a run may
         # go on with it.
         if all(old.get(field) == new.get(field) for field in ("dtype", "tokens", *_HASHED)):
-            continue  # the same tokens, perhaps in another format
+            continue
         named = [
             f"{_FIELDS[field]} changed"
             if field in _HASHED

@@ -200,7 +200,7 @@ class Mixture:
         # function of the weights alone. The order of a heap with equal keys is not.
         heap: list[tuple[int, int, _Tree]] = [(units, n, n) for n, units in enumerate(self._units)]
         heapq.heapify(heap)
-        number = len(heap)  # breaks ties, so that the tree is a function of the weights
+        number = len(heap)
         while len(heap) > 1:
             a, _, left = heapq.heappop(heap)
             b, _, right = heapq.heappop(heap)

@@ -98,7 +98,7 @@ class PrefetchBuffer:
         wanted = list(self._wanted())
         # Sizes are unknown before the first batch is there. Guessing high could take all memory of a node
         # with a dataset of videos.
-        most = self._at_least  # until the first one shows how large they are
+        most = self._at_least
         if self._nbytes:
             most = min(max(1, self._most_bytes // self._nbytes), 2 * MOST_MICRO_BATCHES)
         coming = set(wanted)
@@ -106,9 +106,7 @@ class PrefetchBuffer:
         # ones leave. Giving up a coming one instead would stall the next step for certain, to save a retry
         # that may never come.
         others = [k for k, future in self._entries.items() if k not in coming and future.done()]
-        for key in others[
-            : max(0, len(others) + len(wanted) - most)
-        ]:  # taken already: kept while there is room
+        for key in others[: max(0, len(others) + len(wanted) - most)]:
             del self._entries[key]
         for key in wanted[:most]:
             if key not in self._entries:

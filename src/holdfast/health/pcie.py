@@ -86,7 +86,7 @@ class Pcie:
         # Reading the configuration space of a device in D3cold resumes it, so that a look every minute would
         # never let it sleep.
         if quiet(at.folder / "power/runtime_status") == "suspended":
-            return  # it sleeps, and must not be woken to be looked at
+            return
         # The kernel removed it (hot unplug, or a surprise link down). It stays in `_devices` so that this is
         # reported at every round until the agent restarts.
         if address not in self._addresses:

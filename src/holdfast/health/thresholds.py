@@ -98,7 +98,7 @@ class Thresholds:
         # node must not begin with a fault.
         if rule.leaves is not None:
             if value == rule.leaves:
-                series.left = True  # it has been there: from now on it can leave
+                series.left = True
                 return False
             return series.left
         if rule.equals is not None or rule.differs is not None:
@@ -135,7 +135,7 @@ def _changed(rule: Rule, series: Series, value: float, now_s: float) -> bool:
     # The newest sample before the window stays, because it is the value with which the window began. Without
     # it a rise between two rare readings would be lost.
     while len(samples) > 1 and rule.window and samples[1][0] <= now_s - rule.window:
-        samples.popleft()  # the newest of those before the window stays: the value when it began
+        samples.popleft()
     before = samples[0][1] if samples else value
     if not rule.window and samples:
         before = samples[-1][1]

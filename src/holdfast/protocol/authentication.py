@@ -54,7 +54,7 @@ class Door:
         self._most = most_unproven()
         # A dict keeps the order of arrival, and all callers have the same time, so the first one is always
         # the next to be sent away. No heap is needed.
-        self._hall: dict[socket.socket, tuple[bytearray, float]] = {}  # the oldest first: so is its deadline
+        self._hall: dict[socket.socket, tuple[bytearray, float]] = {}
         self._shut_until_s: float | None = None
         self._selector = selectors.DefaultSelector()
         self._selector.register(server, selectors.EVENT_READ)
@@ -99,7 +99,7 @@ class Door:
             # The check against the hall is needed: letting somebody in may have sent this caller away earlier
             # in the same round, and its socket is closed.
             elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._hall:
-                self._hear(key.fileobj)  # else it had to go for another one, this very round
+                self._hear(key.fileobj)
         now = time.monotonic()
         # Deadlines after events: a caller whose last bytes have just arrived is heard before it is sent away.
         while self._hall and (oldest := next(iter(self._hall.items())))[1][1] <= now:
@@ -127,14 +127,12 @@ class Door:
                 continue
             except OSError:
                 # No descriptor or no memory is left, and select would report the same caller again and again. One that
-                # has said nothing makes room; without one, somebody else has to.
-                # Room is made by sending away who has said nothing for longest. A member of the job speaks at
-                # once, so it is a stranger in all likelihood.
+                # has said nothing makes room: a member of the job speaks at once, so it is a stranger in all likelihood.
                 if self._hall:
                     self._send_away(next(iter(self._hall)))
                     continue
-                # select would report the waiting caller again and again, and the thread would spin. A short
-                # pause costs a legitimate caller 50 ms in a process that is out of descriptors anyway.
+                # Nobody here can make room, and the thread would spin. A short pause costs a legitimate caller 50 ms in
+                # a process that is out of descriptors anyway.
                 self._selector.unregister(self._server)
                 self._shut_until_s = time.monotonic() + ROOM_S
                 return
@@ -142,7 +140,7 @@ class Door:
             self._hall[sock] = bytearray(), time.monotonic() + HEARD_S
             # Members send their first words with the connection, so they are served in this very call. A
             # crowd that says nothing cannot push them out.
-            self._hear(sock)  # a member of the job speaks at once, so that no crowd pushes it out
+            self._hear(sock)
             if sock in self._hall:
                 self._selector.register(sock, selectors.EVENT_READ)
             if len(self._hall) > self._most:

@@ -47,7 +47,7 @@ class ProgressPage:
         # Closed with the object, but not at the end of the process: the worker's agent may still read the
         # page of a process that is just dying.
         self._close_file = weakref.finalize(self, os.close, fd)
-        self._close_file.atexit = False  # others may read it for as long as this process lives
+        self._close_file.atexit = False
         # How the other process opens it. Valid as long as this process has it open, which is exactly as long
         # as the page is of interest.
         self.path = f"/proc/{os.getpid()}/fd/{fd}"

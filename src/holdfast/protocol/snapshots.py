@@ -41,8 +41,8 @@ class Part(msgspec.Struct, frozen=True):
     xxh3: str
 
 
-# Head and row apart, because data-parallel ranks differ only in their heads; the row, which is nearly all of
-# the bytes, is written once.
+# Head and blob are apart, because data-parallel ranks differ only in their heads: the blob, which is nearly all of the
+# bytes, is written once.
 class Shard(msgspec.Struct, frozen=True):
     """What one rank saved."""
 

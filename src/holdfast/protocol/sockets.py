@@ -24,7 +24,7 @@ def raise_descriptor_limit() -> None:
     wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         # Containers may report a limit that they do not let anybody set. The job then runs with what it has.
-        with suppress(OSError, ValueError):  # a kernel that says otherwise: then as it is
+        with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
@@ -36,7 +36,7 @@ def unpace(sock: socket.socket) -> None:
     """
     if CONGESTION is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
         return
-    with suppress(OSError):  # not connected, or a kernel without it: then as it is
+    with suppress(OSError):  # not connected, or a kernel without this algorithm
         # Only where both ends have one address. Between machines the system's own choice knows more about the
         # network than we do.
         if sock.getpeername()[0] == sock.getsockname()[0]:

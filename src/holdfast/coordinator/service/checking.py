@@ -109,7 +109,7 @@ class CheckRuns:
         """A node's answer; None when it gave none."""
         # Downward, so that an answer shows by its sign whether it is for a person or for the core. Both count
         # without knowing of each other.
-        self._requests -= 1  # the core counts upward
+        self._requests -= 1
         key = node, self._requests
         self._asked[key] = asyncio.get_running_loop().create_future()
         try:

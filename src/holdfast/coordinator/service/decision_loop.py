@@ -148,8 +148,6 @@ class DecisionLoop:
         # nobody its chance.
         if late_s > self.core.timing.heartbeat_s / 2:
             excuses.append(ev.Overslept(late_s))
-        # Only this machine's agents can be looked at. On others an agent competes with nobody for its
-        # processor.
         heard = [(n.name, n.last_seen_s) for n in self.core.state.membership.nodes.values() if n.alive]
         starved = self._starving.look(heard, self.clock())
         return [*excuses, *(ev.Starved(node, waited_s) for node, waited_s in starved.items())]
@@ -193,7 +191,7 @@ class DecisionLoop:
             await self._written(page)
         elif page.steps:
             # Not awaited: losses are reported again by agents, and nobody acts on them.
-            self._ledger.write(page)  # agents tell again what a coordinator that died had not written
+            self._ledger.write(page)
         # Announced only after the actions have been queued: whoever watches may act on an event, and must
         # find it done.
         self._carry_out(actions, strikes)

@@ -84,7 +84,7 @@ class Memory:
             history = History(self._where, must_exist=True)
             # Opened for each reading and not kept: the file appears when some job writes the first record,
             # and an open handle to nothing would never see it.
-            if "://" not in self._where:  # a file is opened for each reading: it may not be there yet
+            if "://" not in self._where:
                 try:
                     return tuple(e.remembered(now_s()) for e in history.past(machine, devices))
                 finally:

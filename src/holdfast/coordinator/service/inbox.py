@@ -61,7 +61,7 @@ class Inbox:
             # While a write hangs for a minute, every node sends hundreds of these. One is as good a sign of
             # life as all of them.
             if isinstance(event.message, m.Heartbeat) and event.node in self._heard:
-                return None  # what waits is as good a sign of life
+                return None
             self._heard.add(event.node)
             if isinstance(event.message, m.FromWorker) and self._adds_up(event.node, event.message):
                 return None
@@ -69,7 +69,7 @@ class Inbox:
             # A node that joins or is lost is a border: merging an event behind it with one before it would
             # move that event to another session.
             self._heard.clear()
-            self._progress.clear()  # what comes after it is not to be told before it
+            self._progress.clear()
         waiting = Waiting(event, time.monotonic(), line)
         self._waiting.append(waiting)
         if (

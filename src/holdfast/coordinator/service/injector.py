@@ -60,7 +60,7 @@ class Injector:
         generation = state.membership.generation
         members = {x.worker: x for x in generation.members} if generation and self.plans else {}
         # Every member gets a list, also an empty one: that is how a worker which lost its rank is disarmed.
-        by_worker: dict[str, list[ArmedFault]] = {w: [] for w in members}  # who lost its rank is disarmed
+        by_worker: dict[str, list[ArmedFault]] = {w: [] for w in members}
         for plan in self.plans.values():
             if plan.left > 0 and plan.due_s is None and not _timed(plan.spec):
                 for member in self._targets(plan, state):
@@ -80,9 +80,9 @@ class Injector:
             if plan.left <= 0 or plan.due_s is None or now < plan.due_s:
                 continue
             if state.membership.phase is not JobPhase.RUNNING:
-                # Not skipped: a person who asked for a fault every 8 s wants one as soon as there is
-                # something to strike.
-                plan.due_s = now + 0.1  # nothing to strike yet: try again when there is
+                # Put off and not skipped: a person who asked for a fault every 8 s wants one as soon as there is
+                # a worker to strike.
+                plan.due_s = now + 0.1
                 continue
             strike = self._strike(plan, state)
             if strike is not None:

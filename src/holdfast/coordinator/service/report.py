@@ -100,10 +100,8 @@ def build_status(state: CoreState, now: float) -> dict[str, Any]:
     """The job at this moment. Unknown is None. Durations in seconds."""
     members = state.membership.generation.members if state.membership.generation else ()
     ranks = {x.worker: x.rank for x in members}
-    # Spares also report a loss that they had when they last trained; the members' must win.
-    latest = sorted(
-        state.membership.workers.values(), key=lambda w: w.name in ranks
-    )  # members last: theirs counts
+    # Spares also report a loss that they had when they last trained; the members' must win, so they come last.
+    latest = sorted(state.membership.workers.values(), key=lambda w: w.name in ranks)
     losses = [w.loss for w in latest if w.loss is not None]
     medians = [
         w.median_s for w in state.membership.workers.values() if w.name in ranks and w.median_s is not None

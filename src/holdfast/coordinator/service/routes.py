@@ -67,7 +67,7 @@ class Routes:
         after = int(request.query.get("after", "0"))
         # Registered before the past is read. In the other order an event that is announced in between would
         # be neither in the past nor announced.
-        self._watchers.all.add(watcher)  # what is announced from now on waits until it knows the past
+        self._watchers.all.add(watcher)
         sender = asyncio.create_task(drain(watcher.queue, socket, text=True))
         try:
             try:
@@ -99,7 +99,7 @@ class Routes:
             self._productive = await self._ledger.read(Store.productive)
         # A scrape must not fail because of the disk: the metric that alerts on the disk is on the same page.
         except Unreadable:
-            pass  # what was known last is better than no figures: others do not need the ledger
+            pass
         steps, productive_s = self._productive
         text = metrics_text(
             self._loop.core.state, steps, productive_s, self._loop.clock(), self._ledger.why is None
@@ -130,7 +130,7 @@ class Routes:
             async with asyncio.timeout(FAREWELL_S):
                 await self._loop.effect(ev.StopRequested(request.query.get("reason", "asked for")))
         except TimeoutError:
-            pass  # it waits for the ledger, and so long only: LAST_S
+            pass
         return _json({"stopping": True})
 
     async def _fault(self, request: web.Request) -> web.StreamResponse:
@@ -214,7 +214,7 @@ class Routes:
         if self._ledger.why is None:
             await self._loop.effect(event)
         else:
-            self._loop.handle(event)  # it is heard of when that can be written
+            self._loop.handle(event)
         return _json({})
 
     def _refusal(self) -> web.Response | None:

@@ -131,7 +131,7 @@ class Coordinator:
         # where the job stands.
         self._take_over()
         _log.info("serving", extra={"url": where.url, "resumed": self._resumed, "seq": self._loop.seq})
-        write_endpoint(self._job_dir, where)  # who is turned away by its name finds it there
+        write_endpoint(self._job_dir, where)
         assert runner.server is not None
         entrance = Entrance(listener, self._token, where, runner.server)
         loop = asyncio.get_running_loop()
@@ -147,7 +147,7 @@ class Coordinator:
         # nothing would look healthy to everybody who watches it.
         await asyncio.wait([over, deciding], return_when=asyncio.FIRST_COMPLETED)
         if deciding.done():
-            deciding.result()  # raises: this process ends, and the next one goes on from what is written
+            deciding.result()
         if holding is not None:
             holding.cancel()
         if self.superseded:
@@ -162,9 +162,7 @@ class Coordinator:
             # Agents and watchers read their last messages and close by themselves; aiohttp's own cleanup
             # would cut them off in the middle.
             async with asyncio.timeout(FAREWELL_S):
-                while (
-                    self._lines.by_node or self._watchers.all
-                ):  # cleanup would wait for them, and read nothing more
+                while self._lines.by_node or self._watchers.all:
                     self._gone.clear()
                     await self._gone.wait()
         except TimeoutError:

@@ -261,7 +261,7 @@ class Store:
             data = bytearray(memory.serialize())
         # The header's two bytes for the journal mode: in WAL mode a reader would look for the file of the
         # log, which a copy in memory does not have.
-        data[18:20] = b"\x01\x01"  # no write-ahead log goes with it
+        data[18:20] = b"\x01\x01"
         return bytes(data)
 
     def close(self) -> None:
@@ -302,9 +302,9 @@ def succeed(job_dir: Path, term: int) -> Path:
     old, new = newest_ledger(job_dir), job_dir / f"job-{term}.sqlite"
     work = job_dir / f".job-{term}.sqlite"
     # The copy is made beside and renamed when it is complete. A successor that dies here leaves a file that
-    # nobody mistakes for a ledger.
+    # nobody mistakes for a ledger. Where neither way succeeds, a coordinator still writes, and ends when it sees the new term.
     while not (_copy_locked(old, work) or _copy_quiet(old, work)):
-        pass  # its coordinator lives, and writes: it ends when it sees that it is superseded
+        pass
     work.replace(new)
     return new
 
@@ -327,8 +327,8 @@ def _copy_quiet(old: Path, work: Path) -> bool:
     before, nor until the copy is complete. SQLite reads the log itself, into its own memory, and changes nothing.
     """
     before = _stamps(old)
-    # Unchanged before, during and after: then a copy without locks read a state that existed. A coordinator
-    # that still lives writes at least once in this time, and is seen.
+    # Unchanged before, during and after: then a copy without locks read a state that existed. A coordinator that still
+    # lives looks at its term twice in this time, and ends before it writes again.
     time.sleep(QUIET_S)  # there is no event for another machine's file
     if _stamps(old) != before:
         return False

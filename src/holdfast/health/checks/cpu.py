@@ -56,7 +56,7 @@ def check_cpu(task: Task) -> Iterator[CheckResult]:
 
     def run(core: int) -> CoreRun:
         # 0 is the calling thread; the pool has a thread for each core, and none of them migrates.
-        os.sched_setaffinity(0, {core})  # of this thread
+        os.sched_setaffinity(0, {core})
         return run_core(core, operands, task.seconds)
 
     with ThreadPoolExecutor(len(cores)) as threads:

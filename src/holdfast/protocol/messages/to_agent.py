@@ -107,7 +107,6 @@ class ForgetSnapshots(msgspec.Struct, frozen=True, tag="forget-snapshots"):
     until: int | None = None
 
 
-# `row`: another rank writes the same bytes, so this one writes only its head.
 class StoreShard(msgspec.Struct, frozen=True, tag="store-shard"):
     """Write a shard that is held here to a durable tier. blob: of equal bytes, written by another; only the head."""
 
