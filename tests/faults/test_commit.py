@@ -10,6 +10,7 @@ from holdfast.protocol.faults import parse_fault
 
 STEPS = 45
 AVERAGE = Path(__file__).with_name("train_average.py")
+TRANSACTION = Path(__file__).with_name("train_transaction.py")
 PHASES = ("vote", "commit", "update")
 
 
@@ -17,6 +18,12 @@ def noise(ran: Ran) -> set[str]:
     """What the workers that trained to the end printed."""
     logs = "".join(path.read_text() for path in ran.job_dir.rglob("*.log"))
     return set(re.findall(r"^noise .*$", logs, re.M))
+
+
+def counted(ran: Ran) -> set[str]:
+    """What the workers that trained to the end counted in their commits, and their scaler's state."""
+    logs = "".join(path.read_text() for path in ran.job_dir.rglob("*.log"))
+    return set(re.findall(r"^counted .*$", logs, re.M))
 
 
 @pytest.fixture(scope="module")
@@ -66,3 +73,34 @@ def test_an_error_in_also_is_the_scripts(tmp_path):
     assert ran.code != 0
     assert "RuntimeError: what the script gave to also" in ran.output
     assert "the same error at step 5" in ran.report["reason"]
+
+
+@pytest.mark.parametrize(
+    ("shard", "reduction"),
+    [
+        (1, "exact"),
+        pytest.param(1, "fast", marks=pytest.mark.nightly),
+        pytest.param(2, "exact", marks=pytest.mark.nightly),
+        pytest.param(2, "fast", marks=pytest.mark.nightly),
+    ],
+)
+def test_callbacks_and_skipped_steps_are_part_of_the_commit(shard, reduction, tmp_path):
+    """Steps 10, 13 and 16 are struck in the vote, in a step that is skipped, and in the update."""
+    script = [TRANSACTION, STEPS, "--shard", shard, "--reduction", reduction]
+    given = ["--nnodes", 2 * shard, "--spares", 1, "--wait-for-spare"]
+    quiet = run(tmp_path, *given, *script, job="quiet")
+    assert quiet.code == 0, quiet.output[-3000:]
+    told = counted(quiet).pop()
+    assert f"'calls': {STEPS}, 'steps': {sum(range(STEPS))}" in told
+    skipped = int(re.search(r"'skipped': (\d+)", told).group(1))
+    assert 3 < skipped < STEPS / 2
+    faults = [
+        f"kill-worker:rank={i % 2},phase={phase},step={step}"
+        for i, (phase, step) in enumerate([("vote", 10), ("vote", 13), ("commit", 13), ("update", 16)])
+    ]
+    ran = run(tmp_path, *given, *[part for f in faults for part in ("--fault", f)], *script)
+    assert ran.code == 0, ran.output[-3000:]
+    assert {parse_fault(i["fault"]) for i in ran.report["incidents"]} == {parse_fault(f) for f in faults}
+    assert counted(ran) == {told}
+    assert ran.report["final"] == quiet.report["final"]
+    assert [*map(repr, ran.losses())] == [*map(repr, quiet.losses())]

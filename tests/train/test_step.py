@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import holdfast as hf
-from holdfast.data.seeds import micro_seed
-from holdfast.errors import UsageError
+from holdfast.data.order import SampleOrder
+from holdfast.data.seeds import micro_seed, seed_generators
+from holdfast.errors import NonFiniteGradient, UsageError
 from holdfast.protocol.phases import Phase
 from holdfast.tensors import staging
 
@@ -22,8 +23,17 @@ class Points:
         return torch.randn(4, generator=rng), torch.tensor(i % 3)
 
 
-def train(until=5, micro_batch=4, global_batch=16, before=lambda step: None, **apply):
-    """A job of one; returns its losses and final parameters."""
+def train(
+    until=5,
+    micro_batch=4,
+    global_batch=16,
+    before=lambda step: None,
+    scaler=None,
+    factor=lambda step: 1.0,
+    on_commit=(),
+    **apply,
+):
+    """A job of one; returns its losses, gradient norms and final parameters. factor: of a step's losses."""
     out = {}
 
     def main(run):
@@ -31,17 +41,25 @@ def train(until=5, micro_batch=4, global_batch=16, before=lambda step: None, **a
         model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 3))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         run.protect(model=model, optimizer=optimizer)
-        losses = []
+        if scaler is not None:
+            run.protect(scaler=scaler)
+            apply["scaler"] = scaler
+        for callback in on_commit:
+            run.on_commit(callback)
+        losses, norms = [], []
         for step in run.steps(Points(), global_batch=global_batch, micro_batch=micro_batch, until=until):
             with step:
                 before(step)
                 for x, y in step:
-                    step.backward(
-                        torch.nn.functional.cross_entropy(model(x), y, reduction="sum"), weight=len(x)
+                    loss = torch.nn.functional.cross_entropy(model(x), y, reduction="sum") * factor(
+                        step.index
                     )
+                    step.backward(loss if scaler is None else scaler.scale(loss), weight=len(x))
                 step.apply(optimizer, **apply)
             losses.append(step.loss)
-        out["losses"], out["parameters"] = losses, [p.detach().clone() for p in model.parameters()]
+            norms.append(step.grad_norm)
+            out.setdefault("after", []).append([p.detach().clone() for p in model.parameters()])
+        out["losses"], out["norms"], out["parameters"] = losses, norms, out["after"][-1]
 
     hf.start(main)
     return out
@@ -173,3 +191,119 @@ def test_the_old_name_of_the_relaxed_watchdog_works_and_warns():
     phases = []
     hf.start(main)
     assert phases == [Phase.ASIDE] * 2
+
+
+# ---------------------------------------------------------------- what belongs to a commit
+
+
+def test_callbacks_are_called_in_every_commit_after_the_update_in_their_order():
+    called = []
+
+    def first(step):
+        called.append((step.index, step.loss))
+
+    out = train(on_commit=[first, lambda step: called.append(step.index)], also=lambda: called.append("also"))
+    steps = [("also", (i, loss), i) for i, loss in enumerate(out["losses"])]
+    assert called == [word for words in steps for word in words]
+
+
+def test_a_callback_that_comes_late_or_cannot_be_called_is_refused():
+    def main(run):
+        with pytest.raises(UsageError, match="a str cannot be called"):
+            run.on_commit("me")
+        model = torch.nn.Linear(4, 3)
+        run.protect(model=model)
+        next(run.steps(Points(), global_batch=4, micro_batch=4, until=1))
+        run.on_commit(print)
+
+    with pytest.raises(UsageError, match=r"run\.on_commit\(\) came after run\.steps\(\)"):
+        hf.start(main)
+
+
+def infinite_at(bad):
+    return lambda step: math.inf if step == bad else 1.0
+
+
+def test_a_step_that_is_not_finite_is_committed_without_an_update():
+    called, skipped = [], []
+    out = train(
+        factor=infinite_at(2),
+        skip_nonfinite=True,
+        max_grad_norm=1.0,
+        also=lambda: called.append(1),
+        on_commit=[lambda step: skipped.append(step.skipped)],
+    )
+    assert skipped == [False, False, True, False, False]
+    assert len(called) == 4
+    _, before, at, after, _ = out["after"]
+    assert all(map(torch.equal, before, at))
+    assert not any(map(torch.equal, at, after))
+    assert [math.isfinite(norm) for norm in out["norms"]] == [True, True, False, True, True]
+
+
+def test_without_the_option_a_gradient_that_is_not_finite_is_an_error():
+    with pytest.raises(NonFiniteGradient):
+        train(factor=infinite_at(2))
+
+
+def test_the_scaler_does_what_torch_does():
+    """The same batches under torch's own scaler: scale after each step, parameters at the end, and the losses unscaled."""
+
+    def scaler():
+        return torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=2, backoff_factor=2.0**-3)
+
+    ours, theirs, scales = scaler(), scaler(), []
+    out = train(
+        until=12,
+        micro_batch=16,
+        scaler=ours,
+        max_grad_norm=0.1,
+        on_commit=[lambda step: scales.append((ours.get_scale(), step.skipped))],
+    )
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    order = holdfast_order(12)
+    expected = []
+    for index, batch in enumerate(order):
+        x, y = torch.utils.data.default_collate([Points()[i] for i in batch])
+        optimizer.zero_grad()
+        seed_generators(micro_seed(0, index, 0), torch.device("cpu"))
+        loss = torch.nn.functional.cross_entropy(model(x), y, reduction="sum")
+        scaled = theirs.scale(loss)
+        assert out["losses"][index] == (loss.item() / 16 if scaled.isfinite() else math.inf)
+        scaled.backward()
+        theirs.unscale_(optimizer)
+        for p in model.parameters():
+            p.grad.div_(16)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        theirs.step(optimizer)
+        before = theirs.get_scale()
+        theirs.update()
+        expected.append((theirs.get_scale(), theirs.get_scale() < before))
+    assert scales == expected
+    assert {skipped for _, skipped in scales} == {True, False}
+    assert ours.state_dict() == theirs.state_dict()
+    assert all(
+        torch.allclose(a, b, rtol=1e-6) for a, b in zip(out["parameters"], model.parameters(), strict=True)
+    )
+
+
+def holdfast_order(steps):
+    order = SampleOrder(len(Points()), 0)
+    return [[order.at(i) for i in range(16 * step, 16 * (step + 1))] for step in range(steps)]
+
+
+def test_a_scaler_that_is_not_protected_is_refused():
+    def main(run):
+        model = torch.nn.Linear(4, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.protect(model=model, optimizer=optimizer)
+        for step in run.steps(Points(), global_batch=4, micro_batch=4, until=1):
+            with step:
+                for x, _ in step:
+                    step.backward(model(x).sum())
+                step.apply(optimizer, scaler=torch.amp.GradScaler("cpu"))
+
+    with pytest.raises(UsageError, match=r"run\.protect\(scaler=scaler\)"):
+        hf.start(main)

@@ -61,6 +61,10 @@ class HeldState:
         self._restorer = StateRestorer(link, protected, sharding)
         self._kept = False
 
+    def protects(self, thing: object) -> bool:
+        """Whether this very object is protected."""
+        return any(thing is other for other in self._protected.values())
+
     @property
     def digest(self) -> str:
         """Of everything."""

@@ -42,6 +42,7 @@ class Run:
         self._step: Step | None = None
         self._cursor: DataCursor | None = None
         self._resized: list[Callable[[World], object]] = []
+        self._on_commit: list[Callable[[Step], object]] = []
         self._known_size: int | None = None
         self._sharding: Sharding | None = None
         local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -83,6 +84,28 @@ class Run:
         of workers that compute has changed. Nothing is required of a script: this is for those that want to know.
         """
         self._resized.append(callback)
+
+    def on_commit(self, callback: Callable[[Step], object]) -> None:
+        """Calls `callback(step)` in every commit: exactly once for each committed step, on every replica, before anybody can
+        fetch the state. Callbacks come in the order of these calls, after the update and what `step.apply` was given.
+
+        That is also true of a step whose commit is decided after a fault, while this worker waits for others who may be
+        gone. So a callback uses what is here only: a collective in it would hang. It may read the step's `index`, `loss`,
+        `grad_norm` and `skipped`, and change protected state. If it raises, the state counts as lost here.
+
+        Raises:
+            UsageError: it cannot be called, or a call after `steps`: newcomers run the script from its top, so they would
+                not have it yet.
+        """
+        if self._replica is not None:
+            raise UsageError(
+                "run.on_commit() came after run.steps(); give every function before the first step"
+            )
+        if not callable(callback):
+            raise UsageError(
+                f"run.on_commit(): a {type(callback).__name__} cannot be called; give a function of the step"
+            )
+        self._on_commit.append(callback)
 
     @property
     def generation(self) -> int:
@@ -222,7 +245,9 @@ class Run:
             replica = self._enroll(modules, batches.count(), cursor, reduction)
             while not replica.stopped and (replica.state.committed or 0) < until:
                 self._tell_size(replica)
-                self._step = Step(replica, batches, replica.state.committed or 0, seed, cursor)
+                self._step = Step(
+                    replica, batches, replica.state.committed or 0, seed, cursor, self._on_commit
+                )
                 try:
                     yield self._step
                 # Without this a script that leaves the loop by `break` would look like a worker that is lost,

@@ -15,6 +15,7 @@ from holdfast.data.seeds import micro_seed, seed_generators
 from holdfast.errors import NonFiniteGradient, UsageError
 from holdfast.protocol.phases import Phase
 from holdfast.tensors import staging
+from holdfast.train.loss_scale import Scaler, advance, scale_of
 from holdfast.train.outcome import CommittedStep, Stage, StepOutcome
 
 if TYPE_CHECKING:
@@ -55,19 +56,32 @@ class Step:
         samples: how many samples were committed before it.
         loss: global mean loss (sum of losses over sum of weights); NaN until the step is reduced.
         grad_norm: norm of the global gradient before it was clipped; NaN until the step is reduced.
+        skipped: the step is committed without an update, since its gradient is not finite (`skip_nonfinite`).
     """
 
-    def __init__(self, replica: Replica, batches: Batches, index: int, seed: int, cursor: DataCursor) -> None:
+    def __init__(
+        self,
+        replica: Replica,
+        batches: Batches,
+        index: int,
+        seed: int,
+        cursor: DataCursor,
+        on_commit: Sequence[Callable[[Step], object]] = (),
+    ) -> None:
+        """on_commit: what the run calls in every commit."""
         self.index = index
         self.samples = cursor.samples
         self.loss = math.nan
         self.grad_norm = math.nan
+        self.skipped = False
         self._stage = Stage.OPEN
         self._began_s = time.perf_counter()
         self._replica = replica
         self._batches = batches
         self._seed = seed
         self._cursor = cursor
+        self._on_commit = on_commit
+        self._loss_scale = 1.0
         self._words: list[Word] = []
         self._left: int | None = None
         self._said: list[Word] | None = None
@@ -165,6 +179,8 @@ class Step:
         max_grad_norm: float | None = None,
         scheduler: Any = None,
         also: Callable[[], object] | Sequence[Callable[[], object]] = (),
+        skip_nonfinite: bool = False,
+        scaler: Scaler | None = None,
     ) -> None:
         """Reduces over all replicas, agrees with them, updates and commits.
 
@@ -178,19 +194,21 @@ class Step:
                 collective in it would hang, and of a sharded model it sees this worker's shards. What it draws from
                 torch's default generators is the same on every replica. If it raises, the state counts as lost
                 here, as when the optimizer raises.
+            skip_nonfinite: a gradient that holds NaN or Inf makes a step without an update, instead of one that is
+                computed again. It counts: its samples are used, and `run.on_commit` is called. Optimizer, scheduler
+                and `also` are not. All replicas decide alike, since they decide by the reduced gradient.
+            scaler: a `torch.amp.GradScaler` that is protected and has scaled the losses of this step:
+                `step.backward(scaler.scale(loss), weight=n)`. Gradient and loss are divided by its scale here, and its
+                update is part of the commit: do not call its `unscale_`, `step` and `update`. Implies `skip_nonfinite`.
 
         Raises:
-            UsageError: some of this worker's micro-batches had no backward, or `also` cannot be called.
+            UsageError: some of this worker's micro-batches had no backward, `also` cannot be called, or the scaler is not
+                protected.
             StateChanged: protected state was changed since the commit before.
-            NonFiniteGradient: the reduced gradient holds NaN or Inf; `with step` retries.
+            NonFiniteGradient: the reduced gradient holds NaN or Inf, and steps are not to be skipped for that; `with step`
+                retries.
         """
-        parts = (also,) if callable(also) else tuple(also)
-        for part in parts:
-            if not callable(part):
-                raise UsageError(
-                    f"step.apply(also=...): a {type(part).__name__} cannot be called; give a function, for example "
-                    "also=lambda: ema.update_parameters(model)"
-                )
+        parts = _callables(also)
         if self._left != 0:
             left = "the" if self._left is None else self._left
             raise UsageError(
@@ -198,6 +216,12 @@ class Step:
                 "call step.backward(loss) once for every micro-batch"
             )
         replica = self._replica
+        if scaler is not None and not replica.state.protects(scaler):
+            raise UsageError(
+                "step.apply(scaler=...): the scaler is not protected, so a newcomer would have another scale; call "
+                "run.protect(scaler=scaler) with the others before run.steps"
+            )
+        self._loss_scale = scale_of(scaler)
         # Before this step can be prepared. A change that the script made elsewhere is refused while the step
         # counts nowhere.
         replica.state.guard.before_update(self.index)
@@ -212,17 +236,18 @@ class Step:
         self.grad_norm = norm
         # Before the vote. All members see the same sum, so all raise here and nobody prepares the step; after
         # a vote somebody might commit it.
-        if not math.isfinite(norm):
+        self.skipped = not math.isfinite(norm) and (skip_nonfinite or scaler is not None)
+        if not math.isfinite(norm) and not self.skipped:
             raise NonFiniteGradient(
                 f"the gradient of step {self.index} is {norm} (loss {self.loss:.6g}): look at this step's data, "
                 "lower the learning rate or clip",
                 own=not math.isfinite(self._own_loss() or 0.0),
             )
-        if max_grad_norm is not None:
+        if max_grad_norm is not None and not self.skipped:
             gradients.clip(norm, max_grad_norm)
         # The update is a closure over what is here. It may be called much later, while this worker waits for
         # a new generation whose members never computed this step.
-        self._update = partial(self._updated, optimizer, scheduler, parts)
+        self._update = partial(self._updated, optimizer, scheduler, parts, scaler)
         self._generation = replica.place.generation
         # Set before the vote is sent. Once another member may have heard it, this worker must report the step
         # as prepared, or the coordinator would drop what another has committed.
@@ -261,22 +286,34 @@ class Step:
 
     def _own_loss(self) -> float | None:
         """The mean loss of this worker's micro-batches; None if they weigh nothing."""
-        weight = sum(w for w, _, _ in self._words)
+        weight = sum(w for w, _, _ in self._words) * self._loss_scale
         return sum(x for _, x, _ in self._words) / weight if weight > 0 else None
 
     def _updated(
-        self, optimizer: torch.optim.Optimizer, scheduler: Any, also: Sequence[Callable[[], object]]
+        self,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any,
+        also: Sequence[Callable[[], object]],
+        scaler: Scaler | None,
     ) -> None:
         # The same on every replica, also for what an update or the script draws before the next micro-batch.
         # An optimizer or an average that draws random numbers must draw the same everywhere, or the replicas
         # would differ from here on.
         seed_generators(micro_seed(self._seed, self.index, self._batches.count()), self._replica.device)
-        optimizer.step()
+        if not self.skipped:
+            optimizer.step()
+        # The samples of a skipped step are used up: the same ones would give the same gradient again.
         self._cursor.advance()
-        if scheduler is not None:  # which may ask for `run.samples`: those with this step
+        if (
+            scheduler is not None and not self.skipped
+        ):  # which may ask for `run.samples`: those with this step
             scheduler.step()
-        for part in also:
+        if scaler is not None:
+            advance(scaler, finite=not self.skipped)
+        for part in () if self.skipped else also:
             part()
+        for call in self._on_commit:
+            call(self)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -320,10 +357,23 @@ class Step:
                     f"step {self.index}: the weights of the global batch sum to {self._global_weight}; "
                     "give step.backward(loss, weight=number of samples or tokens)"
                 )
-            self.loss = math.fsum(x for _, x, _ in words) / self._global_weight
-        return 1.0 / self._global_weight
+            self.loss = math.fsum(x for _, x, _ in words) / self._global_weight / self._loss_scale
+        return 1.0 / (self._global_weight * self._loss_scale)
 
     def _check_local(self) -> None:
         """After a gradient that was not finite: who brings it in? Costs one pass, in one step."""
         if not self._replica.gradients.local_is_finite():
             raise NonFiniteGradient(f"this rank's own gradient of step {self.index} is not finite", own=True)
+
+
+def _callables(
+    also: Callable[[], object] | Sequence[Callable[[], object]],
+) -> tuple[Callable[[], object], ...]:
+    parts = (also,) if callable(also) else tuple(also)
+    for part in parts:
+        if not callable(part):
+            raise UsageError(
+                f"step.apply(also=...): a {type(part).__name__} cannot be called; give a function, for example "
+                "also=lambda: ema.update_parameters(model)"
+            )
+    return parts

@@ -1,0 +1,65 @@
+"""A tiny level-2 job in which everything that may be part of a commit is: a callback of the run's, a scaler whose scale
+overflows at first and whenever it has grown, and gradients that are not finite. `--shard` makes replicas of that many workers."""
+
+import argparse
+
+import torch
+from torch.distributed.fsdp import fully_shard
+from train_data import Blobs
+
+import holdfast as hf
+
+WIDTH = 32
+SPOILED = 13
+"""In this step one micro-batch's loss is not finite, whatever the scale."""
+
+
+class Count:
+    """How often it was called, and over which steps and skipped ones."""
+
+    def __init__(self) -> None:
+        self.calls = self.steps = self.skipped = 0
+
+    def __call__(self, step: hf.Step) -> None:
+        self.calls, self.steps = self.calls + 1, self.steps + step.index
+        self.skipped += step.skipped
+
+    def state_dict(self) -> dict[str, int]:
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        vars(self).update(state)
+
+
+def main(run: hf.Run) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("steps", type=int)
+    parser.add_argument("--reduction", default="exact")
+    parser.add_argument("--shard", type=int, default=1)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU(), torch.nn.Linear(WIDTH, 8))
+    if args.shard > 1:
+        fully_shard(model, mesh=run.mesh(shard=args.shard)["shard"])
+        run.replicate(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler(
+        "cpu", init_scale=2.0**126, growth_factor=2.0**6, growth_interval=4, backoff_factor=2.0**-6
+    )
+    count = Count()
+    run.protect(model=model, optimizer=optimizer, scaler=scaler, count=count)
+    run.on_commit(count)
+    for step in run.steps(
+        Blobs(WIDTH), global_batch=48, micro_batch=4, until=args.steps, reduction=args.reduction, seed=1
+    ):
+        with step:
+            for number, (inputs, labels) in enumerate(step):
+                loss = torch.nn.functional.cross_entropy(model(inputs), labels, reduction="sum")
+                if step.index == SPOILED and run.world.micro_batches[number] == 7:
+                    loss = loss * float("inf")
+                step.backward(scaler.scale(loss), weight=len(inputs))
+            step.apply(optimizer, max_grad_norm=1.0, scaler=scaler)
+    print(f"counted {count.state_dict()} {scaler.state_dict()}", flush=True)
+
+
+hf.start(main)
