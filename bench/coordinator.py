@@ -100,7 +100,9 @@ def measure(nodes: int, nproc: int) -> list[str]:
         job,
         lambda i: says(
             workers[0],
-            m.Progress(generation=number, committed=i + 2, median_s=0.5, losses=((i + 1, 1.0, 0.5),)),
+            m.Progress(
+                generation=number, committed=i + 2, median_s=0.5, losses=(m.StepTold(i + 1, 1.0, 0.5),)
+            ),
         ),
     )
     tick = _median_us(job, lambda i: e.Tick())

@@ -12,6 +12,7 @@ from holdfast.coordinator.service.report import build_report
 from holdfast.coordinator.service.store import Store
 from holdfast.engines.jobs import JobFolder
 from holdfast.protocol.job import JobSpec
+from holdfast.protocol.messages import StepTold
 
 SECRET = "a-secret-of-the-script"
 
@@ -40,7 +41,7 @@ def write_job(name, outcome="finished"):
     store.add_event(2.0, "u", "formed", formed | {"generation": 1, "workers": ["node0.0#1", "node1.0#2"]})
     store.add_event(3.0, "u", "formed", formed | {"generation": 2, "workers": ["node0.0#1", "node2.0#3"]})
     store.add_event(9.0, "u", "ended", {"outcome": outcome, "reason": None, "step": 8})
-    store.add_steps(4.0, [(i, 5.0 - i / 4, 0.1) for i in range(10)], 1, 2)
+    store.add_steps(4.0, [StepTold(i, 5.0 - i / 4, 0.1) for i in range(10)], 1, 2)
     store.save(state)
     store.commit()
     if outcome:

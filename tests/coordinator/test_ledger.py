@@ -154,12 +154,62 @@ def test_what_a_page_holds_is_there_once_however_often_it_is_written(tmp_path: P
     """After an error nobody knows whether the last commit is in the file."""
     store = Store(tmp_path / "job.sqlite")
     entries = [LedgerEntry(seq=i, t_s=float(i), utc="now", kind="kind", fields={"i": i}) for i in (1, 2)]
-    page = Page(entries, [Said(t_s=1.0, losses=((0, 0.5, 0.1),), generation=1, world=2)], {"name": b"value"})
+    page = Page(
+        entries, [Said(t_s=1.0, losses=(m.StepTold(0, 0.5, 0.1),), generation=1, world=2)], {"name": b"value"}
+    )
     store.write(page)
     store.write(page)
     assert list(store.events()) == entries
     assert len(store.steps()) == 1
     assert store.kept("name") == b"value"
+    store.close()
+
+
+def told(store: Store, generation: int, *steps: m.StepTold) -> None:
+    store.write(Page(steps=[Said(t_s=float(generation), losses=steps, generation=generation, world=2)]))
+
+
+def test_a_step_that_was_computed_again_keeps_its_commit_before(tmp_path: Path):
+    """Also if it came to the same bits. Who tells again of the commit before, in a later generation, changes nothing."""
+    store = Store(tmp_path / "job.sqlite")
+    first = m.StepTold(7, 0.5, 0.1, made_in=1, weight=64.0, grad_norm=2.0, lr=0.1, skipped=False)
+    again = first._replace(made_in=3, took_s=0.2)
+    told(store, 1, first)
+    told(store, 2, first)
+    told(store, 2, first._replace(step=8, skipped=True, grad_norm=None))
+    assert [(s.step, s.generation) for s in store.steps()] == [(7, 1), (8, 2)]
+    assert store.redone() == []
+    told(store, 3, again)
+    told(store, 3, again)
+    told(store, 4, first)
+    counts, last = store.steps()
+    assert (counts.took_s, counts.generation, counts.weight, counts.lr) == (0.2, 3, 64.0, 0.1)
+    assert (counts.skipped, last.skipped, last.grad_norm) == (False, True, None)
+    (before,) = store.redone()
+    assert (before.step, before.took_s, before.generation, before.grad_norm) == (7, 0.1, 1, 2.0)
+    store.close()
+
+
+def test_a_ledger_from_before_steps_had_weights_is_read_and_continued(tmp_path: Path):
+    path = tmp_path / "job.sqlite"
+    with closing(sqlite3.connect(path)) as db:
+        db.execute(
+            "create table steps (step integer primary key, t_s real not null, loss real, took_s real, "
+            "generation integer, world integer)"
+        )
+        db.execute("insert into steps values (0, 1.0, 0.5, 0.1, 1, 2)")
+        db.commit()
+    for read_only in (True, False):
+        store = Store(path, read_only=read_only)
+        (old,) = store.steps()
+        assert (old.loss, old.world, old.weight, old.grad_norm, old.lr, old.skipped) == (0.5, 2, *[None] * 4)
+        assert store.redone() == []
+        store.close()
+    store = Store(path)
+    told(store, 2, m.StepTold(0, 0.5, 0.1, made_in=2))  # told again, as far as anybody knows
+    told(store, 2, m.StepTold(0, 0.25, 0.1, made_in=2, weight=8.0))
+    assert [(s.loss, s.weight) for s in store.steps()] == [(0.25, 8.0)]
+    assert [(s.loss, s.weight) for s in store.redone()] == [(0.5, None)]
     store.close()
 
 

@@ -10,9 +10,9 @@ from holdfast.protocol.health import HealthSpec
 from holdfast.protocol.phases import BLOCK_STEPS, Phase
 
 
-def lose(desk, first, losses):
+def lose(desk, first, losses, skipped=None):
     for step, loss in enumerate(losses, first):
-        entry = ((step, loss, 0.1),)
+        entry = (m.StepTold(step, loss, 0.1, skipped=skipped),)
         desk.says(
             desk.members()[0],
             m.Progress(
@@ -24,11 +24,12 @@ def lose(desk, first, losses):
 def test_a_jump_of_the_loss_is_written_down_and_blames_nobody():
     desk = running()
     lose(desk, 0, [2.0 + step % 3 / 100 for step in range(40)])
+    lose(desk, 40, [math.inf], skipped=True)  # a scaled loss that overflowed
     assert findings(desk) == []
-    lose(desk, 40, [math.nan, 2.0, 2.0])
+    lose(desk, 41, [math.nan, 2.0, 2.0])
     (found,) = findings(desk)
     assert (found["rule"], found["shared"], found["remedy"]) == ("loss-jump", True, "watch")
-    assert found["evidence"] == "the loss of step 40 is nan, of the steps before 2.01"
+    assert found["evidence"] == "the loss of step 41 is nan, of the steps before 2.01"
     assert desk.state.incidents == []
 
 

@@ -103,4 +103,5 @@ def test_callbacks_and_skipped_steps_are_part_of_the_commit(shard, reduction, tm
     assert {parse_fault(i["fault"]) for i in ran.report["incidents"]} == {parse_fault(f) for f in faults}
     assert counted(ran) == {told}
     assert ran.report["final"] == quiet.report["final"]
+    assert ran.report["steps"]["skipped"] == skipped
     assert [*map(repr, ran.losses())] == [*map(repr, quiet.losses())]

@@ -57,3 +57,11 @@ def test_a_rank_0_that_is_killed_has_told_of_the_step_before(tmp_path):
     ran = run(tmp_path, "--nnodes", 2, "--spares", 1, "--fault", kill, LOGGING, steps, 0.03)
     assert ran.code == 0, ran.output[-3000:]
     assert figures(ran, "twice") == [(step, 2.0 * step) for step in range(steps)]
+    store = Store(ran.job_dir / "job.sqlite", read_only=True)
+    try:
+        rows, redone = store.steps(), store.redone()
+    finally:
+        store.close()
+    assert {(row.weight, row.lr, row.skipped) for row in rows} == {(12.0, 0.01, False)}
+    assert all(row.grad_norm is not None and row.grad_norm > 0 for row in rows)
+    assert redone == []  # the step that was struck was committed once

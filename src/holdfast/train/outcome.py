@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
+from holdfast.protocol.messages import StepTold
+
 
 class Stage(Enum):
     """How far a step got on this worker."""
@@ -40,6 +42,30 @@ class CommittedStep:
     # the coordinator takes a worker for hung.
     took_s: float
     """Seconds from the beginning of the step to its commit, without the wait for a decision after a fault."""
+    made_in: int
+    """The generation whose members computed it, also where it was committed in a later one."""
+    weight: float | None = None
+    """Of the global batch."""
+    grad_norm: float | None = None
+    """Of the global gradient before clipping; None where that is not finite."""
+    lr: float | None = None
+    """The learning rate of the optimizer's first group in the update; None where it has none."""
+    skipped: bool = False
+    """It counts without an update."""
+
+    @property
+    def told(self) -> StepTold:
+        """What the coordinator is told of it."""
+        return StepTold(
+            self.index,
+            self.loss,
+            self.took_s,
+            self.made_in,
+            self.weight,
+            self.grad_norm,
+            self.lr,
+            self.skipped,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,8 @@ class ProgressReport:
         self.last_loss: float | None = None
         self._link, self._place = link, place
         self._durations: deque[float] = deque(maxlen=MEDIAN_OVER)
-        self._losses: deque[tuple[int, float, float]] = deque(maxlen=KEPT_LOSSES)
-        self._unsent: list[tuple[int, float, float]] = []
+        self._losses: deque[m.StepTold] = deque(maxlen=KEPT_LOSSES)
+        self._unsent: list[m.StepTold] = []
         self._spent: list[Spent] = []
         self._sent_at = 0.0
         self._first_in_generation = True
@@ -44,15 +44,15 @@ class ProgressReport:
         self._first_in_generation = True
 
     @property
-    def losses(self) -> tuple[tuple[int, float, float], ...]:
-        """(step, loss, seconds it took) of the newest steps."""
+    def losses(self) -> tuple[m.StepTold, ...]:
+        """Of the newest steps."""
         return tuple(self._losses)
 
     def note(self, step: CommittedStep, spent: Spent | None, settled: bool = False) -> None:
         """A step was committed. spent: a block of steps that it completed. settled: the commit was decided after a fault."""
         self.last_loss = step.loss
         self._durations.append(step.took_s)
-        entry = (step.index, step.loss, step.took_s)
+        entry = step.told
         self._losses.append(entry)
         self._unsent.append(entry)
         if spent is not None:

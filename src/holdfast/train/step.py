@@ -82,6 +82,7 @@ class Step:
         self._cursor = cursor
         self._on_commit = on_commit
         self._loss_scale = 1.0
+        self._lr: float | None = None
         self._words: list[Word] = []
         self._left: int | None = None
         self._said: list[Word] | None = None
@@ -282,6 +283,11 @@ class Step:
             own_loss=self._own_loss(),
             micro_batches=len(self._words),
             took_s=took_s,
+            made_in=self._generation,
+            weight=self._global_weight,
+            grad_norm=self.grad_norm if math.isfinite(self.grad_norm) else None,
+            lr=self._lr,
+            skipped=self.skipped,
         )
 
     def _own_loss(self) -> float | None:
@@ -300,6 +306,8 @@ class Step:
         # An optimizer or an average that draws random numbers must draw the same everywhere, or the replicas
         # would differ from here on.
         seed_generators(micro_seed(self._seed, self.index, self._batches.count()), self._replica.device)
+        # Before the update: a schedule sets the next step's.
+        self._lr = _learning_rate(optimizer)
         if not self.skipped:
             optimizer.step()
         # The samples of a skipped step are used up: the same ones would give the same gradient again.
@@ -364,6 +372,15 @@ class Step:
         """After a gradient that was not finite: who brings it in? Costs one pass, in one step."""
         if not self._replica.gradients.local_is_finite():
             raise NonFiniteGradient(f"this rank's own gradient of step {self.index} is not finite", own=True)
+
+
+def _learning_rate(optimizer: Any) -> float | None:
+    """Of the first group; None where there is none, or only a GPU knows it: nobody waits for a figure."""
+    groups = getattr(optimizer, "param_groups", None)
+    rate = groups[0].get("lr") if groups else None
+    if isinstance(rate, torch.Tensor):
+        rate = rate.item() if rate.numel() == 1 and not staging.is_far(rate) else None
+    return float(rate) if isinstance(rate, int | float) else None
 
 
 def _callables(

@@ -36,15 +36,20 @@ def on_trial(context: Context, rule: str) -> bool:
     return any(fnmatchcase(rule, pattern) for pattern in context.spec.health.dry_run)
 
 
-def heard(context: Context, worker: Worker, losses: tuple[tuple[int, float, float], ...]) -> None:
+def heard(context: Context, worker: Worker, losses: tuple[m.StepTold, ...]) -> None:
     """The job's losses of the steps that were committed, from rank 0."""
     if not context.spec.health.watch:
         return
-    for step, loss, _ in losses:
+    for told in losses:
+        # A step without an update changes nothing that a later loss could show. With fp16's scaler they are
+        # normal, and a scaled loss that overflows is no finding.
+        if told.skipped:
+            continue
+        step, loss = told.step, told.loss
         jump = context.transient(Curves).losses.take(step, loss)
         if jump is not None:
-            told = f"the loss of step {step} is {loss:.4g}, of the steps before {jump.usual:.4g}"
-            _say(context, worker, LOSS_JUMP, Severity.WARNING, Remedy.WATCH, told, shared=True)
+            what = f"the loss of step {step} is {loss:.4g}, of the steps before {jump.usual:.4g}"
+            _say(context, worker, LOSS_JUMP, Severity.WARNING, Remedy.WATCH, what, shared=True)
 
 
 def compared(context: Context, said: dict[str, Spent]) -> None:

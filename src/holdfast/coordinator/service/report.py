@@ -46,7 +46,11 @@ def build_report(state: CoreState, steps: list[StepRow], now: float) -> dict[str
             "micro_batches": state.membership.micro_batches,
             "idle": _idle(state),
         },
-        "steps": step_accounting.shown(state, len(steps)) | {"median_s": _median_s(state, took)},
+        "steps": step_accounting.shown(state, len(steps))
+        | {
+            "median_s": _median_s(state, took),
+            "skipped": _skipped(steps),
+        },
         "incidents": [incidents.shown(state, i) for i in state.incidents],
         "changes": [msgspec.structs.asdict(resize.describe(state, c)) for c in state.membership.changes],
         "slow": [stragglers.shown(x) for x in state.health.slow],
@@ -86,6 +90,12 @@ def _idle(state: CoreState) -> list[tuple[int, float]]:
         for _, world in sorted(state.membership.history, key=lambda h: h[1])
     }
     return [(w, round(idle_share(count, n), 4)) for w, n in sizes.items() if n and n <= count and count % n]
+
+
+def _skipped(steps: list[StepRow]) -> int | None:
+    """Steps that count without an update; None where the ledger does not say it of any."""
+    known = [s.skipped for s in steps if s.skipped is not None]
+    return sum(known) if known else None
 
 
 def _median_s(state: CoreState, took: list[float]) -> float | None:

@@ -21,6 +21,7 @@ import msgspec
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.service.older_states import state_of
 from holdfast.protocol import ledger
+from holdfast.protocol.messages import StepTold
 
 _SCHEMA = """
 create table if not exists kept (name text primary key, value blob not null);
@@ -28,12 +29,26 @@ create table if not exists events (
     seq integer primary key autoincrement, t_s real not null, utc text not null, kind text not null,
     fields text not null);
 create table if not exists steps (
-    step integer primary key, t_s real not null, loss real, took_s real, generation integer, world integer);
+    step integer primary key, t_s real not null, loss real, took_s real, generation integer, world integer,
+    made_in integer, weight real, grad_norm real, lr real, skipped integer);
+create table if not exists redone (
+    step integer not null, t_s real not null, loss real, took_s real, generation integer, world integer,
+    made_in integer, weight real, grad_norm real, lr real, skipped integer, primary key (step, generation, made_in));
 create table if not exists figures (
     name text not null, step integer not null, value real, generation integer not null,
     primary key (name, step)) without rowid;
 """
 
+
+_STEP = "step, t_s, loss, took_s, generation, world"
+_STEP_LATER = ("made_in integer", "weight real", "grad_norm real", "lr real", "skipped integer")
+"""Columns of `steps` that files of before do not have: a writer adds them, and for a reader they are null."""
+
+_COLUMNS = ", ".join([_STEP, *(column.split()[0] for column in _STEP_LATER)])
+
+_COMPUTED_AGAIN = "(:made_in > made_in or ((:made_in is null or made_in is null) and :generation > generation and :loss is not loss))"
+"""Whether what is told now is another commit of a step than the row that is there. Whoever tells of one commit names the same
+`made_in`. Files and words of before have none: there another loss in a later generation is taken for one."""
 
 SNAPSHOT = "core"
 """Under which name the core's state is kept."""
@@ -64,6 +79,14 @@ class StepRow(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
     world: int
     """Workers of the generation that committed it."""
+    weight: float | None = None
+    """Of the global batch: samples, tokens, or what else the script weighs by. Null in these columns: not known."""
+    grad_norm: float | None = None
+    """Of the global gradient before clipping; null also where that is not finite."""
+    lr: float | None = None
+    """The learning rate of the optimizer's first group in the update."""
+    skipped: bool | None = None
+    """It counts without an update."""
 
 
 class Said(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,8 +94,7 @@ class Said(msgspec.Struct, frozen=True, kw_only=True):
 
     t_s: float
     """When the message arrived, in seconds since the job's start."""
-    losses: tuple[tuple[int, float, float], ...]
-    """(step, loss, seconds that it took) of each."""
+    losses: tuple[StepTold, ...]
     generation: int
     world: int
     """Workers of `generation`."""
@@ -115,6 +137,10 @@ class Store:
             self._db.execute("pragma journal_mode=wal")
             self._db.execute(f"pragma synchronous={'full' if shared else 'normal'}")
             self._db.executescript(_SCHEMA)
+            there = self._columns("steps")
+            for column in _STEP_LATER:
+                if column.split()[0] not in there:
+                    self._db.execute(f"alter table steps add column {column}")
             # Only upward: an older version that continues a newer ledger must not claim that it wrote
             # everything in it.
             if self.version < ledger.VERSION:
@@ -209,15 +235,23 @@ class Store:
         ).fetchone()
         return float(row[0])
 
-    def add_steps(
-        self, t_s: float, losses: Iterable[tuple[int, float, float]], generation: int, world: int
-    ) -> None:
-        """Committed steps; one that was told already keeps its first row, a redone one its last."""
+    def _columns(self, table: str) -> set[str]:
+        """Names of its columns; none, if there is no such table."""
+        return {row[1] for row in self._db.execute(f"pragma table_info({table})")}
+
+    def add_steps(self, t_s: float, losses: Iterable[StepTold], generation: int, world: int) -> None:
+        """Committed steps; one that was told already keeps its first row. Of one that was computed again the newest commit
+        counts, and `redone` has those before."""
+        rows = [told._asdict() | {"t_s": t_s, "generation": generation, "world": world} for told in losses]
         self._db.executemany(
-            "insert into steps values (?, ?, ?, ?, ?, ?) on conflict(step) do update set t_s = excluded.t_s, "
-            "loss = excluded.loss, took_s = excluded.took_s, generation = excluded.generation, "
-            "world = excluded.world where excluded.generation > generation and excluded.loss is not loss",
-            [(step, t_s, loss, took, generation, world) for step, loss, took in losses],
+            f"insert or ignore into redone ({_COLUMNS}) select {_COLUMNS} from steps where step = :step and {_COMPUTED_AGAIN}",
+            rows,
+        )
+        names = _COLUMNS.split(", ")
+        self._db.executemany(
+            f"insert into steps ({_COLUMNS}) values ({', '.join(f':{n}' for n in names)}) on conflict(step) do update set "
+            f"{', '.join(f'{n} = excluded.{n}' for n in names)} where {_COMPUTED_AGAIN}",
+            rows,
         )
 
     def add_figures(self, figures: Iterable[tuple[str, int, float]], generation: int) -> None:
@@ -243,11 +277,22 @@ class Store:
             with closing(Store.of(self.copy())) as copy:
                 copy.write(left)
                 return copy.steps()
-        query = "select step, t_s, loss, took_s, generation, world from steps order by step"
-        return [
-            StepRow(step=step, t_s=t_s, loss=loss, took_s=took_s, generation=generation, world=world)
-            for step, t_s, loss, took_s, generation, world in self._db.execute(query)
-        ]
+        return self._rows("steps")
+
+    def redone(self) -> list[StepRow]:
+        """Commits that do not count any more, in the order of their steps: of steps that were computed again from an older
+        state. The newest commit of each is in `steps`."""
+        return self._rows("redone")
+
+    def _rows(self, table: str) -> list[StepRow]:
+        there = self._columns(table)
+        if not there:  # a ledger from before there were any, which a reader may not change
+            return []
+        names = [n for n in _COLUMNS.split(", ") if n in there and n != "made_in"]
+        order = "step, made_in, generation" if "made_in" in there else "step"
+        query = f"select {', '.join(names)} from {table} order by {order}"
+        rows = [dict(zip(names, row, strict=True)) for row in self._db.execute(query)]
+        return [msgspec.convert(row, StepRow, strict=False) for row in rows]
 
     def productive(self) -> tuple[int, float]:
         """How many committed steps the ledger has, and the seconds that they took together."""

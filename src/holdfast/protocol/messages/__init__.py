@@ -49,6 +49,7 @@ from holdfast.protocol.messages.from_worker import (
     SlotFilled,
     SlotWanted,
     StateServed,
+    StepTold,
     Warm,
     WorkerMessage,
 )
@@ -156,6 +157,7 @@ __all__ = [
     "StartWorker",
     "Started",
     "StateServed",
+    "StepTold",
     "Stop",
     "StoreProgress",
     "StoreShard",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
 
 from holdfast.protocol.phases import Spent
@@ -64,19 +66,39 @@ FIGURE_NAME = 64
 """Characters of the longest of them."""
 
 
+class StepTold(NamedTuple):
+    """A committed step, as whoever committed it tells of it. None: not known."""
+
+    step: int
+    loss: float
+    """Mean over the global batch."""
+    took_s: float
+    made_in: int | None = None
+    """The generation whose members computed it. All that tell of one commit say the same, and another where the step was
+    computed again: so the two are told apart even where they have the same bits."""
+    weight: float | None = None
+    """Of the global batch: samples, tokens, or what else the script weighs by."""
+    grad_norm: float | None = None
+    """Of the global gradient before clipping; None where that is not finite."""
+    lr: float | None = None
+    """The learning rate of the optimizer's first group in the update."""
+    skipped: bool | None = None
+    """It counts without an update, since its gradient is not finite."""
+
+
 # At most 20 a second, however short a step is: with a thousand workers the coordinator would otherwise be
 # busy with good news. A generation's first commit is always reported at once, because it ends a stall.
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
     """Steps were committed. Sent at most 20 times a second, and always for a generation's first commit.
 
-    losses: (step, loss, seconds it took) of the commits since the last message (rank 0 only). figures: what the script
+    losses: the commits since the last message (rank 0 only). figures: what the script
     logged since then: (step, name to value), likewise. spent: blocks of steps that were completed since then.
     """
 
     generation: int
     committed: int
     median_s: float | None = None
-    losses: tuple[tuple[int, float, float], ...] = ()
+    losses: tuple[StepTold, ...] = ()
     figures: tuple[tuple[int, dict[str, float]], ...] = ()
     spent: tuple[Spent, ...] = ()
 
@@ -94,7 +116,7 @@ class Parked(msgspec.Struct, frozen=True, kw_only=True, tag="parked"):
     generation: int
     committed: int | None
     prepared: bool = False
-    losses: tuple[tuple[int, float, float], ...] = ()
+    losses: tuple[StepTold, ...] = ()
     begun: int = -1
 
 
