@@ -70,6 +70,30 @@ def test_what_is_trained_is_what_lightning_counts(undisturbed):
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("step", [5, 6, 7])
+def test_an_update_that_fails_on_one_worker(tmp_path, undisturbed, step):
+    """It fetches the state from the other, and its loops do what follows the step as if it had updated it itself."""
+    ended = in_a_job(tmp_path, script=("0", str(step)))
+    assert ended == [undisturbed, undisturbed]
+
+
+@pytest.mark.nightly
+def test_the_last_update_fails_on_one_worker(tmp_path, undisturbed):
+    """The other one has the result, and the job may end with it."""
+    ended = in_a_job(tmp_path, script=("0", str(STEPS)))
+    assert ended
+    assert all(end == undisturbed for end in ended)
+
+
+@pytest.mark.nightly
+def test_a_survivor_that_goes_back_to_a_snapshot(tmp_path, undisturbed):
+    """Of an epoch before: the other worker, which alone had the newest state, is lost in the same step."""
+    options = ("--spares", 1, "--snapshot-every", 4, "--fault", "kill-worker:rank=0,step=7,phase=commit")
+    ended = in_a_job(tmp_path, *options, script=("0", "8"))
+    assert [result(end) for end in ended] == 2 * [result(undisturbed)]
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("phase", ["forward", "backward", "reduce", "vote", "update", "commit"])
 @pytest.mark.parametrize("step", [5, 6, 7])
 def test_a_kill_in_any_phase_around_a_validation(tmp_path, undisturbed, phase, step):

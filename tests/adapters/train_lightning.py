@@ -1,6 +1,6 @@
 """A script with Lightning's Trainer, as people write it: what it ends with goes into a file of each worker.
 
-train_lightning.py FOLDER ACCUMULATE [PATIENCE]
+train_lightning.py FOLDER ACCUMULATE [PATIENCE [BROKEN]]: the update of step BROKEN fails on rank 1
 """
 
 import json
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import xxhash
+from broken import break_update
 from torch.utils.data import DataLoader, Dataset
 
 import holdfast.lightning  # noqa: F401 - it makes strategy="holdfast_exact" known
@@ -18,7 +19,7 @@ import lightning  # isort: skip
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint  # isort: skip
 
 FOLDER, ACCUMULATE = Path(sys.argv[1]), int(sys.argv[2])
-PATIENCE = int(sys.argv[3]) if len(sys.argv) > 3 else 0
+PATIENCE, BROKEN = (int(sys.argv[i]) if len(sys.argv) > i else 0 for i in (3, 4))
 
 
 class Sums(Dataset):
@@ -60,6 +61,7 @@ class Module(lightning.LightningModule):
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), 1e-2)
+        break_update(optimizer, BROKEN, lambda: self.trainer.global_rank == 1)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.7)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 

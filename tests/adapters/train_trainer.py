@@ -1,6 +1,6 @@
 """A script with Hugging Face's Trainer, as people write it: what it ends with goes into a file of each worker.
 
-train_trainer.py FOLDER [--accumulate N] [--epochs N] [--patience N] [--own-loss]
+train_trainer.py FOLDER [--accumulate N] [--epochs N] [--patience N] [--own-loss] [--broken STEP]
 """
 
 import argparse
@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import transformers
 import xxhash
+from broken import break_update
 from torch.utils.data import Dataset
 from transformers import (
     EarlyStoppingCallback,
@@ -52,6 +53,14 @@ class Counting(TrainerCallback):
         self.epochs.append(state.epoch)
 
 
+class Breaking(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_begin(self, args, state, control, optimizer=None, **more):
+        break_update(optimizer.optimizer, self.step, lambda: args.process_index == 1)
+
+
 class HalfLoss(transformers.Trainer):
     """A user's own loss: compute_loss is called as in any Trainer."""
 
@@ -67,6 +76,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=float, default=3)
     parser.add_argument("--patience", type=int, default=0)
     parser.add_argument("--own-loss", action="store_true")
+    parser.add_argument("--broken", type=int, default=0, help="the update of this step fails on rank 1")
     options = parser.parse_args()
 
     transformers.set_seed(0)
@@ -80,7 +90,7 @@ def main() -> None:
         attention_dropout=0.1,
     )
     counting = Counting()
-    callbacks = [counting]
+    callbacks = [counting, Breaking(options.broken)]
     if options.patience:
         callbacks.append(EarlyStoppingCallback(options.patience, early_stopping_threshold=0.5))
     trainer = wrap(HalfLoss if options.own_loss else transformers.Trainer, reduction="exact")(

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from transformers.trainer_callback import ExportableState
 
-STATE_FIELDS = ("epoch", "global_step", "best_metric", "best_global_step")
-"""Of TrainerState. The others follow from the arguments, or are this process's own (`is_world_process_zero`)."""
+COMMITTED = ("epoch", "global_step")
+FOLLOWED = ("best_metric", "best_global_step")
+"""Of TrainerState: what a commit changes, and what is changed by what follows a step. The others follow from the arguments,
+or are this process's own (`is_world_process_zero`)."""
 
 CLOCKED = ("_runtime", "_per_second")
 """How the names of logged values end that were read from this process's clock: no two workers have the same."""
@@ -20,7 +22,8 @@ class Progress:
     Attributes:
         changes_between_steps: what follows a step changes this, too: each worker does the same with the same numbers.
         outstanding: what follows the newest committed step (callbacks, logs, evaluation, a checkpoint) was not done yet.
-        grad_norm: of the newest committed step, before clipping.
+        loss: of the newest committed step.
+        grad_norm: of it, before clipping.
         learning_rate: with which it was made.
     """
 
@@ -33,6 +36,7 @@ class Progress:
         # does what follows the step; whoever fetches the state later from a survivor that has done it finds it cleared,
         # and does not log, or count towards early stopping, a second time.
         self.outstanding = False
+        self.loss = 0.0
         self.grad_norm: float | None = None
         self.learning_rate: float | None = None
         self._losses: dict[str, Any] | None = None
@@ -42,9 +46,10 @@ class Progress:
         trainer = self._trainer
         return {
             "outstanding": self.outstanding,
+            "loss": self.loss,
             "grad_norm": self.grad_norm,
             "learning_rate": self.learning_rate,
-            "state": {name: getattr(trainer.state, name) for name in STATE_FIELDS},
+            "state": {name: getattr(trainer.state, name) for name in COMMITTED + FOLLOWED},
             "history": [
                 {name: value for name, value in logs.items() if not name.endswith(CLOCKED)}
                 for logs in trainer.state.log_history
@@ -64,21 +69,36 @@ class Progress:
             ValueError: they were saved with other callbacks.
         """
         trainer, exporters = self._trainer, self._exporters()
+        step = trainer._holdfast_step
+        if step is not None and saved["state"]["global_step"] == step.index + 1:
+            # The update of this very step failed on this worker alone. Here everything is as it was before the commit, and
+            # what follows the step is still to be done, whatever the giver of the state has done since.
+            if trainer.state.global_step == step.index:
+                self._take_commit(saved)
+                trainer._tr_loss += self.loss
+            return
         if len(exporters) != len(saved["callbacks"]):
             raise ValueError(
                 f"the saved state has {len(saved['callbacks'])} callbacks that export their state, this trainer has "
                 f"{len(exporters)}: give the trainer the same callbacks, in the same order"
             )
+        self._take_commit(saved)
         self.outstanding = saved["outstanding"]
-        self.grad_norm, self.learning_rate = saved["grad_norm"], saved["learning_rate"]
-        for name, value in saved["state"].items():
-            setattr(trainer.state, name, value)
+        for name in FOLLOWED:
+            setattr(trainer.state, name, saved["state"][name])
         trainer.state.log_history = list(saved["history"])
         self._losses = saved["losses"]
         self.put_losses()
         for exporter, exported in zip(exporters, saved["callbacks"], strict=True):
             for name, value in (exported["args"] | exported["attributes"]).items():
                 setattr(exporter, name, value)
+
+    def _take_commit(self, saved: dict[str, Any]) -> None:
+        self.outstanding = True
+        self.loss, self.grad_norm = saved["loss"], saved["grad_norm"]
+        self.learning_rate = saved["learning_rate"]
+        for name in COMMITTED:
+            setattr(self._trainer.state, name, saved["state"][name])
 
     def put_losses(self) -> None:
         """The sums of losses that are logged next. The Trainer clears them when its loop begins, which is after the state

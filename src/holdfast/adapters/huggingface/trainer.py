@@ -28,6 +28,8 @@ class HoldfastMixin:
     """Put before a Trainer's class. Only the loop over steps is replaced: `training_step`, `compute_loss`, the optimizer,
     the scheduler, callbacks, evaluation and logging are the Trainer's or the user's own.
 
+    What it adds to a trainer begins with `_holdfast_`: the names of the user's own class are not known.
+
     Attributes:
         reduction: "fast" or "exact", see `Run.steps`; set on the class, for example by `wrap`.
     """
@@ -43,11 +45,11 @@ class HoldfastMixin:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         check_version(transformers.__version__)
         super().__init__(*args, **kwargs)
-        self._run: Run = world.own_run()
-        arguments.follow(self.args, self._run, world.slot())
-        self._before_steps: ExitStack | None = None
-        self._step: Step | None = None
-        self._weight = 1.0
+        self._holdfast_run: Run = world.own_run()
+        arguments.follow(self.args, self._holdfast_run, world.slot())
+        self._holdfast_before_steps: ExitStack | None = None
+        self._holdfast_step: Step | None = None
+        self._holdfast_weight = 1.0
 
     # ------------------------------------------------------------ before the first step
 
@@ -57,21 +59,23 @@ class HoldfastMixin:
         arguments.refuse(self.args, self.train_dataset, self.lr_scheduler)
         own = super().get_train_dataloader()  # type: ignore[misc]
         arguments.refuse_sampler(own)
-        self._collate, self._samples = own.collate_fn, own.dataset
-        self._lengths = DataLoader(
+        self._holdfast_collate, self._holdfast_samples = own.collate_fn, own.dataset
+        self._holdfast_lengths = DataLoader(
             _Numbers(len(own.dataset)),
-            batch_size=self._micro_batch * self._run.full_world_size,
+            batch_size=self._holdfast_micro_batch * self._holdfast_run.full_world_size,
             drop_last=self.args.dataloader_drop_last,
         )
-        lengths: DataLoader[Any] = self._lengths
+        lengths: DataLoader[Any] = self._holdfast_lengths
         return lengths
 
     def get_total_train_batch_size(self: Any, args: Any) -> int:
         """Samples of an optimizer step over the full job."""
-        return int(self._micro_batch * args.gradient_accumulation_steps * self._run.full_world_size)
+        return int(
+            self._holdfast_micro_batch * args.gradient_accumulation_steps * self._holdfast_run.full_world_size
+        )
 
     @property
-    def _micro_batch(self: Any) -> int:
+    def _holdfast_micro_batch(self: Any) -> int:
         return int(self.args.per_device_train_batch_size)
 
     def _init_training_state(
@@ -88,60 +92,80 @@ class HoldfastMixin:
         super()._init_training_state(max_steps, steps_per_epoch, epochs, None, None)  # type: ignore[misc]
         # The Trainer wants to know the epoch before it makes model and optimizer ready. A newcomer knows it when it has
         # fetched the state, which goes into these. So that part is done now, and `_prepare_for_training` hands it out.
-        self._prepared, _ = super()._prepare_for_training(max_steps, self._lengths, None)  # type: ignore[misc]
-        self.accelerator.backward = self._backward
+        self._holdfast_prepared, _ = super()._prepare_for_training(max_steps, self._holdfast_lengths, None)  # type: ignore[misc]
+        self.accelerator.backward = self._holdfast_backward
         self.current_gradient_accumulation_steps = 1  # the run divides by the weight of the global batch
-        self._steps_per_epoch = steps_per_epoch
-        self._progress = Progress(self)
-        self._progress.put_losses()
-        run = self._run = world.run_for_training()
+        self._holdfast_steps_per_epoch = steps_per_epoch
+        self._holdfast_progress = Progress(self)
+        self._holdfast_progress.put_losses()
+        run = self._holdfast_run = world.run_for_training()
         run.protect(
             model=self.model,
             optimizer=_raw(self.optimizer),
             scheduler=self.lr_scheduler,
-            trainer=self._progress,
+            trainer=self._holdfast_progress,
         )
-        self._steps = run.steps(
-            shuffled(self._samples, workers=self.args.dataloader_num_workers, collate=self._collate),
+        self._holdfast_steps = run.steps(
+            shuffled(
+                self._holdfast_samples,
+                workers=self.args.dataloader_num_workers,
+                collate=self._holdfast_collate,
+            ),
             global_batch=self.get_total_train_batch_size(self.args),
-            micro_batch=self._micro_batch,
+            micro_batch=self._holdfast_micro_batch,
             until=max_steps,
             seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
             reduction=self.reduction,
         )
-        self._coming = next(self._steps, None)
-        self._reports = self.state.is_world_process_zero = self.is_world_process_zero()
+        self._holdfast_coming = next(self._holdfast_steps, None)
+        self._holdfast_reports = self.state.is_world_process_zero = self.is_world_process_zero()
         # Callbacks that begin a training may take long, and the others wait for this worker's first step.
-        self._before_steps = ExitStack()
-        self._before_steps.enter_context(run.relaxed_watchdog())
-        return (self.state.global_step - self._progress.outstanding) // steps_per_epoch, 0
+        self._holdfast_before_steps = ExitStack()
+        self._holdfast_before_steps.enter_context(run.relaxed_watchdog())
+        return (self.state.global_step - self._holdfast_progress.outstanding) // steps_per_epoch, 0
 
     def _prepare_for_training(self: Any, max_steps: int, loader: Any, resume: Any) -> tuple[Any, Any]:
-        return self._prepared, loader
+        return self._holdfast_prepared, loader
 
     # ------------------------------------------------------------ the loop over steps
 
     def _run_epoch(
-        self: Any, model: Any, *, trial: Any, ignore_keys_for_eval: Any, start_time: float, **more: Any
+        self: Any,
+        model: Any,
+        *,
+        epoch: int,
+        trial: Any,
+        ignore_keys_for_eval: Any,
+        start_time: float,
+        **more: Any,
     ) -> None:
         """The steps of an epoch, from where the job stands."""
-        self._end_beginning()
-        # Not only after a step that was committed here: the state may have come from a worker that has not done what
-        # follows its newest step.
-        while not (
-            self._progress.outstanding and self._follow_up(model, trial, ignore_keys_for_eval, start_time)
-        ):
-            step = self._next_step()
+        self._holdfast_end_beginning()
+        while True:
+            # Not only after a step that was committed here: the state may have come from a worker that has not done what
+            # follows its newest step.
+            if self._holdfast_progress.outstanding and self._holdfast_follow_up(
+                model, trial, ignore_keys_for_eval, start_time
+            ):
+                # The job may have gone back into an epoch before this one, where its newest steps were lost. The Trainer
+                # counts its epochs on, and would end before the last step.
+                if (
+                    self.control.should_training_stop
+                    or self.state.global_step > epoch * self._holdfast_steps_per_epoch
+                ):
+                    return
+                self.control = self.callback_handler.on_epoch_begin(self.args, self.state, self.control)
+            step = self._holdfast_next_step()
             if step is None:
                 return
-            self._step, self._rate = step, self._get_learning_rate()
+            self._holdfast_step, self._holdfast_rate = step, self._get_learning_rate()
             self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
             with step:
                 for inputs in step:
                     items = self._get_num_items_in_batch([inputs], self.args.device)
-                    self._weight = float(find_batch_size(inputs) if items is None else items)  # type: ignore[no-untyped-call]
+                    self._holdfast_weight = float(find_batch_size(inputs) if items is None else items)  # type: ignore[no-untyped-call]
                     # Where no token counts the sum of losses is 0, and dividing it by 0 would make it NaN.
-                    self.training_step(model, inputs, items if self._weight else 1)
+                    self.training_step(model, inputs, items if self._holdfast_weight else 1)
                 self.control = self.callback_handler.on_pre_optimizer_step(
                     self.args, self.state, self.control
                 )
@@ -149,48 +173,49 @@ class HoldfastMixin:
                     self.optimizer,
                     max_grad_norm=self.args.max_grad_norm or None,
                     scheduler=self.lr_scheduler,
-                    also=self._count_step,
+                    also=self._holdfast_count_step,
                 )
 
-    def _end_beginning(self: Any) -> None:
+    def _holdfast_end_beginning(self: Any) -> None:
         """The callbacks that begin a training are done."""
-        if self._before_steps is not None:
-            self._before_steps.close()
-            self._before_steps = None
-            self._progress.put_losses()
+        if self._holdfast_before_steps is not None:
+            self._holdfast_before_steps.close()
+            self._holdfast_before_steps = None
+            self._holdfast_progress.put_losses()
 
-    def _next_step(self: Any) -> Step | None:
-        step, self._coming = self._coming or next(self._steps, None), None
+    def _holdfast_next_step(self: Any) -> Step | None:
+        step, self._holdfast_coming = self._holdfast_coming or next(self._holdfast_steps, None), None
         if step is None:  # the job was asked to stop, or it ended with the step before
             self.control.should_training_stop = True
-        self._report_from_rank_0()
+        self._holdfast_report_from_rank_0()
         return step
 
-    def _backward(self: Any, loss: torch.Tensor, **options: Any) -> None:
-        """What `training_step` calls: its loss is a mean over what `_weight` counts."""
-        self._step.backward(loss * self._weight, weight=self._weight)
+    def _holdfast_backward(self: Any, loss: torch.Tensor, **options: Any) -> None:
+        """What `training_step` calls: its loss is a mean over what `_holdfast_weight` counts."""
+        self._holdfast_step.backward(loss * self._holdfast_weight, weight=self._holdfast_weight)
 
-    def _count_step(self: Any) -> None:
+    def _holdfast_count_step(self: Any) -> None:
         """Part of the step's commit."""
         self.state.global_step += 1
-        self.state.epoch = self.state.global_step / self._steps_per_epoch
-        self._tr_loss += self._step.loss
-        progress = self._progress
-        progress.grad_norm, progress.learning_rate = self._step.grad_norm, self._rate
+        self.state.epoch = self.state.global_step / self._holdfast_steps_per_epoch
+        self._tr_loss += self._holdfast_step.loss
+        progress = self._holdfast_progress
+        progress.loss, progress.grad_norm = self._holdfast_step.loss, self._holdfast_step.grad_norm
+        progress.learning_rate = self._holdfast_rate
         progress.outstanding = True
 
-    def _follow_up(self: Any, model: Any, trial: Any, ignored: Any, start_time: float) -> bool:
+    def _holdfast_follow_up(self: Any, model: Any, trial: Any, ignored: Any, start_time: float) -> bool:
         """What follows a committed step: callbacks, logs, evaluation, a checkpoint. Returns whether the epoch is over."""
-        handler, progress = self.callback_handler, self._progress
+        handler, progress = self.callback_handler, self._holdfast_progress
         self.control = handler.on_optimizer_step(self.args, self.state, self.control)
         self.control = handler.on_step_end(self.args, self.state, self.control)
         over: bool = (
-            self.state.global_step % self._steps_per_epoch == 0
+            self.state.global_step % self._holdfast_steps_per_epoch == 0
             or self.control.should_epoch_stop
             or self.control.should_training_stop
         )
         with (
-            self._run.relaxed_watchdog()
+            self._holdfast_run.relaxed_watchdog()
             if over or self.control.should_evaluate or self.control.should_save
             else nullcontext()
         ):
@@ -212,10 +237,10 @@ class HoldfastMixin:
 
     # ------------------------------------------------------------ who reports, and the end
 
-    def _report_from_rank_0(self: Any) -> None:
+    def _holdfast_report_from_rank_0(self: Any) -> None:
         """Rank 0 reports. When its worker is lost another becomes rank 0, whose reporters have not begun yet."""
         zero = self.state.is_world_process_zero = self.is_world_process_zero()
-        if zero and not self._reports:
+        if zero and not self._holdfast_reports:
             handler = self.callback_handler
             for callback in handler.callbacks:
                 if type(callback).__module__.startswith("transformers."):
@@ -226,7 +251,7 @@ class HoldfastMixin:
                         model=self.model,
                         processing_class=self.processing_class,
                     )
-        self._reports = self._reports or zero
+        self._holdfast_reports = self._holdfast_reports or zero
 
     def _evaluate(
         self: Any, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False
@@ -241,9 +266,9 @@ class HoldfastMixin:
             super()._save_checkpoint(model, trial)  # type: ignore[misc]
 
     def _finalize_training(self: Any, trial: Any, num_train_samples: int, start_time: float) -> Any:
-        self._end_beginning()  # a worker that came after the last step had no epoch
-        if self._next_step() is not None:  # a callback stopped the training early
-            self._steps.close()
+        self._holdfast_end_beginning()  # a worker that came after the last step had no epoch
+        if self._holdfast_next_step() is not None:  # a callback stopped the training early
+            self._holdfast_steps.close()
         return super()._finalize_training(trial, num_train_samples, start_time)  # type: ignore[misc]
 
 

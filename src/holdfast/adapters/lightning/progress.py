@@ -7,6 +7,10 @@ from typing import Any
 
 from lightning.pytorch.trainer import call
 
+OPTIMIZER = "epoch_loop.automatic_optimization.optim_progress"
+SCHEDULERS = "epoch_loop.scheduler_progress"
+"""Names of counters in what Lightning saves of its loops."""
+
 
 class LoopProgress:
     """Protected under `trainer`: the loops' own counters, and what callbacks export.
@@ -21,7 +25,7 @@ class LoopProgress:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._restored: dict[str, Any] | None = None
+        self._fetched: dict[str, Any] | None = None
         self.outstanding = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -31,21 +35,45 @@ class LoopProgress:
         return {"loops": loops, "callbacks": call._call_callbacks_state_dict(self._trainer)}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Keeps saved values for `resume`: they come while the loops are not there yet."""
-        self._restored = saved
+        """Keeps saved values for `resume` and `has_fetched_step`: here the loops are not there yet, or within a batch."""
+        self._fetched = saved
 
     def resume(self) -> None:
-        """Lightning's loops go on from the saved values as they do from a checkpoint in the middle of an epoch."""
-        if self._restored is None:
+        """A newcomer's loops go on from the saved values, as they do from a checkpoint in the middle of an epoch."""
+        saved, self._fetched = self._fetched, None
+        if saved is None:
             return
-        loops = self._restored["loops"]
-        self._trainer.fit_loop.load_state_dict(loops)
-        call._call_callbacks_load_state_dict(self._trainer, {"callbacks": self._restored["callbacks"]})
+        self._trainer.fit_loop.load_state_dict(saved["loops"])
+        call._call_callbacks_load_state_dict(self._trainer, {"callbacks": saved["callbacks"]})
         # Within a commit the optimizer's step is counted and its batch is not. The loops then take that batch again: they
         # get it as done, and only do what follows it. In every other state both counts are equal, or the batch is one
         # that was begun and not committed.
-        batches = loops["epoch_loop.batch_progress"]["total"]["completed"]
-        steps = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]["total"][
-            "completed"
-        ]
-        self.outstanding = steps > batches
+        self.outstanding = self._steps() > self._trainer.fit_loop.epoch_loop.batch_progress.total.completed
+
+    def has_fetched_step(self) -> bool:
+        """Whether the others committed the step of the batch that the loops are in, and its state was fetched from them.
+
+        That is so where the update failed on this worker alone. Its loops and callbacks stand before what follows the
+        step, whatever the others have done since; so only what the commit counts is taken over.
+
+        Raises:
+            RuntimeError: the state is of another step, to which Lightning's loops cannot go within a batch. A process that
+                begins anew can: its loops are not there yet.
+        """
+        saved, self._fetched = self._fetched, None
+        if saved is None:
+            return False
+        loop = self._trainer.fit_loop.epoch_loop
+        batches = int(loop.batch_progress.total.completed)
+        fetched = int(saved["loops"][OPTIMIZER]["optimizer"]["step"]["total"]["completed"])
+        if fetched not in (batches, batches + 1):
+            raise RuntimeError(
+                f"the update of step {batches} failed here, and the newest state of the job is that after {fetched} steps: "
+                "this worker ends, and another one takes its place"
+            )
+        loop.automatic_optimization.optim_progress.load_state_dict(saved["loops"][OPTIMIZER])
+        loop.scheduler_progress.load_state_dict(saved["loops"][SCHEDULERS])
+        return fetched > batches
+
+    def _steps(self) -> int:
+        return int(self._trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer_steps)

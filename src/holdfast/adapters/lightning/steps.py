@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from torch.optim import Optimizer
 
+    from holdfast.adapters.lightning.progress import LoopProgress
     from holdfast.train.step import Step
 
 
@@ -27,6 +28,8 @@ class Done:
 
 class Source(Protocol):
     """Where steps come from: the strategy."""
+
+    progress: LoopProgress
 
     def next_step(self) -> Step | Done | None:
         """What is trained next; None: the job was asked to stop."""
@@ -111,7 +114,7 @@ class Optimization(_AutomaticOptimization):
                 step.apply(
                     optimizer, max_grad_norm=self.trainer.gradient_clip_val or None, also=self._count_step
                 )
-            if step.committed:
+            if step.committed or strategy.progress.has_fetched_step():
                 return output.asdict() if output is not None else {}
             step = strategy.next_step()  # the same one again, or none: the job was asked to stop
             assert not isinstance(step, Done)
