@@ -15,6 +15,7 @@ from test_coordinator_link import serving
 from holdfast.protocol import messages as m
 from holdfast.protocol.frames import encode
 from holdfast.protocol.job import JobSpec
+from holdfast.protocol.notices import Going, Notice, NoticeCause
 
 SLEEPER = "import signal\nsignal.pause()\n"
 
@@ -118,3 +119,32 @@ def test_an_agent_whose_link_ends_for_good_ends_with_its_workers(tmp_path):
     )
     assert "nothing more to say" in output
     assert ended
+
+
+ASKS = """import sys
+import holdfast
+while (notice := holdfast.notice()) is None:
+    pass
+sys.exit(notice.number)
+"""
+
+
+def test_workers_hear_what_is_to_go_away_also_those_that_start_later(tmp_path):
+    def notify(number):
+        notice = Notice(
+            number=number, going=Going.JOB, cause=NoticeCause.TIME_LIMIT, reason="x", deadline_s=9.0
+        )
+        return encode(m.Notify((notice,)))
+
+    async def end_by_notices():
+        async with agent(tmp_path, "-m", "holdfast.agent") as (_, coordinator):
+            (tmp_path / "sleeper.py").write_text(ASKS)
+            await hello(coordinator)
+            await coordinator.connection.send_bytes(start(tmp_path, "n0.0#1"))
+            await heard(coordinator, m.Started, "n0.0#1")
+            await coordinator.connection.send_bytes(notify(3))
+            first = await heard(coordinator, m.Exited, "n0.0#1")
+            await coordinator.connection.send_bytes(start(tmp_path, "n0.0#2"))
+            return first.code, (await heard(coordinator, m.Exited, "n0.0#2")).code
+
+    assert asyncio.run(end_by_notices()) == (3, 3)

@@ -24,7 +24,8 @@ from typing import Any
 
 import msgspec
 
-from holdfast.coordinator.kernel.events import Record
+from holdfast.coordinator.kernel.events import Record, Send
+from holdfast.protocol import messages as m
 from holdfast.protocol.messages import Hello
 
 PLAIN, SHARDED = 4_000, 1_000
@@ -86,6 +87,9 @@ PROSE = frozenset(
 RECORDED_PROTOCOL = 5
 """What agents said in their Hello when the digests were recorded. The names of messages have changed since."""
 
+YOUNGER = (m.Notify,)
+"""Messages to agents that are younger than the recording, and decide nothing: what scripts are told of what goes away."""
+
 ADDED = frozenset(["cause_kind"])
 """Fields of the ledger that are younger than the recording: what they hold follows from others."""
 
@@ -99,7 +103,8 @@ def run(seed: int, lines: list[str] | None = None) -> str:
     heard = Checks.handled
 
     def handled(self: Any, event: Any, actions: list[Any], core: Any) -> None:
-        for way, what in (("<", event), *((">", a) for a in actions)):
+        recorded = [a for a in actions if not (isinstance(a, Send) and isinstance(a.message, YOUNGER))]
+        for way, what in (("<", event), *((">", a) for a in recorded)):
             line = f"{core.now:.6f} {way} {canonical(what)!r}"
             digest.update(line.encode())
             if lines is not None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections import Counter
 from itertools import groupby
 
 import pytest
@@ -47,8 +48,18 @@ def test_a_job_shrinks_and_grows_between_steps(tmp_path):
 
 def test_a_drained_node_and_a_preempted_one_are_replaced(tmp_path):
     deeds = [Deed(drain(1), 20, 3), Deed(fault("preempt-node:rank=0"), 20, 3), Deed(stop(), 200, 3)]
-    ran = drive(tmp_path, deeds, "--nnodes", "1:3", "--spares", 1)
+    ran = drive(tmp_path, deeds, "--nnodes", "1:3", "--spares", 1, tell=["--warn"])
     assert sizes(ran)[:2] == [3, 3]  # the spare was ready
+    warned = Counter(
+        (log.name.split(".")[0], line.split("warned of ")[1])
+        for log in (tmp_path / "jobs" / "job" / "logs").rglob("*.log")
+        for line in log.read_text().splitlines()
+        if "warned of " in line
+    )
+    assert warned["node1", "the node: drain"] == 1
+    assert [count for (_, text), count in warned.items() if text == "the node: preemption"] == [1]
+    assert set(Counter(text for _, text in warned)) >= {"the job: stop"}
+    assert set(warned.values()) == {1}
     assert [f["reason"] for f in ran.fields("node-leaving")] == ["test", "SIGTERM"]
 
 

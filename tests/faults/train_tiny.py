@@ -28,6 +28,10 @@ def said(world) -> None:
     print(f"resized {world.size} workers, {len(world.micro_batches)} micro-batches here", flush=True)
 
 
+def warned(notice) -> None:
+    print(f"warned of the {notice.going}: {notice.cause}", flush=True)
+
+
 def main(run: hf.Run) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(
@@ -37,6 +41,8 @@ def main(run: hf.Run) -> None:
     run.protect(model=model, optimizer=optimizer)
     if "--tell" in sys.argv:
         run.on_resize(said)
+    if "--warn" in sys.argv:
+        run.on_warning(warned)
     for step in run.steps(Blobs(), global_batch=48, micro_batch=4, until=int(sys.argv[1])):
         with step:
             for inputs, labels in step:

@@ -30,6 +30,8 @@ SAMPLES = {
     "node-left": {"node": "node1", "reason": "spot interruption"},
     "node-taken": {"node": "n7", "reason": "Slurm took it away"},
     "node-stays": {"node": "node1"},
+    "job-going": {"reason": "the time limit", "within_s": 120.0},
+    "job-stays": {"reason": "Slurm gives the job more time"},
     "resize": {"nodes": 2, "before": 4, "reason": "holdfast resize"},
     "capacity": {"nodes": 2, "before": 4, "reason": "preempted by job 17, priority 100", "within_s": 30.0},
     "changed": {"id": 2, "reason": "a newcomer is ready", "t_s": 41.2, "at_step": 120, "from_world": 3,

@@ -5,14 +5,23 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from holdfast.engines.slurm import engine as module
 from holdfast.engines.slurm.commands import SlurmError
 from holdfast.engines.slurm.engine import SlurmEngine
 from holdfast.engines.slurm.parse import JobLine, NodeLine
-from holdfast.protocol.availability import Availability, Capacity, NodeGoing, NodeTaken, NodeUnavailable
+from holdfast.protocol.availability import (
+    Availability,
+    Capacity,
+    JobGoing,
+    NodeGoing,
+    NodeTaken,
+    NodeUnavailable,
+)
 from holdfast.protocol.job import JobSpec
+from holdfast.protocol.notices import NoticeCause
 
 
 def line(id: str, state: str, reason: str, batch_host: str, left_s: float | None, nodes: str) -> JobLine:
@@ -198,6 +207,37 @@ def test_what_slurm_says_of_the_allocation(tmp_path: Path) -> None:
         NodeTaken("n9", "Slurm took it out of the allocation"),
         NodeGoing("n3", "Slurm drains it: fan"),
     ]
+
+
+@pytest.mark.parametrize("left_s", [None, 900.0, 240.0])
+def test_far_from_the_time_limit_nobody_is_told(tmp_path: Path, left_s: float | None) -> None:
+    assert posts_of_a_job_that_has(tmp_path, left_s) == []
+
+
+def test_the_time_limit_is_foretold_as_long_before_the_stop_as_that_is_before_the_limit(
+    tmp_path: Path,
+) -> None:
+    stop_s = 120  # --stop-before
+    foretold = JobGoing("the time limit", 239.0 - stop_s, NoticeCause.TIME_LIMIT)
+    assert posts_of_a_job_that_has(tmp_path, 239.0) == [foretold]
+    assert posts_of_a_job_that_has(tmp_path, 239.0, 119.0) == [
+        foretold,
+        Capacity(0, "the time limit", 119.0, NoticeCause.TIME_LIMIT),
+    ]
+
+
+def test_more_time_takes_the_notice_back_once(tmp_path: Path) -> None:
+    posts = posts_of_a_job_that_has(tmp_path, 239.0, 3600.0, 3597.0)
+    assert posts[1:] == [JobGoing("Slurm gives the job more time", None, NoticeCause.TIME_LIMIT)]
+
+
+def posts_of_a_job_that_has(folder: Path, *left_s: float | None) -> list[Availability]:
+    """What the engine says at one look after the other, when Slurm leaves the job so many seconds."""
+    engine = Engine(folder)
+    for seconds in left_s:
+        engine.slurm.lines["7"] = msgspec.structs.replace(engine.slurm.lines["7"], left_s=seconds)
+        asyncio.run(engine._look())
+    return engine.posts
 
 
 def test_sigterm_to_all_nodes_is_the_end_of_the_allocation(tmp_path: Path) -> None:

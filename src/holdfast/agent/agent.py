@@ -36,6 +36,7 @@ from holdfast.protocol.faults import MACHINE_FAULTS, NODE_FAULTS, ArmedFault, Fa
 from holdfast.protocol.health import CheckResult, Condition, Finding, HealthSpec, Remedy, Severity
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.job_options import Timing
+from holdfast.protocol.notice_board import NoticeBoard
 from holdfast.protocol.processes import kernel_id
 from holdfast.protocol.progress_page import STACKS_SIGNAL
 
@@ -95,6 +96,7 @@ class Agent:
         self._follower = LogFollower(self._on_files_changed)
         self._keeper: SnapshotKeeper | None = None
         self._leaving: m.Leaving | None = None
+        self._notices = NoticeBoard()
         self._terminated_at = 0.0
         self._health = _health(config.job_dir)
         # A node that shares its machine with others has a part of its identity, and none of its devices for itself.
@@ -319,6 +321,10 @@ class Agent:
                 self._spawn(self._repairs.answer(order), order)
             case m.Drain(reason):
                 self._drain(reason)
+            case m.Notify(notices):
+                self._notices.put(notices)
+                for worker in self._workers.values():
+                    worker.tell(order)
             case m.Shutdown(reason, keeps):
                 # Only the coordinator knows whether a durable tier has what this node's memory holds. An
                 # agent that ends without a Shutdown therefore leaves its memory behind for the job's next
@@ -391,6 +397,8 @@ class Agent:
         # the worker in the state that its messages have put it into.
         for message in early:
             self._tell(worker, message)
+        if self._notices.numbers:
+            worker.tell(m.Notify(self._notices.standing()))
         _log.info("started a worker", extra={"worker": order.worker, "pid": warm.pid, "slot": order.slot})
         self._link.send(m.Started(order.worker, warm.pid, str(worker.log)))
         if (rank := env.get("RANK")) is not None:  # level 0: it trains from its start
@@ -405,6 +413,7 @@ class Agent:
         # Their ends are still reported. But the hello that follows lists the workers of the new session, and
         # these are not among them.
         self._workers.clear()
+        self._notices.put(())  # those of a new node are sent to it
         self._session = uuid.uuid4().hex
         self._link.send(self._hello())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from holdfast.protocol import messages as m
+from holdfast.protocol.notice_board import NoticeBoard
 from holdfast.protocol.progress_page import ProgressPage
 from holdfast.protocol.snapshots import Key
 
@@ -15,6 +16,7 @@ class AgentLink(Protocol):
     start: m.Start
     page: ProgressPage
     token: str
+    notices: NoticeBoard
 
     def send(self, message: m.WorkerMessage) -> None:
         """To the agent."""

@@ -50,6 +50,7 @@ from holdfast.coordinator.membership import (
     generations,
     hangs,
     nodes,
+    notices,
     queries,
     replica_groups,
     resize,
@@ -62,8 +63,16 @@ from holdfast.coordinator.membership.restart import Restart
 from holdfast.coordinator.storage import durable_checkpoints, memory_snapshots
 from holdfast.protocol import causes, ledger
 from holdfast.protocol import messages as m
-from holdfast.protocol.availability import Capacity, NodeAvailable, NodeGoing, NodeTaken, NodeUnavailable
+from holdfast.protocol.availability import (
+    Capacity,
+    JobGoing,
+    NodeAvailable,
+    NodeGoing,
+    NodeTaken,
+    NodeUnavailable,
+)
 from holdfast.protocol.job import Durable, JobSpec
+from holdfast.protocol.notices import NoticeCause
 from holdfast.protocol.snapshots import Copy
 
 
@@ -213,7 +222,9 @@ class Core(Context):
             case requests.EvictWorkers(node, evicted, cause):
                 self.mode.evict(self, node, evicted, cause)
             case requests.LeaveSoon(name, reason, within_s):
-                resize.going(self, name, reason, within_s)
+                resize.going(self, name, reason, within_s, NoticeCause.PREEMPTION)
+            case requests.WithdrawNotice(node):
+                notices.node_stays(self, node)
             case requests.HandleReport(worker, report):
                 self._worker_says(worker, report, 0.0)
             case requests.EndGeneration(cause):
@@ -299,18 +310,20 @@ class Core(Context):
                 failures.injected(
                     self, Injection(fault=fault, kind=kind, at_s=self.now, node=name, worker=worker)
                 )
-            case StopRequested(reason):
-                shutdown.request(self, reason, "stopped")
+            case StopRequested(reason, cause):
+                shutdown.request(self, reason, "stopped", cause=cause)
             case NodeUnavailable(reason):
                 nodes.unavailable(self, reason)
             case NodeAvailable():
                 nodes.available(self)
-            case NodeGoing(name, reason, within_s):
-                resize.going(self, name, reason, within_s)
+            case NodeGoing(name, reason, within_s, cause):
+                resize.going(self, name, reason, within_s, cause or NoticeCause.DRAIN)
+            case JobGoing():
+                notices.foretold(self, event)
             case NodeTaken(name, reason):
                 nodes.taken(self, name, reason)
-            case Capacity(count, reason, within_s):
-                resize.capacity(self, count, reason, within_s)
+            case Capacity():
+                resize.capacity(self, event)
             case ResizeRequested(count, reason):
                 resize.resize(self, count, reason)
             case MachineCleared(machine, rule):
@@ -351,7 +364,7 @@ class Core(Context):
             case m.Exited():
                 failures.exited(self, message)
             case m.Leaving(reason, within_s):
-                resize.going(self, name, reason, within_s)
+                resize.going(self, name, reason, within_s, NoticeCause.PREEMPTION)
             case m.Stalled(worker_name, view):
                 hangs.stalled(self, worker_name, view)
             case m.InspectReply():

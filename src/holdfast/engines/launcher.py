@@ -10,6 +10,7 @@ import socket
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import msgspec
 
@@ -20,6 +21,7 @@ from holdfast.engines.shown import Shown, View
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.protocol.authentication import BACKLOG
 from holdfast.protocol.job import JobSpec
+from holdfast.protocol.notices import NoticeCause
 from holdfast.protocol.python import python_module
 
 _log = logging.getLogger(__name__)
@@ -243,9 +245,9 @@ class Launcher(ABC):
 
     # ------------------------------------------------------------ the end
 
-    def stop(self, reason: str) -> None:
-        """Asks the job to end in order."""
-        self.spawn(self._ask("/stop?reason=" + reason.replace(" ", "%20")))
+    def stop(self, reason: str, cause: NoticeCause = NoticeCause.STOP) -> None:
+        """Asks the job to end in order. cause: for its scripts."""
+        self.spawn(self._ask("/stop?" + urlencode({"reason": reason, "cause": cause.value})))
 
     def end_now(self) -> None:
         """Kills the coordinator at once."""

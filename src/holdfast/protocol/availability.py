@@ -5,11 +5,16 @@ makes it grow and shrink. Posted as JSON to the coordinator's `/engine`, with th
     {"type": "node-taken", "node": "node3", "reason": "Slurm gave it to another job"}
     {"type": "capacity", "nodes": 2, "within_s": 30, "reason": "preempted by job 17, priority 100"}
     {"type": "capacity", "nodes": null, "reason": "job 17 has ended"}
+    {"type": "job-going", "within_s": 240, "reason": "the time limit", "cause": "time-limit"}
+
+`cause` is one of `NoticeCause`, for the scripts: see `holdfast.notice`.
 """
 
 from __future__ import annotations
 
 import msgspec
+
+from holdfast.protocol.notices import NoticeCause
 
 
 class NodeAvailable(msgspec.Struct, frozen=True, tag="node-available"):
@@ -26,12 +31,13 @@ class NodeUnavailable(msgspec.Struct, frozen=True, tag="node-unavailable"):
 class NodeGoing(msgspec.Struct, frozen=True, tag="node-going"):
     """A node is to leave: it is given up at a step's edge, for another where there is one.
 
-    within_s: how long it has; None: no haste, it may wait for its replacement.
+    within_s: how long it has; None: no haste, it may wait for its replacement. cause: None counts as `drain`.
     """
 
     node: str
     reason: str
     within_s: float | None = None
+    cause: NoticeCause | None = None
 
 
 class NodeTaken(msgspec.Struct, frozen=True, tag="node-taken"):
@@ -46,12 +52,23 @@ class NodeTaken(msgspec.Struct, frozen=True, tag="node-taken"):
 class Capacity(msgspec.Struct, frozen=True, tag="capacity"):
     """The job may train on this many nodes at most, whatever it wants. nodes: None lifts the limit.
 
-    within_s: how long it has to shrink.
+    within_s: how long it has to shrink. cause: None counts as `preemption`.
     """
 
     nodes: int | None
     reason: str
     within_s: float | None = None
+    cause: NoticeCause | None = None
 
 
-Availability = NodeAvailable | NodeUnavailable | NodeGoing | NodeTaken | Capacity
+# Only told: the end itself comes as a capacity of 0 or as a request to stop, which may also never come.
+class JobGoing(msgspec.Struct, frozen=True, tag="job-going"):
+    """The job will be ended. Nothing is decided by it: the scripts hear of it. within_s: in how many seconds; None: it will
+    not be ended after all."""
+
+    reason: str
+    within_s: float | None
+    cause: NoticeCause = NoticeCause.STOP
+
+
+Availability = NodeAvailable | NodeUnavailable | NodeGoing | NodeTaken | Capacity | JobGoing

@@ -16,6 +16,7 @@ from holdfast.errors import GenerationBroken
 from holdfast.protocol import messages as m
 from holdfast.protocol.faults import ArmedFault
 from holdfast.protocol.frames import Codec, pack
+from holdfast.protocol.notice_board import NoticeBoard
 from holdfast.protocol.progress_page import ProgressPage
 from holdfast.protocol.snapshots import Key
 
@@ -29,6 +30,7 @@ class Link:
         start: what this worker was told to become.
         page: the shared progress page.
         failed: the script raised outside of a step; this worker ends and has nothing more to say.
+        notices: what is to go away, as far as the job knows.
     """
 
     def __init__(self, sock: socket.socket, start: m.Start, page: ProgressPage, token: str) -> None:
@@ -36,6 +38,7 @@ class Link:
         self.page = page
         self.token = token
         self.failed = False
+        self.notices = NoticeBoard()
         self._sock = sock
         self._reader = threading.Thread(target=self._read, name="holdfast-link", daemon=True)
         self._sending = threading.Lock()
@@ -163,6 +166,8 @@ class Link:
                 self.on_arm(faults)
             case m.DropTraffic():
                 self.on_drop()
+            case m.Notify(notices):
+                self.notices.put(notices)
             case _:
                 abort = self._note(order)
                 if abort is not None:

@@ -7,7 +7,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,10 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from holdfast.data.batches import DatasetBatches
 from holdfast.data.decoding import is_decoder
 from holdfast.errors import UsageError
+from holdfast.protocol.notices import Notice
 from holdfast.train import state_image, worker
 from holdfast.train.data_cursor import NAME, BatchChanged, DataCursor
 from holdfast.train.exact import ExactSum, Reduction, prepare
 from holdfast.train.faults import FaultPlan
+from holdfast.train.notices import Warnings
 from holdfast.train.place import World
 from holdfast.train.reduction import GradientSum
 from holdfast.train.replica import Replica, RunMainAgain
@@ -44,6 +46,7 @@ class Run:
         self._resized: list[Callable[[World], object]] = []
         self._on_commit: list[Callable[[Step], object]] = []
         self._known_size: int | None = None
+        self._warnings = Warnings(attachment.link.notices)
         self._sharding: Sharding | None = None
         local = int(os.environ.get("LOCAL_RANK", "0"))
         cuda = torch.cuda.is_available()
@@ -106,6 +109,29 @@ class Run:
                 f"run.on_commit(): a {type(callback).__name__} cannot be called; give a function of the step"
             )
         self._on_commit.append(callback)
+
+    @property
+    def notice(self) -> Notice | None:
+        """What is to go away of this worker's node and its job: the most urgent, or None. See `holdfast.Notice`. The time
+        that is left counts from this call, and a notice that was withdrawn is gone."""
+        return self._attachment.link.notices.first()
+
+    def on_warning(self, callback: Callable[[Notice], object]) -> None:
+        """Calls `callback(notice)` between two steps, on the script's own thread, when this worker's node or the job is to go
+        away: a drain, a preemption, a time limit, a stop. Once for each notice; a worker that comes later is told
+        what stands. One that was withdrawn before the step's edge is not told.
+
+        The state needs no help: it is saved or handed over without the script. This is for what only the script knows,
+        such as its own files. The callback has until the notice's deadline, and the others wait for it.
+
+        Raises:
+            UsageError: `callback` cannot be called.
+        """
+        if not callable(callback):
+            raise UsageError(
+                f"run.on_warning({callback!r}): a {type(callback).__name__} cannot be called; give a function of a notice"
+            )
+        self._warnings.add(callback)
 
     @property
     def generation(self) -> int:
@@ -244,6 +270,7 @@ class Run:
             self._cursor = cursor
             replica = self._enroll(modules, batches.count(), cursor, reduction)
             while not replica.stopped and (replica.state.committed or 0) < until:
+                self._warn(replica)
                 self._tell_size(replica)
                 self._step = Step(
                     replica, batches, replica.state.committed or 0, seed, cursor, self._on_commit
@@ -255,10 +282,13 @@ class Run:
                 except GeneratorExit:  # the script left the loop early: on purpose, or by an error
                     replica.done(stopped=False)
                     raise
+                # Before a generation ends here: those who leave with it run no further code of the script's.
+                self._warn(replica)
                 # Before `after_commit`: a generation that ends here hands the state to newcomers, who must
                 # not get a change that the script made on its own.
                 replica.state.guard.after_step()
                 replica.after_commit()
+            self._warn(replica)  # what came while this worker waited for the order to leave
             replica.done(stopped=replica.stopped)
         finally:
             batches.close()
@@ -271,6 +301,14 @@ class Run:
         with self.relaxed_watchdog():
             for callback in self._resized:
                 callback(replica.place.world)
+
+    def _warn(self, replica: Replica) -> None:
+        if not self._warnings.due():
+            return
+        # Nobody waits for a worker that was told to leave.
+        with nullcontext() if replica.stopped else self.relaxed_watchdog():
+            for call in self._warnings.calls():
+                call()
 
     def log(self, **values: float) -> None:
         """Reports figures of the step that was just left; ignored when it did not count.

@@ -288,6 +288,8 @@ class SimAgent:
                 self._fenced()
             case m.Drain():
                 pass  # for the hook of a node that is to leave
+            case m.Notify():
+                pass  # for scripts; what is in it is looked at where it is sent
             case m.Shutdown():
                 self.end()
             case _:

@@ -14,7 +14,7 @@ from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.kernel.validate import validate
 from holdfast.coordinator.machine import Core
-from holdfast.coordinator.membership import nodes, queries
+from holdfast.coordinator.membership import nodes, notices, queries
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import Durable
 from holdfast.protocol.phases import Phase
@@ -66,6 +66,7 @@ class Checks:
         self._heard = (0, 0)
         self._heard_s = cluster.clock.now
         self._core: Core | None = None
+        self._notified: dict[str, tuple[str, tuple[int, ...]]] = {}
 
     def fail(self, text: str, *args: Any) -> NoReturn:
         """Says what is wrong, with everything that helps to see why."""
@@ -90,6 +91,7 @@ class Checks:
         """A new coordinator process; what the old one had not written is not known to it."""
         self._committed, self._lost = core.state.membership.committed, core.state.membership.lost_steps
         self._core = core
+        self._notified.clear()  # what the old one sent may be lost
 
     def handled(self, event: e.Event, actions: list[e.Action], core: Core) -> None:
         """After every event."""
@@ -109,6 +111,7 @@ class Checks:
         wrong = [*validate(state), *core.index.differences()]
         self.require(not wrong, "after %s the state is not valid: %s", event, wrong)
         self._check_watch(core)
+        self._check_notices(actions, core)
         self.saved.handled(event, actions, state)
         cluster.ailments.handled(event, actions, core)
         lost = state.membership.lost_steps - self._lost
@@ -125,6 +128,23 @@ class Checks:
             if state.membership.generation is not None and state.membership.level == 2:
                 self._check_formed(core)
         self.require(sum(isinstance(a, e.End) for a in actions) <= 1, "two ends at once")
+
+    def _check_notices(self, actions: list[e.Action], core: Core) -> None:
+        """What an agent was told last is what stands. A session that was never told anything knows of nothing."""
+        known = core.state.membership.nodes
+        for action in actions:
+            match action:
+                case e.Send(name, m.Notify(told)) if name in known:
+                    self._notified[name] = known[name].session, tuple(n.number for n in told)
+                case _:
+                    pass
+        recovered = self.cluster.service.crashes > 0
+        for node in core.alive_nodes():
+            session, numbers = self._notified.get(node.name, ("", ()))
+            stands = tuple(n.number for n in notices.standing(core, node))
+            if session == node.session or not recovered:
+                numbers = numbers if session == node.session else ()
+                self.require(numbers == stands, "%s knows %s of the notices %s", node.name, numbers, stands)
 
     def _check_watch(self, core: Core) -> None:
         """The heaps of deadlines say what a look at every node and worker says."""

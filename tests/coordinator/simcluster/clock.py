@@ -66,10 +66,10 @@ class Link:
         self._held: deque[Any] | None = None
         self.closed = False
 
-    def send(self, message: Any) -> None:
-        """The message arrives later, after everything that was sent before it."""
+    def send(self, message: Any, draws: bool = True) -> None:
+        """The message arrives later, after everything that was sent before it. draws: with a random delay of its own."""
         if not self.closed:
-            self._last = max(self._last, self._clock.now + self._latency())
+            self._last = max(self._last, self._clock.now + (self._latency() if draws else 0.0))
             self._clock.at(self._last, self._arrive, message)
 
     def _arrive(self, message: Any) -> None:

@@ -115,7 +115,8 @@ class Service:
             case e.Send(node, message):
                 connection = self.connections.get(node)
                 if connection is not None and connection.open:
-                    connection.down.send(message)
+                    # No draw for what decides nothing: the schedules of all seeds stay what they were.
+                    connection.down.send(message, draws=not isinstance(message, m.Notify))
             case e.Record():
                 self.cluster.checks.recorded(action)
             case e.ProvideNode():
@@ -135,6 +136,8 @@ class Service:
         rng = self.cluster.rng
         left: dict[Any, int] = {}
         for action in actions:
+            if isinstance(action, e.Send) and isinstance(action.message, m.Notify):
+                continue  # it is lost: a hello brings it again
             key = action.node if isinstance(action, e.Send) else id(action)
             left.setdefault(key, rng.choice((0, 0, 1, 2, 99)))
             if left[key] > 0:

@@ -23,6 +23,7 @@ from holdfast.coordinator.kernel.requests import (
     Escalate,
     EvictWorkers,
     RemoveNode,
+    WithdrawNotice,
 )
 from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
@@ -137,6 +138,7 @@ def _hold(context: Context, node: Node, cause: object) -> None:
     """Its device is reset, and then it is used again: it does not leave."""
     transitions.hold(context, node, f"reset for {cause}")
     transitions.stay(context, node)
+    context.request(WithdrawNotice(node))  # its agent stays, and would tell the workers that it starts next
 
 
 def _end(context: Context, node: Node, workers: list[Worker], cause: Cause) -> None:
@@ -233,6 +235,7 @@ def call_off(context: Context, node: Node, incident: Incident) -> bool:
     transitions.use(context, node)
     incident.does = None
     context.record(ledger.NodeStays(node=node.name))
+    context.request(WithdrawNotice(node))
     settle(context, incident)
     return True
 

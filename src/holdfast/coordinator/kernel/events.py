@@ -7,11 +7,19 @@ from typing import Any
 import msgspec
 
 from holdfast.coordinator.kernel.history import Kind, Remembered
-from holdfast.protocol.availability import Capacity, NodeAvailable, NodeGoing, NodeTaken, NodeUnavailable
+from holdfast.protocol.availability import (
+    Capacity,
+    JobGoing,
+    NodeAvailable,
+    NodeGoing,
+    NodeTaken,
+    NodeUnavailable,
+)
 from holdfast.protocol.causes import Cause, ConnectionClosed
 from holdfast.protocol.job import Durable
 from holdfast.protocol.ledger import LedgerEvent
 from holdfast.protocol.messages import AgentMessage, Hello, ToAgent
+from holdfast.protocol.notices import NoticeCause
 
 
 class NodeJoined(msgspec.Struct, frozen=True):
@@ -39,9 +47,10 @@ class NodeSays(msgspec.Struct, frozen=True):
 
 
 class StopRequested(msgspec.Struct, frozen=True):
-    """A person or the cluster asks the job to stop, keeping its state."""
+    """A person or the cluster asks the job to stop, keeping its state. cause: None counts as `stop`."""
 
     reason: str
+    cause: NoticeCause | None = None
 
 
 class ResizeRequested(msgspec.Struct, frozen=True):
@@ -111,6 +120,7 @@ Event = (
     | NodeUnavailable
     | NodeGoing
     | NodeTaken
+    | JobGoing
     | Capacity
     | StopRequested
     | ResizeRequested

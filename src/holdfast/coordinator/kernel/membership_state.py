@@ -10,7 +10,17 @@ from holdfast.protocol.causes import Cause
 from holdfast.protocol.health import Remedy
 from holdfast.protocol.job import Durable
 from holdfast.protocol.messages import Generation, Ready, Stop
+from holdfast.protocol.notices import NoticeCause
 from holdfast.protocol.snapshots import Copy, Holder
+
+
+class Standing(msgspec.Struct, frozen=True):
+    """A notice that the scripts were told and that was not withdrawn. until_s: when what it is about goes away, at the latest."""
+
+    number: int
+    cause: NoticeCause
+    reason: str
+    until_s: float | None
 
 
 class Node(msgspec.Struct, omit_defaults=True, kw_only=True):
@@ -24,7 +34,7 @@ class Node(msgspec.Struct, omit_defaults=True, kw_only=True):
     lasts of the machine. held: why it has no workers for now. then: what is done when it has left. checking: its deep
     checks are under way. lemon: it failed in several jobs, and others are taken first. boots_until_s: until when it is to be back
     from a reboot, and for which incident it was ordered. trial: rules that are not
-    believed on it. unknown: rule to since when it could not be told.
+    believed on it. unknown: rule to since when it could not be told. notice: what its scripts were told of its leaving.
     """
 
     name: str
@@ -58,6 +68,7 @@ class Node(msgspec.Struct, omit_defaults=True, kw_only=True):
     boots_for: int = 0
     trial: tuple[str, ...] = ()
     unknown: dict[str, float] = {}
+    notice: Standing | None = None
 
     @property
     def alive(self) -> bool:
@@ -245,6 +256,10 @@ class MembershipState(msgspec.Struct, kw_only=True):
     """Starts at level 0: each uses another of the first node's ports."""
     stop_reason: str | None = None
     """Why the job was asked to end, or gave up; None: it was not."""
+    notice: Standing | None = None
+    """What all scripts were told of the end of the job."""
+    notices: int = 0
+    """Notices that were ever given: numbers them."""
     outcome: str | None = None
     history: list[tuple[float, int]] = []
     """World sizes, and when they began: seconds since the job's start."""

@@ -106,6 +106,13 @@ class StopJob(Request[None]):
 
 
 @dataclass(frozen=True)
+class WithdrawNotice(Request[None]):
+    """A node was to leave, and stays: its scripts are told."""
+
+    node: Node
+
+
+@dataclass(frozen=True)
 class AwaitReturn(Request[None]):
     """A machine that left was rebooted: it comes back as a node that was asked for."""
 

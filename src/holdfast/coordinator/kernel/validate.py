@@ -104,6 +104,9 @@ def _nodes(s: CoreState) -> Iterator[str]:
             yield f"{name} is {node.phase.value}: held is {node.held!r}, leaving is {node.leaving!r}"
         if node.refused is not None and node.alive:
             yield f"{name} is refused, and in the job"
+        # A script that believes it would save and wait for an end that does not come.
+        if node.notice is not None and node.leaving is None:
+            yield f"{name} stays, and its scripts were told that it leaves"
     stray = set(s.health.quarantine_rules) - set(s.health.quarantine)
     if stray:
         yield f"rules keep machines in quarantine that are not: {sorted(stray)}"

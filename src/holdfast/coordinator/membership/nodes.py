@@ -22,6 +22,7 @@ from holdfast.coordinator.kernel.requests import (
 )
 from holdfast.coordinator.membership import (
     environment,
+    notices,
     processes,
     queries,
 )
@@ -58,6 +59,7 @@ def joined(context: Context, hello: m.Hello, past: tuple[Remembered, ...] = ()) 
             return
         heard(context, known, context.now)
         _reconcile(context, known, hello)
+        notices.tell(context, known)  # also when none stands: it may have missed that one was withdrawn
         context.request(RepeatOrders(known))
         return
     if known is not None and known.alive:
@@ -96,6 +98,8 @@ def joined(context: Context, hello: m.Hello, past: tuple[Remembered, ...] = ()) 
     # is held gets no workers.
     context.request(AdmitNode(node, hello, past, known))
     _reconcile(context, node, hello)
+    if membership.notice is not None:
+        notices.tell(context, node)
 
 
 def heard(context: Context, node: Node, at_s: float) -> None:

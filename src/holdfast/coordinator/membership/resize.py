@@ -15,20 +15,24 @@ from holdfast.coordinator.kernel.deadlines import Timer
 from holdfast.coordinator.kernel.events import ReleaseNode
 from holdfast.coordinator.kernel.membership_state import Change, Node, Worker
 from holdfast.coordinator.kernel.phases import JobPhase, NodePhase, WorkerPhase
-from holdfast.coordinator.kernel.requests import ApplyRemedy, DropCopies, HandOver, NoteNodeLost, StopJob
+from holdfast.coordinator.kernel.requests import ApplyRemedy, DropCopies, HandOver, NoteNodeLost
 from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.membership import (
+    notices,
     policy,
     processes,
     queries,
     shard_policy,
+    shutdown,
 )
 from holdfast.coordinator.membership.rank_assignment import Seating
 from holdfast.coordinator.storage import queries as storage
 from holdfast.errors import UsageError
 from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
+from holdfast.protocol.availability import Capacity
 from holdfast.protocol.health import Remedy
+from holdfast.protocol.notices import NoticeCause
 
 KEPT = 1000
 """Changes that are remembered for the report."""
@@ -72,25 +76,28 @@ def resize(context: Context, nodes: int, reason: str) -> None:
     before = s.wanted_nodes
     s.membership.asked_nodes = nodes
     context.record(ledger.Resize(nodes=nodes, before=before, reason=reason))
-    _resized(context, before, reason, None)
+    _resized(context, before, reason, None, NoticeCause.RESIZE)
 
 
-def capacity(context: Context, nodes: int | None, reason: str, within_s: float | None) -> None:
+def capacity(context: Context, said: Capacity) -> None:
     """The engine gives less room, or more again. With less than the job can train on it ends, its state saved."""
     s = context.state
     before = s.wanted_nodes
-    s.membership.capacity_nodes = nodes
-    context.record(ledger.Capacity(nodes=nodes, before=before, reason=reason, within_s=within_s))
+    reason, within_s = said.reason, said.within_s
+    cause = said.cause or NoticeCause.PREEMPTION
+    s.membership.capacity_nodes = said.nodes
+    context.record(ledger.Capacity(nodes=said.nodes, before=before, reason=reason, within_s=within_s))
     # Below this the job cannot train at all. It stops with its state saved, because the engine will take the
     # nodes whatever the core decides.
     least = max(s.spec.min_nodes, s.least_nodes)
     if s.wanted_nodes < least:
-        context.request(StopJob(f"{reason}: {s.wanted_nodes} of at least {least} nodes are left", "stopped"))
+        told = f"{reason}: {s.wanted_nodes} of at least {least} nodes are left"
+        shutdown.request(context, told, "stopped", cause=cause, within_s=within_s)
         return
-    _resized(context, before, reason, within_s)
+    _resized(context, before, reason, within_s, cause)
 
 
-def going(context: Context, name: str, reason: str, within_s: float | None) -> None:
+def going(context: Context, name: str, reason: str, within_s: float | None, cause: NoticeCause) -> None:
     """A node is to leave. Unknown ones are ignored: it may be gone already."""
     node = context.state.membership.nodes.get(name)
     if node is None or not node.alive:
@@ -99,7 +106,7 @@ def going(context: Context, name: str, reason: str, within_s: float | None) -> N
         # Its replacement is not a repair, so it is not paid from the restart budget. Otherwise a job on spot
         # machines would die of being moved.
         context.state.membership.unpaid += 1  # a node in its place is no repair
-    _mark(context, node, reason, within_s)
+    _mark(context, node, reason, within_s, cause)
     # It leaves for a reason of its own. As `excess` it would be kept again when the job is to grow, and then
     # be gone without warning.
     node.excess = False
@@ -107,19 +114,19 @@ def going(context: Context, name: str, reason: str, within_s: float | None) -> N
 
 def leave(context: Context, node: Node, reason: str) -> None:
     """A node is to leave for its health: when its place is filled, at a step's edge."""
-    _mark(context, node, reason, None)
+    _mark(context, node, reason, None, NoticeCause.HEALTH)
     node.excess = False
 
 
-def _resized(context: Context, before: int, reason: str, within_s: float | None) -> None:
+def _resized(context: Context, before: int, reason: str, within_s: float | None, cause: NoticeCause) -> None:
     s = context.state
     s.membership.unpaid += max(0, s.wanted_nodes - before)
     s.membership.grows = s.wanted_nodes > before
     s.deadlines.clear(Timer.WAIT, Timer.FORM, Timer.ASK_AFTER)
-    _fit(context, reason, within_s)
+    _fit(context, reason, within_s, cause)
 
 
-def _fit(context: Context, reason: str, within_s: float | None) -> None:
+def _fit(context: Context, reason: str, within_s: float | None, cause: NoticeCause) -> None:
     """Nodes that are too many are to leave: members as far as there are more than are wanted, those with the highest
     ranks first; then the nodes that came last. Not while nobody trains: any of them may hold what is left. Those that
     have not left yet stay when they are wanted again."""
@@ -134,6 +141,7 @@ def _fit(context: Context, reason: str, within_s: float | None) -> None:
             node.leaves_until_s, node.excess = None, False
             transitions.stay(context, node)
             context.record(ledger.NodeStays(node=node.name))
+            notices.node_stays(context, node)
     trains = s.membership.generation is not None and s.membership.phase is JobPhase.RUNNING
     # Not while nobody trains: the state may be held by any of the nodes, and one that is too many for the new
     # size may have the only copy.
@@ -149,7 +157,7 @@ def _fit(context: Context, reason: str, within_s: float | None) -> None:
     # workers change their place in the reduction.
     going = [*reversed(members[s.wanted_nodes :]), *reversed(others)]
     for node in going[:excess]:
-        _mark(context, node, reason, within_s)
+        _mark(context, node, reason, within_s, cause)
         node.excess = True
 
 
@@ -172,7 +180,7 @@ def _whole_rows_first(context: Context, members: list[Node]) -> list[Node]:
     return [*(n for n in members if n.name not in names), *reversed(going)]
 
 
-def _mark(context: Context, node: Node, reason: str, within_s: float | None) -> None:
+def _mark(context: Context, node: Node, reason: str, within_s: float | None, cause: NoticeCause) -> None:
     if node.leaving is None:
         transitions.leave(context, node, reason)
         node.leaves_since_s = context.now
@@ -182,6 +190,7 @@ def _mark(context: Context, node: Node, reason: str, within_s: float | None) -> 
         until_s = context.now + within_s
         # The earlier of two limits: the engine that gave two minutes will not wait because a person gave ten.
         node.leaves_until_s = until_s if node.leaves_until_s is None else min(node.leaves_until_s, until_s)
+    notices.node_goes(context, node, reason, cause)
 
 
 # ---------------------------------------------------------------- when
@@ -352,7 +361,9 @@ def advance(context: Context) -> None:
     """Nodes that are to leave and have nobody in the job go; those that a smaller job has too many are to leave."""
     membership = context.state.membership
     if membership.asked_nodes is not None or membership.capacity_nodes is not None:
-        _fit(context, "the job was resized", None)
+        limited = membership.capacity_nodes == context.state.wanted_nodes
+        cause = NoticeCause.PREEMPTION if limited else NoticeCause.RESIZE
+        _fit(context, "the job was resized", None, cause)
     # After `_fit`, which may have taken back that they leave.
     for node in context.nodes_in(NodePhase.LEAVING):
         ours = context.workers_of(node)

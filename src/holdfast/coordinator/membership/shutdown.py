@@ -10,18 +10,31 @@ from holdfast.coordinator.kernel.membership_state import Blame, Worker
 from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
 from holdfast.coordinator.kernel.requests import ForgetLast, NoteLast, ReportUnsaved, StoreLast
 from holdfast.coordinator.membership import (
+    notices,
     policy,
     processes,
 )
 from holdfast.coordinator.storage import queries as storage
 from holdfast.protocol import causes, ledger
 from holdfast.protocol import messages as m
+from holdfast.protocol.notices import NoticeCause
 
 # ---------------------------------------------------------------- why
 
 
-def request(context: Context, reason: str, outcome: str, blame: Blame | None = None) -> None:
-    """The job ends at the next commit. blame: who or what is at fault, if nobody is named yet."""
+def request(
+    context: Context,
+    reason: str,
+    outcome: str,
+    blame: Blame | None = None,
+    *,
+    cause: NoticeCause | None = None,
+    within_s: float | None = None,
+) -> None:
+    """The job ends at the next commit. blame: who or what is at fault, if nobody is named yet.
+
+    cause: for the scripts. within_s: so long the engine leaves the job its nodes; None: it does not say.
+    """
     s = context.state
     # The first one blamed stays. Later failures are usually effects of the first, and what is printed last
     # has to be where a person starts to look.
@@ -36,8 +49,13 @@ def request(context: Context, reason: str, outcome: str, blame: Blame | None = N
     )  # all steps may be done already
     # Three steps at least: the job ends at a commit, and a large model's step may take longer than any fixed
     # time.
-    s.deadlines.set(Timer.STOP, context.now + max(context.timing.stop_s, 3 * (context.median_s() or 0.0)))
+    stop_s = max(context.timing.stop_s, 3 * (context.median_s() or 0.0))
+    s.deadlines.set(Timer.STOP, context.now + stop_s)
     context.record(ledger.StopRequested(reason=reason, outcome=outcome))
+    # At level 0 and 1 processes are killed after this time, see `Restart.advance`.
+    ours_s = stop_s if context.mode.replaces_one else context.timing.stop_s / 2
+    cause = cause or (NoticeCause.FAILURE if outcome == "failed" else NoticeCause.STOP)
+    notices.job_ends(context, reason, cause, ours_s if within_s is None else min(ours_s, within_s))
 
 
 def due(context: Context) -> None:

@@ -21,6 +21,7 @@ from holdfast.coordinator.service.watchers import Watcher, Watchers, announcemen
 from holdfast.errors import UsageError
 from holdfast.protocol.availability import Availability, NodeGoing
 from holdfast.protocol.faults import check_watched, node_name, parse_fault
+from holdfast.protocol.notices import NoticeCause
 
 _engine_says = msgspec.json.Decoder(Availability)
 
@@ -124,11 +125,16 @@ class Routes:
         return socket
 
     async def _stop(self, request: web.Request) -> web.StreamResponse:
+        """`?reason=&cause=`: the job is to end. cause: one of `NoticeCause`, by default `stop`."""
+        try:
+            cause = NoticeCause(request.query.get("cause", NoticeCause.STOP))
+        except ValueError:
+            return web.Response(status=400, text=f"send ?cause=, one of {', '.join(NoticeCause)}")
         try:
             # A person who presses Ctrl-C gets an answer in any case. The stop itself is decided when its
             # event can be written.
             async with asyncio.timeout(FAREWELL_S):
-                await self._loop.effect(ev.StopRequested(request.query.get("reason", "asked for")))
+                await self._loop.effect(ev.StopRequested(request.query.get("reason", "asked for"), cause))
         except TimeoutError:
             pass
         return _json({"stopping": True})

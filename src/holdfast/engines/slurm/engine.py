@@ -19,8 +19,16 @@ from holdfast.engines.jobs import home
 from holdfast.engines.slurm.commands import Slurm, SlurmError, clean_environment
 from holdfast.engines.slurm.parse import WAITING
 from holdfast.engines.slurm.script import MODULE, follow_up_name, follow_up_script
-from holdfast.protocol.availability import Availability, Capacity, NodeGoing, NodeTaken, NodeUnavailable
+from holdfast.protocol.availability import (
+    Availability,
+    Capacity,
+    JobGoing,
+    NodeGoing,
+    NodeTaken,
+    NodeUnavailable,
+)
 from holdfast.protocol.job import JobSpec
+from holdfast.protocol.notices import NoticeCause
 from holdfast.protocol.python import python_module
 
 POLL_S = 3.0
@@ -70,6 +78,7 @@ class SlurmEngine:
         self.batch_host = ""
         self.alive: set[str] = set()
         self._joined: set[str] = set()
+        self._foretold = False
         self._steps: dict[str, asyncio.subprocess.Process] = {}
         self._known = Known()
         self._terminated: set[str] = set()
@@ -459,7 +468,19 @@ class SlurmEngine:
             # Posted with every poll. The coordinator acts on the first, and a new coordinator has to learn it
             # as well.
             if ours.left_s is not None and ours.left_s < self._spec.slurm.warn_s:
-                self._post(Capacity(0, "the time limit", ours.left_s))
+                self._post(Capacity(0, "the time limit", ours.left_s, NoticeCause.TIME_LIMIT))
+            else:
+                self._foretell(ours.left_s)
+
+    def _foretell(self, left_s: float | None) -> None:
+        """Lets the scripts know when the job will be stopped, as long before as the stop is before the time limit."""
+        warn_s = self._spec.slurm.warn_s
+        soon = left_s is not None and left_s < 2 * warn_s
+        if left_s is not None and soon:
+            self._post(JobGoing("the time limit", left_s - warn_s, NoticeCause.TIME_LIMIT))
+        elif self._foretold:
+            self._post(JobGoing("Slurm gives the job more time", None, NoticeCause.TIME_LIMIT))
+        self._foretold = soon
 
     async def _readmit(self) -> None:
         """Somebody has seen to a node that Slurm was told of, and let it in again. Whether it is well is for the deep

@@ -24,6 +24,7 @@ from holdfast.errors import UsageError
 from holdfast.protocol.availability import Availability
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.leadership import claim_term, newest_term
+from holdfast.protocol.notices import NoticeCause
 
 ROSTER = "roster.json"
 SCRIPT_GONE = frozenset({"JobLaunchFailure", "NonZeroExitCode"})
@@ -64,7 +65,7 @@ class SlurmLauncher(Launcher):
                 self.note(f"the newest checkpoint is of step {newest.step} ({newest.place})")
             loop.add_signal_handler(signal.SIGTERM, self._ended_by_slurm)
             # Slurm sends it before the time limit (`--signal`), early enough to save the state.
-            loop.add_signal_handler(signal.SIGUSR1, self.stop, "the time limit")
+            loop.add_signal_handler(signal.SIGUSR1, self.stop, "the time limit", NoticeCause.TIME_LIMIT)
         loop.add_signal_handler(signal.SIGINT, lambda: None)
         return self._slurm_engine
 

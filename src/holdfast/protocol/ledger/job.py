@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from holdfast.protocol.ledger.base import LedgerEvent
+from holdfast.protocol.units import seconds
 
 
 class FaultInjected(LedgerEvent, frozen=True, kw_only=True):
@@ -48,6 +49,28 @@ class StopRequested(LedgerEvent, frozen=True, kw_only=True):
 
     def sentence(self) -> str:
         return f"{'giving up' if self.outcome == 'failed' else 'stopping'}: {self.reason}"
+
+
+class JobGoing(LedgerEvent, frozen=True, kw_only=True):
+    """The job will be ended; its scripts were told."""
+
+    reason: str
+    """Why."""
+    within_s: float
+    """In how many seconds."""
+
+    def sentence(self) -> str:
+        return f"the job will be ended within {seconds(self.within_s)}: {self.reason}"
+
+
+class JobStays(LedgerEvent, frozen=True, kw_only=True):
+    """The job was to be ended, and will not be."""
+
+    reason: str
+    """Why."""
+
+    def sentence(self) -> str:
+        return f"the job was to be ended, and now goes on: {self.reason}"
 
 
 class Ended(LedgerEvent, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ import msgspec
 from holdfast.protocol.faults import ArmedFault
 from holdfast.protocol.job import Durable
 from holdfast.protocol.messages.generation import Generation
+from holdfast.protocol.notices import Notice
 from holdfast.protocol.snapshots import Copy, DurableTier, Holder, Key
 
 
@@ -140,8 +141,17 @@ class SnapshotFound(msgspec.Struct, frozen=True, tag="snapshot-found"):
     durable: Durable | None = None
 
 
+# The complete list each time, so an empty one withdraws. Deadlines are relative, because two machines' clocks differ.
+class Notify(msgspec.Struct, frozen=True, tag="notify"):
+    """What stands of the notices: to an agent for all workers of its node, also those that start later; to a worker for its
+    script. Deadlines count from the sending."""
+
+    notices: tuple[Notice, ...]
+
+
 ToWorker = (
-    SlotGiven
+    Notify
+    | SlotGiven
     | SnapshotFound
     | JoinGeneration
     | Rebuild

@@ -1,0 +1,101 @@
+"""What scripts are told before their node or the job goes away. Nothing is decided here.
+
+A node's agent gets the complete list of what stands, and gives it to every worker of the node, also to those that start
+later. So a notice costs one message for each node that it is about.
+"""
+
+from __future__ import annotations
+
+from holdfast.coordinator.kernel.context import Context
+from holdfast.coordinator.kernel.membership_state import Node, Standing
+from holdfast.protocol import ledger
+from holdfast.protocol import messages as m
+from holdfast.protocol.availability import JobGoing
+from holdfast.protocol.notices import Going, Notice, NoticeCause
+
+MOVED_S = 5.0
+"""A deadline that moves by less is the same: a scheduler reports whole seconds, and is asked every few seconds."""
+
+
+def standing(context: Context, node: Node) -> tuple[Notice, ...]:
+    """What the workers of a node should know now."""
+    told = ((Going.NODE, node.notice), (Going.JOB, context.state.membership.notice))
+    return tuple(_as_told(context, going, notice) for going, notice in told if notice is not None)
+
+
+def _as_told(context: Context, going: Going, notice: Standing) -> Notice:
+    left_s = None if notice.until_s is None else max(0.0, notice.until_s - context.now)
+    return Notice(
+        number=notice.number, going=going, cause=notice.cause, reason=notice.reason, deadline_s=left_s
+    )
+
+
+def tell(context: Context, node: Node) -> None:
+    """Tells a node's agent what stands. It takes the place of what it knew."""
+    context.send(node.name, m.Notify(standing(context, node)))
+
+
+# ---------------------------------------------------------------- of a node
+
+
+def node_goes(context: Context, node: Node, reason: str, cause: NoticeCause) -> None:
+    """A node is to leave, or has less time for it than was said before."""
+    # The end of the job says more than that its nodes are given back then, and when.
+    stops = context.state.membership.stop_reason is not None and node.leaves_until_s is None
+    if not stops and _is_news(node.notice, node.leaves_until_s):
+        node.notice = _new(context, cause, reason, node.leaves_until_s)
+        tell(context, node)
+
+
+def node_stays(context: Context, node: Node) -> None:
+    """A node that was to leave stays."""
+    if node.notice is not None:
+        node.notice = None
+        tell(context, node)
+
+
+# ---------------------------------------------------------------- of the job
+
+
+def job_ends(context: Context, reason: str, cause: NoticeCause, within_s: float) -> None:
+    """The job is stopped: its workers have this time at most."""
+    membership = context.state.membership
+    until_s = context.now + within_s
+    if _is_news(membership.notice, until_s):
+        membership.notice = _new(context, cause, reason, until_s)
+        _tell_all(context)
+
+
+def foretold(context: Context, said: JobGoing) -> None:
+    """The engine says when it will end the job, or that it will not. Of a job that is stopping it says nothing new."""
+    membership = context.state.membership
+    if membership.stop_reason is not None:
+        return
+    if said.within_s is None:
+        if membership.notice is not None:
+            membership.notice = None
+            context.record(ledger.JobStays(reason=said.reason))
+            _tell_all(context)
+    elif _is_news(membership.notice, context.now + said.within_s):
+        context.record(ledger.JobGoing(reason=said.reason, within_s=said.within_s))
+        job_ends(context, said.reason, said.cause, said.within_s)
+
+
+def _tell_all(context: Context) -> None:
+    for node in context.alive_nodes():
+        tell(context, node)
+
+
+# ---------------------------------------------------------------- both
+
+
+def _is_news(known: Standing | None, until_s: float | None) -> bool:
+    """Whether a deadline differs from what the scripts know. One that is not known any more is none."""
+    if known is None:
+        return True
+    return until_s is not None and (known.until_s is None or abs(until_s - known.until_s) > MOVED_S)
+
+
+def _new(context: Context, cause: NoticeCause, reason: str, until_s: float | None) -> Standing:
+    context.state.membership.notices += 1
+    return Standing(context.state.membership.notices, cause, reason, until_s)

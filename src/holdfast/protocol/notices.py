@@ -1,0 +1,51 @@
+"""What a script is told before its node or its job goes away."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+
+class Going(StrEnum):
+    """What goes away."""
+
+    NODE = "node"
+    """The node of this worker."""
+    JOB = "job"
+    """The job, and so every node of it."""
+
+
+class NoticeCause(StrEnum):
+    """Why something goes away."""
+
+    DRAIN = "drain"
+    """A person or the engine takes the node out of the job."""
+    PREEMPTION = "preemption"
+    """The machines are taken back: by a spot market, by a job of higher priority, or by SIGTERM to the node's agent."""
+    TIME_LIMIT = "time-limit"
+    """The scheduler's time for the job is almost over."""
+    RESIZE = "resize"
+    """A person wants a smaller job."""
+    HEALTH = "health"
+    """The machine is sick, or has a bad history."""
+    STOP = "stop"
+    """A person or the scheduler asked the job to stop."""
+    FAILURE = "failure"
+    """The job gives up."""
+
+
+class Notice(msgspec.Struct, frozen=True, kw_only=True):
+    """Something is to go away. It is known beforehand, and this is all that is known."""
+
+    number: int
+    """The job counts its notices from 1. A deadline that moves makes a new notice."""
+    going: Going
+    """What goes away: the node of this worker, or the job."""
+    cause: NoticeCause
+    """Why."""
+    reason: str
+    """The same in words, as whoever caused it wrote them. For people only."""
+    deadline_s: float | None
+    """Seconds from now until the worker has to leave, never negative; None: not known. It may leave earlier, as soon as
+    another has taken its place."""

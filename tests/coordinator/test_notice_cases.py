@@ -1,0 +1,203 @@
+"""What scripts are told before their node or the job goes away, one situation after the other."""
+
+import pytest
+from desk import Desk, running
+from test_memory_snapshot_cases import at_level_0
+
+from holdfast.coordinator.kernel import events as e
+from holdfast.coordinator.kernel.deadlines import Timer
+from holdfast.coordinator.kernel.requests import StopJob
+from holdfast.protocol import messages as m
+from holdfast.protocol.notices import Going, Notice, NoticeCause
+
+
+def newest(desk: Desk, node: str) -> tuple[Notice, ...] | None:
+    """What a node was told last; None: nothing."""
+    told = [said.notices for name, said in desk.sent(m.Notify) if name == node]
+    return told[-1] if told else None
+
+
+def only(desk: Desk, node: str) -> Notice:
+    [told] = newest(desk, node) or ()
+    return told
+
+
+# ---------------------------------------------------------------- a node
+
+
+def test_a_node_that_is_drained_hears_of_it_and_no_other_does():
+    desk = running(3)
+    desk.do(e.NodeGoing("n1", "maintenance", 60.0))
+    expected = Notice(
+        number=1, going=Going.NODE, cause=NoticeCause.DRAIN, reason="maintenance", deadline_s=60.0
+    )
+    assert desk.sent(m.Notify) == [("n1", m.Notify((expected,)))]
+
+
+def test_without_haste_no_deadline_is_known():
+    desk = running(3)
+    desk.do(e.NodeGoing("n1", "maintenance"))
+    assert only(desk, "n1").deadline_s is None
+
+
+def test_a_deadline_that_comes_nearer_is_another_notice():
+    desk = running(2, min_nodes=2)
+    desk.do(e.NodeGoing("n1", "maintenance"))
+    desk.do(e.NodeSays("n1", m.Leaving("SIGTERM", 30.0)))
+    told = only(desk, "n1")
+    assert (told.number, told.cause, told.deadline_s) == (2, NoticeCause.PREEMPTION, 30.0)
+
+
+@pytest.mark.parametrize("within_s", [29.0, 31.0, 600.0, None])
+def test_what_says_nothing_new_is_not_told_again(within_s):
+    desk = running(2, min_nodes=2)
+    desk.do(e.NodeGoing("n1", "spot interruption", 30.0))
+    desk.do(e.NodeGoing("n1", "spot interruption", within_s))
+    assert len(desk.sent(m.Notify)) == 1
+
+
+def test_an_engine_may_say_why():
+    desk = running(3)
+    desk.do(e.NodeGoing("n1", "spot interruption", 120.0, NoticeCause.PREEMPTION))
+    assert only(desk, "n1").cause is NoticeCause.PREEMPTION
+
+
+def test_a_smaller_job_warns_those_that_go_and_a_larger_one_takes_it_back():
+    desk = running(3)
+    desk.do(e.ResizeRequested(2, "night"))
+    assert [n for n, _ in desk.sent(m.Notify)] == ["n2"]
+    assert only(desk, "n2").cause is NoticeCause.RESIZE
+    desk.do(e.ResizeRequested(3, "morning"))
+    assert newest(desk, "n2") == ()
+    assert desk.records("node-stays") == [{"node": "n2"}]
+
+
+def test_less_capacity_is_a_preemption_with_its_deadline():
+    desk = running(3)
+    desk.do(e.Capacity(2, "preempted by job 17", 30.0))
+    told = only(desk, "n2")
+    assert (told.going, told.cause, told.deadline_s) == (Going.NODE, NoticeCause.PREEMPTION, 30.0)
+
+
+# ---------------------------------------------------------------- the job
+
+
+def test_a_stop_is_told_to_all_nodes_also_to_those_of_spares():
+    desk = running(2, spares=1)
+    desk.do(e.StopRequested("holdfast stop"))
+    assert sorted(n for n, _ in desk.sent(m.Notify)) == ["n0", "n1", "n2"]
+    told = only(desk, "n0")
+    assert (told.going, told.cause, told.reason) == (Going.JOB, NoticeCause.STOP, "holdfast stop")
+    assert told.deadline_s == desk.core.timing.stop_s
+    assert desk.state.deadlines.at(Timer.STOP) == desk.now + desk.core.timing.stop_s
+
+
+def test_a_stop_is_told_before_the_generation_is_to_end():
+    """So a worker knows when it comes to the commit that is its last."""
+    desk = running(2)
+    orders = [
+        a.message for a in desk.do(e.StopRequested("ctrl-c")) if isinstance(a, e.Send) and a.node == "n0"
+    ]
+    kinds = [type(o.message if isinstance(o, m.Relay) else o) for o in orders]
+    assert kinds == [m.Notify, m.EndAtCommit]
+
+
+def test_at_level_0_the_deadline_is_when_processes_are_killed():
+    desk = at_level_0(2)
+    desk.do(e.StopRequested("ctrl-c"))
+    grace_s = {k.grace_s for _, k in desk.sent(m.KillWorker)}
+    assert grace_s == {only(desk, "n0").deadline_s}
+
+
+def test_the_time_that_the_engine_leaves_counts_where_it_is_less():
+    desk = running(2)
+    desk.do(e.Capacity(0, "Slurm takes the whole allocation", 8.0))
+    told = only(desk, "n1")
+    assert (told.going, told.cause, told.deadline_s) == (Going.JOB, NoticeCause.PREEMPTION, 8.0)
+
+
+def test_a_node_that_has_less_time_than_the_job_that_stops_hears_of_both():
+    desk = running(2)
+    desk.do(e.StopRequested("ctrl-c"))
+    desk.do(e.NodeSays("n1", m.Leaving("SIGTERM", 3.0)))
+    assert [(n.going, n.deadline_s) for n in newest(desk, "n1") or ()] == [
+        (Going.NODE, 3.0),
+        (Going.JOB, pytest.approx(desk.core.timing.stop_s, abs=0.1)),
+    ]
+
+
+def test_a_job_that_gives_up_says_so():
+    desk = running(2)
+    desk.core.request(StopJob("the restart budget is spent", "failed"))
+    desk.do(e.Tick())
+    assert only(desk, "n0").cause is NoticeCause.FAILURE
+
+
+def test_a_time_limit_is_foretold_once_and_decides_nothing():
+    desk = running(2)
+    for left_s in (120.0, 117.0, 114.0):
+        desk.do(e.JobGoing("the time limit", left_s, NoticeCause.TIME_LIMIT), 3.0)
+    assert [n for n, _ in desk.sent(m.Notify)] == ["n0", "n1"]
+    told = only(desk, "n0")
+    assert (told.going, told.cause, told.deadline_s) == (Going.JOB, NoticeCause.TIME_LIMIT, 120.0)
+    assert desk.records("job-going") == [{"reason": "the time limit", "within_s": 120.0}]
+    assert desk.state.membership.stop_reason is None
+    assert not desk.told("n0.0#1", m.EndAtCommit)
+
+
+def test_a_job_that_gets_more_time_hears_of_it():
+    desk = running(2)
+    desk.do(e.JobGoing("the time limit", 120.0, NoticeCause.TIME_LIMIT))
+    desk.do(e.JobGoing("more time", None, NoticeCause.TIME_LIMIT))
+    desk.do(e.JobGoing("more time", None, NoticeCause.TIME_LIMIT))
+    assert newest(desk, "n0") == ()
+    assert desk.records("job-stays") == [{"reason": "more time"}]
+
+
+def test_the_stop_itself_is_another_notice_and_the_last_word():
+    desk = running(2)
+    desk.do(e.JobGoing("the time limit", 120.0, NoticeCause.TIME_LIMIT))
+    desk.do(e.StopRequested("the time limit", NoticeCause.TIME_LIMIT), 60.0)
+    told = only(desk, "n0")
+    assert (told.number, told.deadline_s) == (2, desk.core.timing.stop_s)
+    desk.do(e.JobGoing("more time", None, NoticeCause.TIME_LIMIT))
+    assert only(desk, "n0").number == 2
+
+
+# ---------------------------------------------------------------- who comes later
+
+
+def test_a_node_that_joins_hears_what_stands():
+    desk = running(2)
+    desk.do(e.JobGoing("the time limit", 120.0, NoticeCause.TIME_LIMIT))
+    desk.node("n7")
+    assert only(desk, "n7").going is Going.JOB
+
+
+def test_where_nothing_stands_a_newcomer_costs_no_message():
+    desk = running(2)
+    desk.node("n7")
+    assert not desk.sent(m.Notify)
+
+
+def test_an_agent_that_comes_back_hears_what_stands_now():
+    desk = running(2)
+    desk.do(e.JobGoing("the time limit", 120.0, NoticeCause.TIME_LIMIT))
+    desk.back("n0")
+    again = only(desk, "n0")
+    assert (again.number, again.deadline_s) == (1, pytest.approx(120.0, abs=0.1))
+    desk.do(e.JobGoing("more time", None, NoticeCause.TIME_LIMIT))
+    desk.back("n0")  # it may have missed that
+    assert newest(desk, "n0") == ()
+
+
+def test_a_coordinator_that_takes_over_knows_what_was_told():
+    desk = running(2, min_nodes=2)
+    desk.do(e.NodeGoing("n1", "spot interruption", 60.0))
+    desk.crash(away_s=20.0)
+    desk.back()
+    told = only(desk, "n1")
+    assert (told.number, told.deadline_s) == (1, pytest.approx(40.0, abs=0.1))
+    desk.do(e.StopRequested("ctrl-c"))
+    assert [n.number for n in newest(desk, "n1") or ()] == [1, 2]
+    assert [n.number for n in newest(desk, "n0") or ()] == [2]
