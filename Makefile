@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.holdfast-ready
 
-.PHONY: setup demo test adapters-test golden s3-test slurm-test lint figures docs clean
+.PHONY: setup demo test adapters-test adapters-table golden s3-test slurm-test lint figures docs clean
 
 setup: $(STAMP)
 
@@ -33,7 +33,17 @@ golden: setup
 # The adapters for other people's trainers, all cases, with the libraries that only these tests need.
 adapters-test: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[adapters]'
-	$(BIN)/python -m pytest -m "nightly or not nightly" tests/adapters
+	mkdir -p out/adapters
+	$(BIN)/python -m pytest -m "nightly or not nightly" --junitxml out/adapters/installed.xml tests/adapters; \
+	  status=$$?; $(BIN)/python tests/adapters/table.py out/adapters/installed.xml; exit $$status
+
+# The table in docs/frameworks.md: the adapters' tests with the installed versions and with the oldest supported ones.
+OLDEST := transformers==5.20.0 lightning==2.6.0
+adapters-table:
+	rm -rf out/adapters
+	status=0; $(MAKE) adapters-test || status=1; \
+	for version in $(OLDEST); do tests/adapters/with-version.sh $$version || status=1; done; \
+	$(BIN)/python tests/adapters/table.py out/adapters/*.xml --write docs/frameworks.md; exit $$status
 
 # Against a real S3 server, which it starts, with its packages where they are missing (Debian 12 or newer, as root).
 s3-test: setup

@@ -44,7 +44,7 @@ class Plan:
     faults: int = 5
     state_mb: float = 0.0
     blocks: int = 20
-    """Pairs of blocks of steps, the system's and plain DDP's; 0 to leave the comparison out."""
+    """Pairs of blocks of steps, the system's and those of the same training without it; 0 to leave the comparison out."""
     block_steps: int = 5
     checkpoint_every: int = 10
     settle_steps: int = 20
@@ -88,7 +88,7 @@ class Measured:
     step_s: list[float] = field(default_factory=list)
     """Seconds per step, by block."""
     plain_step_s: list[float] = field(default_factory=list)
-    """Plain DDP's, in the block next to it."""
+    """Those of the same training without it (plain DDP's), in the block next to it."""
     full_step_s: list[float] = field(default_factory=list)
     """Seconds of a step at full strength with nothing else going on: the median of every job."""
     foreign_cpu: float = 0.0
@@ -258,10 +258,10 @@ def _strike(job: Running, plan: Plan, result: Measured, choose: random.Random) -
 
 
 def _compare_steps(job: Running, plan: Plan, result: Measured, bench: Bench) -> None:
-    """Steps of this job and of plain DDP in turns, a block each."""
+    """Steps of this job and of the same training without the system in turns, a block each."""
     plain_plan = Plan(replicas=plan.replicas, timeout_s=plan.timeout_s)
     first = job.halt()
-    with running(Plain(job.system.python), plain_plan, bench) as plain:
+    with running(job.system.unprotected() or Plain(job.system.python), plain_plan, bench) as plain:
         plain.settle(time.monotonic(), plan.settle_steps, 0.0)
         arms = [(job, first, result.step_s), (plain, plain.halt(), result.plain_step_s)]
         for block in range(plan.blocks):

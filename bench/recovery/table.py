@@ -131,10 +131,7 @@ def sheet(plan: Plan) -> Sheet:
 def print_results(console: Console, plan: Plan, results: Sequence[Measured], floor: Floor | None) -> None:
     """Everything that belongs below the machine's line."""
     console.print(results_table(plan, results))
-    for system in results:
-        console.print(f"[bold]{system.title}[/bold]: {system.note}", highlight=False)
-        for trouble in [*system.failed_faults, *([system.error] if system.error else [])]:
-            console.print(f"  [red]{escape(trouble)}[/red]", highlight=False)
+    print_notes(console, results)
     console.print(
         "stall: kill to the next commit by anyone. full strength: kill to the first step of all replicas. "
         f"lost steps: committed, then computed again. {sheet(plan).about_others}",
@@ -149,17 +146,30 @@ def print_results(console: Console, plan: Plan, results: Sequence[Measured], flo
             console.print(line, highlight=False)
 
 
+def print_notes(console: Console, results: Sequence[Measured]) -> None:
+    """How each system was set up, and what went wrong with it."""
+    for system in results:
+        console.print(f"[bold]{system.title}[/bold]: {system.note}", highlight=False)
+        for trouble in [*system.failed_faults, *([system.error] if system.error else [])]:
+            console.print(f"  [red]{escape(trouble)}[/red]", highlight=False)
+
+
 def results_table(plan: Plan, results: Sequence[Measured]) -> Table:
     """A row per system; one that could not be run has no figures, and its error in the notes below."""
     state = f", {plan.state_mb:.0f} MB more state" if plan.state_mb else ""
     shards = f" x {plan.shards} shards, {plan.size} parameters" if plan.shards > 1 else ""
     title = f"{plan.replicas} replicas{shards}{state}: SIGKILL of one, median and (min–max) of {plan.faults} faults each"
+    return figures(title, sheet(plan).columns, results)
+
+
+def figures(title: str, columns: Sequence[Column], results: Sequence[Measured]) -> Table:
+    """A row per system, and below it how often it was measured."""
     table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, width=WIDTH, show_lines=False)
     table.add_column("system", ratio=1)
-    for column in sheet(plan).columns:
+    for column in columns:
         table.add_column(column.title, justify="right", no_wrap=True)
     for system in results:
-        table.add_row(_name_cell(system), *(column.cell(system) for column in sheet(plan).columns))
+        table.add_row(_name_cell(system), *(column.cell(system) for column in columns))
     return table
 
 

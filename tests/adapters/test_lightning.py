@@ -25,6 +25,7 @@ STEPS = 18
 
 pytestmark = [
     pytest.mark.timeout(300),
+    pytest.mark.framework("lightning"),
     # Lightning's own, of this version of torch and of a machine without a GPU.
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
@@ -53,6 +54,7 @@ def undisturbed(tmp_path_factory) -> dict:
     return alone(tmp_path_factory.mktemp("alone"))
 
 
+@pytest.mark.capability("level 2", "kill")
 def test_a_killed_worker_changes_nothing(tmp_path, undisturbed):
     ended = in_a_job(tmp_path, "--spares", 1, "--fault", "kill-worker:rank=0,step=8")
     assert [result(end) for end in ended] == 2 * [result(undisturbed)]
@@ -63,6 +65,7 @@ def test_a_killed_worker_changes_nothing(tmp_path, undisturbed):
         assert end["validated"] == undisturbed["validated"][-len(end["validated"]) :]
 
 
+@pytest.mark.capability("level 2")
 def test_what_is_trained_is_what_lightning_counts(undisturbed):
     assert (undisturbed["steps"], undisturbed["epochs"]) == (STEPS, 3)
     assert [step for step, _ in undisturbed["validated"]] == [6, 12, 18]
@@ -70,6 +73,7 @@ def test_what_is_trained_is_what_lightning_counts(undisturbed):
 
 
 @pytest.mark.nightly
+@pytest.mark.capability("level 2")
 @pytest.mark.parametrize("step", [5, 6, 7])
 def test_an_update_that_fails_on_one_worker(tmp_path, undisturbed, step):
     """It fetches the state from the other, and its loops do what follows the step as if it had updated it itself."""
@@ -78,6 +82,7 @@ def test_an_update_that_fails_on_one_worker(tmp_path, undisturbed, step):
 
 
 @pytest.mark.nightly
+@pytest.mark.capability("level 2")
 def test_the_last_update_fails_on_one_worker(tmp_path, undisturbed):
     """The other one has the result, and the job may end with it."""
     ended = in_a_job(tmp_path, script=("0", str(STEPS)))
@@ -86,6 +91,7 @@ def test_the_last_update_fails_on_one_worker(tmp_path, undisturbed):
 
 
 @pytest.mark.nightly
+@pytest.mark.capability("kill")
 def test_a_survivor_that_goes_back_to_a_snapshot(tmp_path, undisturbed):
     """Of an epoch before: the other worker, which alone had the newest state, is lost in the same step."""
     options = ("--spares", 1, "--snapshot-every", 4, "--fault", "kill-worker:rank=0,step=7,phase=commit")
@@ -94,6 +100,7 @@ def test_a_survivor_that_goes_back_to_a_snapshot(tmp_path, undisturbed):
 
 
 @pytest.mark.nightly
+@pytest.mark.capability("kill")
 @pytest.mark.parametrize("phase", ["forward", "backward", "reduce", "vote", "update", "commit"])
 @pytest.mark.parametrize("step", [5, 6, 7])
 def test_a_kill_in_any_phase_around_a_validation(tmp_path, undisturbed, phase, step):
@@ -104,12 +111,14 @@ def test_a_kill_in_any_phase_around_a_validation(tmp_path, undisturbed, phase, s
 
 
 @pytest.mark.nightly
+@pytest.mark.capability("resize")
 def test_a_job_that_gets_smaller(tmp_path, undisturbed):
     ended = in_a_job(tmp_path, "--fault", "kill-node:node=1,step=5", nodes="1:2")
     assert {json.dumps(result(end)) for end in ended} == {json.dumps(result(undisturbed))}
 
 
 @pytest.mark.nightly
+@pytest.mark.capability("kill")
 def test_early_stopping_counts_through_a_kill(tmp_path):
     wanted = alone(tmp_path / "alone", "2")
     assert wanted["steps"] < 8 * 6

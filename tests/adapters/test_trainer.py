@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).parent / "train_trainer.py"
 STEPS = 18
 """Of train_trainer.py: 96 samples, 16 of them in a step, 3 times."""
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.framework("transformers")]
 
 
 def alone(folder: Path, *options: str) -> dict:
@@ -37,6 +37,7 @@ def undisturbed(tmp_path_factory) -> dict:
     return alone(tmp_path_factory.mktemp("alone"))
 
 
+@pytest.mark.capability("level 2", "kill")
 def test_a_killed_worker_changes_nothing(tmp_path, undisturbed):
     ended = in_a_job(tmp_path, "--spares", 1, "--fault", "kill-worker:rank=0,step=8")
     assert [without_counts(end) for end in ended] == 2 * [without_counts(undisturbed)]
@@ -47,6 +48,7 @@ def test_a_killed_worker_changes_nothing(tmp_path, undisturbed):
     assert [end["saves"] for end in ended].count(True) == 1
 
 
+@pytest.mark.capability("level 2")
 def test_what_is_trained_is_what_the_trainer_counts(undisturbed):
     assert undisturbed["steps"] == STEPS
     assert undisturbed["ended"] == [*range(1, STEPS + 1)]
@@ -59,6 +61,7 @@ def test_what_is_trained_is_what_the_trainer_counts(undisturbed):
 
 
 @pytest.mark.nightly
+@pytest.mark.capability("level 2")
 @pytest.mark.parametrize("step", [5, 6, 7])
 def test_an_update_that_fails_on_one_worker(tmp_path, undisturbed, step):
     """It fetches the state of the commit from the other, and does what follows the step as if it had updated itself."""
@@ -67,6 +70,7 @@ def test_an_update_that_fails_on_one_worker(tmp_path, undisturbed, step):
 
 
 @pytest.mark.nightly
+@pytest.mark.capability("level 2")
 def test_the_last_update_fails_on_one_worker(tmp_path, undisturbed):
     """The other one has the result, and the job may end with it."""
     ended = in_a_job(tmp_path, script=("--broken", str(STEPS)))
@@ -75,6 +79,7 @@ def test_the_last_update_fails_on_one_worker(tmp_path, undisturbed):
 
 
 @pytest.mark.nightly
+@pytest.mark.capability("kill")
 def test_a_survivor_that_goes_back_to_a_snapshot(tmp_path, undisturbed):
     """Of an epoch before: the other worker, which alone had the newest state, is lost in the same step."""
     options = ("--spares", 1, "--snapshot-every", 4, "--fault", "kill-worker:rank=0,step=7,phase=commit")
@@ -83,6 +88,7 @@ def test_a_survivor_that_goes_back_to_a_snapshot(tmp_path, undisturbed):
 
 
 @pytest.mark.nightly
+@pytest.mark.capability("kill")
 @pytest.mark.parametrize("phase", ["forward", "backward", "reduce", "vote", "update", "commit"])
 def test_a_kill_in_any_phase(tmp_path, undisturbed, phase):
     ended = in_a_job(tmp_path, "--spares", 1, "--fault", f"kill-worker:rank=1,step=7,phase={phase}")
@@ -90,12 +96,14 @@ def test_a_kill_in_any_phase(tmp_path, undisturbed, phase):
 
 
 @pytest.mark.nightly
+@pytest.mark.capability("resize")
 def test_a_job_that_gets_smaller_and_whole_again(tmp_path, undisturbed):
     ended = in_a_job(tmp_path, "--fault", "kill-node:node=1,step=5", nodes="1:2")
     assert {json.dumps(without_counts(end)) for end in ended} == {json.dumps(without_counts(undisturbed))}
 
 
 @pytest.mark.nightly
+@pytest.mark.capability("kill")
 def test_early_stopping_counts_through_a_kill(tmp_path):
     wanted = alone(tmp_path / "alone", "--patience", "1", "--epochs", "8")
     assert wanted["steps"] < 8 * 6
@@ -111,6 +119,7 @@ def test_early_stopping_counts_through_a_kill(tmp_path):
 
 
 @pytest.mark.nightly
+@pytest.mark.capability("level 2", "kill")
 def test_a_users_own_loss(tmp_path):
     wanted = alone(tmp_path / "alone", "--own-loss")
     ended = in_a_job(tmp_path, "--spares", 1, "--fault", "kill-worker:rank=1,step=4", script=("--own-loss",))
@@ -118,6 +127,8 @@ def test_a_users_own_loss(tmp_path):
 
 
 @pytest.mark.nightly
+@pytest.mark.framework("trl")
+@pytest.mark.capability("level 2", "kill")
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
 def test_trl_with_an_adapter_of_peft(tmp_path, kind):
     """make adapters-test installs TRL and PEFT."""

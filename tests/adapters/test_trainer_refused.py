@@ -67,6 +67,13 @@ def test_options_that_cannot_work_are_named(tmp_path, options, what):
         arguments.refuse(args(tmp_path, **options), Four())
 
 
+@pytest.mark.framework("transformers")
+@pytest.mark.capability("sharded", refused=True)
+def test_sharding_is_refused_with_the_way_to_it(tmp_path):
+    with pytest.raises(UsageError, match=r"fsdp=.*holdfast\.start"):
+        arguments.refuse(args(tmp_path, fsdp=True), Four())
+
+
 def test_all_that_cannot_work_is_said_at_once(tmp_path):
     with pytest.raises(UsageError) as error:
         arguments.refuse(args(tmp_path, optim="lomo", auto_find_batch_size=True), Stream())

@@ -78,6 +78,10 @@ class System(ABC):
     def start(self, job: Job) -> None:
         """Start the job. Returns at once or as soon as what the workers need is up."""
 
+    def unprotected(self) -> System | None:
+        """The same training without it, whose steps its own are compared with; None: plain DDP."""
+        return None
+
     def may_kill(self, rank: int) -> bool:
         """Whether the worker of this rank may be the victim."""
         return True

@@ -33,13 +33,17 @@ class HoldfastWritten(_Holdfast):
     name = "holdfast-2"
     title = "Holdfast level 2"
     note = "a node per replica, one spare node"
+    script: str | Path = "train_holdfast.py"
+    """A name in the folder of the scripts, or a path."""
+    arguments: tuple[str, ...] = ()
 
     def start(self, job: Job) -> None:
         nodes = job.settings.replicas
         self._run(
             job,
             *("--nnodes", f"{max(1, nodes - 1)}:{nodes}", "--nproc-per-node", "1", "--spares", "1"),
-            SCRIPTS / "train_holdfast.py",
+            SCRIPTS / self.script,
+            *self.arguments,
         )
 
 

@@ -30,11 +30,13 @@ class Torchrun(System):
         "one agent; checkpoint in tmpfs"
     )
     checkpoints = True
-    script = "train_ddp.py"
+    script: str | Path = "train_ddp.py"
+    """A name in the folder of the scripts, or a path."""
+    arguments: tuple[str, ...] = ()
 
     def start(self, job: Job) -> None:
         flags = launcher_flags(job.settings.workers, free_port())
-        argv = [self.python, "-m", "torch.distributed.run", *flags, SCRIPTS / self.script]
+        argv = [self.python, "-m", "torch.distributed.run", *flags, SCRIPTS / self.script, *self.arguments]
         job.spawn("torchrun", argv, OWN_STORE)
 
 

@@ -1,0 +1,1 @@
+"""What the adapters cost and save: Hugging Face's Trainer and Lightning, with Holdfast and under torchrun alone."""

@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# The adapters' tests with another version of a framework: with-version.sh transformers==5.20.0 [pytest's arguments]
+#
+# The version goes into an environment of its own (.venv-transformers==5.20.0), which takes everything else from .venv.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+version=$1
+shift
+framework=${version%%==*}
+case $framework in
+transformers) tests="tests/adapters/test_trainer.py tests/adapters/test_trainer_refused.py" ;;
+lightning) tests=tests/adapters/test_lightning.py ;;
+*) echo "there are no tests for $framework" >&2 && exit 2 ;;
+esac
+
+environment=$PWD/.venv-$version
+if [ ! -e "$environment/.ready" ]; then
+  rm -rf "$environment"
+  .venv/bin/python -m venv "$environment"
+  # Below its own packages in the search path, so that its own version wins.
+  .venv/bin/python -c 'import site; print(*site.getsitepackages(), sep="\n")' \
+    >"$(echo "$environment"/lib/python3*/site-packages)/shared.pth"
+  "$environment/bin/python" -m pip install --quiet --disable-pip-version-check "$version"
+  touch "$environment/.ready"
+fi
+# The nested environment does not read the .pth file of an editable install.
+export PYTHONPATH=$PWD/src${PYTHONPATH:+:$PYTHONPATH}
+mkdir -p out/adapters
+# Without -p no:cacheprovider two environments would share what failed last.
+"$environment/bin/python" -m pytest -p no:cacheprovider -m "nightly or not nightly" \
+  --junitxml "out/adapters/$version.xml" $tests "$@"
