@@ -85,7 +85,8 @@ def test_an_error_in_also_is_the_scripts(tmp_path):
     ],
 )
 def test_callbacks_and_skipped_steps_are_part_of_the_commit(shard, reduction, tmp_path):
-    """Steps 10, 13 and 16 are struck in the vote, in a step that is skipped, and in the update."""
+    """A worker dies in the sum of step 5. Steps 10, 13 and 16 are struck in the vote, in a step that is skipped, and in the
+    update."""
     script = [TRANSACTION, STEPS, "--shard", shard, "--reduction", reduction]
     given = ["--nnodes", 2 * shard, "--spares", 1, "--wait-for-spare"]
     quiet = run(tmp_path, *given, *script, job="quiet")
@@ -98,9 +99,11 @@ def test_callbacks_and_skipped_steps_are_part_of_the_commit(shard, reduction, tm
         f"kill-worker:rank={i % 2},phase={phase},step={step}"
         for i, (phase, step) in enumerate([("vote", 10), ("vote", 13), ("commit", 13), ("update", 16)])
     ]
-    ran = run(tmp_path, *given, *[part for f in faults for part in ("--fault", f)], *script)
+    ran = run(tmp_path, *given, *[part for f in faults for part in ("--fault", f)], *script, "--die")
     assert ran.code == 0, ran.output[-3000:]
-    assert {parse_fault(i["fault"]) for i in ran.report["incidents"]} == {parse_fault(f) for f in faults}
+    injected = [parse_fault(i["fault"]) for i in ran.report["incidents"] if i["injected"]]
+    assert set(injected) == {parse_fault(f) for f in faults}
+    assert len(ran.report["incidents"]) == len(injected) + 1
     assert counted(ran) == {told}
     assert ran.report["final"] == quiet.report["final"]
     assert ran.report["steps"]["skipped"] == skipped

@@ -1,7 +1,10 @@
 """A tiny level-2 job in which everything that may be part of a commit is: a callback of the run's, a scaler whose scale
-overflows at first and whenever it has grown, and gradients that are not finite. `--shard` makes replicas of that many workers."""
+overflows at first and whenever it has grown, and gradients that are not finite. Every step begins with an evaluation, summed
+over the workers. `--shard` makes replicas of that many workers; `--die`: one dies where the others wait for its part of the sum."""
 
 import argparse
+import os
+import signal
 
 import torch
 from torch.distributed.fsdp import fully_shard
@@ -15,19 +18,21 @@ SPOILED = 13
 
 
 class Count:
-    """How often it was called, and over which steps and skipped ones."""
+    """How often it was called, and over which steps and skipped ones. evaluated: the sum of what was found by `step.sum`."""
 
     def __init__(self) -> None:
         self.calls = self.steps = self.skipped = 0
+        self.evaluated = self.found = 0.0
 
     def __call__(self, step: hf.Step) -> None:
         self.calls, self.steps = self.calls + 1, self.steps + step.index
         self.skipped += step.skipped
+        self.evaluated += self.found
 
-    def state_dict(self) -> dict[str, int]:
-        return dict(vars(self))
+    def state_dict(self) -> dict[str, float]:
+        return {name: value for name, value in vars(self).items() if name != "found"}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, float]) -> None:
         vars(self).update(state)
 
 
@@ -36,6 +41,7 @@ def main(run: hf.Run) -> None:
     parser.add_argument("steps", type=int)
     parser.add_argument("--reduction", default="exact")
     parser.add_argument("--shard", type=int, default=1)
+    parser.add_argument("--die", action="store_true")
     args = parser.parse_args()
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU(), torch.nn.Linear(WIDTH, 8))
@@ -49,10 +55,26 @@ def main(run: hf.Run) -> None:
     count = Count()
     run.protect(model=model, optimizer=optimizer, scaler=scaler, count=count)
     run.on_commit(count)
+    data = Blobs(WIDTH)
+
+    def evaluate(step: hf.Step) -> None:
+        if args.die and (step.index, run.rank, run.generation) == (5, 1, 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+        # One sample at a time: in a batch the last bits may depend on how many there are.
+        mine = [data.batch([i]) for i in range(run.rank, 12, run.world_size)]
+        with torch.no_grad():
+            losses = [
+                torch.nn.functional.cross_entropy(model(inputs), labels).item() for inputs, labels in mine
+            ]
+        found = step.sum({"losses": losses, "count": len(mine)})
+        assert found["count"] == 12
+        count.found = found["losses"]
+
     for step in run.steps(
-        Blobs(WIDTH), global_batch=48, micro_batch=4, until=args.steps, reduction=args.reduction, seed=1
+        data, global_batch=48, micro_batch=4, until=args.steps, reduction=args.reduction, seed=1
     ):
         with step:
+            evaluate(step)
             for number, (inputs, labels) in enumerate(step):
                 loss = torch.nn.functional.cross_entropy(model(inputs), labels, reduction="sum")
                 if step.index == SPOILED and run.world.micro_batches[number] == 7:

@@ -19,7 +19,7 @@ from datetime import timedelta
 import msgspec
 import torch.distributed as dist
 
-from holdfast.errors import CollectiveFailed, ProtocolError
+from holdfast.errors import CollectiveFailed, ProtocolError, UsageError
 from holdfast.protocol.authentication import BACKLOG, Door
 from holdfast.protocol.frames import Codec, body_of, missing, pack, read_exactly
 from holdfast.protocol.messages import Generation, Member
@@ -30,6 +30,9 @@ CONNECT_S = 5.0
 
 Word = tuple[float, float, float]
 _WORD = struct.Struct("<Qddd")  # step, three numbers
+OF_A_SUM = 1 << 63
+"""Added to the step's number in words of `Step.sum`: a member that makes no sum must not take them for weights."""
+
 _TAG_KEY, _TAG_END = 1, 2
 _HEAD = struct.Struct("<BI")
 
@@ -253,6 +256,20 @@ class ControlChannel:
         self.waits(-1)
         return words
 
+    def receive_heads(self, step: int, head: Word, own: Sequence[Word]) -> list[tuple[Word, list[Word]]]:
+        """What every member said for this step, in the order of the ranks: a word whose second number says how many words
+        follow it, and those."""
+        said: list[tuple[Word, list[Word]]] = []
+        for rank in range(self.size):
+            if rank == self.rank:
+                said.append((head, list(own)))
+            else:
+                self.waits(rank)
+                theirs = self._receive_one(rank, step)
+                said.append((theirs, [self._receive_one(rank, step) for _ in range(int(theirs[1]))]))
+        self.waits(-1)
+        return said
+
     def _receive_one(self, rank: int, step: int) -> Word:
         try:
             # No time limit. How long a peer may take is the coordinator's decision, because it alone sees all
@@ -263,6 +280,12 @@ class ControlChannel:
         if len(word) < _WORD.size:
             raise CollectiveFailed(f"lost rank {rank}: its connection closed")
         said, a, b, c = _WORD.unpack(word)
+        if (said ^ step) & OF_A_SUM:
+            here, there = ("is", "is not") if step & OF_A_SUM else ("is not", "is")
+            raise UsageError(
+                f"rank {self.rank} {here} in step.sum(), and rank {rank} {there}: call it on every worker in the same "
+                "steps, as often and in the same order; not on one rank only"
+            )
         # The stream has no other frame than the step's number. If two members are at different steps, one has
         # committed what the other has not, and adding their words up would hide it.
         if said != step:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,8 +15,10 @@ from holdfast.data.seeds import micro_seed, seed_generators
 from holdfast.errors import NonFiniteGradient, UsageError
 from holdfast.protocol.phases import Phase
 from holdfast.tensors import staging
+from holdfast.train.control_channel import OF_A_SUM
 from holdfast.train.loss_scale import Scaler, advance, scale_of
 from holdfast.train.outcome import CommittedStep, Stage, StepOutcome
+from holdfast.train.step_sum import addends
 
 if TYPE_CHECKING:
     from holdfast.train.control_channel import Word
@@ -87,6 +89,7 @@ class Step:
         self._left: int | None = None
         self._said: list[Word] | None = None
         self._waited = False
+        self._entered = False
         self._prepared_s = 0.0
         self._generation = 0
         self._global_weight: float | None = None
@@ -101,6 +104,7 @@ class Step:
 
     def __enter__(self) -> Step:
         self._replica.begin_step()
+        self._entered = True
         return self
 
     def __iter__(self) -> Iterator[Any]:
@@ -173,6 +177,46 @@ class Step:
         if last and replica.checks_local:
             self._check_local()
         replica.check()
+
+    def sum(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Sums numbers over all workers that compute: of an evaluation of the state from which this step starts, for
+        example. Every worker calls it, inside `with step` and before the first `step.backward`.
+
+        It is part of the step. A fault in it, or later in the step, repeats the step from its beginning, on whoever is there
+        then, newcomers too. So use the result for more than looking at it only if `step.committed`.
+
+        Args:
+            values: name to a number; to a list of numbers, all of which are added; or to a tensor, which is added element
+                by element. At most 1,024 numbers. The same names, in the same order, on every worker.
+
+        Returns:
+            Name to a float, or to a float64 tensor on the CPU. The bits are the same on every worker. Rounded once: what
+            is given as lists, or as whole numbers below 2**53, comes to the same whoever had which part of it. A number
+            that a worker has added up itself was rounded there.
+
+        Raises:
+            UsageError: called elsewhere in the step, values that cannot be summed, or other names on another worker.
+        """
+        if not self._entered or self._stage is not Stage.OPEN or self._words or self._said is not None:
+            raise UsageError(
+                f"step {self.index}: step.sum() goes inside `with step`, before the first step.backward()"
+            )
+        own, channel = addends(values), self._replica.group.channel
+        words, tag = own.words(), self.index | OF_A_SUM
+        # A worker beside the replicas computes nothing, and of a tensor dimension all compute the same: they
+        # say their numbers, and nobody counts them.
+        place = self._replica.place
+        head = (own.fingerprint, float(len(words)), float(place.weighs and place.world.replica >= 0))
+        channel.send(tag, head, *words)
+        heads = channel.receive_heads(tag, head, words)
+        for rank, (theirs, _) in enumerate(heads):
+            if theirs[0] != own.fingerprint:
+                raise UsageError(
+                    f"step {self.index}: step.sum({list(values)}) has other names or shapes on rank {rank} than on rank "
+                    f"{channel.rank}; give the same on every worker"
+                )
+        self._replica.phases.alive()
+        return own.total(said for theirs, said in heads if theirs[2])
 
     def apply(
         self,

@@ -1,0 +1,114 @@
+"""Sums of plain numbers over all workers, within a step: as words of the control channel, of three numbers each. Pure.
+
+Every worker adds up all numbers in the order of the ranks, so all get the same bits. `math.fsum` rounds once. A list is sent as
+a few numbers whose sum is that of the list without any rounding (Shewchuk, Adaptive Precision Floating-Point Arithmetic, 1997,
+section 2.4). So a sum over lists does not depend on which worker had which number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+
+from holdfast.errors import UsageError
+from holdfast.train.control_channel import Word
+
+MOST_NUMBERS = 1024
+"""So few numbers fit into the buffers of every connection: nobody waits in `send` for one who waits in it as well."""
+
+
+@dataclass(frozen=True)
+class Addends:
+    """What this worker adds: for each name its numbers, and the shape where it is a tensor (None: one number)."""
+
+    numbers: dict[str, list[float]]
+    shapes: dict[str, torch.Size | None]
+
+    @property
+    def fingerprint(self) -> float:
+        """The same on workers that sum the same names and shapes."""
+        said = repr([(name, None if shape is None else tuple(shape)) for name, shape in self.shapes.items()])
+        return float(xxhash.xxh32_intdigest(said.encode()))
+
+    def words(self) -> list[Word]:
+        """Counts and numbers, name by name."""
+        row = [x for numbers in self.numbers.values() for x in (float(len(numbers)), *numbers)]
+        row += [0.0] * (-len(row) % 3)
+        return [(a, b, c) for a, b, c in zip(row[::3], row[1::3], row[2::3], strict=True)]
+
+    def total(self, said: Iterable[Sequence[Word]]) -> dict[str, Any]:
+        """The sums of what every worker said, in the order of the ranks."""
+        found: dict[str, list[list[float]]] = {name: [] for name in self.numbers}
+        for words in said:
+            row = [x for word in words for x in word]
+            at = 0
+            for name in self.numbers:
+                count = int(row[at])
+                found[name].append(row[at + 1 : at + 1 + count])
+                at += 1 + count
+        return {name: self._sum(name, rows) for name, rows in found.items()}
+
+    def _sum(self, name: str, rows: list[list[float]]) -> float | torch.Tensor:
+        shape = self.shapes[name]
+        if shape is None:
+            return _fsum([x for row in rows for x in row])
+        sums = [_fsum(column) for column in zip(*rows, strict=True)]
+        return torch.tensor(sums, dtype=torch.float64).reshape(shape)
+
+
+def addends(values: Mapping[str, Any]) -> Addends:
+    """What `Step.sum` was given.
+
+    Raises:
+        UsageError: something that is neither a number, a list of numbers nor a tensor, or too many numbers.
+    """
+    numbers: dict[str, list[float]] = {}
+    shapes: dict[str, torch.Size | None] = {}
+    for name, value in values.items():
+        shapes[name] = None
+        try:
+            if isinstance(value, torch.Tensor):
+                shapes[name] = value.shape
+                numbers[name] = value.detach().double().cpu().flatten().tolist()
+            elif isinstance(value, list | tuple):
+                numbers[name] = _without_rounding([float(x) for x in value])
+            else:
+                numbers[name] = [float(value)]
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UsageError(
+                f"step.sum({name}=...): {error}; give numbers, lists of numbers, or tensors"
+            ) from error
+    count = sum(1 + len(row) for row in numbers.values())
+    if count > MOST_NUMBERS:
+        raise UsageError(
+            f"step.sum(): {count} numbers are too many for the control channel, which takes {MOST_NUMBERS} at once"
+        )
+    return Addends(numbers, shapes)
+
+
+def _without_rounding(terms: list[float]) -> list[float]:
+    """A few numbers with exactly the sum of these."""
+    parts: list[float] = []
+    for term in terms:
+        x, kept = term, 0
+        for part in parts:
+            big, small = (x, part) if abs(x) >= abs(part) else (part, x)
+            x = big + small
+            if rest := small - (x - big):
+                parts[kept] = rest
+                kept += 1
+        parts[kept:] = [x]
+    # NaN, infinity and overflow have no exact parts.
+    return parts if all(map(math.isfinite, parts)) else [sum(terms)]
+
+
+def _fsum(numbers: Sequence[float]) -> float:
+    try:
+        return math.fsum(numbers)
+    except (OverflowError, ValueError):  # a sum beyond the largest number, or of infinities of both signs
+        return sum(numbers)
