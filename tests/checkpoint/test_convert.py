@@ -353,7 +353,7 @@ def test_a_target_that_exists(archive, tmp_path, export):
     with pytest.raises(UsageError, match="out exists: choose another"):
         export(archive, 4, tmp_path / "out")
     assert files_of(tmp_path / "out") == {"mine": b"kept"}
-    with pytest.raises(UsageError, match="nowhere is no folder: make it first"):
+    with pytest.raises(UsageError, match="nowhere is not a folder: create it first"):
         export(archive, 4, tmp_path / "nowhere/out")
 
 
@@ -394,7 +394,7 @@ def test_room_is_asked_for_before(tmp_path):
     ("state", "options", "why"),
     [
         ({"a": {"b": 1}, "a.b": 2}, {}, "two entries are called a.b"),
-        ({"rank-3": {"a": 1}}, {}, "'rank-3' stands for a rank's own state"),
+        ({"rank-3": {"a": 1}}, {}, "'rank-3' is reserved for the state of one rank"),
         ({"a": torch.ones(2, dtype=torch.complex128)}, {}, "no complex128; export with --format torch"),
         ({"model": {"w": 1}, "epoch": 2}, {"only": "modle."}, "begins with 'modle.'; there are epoch, model"),
     ],
@@ -417,7 +417,7 @@ def test_an_object_that_dcp_saved(tmp_path):
         storage_writer=hf.checkpoint.TieredWriter(to=url, step=1),
         no_dist=True,
     )
-    with pytest.raises(StateError, match="a is an object and no plain value"):
+    with pytest.raises(StateError, match="a is an object and not a plain value"):
         export_torch(Archive(url), 1, tmp_path / "out")
     assert left(tmp_path) == ["tier"]
 
@@ -444,7 +444,7 @@ def test_files_that_are_cut_short(tmp_path, nbytes):
         ({"a": Foreign()}, "holds objects, which could run code"),
         ([1, 2], "holds a list: save a dict"),
         (torch.ones(2), "holds a Tensor: save a dict"),
-        ({1: torch.ones(2)}, "keys that are no strings"),
+        ({1: torch.ones(2)}, "keys that are not strings"),
         ({"a": {"b": {1, 2}}}, r"a\.b: a set is neither"),
         ({"a": torch.eye(3).to_sparse()}, "a: a torch.sparse_coo .* cannot be saved"),
         ({"rank-1": {"a": 1}, "a": 2}, "are not the states of all ranks"),
@@ -473,7 +473,7 @@ def test_a_file_from_before_torch_1_6(tmp_path):
 def test_a_dtype_that_torch_has_not(tmp_path):
     header = b'{"w":{"dtype":"F6_E2M3","shape":[4],"data_offsets":[0,3]}}'
     (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"123")
-    refused(tmp_path / "a.safetensors", tmp_path, "no dtype of this torch is F6_E2M3")
+    refused(tmp_path / "a.safetensors", tmp_path, "this torch has no dtype F6_E2M3")
     other = header.replace(b"F6_E2M3", b"F7_XXXX")
     (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + other + b"123")
     refused(tmp_path / "a.safetensors", tmp_path, "F7_XXXX")
@@ -509,7 +509,7 @@ def test_an_export_that_is_not_whole(export, tmp_path):
     edit(export / INDEX, lambda d: d["weight_map"].update({"m.0": "../x"}))
     refused(export, tmp_path, "outside its own folder")
     (export / INDEX).write_text("{}")
-    refused(export, tmp_path, "is no index")
+    refused(export, tmp_path, "is not an index")
 
 
 @pytest.mark.parametrize(

@@ -182,10 +182,10 @@ def test_another_shape_and_another_dtype(to):
 
 
 def test_nothing_there_and_nothing_whole(to):
-    with pytest.raises(CheckpointException, match="no whole checkpoint was found"):
+    with pytest.raises(CheckpointException, match="no complete checkpoint was found"):
         dcp.load({"a": torch.zeros(3)}, storage_reader=TieredReader(to))
     dcp.save({"a": torch.ones(30_000)}, storage_writer=TieredWriter(to), checkpoint_id="step-5")
-    with pytest.raises(CheckpointException, match="no whole checkpoint of step 7"):
+    with pytest.raises(CheckpointException, match="no complete checkpoint of step 7"):
         dcp.load({"a": torch.zeros(3)}, storage_reader=TieredReader(to, step=7))
     archive = Archive(to)
     flip(archive.tier, archive.manifest(5).shards[0].blob.name, 100)
@@ -203,7 +203,7 @@ def test_an_older_one_is_read_when_the_newest_is_not_whole(to, caplog):
     state = {"a": torch.zeros(3)}
     dcp.load(state, storage_reader=TieredReader(to))
     assert state["a"].tolist() == [5.0] * 3
-    assert "passed over: " in caplog.text
+    assert "skips a checkpoint: " in caplog.text
 
 
 def test_a_save_that_did_not_reach_its_tier_is_an_error(tmp_path):

@@ -440,7 +440,7 @@ def test_shards_that_are_no_whole_checkpoint_are_not_published(tmp_path):
             await a.held(key_of(10, 1, world=2))
             shard = (await store(a, tmp_path, key_of(10, 1, world=2))).shard
             await a.keeper.publish(m.Publish(tier_of(tmp_path), 10, (shard,)))
-            assert "no whole checkpoint" in a.last(m.Published).error
+            assert "do not make a complete checkpoint" in a.last(m.Published).error
             assert Archive(str(tmp_path)).steps() == []
 
     run(scenario())

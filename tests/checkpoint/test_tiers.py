@@ -157,7 +157,7 @@ def test_without_a_manifest_it_does_not_exist(archive):
     assert [archive.steps(), newest_whole(archive)] == [[5], 5]
     with pytest.raises(StateError, match="not there"):
         archive.manifest(10)
-    with pytest.raises(StateError, match="no whole checkpoint"):
+    with pytest.raises(StateError, match="do not make a complete checkpoint"):
         archive.commit(10, [save_rank(archive, 10, 1)])
 
 
@@ -188,7 +188,7 @@ def test_a_flipped_bit_of_a_head(archive):
     name = save(archive, 5).shards[1].head.name
     for at in range(0, archive.tier.size(name), 7):
         flip(archive.tier, name, at)
-        with pytest.raises(ChecksumError, match=r"rank-1\..*\.head was changed"):
+        with pytest.raises(ChecksumError, match=r"rank-1\..*\.head is damaged"):
             archive.verify(5)
         flip(archive.tier, name, at)
     archive.verify(5)

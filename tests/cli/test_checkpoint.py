@@ -104,10 +104,10 @@ def test_a_newest_one_that_is_damaged(holdfast, saved):
     said = holdfast("checkpoint", "ls")
     assert [line.split()[:2] for line in said.out.splitlines()[1:]] == [["4", "32"], ["8", "–"]]
     assert "step 8 is not complete" in said.err
-    assert "no manifest" in json.loads(holdfast("checkpoint", "ls", "--json").out)[1]["trouble"]
+    assert "is not the manifest" in json.loads(holdfast("checkpoint", "ls", "--json").out)[1]["trouble"]
     said = holdfast("checkpoint", "show")
     assert [said.code, said.out] == [1, ""]
-    assert "step-8/manifest.json is no manifest of a checkpoint" in said.err
+    assert "step-8/manifest.json is not the manifest of a checkpoint" in said.err
     said = holdfast("checkpoint", "prune", "--keep", "1")
     assert said.code == 1
     assert "newest checkpoint is not complete" in said.err
@@ -154,7 +154,7 @@ def test_a_tier_that_cannot_be_read(holdfast, two_tiers):
     near.write_text("no folder")
     said = holdfast("checkpoint", "ls", "--json")
     assert [r["place"] for r in json.loads(said.out)] == [f"{far}/step-4", f"{far}/step-8"]
-    assert f"passed over: the disk tier {near}" in said.err
+    assert f"skips a checkpoint: the disk tier {near}" in said.err
     said = holdfast("checkpoint", "verify")
     assert said.code == 1
     assert said.out.count(": complete") == 2
@@ -173,7 +173,7 @@ def test_the_next_start_takes_the_older_whole_one(home, saved):
     resume = folder.prepare(spec(folder), notes.append)
     folder.close()
     assert [d.step for d in resume.checkpoints] == [4]
-    assert list(resume.passed_over) == [n.removeprefix("passed over: ") for n in notes]
+    assert list(resume.passed_over) == [n.removeprefix("skips a checkpoint: ") for n in notes]
     assert len(notes) == 1
     assert "step-8" in notes[0]
     assert "cut short" in notes[0]

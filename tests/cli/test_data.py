@@ -74,7 +74,7 @@ def test_files_of_others(holdfast, home, tmp_path):
     said = holdfast("data", "verify", "negative.npy")
     assert [said.code, said.err] == [
         1,
-        "holdfast: negative.npy: token 1 is -2, which is no token; build it again\n",
+        "holdfast: negative.npy: token 1 is -2, which is not a token; build it again\n",
     ]
 
 
@@ -83,7 +83,7 @@ def test_a_damaged_file(holdfast, corpus, tmp_path):
     (tmp_path / "out.bin").write_bytes(b"z" * 16)
     said = holdfast("data", "verify", "out")
     assert said.code == 1
-    assert "out.bin is not as `holdfast data build` wrote it" in said.err
+    assert "out.bin differs from what `holdfast data build` wrote" in said.err
     (tmp_path / "out.idx").write_bytes(b"MMIDIDX\x00\x00")
     said = holdfast("data", "verify", "out")
     assert [said.code, said.out] == [2, ""]

@@ -247,9 +247,9 @@ def test_every_tensor_goes_to_the_device():
     [
         (lambda: batches(Noisy(), micro_batch=5), "global_batch=16 is not a multiple of micro_batch=5"),
         (lambda: batches(Noisy(0)), "is empty"),
-        (lambda: batches(Stream()), "Stream is no map-style dataset"),
+        (lambda: batches(Stream()), "Stream is not a map-style dataset"),
         (lambda: batches(Noisy(), seed=-1), "seed=-1"),
-        (lambda: hf.data.shuffled(Stream()), "no map-style dataset"),
+        (lambda: hf.data.shuffled(Stream()), "not a map-style dataset"),
         (lambda: hf.data.shuffled(Noisy(), workers=-1), "workers=-1"),
         (lambda: hf.data.shuffled(Noisy(), steps_ahead=0), "steps_ahead=0"),
         (lambda: hf.data.shuffled(Noisy(), memory="much"), "memory 'much': write a size"),

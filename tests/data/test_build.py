@@ -157,7 +157,7 @@ def test_parquet_that_cannot_be_read(tmp_path):
     with pytest.raises(UsageError, match=r"column 'other' of .* holds int64, not text"):
         make(source, prefix=tmp_path / "none", reading=Reading(field="other"))
     (tmp_path / "no.parquet").write_bytes(b"PAR1 not")
-    with pytest.raises(UsageError, match=r"no\.parquet is no readable Parquet file"):
+    with pytest.raises(UsageError, match=r"no\.parquet is not a readable Parquet file"):
         make(tmp_path / "no.parquet", prefix=tmp_path / "none")
 
 
@@ -222,13 +222,13 @@ def test_another_data_set_is_only_replaced_when_asked(tmp_path):
     source = jsonl(tmp_path / "in.jsonl", ["abc"])
     make(source, prefix=tmp_path / "out")
     before = files_of(tmp_path, "out")
-    with pytest.raises(UsageError, match=r"out\.bin is there already, of other input or options"):
+    with pytest.raises(UsageError, match=r"out\.bin exists already, built from other input or options"):
         make(source, prefix=tmp_path / "out", eod_id=0)
     assert files_of(tmp_path, "out") == before
     make(source, prefix=tmp_path / "out", eod_id=0, overwrite=True)
     assert documents_of(tmp_path / "out") == [[97, 98, 99, 0]]
     (tmp_path / "raw.bin").write_bytes(b"someone's")
-    with pytest.raises(UsageError, match=r"raw\.bin is there already"):
+    with pytest.raises(UsageError, match=r"raw\.bin exists already"):
         make(source, prefix=tmp_path / "raw")
     assert not (tmp_path / "raw.build").exists()
 
@@ -280,8 +280,8 @@ def test_text_that_is_not_utf8_is_only_a_trouble_for_tokenizers(tmp_path, tokeni
         ({"dtype": "words"}, "--dtype words is not one"),
         ({"eod": "<nothing>"}, "has no token '<nothing>'"),
         ({"eod": "<end>", "eod_id": 1}, "name the same thing"),
-        ({"eod_id": -1}, "--eod-id -1 is no token"),
-        ({"eod_id": 2**31}, "is no token"),
+        ({"eod_id": -1}, "--eod-id -1 is not a token"),
+        ({"eod_id": 2**31}, "is not a token"),
         ({"tokenizer": "nowhere.json"}, "nowhere.json cannot be read .No such file"),
         ({"tokenizer": "bytes", "eod": "<end>"}, "the tokenizer bytes has no token '<end>'.*--eod-id"),
     ],
@@ -300,7 +300,7 @@ def test_a_name_with_an_ending(tmp_path):
 
 def test_a_tokenizer_file_that_is_none(tmp_path):
     (tmp_path / "t.json").write_text("{}")
-    with pytest.raises(UsageError, match=r"t\.json is no file of the tokenizers library"):
+    with pytest.raises(UsageError, match=r"t\.json is not a file of the tokenizers library"):
         make(
             jsonl(tmp_path / "in.jsonl", ["abc"]), prefix=tmp_path / "out", tokenizer=str(tmp_path / "t.json")
         )
@@ -363,7 +363,7 @@ def test_a_finished_part_that_was_damaged_is_found_and_made_again(tmp_path, monk
             make(source, prefix=tmp_path / "out", unit_bytes=100)
     part = next(p for p in (tmp_path / "out.build").glob("*.bin") if p.stat().st_size)
     part.write_bytes(b"x" * part.stat().st_size)
-    with pytest.raises(DataError, match="is not as it was written; run the same command again"):
+    with pytest.raises(DataError, match="is damaged; run the same command again"):
         make(source, prefix=tmp_path / "out", unit_bytes=100)
     make(source, prefix=tmp_path / "out", unit_bytes=100)
     assert documents_of(tmp_path / "out") == [list(b"abc")] * 20
@@ -455,8 +455,8 @@ def test_verify_finds_every_damage(tmp_path):
     make(source, prefix=tmp_path / "out", eod_id=300)
     good = files_of(tmp_path, "out")
     for name, at, says in [
-        ("out.bin", 0, "is not as `holdfast data build` wrote it"),
-        ("out.bin", 1, "is no token of 0 to 300"),
+        ("out.bin", 0, "differs from what `holdfast data build` wrote"),
+        ("out.bin", 1, "is not a token of 0 to 300"),
         ("out.idx", 40, "does not end where the next one begins"),
     ]:
         content = bytearray(good[name])

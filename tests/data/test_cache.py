@@ -152,7 +152,7 @@ def test_a_server_that_is_away_is_no_harm_when_there_is_a_copy(server, tmp_path,
     path = Cache(tmp_path).get(remote(server))
     server.fault("head", "status", times=10**6, status=403, code="AccessDenied")
     assert Cache(tmp_path).get(remote(server)) == path
-    assert "going on with the copy" in caplog.text
+    assert "using the cached copy" in caplog.text
 
 
 def test_nobody_there_and_no_copy(server, tmp_path):
@@ -169,7 +169,7 @@ def test_content_that_somebody_changed_is_fetched_again(server, tmp_path, caplog
     with path.open("r+b") as file:
         file.write(b"xxxx")
     assert Cache(tmp_path).get(remote(server)).read_bytes() == bytes_of(1)
-    assert "is not what was fetched" in caplog.text
+    assert "differs from what was fetched" in caplog.text
 
 
 def test_content_that_was_only_touched_stays(server, tmp_path):
@@ -191,7 +191,7 @@ def test_verify_finds_a_bit_that_flipped_without_a_trace(server, tmp_path):
         file.write(bytes([bytes_of(1)[0] ^ 1]))
     os.utime(path, ns=(changed_ns, changed_ns))
     troubles = {found.url: found.trouble for found in cache.verify()}
-    assert troubles == {"s3://bucket/other.npy": None, URL: "the content is not what was fetched"}
+    assert troubles == {"s3://bucket/other.npy": None, URL: "the content differs from what was fetched"}
     assert cache.get(remote(server)).read_bytes() == bytes_of(1)
 
 
@@ -391,10 +391,10 @@ def test_local_paths_are_left_alone(tmp_path):
         ("s3://bucket/x.npy", "/tmp,size=big", "size 'big': write a size"),
         ("s3://bucket/x.npy", ",size=1G", "name a folder"),
         ("s3://bucket/x.npy", "/proc/none", "name a folder that can be written"),
-        ("s3://bucket", "CACHE", "no remote file"),
-        ("ftp://host/x.npy", "CACHE", "no remote file"),
-        ("https://me:secret@host/x.npy", "CACHE", "keys belong into the environment"),
-        ("https://host/x.npy?sig=1", "CACHE", "keys belong into the environment"),
+        ("s3://bucket", "CACHE", "not a remote file"),
+        ("ftp://host/x.npy", "CACHE", "not a remote file"),
+        ("https://me:secret@host/x.npy", "CACHE", "put credentials into the environment"),
+        ("https://host/x.npy?sig=1", "CACHE", "put credentials into the environment"),
     ],
 )
 def test_what_cannot_work_is_refused(url, cache, said, tmp_path, monkeypatch):

@@ -68,7 +68,9 @@ PROVIDE = Announcement("provide-node", {"reason": "a node was lost"})
 def test_what_cannot_be_shown_keeps_no_order_from_the_engine(tmp_path, caplog):
     shown = [Announcement(kind, {"text": "x"}) for kind in ("event", "status", "log", "status")]
     heard(tmp_path, type("Quiet", (Broken,), {"note": lambda self, text: None})(), *shown, PROVIDE, PROVIDE)
-    assert [r.getMessage() for r in caplog.records].count("something cannot be shown; the job goes on") == 1
+    assert [r.getMessage() for r in caplog.records].count(
+        "an announcement cannot be shown; the job continues"
+    ) == 1
 
 
 def test_an_engine_that_fails_once_is_asked_again(tmp_path):

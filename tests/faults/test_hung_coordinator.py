@@ -56,7 +56,7 @@ def test_a_coordinator_that_hangs_is_replaced_and_a_worker_killed_meanwhile_too(
     with Driver(job_dir, [Deed(hang(job_dir, number), after=30)]):
         ran = finish(process, tmp_path)
     assert ran.code == 0, ran.output[-3000:]
-    assert f"the coordinator is ended: {why}" in ran.output
+    assert f"killing the coordinator: {why}" in ran.output
     assert {"the coordinator was lost"} <= {x["cause"] for x in ran.fields("incident-opened")}
     assert ran.report["steps"]["lost"] == 0
     assert ran.report["final"] == undisturbed.report["final"]
@@ -88,7 +88,8 @@ def test_a_job_that_was_suspended_goes_on(tmp_path, undisturbed):
     with Driver(job_dir, [Deed(suspend(tmp_path, process.pid, 2 * timing.hang_s), after=30)]):
         ran = finish(process, tmp_path)
     assert ran.code == 0, ran.output[-3000:]
-    assert "the coordinator is" not in ran.output
+    assert "killing the coordinator" not in ran.output
+    assert "the coordinator ended" not in ran.output
     assert "node-lost" not in ran.kinds()
     assert ran.report["final"] == undisturbed.report["final"]
     assert ran.losses() == undisturbed.losses()

@@ -39,7 +39,7 @@ def load() -> int:
     try:
         dcp.load({"own": own}, storage_reader=reader)
     except BaseException as error:  # what dcp raises is no Exception
-        if "no whole checkpoint" not in str(error):
+        if "no complete checkpoint" not in str(error):
             raise
         return 0
     assert reader.found is not None

@@ -151,7 +151,7 @@ def test_an_answer_to_the_core_is_left_to_it():
 
 
 def test_news_of_a_run_that_nobody_knows():
-    with pytest.raises(UsageError, match="ask once more"):
+    with pytest.raises(UsageError, match="run the command again"):
         asyncio.run(Fleet().runs.news(7, 0, 1))
 
 

@@ -237,6 +237,6 @@ def test_a_slurm_that_is_down_or_not_there(home: Path) -> None:
             assert job.wait(60) == 2
     finally:
         cluster("slurmctld", "start")
-    assert "Slurm does not take the job: " in job.log.read_text()
+    assert "Slurm refused the job: " in job.log.read_text()
     assert not job.dir.exists()
     until(lambda: "UP" in slurm("scontrol", "ping", check=False), "Slurm is back")

@@ -156,7 +156,7 @@ def test_many_lost_at_once_are_nobodys_fault(tmp_path: Path) -> None:
     asyncio.run(lost())
     assert not engine.slurm.asked
     assert not engine.posts
-    assert "2 nodes were lost at once, n2 among them: Slurm is told nothing of it" in engine.notes
+    assert "2 nodes were lost at once, n2 among them: they are not reported to Slurm" in engine.notes
 
 
 def test_a_follow_up_is_asked_for_once(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_a_follow_up_is_asked_for_once(tmp_path: Path) -> None:
     (submitted,) = [a[1] for a in engine.slurm.asked if a[0] == "sbatch"]
     assert "#SBATCH --exclude=n2\n" in submitted
     assert "#SBATCH --time=60\n" in submitted
-    assert engine.posts == [NodeUnavailable("a node was asked of Slurm and has not come yet")]
+    assert engine.posts == [NodeUnavailable("a node was requested from Slurm and has not joined yet")]
 
 
 def test_a_node_that_the_site_lets_in_again_may_be_used(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def test_parameters_that_nobody_shards_are_named(sharding):
     place = sharding()
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     fully_shard(model[0], mesh=place.mesh["shard"])
-    with pytest.raises(UsageError, match=r"nobody shards or replicates 1\.weight, 1\.bias"):
+    with pytest.raises(UsageError, match=r"nothing shards or replicates 1\.weight, 1\.bias"):
         place.replicate(model)
     with pytest.raises(UsageError, match=r"no model that run\.replicate"):
         place.check([model])

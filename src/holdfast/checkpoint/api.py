@@ -113,7 +113,7 @@ def load(
 
     def on_skip(why: str) -> None:
         reasons.append(why)
-        _log.warning(f"rank {backend.rank}: passed over: {why}")
+        _log.warning(f"rank {backend.rank} skips a checkpoint: {why}")
 
     candidates = (f for f in backend.candidates(on_skip) if step in (None, f.step))
     number = next(_loads)

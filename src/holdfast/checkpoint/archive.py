@@ -216,7 +216,7 @@ class Archive:
         ordered = tuple(sorted(shards, key=lambda s: s.rank))
         if [s.rank for s in ordered] != list(range(len(ordered))) or not ordered:
             raise StateError(
-                f"step {step}: shards of ranks {[s.rank for s in ordered]} are no whole checkpoint"
+                f"step {step}: shards of ranks {[s.rank for s in ordered]} do not make a complete checkpoint"
             )
         # From here on every file that the manifest names is complete and durable: each `save_shard` returned
         # before its caller reported the shard.

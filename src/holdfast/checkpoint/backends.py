@@ -176,7 +176,7 @@ class AgentBackend:
         self._link.send(m.FindSnapshot(request))
         reply = self._link.wait_found(request, ASK_S)
         if reply is None:
-            on_skip(f"the coordinator did not say within {ASK_S:g} s what is in memory")
+            on_skip(f"the coordinator did not say within {ASK_S:g} s which snapshots are in memory")
         # Memory first: it is at least as new as any durable tier, and reading it does not depend on a store.
         # If it turns out not to be complete the durable tiers follow.
         if reply is not None and reply.copies:

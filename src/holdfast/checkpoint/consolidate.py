@@ -119,7 +119,7 @@ def merge(located: Located, only: str = "", seen: Seen = lambda nbytes: None) ->
     taken = next((n for s in states for n in s.tree if RANK_NAME.fullmatch(n)), None)
     if taken is not None:
         raise UsageError(
-            f"{located.where}: the name {taken!r} stands for a rank's own state; save it as another"
+            f"{located.where}: the name {taken!r} is reserved for the state of one rank; save it under another name"
         )
     # The lowest rank that has a name owns it. Others are compared with that one only, so a name is either
     # common to all ranks that agree with the first, or belongs to one rank as `rank-N.name`.
@@ -305,7 +305,7 @@ def _object(located: Located, rank: int, spec: TensorSpec) -> Any:
         pack(value, spec.path, [])
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, UsageError) as error:
         raise StateError(
-            f"{located.where}: {spec.path} is an object and no plain value, so it cannot be exported: leave it out "
+            f"{located.where}: {spec.path} is an object and not a plain value, so it cannot be exported: leave it out "
             f"with --only, or save its state_dict() ({str(error).splitlines()[0]})"
         ) from error
     return value

@@ -273,7 +273,7 @@ def _written_beside(out: Path, nbytes: int) -> Iterator[Path]:
     """
     folder = out.absolute().parent
     if not folder.is_dir():
-        raise UsageError(f"{folder} is no folder: make it first, or choose another")
+        raise UsageError(f"{folder} is not a folder: create it first, or choose another")
     check_room(out, nbytes, shutil.disk_usage(folder).free)
     work = folder / f".{out.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
     try:
@@ -502,7 +502,9 @@ def _load_torch(source: Path) -> dict[str, Any]:
         ) from error
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
         what = (
-            "a dict with keys that are no strings" if isinstance(state, dict) else f"a {type(state).__name__}"
+            "a dict with keys that are not strings"
+            if isinstance(state, dict)
+            else f"a {type(state).__name__}"
         )
         raise UsageError(f"{source} holds {what}: save a dict of names to tensors and values, a state_dict()")
     return state

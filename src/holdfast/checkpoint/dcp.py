@@ -179,13 +179,13 @@ class TieredReader(StorageReader):
                 self.found = located
                 break
         for why in reasons:
-            _log.warning(f"rank {backend.rank}: passed over: {why}")
+            _log.warning(f"rank {backend.rank} skips a checkpoint: {why}")
         if self.found is None:
             if self._step is None and not reasons:
                 backend.loaded(None)
             wanted = "" if self._step is None else f" of step {self._step}"
             raise StateError(
-                f"no whole checkpoint{wanted} was found{': ' if reasons else ''}{'; '.join(reasons)}"
+                f"no complete checkpoint{wanted} was found{': ' if reasons else ''}{'; '.join(reasons)}"
             )
         return metadata
 

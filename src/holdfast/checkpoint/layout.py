@@ -119,18 +119,18 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         raw = msgspec.json.encode(msgspec.json.decode(signed.manifest))
         manifest = _manifests.decode(raw)
     except msgspec.MsgspecError as error:
-        raise StateError(f"{where} is no manifest of a checkpoint: {error}") from error
+        raise StateError(f"{where} is not the manifest of a checkpoint: {error}") from error
     # Checked after the decoding because `raw` is rebuilt from the decoded values. Nothing of the manifest is
     # used before this line.
     if digest(raw) != signed.xxh3:
-        raise ChecksumError(f"{where} was changed: its checksum does not fit")
+        raise ChecksumError(f"{where} is damaged: its checksum does not match")
     # Newer formats are refused. Older ones must be read for ever: checkpoints outlive versions.
     if manifest.format > FORMAT:
         raise StateError(
             f"{where} has format {manifest.format}; this version reads up to {FORMAT}: update it"
         )
     if sorted(s.rank for s in manifest.shards) != list(range(manifest.world)):
-        raise StateError(f"{where} does not name every shard of {manifest.world}")
+        raise StateError(f"{where} does not name all {manifest.world} shards")
     return manifest
 
 
@@ -149,11 +149,11 @@ def decode_head(data: bytes | memoryview, part: Part, where: str) -> Head:
     # The digest comes from the manifest, or from the agent that took the snapshot. It is checked before the
     # decoder sees the bytes, so what a damaged disk or a stranger sends is never parsed.
     if len(data) != part.nbytes or digest(data) != part.xxh3:
-        raise ChecksumError(f"{where} was changed: its checksum does not fit")
+        raise ChecksumError(f"{where} is damaged: its checksum does not match")
     try:
         head = _heads.decode(data)
     except msgspec.MsgspecError as error:
-        raise StateError(f"{where} is no head of a shard: {error}") from error
+        raise StateError(f"{where} is not the head of a shard: {error}") from error
     # Later code slices `sums` by chunk number without looking at its length. Too few sums would make the
     # slices empty, and an empty slice must not compare equal to anything.
     if len(head.sums) != 8 * -(-head.index.nbytes // CHUNK_BYTES):

@@ -94,7 +94,7 @@ def _other_groups(name: str, optimizer: torch.optim.Optimizer, index: Index) -> 
         groups = rebuild(dict(index.tree[name][1])["param_groups"], [None] * len(index.tensors))
         theirs = [len(g["params"]) for g in groups]
     except (KeyError, TypeError):
-        return [f"{name}: is no optimizer's state in the checkpoint"]
+        return [f"{name}: is not an optimizer's state in the checkpoint"]
     mine = [len(g["params"]) for g in optimizer.param_groups]
     if mine == theirs:
         return []
@@ -127,7 +127,9 @@ def check(state: Mapping[str, Any], located: Located, rank: int) -> None:
     if differences:
         more = len(differences) - MOST_DIFFERENCES
         shown = "\n  ".join([*differences[:MOST_DIFFERENCES], *([f"and {more} more"] if more > 0 else [])])
-        raise StateError(f"{located.where} is of another state than this; nothing was loaded:\n  {shown}")
+        raise StateError(
+            f"{located.where} holds another state than this script's; nothing was loaded:\n  {shown}"
+        )
 
 
 def read(state: Mapping[str, Any], located: Located, backend: Backend) -> list[torch.Tensor]:
@@ -192,7 +194,7 @@ def give(state: MutableMapping[str, Any], located: Located, rank: int, tensors: 
             try:
                 value.load_state_dict(loaded)
             except (RuntimeError, ValueError, KeyError, TypeError) as error:
-                raise StateError(f"{name} refuses its state from {located.where}: {error}") from error
+                raise StateError(f"{name} cannot load its state from {located.where}: {error}") from error
         else:
             state[name] = _replaced(value, loaded)
 

@@ -176,7 +176,7 @@ def find_in_memory(
     # The coordinator offers only complete snapshots, but its answer may be older than an eviction or a loss
     # of a node. A missing rank must fail here and not as an index error in the middle of a load.
     if [c.key.rank for c, _ in ordered] != list(range(ordered[0][0].key.world)):
-        raise StateError(f"the snapshot of step {ordered[0][0].key.step} is not whole in memory")
+        raise StateError(f"the snapshot of step {ordered[0][0].key.step} is not complete in memory")
 
     def fetch(rank: int) -> Head:
         copy, holders = ordered[rank]

@@ -221,7 +221,9 @@ class SlotPool:
         # Worker and agent agree on sizes by messages. If they disagree, checksums would be right for the
         # wrong bytes, and the mistake would show only at a restore.
         if index.nbytes != slot.blob_bytes or index.step != slot.key.step:
-            raise StateError(f"the index is of step {index.step}, {index.nbytes} bytes; the slot is not")
+            raise StateError(
+                f"the index is of step {index.step}, {index.nbytes} bytes; its slot is for another step or size"
+            )
         with slot.blob as blob:
             sums = sums_of(blob)
         self._sealed(slot, encode_head(index, sums), sums)
@@ -235,7 +237,7 @@ class SlotPool:
             # A rollback or an eviction may have taken the slot back while its checksums were computed.
             # Sealing it now would revive a snapshot that the coordinator has forgotten.
             if slot.state is not SlotState.WRITING:
-                raise StateError("the slot was taken back meanwhile")
+                raise StateError("the slot was freed in the meantime")
             try:
                 with slot.path.open("r+b") as file:
                     file.seek(_head_at(slot.blob_bytes))

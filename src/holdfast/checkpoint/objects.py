@@ -331,7 +331,7 @@ def _checked(url: str) -> str:
         parts = urlsplit(url)
     except ValueError as error:
         raise UsageError(
-            f"{url}: no URL of an object store ({error}); give one like s3://bucket/folder"
+            f"{url}: not a URL of an object store ({error}); give one like s3://bucket/folder"
         ) from error
     shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"  # without what may be a secret
     if parts.scheme not in SCHEMES:
@@ -342,7 +342,7 @@ def _checked(url: str) -> str:
         raise UsageError(f"{shown}: no bucket is named; give one like {parts.scheme}://bucket/folder")
     if parts.query or parts.fragment or ("@" in parts.netloc and not parts.scheme.startswith("abfs")):
         raise UsageError(
-            f"{shown}: keys do not belong into a URL, and so no ?, # or @; put them into the environment"
+            f"{shown}: a URL with ?, # or @ could hold credentials, and is refused; put them into the environment"
         )
     if ".." in parts.path.split("/") or "//" in parts.path:
         raise UsageError(f"{shown}: empty names and .. do not name a folder of an object store")

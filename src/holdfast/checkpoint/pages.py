@@ -31,7 +31,7 @@ def bring_in(file: int, nbytes: int, blob_bytes: int, ended: Callable[[], bool])
     """
     for low in range(0, nbytes, BRING_IN_BYTES):
         if ended():
-            raise InterruptedError(0, "it is not wanted any more")
+            raise InterruptedError(0, "it is no longer needed")
         # Allocated first, mapped later: without it a full memory file system would kill the process that
         # touches a page (SIGBUS) instead of raising ENOSPC here.
         os.posix_fallocate(file, low, min(BRING_IN_BYTES, nbytes - low))

@@ -61,7 +61,7 @@ class Pull:
         finally:
             for peer in peers:
                 self._let_go(peer)
-        raise StateError("; ".join(reasons) or f"nobody holds the snapshot of step {self.key.step}")
+        raise StateError("; ".join(reasons) or f"no node holds the snapshot of step {self.key.step}")
 
     def run(self, head: Head, take: Callable[[Blob, int, int], None]) -> None:
         """Calls `take(blob, low, high)` for every window, from several threads; it reads these bytes from the blob. Each
@@ -136,7 +136,7 @@ class Pull:
 
     def _check_aborted(self) -> None:
         if self._aborted:
-            raise StateError("the transfer was ended")
+            raise StateError("the transfer was aborted")
 
     def _skip(self, why: str) -> None:
         if not self._aborted:

@@ -161,7 +161,7 @@ class Opened:
             dtype = self._file.get_slice(name).get_dtype()
             if dtype not in DTYPES.values():
                 raise UsageError(
-                    f"{self.path}: {name}: no dtype of this torch is {dtype}; convert it to one of "
+                    f"{self.path}: {name}: this torch has no dtype {dtype}; convert it to one of "
                     f"{', '.join(DTYPES.values())}"
                 )
 
@@ -230,7 +230,7 @@ def _weight_map(index: Path) -> dict[str, str]:
         weight_map = json.loads(index.read_bytes())["weight_map"]
         fits = all(isinstance(f, str) and Path(f).name == f for f in weight_map.values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{index} is no index of safetensors files: {error}") from error
+        raise UsageError(f"{index} is not an index of safetensors files: {error}") from error
     if not fits:
         raise UsageError(f"{index} names files outside its own folder: correct its weight_map")
     return dict(weight_map)

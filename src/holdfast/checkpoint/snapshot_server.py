@@ -201,7 +201,9 @@ class Peer:
         # and nothing of it may be parsed or believed, not even a refusal.
         if not question.proves(response.getheader(ANSWER_HEADER, "")):
             self.close()
-            raise TierError(f"{self.where} answered {response.status} and did not prove to be of this job")
+            raise TierError(
+                f"{self.where} answered {response.status} and did not prove that it belongs to this job"
+            )
         if response.status not in (200, 206):
             response.read()
             raise TierError(f"{self.where} answered {response.status} {response.reason}")
@@ -234,7 +236,7 @@ class Peer:
             self._connection.sock.settimeout(STALL_S)
             self._wakes_at = 1
         if self._aborted:
-            raise TierError(f"the transfer from {self.where} was ended")
+            raise TierError(f"the transfer from {self.where} was aborted")
 
     def abort(self) -> None:
         """Ends a read that another thread waits in, and every later one."""
@@ -263,7 +265,7 @@ class OwnNode(Peer):
             super().read_into(low, view)
             return
         if self._aborted:
-            raise TierError(f"the transfer from {self.where} was ended")
+            raise TierError(f"the transfer from {self.where} was aborted")
         while view:
             got = os.preadv(self._file, [view], PAGE + low)
             if not got:

@@ -104,16 +104,16 @@ def parse_tier(text: str, every: str = "auto") -> DurableTier:
     """
     url, *options = text.split(",")
     if not url:
-        raise UsageError(f"{text!r}: no folder or URL, for example {TIER_EXAMPLE}")
+        raise UsageError(f"{text!r}: not a folder or URL, for example {TIER_EXAMPLE}")
     fields: dict[str, str] = {}
     for option in options:
         name, equals, value = option.partition("=")
         if name not in ("every", "keep", "keep-every") or not equals or name in fields:
-            raise UsageError(f"{text!r}: {option!r} is no option of it, for example {TIER_EXAMPLE}")
+            raise UsageError(f"{text!r}: {option!r} is not one of its options, for example {TIER_EXAMPLE}")
         fields[name] = value
     for name in ("keep", "keep-every"):
         if not re.fullmatch(r"\d+", fields.get(name, "1")):
-            raise UsageError(f"{text!r}: {name} is a whole number, for example {TIER_EXAMPLE}")
+            raise UsageError(f"{text!r}: {name} must be a whole number, for example {TIER_EXAMPLE}")
     if int(fields.get("keep", "2")) < 1:
         raise UsageError(f"{text!r}: keep at least 1, the newest")
     every = fields.get("every", every)

@@ -261,7 +261,7 @@ def find(
             if len(tiers) == 1:
                 raise
             reasons.append(str(error))
-            _note(f"passed over: {error}")
+            _note(f"skips a checkpoint: {error}")
     if not found and reasons:
         raise TierError("; ".join(reasons))
     if not found:

@@ -171,7 +171,7 @@ def _eod_of(options: BuildOptions, encoder: Encoder) -> int | None:
         raise UsageError("--eod and --eod-id name the same thing; give one")
     if options.eod is None:
         if options.eod_id is not None and not 0 <= options.eod_id < 2**31:
-            raise UsageError(f"--eod-id {options.eod_id} is no token; it can be 0 to {2**31 - 1}")
+            raise UsageError(f"--eod-id {options.eod_id} is not a token; it can be 0 to {2**31 - 1}")
         return options.eod_id
     number = encoder.number_of(options.eod)
     if number is None:
@@ -262,7 +262,7 @@ def _make_in_processes(
             done(nbytes)
     except BrokenProcessPool as error:
         raise DataError(
-            "a process that was encoding was killed, perhaps for want of memory; run the same command again, with "
+            "a process that was encoding was killed, perhaps for lack of memory; run the same command again, with "
             "fewer --workers: what is finished stays"
         ) from error
     except BaseException:
@@ -331,7 +331,7 @@ class _Output:
         others = [path for path in paths if path.exists()]
         if others and not ours and not overwrite:
             raise UsageError(
-                f"{others[0]} is there already, of other input or options; choose another --out, or replace it with "
+                f"{others[0]} exists already, built from other input or options; choose another --out, or replace it with "
                 "--overwrite"
             )
         return None

@@ -92,7 +92,7 @@ class FinishedUnit:
         if digest.intdigest() != self.sum:
             _with(self.path, ".len").unlink()
             raise DataError(
-                f"{self.path}.bin is not as it was written; run the same command again to make this part again"
+                f"{self.path}.bin is damaged; run the same command again to build this part again"
             )
 
 
@@ -173,7 +173,7 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise DataError(
-            f"{path} could not be written: {error.strerror or error}; make room or mend it, then run the same command "
+            f"{path} could not be written: {error.strerror or error}; make room or repair it, then run the same command "
             "again: what is finished stays"
         ) from error
 

@@ -197,7 +197,7 @@ class Cache:
                 if not content.exists():
                     trouble = "the content is gone"
                 elif _digest(content) != entry.digest:
-                    trouble = "the content is not what was fetched"
+                    trouble = "the content differs from what was fetched"
                 if trouble is not None:
                     self._remove(path.name, entry)
                 yield Verified(entry.url, entry.version.size, trouble)
@@ -229,7 +229,7 @@ class Cache:
             entry = msgspec.structs.replace(entry, changed_ns=status.st_mtime_ns)
             self._write_entry(entry, key)
             return entry
-        _log.warning("%s is not what was fetched from %s; fetching it again", content, entry.url)
+        _log.warning("%s differs from what was fetched from %s; fetching it again", content, entry.url)
         # The damaged copy goes before the fetch, so that it takes no room in the cache, and nobody uses it if
         # the fetch fails.
         self._remove(key, entry)
@@ -242,7 +242,7 @@ class Cache:
         except (DataError, FileNotFoundError) as error:
             if entry is None:
                 raise
-            _log.warning("going on with the copy of %s: %s", remote.url, error)
+            _log.warning("using the cached copy of %s: %s", remote.url, error)
             return None
 
     def _fetched(self, remote: Remote, version: Version, key: str) -> Entry:

@@ -80,7 +80,7 @@ class HuggingFaceEncoder:
             ) from error
         except Exception as error:  # the library raises nothing more special
             raise UsageError(
-                f"--tokenizer {path} is no file of the tokenizers library ({error}); give a tokenizer.json, or bytes"
+                f"--tokenizer {path} is not a file of the tokenizers library ({error}); give a tokenizer.json, or bytes"
             ) from error
         # A tokenizer.json carries the settings of the model that it was trained for. Truncation would
         # silently drop the end of every long document.

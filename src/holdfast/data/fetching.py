@@ -64,10 +64,12 @@ class Remote:
         place = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
         if parts.scheme not in SCHEMES or not parts.netloc or not self.name:
             raise UsageError(
-                f"{place}: no remote file; give one like s3://bucket/corpus.npy (known are {', '.join(SCHEMES)})"
+                f"{place}: not a remote file; give one like s3://bucket/corpus.npy (known are {', '.join(SCHEMES)})"
             )
         if parts.query or parts.fragment or ("@" in parts.netloc and not parts.scheme.startswith("abfs")):
-            raise UsageError(f"{place}: no ?, # or @ in the URL of data; keys belong into the environment")
+            raise UsageError(
+                f"{place}: a URL of data must not have ?, # or @; put credentials into the environment"
+            )
         self.url = url
         self.folder = f"{parts.scheme}://{parts.netloc}{folder}"
         self._credentials = CREDENTIALS.get(FAMILIES.get(parts.scheme, parts.scheme), "")

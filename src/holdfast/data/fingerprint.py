@@ -77,7 +77,7 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any], where: str =
     for number, (old, new) in enumerate(zip(sources, present, strict=True)):
         if old.get("fingerprint") != new.get("fingerprint") or old.get("weight") != new.get("weight"):
             changes = list(_differences(old, new, f"{where}source {number}: "))
-            yield from changes or [f"{where}source {number} is another one"]
+            yield from changes or [f"{where}source {number} is another data set"]
 
 
 def _changed_files(

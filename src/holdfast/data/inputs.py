@@ -95,7 +95,7 @@ def find_files(inputs: Iterable[str | os.PathLike[str]]) -> list[Path]:
             files.append(path)
         else:
             raise UsageError(
-                f"the input {path} does not exist" if not path.exists() else f"the input {path} is no file"
+                f"the input {path} does not exist" if not path.exists() else f"the input {path} is not a file"
             )
     if not files:
         raise UsageError("nothing to build from: name files or folders")
@@ -282,7 +282,7 @@ class Reader:
     def _bad(self, what: str, number: int, why: str) -> None:
         if not self._reading.skip_bad:
             raise DataError(
-                f"{self._span.path}, {what} {number}: {why}; mend it, or pass over what cannot be read with --skip-bad"
+                f"{self._span.path}, {what} {number}: {why}; repair it, or skip what cannot be read with --skip-bad"
             )
         self.skipped += 1
 
@@ -311,7 +311,7 @@ def _row_groups(path: Path, column: str, unit_bytes: int) -> Iterator[tuple[int,
         with _parquet().ParquetFile(path) as file:
             schema, metadata = file.schema_arrow, file.metadata
     except (ValueError, OSError) as error:
-        raise UsageError(f"{path} is no readable Parquet file: {error}") from error
+        raise UsageError(f"{path} is not a readable Parquet file: {error}") from error
     if column not in schema.names:
         raise UsageError(
             f"{path} has no column {column!r}; name one of {', '.join(schema.names)} with --field"

@@ -62,7 +62,7 @@ def shuffled(
         raise UsageError(f"holdfast.data.shuffled: steps_ahead={steps_ahead}; at least 1, for example 2")
     if collate is not None and not callable(collate):
         raise UsageError(
-            "holdfast.data.shuffled: collate is no function; give one that takes a list of samples"
+            "holdfast.data.shuffled: collate is not a function; give one that takes a list of samples"
         )
     return Shuffled(
         dataset=dataset,
@@ -79,8 +79,8 @@ def check_dataset(data: Any) -> None:
         hasattr(data, "__getitem__") or hasattr(data, "__getitems__") or hasattr(data, "batch")
     ):
         raise UsageError(
-            f"{describe(data)} is no map-style dataset: give it `__len__` and `__getitem__` (or `batch(ids)`); "
-            "a stream has no order that a job could go on from"
+            f"{describe(data)} is not a map-style dataset: give it `__len__` and `__getitem__` (or `batch(ids)`); "
+            "a stream has no order from which a job could continue"
         )
     if len(data) < 1:
         raise UsageError("the dataset is empty")

@@ -74,14 +74,14 @@ class Index:
         if head.startswith(LEGACY_MAGIC):
             raise self._broken("has the format of before 2019 (TNTIDX)", "build it again from the text")
         if not head.startswith(MAGIC[: len(head)]) or len(head) < len(MAGIC):
-            raise self._broken("is no index of Megatron's (it does not begin with MMIDIDX)")
+            raise self._broken("is not a Megatron index (it does not begin with MMIDIDX)")
         if len(head) < HEADER.size:
             raise self._broken(f"is cut short: it has {size} bytes, its header alone {HEADER.size}")
         _, version, code, sequences, edges = HEADER.unpack(head)
         if version != VERSION:
             raise self._broken(f"has version {version}; only version {VERSION} is known")
         if code not in DTYPES or "int" not in DTYPES[code]:
-            raise self._broken(f"says that tokens have dtype code {code}, which is no integer")
+            raise self._broken(f"says that tokens have dtype code {code}, which is not an integer type")
         expected = HEADER.size + 12 * sequences + 8 * edges
         if size == expected + sequences and sequences:
             raise self._broken(

@@ -39,7 +39,9 @@ def verify(file: TokenFile, seen: Callable[[int], None] = lambda nbytes: None) -
         paths = [file.path, *([file.index.path] if file.index is not None else [])]
         for path in paths:
             if (said := description.sums.get(path.suffix)) is not None and said != _sum(path, seen):
-                raise DataError(f"{path} is not as `holdfast data build` wrote it; copy or build it again")
+                raise DataError(
+                    f"{path} differs from what `holdfast data build` wrote; copy or build it again"
+                )
     return description
 
 
@@ -55,7 +57,9 @@ def _check_range(file: TokenFile, description: Description | None, seen: Callabl
             wrong = smallest if smallest < 0 else largest
             at = low + int(np.argmax(tokens == wrong))
             limit = "" if end is None else f" of 0 to {end - 1}"
-            raise DataError(f"{file.path}: token {at} is {wrong}, which is no token{limit}; build it again")
+            raise DataError(
+                f"{file.path}: token {at} is {wrong}, which is not a token{limit}; build it again"
+            )
         seen(tokens.nbytes)
 
 

@@ -146,7 +146,7 @@ def find_checkpoints(spec: JobSpec, note: Callable[[str], None]) -> Resume:
             else:
                 there += [Durable(step, tier.url) for step in steps]
     for why in passed_over:
-        note(f"passed over: {why}")
+        note(f"skips a checkpoint: {why}")
     return Resume(tuple(sorted(there, key=lambda d: -d.step)), tuple(passed_over))
 
 

@@ -145,13 +145,13 @@ class Launcher(ABC):
             if code == 0 or self.interrupts > 1:
                 return
             if code == COORDINATOR_SUPERSEDED:
-                raise Superseded("another coordinator has the job")
+                raise Superseded("another coordinator runs the job")
             # A coordinator that was killed by a signal says nothing about the next one. One that ends by
             # itself three times in a row would do so for ever.
             failures = failures + 1 if code > 0 else 0
             if failures >= ATTEMPTS:
                 raise HoldfastError(f"the coordinator ended {failures} times with exit code {code}")
-            self.note("the coordinator is gone; starting it again", code=code)
+            self.note("the coordinator ended; starting it again", code=code)
             await self._start_coordinator()
 
     async def _end_of(self, coordinator: asyncio.subprocess.Process) -> int:
@@ -163,7 +163,7 @@ class Launcher(ABC):
             # failure is noted and the coordinator is still waited for.
             await asyncio.wait({ended, watching}, return_when=asyncio.FIRST_COMPLETED)
             if watching.done() and (error := watching.exception()) is not None:
-                self.note(f"nobody sees any more whether the coordinator hangs: {error!r}")
+                self.note(f"a hang of the coordinator can no longer be detected: {error!r}")
             return await ended
         finally:
             watching.cancel()
@@ -174,7 +174,7 @@ class Launcher(ABC):
         while (why := silence.verdict()) is None:
             await asyncio.sleep(silence.every_s)  # silence is no event
             silence.looked(has_spoken(self._pulse), look(coordinator.pid))
-        self.note(f"the coordinator is ended: {why}", pid=coordinator.pid)
+        self.note(f"killing the coordinator: {why}", pid=coordinator.pid)
         if coordinator.returncode is None:
             # SIGKILL: a process that is stopped does not act on any other signal. The next coordinator goes
             # on from the ledger.
@@ -198,7 +198,9 @@ class Launcher(ABC):
             except Exception:  # noqa: BLE001 - the job needs what comes after it; it does not need to be looked at
                 if not self._blind:
                     self._blind = True
-                    _log.exception("something cannot be shown; the job goes on", extra={"kind": said.kind})
+                    _log.exception(
+                        "an announcement cannot be shown; the job continues", extra={"kind": said.kind}
+                    )
         elif said.kind == "ended":
             self._told = said.value
         else:

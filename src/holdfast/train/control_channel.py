@@ -159,7 +159,7 @@ class ControlChannel:
                 if answer is None or not question.proves(answer.decode("latin-1")):
                     sock.close()
                     who = f"{member.host} port {member.vote_port}, where {member.worker} listened,"
-                    raise OSError(f"{who} does not show that it is this worker; is another process there?")
+                    raise OSError(f"{who} does not prove that it is this worker; is another process there?")
                 sock.settimeout(None)
             self.reached()
         # Lower ranks are called and higher ranks are awaited, so every pair has exactly one connection and
@@ -357,7 +357,7 @@ class ChannelStore(dist.Store):  # type: ignore[misc, name-defined, unused-ignor
                 # All peers have ended and have nothing to send, so the key can never come. Without this the
                 # `select` on nothing would wait for ever.
                 if not selector.get_map():
-                    raise CollectiveFailed("a key was asked for that nobody has set")
+                    raise CollectiveFailed("a rank asked for a key that no rank has set")
                 for key, events in selector.select():
                     if events & selectors.EVENT_WRITE:
                         self._write(key.data)

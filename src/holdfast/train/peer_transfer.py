@@ -336,7 +336,7 @@ class Fetch:
                 if not question.proves(response.getheader(ANSWER_HEADER, "")):
                     who = f"{member.host} port {member.data_port}, where {member.worker} listened,"
                     raise StateError(
-                        f"{who} answered {response.status} and does not show that it is this worker"
+                        f"{who} answered {response.status} and does not prove that it is this worker"
                     )
                 yield connection, response
         finally:

@@ -102,7 +102,7 @@ class Sharding:
         if loose:
             more = f" and {len(loose) - SHOWN} more" if len(loose) > SHOWN else ""
             raise UsageError(
-                f"run.replicate(): nobody shards or replicates {', '.join(loose[:SHOWN])}{more}: call "
+                f"run.replicate(): nothing shards or replicates {', '.join(loose[:SHOWN])}{more}: call "
                 "fully_shard(..., mesh=run.mesh(...)) on the whole model too, after its parts"
             )
         for module in model.modules():

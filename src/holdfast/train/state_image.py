@@ -188,7 +188,7 @@ def give(objects: Protected, tree: Mapping[str, Any], tensors: list[torch.Tensor
         try:
             thing.load_state_dict(unpack(tree[name], tensors))
         except (RuntimeError, ValueError, KeyError) as error:
-            raise StateError(f"{name} refuses its state: {error}") from error
+            raise StateError(f"{name} cannot load its state: {error}") from error
 
 
 def digest(objects: Protected) -> str:

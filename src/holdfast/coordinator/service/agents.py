@@ -86,7 +86,7 @@ class AgentConnections:
         """A node that is not known joins with its history."""
         # One connection, one node: orders are routed by it.
         if hello.node != line.node:
-            raise ProtocolError(f"its connection says hello for {hello.node}, too")
+            raise ProtocolError(f"its connection also sends the hello of {hello.node}")
         # Before the history is read, which may take a second: from now on nothing of the connection before is
         # believed.
         self._take_place(line, hello)

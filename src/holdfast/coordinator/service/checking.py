@@ -101,7 +101,7 @@ class CheckRuns:
         run = self._runs.get(id)
         if run is None:
             raise UsageError(
-                "the coordinator knows nothing of these checks: it was started again; ask once more"
+                "the coordinator does not know these checks, because it was started again; run the command again"
             )
         return await run.wait(after, patience_s)
 

@@ -219,7 +219,7 @@ class Coordinator:
         try:
             steps = await self._ledger.steps()
         except Unreadable as error:
-            self._watchers.say(f"the report knows no steps: {error}")
+            self._watchers.say(f"the report lacks all steps: {error}")
             steps = []
         report = build_report(state, steps, self._clock())
         # Of faults that the job has survived the incidents tell; what is printed last is why it failed.

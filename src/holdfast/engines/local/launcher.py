@@ -28,7 +28,7 @@ class LocalLauncher(Launcher):
         resume = self._folder.prepare(self.spec, self.view.note)
         if resume.checkpoints:
             newest = resume.checkpoints[0]
-            self.note(f"the newest checkpoint is of step {newest.step} ({newest.place})")
+            self.note(f"the newest checkpoint has step {newest.step} ({newest.place})")
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, self._interrupted)
         loop.add_signal_handler(signal.SIGTERM, self._interrupted)
@@ -44,7 +44,9 @@ class LocalLauncher(Launcher):
         self.interrupts += 1
         if self.interrupts == 1:
             self.stop("interrupted")  # before anything is shown: this is what was asked for
-            self.note("stopping after this step; once more to stop at once")
+            self.note("stopping after this step; press Ctrl-C again to stop at once")
         else:
             self.end_now()
-            self.note("what only the nodes' memory has stays there for the next start of this job")
+            self.note(
+                "snapshots that are only in the nodes' memory stay there for the next start of this job"
+            )

@@ -27,7 +27,7 @@ async def _run(spec: JobSpec, job_dir: Path) -> int:
             report = await launcher.run()
         except Superseded:
             # The job lives on elsewhere; this script's end would be taken for its end.
-            view.note("another node has the coordinator now; this one keeps still")
+            view.note("another node runs the coordinator now; this one only waits")
             await asyncio.Event().wait()
         except HoldfastError:
             jobs.write_allocation(job_dir, jobs.Allocation("slurm", here.allocation, over=True))

@@ -169,13 +169,13 @@ class SlurmEngine:
         """Uses a node of the allocation that has no agent, or else asks Slurm for one more."""
         node = await self._idle_node()
         if node is not None:
-            self._note(f"an agent starts on {node}, which the allocation has already")
+            self._note(f"starting an agent on {node}, which is in the allocation already")
             await self._start_step(node)
             return True
         # One at a time. Nodes that were asked for twice would both come, and one of them would cost its price
         # for nothing.
         if any(where is None for where in self._known.follow_ups.values()):
-            self._post(NodeUnavailable("a node was asked of Slurm and has not come yet"))
+            self._post(NodeUnavailable("a node was requested from Slurm and has not joined yet"))
             return False
         try:
             await self._ask_for_one_more()
@@ -213,7 +213,7 @@ class SlurmEngine:
         # it back.
         self._known.follow_ups[id] = None
         self._keep()
-        self._note(f"asked Slurm for one more node: its job {id}")
+        self._note(f"requested one more node from Slurm: its job {id}")
 
     def _without(self) -> list[str]:
         """Nodes that a follow-up allocation must not have."""
@@ -252,7 +252,9 @@ class SlurmEngine:
         # Most nodes cannot fail in the same second, but a switch can, or the cable of this very node.
         # Draining the half of a cluster for that would be worse than anything it could prevent.
         if len(lost) > 1 and len(lost) > len(self.alive):
-            self._note(f"{len(lost)} nodes were lost at once, {node} among them: Slurm is told nothing of it")
+            self._note(
+                f"{len(lost)} nodes were lost at once, {node} among them: they are not reported to Slurm"
+            )
             return
         await self._judge(node, reason)
         self._left(node, reason)
@@ -278,7 +280,7 @@ class SlurmEngine:
             self._known.bad[node] = reason
             if node == self.batch_host and not reached:
                 # Slurm would send the batch script's end after it, and take that for the job's when it arrives.
-                self._note(f"Slurm is not told of {node}: the job's batch script ran there")
+                self._note(f"{node} is not reported to Slurm: the job's batch script ran there")
             else:
                 await self._tell(node, state, reason)
 
@@ -347,7 +349,7 @@ class SlurmEngine:
             await self.slurm.run(
                 "scontrol", "update", f"nodename={node}", f"state={state}", f"reason={text}", within_s=6.0
             )
-            self._note(f"told Slurm: {node} is {state}: {reason}")
+            self._note(f"reported to Slurm: {node} is {state}: {reason}")
             self._known.told.add(node)
             self._keep()
         except SlurmError as error:
@@ -374,10 +376,10 @@ class SlurmEngine:
         try:
             await self.slurm.run("scontrol", "reboot", "ASAP", "nextstate=RESUME", f"reason={text}", node)
         except SlurmError as error:
-            self._note(f"{node} cannot be booted through Slurm ({error})")
+            self._note(f"{node} cannot be rebooted through Slurm ({error})")
             await self._tell(node, "drain", reason)
         else:
-            self._note(f"told Slurm to boot {node}")
+            self._note(f"asked Slurm to reboot {node}")
             # Before `provide`: the booted node itself may be the one that is used again.
             del self._known.bad[node]
             self._known.going.discard(node)

@@ -55,14 +55,14 @@ class SlurmLauncher(Launcher):
             self.term = newest_term(self.job_dir) + 1
             # The claim is a file that can be created once. Of two launchers exactly one goes on.
             if not claim_term(self.job_dir, self.term, self._here.node):
-                raise SlurmError(f"another launcher has the job in {self.job_dir}")
+                raise SlurmError(f"another launcher runs the job in {self.job_dir}")
             folder = JobFolder(self.spec.name, here=False)
             resume = await asyncio.to_thread(folder.prepare, self.spec, self.view.note)
             folder.identify()
             (self.job_dir / KNOWN).unlink(missing_ok=True)
             if resume.checkpoints:
                 newest = resume.checkpoints[0]
-                self.note(f"the newest checkpoint is of step {newest.step} ({newest.place})")
+                self.note(f"the newest checkpoint has step {newest.step} ({newest.place})")
             loop.add_signal_handler(signal.SIGTERM, self._ended_by_slurm)
             # Slurm sends it before the time limit (`--signal`), early enough to save the state.
             loop.add_signal_handler(signal.SIGUSR1, self.stop, "the time limit", NoticeCause.TIME_LIMIT)
@@ -116,7 +116,7 @@ class SlurmLauncher(Launcher):
             # by a preemption. A second requeue would start it twice.
             again = again and job is not None and (job.state == "RUNNING" or self._lost_its_script(job))
             if again:
-                self.note(f"the job is queued again, to go on from its state: {reason}")
+                self.note(f"the job is queued again, to continue from its state: {reason}")
                 await slurm.run("scontrol", "requeue", id)
                 return
             jobs.write_allocation(self.job_dir, Allocation("slurm", id, over=True))

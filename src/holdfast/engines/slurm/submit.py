@@ -84,7 +84,7 @@ class Submitter:
             (path / "spec.json").write_bytes(msgspec.json.format(msgspec.json.encode(self._spec)))
             self._id = await self._slurm.submit(self.script, path)
         except SlurmError as error:
-            raise UsageError(f"Slurm does not take the job: {error}") from None
+            raise UsageError(f"Slurm refused the job: {error}") from None
         jobs.write_allocation(path, Allocation("slurm", self._id))
         return self._id
 
@@ -194,7 +194,7 @@ class Submitter:
         # A job that still waits has no coordinator that could stop it in order.
         begun = read_endpoint(self._folder.path) is not None
         if begun and not at_once:
-            self._view.note("stopping after this step; once more to cancel the Slurm job at once")
+            self._view.note("stopping after this step; press Ctrl-C again to cancel the Slurm job at once")
             async with JobClient(self._folder.path) as client:
                 try:
                     await client.post("/stop?reason=interrupted")
