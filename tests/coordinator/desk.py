@@ -14,7 +14,7 @@ from holdfast.coordinator.kernel.state import CoreState
 from holdfast.coordinator.machine import Core
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import JobSpec
-from holdfast.protocol.progress_page import Phase, Place
+from holdfast.protocol.progress_page import PageReading, Phase
 from holdfast.protocol.snapshots import Copy, DurableTier, Holder, Key, Part, Saving, Shard
 
 T = TypeVar("T")
@@ -179,7 +179,7 @@ class Desk:
         """What an agent would say of a worker that is where the core thinks it is."""
         known = self.state.membership.workers[worker]
         inside = known.phase is WorkerPhase.MEMBER
-        place = Place(
+        page = PageReading(
             generation=self.state.membership.number if inside else 0,
             committed=known.committed or 0,
             phase=int(Phase.FORWARD),
@@ -190,7 +190,7 @@ class Desk:
             slot=known.slot,
             pid=1,
             formed=formed,
-            place=place,
+            page=page,
             process="S",
             idle_s=0.0,
             ready=known.ready,

@@ -49,6 +49,8 @@ RENAMED: dict[str, str] = {
     "StateServed": "Gave",
     "blob": "row",
     "shard_index": "position",
+    "PageReading": "Place",
+    "page": "place",
     "HOLDFAST_SHARD_INDEX": "HOLDFAST_POSITION",
 }
 """Name of a class, field, kind or value today to the one that was recorded. One name has one meaning, so one table will

@@ -8,7 +8,7 @@ from holdfast.coordinator.kernel import events as e
 from holdfast.coordinator.kernel.phases import JobPhase, WorkerPhase
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import Durable
-from holdfast.protocol.progress_page import Phase, Place
+from holdfast.protocol.progress_page import PageReading, Phase
 
 
 def lose_worker_and_park(desk: Desk, worker: str, committed: int, prepared: bool = False) -> None:
@@ -72,7 +72,9 @@ def test_who_was_told_late_is_not_late():
     left = desk.workers(WorkerPhase.MEMBER)
     assert len(left) == 2
     for worker in left:
-        waits = desk.view(worker, place=Place(generation=1, committed=5, phase=Phase.REDUCE), idle_s=60.0)
+        waits = desk.view(
+            worker, page=PageReading(generation=1, committed=5, phase=Phase.REDUCE), idle_s=60.0
+        )
         desk.do(e.NodeSays(desk.known(worker).node, m.Stalled(worker, waits)))
     for worker in left:
         desk.parks(worker, 5)
@@ -514,7 +516,7 @@ def at(desk: Desk, worker: str, phase: Phase, idle_s: float = 5.0, process: str 
         slot=0,
         pid=1,
         formed=number,
-        place=Place(generation=number, committed=5, phase=int(phase)),
+        page=PageReading(generation=number, committed=5, phase=int(phase)),
         process=process,
         idle_s=idle_s,
         median_s=median,
@@ -539,19 +541,19 @@ def joining(desk: Desk, phase: Phase = Phase.JOIN, **waits_for: int) -> dict[str
     views, number = {}, desk.state.membership.number
     for worker in desk.members():
         node, last = worker.partition(".")[0], worker == desk.members()[-1]
-        place = Place(
+        page = PageReading(
             generation=number,
             committed=0 if last else 5,
             phase=int(phase if last else Phase.JOIN),
             collectives=0 if last else 3,
         )
-        place = msgspec.structs.replace(place, waits_for=waits_for.get(node, -1))
+        page = msgspec.structs.replace(page, waits_for=waits_for.get(node, -1))
         views[node] = m.WorkerView(
             worker=worker,
             slot=0,
             pid=1,
             formed=number,
-            place=place,
+            page=page,
             process="S",
             idle_s=5.0,
             median_s=None if last else 0.1,
@@ -656,7 +658,9 @@ def test_work_of_the_scripts_own_may_last_after_a_break_but_not_for_ever():
         "n0",
         "n1",
         "n2",
-        n0={"place": Place(generation=desk.state.membership.number, committed=5, phase=int(Phase.ASIDE))},
+        n0={
+            "page": PageReading(generation=desk.state.membership.number, committed=5, phase=int(Phase.ASIDE))
+        },
     )
     assert desk.known("n0.0#1").aside
     desk.wait(0.2 * desk.core.timing.start_s)

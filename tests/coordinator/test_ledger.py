@@ -17,7 +17,7 @@ import pytest
 from fakeagents import FENCES, Agent, Plane, serving
 
 from holdfast.coordinator.service import ledger, server
-from holdfast.coordinator.service.store import LedgerEntry, Page, Said, Store
+from holdfast.coordinator.service.store import LedgerEntry, Page, ReportedSteps, Store
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import JobSpec, Resume
 
@@ -155,7 +155,9 @@ def test_what_a_page_holds_is_there_once_however_often_it_is_written(tmp_path: P
     store = Store(tmp_path / "job.sqlite")
     entries = [LedgerEntry(seq=i, t_s=float(i), utc="now", kind="kind", fields={"i": i}) for i in (1, 2)]
     page = Page(
-        entries, [Said(t_s=1.0, losses=(m.StepTold(0, 0.5, 0.1),), generation=1, world=2)], {"name": b"value"}
+        entries,
+        [ReportedSteps(t_s=1.0, losses=(m.StepTold(0, 0.5, 0.1),), generation=1, world=2)],
+        {"name": b"value"},
     )
     store.write(page)
     store.write(page)
@@ -166,7 +168,9 @@ def test_what_a_page_holds_is_there_once_however_often_it_is_written(tmp_path: P
 
 
 def told(store: Store, generation: int, *steps: m.StepTold) -> None:
-    store.write(Page(steps=[Said(t_s=float(generation), losses=steps, generation=generation, world=2)]))
+    store.write(
+        Page(steps=[ReportedSteps(t_s=float(generation), losses=steps, generation=generation, world=2)])
+    )
 
 
 def test_a_step_that_was_computed_again_keeps_its_commit_before(tmp_path: Path):

@@ -17,7 +17,7 @@ from holdfast.coordinator.service.server import Coordinator
 from holdfast.protocol import messages as m
 from holdfast.protocol.job import Resume
 from holdfast.protocol.messages import WorkerView
-from holdfast.protocol.phases import Place
+from holdfast.protocol.phases import PageReading
 
 
 def lines(job: Job, event: e.Event) -> int:
@@ -93,7 +93,9 @@ def test_a_form_that_was_missed_is_told_again_as_it_was():
     forms = {a.message.worker: a.message for a in told if isinstance(a, e.Send) and _form(a)}
     assert len(forms) == 6
     worker = left[0]
-    view = WorkerView(worker=worker.name, slot=worker.slot, pid=1, formed=1, place=Place(), attached=True)
+    view = WorkerView(
+        worker=worker.name, slot=worker.slot, pid=1, formed=1, page=PageReading(), attached=True
+    )
     number = int(worker.node.removeprefix("node-"))
     again = job.do(e.NodeJoined(msgspec.structs.replace(hello(number, 2), workers=(view,))))
     assert forms[worker.name] in [a.message for a in again if isinstance(a, e.Send)]

@@ -19,7 +19,7 @@ from holdfast.coordinator.membership.policy import (
 )
 from holdfast.protocol.causes import ProcessEnded
 from holdfast.protocol.messages import Exited, Generation, Member, WorkerView
-from holdfast.protocol.progress_page import Phase, Place
+from holdfast.protocol.progress_page import PageReading, Phase
 
 # ---------------------------------------------------------------- settle
 
@@ -120,8 +120,8 @@ def test_ranks_are_a_permutation_that_moves_nobody_without_need(before, data):
 
 
 def view(worker: str, phase: Phase, idle_s: float = 10.0, process: str = "S", **place: int) -> WorkerView:
-    where = Place(**({"generation": 3, "committed": 7, "collectives": 0} | place), phase=int(phase))
-    return WorkerView(worker=worker, slot=0, pid=1, formed=3, place=where, process=process, idle_s=idle_s)
+    where = PageReading(**({"generation": 3, "committed": 7, "collectives": 0} | place), phase=int(phase))
+    return WorkerView(worker=worker, slot=0, pid=1, formed=3, page=where, process=process, idle_s=idle_s)
 
 
 def culprits(

@@ -52,8 +52,8 @@ def a_quarter(process: subprocess.Popen[bytes]) -> None:
 
 def test_what_a_process_waits_for_a_processor_is_no_silence(starved):
     look = Starving(0.5)
-    look.joined("n0", kernel_id(), starved.pid)
-    look.joined("n1", "another machine", starved.pid)
+    look.on_agent_joined("n0", kernel_id(), starved.pid)
+    look.on_agent_joined("n1", "another machine", starved.pid)
     assert look.look([("n0", 0.0), ("n1", 0.0)], 1.0) == {}
     a_quarter(starved)
     assert look.look([("n0", 0.0), ("n1", 0.0)], 1000.0)["n0"] > 0.5

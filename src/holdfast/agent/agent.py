@@ -466,7 +466,7 @@ class Agent:
             "a worker makes no progress",
             extra={
                 "worker": worker.name,
-                "step": view.place.committed,
+                "step": view.page.committed,
                 "idle_s": view.idle_s,
                 "state": view.process,
             },

@@ -72,7 +72,7 @@ class CoordinatorLink:
         self._idle = asyncio.Event()
         self._silent = False
         self._unproven: Endpoint | None = None
-        self._said_so = False
+        self._reported = False
 
     def send(self, message: m.AgentMessage) -> None:
         """Sends as soon as there is a coordinator."""
@@ -138,11 +138,11 @@ class CoordinatorLink:
         """Logs it once, and not the first time: a coordinator that has just started may not have written its address."""
         # The port of a coordinator that died may be taken by another program, and the address in the folder
         # is still the old one. The token is never sent to whoever cannot prove that it knows it.
-        if self._unproven == where and not self._said_so:
-            self._said_so = True
+        if self._unproven == where and not self._reported:
+            self._reported = True
             _log.warning("%s; it is sent nothing, and is tried again", why, extra={"url": where.url})
         elif self._unproven != where:
-            self._unproven, self._said_so = where, False
+            self._unproven, self._reported = where, False
 
     async def _talk(self, link: aiohttp.ClientWebSocketResponse) -> bool:
         give_up_when_gone(link, 4 * self._heartbeat_s)

@@ -15,7 +15,7 @@ from holdfast.errors import ProtocolError
 from holdfast.protocol import messages as m
 from holdfast.protocol.frames import Codec, pack
 from holdfast.protocol.job_options import Timing
-from holdfast.protocol.phases import SLOW_PHASES, WAITING_PHASES, Phase, Place
+from holdfast.protocol.phases import SLOW_PHASES, WAITING_PHASES, PageReading, Phase
 from holdfast.protocol.progress_page import ProgressPage
 
 _log = logging.getLogger(__name__)
@@ -162,10 +162,10 @@ class WorkerProcess:
         # core has to see them before Exited, or a finished worker would count as failed.
         await self._reading
         self._warm.writer.close()
-        place = self.page.read()
+        page = self.page.read()
         # Only a level 0 script has no generation. Its optimizer steps tell the core whether a restart made
         # progress; at level 2 commits are counted elsewhere.
-        steps = 0 if place.generation else place.committed
+        steps = 0 if page.generation else page.committed
         tail, log = tuple(self.tail()), str(self.log)
         self._exited(
             self, m.Exited(worker=self.name, code=code, tail=tail, log=log, killed=self._killed, steps=steps)
@@ -195,15 +195,15 @@ class WorkerProcess:
 
     def view(self) -> m.WorkerView:
         """What is known of the worker now."""
-        place = self.page.read() if not self.gone else Place()
+        page = self.page.read() if not self.gone else PageReading()
         return m.WorkerView(
             worker=self.name,
             slot=self.slot,
             pid=self.pid,
             formed=self.formed,
-            place=place,
+            page=page,
             process=process_state(self.pid),
-            idle_s=time.monotonic() - place.beat_s if place.beat_s else 0.0,
+            idle_s=time.monotonic() - page.beat_s if page.beat_s else 0.0,
             ready=self.ready,
             attached=self.attached,
             parked=self.parked,
@@ -283,24 +283,24 @@ class WorkerProcess:
         worker itself needed to get there. A script at level 0 may well pause for a checkpoint, so it gets more; and
         one that computes meanwhile is left alone for longer, but that is for the core to decide.
         """
-        place = view.place
+        page = view.page
         if not self.attached:
             if self.median_s is None:
                 # Before the first step nothing is known: the script may download data or compile for minutes.
-                return self._timing.start_s if place.committed else float("inf")
+                return self._timing.start_s if page.committed else float("inf")
             # Steps of an unmodified script may include an evaluation or a checkpoint, which take many step
             # times. A false restart costs more than a late one.
             return max(20 * self._timing.detection_s, 4 * self._timing.stall_s(self.median_s))
-        if place.phase in SLOW_PHASES:
+        if page.phase in SLOW_PHASES:
             return self._timing.start_s
         if self.median_s is not None:
             return self._timing.stall_s(self.median_s)
-        if place.phase in (Phase.REDUCE, Phase.VOTE):
+        if page.phase in (Phase.REDUCE, Phase.VOTE):
             # Ranks compute for about as long as each other, so a peer that has not arrived after a multiple
             # of this rank's own time is stuck.
-            own = place.phase_began_s - place.step_began_s
+            own = page.phase_began_s - page.step_began_s
             return max(self._timing.stall_floor_s, self._timing.stall_factor * own)
-        if place.phase in WAITING_PHASES or place.phase == Phase.TRANSFER:
+        if page.phase in WAITING_PHASES or page.phase == Phase.TRANSFER:
             return self._timing.stall_floor_s
         return float("inf")
 

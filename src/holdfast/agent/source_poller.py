@@ -59,7 +59,7 @@ class Poller:
         self._thread: threading.Thread | None = None
         self._closed = False
         self._ended = ""
-        self._said_ended = False
+        self._reported_ended = False
         self._read_all = threading.Event()
 
     def add(self, sources: Iterable[Source]) -> None:
@@ -121,9 +121,9 @@ class Poller:
                     [Reading(source=p.source.name, name=ANSWER, value=None, why=told) for p in self._polled],
                     now_s,
                 )
-        if bool(why) is self._said_ended:
+        if bool(why) is self._reported_ended:
             return
-        self._said_ended = bool(why)
+        self._reported_ended = bool(why)
         text = f"the machine is not watched: {why}; begun again" if why else "the machine is watched again"
         condition = Condition.UNKNOWN if why else Condition.HEALTHY
         severity = Severity.WARNING if why else Severity.INFO

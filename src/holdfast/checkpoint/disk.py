@@ -39,7 +39,7 @@ class DiskTier:
 
     def folders(self) -> list[str]:
         """The names of the folders at the top."""
-        with self._said("listed"):
+        with self._explained("listed"):
             if not self.folder.exists():
                 return []
             return sorted(e.name for e in os.scandir(self.folder) if e.is_dir())
@@ -47,19 +47,19 @@ class DiskTier:
     def size(self, name: str) -> int | None:
         """Bytes of a file; None when it is not there."""
         try:
-            with self._said(f"asked for {name}"):
+            with self._explained(f"asked for {name}"):
                 return (self.folder / name).stat().st_size
         except StateError:
             return None
 
     def read(self, name: str) -> bytes:
         """A small file, whole."""
-        with self._said(f"read ({name})"):
+        with self._explained(f"read ({name})"):
             return (self.folder / name).read_bytes()
 
     def read_into(self, name: str, offset: int, view: memoryview) -> None:
         """Fills `view` from byte `offset` on."""
-        with self._said(f"read ({name})"), (self.folder / name).open("rb", buffering=0) as file:
+        with self._explained(f"read ({name})"), (self.folder / name).open("rb", buffering=0) as file:
             at = 0
             while at < len(view):
                 # A single read returns at most 2 GiB and may return less, so the loop goes on until `view` is
@@ -77,7 +77,7 @@ class DiskTier:
         seen: Callable[[int], None] = lambda n: None,
     ) -> None:
         """Written to a file beside it, made durable, renamed."""
-        with self._said(f"written ({name})"), self._replacing(name) as fd:
+        with self._explained(f"written ({name})"), self._replacing(name) as fd:
             done = 0
             for buffer in buffers:
                 at = 0
@@ -98,13 +98,13 @@ class DiskTier:
 
     def remove(self, name: str) -> None:
         """Removes a file; one that is not there is removed already."""
-        with self._said(f"cleared ({name})"):
+        with self._explained(f"cleared ({name})"):
             (self.folder / name).unlink(missing_ok=True)
 
     def files(self, folder: str) -> dict[str, int]:
         """The files in a folder, and the bytes of each; none when it is not there."""
         sizes: dict[str, int] = {}
-        with self._said(f"listed ({folder})"), suppress(FileNotFoundError):
+        with self._explained(f"listed ({folder})"), suppress(FileNotFoundError):
             for entry in os.scandir(self.folder / folder):
                 # Files of other writers appear and go during the listing. Failing here would let one job's
                 # prune fail another job's commit.
@@ -114,7 +114,7 @@ class DiskTier:
 
     def remove_folder(self, name: str, last: str = "") -> None:
         """Removes a folder and all files in it; the file `last` when the others are gone."""
-        with self._said(f"cleared ({name})"):
+        with self._explained(f"cleared ({name})"):
             # `rmtree` deletes in the order of the directory, so it cannot promise to take `last` at the end.
             # The others go first, one by one.
             for path in self.files(name) if last else ():
@@ -152,7 +152,7 @@ class DiskTier:
             raise
 
     @contextmanager
-    def _said(self, what: str) -> Iterator[None]:
+    def _explained(self, what: str) -> Iterator[None]:
         try:
             yield
         except FileNotFoundError as error:

@@ -159,12 +159,12 @@ class ObjectTier:
 
     def folders(self) -> list[str]:
         """The names of the folders at the top."""
-        with self._said("listed"):
+        with self._explained("listed"):
             return sorted(obstore.list_with_delimiter(self._store)["common_prefixes"])
 
     def size(self, name: str) -> int | None:
         """Bytes of an object; None when it is not there."""
-        with self._said(f"asked for {name}"):
+        with self._explained(f"asked for {name}"):
             meta = self._meta(name)
             return None if meta is None else meta[0]
 
@@ -175,7 +175,7 @@ class ObjectTier:
             StateError: it is not there.
             TierError: it cannot be read.
         """
-        with self._said(f"read ({name})"), self._there(name):
+        with self._explained(f"read ({name})"), self._there(name):
             return bytes(obstore.get(self._store, name).bytes())
 
     def read_into(self, name: str, offset: int, view: memoryview) -> None:
@@ -227,7 +227,7 @@ class ObjectTier:
         if nbytes <= part_bytes:
             self.publish(name, b"".join(parts))
             return
-        with self._said(f"written ({name})"):
+        with self._explained(f"written ({name})"):
             # The only way to tell below whether an object of this name is ours: an older one may have had it
             # before.
             before = self._meta(name)
@@ -254,13 +254,13 @@ class ObjectTier:
         Raises:
             TierError: the store cannot take it.
         """
-        with self._said(f"written ({name})"):
+        with self._explained(f"written ({name})"):
             # A copy: `memory://` keeps the very buffer that it is given.
             obstore.put(self._store, name, bytes(data), use_multipart=False)
 
     def remove(self, name: str) -> None:
         """Removes an object; one that is not there is removed already."""
-        with self._said(f"cleared ({name})"):
+        with self._explained(f"cleared ({name})"):
             try:
                 obstore.delete(self._store, name)
             except FileNotFoundError as error:
@@ -269,7 +269,7 @@ class ObjectTier:
 
     def files(self, folder: str) -> dict[str, int]:
         """The objects below a name, and the bytes of each."""
-        with self._said(f"listed ({folder})"):
+        with self._explained(f"listed ({folder})"):
             return {
                 meta["path"]: meta["size"] for found in obstore.list(self._store, folder) for meta in found
             }
@@ -279,7 +279,7 @@ class ObjectTier:
         paths = self.files(name)
         for part in ([p for p in paths if p != last], [p for p in paths if p == last]):
             if part:
-                with self._said(f"cleared ({name})"):
+                with self._explained(f"cleared ({name})"):
                     obstore.delete(self._store, part)
 
     def _meta(self, name: str) -> tuple[int, str | None, object] | None:
@@ -291,7 +291,7 @@ class ObjectTier:
         return meta["size"], meta["e_tag"], meta["last_modified"]
 
     def _read_part(self, name: str, offset: int, view: memoryview) -> None:
-        with self._said(f"read ({name})"), self._there(name):
+        with self._explained(f"read ({name})"), self._there(name):
             try:
                 got = memoryview(obstore.get_range(self._store, name, start=offset, length=len(view)))
             except BaseError as error:
@@ -314,7 +314,7 @@ class ObjectTier:
             raise StateError(f"{self.url}/{name} is not there") from error
 
     @contextmanager
-    def _said(self, what: str) -> Iterator[None]:
+    def _explained(self, what: str) -> Iterator[None]:
         """Turns the library's errors into one that says what to do."""
         try:
             yield

@@ -140,7 +140,7 @@ class _Doing:
 
         self._clock: Callable[[], float] = time.monotonic
         self._silence_s = SILENT_S
-        self._began_s = self._said_s = self._clock()
+        self._began_s = self._shown_s = self._clock()
         self._what = ""
         self._open = False
 
@@ -170,10 +170,10 @@ class _Doing:
         from holdfast.observe.transfer_progress import LONGEST_SILENCE_S
 
         now_s = self._clock()
-        if now_s - self._said_s < self._silence_s:
+        if now_s - self._shown_s < self._silence_s:
             return
         line = f"{self._what} ({now_s - self._began_s:.0f} s)"
-        self._said_s = now_s
+        self._shown_s = now_s
         self._open = sys.stderr.isatty()
         if self._open:
             self._silence_s = 0.0

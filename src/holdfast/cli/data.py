@@ -187,7 +187,7 @@ class _Bar:
         self._bar: Progress | None = None
         self._task: Any = None
         self._what = ""
-        self._said = time.monotonic()
+        self._shown_s = time.monotonic()
 
     def show(self, what: str, done: int, total: int) -> None:
         """Updates the progress: `done` of `total` bytes."""
@@ -196,13 +196,13 @@ class _Bar:
 
         now = time.monotonic()
         if not sys.stderr.isatty():
-            if now - self._said >= SILENT_S:
-                self._said = now
+            if now - self._shown_s >= SILENT_S:
+                self._shown_s = now
                 share = done / total if total else 1.0
                 sys.stderr.write(f"{what}: {size(done)} of {size(total)}, {share:.0%}\n")
             return
         if self._bar is None:
-            if now - self._said < SILENT_S:
+            if now - self._shown_s < SILENT_S:
                 return
             self._bar = _rich_bar()
             self._bar.start()

@@ -85,7 +85,7 @@ class Remote:
             FileNotFoundError: there is none.
             DataError: the server does not say.
         """
-        with self._said("asked for"):
+        with self._explained("asked for"):
             return self._tried(lambda: _version_of(obstore.head(self._store, self.name)))
 
     def fetch(self, version: Version, part: Path) -> str:
@@ -145,7 +145,7 @@ class Remote:
                 raise
 
     def _part(self, version: Version, low: int, high: int) -> memoryview:
-        with self._said("fetched"):
+        with self._explained("fetched"):
             return self._tried(lambda: self._asked(version, low, high))
 
     def _tried(self, ask: Callable[[], Answer]) -> Answer:
@@ -175,7 +175,7 @@ class Remote:
         return data
 
     @contextmanager
-    def _said(self, what: str) -> Iterator[None]:
+    def _explained(self, what: str) -> Iterator[None]:
         try:
             yield
         except PreconditionError as error:

@@ -20,7 +20,7 @@ class Training(msgspec.Struct):
     """When it began."""
     seen_s: dict[str, float] = {}
     """When each rule's line came last, by the rule's name."""
-    said: set[str] = set()
+    reported: set[str] = set()
     """Rules whose missing line was reported."""
 
 
@@ -64,7 +64,7 @@ class Absence:
         if training is not None:
             training.seen_s[rule.id] = now_s
             # The line came after all: if it stops again, that is news.
-            training.said.discard(rule.id)
+            training.reported.discard(rule.id)
 
     def next_due_s(self) -> float | None:
         """When the next line is overdue."""
@@ -74,7 +74,7 @@ class Absence:
         """Rule and worker of every line that is overdue; each is told once until the line comes."""
         overdue = [(rule, worker, words) for rule, worker, due, words in self._owed() if due <= now_s]
         for rule, worker, _ in overdue:
-            self._training[worker].said.add(rule.id)
+            self._training[worker].reported.add(rule.id)
         return overdue
 
     def _owed(self) -> list[tuple[Rule, str, float, str]]:
@@ -83,7 +83,7 @@ class Absence:
             for worker, training in self._training.items():
                 # Every rank that must print and does not would be a finding of its own, and most scripts
                 # print on rank 0 only: looked for on all ranks, such a rule would blame the whole job.
-                if training.rank not in (rule.ranks or RANKS_OF_ABSENCE) or rule.id in training.said:
+                if training.rank not in (rule.ranks or RANKS_OF_ABSENCE) or rule.id in training.reported:
                     continue
                 seen = training.seen_s.get(rule.id)
                 counts_s = training.since_s + rule.start_after

@@ -21,11 +21,11 @@ _SEVERITIES, _REMEDIES = list(Severity), list(Remedy)
 class Burst:
     """When something last occurred on one subject, and the worst that was said of it."""
 
-    __slots__ = ("last_s", "said")
+    __slots__ = ("last_s", "reported")
 
     def __init__(self) -> None:
         self.last_s = float("-inf")
-        self.said: tuple[int, int] | None = None
+        self.reported: tuple[int, int] | None = None
 
 
 class RuleEngine:
@@ -109,16 +109,16 @@ class RuleEngine:
         # Measured from the last occurrence, not from the first: a fault that repeats every minute is one
         # burst for as long as it lasts, and is reported once.
         if at_s - burst.last_s > rule.quiet:
-            burst.said = None
+            burst.reported = None
         # Lines of several sources may be out of order, and a burst must not end because an old line came
         # late.
         burst.last_s = max(burst.last_s, at_s)
         # The order of the enums is the order of severity and of how much a remedy disturbs the job. Within a
         # burst only a worse one is news: the core has already acted on the milder one.
         rank = (_SEVERITIES.index(rule.severity), _REMEDIES.index(rule.remedy))
-        if burst.said is not None and rank <= burst.said:
+        if burst.reported is not None and rank <= burst.reported:
             return False
-        burst.said = rank
+        burst.reported = rank
         return True
 
     # ------------------------------------------------------------ readings

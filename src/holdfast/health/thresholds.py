@@ -24,15 +24,15 @@ REMIND_S = 600.0
 class Series:
     """What one rule remembers of one reading."""
 
-    __slots__ = ("left", "said", "said_s", "samples", "since_s", "times")
+    __slots__ = ("left", "reported", "reported_s", "samples", "since_s", "times")
 
     def __init__(self) -> None:
         self.samples: deque[tuple[float, float]] = deque()
         self.left = False
         self.since_s: float | None = None
         self.times: deque[float] = deque()
-        self.said = False
-        self.said_s = 0.0
+        self.reported = False
+        self.reported_s = 0.0
 
 
 class Thresholds:
@@ -78,7 +78,7 @@ class Thresholds:
         for rule in self._unknown.get(reading.source, self._unknown.get(ANY, [])):
             series = self._of(rule.id, reading.source)
             # Almost every reading of every source ends here, so the words are not made before this.
-            if reading.value is not None and series.since_s is None and not series.said:
+            if reading.value is not None and series.since_s is None and not series.reported:
                 continue
             words = f"{reading.source}: {reading.name} cannot be read: {reading.why or 'no answer'}"
             if reading.value is not None:
@@ -175,19 +175,19 @@ def _turn(
         # Each time that the condition became true counts, not each reading during which it was true: a link
         # that flaps is the fault, and one that is down is another rule's.
         often = len(series.times) >= rule.count
-        if often and not series.said:
-            series.said = True
+        if often and not series.reported:
+            series.reported = True
             yield rule, Condition.FAULTY, words, len(series.times)
         elif not often:
-            series.said = False
+            series.reported = False
         return
     # Reported once until it is over. Only what stays unknown is repeated: the core first waits for it to come
     # back, and asks a person after the second report.
-    if true and (not series.said or (rule.unknown and now_s - series.said_s >= REMIND_S)):
-        series.said, series.said_s = True, now_s
+    if true and (not series.reported or (rule.unknown and now_s - series.reported_s >= REMIND_S)):
+        series.reported, series.reported_s = True, now_s
         yield rule, Condition.FAULTY, words, 1
-    elif not true and series.said:
-        series.said = False
+    elif not true and series.reported:
+        series.reported = False
         if not rule.changes:  # a counter that stands still has healed nothing
             yield rule, Condition.HEALTHY, words, 1
 

@@ -54,7 +54,7 @@ class ByteCount:
         """to: a stream, or what takes a line. total: all bytes, if known."""
         self._to, self._what, self._total = to, what, total
         self._terminal = not callable(to) and to.isatty()
-        self._began = self._said = time.monotonic()
+        self._began = self._shown_s = time.monotonic()
         self._silence_s = SILENT_S
         self._lock = threading.Lock()
         self._nbytes = 0
@@ -65,9 +65,9 @@ class ByteCount:
         with self._lock:
             self._nbytes += nbytes
             now = time.monotonic()
-            if now - self._said < self._silence_s:
+            if now - self._shown_s < self._silence_s:
                 return
-            self._said = now
+            self._shown_s = now
             if not self._terminal:
                 self._silence_s = min(2 * self._silence_s, LONGEST_SILENCE_S)
             self._say(self._line(now))

@@ -64,7 +64,7 @@ class Durable(msgspec.Struct, frozen=True):
     url: str
 
     @property
-    def place(self) -> str:
+    def where(self) -> str:
         """For people."""
         return f"{self.url}/step-{self.step}"
 

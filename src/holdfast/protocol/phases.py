@@ -38,7 +38,7 @@ SLOW_PHASES = frozenset({Phase.ASIDE, Phase.TIER})
 """Phases in which a worker may stand still for as long as a start may take."""
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
+class PageReading(msgspec.Struct, frozen=True, kw_only=True):
     """What the progress page said at one moment. Times are CLOCK_MONOTONIC seconds of the worker's node."""
 
     generation: int = 0

@@ -13,7 +13,7 @@ import struct
 import time
 import weakref
 
-from holdfast.protocol.phases import Phase, Place
+from holdfast.protocol.phases import PageReading, Phase
 
 STACKS_SIGNAL = signal.SIGUSR2
 """A worker that gets it writes the Python stacks of all its threads, whatever its main thread does."""
@@ -93,10 +93,10 @@ class ProgressPage:
         # hang.
         _WAITS.pack_into(self._map, _WAITS_AT, rank)
 
-    def read(self) -> Place:
+    def read(self) -> PageReading:
         """What the page says now (from the agent's side)."""
         fields = _LAYOUT.unpack_from(self._map, 0)
-        return Place(**dict(zip(Place.__struct_fields__, fields, strict=True)))
+        return PageReading(**dict(zip(PageReading.__struct_fields__, fields, strict=True)))
 
     def close(self) -> None:
         """Gives the memory back, when the other process has closed it too."""

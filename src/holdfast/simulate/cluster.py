@@ -521,9 +521,9 @@ class Cluster:
             took_s += (
                 s.load_s if form.durable is not None else s.memory_s if form.copy is not None else s.peer_s
             )
-        self.at(self.now + took_s, self.joined, self.generation, took_s - s.join_s if restoring else None)
+        self.at(self.now + took_s, self.on_joined, self.generation, took_s - s.join_s if restoring else None)
 
-    def joined(self, generation: int, restore_s: float | None) -> None:
+    def on_joined(self, generation: int, restore_s: float | None) -> None:
         """All are connected and have the state: the first step begins."""
         if generation != self.generation or self.core.state.membership.phase is not JobPhase.RUNNING:
             return

@@ -8,7 +8,7 @@ from collections import deque
 import msgspec
 
 
-class Spent(msgspec.Struct, kw_only=True):
+class WallTime(msgspec.Struct, kw_only=True):
     """Where the wall time went, in seconds. training: as long as the steps that count take at full size."""
 
     training: float = 0.0
@@ -29,7 +29,7 @@ class Steps:
 
     def __init__(self, ideal_s: float, begin_s: float) -> None:
         self.ideal_s = ideal_s
-        self.spent = Spent()
+        self.spent = WallTime()
         self.committed = 0
         self.lost = 0
         self.running = False

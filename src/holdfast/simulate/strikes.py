@@ -8,7 +8,7 @@ import math
 from holdfast.coordinator.kernel import events as e
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import Finding, Remedy, Severity
-from holdfast.protocol.phases import Phase, Place
+from holdfast.protocol.phases import PageReading, Phase
 from holdfast.simulate import names
 from holdfast.simulate.machine import HOP_S, SIGKILL, FewNames, Machine
 from holdfast.simulate.scenario import FailureClass
@@ -176,7 +176,7 @@ def view(cluster: TrialView, machine: Machine) -> m.WorkerView:
     """What the agent of a machine knows of its worker."""
     hung = machine.hung_s is not None
     phase = Phase.FORWARD if hung else Phase.REDUCE if machine in cluster.members else Phase.IDLE
-    place = Place(generation=cluster.generation, committed=cluster.steps.committed, phase=int(phase))
+    page = PageReading(generation=cluster.generation, committed=cluster.steps.committed, phase=int(phase))
     # The one that hangs stands still since it hung, the others since the steps were halted. That is what
     # makes it the odd one.
     idle_s = cluster.now - (machine.hung_s if machine.hung_s is not None else cluster.steps.halted_s)
@@ -185,7 +185,7 @@ def view(cluster: TrialView, machine: Machine) -> m.WorkerView:
         slot=0,
         pid=1,
         formed=cluster.generation,
-        place=place,
+        page=page,
         idle_s=idle_s,
         median_s=cluster.steps.step_s,
     )

@@ -12,7 +12,7 @@ from holdfast.protocol.ledger import LedgerEvent
 from holdfast.simulate.cluster import Cluster
 from holdfast.simulate.machine import FewNames
 from holdfast.simulate.scenario import Scenario
-from holdfast.simulate.steps import Spent
+from holdfast.simulate.steps import WallTime
 from holdfast.simulate.trace import Trace
 
 NAMES = 24
@@ -30,7 +30,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float
     goodput: float
     """Training at full size over wall time."""
-    spent: Spent
+    spent: WallTime
     failures: dict[str, int]
     incidents: int
     lost_steps: int

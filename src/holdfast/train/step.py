@@ -87,7 +87,7 @@ class Step:
         self._lr: float | None = None
         self._words: list[Word] = []
         self._left: int | None = None
-        self._said: list[Word] | None = None
+        self._sent: list[Word] | None = None
         self._waited = False
         self._entered = False
         self._prepared_s = 0.0
@@ -197,7 +197,7 @@ class Step:
         Raises:
             UsageError: called elsewhere in the step, values that cannot be summed, or other names on another worker.
         """
-        if not self._entered or self._stage is not Stage.OPEN or self._words or self._said is not None:
+        if not self._entered or self._stage is not Stage.OPEN or self._words or self._sent is not None:
             raise UsageError(
                 f"step {self.index}: step.sum() goes inside `with step`, before the first step.backward()"
             )
@@ -272,7 +272,7 @@ class Step:
         replica.state.guard.before_update(self.index)
         replica.phases.enter(Phase.REDUCE, self.index)
         gradients = replica.gradients
-        if self._said is None:
+        if self._sent is None:
             self._say_weight()
         # From here on every collective must be launched, also for parameters that took no part: the others
         # launch them too and would wait.
@@ -388,19 +388,19 @@ class Step:
         does not depend on who computed which."""
         counted = self._words if self._replica.place.weighs else []
         if self._replica.gradients.exact:
-            self._said = counted
+            self._sent = counted
         else:
-            self._said = [(sum(w for w, _, _ in counted), sum(x for _, x, _ in counted), 0.0)]
-        self._replica.group.channel.send(self.index, *self._said)
+            self._sent = [(sum(w for w, _, _ in counted), sum(x for _, x, _ in counted), 0.0)]
+        self._replica.group.channel.send(self.index, *self._sent)
 
     def _scale(self) -> float:
         """One over the weight of the global batch; known when every replica has said its own."""
         if self._global_weight is None:
-            assert self._said is not None
+            assert self._sent is not None
             counts = None
             if self._replica.gradients.exact:
                 counts = self._replica.place.words()
-            words = self._replica.group.channel.receive(self.index, self._said, counts)
+            words = self._replica.group.channel.receive(self.index, self._sent, counts)
             # Under the exact reduction there is one word for each micro-batch, and `fsum` rounds once. So the
             # scale does not depend on how the micro-batches were spread over the members.
             self._global_weight = math.fsum(w for w, _, _ in words)

@@ -194,7 +194,7 @@ class SimAgent:
             slot=worker.slot,
             pid=1,
             formed=self._formed.get(worker.name, 0),
-            place=worker.place(),
+            page=worker.page(),
             process=worker.process,
             idle_s=self.cluster.clock.now - worker.moved_s,
             ready=ready if isinstance(ready, m.Ready) else None,

@@ -691,10 +691,8 @@ def brief(value: Any) -> Any:
         case m.StartWorker(worker=worker):
             return f"StartWorker({worker})"
         case m.WorkerView():
-            place = value.place
-            state = (
-                f"g{place.generation} c{place.committed} {Phase(place.phase).name} idle {value.idle_s:.1f}"
-            )
+            page = value.page
+            state = f"g{page.generation} c{page.committed} {Phase(page.phase).name} idle {value.idle_s:.1f}"
             return f"[{value.worker} {value.process} formed {value.formed} {state} median {value.median_s}]"
         case m.Generation(number=number, members=members, start=start):
             return f"g{number} from {start}: {' '.join(x.worker for x in members)}"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from holdfast.protocol import messages as m
-from holdfast.protocol.phases import Phase, Place
+from holdfast.protocol.phases import PageReading, Phase
 from holdfast.protocol.snapshots import DurableTier
 from holdfast.protocol.snapshots import Key as SnapshotKey
 from holdfast.train import summation_order
@@ -55,9 +55,9 @@ class SimWorker:
         """The letter in /proc/PID/stat."""
         return "X" if not self.alive else "T" if self.stopped else "S"
 
-    def place(self) -> Place:
+    def page(self) -> PageReading:
         """What the progress page says."""
-        return Place(phase=int(self.phase))
+        return PageReading(phase=int(self.phase))
 
     def later(self, delay_s: float, call: Callable[..., None], *args: Any) -> None:
         """Goes on after a while, unless it was interrupted, frozen or killed."""
@@ -212,8 +212,8 @@ class Trainer(SimWorker):
         if self.plane is not None:
             self.plane.gone(self)
 
-    def place(self) -> Place:
-        return Place(
+    def page(self) -> PageReading:
+        return PageReading(
             generation=self.seen,
             committed=self.held[0] if self.held else 0,
             phase=int(self.phase),

@@ -83,7 +83,7 @@ def _left_behind(context: Context, worker: Worker, view: m.WorkerView) -> bool:
     # The shorter of both: it may have stood still for long before the break, for a good reason, and only
     # since the break it was told to leave.
     waits = min(view.idle_s, context.now - membership.broke_at_s - membership.unheard_s)
-    return view.place.phase in WAITING_PHASES and waits >= MARGIN * context.timing.stall_s(context.median_s())
+    return view.page.phase in WAITING_PHASES and waits >= MARGIN * context.timing.stall_s(context.median_s())
 
 
 def inspected(context: Context, message: m.InspectReply) -> None:
@@ -146,10 +146,10 @@ def _allowed_s(context: Context, view: m.WorkerView) -> float:
     work of the script's own between two steps, or a durable tier's answer, may take as long."""
     # A worker that waits for a tier or a script's own work is limited by the time of a start. Shorter limits
     # ended evaluations that were healthy.
-    if view.place.phase in SLOW_PHASES:
+    if view.page.phase in SLOW_PHASES:
         return context.timing.start_s
     # The first step has no median to go by, and compiling takes minutes, during which the page does not move.
-    if view.median_s is None and view.place.phase in _COMPILING:
+    if view.median_s is None and view.page.phase in _COMPILING:
         return context.timing.start_s
     return MARGIN * context.timing.stall_s(view.median_s)
 
@@ -160,7 +160,7 @@ def nobody_differs(context: Context, reason: str) -> None:
     membership = context.state.membership
     # If nobody waits for anybody, all are busy with something of their own, usually a slow file system;
     # ending the generation would not make it faster.
-    waiting = any(v.place.phase in _FOR_OTHERS for v in context.transient(Inspection).views)
+    waiting = any(v.page.phase in _FOR_OTHERS for v in context.transient(Inspection).views)
     membership.stall_rounds += 1
     if not waiting and membership.stall_rounds < PATIENT_ROUNDS:
         return

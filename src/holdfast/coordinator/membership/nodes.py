@@ -305,7 +305,7 @@ def _never_started(context: Context, worker: Worker) -> None:
 def _catch_up(context: Context, worker: Worker, view: m.WorkerView) -> None:
     if view.median_s is not None:
         worker.median_s = view.median_s
-    worker.aside = view.place.phase == Phase.ASIDE
+    worker.aside = view.page.phase == Phase.ASIDE
     if view.attached:
         context.request(HandleReport(worker, m.Attached()))
     if view.ready:

@@ -129,7 +129,7 @@ def find_culprits(
     still = [v for v in views if v.idle_s >= allowed_s[v.worker]]
     # Its agent passed JoinGeneration on and the worker did not act on it. It is at fault for certain,
     # although its peers, who wait in the connecting phase, look just as still.
-    absent = tuple(v.worker for v in still if v.place.generation < v.formed)
+    absent = tuple(v.worker for v in still if v.page.generation < v.formed)
     if absent:
         return Verdict(absent, "does not join the generation that it was told of")
     waiting = [v for v in views if _waits(v)]
@@ -137,20 +137,20 @@ def find_culprits(
     # One computes while others wait for it. Waiting itself is never a fault: everyone who waits has told the
     # page for whom, so the chain ends at somebody who does not wait.
     if busy and waiting:
-        names = ", ".join(sorted({Phase(v.place.phase).name.lower() for v in busy}))
+        names = ", ".join(sorted({Phase(v.page.phase).name.lower() for v in busy}))
         return Verdict(tuple(v.worker for v in busy), f"stands still in {names} while others wait for it")
     # From here on the verdict is "who is furthest behind", a comparison. If a member was not seen, it may be
     # the one that is behind, and the worst of those that were seen would be taken out for nothing.
     if not complete:
         return Verdict((), "not every worker was seen")
     if len(busy) == len(views) == 1:
-        return Verdict((busy[0].worker,), f"stands still in {Phase(busy[0].place.phase).name.lower()}")
+        return Verdict((busy[0].worker,), f"stands still in {Phase(busy[0].page.phase).name.lower()}")
     # Somebody still moves. What looks like a hang may be the others' wait for a slow step, and time will
     # tell: the next stall report asks again.
-    at_work = {v.place.phase for v in views if v not in still and not _waits(v)}
+    at_work = {v.page.phase for v in views if v not in still and not _waits(v)}
     if at_work:
         return Verdict((), f"some are at work: {', '.join(sorted(Phase(p).name.lower() for p in at_work))}")
-    connecting = [v for v in still if v.place.phase in _CONNECTING and _waits(v)]
+    connecting = [v for v in still if v.page.phase in _CONNECTING and _waits(v)]
     if len(connecting) == len(views) and (verdict := _unreached(connecting, ranks or {})):
         return verdict
     if waiting and len(still) == len(views):
@@ -181,8 +181,8 @@ _CONNECTING = frozenset({Phase.JOIN, Phase.TRANSFER})
 
 def _waits(view: WorkerView) -> bool:
     """For others. A newcomer that fetches its state does so until the donor answers."""
-    place = view.place
-    return place.phase in WAITING_PHASES or (place.phase == Phase.TRANSFER and place.waits_for >= 0)
+    page = view.page
+    return page.phase in WAITING_PHASES or (page.phase == Phase.TRANSFER and page.waits_for >= 0)
 
 
 def _unreached(connecting: Sequence[WorkerView], ranks: Mapping[str, int]) -> Verdict | None:
@@ -191,7 +191,7 @@ def _unreached(connecting: Sequence[WorkerView], ranks: Mapping[str, int]) -> Ve
     either's port or the network, and whatever blocks it may have gone by the next generation; if it has not, the one
     that most of them miss is taken, and of a pair one. None: nobody says whom it waits for."""
     worker_of = {rank: worker for worker, rank in ranks.items()}
-    misses = {v.worker: worker_of.get(v.place.waits_for, "") for v in connecting}
+    misses = {v.worker: worker_of.get(v.page.waits_for, "") for v in connecting}
     missed = Counter(w for w in misses.values() if w)
     if not missed:
         return None
@@ -207,8 +207,8 @@ def _unreached(connecting: Sequence[WorkerView], ranks: Mapping[str, int]) -> Ve
 
 
 def _advance(view: WorkerView) -> tuple[int, int, int, int]:
-    place = view.place
-    return place.generation, place.committed, place.phase, place.collectives
+    page = view.page
+    return page.generation, page.committed, page.phase, page.collectives
 
 
 def _waiting_for_each_other(waiting: Sequence[WorkerView], ranks: Mapping[str, int]) -> tuple[str, ...]:
@@ -216,7 +216,7 @@ def _waiting_for_each_other(waiting: Sequence[WorkerView], ranks: Mapping[str, i
     # Exactly one pair, and more than two workers. With two workers each waits for the other in any hang, so
     # that would say nothing.
     worker_of = {rank: worker for worker, rank in ranks.items()}
-    waits_for = {v.worker: worker_of.get(v.place.waits_for, "") for v in waiting}
+    waits_for = {v.worker: worker_of.get(v.page.waits_for, "") for v in waiting}
     pairs = {tuple(sorted((a, b))) for a, b in waits_for.items() if waits_for.get(b) == a}
     return pairs.pop() if len(pairs) == 1 and len(waiting) > 2 else ()
 

@@ -16,13 +16,13 @@ class Line(asyncio.Queue[bytes | None]):
     Attributes:
         session: of the agent's last hello. known: the one that the core knows on this node; when the connection ends, it
             is this one that is lost.
-        joined: the core has heard of it; before that, orders are for the agent that it knows.
+        introduced: the core has heard of it; before that, orders are for the agent that it knows.
     """
 
     def __init__(self, node: str, session: str, transport: asyncio.Transport | None) -> None:
         super().__init__()
         self.node, self.session, self.known, self.transport = node, session, session, transport
-        self.joined = False
+        self.introduced = False
 
 
 class AgentLines:
@@ -36,7 +36,7 @@ class AgentLines:
         """Queues a message for a node's agent, if the core has heard of the one that is connected."""
         # Until the core has heard of this agent, its orders are meant for the one before. A dropped order is
         # repeated when the agent's hello is handled.
-        if (line := self.by_node.get(node)) and line.joined:
+        if (line := self.by_node.get(node)) and line.introduced:
             line.put_nowait(self._frame(message))
 
     def _frame(self, message: m.ToAgent) -> bytes:

@@ -52,12 +52,12 @@ class AgentConnections:
         line = Line(hello.node, hello.session, request.transport)
         sender = asyncio.create_task(drain(line, socket))
         try:
-            await self._joined(line, hello)
+            await self._on_hello(line, hello)
             async for frame in socket:
                 # Checked for every frame. A connection that was replaced may have frames in its buffer, and
                 # they are of a past that the new agent has reported otherwise.
                 if frame.type is WSMsgType.BINARY and self._lines.by_node.get(line.node) is line:
-                    await self._heard(line, frame.data)
+                    await self._on_frame(line, frame.data)
         except ProtocolError as error:
             self._watchers.say(f"{line.node}: {error}")
         finally:
@@ -82,14 +82,14 @@ class AgentConnections:
             return None
         return message if isinstance(message, m.Hello) else None
 
-    async def _joined(self, line: Line, hello: m.Hello) -> None:
+    async def _on_hello(self, line: Line, hello: m.Hello) -> None:
         """A node that is not known joins with its history."""
         # One connection, one node: orders are routed by it.
         if hello.node != line.node:
             raise ProtocolError(f"its connection also sends the hello of {hello.node}")
         # Before the history is read, which may take a second: from now on nothing of the connection before is
         # believed.
-        self._take_place(line, hello)
+        self._speak_for_node(line, hello)
         known = self._loop.core.state.membership.nodes.get(hello.node)
         new = known is None or known.session != hello.session
         # Only for a session that is new. A reconnect must not wait for a database that is slow.
@@ -99,7 +99,7 @@ class AgentConnections:
             _log.info("an agent connected", extra={"node": hello.node, "host": hello.host, "pid": hello.pid})
             self._loop.handle(ev.NodeJoined(hello, past), line)
 
-    def _take_place(self, line: Line, hello: m.Hello) -> None:
+    def _speak_for_node(self, line: Line, hello: m.Hello) -> None:
         """From now on this connection, and no other, speaks for its node. Nothing counts that the one before still says,
         nor its end.
 
@@ -124,10 +124,10 @@ class AgentConnections:
         if before.transport is not None:
             asyncio.get_running_loop().call_later(FAREWELL_S, before.transport.abort)
 
-    async def _heard(self, line: Line, data: bytes) -> None:
+    async def _on_frame(self, line: Line, data: bytes) -> None:
         node, message = line.node, _codec.decode(data)
         if isinstance(message, m.Hello):
-            await self._joined(line, message)
+            await self._on_hello(line, message)
         # Answers to checks that a person asked for carry negative numbers and never reach the core: they
         # decide nothing.
         elif isinstance(message, m.Checked) and self._checks.answered(node, message):

@@ -28,7 +28,7 @@ from holdfast.coordinator.service.inbox import Inbox, Waiting
 from holdfast.coordinator.service.injector import Injector, Strike
 from holdfast.coordinator.service.ledger import Ledger
 from holdfast.coordinator.service.starvation import Starving
-from holdfast.coordinator.service.store import SNAPSHOT, LedgerEntry, Page, Said
+from holdfast.coordinator.service.store import SNAPSHOT, LedgerEntry, Page, ReportedSteps
 from holdfast.coordinator.service.watchers import Watchers
 from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
@@ -158,9 +158,9 @@ class DecisionLoop:
         # From the batch in which the core hears the hello. A moment earlier, an order from the batch before
         # would go to an agent that must not have it.
         if isinstance(waiting.event, ev.NodeJoined) and waiting.line is not None:
-            waiting.line.joined = True
+            waiting.line.introduced = True
             hello = waiting.event.hello
-            self._starving.joined(hello.node, hello.kernel, hello.pid)
+            self._starving.on_agent_joined(hello.node, hello.kernel, hello.pid)
 
     async def _decide(self, events: list[ev.Event]) -> None:
         """One batch: decided at one moment, written at once, then done."""
@@ -222,7 +222,7 @@ class DecisionLoop:
                 t_s = round(now - state.began_s - _age_s(event), 4)
                 logged = script_metrics.rows(state, said) if isinstance(said, m.Progress) else ()
                 page.steps.append(
-                    Said(
+                    ReportedSteps(
                         t_s=t_s,
                         losses=said.losses,
                         generation=said.generation,

@@ -26,7 +26,7 @@ class Memory:
         self._thread = ThreadPoolExecutor(1, "history")
         self._history: History | None = None
         self._paused_until_s = 0.0
-        self._said = False
+        self._reported = False
 
     async def past(self, machine: str, devices: Sequence[str]) -> tuple[Remembered, ...]:
         """What is known of a machine; nothing when it cannot be had in time."""
@@ -73,8 +73,8 @@ class Memory:
         # A database that does not answer costs one join its waiting time, not every join. After the pause it
         # is tried again.
         self._paused_until_s = time.monotonic() + PAUSE_S
-        if not self._said:
-            self._said = True
+        if not self._reported:
+            self._reported = True
             self._trouble(why)
 
     # ------------------------------------------------------------ on the thread

@@ -28,7 +28,7 @@ class Starving:
         self._pids: dict[str, int] = {}
         self._looks: dict[str, _Look] = {}
 
-    def joined(self, node: str, kernel: str, pid: int) -> None:
+    def on_agent_joined(self, node: str, kernel: str, pid: int) -> None:
         """An agent said hello. kernel: as `kernel_id` says there."""
         self._looks.pop(node, None)
         if kernel and kernel == self._here:

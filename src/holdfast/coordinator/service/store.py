@@ -89,7 +89,7 @@ class StepRow(msgspec.Struct, frozen=True, kw_only=True):
     """It counts without an update."""
 
 
-class Said(msgspec.Struct, frozen=True, kw_only=True):
+class ReportedSteps(msgspec.Struct, frozen=True, kw_only=True):
     """Committed steps as one message of a worker reports them."""
 
     t_s: float
@@ -110,7 +110,7 @@ class Page(msgspec.Struct):
     """
 
     entries: list[LedgerEntry] = []
-    steps: list[Said] = []
+    steps: list[ReportedSteps] = []
     kept: dict[str, bytes] = {}
 
     def add(self, later: Page) -> None:

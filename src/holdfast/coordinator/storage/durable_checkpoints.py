@@ -382,7 +382,7 @@ def unread(context: Context, durable: Durable, message: m.CollectiveError) -> No
     storage.durable_tries = 0
     storage.totals.unread += 1
     storage.durable = storage.older.pop(0) if storage.older else None
-    storage.unread.append(f"{durable.place}: {message.detail}")
+    storage.unread.append(f"{durable.where}: {message.detail}")
     context.record(
         ledger.CheckpointUnread(
             step=durable.step,
@@ -398,7 +398,7 @@ def _instead(context: Context) -> str | None:
     durable, snapshot = context.state.storage.durable, queries.newest_whole(context)
     if snapshot is not None and (durable is None or durable.step <= snapshot.step):
         return f"step {snapshot.step} in memory"
-    return durable.place if durable else None
+    return durable.where if durable else None
 
 
 def totals(context: Context, url: str) -> TierTotals:

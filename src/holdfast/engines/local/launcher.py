@@ -28,7 +28,7 @@ class LocalLauncher(Launcher):
         resume = self._folder.prepare(self.spec, self.view.note)
         if resume.checkpoints:
             newest = resume.checkpoints[0]
-            self.note(f"the newest checkpoint has step {newest.step} ({newest.place})")
+            self.note(f"the newest checkpoint has step {newest.step} ({newest.where})")
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, self._interrupted)
         loop.add_signal_handler(signal.SIGTERM, self._interrupted)

@@ -62,7 +62,7 @@ class SlurmLauncher(Launcher):
             (self.job_dir / KNOWN).unlink(missing_ok=True)
             if resume.checkpoints:
                 newest = resume.checkpoints[0]
-                self.note(f"the newest checkpoint has step {newest.step} ({newest.place})")
+                self.note(f"the newest checkpoint has step {newest.step} ({newest.where})")
             loop.add_signal_handler(signal.SIGTERM, self._ended_by_slurm)
             # Slurm sends it before the time limit (`--signal`), early enough to save the state.
             loop.add_signal_handler(signal.SIGUSR1, self.stop, "the time limit", NoticeCause.TIME_LIMIT)

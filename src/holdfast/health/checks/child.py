@@ -26,7 +26,7 @@ DAMAGE = (signal.SIGILL, signal.SIGBUS, signal.SIGSEGV, signal.SIGFPE)
 """Signals by which a processor or memory that is broken ends a program that is not."""
 
 LEAVE_S = 5.0
-_said = msgspec.json.Decoder(CheckProgress)
+_progress = msgspec.json.Decoder(CheckProgress)
 _PR_SET_PDEATHSIG = 1
 
 
@@ -91,7 +91,7 @@ async def _listen(
             return f"it did not end within {limit:g} s"
         if not line:
             return ""
-        said = _said.decode(line)
+        said = _progress.decode(line)
         if said.result is not None:
             results.append(said.result)
         until_s = time.monotonic() + (TURN_S if said == CheckProgress() else limit)

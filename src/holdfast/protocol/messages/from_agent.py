@@ -6,7 +6,7 @@ import msgspec
 
 from holdfast.protocol.health import CheckResult, Finding
 from holdfast.protocol.messages.from_worker import Done, FaultFired, Parked, Ready, WorkerMessage
-from holdfast.protocol.phases import Place
+from holdfast.protocol.phases import PageReading
 from holdfast.protocol.snapshots import Copy, Key, Lack, Shard
 
 
@@ -26,7 +26,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     slot: int
     pid: int
     formed: int
-    place: Place
+    page: PageReading
     process: str = "S"
     idle_s: float = 0.0
     ready: Ready | None = None
