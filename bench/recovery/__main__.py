@@ -17,21 +17,28 @@ from bench.processes import Children, stop_signals
 from bench.progress import Progress
 from bench.recovery import analyse, environments, floor, harness, table
 from bench.recovery.harness import Plan
-from bench.recovery.systems import SHARDED, SYSTEMS, select
+from bench.recovery.systems import SHARDED, SYSTEMS, TRAINER, select
 from bench.recovery.systems.base import System
 from bench.recovery.systems.sharded import TorchrunSharded
 from bench.recovery.systems.torchrun import Torchrun
 
 SHARDED_PLAN = {"replicas": 2, "shards": 2, "blocks": 0, "settle_steps": 6, "calibration_steps": 16}
 """Steps are long there: few of them between two faults."""
-VARIANTS = {"first": ({},), "second": ({"replicas": 8}, {"state_mb": 400.0}), "sharded": (SHARDED_PLAN,)}
+TRAINER_PLAN = {"replicas": 2, "blocks": 0, "settle_s": 20.0, "checkpoint_every": 20, "trainer": True}
+"""The imports of the Trainer take long, so the time at full strength before a kill does too."""
+VARIANTS = {
+    "first": ({},),
+    "second": ({"replicas": 8}, {"state_mb": 400.0}),
+    "sharded": (SHARDED_PLAN,),
+    "trainer": (TRAINER_PLAN,),
+}
 """What differs in the parts of each table: more replicas, a larger state at the usual number of replicas, shards."""
 SIZES = ("100m", "10m", "tiny")
 """Of the sharded model, as `sharded.WIDTHS` has them; the launching side does not import torch."""
 
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    names = ", ".join(system.name for system in (*SYSTEMS, *SHARDED))
+    names = ", ".join(system.name for system in (*SYSTEMS, *SHARDED, *TRAINER))
     parser = argparse.ArgumentParser(
         prog="python -m bench.recovery",
         description="What a SIGKILLed replica costs: Holdfast and its peers, in one run on one machine.",
@@ -47,9 +54,10 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--table",
-        choices=["first", "second", "sharded"],
+        choices=list(VARIANTS),
         default="first",
-        help="second: 8 replicas; 400 MB. sharded: 2 replicas of 2 shards, without the comparison of steps",
+        help="second: 8 replicas; 400 MB. sharded: 2 replicas of 2 shards; trainer: an unmodified script of Hugging Face's "
+        "Trainer, 2 ranks; both without the comparison of steps",
     )
     parser.add_argument(
         "--size", choices=list(SIZES), default="100m", help="parameters of the sharded model (default: 100m)"
@@ -67,7 +75,8 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--checkpoint-every",
         type=int,
         default=0,
-        help="steps between checkpoints of the sharded table (default: as many as the budget allows)",
+        help="steps between checkpoints of the sharded table (default: as many as the budget allows) and of the Trainer's "
+        "(default: 20)",
     )
     parser.add_argument("--timeout-s", type=float, default=90.0, help="limit for one recovery (default: 90)")
     parser.add_argument("--seed", type=int, default=0, help="seed for the choice of victims and times")
@@ -76,7 +85,9 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if chosen.replicas < 2 or chosen.faults < 1:
         parser.error("it takes at least 2 replicas and 1 fault")
     try:
-        chosen.systems = select(chosen.systems, SHARDED if chosen.table == "sharded" else SYSTEMS)
+        chosen.systems = select(
+            chosen.systems, {"sharded": SHARDED, "trainer": TRAINER}.get(chosen.table, SYSTEMS)
+        )
     except ValueError as error:
         parser.error(str(error))
     return chosen
@@ -130,8 +141,8 @@ def _run(console: Console, plan: Plan, chosen: argparse.Namespace, bench: harnes
     """Measure all systems under one plan, print the table, and return everything for the JSON file."""
     began = time.monotonic()
     step_s = save_s = least = None
-    if plan.shards > 1 and chosen.checkpoint_every:
-        plan = replace(plan, checkpoint_every=chosen.checkpoint_every)
+    if (plan.shards > 1 and chosen.checkpoint_every) or plan.trainer:
+        plan = replace(plan, checkpoint_every=chosen.checkpoint_every or plan.checkpoint_every)
     else:
         plan, step_s, save_s = _calibrated(console, plan, chosen.checkpoint_budget, bench)
         if plan.shards == 1:

@@ -54,6 +54,8 @@ class Plan:
     timeout_s: float = 90.0
     """For a recovery, and for a job to start."""
     calibration_steps: int = 50
+    trainer: bool = False
+    """The script is that of Hugging Face's Trainer, which keeps a folder of checkpoints."""
     seed: int = 0
 
     @property
@@ -200,7 +202,9 @@ def running(system: System, plan: Plan, bench: Bench) -> Iterator[Running]:
         settings = Settings(
             events=str(folder / "events.jsonl"),
             gate=f"{scratch}/gate",
-            checkpoint=f"{scratch}/checkpoint" if plan.shards > 1 else f"{scratch}/checkpoint.pt",
+            checkpoint=f"{scratch}/checkpoint"
+            if plan.shards > 1 or plan.trainer
+            else f"{scratch}/checkpoint.pt",
             checkpoint_every=plan.checkpoint_every if system.checkpoints else 0,
             state_mb=plan.state_mb,
             replicas=plan.replicas,

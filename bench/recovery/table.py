@@ -122,9 +122,18 @@ SHARDED = Sheet(
     "step: at full strength, the median of a job.",
 )
 
+TRAINER = Sheet(
+    ours="holdfast-trainer",
+    columns=(replace(STALL, target=None), replace(FULL, target=None), LOST, FULL_STEP),
+    compared=(replace(STALL, target=None), replace(FULL, target=None)),
+    about_others="step: at full strength, the median of a job.",
+)
+
 
 def sheet(plan: Plan) -> Sheet:
     """The table for `plan`."""
+    if plan.trainer:
+        return TRAINER
     return SHARDED if plan.shards > 1 else REPLICAS
 
 

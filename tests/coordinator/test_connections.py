@@ -197,3 +197,32 @@ def test_a_connection_speaks_for_one_node(tmp_path, monkeypatch):
         assert set(there.coordinator._core.state.membership.nodes) == {"n0"}
 
     with_service(tmp_path, monkeypatch, act)
+
+
+def test_what_rank_0_imported_is_told_to_all_nodes_and_to_those_that_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def learn(link: Socket) -> m.Preload:
+        async with asyncio.timeout(30):
+            while not isinstance(order := CODEC.decode(await link.receive_bytes()), m.Preload):
+                pass
+        return order
+
+    async def act(service: Service) -> None:
+        trains, other = await service.agent("one", "n0"), await service.agent("two", "n1")
+        await service.until("node-joined", 2)
+        said = m.Imported(("tqdm", "tqdm.auto"), ("RANK",))
+        known = m.Preload(modules=said.modules, variables=said.variables)
+        await trains.send_bytes(encode(m.FromWorker("n0.0#1", said)))
+        assert [await learn(trains), await learn(other)] == [known, known]
+        # Said again, it is no news; what is new is added to it.
+        for more in (said, m.Imported(("yaml",), ("HF_HOME",))):
+            await trains.send_bytes(encode(m.FromWorker("n0.0#1", more)))
+        both = m.Preload(modules=("tqdm", "tqdm.auto", "yaml"), variables=("RANK", "HF_HOME"))
+        assert await learn(other) == both
+        spare = await service.agent("three", "n2")
+        assert await learn(spare) == both
+        for link in (trains, other, spare):
+            await link.close()
+
+    with_service(tmp_path, monkeypatch, act)

@@ -6,11 +6,16 @@ import fnmatch
 from collections.abc import Sequence
 
 from bench.recovery.systems.base import System
-from bench.recovery.systems.holdfast import HoldfastLaunched, HoldfastSharded, HoldfastWritten
+from bench.recovery.systems.holdfast import (
+    HoldfastLaunched,
+    HoldfastSharded,
+    HoldfastTrainer,
+    HoldfastWritten,
+)
 from bench.recovery.systems.nvrx import FtLauncher, InProcess
 from bench.recovery.systems.sharded import InProcessSharded, TorchftSharded, TorchrunSharded
 from bench.recovery.systems.torchft import Torchft
-from bench.recovery.systems.torchrun import Torchrun
+from bench.recovery.systems.torchrun import Torchrun, TorchrunTrainer
 
 SYSTEMS: tuple[System, ...] = (
     HoldfastWritten(),
@@ -32,6 +37,9 @@ SHARDED: tuple[System, ...] = (
     InProcessSharded("nvrx-inprocess-sharded-tuned", tuned=True),
 )
 """The systems of the table of sharded replicas."""
+
+TRAINER: tuple[System, ...] = (HoldfastTrainer(), TorchrunTrainer())
+"""The systems of the table of Hugging Face's Trainer."""
 
 
 def select(patterns: str, systems: Sequence[System] = SYSTEMS) -> list[System]:

@@ -42,7 +42,7 @@ def worker_environment(executable: str | Path) -> dict[str, str]:
     }
     env.update(
         PATH=f"{Path(executable).parent}:{env.get('PATH', '')}",
-        PYTHONPATH=str(ROOT),
+        PYTHONPATH=f"{ROOT}{os.pathsep}{ROOT / 'src'}",  # this checkout, wherever the installed package points
         PYTHONUNBUFFERED="1",
         OMP_NUM_THREADS="1",
         GLOO_SOCKET_IFNAME="lo",

@@ -66,6 +66,8 @@ class HoldfastSharded(_Holdfast):
 class HoldfastLaunched(_Holdfast):
     """Level 0: the very script, flags and checkpoint of the torchrun row."""
 
+    script = "train_ddp.py"
+
     name = "holdfast-0"
     title = "Holdfast level 0"
     note = "torchrun's script and flags; checkpoint in tmpfs"
@@ -76,5 +78,12 @@ class HoldfastLaunched(_Holdfast):
         self._run(
             job,
             *("--nnodes", "1", "--nproc-per-node", str(replicas), "--max-restarts", MANY),
-            SCRIPTS / "train_ddp.py",
+            SCRIPTS / self.script,
         )
+
+
+class HoldfastTrainer(HoldfastLaunched):
+    """Level 0 with Hugging Face's Trainer, whose imports are most of a start."""
+
+    name = "holdfast-trainer"
+    script = "train_trainer.py"

@@ -60,3 +60,8 @@ class Plain(System):
                 "MASTER_PORT": str(port),
             }
             job.spawn(f"plain-{rank}", [self.python, SCRIPTS / "train_ddp.py"], extra)
+
+
+class TorchrunTrainer(Torchrun):
+    name = "torchrun-trainer"
+    script = "train_trainer.py"

@@ -33,7 +33,7 @@ from holdfast.health.identity import devices, identity
 from holdfast.logs import VARIABLE as LOG_VARIABLE
 from holdfast.protocol import messages as m
 from holdfast.protocol.faults import MACHINE_FAULTS, NODE_FAULTS, ArmedFault, FaultKind
-from holdfast.protocol.health import CheckResult, Condition, Finding, HealthSpec, Remedy, Severity
+from holdfast.protocol.health import CheckResult, Condition, Finding, Remedy, Severity
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.job_options import Timing
 from holdfast.protocol.notice_board import NoticeBoard
@@ -86,6 +86,7 @@ class Agent:
         self._logs = config.job_dir / "logs" / config.node
         self._logs.mkdir(parents=True, exist_ok=True)
         self._pool = WarmPool(config.slots, config.preload, zygote)
+        self._spec = _specs.decode((config.job_dir / "spec.json").read_bytes())
         self._workers: dict[str, WorkerProcess] = {}
         self._unwanted: set[str] = set()
         self._starting: dict[str, list[m.ToWorker]] = {}
@@ -98,7 +99,7 @@ class Agent:
         self._leaving: m.Leaving | None = None
         self._notices = NoticeBoard()
         self._terminated_at = 0.0
-        self._health = _health(config.job_dir)
+        self._health = self._spec.health
         # A node that shares its machine with others has a part of its identity, and none of its devices for itself.
         root = Path("/")
         self._identity = identity(root, config.node if config.shared_machine else "")
@@ -291,6 +292,11 @@ class Agent:
                     # The kill overtook the start. Without this note the worker would be started afterwards,
                     # and nobody would end it.
                     self._unwanted.add(name)
+            case m.Preload():
+                spec = self._spec
+                self._pool.learn(
+                    msgspec.structs.replace(order, script=spec.script, args=spec.args, cwd=spec.cwd)
+                )
             case m.Relay(name, message):
                 if worker := self._workers.get(name):
                     self._tell(worker, message)
@@ -435,6 +441,10 @@ class Agent:
             if self._keeper is not None:
                 self._spawn(self._keeper.slot_filled(worker.name, message))
             return
+        if isinstance(message, m.Imported):
+            self._pool.import_ahead()
+            if not message.modules:
+                return
         self._link.send(m.FromWorker(worker.name, message))  # before what may fail
         if isinstance(message, m.FaultFired):
             # After the message was queued. The fault may end this process, and the core must know that it was
@@ -677,11 +687,6 @@ class Agent:
 
 
 _specs = msgspec.json.Decoder(JobSpec)
-
-
-def _health(job_dir: Path) -> HealthSpec:
-    """The job's options of health."""
-    return _specs.decode((job_dir / "spec.json").read_bytes()).health
 
 
 def _free_ports(host: str, count: int) -> tuple[int, ...]:

@@ -10,14 +10,21 @@ import socket
 from collections import deque
 from dataclasses import dataclass
 
+import msgspec
+
 from holdfast.agent.zygote import Zygote
+from holdfast.errors import ProtocolError
+from holdfast.health.capacity import available_bytes
 from holdfast.protocol import messages as m
-from holdfast.protocol.frames import Codec
+from holdfast.protocol.frames import Codec, pack
 from holdfast.protocol.python import python_module
 
 _log = logging.getLogger(__name__)
 _codec: Codec[m.WorkerMessage] = Codec(m.WorkerMessage)
 TRIES = 3
+LEAST_FREE_BYTES = 2 << 30
+"""Of the machine's memory, below which nothing is imported ahead: it is the workers'. A Trainer's imports take 0.2 GB
+in each process."""
 
 
 @dataclass
@@ -30,7 +37,11 @@ class WarmProcess:
 
 
 class WarmPool:
-    """Keeps `size` warm processes. `take` waits when there is none yet."""
+    """Keeps `size` warm processes. `take` waits when there is none yet.
+
+    Once `learn` has said what the script imports, it also keeps `size` processes that have imported it. They are
+    made one at a time and only while nobody starts: training goes on beside them. `take` never waits for one.
+    """
 
     def __init__(self, size: int, preload: tuple[str, ...], zygote: Zygote | None = None) -> None:
         """zygote: one that is there already; else `start` makes one that imports `preload`."""
@@ -46,6 +57,11 @@ class WarmPool:
         self._keeping: asyncio.Task[None] | None = None
         self._broken: Exception | None = None
         self._lost = 0
+        self._order: m.Preload | None = None
+        self._imported: deque[WarmProcess] = deque()
+        self._importing: asyncio.Task[None] | None = None
+        self._without: set[str] = set()
+        self._failed = 0
 
     async def start(self) -> None:
         """Returns when there is a zygote that has imported everything."""
@@ -143,14 +159,84 @@ class WarmPool:
         """
         # A worker that is asked for during a restart of the zygote waits here, and its order does not fail.
         await self._up.wait()
-        if self._broken is not None and not self._ready:
+        if self._broken is not None and not self._ready and not self._imported:
             raise RuntimeError(f"no process to start a worker from: {self._broken}")
+        while self._imported:
+            process = self._imported.popleft()
+            # It may have been ended while it waited, as where memory became short.
+            if not process.reader.at_eof():
+                return process
+            process.writer.close()
+        return await self._take_plain()
+
+    async def _take_plain(self) -> WarmProcess:
         self._fork()
         if self._ready:
             return self._ready.popleft()
         waiter: asyncio.Future[WarmProcess] = asyncio.get_running_loop().create_future()
         self._waiting.append(waiter)
         return await waiter
+
+    # ------------------------------------------------------------ what the script imports
+
+    def learn(self, order: m.Preload) -> None:
+        """From now on idle processes import this ahead."""
+        # Who asks for no modules in advance (`--preload ""`) gets none of these either.
+        if not any(self._preload) or order == self._order:
+            return
+        before, self._order, self._failed = self._order, order, 0
+        # A module that they have imported may have read a variable of which nobody knew that it matters. Where only
+        # modules were added, they have most of them.
+        if before is not None and not set(order.variables) <= set(before.variables):
+            while self._imported:
+                self._imported.popleft().writer.close()
+        self.import_ahead()
+
+    def import_ahead(self) -> None:
+        """Fills up the processes that have imported what the script needs. Called when no start is under way."""
+        if self._order is not None and (self._importing is None or self._importing.done()):
+            self._importing = asyncio.create_task(self._import_ahead())
+
+    async def _import_ahead(self) -> None:
+        try:
+            while len(self._imported) < self._size and self._failed < TRIES:
+                free = available_bytes()
+                if free is not None and free < LEAST_FREE_BYTES:
+                    _log.info("nothing is imported ahead: little memory is free", extra={"bytes": free})
+                    return
+                await self._import_one()
+        except (OSError, RuntimeError) as error:
+            # Whoever needs a process asks for one himself, and hears this error then.
+            _log.info("nothing is imported ahead: %s", error)
+
+    async def _import_one(self) -> None:
+        order = self._order
+        assert order is not None
+        modules = tuple(x for x in order.modules if x.partition(".")[0] not in self._without)
+        process = await self._take_plain()
+        answer = None
+        try:
+            process.writer.write(pack(msgspec.structs.replace(order, modules=modules)))
+            answer = await _codec.read_stream(process.reader)
+        except (OSError, ProtocolError):
+            pass  # as below: it has ended
+        finally:
+            # Whether another order came meanwhile whose variables this process was not asked about.
+            stale = not set(self._order.variables) <= set(order.variables) if self._order else False
+            fit = isinstance(answer, m.Preloaded) and not answer.without and not stale
+            if fit:
+                self._imported.append(process)
+                _log.info("imported ahead", extra={"pid": process.pid, "modules": len(modules)})
+            else:
+                process.writer.close()
+        if fit or stale:
+            return
+        self._failed += 1
+        if isinstance(answer, m.Preloaded):
+            self._without |= set(answer.without)
+            _log.info("not imported ahead: %s (%s)", ", ".join(answer.without), answer.reason)
+        else:
+            _log.info("a process ended while it imported ahead", extra={"pid": process.pid})
 
     def _fork(self) -> None:
         task = asyncio.create_task(self._fork_one())
@@ -216,7 +302,10 @@ class WarmPool:
         for task in forking:
             task.cancel()
         await asyncio.gather(*forking, return_exceptions=True)
-        for process in self._ready:
+        if self._importing is not None:
+            self._importing.cancel()
+            await asyncio.wait([self._importing])
+        for process in (*self._ready, *self._imported):
             process.writer.close()
             await process.writer.wait_closed()
         if self._zygote is not None and self._zygote.returncode is None:

@@ -6,6 +6,7 @@ import math
 import statistics
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from holdfast.protocol.messages import Progress
@@ -19,9 +20,11 @@ PROGRESS_EVERY_S = 0.05
 class StepCounter:
     """A post-hook of every optimizer. Counts the steps of the first optimizer that it sees."""
 
-    def __init__(self, link: Link, faults: FaultPlan) -> None:
+    def __init__(self, link: Link, faults: FaultPlan, first: Callable[[], None] = lambda: None) -> None:
+        """first: called after the first step of this process, at any level."""
         self._link = link
         self._faults = faults
+        self._first: Callable[[], None] | None = first
         self._optimizer: int | None = None
         self._steps = 0
         self._last = time.perf_counter()
@@ -31,6 +34,9 @@ class StepCounter:
 
     def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """After one optimizer step."""
+        if self._first is not None:
+            first, self._first = self._first, None
+            first()
         if self._link.page.generation:
             # An unmodified script has no commit. At level 2 this hook would count an optimizer's step before
             # its commit is noted, and the agent would see one too many.

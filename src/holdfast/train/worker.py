@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -27,6 +28,7 @@ from holdfast.protocol.phases import Phase
 from holdfast.protocol.progress_page import STACKS_SIGNAL, ProgressPage
 from holdfast.protocol.sockets import raise_descriptor_limit
 from holdfast.train.faults import FaultPlan
+from holdfast.train.imports import changed, import_ahead, imported
 from holdfast.train.link import Link
 
 if TYPE_CHECKING:
@@ -138,16 +140,21 @@ def _play_coordinator(sock: socket.socket) -> None:
 
 def become(sock: socket.socket) -> int:
     """Turns this warm process into the worker that its agent asks for; returns the exit code."""
+    before = frozenset(
+        sys.modules
+    )  # what is imported ahead is the script's too: the next coordinator learns it again
     start = _wait_for_work(sock)
     if start is None:
         return 0
     # The fork server ignores SIGTERM, and a child inherits that. A script must start with the disposition
     # that it has under `python`.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:  # else a module has put its own handler there
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     raise_descriptor_limit()
     # Before torch is used: libraries read their settings when they are first called, not when they are
     # imported.
     os.environ.update(start.env)
+    environment = dict(os.environ)
     os.chdir(start.cwd)
     _write_to(start.log)
     # Into the worker's log, which is the script's own output: so only warnings, unless the user asks for more.
@@ -172,7 +179,15 @@ def become(sock: socket.socket) -> int:
         _attachment.append(
             Attachment(link=link, faults=faults, target=int(start.env.get("HOLDFAST_TARGET", "1")))
         )
-        _count_steps(link, faults)
+
+        def made_a_step() -> None:
+            # Of all ranks one is enough for the job; the others only say that their start is over.
+            if start.env.get("RANK") != "0":
+                link.send(m.Imported())
+            else:
+                link.send(m.Imported(imported(before), (*start.env, *changed(environment))[: m.MOST_MODULES]))
+
+        _count_steps(link, faults, made_a_step)
         return _run_script(start, link)
 
 
@@ -221,7 +236,14 @@ def die_with_parent() -> None:
 
 def _wait_for_work(sock: socket.socket) -> m.Start | None:
     codec: Codec[m.ToWorker] = Codec(m.ToWorker)
-    order = codec.read(sock)
+    while isinstance(order := codec.read(sock), m.Preload):
+        answer = import_ahead(order)
+        try:
+            sock.sendall(pack(answer))
+        except OSError:
+            return None  # the agent is gone
+        if answer.without:
+            return None
     return order if isinstance(order, m.Start) else None
 
 
@@ -298,7 +320,7 @@ def _report(error: BaseException, link: Link) -> None:
     )
 
 
-def _count_steps(link: Link, faults: FaultPlan) -> None:
+def _count_steps(link: Link, faults: FaultPlan, first: Callable[[], None]) -> None:
     """Level 0: every optimizer step is a sign of progress, read from torch's own global hook."""
     if "torch" not in sys.modules:
         return
@@ -306,4 +328,4 @@ def _count_steps(link: Link, faults: FaultPlan) -> None:
 
     from holdfast.train.level0_hook import StepCounter
 
-    register_optimizer_step_post_hook(StepCounter(link, faults))
+    register_optimizer_step_post_hook(StepCounter(link, faults, first))

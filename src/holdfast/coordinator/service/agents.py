@@ -37,6 +37,8 @@ class AgentConnections:
     ) -> None:
         self._loop, self._lines, self._checks = loop, lines, checks
         self._memory, self._watchers, self._gone = memory, watchers, gone
+        self._imported = m.Imported()
+        """What scripts of this job imported, as far as rank 0 has said it since this process began."""
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
         # 16 MiB, the limit of a frame: a hello of a node with many workers and snapshots is the largest
@@ -98,6 +100,8 @@ class AgentConnections:
             line.known = hello.session
             _log.info("an agent connected", extra={"node": hello.node, "host": hello.host, "pid": hello.pid})
             self._loop.handle(ev.NodeJoined(hello, past), line)
+            if self._imported.modules:
+                line.put_nowait(encode(self._to_preload()))
 
     def _speak_for_node(self, line: Line, hello: m.Hello) -> None:
         """From now on this connection, and no other, speaks for its node. Nothing counts that the one before still says,
@@ -136,9 +140,30 @@ class AgentConnections:
             self._loop.fired(message.fault, node, self._armed_worker(message.fault))
         elif isinstance(message, m.FromWorker) and isinstance(message.message, m.FaultFired):
             self._loop.fired(message.message.fault, node, message.worker)
+        # It decides nothing either: a spare node that does not know it is only slower to start.
+        elif isinstance(message, m.FromWorker) and isinstance(message.message, m.Imported):
+            self._learn(message.message)
         else:
             self._loop.handle(ev.NodeSays(node, message))
+
+    def _learn(self, said: m.Imported) -> None:
+        """Tells all nodes what the script imports, if that is new: the spare ones as well."""
+        both = m.Imported(
+            _union(self._imported.modules, said.modules), _union(self._imported.variables, said.variables)
+        )
+        if both == self._imported:
+            return
+        self._imported = both
+        for line in self._lines.by_node.values():
+            line.put_nowait(encode(self._to_preload()))
+
+    def _to_preload(self) -> m.Preload:
+        return m.Preload(modules=self._imported.modules, variables=self._imported.variables)
 
     def _armed_worker(self, fault: str) -> str | None:
         plan = self._loop.injector.plans.get(fault.partition("/")[0])
         return plan.struck if plan else None
+
+
+def _union(known: tuple[str, ...], said: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((*known, *said)))[: m.MOST_MODULES]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -15,6 +15,39 @@ class Warm(msgspec.Struct, frozen=True, tag="warm"):
     """A forked process has imported everything and waits for work (agent only)."""
 
     pid: int
+
+
+MOST_MODULES = 8192
+"""So many modules, or variables, may be named in one message."""
+
+MODULE_NAME = 256
+"""Characters of the longest of them."""
+
+Names = Annotated[
+    tuple[Annotated[str, msgspec.Meta(max_length=MODULE_NAME)], ...], msgspec.Meta(max_length=MOST_MODULES)
+]
+
+
+# After the first step, because by then everything is imported that the next start will need, and because the
+# node's processor is needed for the start itself before.
+class Imported(msgspec.Struct, frozen=True, tag="imported"):
+    """The script has made its first optimizer step in this process. The job's rank 0 says what it imported for it.
+
+    modules: of the standard library and of installed packages, parents first. variables: of the environment, which differ
+    between starts or were changed by the script.
+    """
+
+    modules: Names = ()
+    variables: Names = ()
+
+
+# Never leaves the node, as Warm.
+class Preloaded(msgspec.Struct, frozen=True, tag="preloaded"):
+    """The answer to Preload (agent only). without: packages that cannot be imported ahead, and why; the process that
+    found it out ends."""
+
+    without: tuple[str, ...] = ()
+    reason: str = ""
 
 
 # The first call of `holdfast.start` by any worker moves the whole job to level 2, because a job cannot be
@@ -267,6 +300,8 @@ WorkerMessage = (
     | Loaded
     | FindSnapshot
     | Warm
+    | Imported
+    | Preloaded
     | Attached
     | Ready
     | Joined

@@ -6,7 +6,7 @@ import msgspec
 
 from holdfast.protocol.faults import ArmedFault
 from holdfast.protocol.health import Remedy
-from holdfast.protocol.messages.to_worker import Notify, ToWorker
+from holdfast.protocol.messages.to_worker import Notify, Preload, ToWorker
 from holdfast.protocol.snapshots import Copy, DurableTier, Holder, Key, Shard
 
 
@@ -167,6 +167,7 @@ ToAgent = (
     | StoreShard
     | Publish
     | StartWorker
+    | Preload
     | KillWorker
     | Relay
     | Inspect

@@ -6,6 +6,7 @@ import msgspec
 
 from holdfast.protocol.faults import ArmedFault
 from holdfast.protocol.job import Durable
+from holdfast.protocol.messages.from_worker import Names
 from holdfast.protocol.messages.generation import Generation
 from holdfast.protocol.notices import Notice
 from holdfast.protocol.snapshots import Copy, DurableTier, Holder, Key
@@ -26,6 +27,21 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     stacks: str
     token_file: str
     host: str
+
+
+# Nobody waits for the answer. A worker that is needed meanwhile comes from another process, so that an import
+# which hangs or fails keeps nobody from starting.
+class Preload(msgspec.Struct, frozen=True, kw_only=True, tag="preload"):
+    """What the script imports: a process that waits for its start is to import it ahead. To an agent: its processes are.
+
+    modules, variables: as in Imported. script, args, cwd: as in Start; empty in what the coordinator says.
+    """
+
+    modules: Names
+    variables: Names = ()
+    script: str = ""
+    args: tuple[str, ...] = ()
+    cwd: str = "."
 
 
 # All that a member needs, in one message: it may be the last one that it gets, if the coordinator dies now.
@@ -163,4 +179,5 @@ ToWorker = (
     | Ack
     | DropTraffic
     | Start
+    | Preload
 )
