@@ -119,7 +119,8 @@ class Run:
     def on_warning(self, callback: Callable[[Notice], object]) -> None:
         """Calls `callback(notice)` between two steps, on the script's own thread, when this worker's node or the job is to go
         away: a drain, a preemption, a time limit, a stop. Once for each notice; a worker that comes later is told
-        what stands. One that was withdrawn before the step's edge is not told.
+        what stands. One that was withdrawn before the step's edge is not told, and a worker whose place a spare takes at
+        once may be gone before it hears of it.
 
         The state needs no help: it is saved or handed over without the script. This is for what only the script knows,
         such as its own files. The callback has until the notice's deadline, and the others wait for it.
