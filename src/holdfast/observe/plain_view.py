@@ -70,6 +70,7 @@ class PlainView:
         """What rank 0 printed."""
         sys.stdout.buffer.write(data)
         sys.stdout.flush()
+        # What the script prints ends a silence, too: a script that logs every step needs no lines about its progress.
         self._last_s = self._clock()
 
     def note(self, text: str) -> None:

@@ -60,4 +60,5 @@ def _starting(spec: JobSpec, status: Mapping[str, Any] | None) -> str:
 
 def _ready(status: Mapping[str, Any]) -> int:
     able = sum(w["state"] in ("ready", "parked", "member") for w in status["workers"])
+    # Spares get ready too, and with them there may be more than the job wants: `5 of 4 are ready` would read as a fault.
     return min(able, int(status["target"]))

@@ -57,14 +57,14 @@ class CommittedStep:
     def told(self) -> StepTold:
         """What the coordinator is told of it."""
         return StepTold(
-            self.index,
-            self.loss,
-            self.took_s,
-            self.made_in,
-            self.weight,
-            self.grad_norm,
-            self.lr,
-            self.skipped,
+            step=self.index,
+            loss=self.loss,
+            took_s=self.took_s,
+            made_in=self.made_in,
+            weight=self.weight,
+            grad_norm=self.grad_norm,
+            lr=self.lr,
+            skipped=self.skipped,
         )
 
 

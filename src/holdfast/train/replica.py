@@ -76,7 +76,7 @@ class Replica:
         self.device = device
         self.gradients = gradients
         self.place = Place()
-        self.state = HeldState(link, faults, protected, device, sharding, self.place)
+        self.state = HeldState(link, faults, protected, device, sharding=sharding, place=self.place)
         self.checks_local = False
         self._checked = 0
         self._faults = faults

@@ -274,7 +274,7 @@ class Run:
                 self._warn(replica)
                 self._tell_size(replica)
                 self._step = Step(
-                    replica, batches, replica.state.committed or 0, seed, cursor, self._on_commit
+                    replica, batches, replica.state.committed or 0, seed, cursor, on_commit=self._on_commit
                 )
                 try:
                     yield self._step
