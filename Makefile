@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.holdfast-ready
 
-.PHONY: setup demo test adapters-test adapters-table golden s3-test slurm-test lint figures docs clean
+.PHONY: setup demo test adapters-test adapters-table golden s3-test slurm-test ssh-test lint figures docs clean
 
 setup: $(STAMP)
 
@@ -54,6 +54,12 @@ s3-test: setup
 SLURM_TESTS ?= slurm and not nightly
 slurm-test: setup
 	tests/slurm/cluster.sh with $(BIN)/python -m pytest -s -m "$(SLURM_TESTS)" tests/slurm
+
+# On four hosts behind real sshds on this machine: namespaces with processes, folders and memory of their own. Needs
+# root, and installs Debian's openssh where it is missing.
+ssh-test: setup
+	tests/packages.sh install "the test of --engine ssh" openssh-client openssh-server
+	$(BIN)/python -m pytest -m ssh tests/ssh
 
 lint: setup
 	$(BIN)/ruff check .

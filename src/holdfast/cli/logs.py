@@ -62,7 +62,10 @@ def logs(
         )
     said = [_print(path, label, lines, write) for path, label in chosen.items()]
     if not any(said):
-        sys.stderr.write(f"nothing was printed; the logs are in {folder / 'logs'}\n")
+        away = (
+            "" if all(path.exists() for path in chosen) else "; those that are not there are on their hosts"
+        )
+        sys.stderr.write(f"nothing was printed; the logs are in {folder / 'logs'}{away}\n")
 
 
 def _print(path: Path, label: str, lines: int, write: Write) -> bool:

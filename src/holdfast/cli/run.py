@@ -86,6 +86,10 @@ async def _launch(spec: JobSpec, folder: JobFolder, view: LiveView | PlainView, 
             spec.log, {"job": spec.name}, file=folder.path / "logs" / "launcher.log", others=False
         )
         try:
+            if spec.engine == "ssh":
+                from holdfast.engines.ssh.launcher import SshLauncher
+
+                return await SshLauncher(spec, folder, view, port).run()
             return await LocalLauncher(spec, folder, view, port).run()
         finally:
             close_log()

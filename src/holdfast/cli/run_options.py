@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from holdfast.protocol.job_options import SlurmOptions, Timing
+from holdfast.protocol.job_options import SlurmOptions, SshOptions, Timing
 from holdfast.protocol.options import Argument, Group, Option
 
 # This module is read by `holdfast --help`, so it imports nothing that is slow to import. The modules that turn these
@@ -18,9 +18,12 @@ class NodeOptions:
     nnodes: Annotated[
         str,
         Option(
-            metavar="N|MIN:MAX", help="Nodes. With MIN:MAX the job continues on fewer when some are lost."
+            metavar="N|MIN:MAX",
+            default="1; with --hosts all but the spares",
+            help="Nodes. With MIN:MAX the job continues on fewer when some are lost.",
         ),
-    ] = "1"
+    ] = ""
+    """Empty: 1, or with `--hosts` all of them but the spares."""
     nproc_per_node: Annotated[
         str,
         Option(
@@ -201,7 +204,8 @@ class RunOptions:
     engine: Annotated[
         str,
         Option(
-            choices=("local", "slurm"), help="Where the nodes come from: processes on this machine, or Slurm."
+            choices=("local", "ssh", "slurm"),
+            help="Where the nodes come from: processes on this machine, hosts reached by ssh, or Slurm.",
         ),
     ] = "local"
     port: Annotated[
@@ -223,6 +227,7 @@ class RunOptions:
     failures: Annotated[FailureOptions, Group("Failures")] = FailureOptions()
     save: Annotated[SaveOptions, Group("Snapshots, checkpoints and data")] = SaveOptions()
     health: Annotated[HealthOptions, Group("Health of the nodes")] = HealthOptions()
+    ssh: Annotated[SshOptions, Group("Hosts, with --engine ssh")] = field(default_factory=SshOptions)
     slurm: Annotated[SlurmOptions, Group("Slurm, with --engine slurm")] = field(default_factory=SlurmOptions)
     dry_run: Annotated[
         bool, Option(group="Slurm, with --engine slurm", help="Print the batch script and exit.")

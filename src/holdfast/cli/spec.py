@@ -16,13 +16,14 @@ from holdfast.cli.memory import check_memory
 from holdfast.cli.options import flags
 from holdfast.cli.run_options import RunOptions
 from holdfast.cli.save_plan import plan_saving
+from holdfast.cli.ssh_plan import check_ssh, plan_ssh
 from holdfast.data.cache import absolute_cache
 from holdfast.engines import jobs
 from holdfast.errors import UsageError
 from holdfast.health.capacity import available_bytes
 from holdfast.protocol.faults import FaultSpec, check_watched, parse_fault
 from holdfast.protocol.job import JobSpec
-from holdfast.protocol.job_options import SlurmOptions
+from holdfast.protocol.job_options import SlurmOptions, SshOptions
 
 MIN_FREE_BYTES = 256 << 20
 HOST = "127.0.0.1"
@@ -34,10 +35,13 @@ def plan(given: RunOptions) -> JobSpec:
     Raises:
         UsageError: something in it cannot work; nothing was started or written.
     """
-    low, high = parse_nnodes(given.nodes.nnodes)
-    nproc = parse_nproc(given.nodes.nproc_per_node, given.slurm.gpus_per_node)
-    spares = given.nodes.spares
     _check_engine(given)
+    ssh, spares = plan_ssh(given.ssh), given.nodes.spares
+    nnodes = given.nodes.nnodes or str(max(1, len(ssh.hosts) - spares))
+    low, high = parse_nnodes(nnodes)
+    if given.engine == "ssh":
+        check_ssh(ssh, high, spares, given.nodes.nproc_per_node)
+    nproc = parse_nproc(given.nodes.nproc_per_node, given.slurm.gpus_per_node)
     faults = tuple(_fault(text, high, nproc, spares) for text in given.failures.faults)
     for fault in faults:
         check_watched(fault, given.health.watch)
@@ -63,6 +67,7 @@ def plan(given: RunOptions) -> JobSpec:
         saving=plan_saving(given.save, jobs.job_dir(name) / "checkpoint"),
         data_cache=absolute_cache(given.save.data_cache) if given.save.data_cache else "",
         slurm=given.slurm,
+        ssh=ssh,
         health=plan_health(given.health),
         log=_log(given.log_level),
     )
@@ -118,6 +123,8 @@ def _check_engine(given: RunOptions) -> None:
     if given.engine != "slurm" and (given.slurm != SlurmOptions() or given.dry_run):
         names = ", ".join(flags(SlurmOptions))
         raise UsageError(f"{names} and --dry-run are for Slurm: give --engine slurm too")
+    if given.engine != "ssh" and given.ssh != SshOptions():
+        raise UsageError(f"{', '.join(flags(SshOptions))} are for hosts: give --engine ssh too")
 
 
 def _fault(text: str, nodes: int, nproc: int, spares: int) -> FaultSpec:

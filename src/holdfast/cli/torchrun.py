@@ -6,6 +6,7 @@ refused, with what to do instead.
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -77,23 +78,30 @@ def take_out(args: Sequence[str], has_value: Callable[[str], bool]) -> Pasted:
             pasted.kept.append(word)
             if not equals and has_value(word):
                 pasted.kept += [follows] if (follows := next(rest, None)) is not None else []
-    _check(pasted.left_out)
+    _check(pasted.left_out, _line(pasted))
     return pasted
 
 
-def _check(left_out: dict[str, str | None]) -> None:
+def _line(pasted: Pasted) -> str:
+    """What to write instead, on one machine and once."""
+    first = next((a for name in _ADDRESSES[:2] if (a := pasted.left_out.get(name))), None)
+    host = (first or "HOST0").partition(":")[0]
+    return f"holdfast run --engine ssh --hosts {host},HOST1,... {shlex.join(pasted.kept)}"
+
+
+def _check(left_out: dict[str, str | None], line: str) -> None:
     rank = left_out.get("--node-rank")
     if rank not in (None, "0"):
         raise UsageError(
-            f"--node-rank {rank}: the local engine starts all nodes on this machine; "
-            "give this command once, without --node-rank"
+            f"--node-rank {rank}: one command starts all nodes; give this command once, without --node-rank; for "
+            f"several machines: {line}"
         )
     for name in _ADDRESSES:
         address = left_out.get(name)
         if address and not _is_here(address):
             raise UsageError(
-                f"{name} {address}: the local engine starts all nodes on this machine, so it cannot join another; "
-                f"leave {name} out to run them here"
+                f"{name} {address}: one command starts all nodes, so it cannot join another; leave {name} out to run them "
+                f"on this machine; for several machines: {line}"
             )
 
 

@@ -20,7 +20,8 @@ from holdfast.engines.pulse import Silence, has_spoken, look
 from holdfast.engines.shown import Shown, View
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.protocol.authentication import BACKLOG
-from holdfast.protocol.job import JobSpec
+from holdfast.protocol.availability import Availability
+from holdfast.protocol.job import JobSpec, Resume
 from holdfast.protocol.notices import NoticeCause
 from holdfast.protocol.python import python_module
 
@@ -240,12 +241,30 @@ class Launcher(ABC):
             case "reboot-node":
                 await engine.reboot(node, reason)
 
+    def note_resume(self, resume: Resume) -> None:
+        """Says where the job goes on from."""
+        if resume.checkpoints:
+            newest = resume.checkpoints[0]
+            self.note(f"the newest checkpoint has step {newest.step} ({newest.where})")
+
     def note(self, text: str, **fields: object) -> None:
         """Something about the launcher itself: for whoever looks on, and for the log."""
         _log.info("%s", text, extra=fields)
         self.view.note(text)
 
     # ------------------------------------------------------------ the end
+
+    def on_interrupt(self) -> None:
+        """Ctrl-C: the first stops the job in order, the second ends it at once."""
+        self.interrupts += 1
+        if self.interrupts == 1:
+            self.stop("interrupted")  # before anything is shown: this is what was asked for
+            self.note("stopping after this step; press Ctrl-C again to stop at once")
+        else:
+            self.end_now()
+            self.note(
+                "snapshots that are only in the nodes' memory stay there for the next start of this job"
+            )
 
     def stop(self, reason: str, cause: NoticeCause = NoticeCause.STOP) -> None:
         """Asks the job to end in order. cause: for its scripts."""
@@ -256,16 +275,20 @@ class Launcher(ABC):
         if self._coordinator is not None and self._coordinator.returncode is None:
             self._coordinator.kill()
 
+    def post(self, said: Availability) -> None:
+        """Tells the coordinator about capacity."""
+        self.spawn(self._ask("/engine", msgspec.json.encode(said).decode()))
+
     def spawn(self, coroutine: Any) -> None:
         """Runs beside everything else."""
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _ask(self, path: str) -> None:
+    async def _ask(self, path: str, body: str = "") -> None:
         async with JobClient(self.job_dir) as client:
             try:
-                await client.post(path)
+                await client.post(path, body)
             except UsageError as error:
                 self.note(str(error))
 

@@ -6,7 +6,7 @@ import msgspec
 
 from holdfast.protocol.faults import FaultSpec
 from holdfast.protocol.health import HealthSpec
-from holdfast.protocol.job_options import SlurmOptions, Timing
+from holdfast.protocol.job_options import SlurmOptions, SshOptions, Timing
 from holdfast.protocol.snapshots import Saving
 
 CACHE_VARIABLE = "HOLDFAST_DATA_CACHE"
@@ -41,6 +41,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     """`DIR[,size=50G]`; empty: nodes have no cache."""
     health: HealthSpec = HealthSpec()
     slurm: SlurmOptions = SlurmOptions()
+    ssh: SshOptions = SshOptions()
     log: str = ""
     """`LEVEL[,json]` of the logs of all its processes; empty: each has its default. See `holdfast.logs`."""
 

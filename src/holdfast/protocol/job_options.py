@@ -155,3 +155,54 @@ class SlurmOptions:
         str, Option(help="Command to run for a faulty node; the node's name is appended.", metavar="COMMAND")
     ] = ""
     """Runs for a faulty node, whose name is appended. Empty: nothing runs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SshOptions:
+    """Where `--engine ssh` finds its nodes."""
+
+    hosts: Annotated[
+        tuple[str, ...],
+        Option(
+            metavar="HOST,...",
+            help="The hosts, as ssh knows them: names, user@name or aliases of ~/.ssh/config. Can be repeated.",
+        ),
+    ] = ()
+    """What ssh is given, one for each host."""
+    config: Annotated[
+        str,
+        Option(names=("--ssh-config",), metavar="FILE", default="~/.ssh/config", help="ssh's configuration."),
+    ] = ""
+    """Empty: the user's own."""
+    python: Annotated[
+        str,
+        Option(
+            names=("--remote-python",),
+            metavar="PATH",
+            default="this one's path",
+            help="The Python of the hosts, with the same environment as this one.",
+        ),
+    ] = ""
+    """Empty: the path of this process's."""
+    address: Annotated[
+        str,
+        Option(
+            metavar="IPV4",
+            default="the one that the hosts see",
+            help="The address of this machine that the hosts reach; the coordinator listens there.",
+        ),
+    ] = ""
+    """Empty: what most hosts see."""
+    env: Annotated[
+        tuple[str, ...],
+        Option(
+            metavar="NAME",
+            help="Pass this variable of the environment on to the hosts, for example NCCL_SOCKET_IFNAME. Can be repeated.",
+        ),
+    ] = ()
+    """Names only. The values go to the hosts beside the token, and are in no file."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The nodes' names: the hosts without their users."""
+        return tuple(host.rpartition("@")[2] for host in self.hosts)

@@ -26,12 +26,10 @@ class LocalLauncher(Launcher):
     async def open(self) -> Engine:
         """Prepares the job's folder."""
         resume = self._folder.prepare(self.spec, self.view.note)
-        if resume.checkpoints:
-            newest = resume.checkpoints[0]
-            self.note(f"the newest checkpoint has step {newest.step} ({newest.where})")
+        self.note_resume(resume)
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGINT, self._interrupted)
-        loop.add_signal_handler(signal.SIGTERM, self._interrupted)
+        loop.add_signal_handler(signal.SIGINT, self.on_interrupt)
+        loop.add_signal_handler(signal.SIGTERM, self.on_interrupt)
         return LocalEngine(self.spec, self._folder.path, self._folder.memory, self.view.output)
 
     async def staff(self) -> None:
@@ -39,14 +37,3 @@ class LocalLauncher(Launcher):
         assert self.engine is not None
         for _ in range(self.spec.max_nodes + self.spec.spares):
             await self.engine.provide()
-
-    def _interrupted(self) -> None:
-        self.interrupts += 1
-        if self.interrupts == 1:
-            self.stop("interrupted")  # before anything is shown: this is what was asked for
-            self.note("stopping after this step; press Ctrl-C again to stop at once")
-        else:
-            self.end_now()
-            self.note(
-                "snapshots that are only in the nodes' memory stay there for the next start of this job"
-            )

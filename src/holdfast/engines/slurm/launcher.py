@@ -12,7 +12,7 @@ import msgspec
 
 from holdfast.engines import jobs
 from holdfast.engines.base import Engine
-from holdfast.engines.client import Announcement, JobClient
+from holdfast.engines.client import Announcement
 from holdfast.engines.jobs import Allocation, JobFolder
 from holdfast.engines.launcher import Launcher
 from holdfast.engines.shown import View
@@ -20,8 +20,6 @@ from holdfast.engines.slurm.commands import SlurmError
 from holdfast.engines.slurm.engine import KNOWN, SlurmEngine
 from holdfast.engines.slurm.locate import ThisNode
 from holdfast.engines.slurm.parse import JobLine
-from holdfast.errors import UsageError
-from holdfast.protocol.availability import Availability
 from holdfast.protocol.job import JobSpec
 from holdfast.protocol.leadership import claim_term, newest_term
 from holdfast.protocol.notices import NoticeCause
@@ -38,7 +36,7 @@ class SlurmLauncher(Launcher):
         super().__init__(spec, job_dir, view)
         self.host, self._here, self.term = here.host, here, term
         self.fresh = term == 0
-        self._slurm_engine = SlurmEngine(spec, job_dir, self.allocation, self.note, self._post)
+        self._slurm_engine = SlurmEngine(spec, job_dir, self.allocation, self.note, self.post)
 
     @property
     def allocation(self) -> str:
@@ -60,9 +58,7 @@ class SlurmLauncher(Launcher):
             resume = await asyncio.to_thread(folder.prepare, self.spec, self.view.note)
             folder.identify()
             (self.job_dir / KNOWN).unlink(missing_ok=True)
-            if resume.checkpoints:
-                newest = resume.checkpoints[0]
-                self.note(f"the newest checkpoint has step {newest.step} ({newest.where})")
+            self.note_resume(resume)
             loop.add_signal_handler(signal.SIGTERM, self._ended_by_slurm)
             # Slurm sends it before the time limit (`--signal`), early enough to save the state.
             loop.add_signal_handler(signal.SIGUSR1, self.stop, "the time limit", NoticeCause.TIME_LIMIT)
@@ -91,16 +87,6 @@ class SlurmLauncher(Launcher):
 
     def _ended_by_slurm(self) -> None:
         self.stop("Slurm ends the job")
-
-    def _post(self, said: Availability) -> None:
-        self.spawn(self._say(msgspec.json.encode(said).decode()))
-
-    async def _say(self, body: str) -> None:
-        async with JobClient(self.job_dir) as client:
-            try:
-                await client.post("/engine", body)
-            except UsageError as error:
-                self.note(str(error))
 
     # ------------------------------------------------------------ the end
 

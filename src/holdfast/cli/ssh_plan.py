@@ -1,0 +1,67 @@
+"""Makes the part of a job's specification about hosts of the options of `holdfast run --engine ssh`."""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+import re
+from pathlib import Path
+
+from holdfast.errors import UsageError
+from holdfast.protocol.job_options import SshOptions
+
+# No dash first: ssh would take such a host for an option, and options of ssh can run programs.
+_HOST = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+def plan_ssh(given: SshOptions) -> SshOptions:
+    """The options with one host in each place and absolute paths.
+
+    Raises:
+        UsageError: a host, file, address or variable that cannot be.
+    """
+    hosts = tuple(h.strip() for text in given.hosts for h in text.split(",") if h.strip())
+    for host in hosts:
+        # The numbers of nodes are the local engine's, and `--node 3` of a command means node3.
+        if not _HOST.fullmatch(host) or host.rpartition("@")[2].isdecimal():
+            raise UsageError(
+                f"--hosts {host!r}: give names as ssh knows them, for example a,b or user@10.0.0.7; ports, keys and jump "
+                "hosts belong into ~/.ssh/config"
+            )
+    planned = dataclasses.replace(given, hosts=hosts)
+    twice = sorted({name for name in planned.names if planned.names.count(name) > 1})
+    if twice:
+        raise UsageError(f"--hosts: {', '.join(twice)} is named twice; each host is one node")
+    config = Path(given.config).expanduser().absolute() if given.config else None
+    if config is not None and not config.is_file():
+        raise UsageError(f"--ssh-config {given.config}: there is no such file")
+    if given.address:
+        _check_address(given.address)
+    for name in given.env:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise UsageError(
+                f"--env {name!r}: give the name alone, for example NCCL_DEBUG; its value is this environment's"
+            )
+    return dataclasses.replace(planned, config=str(config) if config else "")
+
+
+def check_ssh(planned: SshOptions, nodes: int, spares: int, nproc: str) -> None:
+    """Raises UsageError for wishes that cannot be."""
+    if not planned.hosts:
+        raise UsageError("--engine ssh: name the hosts, for example --hosts a,b,c")
+    if nodes + spares > len(planned.hosts):
+        raise UsageError(
+            f"--hosts names {len(planned.hosts)}, and {nodes} nodes with {spares} spares need {nodes + spares}; name more, "
+            "or give a smaller --nnodes or --spares"
+        )
+    if not nproc.isdecimal():
+        raise UsageError(
+            f"--nproc-per-node {nproc}: this machine's devices say nothing about the hosts'; give a number"
+        )
+
+
+def _check_address(text: str) -> None:
+    try:
+        ipaddress.IPv4Address(text)
+    except ValueError:
+        raise UsageError(f"--address {text!r}: give an IPv4 address of this machine") from None

@@ -1,0 +1,1 @@
+"""Machines without a scheduler: agents on hosts that the user reaches by ssh."""

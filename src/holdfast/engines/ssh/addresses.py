@@ -1,0 +1,77 @@
+"""Which address the coordinator listens on, and which one each host's agent binds: pure, from what sshd says on each host."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from holdfast.errors import UsageError
+
+
+class Seen(NamedTuple):
+    """The two ends of a connection of ssh, as the host has them; empty: unknown."""
+
+    client: str
+    server: str
+
+
+def plain_address(text: str) -> str:
+    """An address of SSH_CONNECTION as IPv4; empty when it has none."""
+    try:
+        address = ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:
+        return ""
+    if isinstance(address, ipaddress.IPv4Address):
+        return str(address)
+    if address.is_loopback:
+        return "127.0.0.1"
+    return str(address.ipv4_mapped) if address.ipv4_mapped else ""
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine reaches it."""
+    return ipaddress.ip_address(address).is_loopback
+
+
+def choose_address(seen: Mapping[str, Seen], given: str, is_ours: Callable[[str], bool]) -> str:
+    """The coordinator's address.
+
+    Args:
+        seen: what each host sees, with its name. given: `--address`; empty: chosen by what the hosts see.
+        is_ours: whether this machine has an address.
+
+    Raises:
+        UsageError: no address of this machine can be one that all hosts reach.
+    """
+    away = {name: ends for name, ends in seen.items() if not is_loopback(ends.server)}
+    if given:
+        if away and is_loopback(given):
+            raise UsageError(
+                f"--address {given}: only this machine reaches it, and {', '.join(away)} must too; give an address "
+                "of this machine in their network"
+            )
+        if not is_ours(given):
+            raise UsageError(f"--address {given}: this machine has no such address")
+        return given
+    if not away:
+        return "127.0.0.1"
+    # By the most hosts. A host that is this machine sees a loopback address, which says nothing about the others.
+    counted = Counter(e.client for e in away.values() if e.client and not is_loopback(e.client))
+    for address, _ in counted.most_common():
+        if is_ours(address):
+            return address
+    name, ends = next(iter(away.items()))
+    raise UsageError(
+        f"{name} sees this command come from {ends.client or 'an unknown address'}, which is no address of this machine "
+        "(a jump host's, perhaps); give one that the hosts reach with --address"
+    )
+
+
+def bind_address(ends: Seen, coordinator: str) -> str:
+    """What the agent of a host binds. coordinator: `choose_address`'s."""
+    # A host that ssh reaches over loopback is this machine. Others must reach its agent, too.
+    if is_loopback(ends.server) and not is_loopback(coordinator):
+        return coordinator
+    return ends.server

@@ -1,0 +1,378 @@
+"""The ssh engine: an agent on each host, started over the user's own ssh and kept running. `hosts` decides; this acts."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+
+from holdfast.agent.hooks import timeout_s
+from holdfast.engines.jobs import home
+from holdfast.engines.ssh.addresses import Seen, bind_address, plain_address
+from holdfast.engines.ssh.connection import Connection, HostError, Reach
+from holdfast.engines.ssh.explain import mismatch
+from holdfast.engines.ssh.hosts import Hosts, Stage
+from holdfast.engines.ssh.node import HERE, greeting
+from holdfast.engines.ssh.words import Begin, Begun, Check, Checked, Close, Coordinator, Ended, Kill, Output
+from holdfast.observe.inotify import Inotify
+from holdfast.protocol.availability import Availability, NodeUnavailable
+from holdfast.protocol.endpoint import read_endpoint
+from holdfast.protocol.job import JobSpec
+
+CLOSE_S = 5.0
+KILLED_S = 2.0
+"""A host that is there says within this time that its agent has ended."""
+TOGETHER = 32
+"""Hosts that are connected at a time: each connection costs this machine a process and some cryptography."""
+RESIZED = "holdfast resize"
+"""The reason of a node that left because a person made the job smaller, unless they gave another one."""
+_IN_MOVED_TO = 0x80
+
+
+class SshEngine:
+    """The hosts of one job. Node names are the hosts' names."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        job_dir: Path,
+        reach: Reach,
+        env: dict[str, str],
+        output: Callable[[bytes], None],
+        note: Callable[[str], None],
+        post: Callable[[Availability], None],
+    ) -> None:
+        """env: variables for the agents. output: gets what rank 0 prints. post: tells the coordinator about capacity."""
+        self._spec, self._job_dir, self._reach, self._env = spec, job_dir, reach, env
+        self._output, self._note, self._post = output, note, post
+        self._ssh = dict(zip(spec.ssh.names, spec.ssh.hosts, strict=True))
+        self._hosts = Hosts(spec.ssh.names)
+        self._surveyed: dict[str, Connection] = {}
+        self._links: dict[str, Connection] = {}
+        self._connecting = asyncio.Semaphore(TOGETHER)
+        self._seen: dict[str, int] = dict.fromkeys(self._ssh, 0)
+        self._said: dict[str, str] = {}
+        self._start = secrets.token_hex(8)
+        self._coordinator = ("", 0)
+        self._identity = ""
+        self._shared = False
+        self._news = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._managing: asyncio.Task[None] | None = None
+        self._folder: Inotify | None = None
+        self._closing = False
+        self._hooks_s = 2 * timeout_s() if spec.health.hooks else 0.0  # on-drain, then after-job
+        self._ours = greeting()
+        self._digest = "" if spec.module else sha256(Path(spec.script).read_bytes()).hexdigest()
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    # ------------------------------------------------------------ before the job starts
+
+    async def survey(self) -> tuple[dict[str, Seen], dict[str, str]]:
+        """Connects all hosts; returns what each that answers sees, and what is wrong with each other one."""
+        problems: dict[str, str] = {}
+
+        async def try_one(name: str) -> None:
+            try:
+                self._surveyed[name] = await self._connect(name)
+            except HostError as error:
+                problems[name] = str(error)
+
+        await asyncio.gather(*(try_one(name) for name in self._ssh))
+        return {name: self._ends(link) for name, link in self._surveyed.items()}, problems
+
+    async def check(self, address: str, port: int) -> dict[str, str]:
+        """Asks every connected host whether the job can run there; returns what is wrong, and lets go of those hosts."""
+        self._coordinator = (address, port)
+        problems: dict[str, str] = {}
+
+        async def try_one(name: str) -> None:
+            try:
+                await self._check(self._surveyed[name], nonce)
+            except HostError as error:
+                problems[name] = str(error)
+                await self._surveyed.pop(name).close()
+
+        with _Markers(self._spec, self._job_dir) as nonce:
+            await asyncio.gather(*(try_one(name) for name in list(self._surveyed)))
+        return problems
+
+    async def _connect(self, name: str) -> Connection:
+        async with self._connecting:
+            link = await Connection.open(self._ssh[name], self._reach)
+        # `mismatch` and the addresses are judged here and for a host that comes later alike.
+        wrong = mismatch(name, link.greeting, self._ours, self._reach.python)
+        if wrong is None and not self._ends(link).server:
+            wrong = (
+                f"{name}: ssh reaches it over IPv6, and workers need IPv4; add `AddressFamily inet` to its entry in "
+                "~/.ssh/config"
+            )
+        if wrong is not None:
+            await link.close()
+            raise HostError(wrong)
+        return link
+
+    def _ends(self, link: Connection) -> Seen:
+        return Seen(plain_address(link.greeting.client), plain_address(link.greeting.server))
+
+    async def _check(self, link: Connection, nonce: str) -> None:
+        spec = self._spec
+        answer = await link.ask(
+            Check(
+                home=str(home().absolute()),
+                job=spec.name,
+                nonce=nonce,
+                script=spec.script,
+                module=spec.module,
+                digest=self._digest,
+                cwd=spec.cwd,
+                preload=spec.preload,
+                tiers=tuple(t.url for t in spec.saving.tiers),
+                coordinator=self._coordinator,
+            )
+        )
+        if not isinstance(answer, Checked):
+            raise HostError(f"{link.host}: it does not answer what it is asked")
+        if answer.problems:
+            raise HostError(f"{link.host}: {'; '.join(answer.problems)}")
+
+    # ------------------------------------------------------------ agents
+
+    async def start(self, count: int, identity: str) -> None:
+        """Starts agents on the first `count` hosts, those that answered before others. identity: of the job's memory."""
+        self._identity = identity
+        self._folder = Inotify(self._pass_on_endpoint)
+        self._folder.watch(self._job_dir, _IN_MOVED_TO)
+        self._hosts.order(list(self._surveyed))
+        self._hosts.use(count)
+        self._managing = asyncio.create_task(self._manage())
+
+    async def _manage(self) -> None:
+        """Connects whatever is due."""
+        while True:
+            self._news.clear()
+            for name in self._hosts.due(self._now()):
+                self._spawn(self._keep(name), name)
+            wake_s = self._hosts.wake_s()
+            try:
+                async with asyncio.timeout_at(wake_s):
+                    await self._news.wait()
+            except TimeoutError:
+                continue
+
+    async def _keep(self, name: str) -> None:
+        """One connection to a host, from its beginning to its end."""
+        link = None
+        try:
+            link = self._surveyed.pop(name, None)
+            if link is None:
+                link = await self._connect(name)
+                with _Markers(self._spec, self._job_dir) as nonce:
+                    await self._check(link, nonce)
+            await self._begin(name, link)
+        except (HostError, OSError) as error:
+            self._tell(name, f"{error}; it is tried again")
+            self._hosts.failed(name, self._now())
+            self._news.set()
+            if link is not None:
+                await link.close()
+            return
+        self._said.pop(name, None)
+        try:
+            await self._listen(name, link)
+        finally:
+            self._links.pop(name, None)
+            # Nothing if the host said that its agent has ended.
+            self._hosts.cut(name, self._now())
+            self._news.set()
+            await link.close()
+
+    async def _begin(self, name: str, link: Connection) -> None:
+        host = self._hosts.all[name]
+        if why := self._hosts.greeted(name, link.greeting.boot):
+            raise HostError(f"{name}: {why}")
+        running = host.stage is Stage.RUNNING
+        answer = await link.ask(
+            Begin(
+                spec=self._spec,
+                token=(self._job_dir / "token").read_text().strip(),
+                identity=self._identity,
+                start=self._start,
+                node=name,
+                address=bind_address(self._ends(link), self._coordinator[0]),
+                endpoint=read_endpoint(self._job_dir),
+                env=self._env,
+                fresh=host.fresh,
+                seen=self._seen[name],
+                shared_machine=self._shares(name, link.greeting.boot),
+            )
+        )
+        if not isinstance(answer, Begun):
+            raise HostError(f"{name}: it does not answer what it is asked")
+        if not self._hosts.begun(name):
+            await link.send(Kill())
+        elif running and answer.attached:
+            self._note(f"connected to {name} again; its agent has gone on")
+        self._links[name] = link
+        # One that a coordinator wrote between the reading of the file and this line.
+        self._pass_on_endpoint()
+
+    def _shares(self, name: str, boot: str) -> bool:
+        """Whether another one of the hosts is the same machine."""
+        return any(h.boot == boot for h in self._hosts.all.values() if h.name != name)
+
+    async def _listen(self, name: str, link: Connection) -> None:
+        async for said in link.answers():
+            if isinstance(said, Output):
+                self._seen[name] += len(said.data)
+                self._output(said.data)
+            elif isinstance(said, Ended):
+                if not self._closing and self._hosts.all[name].stage is Stage.RUNNING:
+                    code = "" if said.code is None else f" with exit code {said.code}"
+                    self._note(f"the agent of {name} ended{code}; its host is tried again")
+                self._hosts.ended(name, self._now())
+                return
+
+    def _tell(self, name: str, text: str) -> None:
+        # A host that stays away for a night would else fill the screen.
+        if self._said.get(name) != text:
+            self._said[name] = text
+            self._note(text)
+
+    def _pass_on_endpoint(self) -> None:
+        """To hosts that do not share the folder: the agents there connect to the new coordinator."""
+        endpoint = read_endpoint(self._job_dir)
+        if endpoint is not None:
+            for name in list(self._links):
+                self._spawn(self._send(name, Coordinator(endpoint)))
+
+    async def _send(self, name: str, order: Coordinator | Kill | Close) -> bool:
+        """Whether it could be sent."""
+        link = self._links.get(name)
+        if link is None:
+            return False
+        try:
+            await link.send(order)
+        except HostError:
+            return False  # a new connection says it again
+        return True
+
+    # ------------------------------------------------------------ see Engine
+
+    async def provide(self) -> bool:
+        """Starts an agent on a host of the reserve. Hosts that were lost are tried again in any case."""
+        why = self._hosts.provide(self._now())
+        if why:
+            self._post(NodeUnavailable(why))
+            return False
+        self._news.set()
+        return True
+
+    async def release(self, node: str, reason: str, planned: bool) -> None:
+        """Ends what runs there, where the host can be reached. Where not, its agent ends by itself, or is turned away by
+        the coordinator; a new connection ends it too."""
+        if planned:
+            self._hosts.left(node, returns=reason == RESIZED)
+            self._spawn(self._end_after_hooks(node))
+        else:
+            self._hosts.lost(node, self._now())
+            self._spawn(self._end(node))
+        self._news.set()
+
+    async def _end(self, node: str) -> None:
+        """Ends the agent of a lost node. A host that does not do it at once is cut off, so that it can be tried again."""
+        link = self._links.get(node)
+        if link is not None and await self._send(node, Kill()):
+            await asyncio.sleep(KILLED_S)
+            if self._links.get(node) is link:
+                await link.close()
+
+    async def _end_after_hooks(self, node: str) -> None:
+        await asyncio.sleep(CLOSE_S + self._hooks_s)
+        host = self._hosts.all.get(node)
+        if host is not None and host.stage in (Stage.LEFT, Stage.BAD):
+            await self._send(node, Kill())
+
+    async def mark(self, node: str, reason: str) -> None:
+        """The job does not use the host any more. Nobody else is told: hosts without a scheduler have no owner to tell."""
+        self._hosts.bad(node)
+        self._note(f"{node} is not used any more: {reason}")
+
+    async def reboot(self, node: str, reason: str) -> None:
+        """A person has to: ssh gives no right to it. The host is used again once it was rebooted."""
+        self._hosts.reboot(node, self._now())
+        self._note(f"reboot {node} ({reason}): it comes back to the job by itself")
+        self._news.set()
+
+    def on_event(self, kind: str, node: str) -> None:
+        """An event of the job that says which nodes are in it, or that it has ended."""
+        if kind == "node-joined":
+            self._hosts.joined(node, self._now())
+        elif kind == "ended":
+            # The agents end with the job, and nobody is to start them again.
+            self._closing = True
+            if self._managing is not None:
+                self._managing.cancel()
+
+    # ------------------------------------------------------------ the end
+
+    async def close(self, gives_back: bool = True) -> None:
+        """Ends every agent that can be reached. The others end by the coordinator's word, or without one after `orphan_s`."""
+        self._closing = True
+        if self._managing is not None:
+            self._managing.cancel()
+        if self._folder is not None:
+            self._folder.close()
+        within_s = CLOSE_S + self._hooks_s
+        for name in list(self._links):
+            await self._send(name, Close(within_s, gives_back))
+        # Each task ends when its host says that the agent has, or with the connection. Attempts to connect have
+        # nothing to end.
+        listening = [t for t in self._tasks if t.get_name() in self._links]
+        if listening:
+            await asyncio.wait(listening, timeout=within_s + 2.0)
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for link in self._surveyed.values():  # of the reserve
+            await link.close()
+
+    def _spawn(self, coroutine: object, name: str = "") -> None:
+        assert asyncio.iscoroutine(coroutine)
+        task: asyncio.Task[None] = asyncio.create_task(coroutine, name=name or None)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+class _Markers:
+    """Files by which a host knows the folders that it shares with this machine; they are there for the time of a check."""
+
+    def __init__(self, spec: JobSpec, job_dir: Path) -> None:
+        folders = [Path(t.url.removeprefix("file://")) for t in spec.saving.tiers if _is_folder(t.url)]
+        own = [f for f in folders if not f.is_relative_to(job_dir)]
+        # A new name each time: several hosts may be checked at once, each with files of its own.
+        self._nonce = secrets.token_hex(8)
+        self._files = [folder / (HERE + self._nonce) for folder in (job_dir, *own)]
+
+    def __enter__(self) -> str:
+        for file in self._files:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch()
+        return self._nonce
+
+    def __exit__(self, *exc: object) -> None:
+        for file in self._files:
+            file.unlink(missing_ok=True)
+
+
+def _is_folder(url: str) -> bool:
+    return "://" not in url or url.startswith("file://")
+
+
+def environment_of(names: tuple[str, ...], here: dict[str, str]) -> dict[str, str]:
+    """`--env`'s variables, with this environment's values; those that are not set are left out."""
+    return {name: here[name] for name in names if name in here}

@@ -1,0 +1,69 @@
+"""What went wrong with a host, in one sentence that names it and says what to do: pure."""
+
+from __future__ import annotations
+
+from holdfast.engines.ssh.words import Greeting
+
+_SAID = (
+    (
+        ("REMOTE HOST IDENTIFICATION HAS CHANGED",),
+        "its host key is not the known one; find out why, then remove the old one with `ssh-keygen -R {name}`",
+    ),
+    (
+        ("Host key verification failed", "host key is known"),
+        "its host key is not known here; connect once with `ssh {name}` and compare the fingerprint",
+    ),
+    (
+        ("Permission denied", "Too many authentication failures"),
+        "it refused the key; `ssh {name}` must work without a question (see ssh-copy-id and ssh-agent)",
+    ),
+    (
+        ("Could not resolve hostname", "Name or service not known"),
+        "ssh does not know this name; correct --hosts, or give it a HostName in ~/.ssh/config",
+    ),
+    (
+        ("Connection refused",),
+        "nothing listens for ssh there; start sshd on it, or correct its Port in ~/.ssh/config",
+    ),
+    (
+        ("timed out", "No route to host", "Network is unreachable", "Connection closed", "Connection reset"),
+        "it cannot be reached; is it running, and does `ssh {name}` work?",
+    ),
+    (
+        ("No module named 'holdfast.engines.ssh'", "No module named holdfast.engines.ssh"),
+        "it has another version of Holdfast; install this one ({version}) in {python}",
+    ),
+    (
+        ("No module named",),
+        "its Python environment lacks something ({last}); give it the same environment as this machine's",
+    ),
+)
+_NO_PYTHON = "there is no Python at {python}; give it the same environment at the same path, or name its Python with --remote-python"
+
+
+def failure(name: str, code: int | None, stderr: str, python: str, version: str) -> str:
+    """Of a connection that ended before the host's first line. code: ssh's exit code, which is the command's unless it is
+    255. python: what should have run there. version: Holdfast's, here."""
+    last = next((line.strip() for line in reversed(stderr.splitlines()) if line.strip()), "")
+    fields = {"name": name, "python": python, "version": version, "last": last}
+    if code in (126, 127):
+        return f"{name}: {_NO_PYTHON.format(**fields)}"
+    for marks, told in _SAID:
+        if any(mark in stderr for mark in marks):
+            return f"{name}: {told.format(**fields)}"
+    return f"{name}: ssh ended with exit code {code}{f' ({last})' if last else ''}; try `ssh {name}`"
+
+
+def mismatch(name: str, theirs: Greeting, ours: Greeting, python: str) -> str | None:
+    """Why a host's environment cannot take part; None: it can."""
+    for what, there, here in (
+        ("Holdfast", theirs.version, ours.version),
+        ("Python", theirs.python, ours.python),
+        ("torch", theirs.torch, ours.torch),
+    ):
+        if there != here:
+            return (
+                f"{name}: it has {what} {there or 'not at all'} in {python}, and this machine {here or 'not at all'}; "
+                "give both the same environment"
+            )
+    return None

@@ -1,0 +1,108 @@
+"""The launcher of the ssh engine: coordinator and view on this machine, agents on the hosts."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from typing import Any
+
+from holdfast import __version__
+from holdfast.engines.base import Engine
+from holdfast.engines.client import Announcement
+from holdfast.engines.jobs import JobFolder
+from holdfast.engines.launcher import Launcher
+from holdfast.engines.shown import View
+from holdfast.engines.ssh.addresses import choose_address
+from holdfast.engines.ssh.connection import Reach
+from holdfast.engines.ssh.engine import SshEngine, environment_of
+from holdfast.errors import UsageError
+from holdfast.protocol.job import JobSpec
+
+
+class SshLauncher(Launcher):
+    """Runs one job on `--hosts`. Ctrl-C once stops it in order, twice at once."""
+
+    def __init__(self, spec: JobSpec, folder: JobFolder, view: View, port: int = 0) -> None:
+        super().__init__(spec, folder.path, view, port)
+        self._folder = folder
+        self.inherited = (
+            folder.lock,
+        )  # as in LocalLauncher: a job whose launcher was killed still counts as running
+        options = spec.ssh
+        self._problems: dict[str, str] = {}
+        self._ssh_engine = SshEngine(
+            spec,
+            folder.path,
+            Reach(options.config, options.python or sys.executable, __version__),
+            environment_of(options.env, dict(os.environ)),
+            self.view.output,
+            self.note,
+            self.post,
+        )
+
+    async def run(self) -> dict[str, Any]:
+        """Connects the hosts, then see `Launcher.run`.
+
+        Raises:
+            UsageError: too few hosts can be used. Nothing was started.
+        """
+        try:
+            self.note(f"connecting {len(self.spec.ssh.hosts)} hosts")
+            seen, self._problems = await self._ssh_engine.survey()
+            self._enough(len(seen))
+            self.host = choose_address(seen, self.spec.ssh.address, _is_ours)
+        except BaseException:
+            await self._ssh_engine.close()
+            await self.close()
+            raise
+        return await super().run()
+
+    async def open(self) -> Engine:
+        """Checks the hosts, then prepares the job's folder."""
+        assert self._listener is not None
+        try:
+            # The socket listens already, so a host that cannot reach it says so before anything starts.
+            self._problems |= await self._ssh_engine.check(self.host, self._listener.getsockname()[1])
+            self._enough(len(self.spec.ssh.hosts) - len(self._problems))
+        except BaseException:
+            await self._ssh_engine.close()
+            raise
+        for why in self._problems.values():
+            self.note(f"{why}. The job starts without it")
+        resume = self._folder.prepare(self.spec, self.view.note)
+        self._folder.identify()
+        self.note_resume(resume)
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, self.on_interrupt)
+        loop.add_signal_handler(signal.SIGTERM, self.on_interrupt)
+        return self._ssh_engine
+
+    def _enough(self, count: int) -> None:
+        least = self.spec.max_nodes if self.spec.wait_for_spare else self.spec.min_nodes
+        if count < least:
+            told = "\n".join(self._problems.values())
+            raise UsageError(f"{count} of the {least} hosts that the job needs can be used:\n{told}")
+
+    async def staff(self) -> None:
+        """Starts an agent on the first hosts."""
+        identity = (self.job_dir / "identity").read_text()
+        await self._ssh_engine.start(self.spec.max_nodes + self.spec.spares, identity)
+
+    def on_announcement(self, said: Announcement) -> None:
+        """See `Launcher.on_announcement`."""
+        if said.kind == "event":
+            self._ssh_engine.on_event(said.value["kind"], str(said.value["fields"].get("node", "")))
+        super().on_announcement(said)
+
+
+def _is_ours(address: str) -> bool:
+    """Whether this machine has the address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as trial:
+        try:
+            trial.bind((address, 0))
+        except OSError:
+            return False
+    return True

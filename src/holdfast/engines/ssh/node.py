@@ -1,0 +1,396 @@
+"""`python -m holdfast.engines.ssh.node`: the launcher's hands on a host, at the other end of ssh.
+
+It checks the host, starts the agent in a session of its own, passes on what the agent prints, and carries out what the
+launcher says. When the connection ends, it ends; the agent does not: the agent's connection to the coordinator decides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+
+import msgspec
+
+from holdfast import __version__
+from holdfast.engines.ssh.words import (
+    LINE_BYTES,
+    OUTPUT_BYTES,
+    Begin,
+    Begun,
+    Check,
+    Checked,
+    Close,
+    Coordinator,
+    Ended,
+    Failed,
+    FromHost,
+    Greeting,
+    Kill,
+    Output,
+    ToHost,
+    from_host,
+    read_order,
+)
+from holdfast.errors import HoldfastError
+from holdfast.protocol.endpoint import write_endpoint
+from holdfast.protocol.processes import kernel_id
+from holdfast.protocol.python import python_module
+
+REACH_S = 5.0
+HERE = "here-"
+"""Begins the name of a file by which a host knows that it sees the launcher's folder."""
+
+
+class Running(msgspec.Struct, frozen=True, kw_only=True):
+    """The agent of a node, as the job's folder on its host has it."""
+
+    start: str
+    """Of the launcher that started it."""
+    pid: int
+    began: int
+    """When the process began, in ticks since the boot: with the boot it tells two processes of one number apart."""
+    kernel: str
+
+
+def greeting() -> Greeting:
+    """Of this environment."""
+    try:
+        torch = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        torch = ""
+    # CLIENT_IP CLIENT_PORT SERVER_IP SERVER_PORT, by sshd.
+    ends = os.environ.get("SSH_CONNECTION", "").split()
+    return Greeting(
+        version=__version__,
+        python=".".join(platform.python_version_tuple()[:2]),
+        torch=torch,
+        boot=kernel_id().partition(" ")[0],
+        client=ends[0] if len(ends) == 4 else "",
+        server=ends[2] if len(ends) == 4 else "",
+    )
+
+
+def find_problems(asked: Check, shared: bool) -> list[str]:
+    """Why the job cannot run here; each a sentence without the host's name."""
+    found = []
+    script, cwd = Path(asked.script), Path(asked.cwd)
+    if not cwd.is_dir():
+        found.append(f"there is no folder {cwd}; the job runs in the same folder on every host")
+    elif asked.module:
+        sys.path.append(str(cwd))
+        if importlib.util.find_spec(asked.script.partition(".")[0]) is None:
+            found.append(f"there is no module {asked.script!r}; give it the same environment")
+    if not asked.module:
+        try:
+            if sha256(script.read_bytes()).hexdigest() != asked.digest:
+                found.append(f"{script} is not the same there as here; copy it")
+        except OSError as error:
+            found.append(f"{script}: {error.strerror}; copy the script to the same place")
+    for name in asked.preload:
+        if importlib.util.find_spec(name) is None:
+            found.append(f"there is no module {name!r} (--preload); give it the same environment")
+    found += [why for url in asked.tiers if (why := _tier_problem(url, asked, shared))]
+    try:
+        socket.create_connection(asked.coordinator, REACH_S).close()
+    except OSError as error:
+        host, port = asked.coordinator
+        found.append(
+            f"it cannot reach the coordinator at {host}:{port} ({error}); open that port (--port chooses it), or give an "
+            "address that it reaches with --address"
+        )
+    return found
+
+
+def _tier_problem(url: str, asked: Check, shared: bool) -> str:
+    """Why a durable tier cannot be used from here; empty: it can."""
+    from holdfast.checkpoint.tier import open_tier
+
+    folder = Path(url.removeprefix("file://"))
+    own = Path(asked.home) / "jobs" / asked.job
+    seen = shared if folder.is_relative_to(own) else (folder / (HERE + asked.nonce)).exists()
+    if "://" in folder.as_posix() or not str(folder).startswith("/"):
+        try:
+            open_tier(url).check()
+        except HoldfastError as error:
+            return f"--checkpoint {url}: {error}"
+        return ""
+    if not seen:
+        return (
+            f"the checkpoints' folder {folder} is not the same there as here; name one on a file system that all hosts "
+            "share, or an object store, with --checkpoint"
+        )
+    return ""
+
+
+class Node:
+    """One connection's state on this host."""
+
+    def __init__(self, say: int) -> None:
+        """say: the descriptor that leads to the launcher."""
+        self._say_to = say
+        self._folder = Path()
+        self._shared = False
+        self._start = ""
+        self._pidfd = -1
+        self._process: subprocess.Popen[bytes] | None = None
+        self._gone = asyncio.Event()
+        self._over = asyncio.Event()
+        self._closing: asyncio.Task[None] | None = None
+        self._memory = Path()
+        self._out: Path | None = None
+        self._seen = 0
+
+    def say(self, message: FromHost) -> None:
+        """Blocks while the connection stalls. The agent does not notice: it prints to a file."""
+        data = from_host(message)
+        while data:
+            data = data[os.write(self._say_to, data) :]
+
+    async def serve(self, reader: asyncio.StreamReader) -> None:
+        """Carries out orders until the connection or the agent ends."""
+        self.say(greeting())
+        reading = asyncio.create_task(self._read(reader))
+        ending = asyncio.create_task(self._over.wait())
+        await asyncio.wait({reading, ending}, return_when=asyncio.FIRST_COMPLETED)
+        if reading.done():
+            reading.result()  # what broke it is told by its traceback
+        if self._closing is not None:
+            await self._closing
+        if self._over.is_set():
+            self._copy()
+            self.say(Ended(self._process.wait() if self._process is not None else None))
+        reading.cancel()
+        ending.cancel()
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        while line := await reader.readline():
+            order = read_order(line)
+            try:
+                if (answer := await self._carry_out(order)) is not None:
+                    self.say(answer)
+            except (HoldfastError, OSError) as error:
+                self.say(Failed(str(error)))
+
+    async def _carry_out(self, order: ToHost) -> FromHost | None:
+        match order:
+            case Check():
+                return await asyncio.to_thread(self._check, order)
+            case Begin():
+                await self._begin(order)
+            case Coordinator(endpoint):
+                if not self._shared:
+                    write_endpoint(self._folder, endpoint)
+            case Kill():
+                self._signal(signal.SIGKILL)
+            case Close(within_s, gives_back):
+                self._closing = asyncio.create_task(self._close(within_s, gives_back))
+        return None
+
+    # ------------------------------------------------------------ before the start
+
+    def _check(self, asked: Check) -> Checked:
+        from holdfast.engines import jobs
+
+        # The launcher's path here too, so that one folder is one folder where hosts share it.
+        os.environ["HOLDFAST_HOME"] = asked.home
+        self._folder = jobs.job_dir(asked.job)
+        self._shared = (self._folder / (HERE + asked.nonce)).exists()
+        problems = find_problems(asked, self._shared)
+        if not self._shared:
+            if jobs.is_running(self._folder):
+                problems.append(f"a job named {asked.job!r} was started there and runs; choose another --job")
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            except OSError as error:
+                problems.append(
+                    f"{self._folder} cannot be made ({error.strerror}); set HOLDFAST_HOME elsewhere"
+                )
+        return Checked(self._shared, tuple(problems))
+
+    # ------------------------------------------------------------ the agent
+
+    async def _begin(self, order: Begin) -> None:
+        from holdfast.engines import jobs
+
+        self._start = order.start
+        (self._folder / "hosts").mkdir(exist_ok=True, mode=0o700)
+        # Two connections to one host may meet here, an old one that was not known to be dead and a new one. There is
+        # never more than one agent of a node.
+        with (self._folder / "hosts" / f"{order.node}.lock").open("w") as lock:
+            await asyncio.to_thread(fcntl.flock, lock, fcntl.LOCK_EX)
+            found = self._find(order.node)
+            if found is not None and (order.fresh or found.start != order.start):
+                self._signal(signal.SIGKILL)
+                await self._gone.wait()
+                self._gone.clear()
+                found = None
+            if not self._shared:
+                if found is None:
+                    await asyncio.to_thread(self._prepare, order)
+                if order.endpoint is not None:
+                    write_endpoint(self._folder, order.endpoint)
+            pid = found.pid if found is not None else self._spawn(order, jobs.memory_of(self._folder))
+        self._out = self._folder / "logs" / "agents" / f"{order.node}.out"
+        self._seen = order.seen
+        self.say(Begun(pid, found is not None))
+        self._follow()
+        if self._gone.is_set():  # while it was being started
+            self._over.set()
+
+    def _prepare(self, order: Begin) -> None:
+        """Makes the job's folder of a host that does not share the launcher's."""
+        from holdfast.engines import jobs
+
+        token = self._folder / "token"
+        try:
+            same = token.read_text() == order.token
+        except OSError:
+            same = False
+        if same:
+            return
+        jobs.JobFolder(order.spec.name, here=False).put_away()
+        # As in JobFolder.prepare: nobody else can read it at any moment.
+        token.unlink(missing_ok=True)
+        with os.fdopen(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
+            out.write(order.token)
+        (self._folder / "spec.json").write_bytes(msgspec.json.encode(order.spec))
+        (self._folder / "identity").write_text(order.identity)
+        jobs.sweep_memory()
+
+    def _spawn(self, order: Begin, memory: Path) -> int:
+        from holdfast.engines.agents import agent_arguments
+
+        logs = self._folder / "logs" / "agents"
+        logs.mkdir(parents=True, exist_ok=True)
+        self._memory = memory / order.node
+        arguments = agent_arguments(order.spec, self._folder, order.node, order.address, self._memory)
+        arguments.append(f"--log-file={logs / order.node}.log")
+        if order.shared_machine:
+            arguments.append("--shared-machine")
+        env = {"OMP_NUM_THREADS": "1", **os.environ, **order.env}
+        with (logs / f"{order.node}.out").open("ab") as out:
+            self._process = subprocess.Popen(
+                python_module("holdfast.agent", *arguments),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                cwd=order.spec.cwd,
+                env=env,
+                # The end of the connection is none of the agent's.
+                start_new_session=True,
+            )
+        pid = self._process.pid
+        self._watch(os.pidfd_open(pid))
+        known = Running(start=order.start, pid=pid, began=_began(pid), kernel=kernel_id())
+        work = self._folder / "hosts" / f".{order.node}.json"
+        work.write_bytes(msgspec.json.encode(known))
+        work.replace(self._folder / "hosts" / f"{order.node}.json")
+        return pid
+
+    def _find(self, node: str) -> Running | None:
+        """The agent of this node that runs here, held by its pidfd; None: none does."""
+        try:
+            data = (self._folder / "hosts" / f"{node}.json").read_bytes()
+            known = msgspec.json.decode(data, type=Running)
+            fd = os.pidfd_open(known.pid)
+        except (OSError, msgspec.MsgspecError):
+            return None
+        # After the pidfd is open, so that the number cannot be given to another process between look and use.
+        if known.kernel != kernel_id() or _began(known.pid) != known.began:
+            os.close(fd)
+            return None
+        self._watch(fd)
+        return known
+
+    def _watch(self, pidfd: int) -> None:
+        self._pidfd = pidfd
+        asyncio.get_running_loop().add_reader(pidfd, self._agent_gone)
+
+    def _agent_gone(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self._pidfd = -1
+        self._gone.set()
+        if self._out is not None:
+            self._over.set()
+
+    def _signal(self, number: int) -> None:
+        if self._pidfd >= 0:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, number)
+
+    async def _close(self, within_s: float, gives_back: bool) -> None:
+        # Asked first: an agent that lost its coordinator ends in order at this signal.
+        self._signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(within_s):
+                if self._pidfd >= 0:
+                    await self._gone.wait()
+        except TimeoutError:
+            self._signal(signal.SIGKILL)
+        if gives_back:
+            from holdfast.checkpoint.memory import remove_memory
+            from holdfast.engines.jobs import memory_of
+
+            await asyncio.to_thread(remove_memory, memory_of(self._folder))
+
+    # ------------------------------------------------------------ its output
+
+    def _follow(self) -> None:
+        from holdfast.observe.inotify import Inotify
+
+        assert self._out is not None
+        self._inotify = Inotify(self._copy)
+        self._inotify.watch(self._out)
+        self._copy()
+
+    def _copy(self) -> None:
+        if self._out is None:
+            return
+        with self._out.open("rb") as out:
+            out.seek(self._seen)
+            while data := out.read(OUTPUT_BYTES):
+                self._seen += len(data)
+                self.say(Output(data))
+
+
+def _began(pid: int) -> int:
+    """0: there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    return int(text[text.rindex(")") + 2 :].split()[19])
+
+
+async def _serve() -> None:
+    # Whatever a library prints must not come between the lines to the launcher.
+    say = os.dup(1)
+    os.dup2(2, 1)
+    reader = asyncio.StreamReader(limit=LINE_BYTES)
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(os.dup(0), "rb", 0)
+    )
+    with suppress(BrokenPipeError, ConnectionResetError):
+        await Node(say).serve(reader)
+
+
+def main() -> None:
+    """Serves one connection."""
+    os.umask(0o077)
+    asyncio.run(_serve())
+
+
+if __name__ == "__main__":
+    main()
