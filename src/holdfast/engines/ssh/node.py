@@ -45,6 +45,7 @@ from holdfast.engines.ssh.words import (
 from holdfast.errors import HoldfastError
 from holdfast.protocol.endpoint import write_endpoint
 from holdfast.protocol.processes import kernel_id
+from holdfast.protocol.proof import is_same
 from holdfast.protocol.python import python_module
 
 REACH_S = 5.0
@@ -254,7 +255,7 @@ class Node:
 
         token = self._folder / "token"
         try:
-            same = token.read_text() == order.token
+            same = is_same(token.read_text(), order.token)
         except OSError:
             same = False
         if same:
