@@ -19,6 +19,9 @@ NAMES = "a", "b", "c", "d"
 SOURCES = Path(__file__).parents[2] / "src"
 TRAIN = Path(__file__).parents[1] / "slurm" / "train_paced.py"
 START_S = 20.0
+_UNSHARE = "unshare --pid --fork --kill-child=KILL --mount --mount-proc bash -c"
+APART = f"setpriv --pdeathsig KILL {_UNSHARE}".split()
+"""Begins a command in namespaces of its own, which end with these tests, however those end."""
 
 
 def wait_until(holds: Callable[[], object], what: str, within_s: float = 60.0) -> None:
@@ -54,17 +57,7 @@ class Host:
         script = f"{own}mount -t tmpfs tmpfs /dev/shm && mkdir -p /run/sshd && exec /usr/sbin/sshd -D -e -f {self._config}"
         log = (self._folder / "sshd.log").open("ab")
         self._power = subprocess.Popen(
-            [
-                "unshare",
-                "--pid",
-                "--fork",
-                "--kill-child=KILL",
-                "--mount",
-                "--mount-proc",
-                "bash",
-                "-c",
-                script,
-            ],
+            [*APART, script],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

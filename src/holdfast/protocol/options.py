@@ -156,7 +156,9 @@ def is_options(kind: Any) -> bool:
 def _check(declared: Declared, value: Any) -> None:
     option, flag = declared.option, declared.flag
     if option.choices and value is not None and value not in option.choices:
-        raise UsageError(f"{flag} {value!r}: there are {' and '.join(option.choices)}")
+        raise UsageError(
+            f"{flag} {value!r}: there are {', '.join(option.choices[:-1])} and {option.choices[-1]}"
+        )
     if not isinstance(value, int | float):
         return
     low, high = option.least, option.most
