@@ -52,6 +52,11 @@ def enter() -> None:
         own_run()
 
 
+def entered() -> bool:
+    """Whether an adapter for level 2 was imported."""
+    return bool(_runs)
+
+
 def own_run() -> Run:
     """The run of this process: of the job under `holdfast run`, a job of one under plain `python`.
 

@@ -1,0 +1,183 @@
+"""Hugging Face's Trainer at level 1: its state in Holdfast's memory tier, and its own way to resume from there."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+import transformers
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState, TrainerState
+
+from holdfast import checkpoint
+from holdfast.adapters import world
+from holdfast.errors import UsageError
+
+if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainingArguments
+
+STATE_FILE = "trainer_state.json"
+"""What the Trainer reads of a checkpoint by itself. The rest it asks its own methods for, which are answered here."""
+
+
+class Snapshots(TrainerCallback):
+    """Saves a trainer's state with `holdfast.checkpoint` each few steps, and lets `train` resume from the newest.
+
+        snapshots = Snapshots(trainer, every=50)
+        trainer.train(resume_from_checkpoint=snapshots.newest())
+
+    Saved are the model, the optimizer, the scheduler, TrainerState, and the random generators of each rank. The Trainer
+    itself finds its place in the data again, as with a checkpoint of its own.
+    """
+
+    def __init__(self, trainer: transformers.Trainer, every: int, to: str | None = None) -> None:
+        """
+        Args:
+            trainer: any Trainer, in one process or with DDP.
+            every: steps between two snapshots.
+            to: without `holdfast run`: where to, see `holdfast.checkpoint.save`.
+
+        Raises:
+            UsageError: DeepSpeed or FSDP, whose state is not the model's and the optimizer's own; fp16; holdfast.transformers
+                was imported; or no number of steps.
+        """
+        if every < 1:
+            raise UsageError(f"Snapshots(every={every}): give a number of steps, at least 1")
+        if world.entered():
+            raise UsageError(
+                "Snapshots: holdfast.transformers is imported, which takes the job to level 2 and saves by itself; "
+                "leave Snapshots out, or import Trainer from transformers"
+            )
+        if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+            raise UsageError(
+                "Snapshots: DeepSpeed and FSDP split the state over ranks; save with the Trainer's own checkpoints "
+                "(save_steps, resume_from_checkpoint), which work at level 0"
+            )
+        if trainer.args.fp16:
+            raise UsageError(
+                "Snapshots: fp16=True has a loss scaler, whose state is not saved yet; use bf16=True"
+            )
+        self._trainer: Any = trainer
+        self._every, self._to = every, to
+        self._saved: int | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        trainer.add_callback(self)
+
+    def newest(self) -> str | None:
+        """Loads the newest snapshot that all ranks have, for `train(resume_from_checkpoint=...)`; None: there is none, and
+        the training begins.
+
+        Raises:
+            StateError: snapshots are there, but of another model, or none could be read.
+        """
+        optimizer, scheduler, state, generators = (_Kept() for _ in range(4))
+        found = checkpoint.load(
+            {
+                "model": self._trainer.model,
+                "optimizer": optimizer,
+                "scheduler": scheduler,
+                "trainer": state,
+                "random": generators,
+            },
+            source=self._to,
+        )
+        if found is None:
+            return None
+        self._saved = found
+        self._folder = tempfile.TemporaryDirectory(prefix="holdfast-")
+        TrainerState(**state.value).save_to_json(str(Path(self._folder.name) / STATE_FILE))
+        self._answer("_load_from_checkpoint", lambda: None)  # the model has it already
+        self._answer("_load_optimizer_and_scheduler", lambda: self._give(optimizer, scheduler))
+        self._answer("_load_rng_state", lambda: _set_random(generators.value))
+        return self._folder.name
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any
+    ) -> None:
+        """Where the epoch's samples are dealt after the Trainer has set the generators, they must be as here."""
+        self._save(state)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any
+    ) -> None:
+        """Logs, evaluation and callbacks of the step before are done. The next samples are read, and the Trainer sets the
+        generators after that, too."""
+        self._save(state)
+
+    def _save(self, state: TrainerState) -> None:
+        step = state.global_step
+        if step == (self._saved or 0) or step % self._every:
+            return
+        trainer = self._trainer
+        exported: dict[str, Any] = {}
+        for callback in [*trainer.callback_handler.callbacks, trainer.control]:
+            if isinstance(callback, ExportableState):
+                exported.setdefault(type(callback).__name__, []).append(callback.state())
+        fields = {
+            **vars(state),
+            "stateful_callbacks": {n: s if len(s) > 1 else s[0] for n, s in exported.items()},
+        }
+        checkpoint.save(
+            {
+                "model": trainer.model,
+                "optimizer": getattr(trainer.optimizer, "optimizer", trainer.optimizer),
+                "scheduler": trainer.lr_scheduler,
+                "trainer": _Kept(fields),
+                "random": _Kept(_random()),
+            },
+            step,
+            to=self._to,
+        )
+        self._saved = step
+
+    def _give(self, optimizer: _Kept, scheduler: _Kept) -> None:
+        self._trainer.optimizer.load_state_dict(optimizer.value)
+        self._trainer.lr_scheduler.load_state_dict(scheduler.value)
+
+    def _answer(self, name: str, give: Any) -> None:
+        """The trainer asks for a part of a checkpoint: of ours, or of another one by its own method."""
+        own = getattr(self._trainer, name)
+
+        def asked(folder: str | None, *more: Any) -> None:
+            if self._folder is not None and folder == self._folder.name:
+                give()
+            else:
+                own(folder, *more)
+
+        setattr(self._trainer, name, asked)
+
+
+class _Kept:
+    """Saved as it is; keeps what is loaded, because its owner is not there yet."""
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+    def state_dict(self) -> Any:
+        return self.value
+
+    def load_state_dict(self, saved: Any) -> None:
+        self.value = saved
+
+
+def _random() -> dict[str, Any]:
+    kind, words, *rest = cast("tuple[Any, ...]", np.random.get_state())
+    return {
+        "python": random.getstate(),
+        "numpy": (kind, words.tolist(), *rest),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
+
+
+def _set_random(saved: dict[str, Any]) -> None:
+    random.setstate(saved["python"])
+    kind, words, *rest = saved["numpy"]
+    np.random.set_state((kind, np.array(words, dtype=np.uint32), *rest))
+    torch.set_rng_state(saved["torch"])
+    if saved["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(saved["cuda"])

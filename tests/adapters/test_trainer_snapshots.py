@@ -1,0 +1,96 @@
+"""Hugging Face's Trainer at level 1: a killed training goes on from its newest snapshot, bit by bit."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import transformers
+from ends import ends
+from harness import run
+
+from holdfast.adapters import world
+from holdfast.adapters.huggingface.snapshots import Snapshots
+from holdfast.errors import UsageError
+
+SCRIPT = Path(__file__).parent / "train_snapshots.py"
+STEPS = 18
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def train(folder: Path, *arguments: object) -> int:
+    """By one process without a job; its snapshots go to the folder."""
+    folder.mkdir(exist_ok=True)
+    env = dict(os.environ, OMP_NUM_THREADS="1", HOLDFAST_CHECKPOINT=f"{folder / 'saved'},every=1,keep=1")
+    command = [sys.executable, SCRIPT, folder, *arguments]
+    return subprocess.run([*map(str, command)], env=env, capture_output=True, timeout=200).returncode
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> dict:
+    folder = tmp_path_factory.mktemp("alone")
+    assert train(folder) == 0
+    (end,) = ends(folder)
+    assert end["steps"] == STEPS
+    return end
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("step", [5, 7, 12, STEPS])
+def test_a_killed_training_goes_on(tmp_path, undisturbed, step):
+    """From the middle of an epoch, from its begin (the step after 6), and from just before the end."""
+    assert train(tmp_path, step) == 9
+    assert not ends(tmp_path)
+    assert train(tmp_path) == 0
+    assert ends(tmp_path) == [{**undisturbed, "resumed": True}]
+
+
+@pytest.mark.nightly
+def test_ranks_of_ddp_go_on_together(tmp_path):
+    folders = [tmp_path / "undisturbed", tmp_path / "killed"]
+    for folder, options in zip(folders, ([], ["--fault", "kill-worker:rank=1,step=5"]), strict=True):
+        folder.mkdir()
+        ran = run(folder, "--nnodes", 2, *options, SCRIPT, folder, timeout=250)
+        assert ran.code == 0, ran.output
+        assert len(ran.report["incidents"]) == bool(options)
+    undisturbed = ends(folders[0])
+    assert len(undisturbed) == 2
+    assert ends(folders[1]) == [{**end, "resumed": True} for end in undisturbed]
+
+
+@pytest.mark.parametrize("how", ["is_deepspeed_enabled", "is_fsdp_enabled"])
+def test_a_state_that_is_split_is_refused(monkeypatch, how):
+    monkeypatch.setattr(world, "_runs", [])
+    trainer = SimpleNamespace(**{"is_deepspeed_enabled": False, "is_fsdp_enabled": False, how: True})
+    with pytest.raises(UsageError, match="DeepSpeed and FSDP"):
+        Snapshots(trainer, every=1)
+
+
+def test_no_number_of_steps_is_refused():
+    with pytest.raises(UsageError, match="every=0"):
+        Snapshots(SimpleNamespace(), every=0)
+
+
+def test_level_2_is_refused(monkeypatch):
+    monkeypatch.setattr(world, "_runs", [object()])
+    with pytest.raises(UsageError, match="leave Snapshots out"):
+        Snapshots(SimpleNamespace(), every=1)
+
+
+SEAMS = {
+    "_load_from_checkpoint": "self resume_from_checkpoint model",
+    "_load_optimizer_and_scheduler": "self checkpoint",
+    "_load_rng_state": "self checkpoint",
+}
+
+
+@pytest.mark.parametrize("seam", SEAMS)
+def test_a_seam_is_where_it_was(seam):
+    """The methods that the Trainer asks for parts of a checkpoint."""
+    assert " ".join(inspect.signature(getattr(transformers.Trainer, seam)).parameters) == SEAMS[seam]
