@@ -6,6 +6,7 @@ from desk import Desk, running
 from findings import ERROR, FATAL, come_back, finds, marked, park_all, train_on
 
 from holdfast.coordinator.kernel import events as e
+from holdfast.coordinator.kernel import transitions
 from holdfast.coordinator.kernel.history import Kind, Remembered
 from holdfast.protocol import messages as m
 from holdfast.protocol.health import HealthSpec, Remedy
@@ -177,7 +178,7 @@ def test_a_coordinator_that_comes_back_keeps_the_window():
 
 def test_of_a_sharded_replica_a_lemon_leaves_when_the_spare_was_built_for_its_shard():
     desk = running(4, shape=(2, 1))
-    desk.state.membership.nodes["n1"].lemon = "3 incidents"
+    transitions.set_lemon(desk.core, desk.state.membership.nodes["n1"], "3 incidents")
     come_back(desk, "m0", identity="M0")
     desk.started(desk.worker_on("m0"))
     desk.gets_ready(desk.worker_on("m0"), (2, 1), shard_index=0)
