@@ -56,18 +56,20 @@ async def heard(coordinator, kind, worker):
     return those()[0]
 
 
-def start(job_dir, worker):
-    return encode(
-        m.StartWorker(
-            worker=worker,
-            slot=0,
-            script=str(job_dir / "sleeper.py"),
-            args=(),
-            module=False,
-            cwd=str(job_dir),
-            env={},
-        )
+def order_to_start(job_dir, worker):
+    return m.StartWorker(
+        worker=worker,
+        slot=0,
+        script=str(job_dir / "sleeper.py"),
+        args=(),
+        module=False,
+        cwd=str(job_dir),
+        env={},
     )
+
+
+def start(job_dir, worker):
+    return encode(order_to_start(job_dir, worker))
 
 
 async def hello(coordinator):
@@ -148,3 +150,45 @@ def test_workers_hear_what_is_to_go_away_also_those_that_start_later(tmp_path):
             return first.code, (await heard(coordinator, m.Exited, "n0.0#2")).code
 
     assert asyncio.run(end_by_notices()) == (3, 3)
+
+
+PRINTS = """
+print("taken for rank 0", flush=True)
+open("go").read()
+print("is rank 1", flush=True)
+"""
+
+
+def test_a_worker_that_was_only_taken_for_rank_0_is_printed_no_further(tmp_path):
+    """Its rank at the start is a guess. The node of the true rank 0 prints, and the same lines would stand there twice."""
+    os.mkfifo(tmp_path / "go")
+    join = m.JoinGeneration(
+        generation=m.Generation(
+            number=1,
+            members=tuple(
+                m.Member(rank=rank, worker=worker, node=worker[:2], slot=0)
+                for rank, worker in enumerate(("n1.0#1", "n0.0#1"))
+            ),
+        ),
+        rank=1,
+    )
+
+    async def printed():
+        async with agent(tmp_path, "-m", "holdfast.agent") as (process, coordinator):
+            (tmp_path / "sleeper.py").write_text(PRINTS)
+            await hello(coordinator)
+            order = msgspec.structs.replace(order_to_start(tmp_path, "n0.0#1"), env={"RANK": "0"})
+            await coordinator.connection.send_bytes(encode(order))
+            await heard(coordinator, m.Started, "n0.0#1")
+            while b"taken for rank 0" not in (line := await asyncio.wait_for(process.stdout.readline(), 60)):
+                assert line, "the agent ended"
+            await coordinator.connection.send_bytes(encode(m.Relay("n0.0#1", join)))
+            # Orders are taken one after the other: once the next one is answered, the agent knows the rank.
+            await coordinator.connection.send_bytes(encode(order_to_start(tmp_path, "n0.0#2")))
+            await heard(coordinator, m.Started, "n0.0#2")
+            (tmp_path / "go").write_text("")
+            await heard(coordinator, m.Exited, "n0.0#1")
+            process.kill()
+            return (await process.communicate())[0].decode().splitlines()
+
+    assert [line for line in asyncio.run(printed()) if not line.startswith("time=")] == []

@@ -344,8 +344,11 @@ class Agent:
         worker.tell(message)  # before what may fail: nothing that only looks on may keep it from the worker
         if isinstance(message, m.JoinGeneration):
             self._watcher.trains(worker.name, message.rank, worker.log)
+            # At its start a worker was given a rank as a guess. Two agents may have followed the same one.
             if message.rank == 0:
                 self._follower.follow(worker.log)
+            else:
+                self._follower.leave(worker.log)
 
     async def _start(self, order: m.StartWorker) -> None:
         """A worker that cannot be started is ended, and the core gets a report of its end."""

@@ -35,6 +35,15 @@ class LogFollower:
         self._watch = self.inotify.watch(path)
         self._copy()
 
+    def leave(self, path: Path) -> None:
+        """Follows this file no longer, if it is the one. What it has so far is printed."""
+        if path != self._path:
+            return
+        self._copy()
+        if self._watch is not None:
+            self.inotify.forget(self._watch)
+        self._path, self._watch = None, None
+
     def append_quietly(self, path: Path, text: str) -> None:
         """Adds text to a log without printing it. A traceback is printed once, with the closing error."""
         if path == self._path:
