@@ -26,6 +26,8 @@ from bench.recovery.systems.torchrun import Plain
 
 POLL_S = 0.03
 """How often the event log is read. No time that is reported depends on it."""
+FAILED = "failed"
+"""A file in the folder of a job that did not recover."""
 AHEAD = 5
 """Steps from the newest commit to where a running job is asked to halt: more than any rank can be ahead."""
 WINDOW = 300
@@ -111,6 +113,11 @@ class Running:
         self._reader = CommitReader(Path(job.settings.events))
         self._killed: set[int] = set()
 
+    @property
+    def folder(self) -> Path:
+        """Where its logs are."""
+        return self._job.folder
+
     def close(self) -> None:
         self._reader.close()
 
@@ -192,6 +199,11 @@ class Running:
 def running(system: System, plan: Plan, bench: Bench) -> Iterator[Running]:
     """Start a job of `system`; end all its processes afterwards, and remove its checkpoints."""
     folder = ROOT / "out" / "recovery" / system.name
+    if (folder / FAILED).exists():
+        # Why a job did not recover is in its logs alone. A repetition must not take them away.
+        kept = folder.with_name(f"{folder.name}-failed")
+        shutil.rmtree(kept, ignore_errors=True)
+        folder.rename(kept)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
@@ -258,6 +270,7 @@ def _strike(job: Running, plan: Plan, result: Measured, choose: random.Random) -
             result.recoveries.append(job.kill_one(choose))
         except Failed as error:
             result.failed_faults.append(str(error))
+            (job.folder / FAILED).touch()
             return
 
 
