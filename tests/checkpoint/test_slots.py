@@ -78,7 +78,7 @@ def test_an_index_of_another_blob_is_refused(pool, step, nbytes):
 def test_a_slot_that_was_taken_back_cannot_be_sealed(pool):
     slot = fill(pool, key_of(10))
     pool.drop(slot)
-    with pytest.raises(StateError, match="taken back"):
+    with pytest.raises(StateError, match="freed in the meantime"):
         pool.seal(slot, index_of(10, 100_000))
     assert steps_of(pool) == []
 

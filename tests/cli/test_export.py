@@ -102,7 +102,7 @@ def test_a_damaged_tier_is_passed_over(holdfast, tiers, tmp_path):
         (["out", "--step", "5"], "there is no checkpoint of step 5; there are 4, 8"),
         (["nowhere", "out"], "there is no folder nowhere"),
         (["near", "there"], "there exists: choose another folder"),
-        (["near", "there/out"], "there is no folder: make it first"),
+        (["near", "there/out"], "there is not a folder: create it first"),
         (["near", "there.pt", "--format", "torch"], "there.pt exists: choose another file"),
         (["near", "out.safetensors"], "give a folder's name"),
         (["near", "far", "out"], "3 paths are given"),

@@ -17,7 +17,15 @@ from dataclasses import dataclass
 import msgspec
 
 from holdfast.engines.ssh.explain import failure
-from holdfast.engines.ssh.words import LINE_BYTES, Failed, FromHost, Greeting, ToHost, read_answer, to_host
+from holdfast.engines.ssh.words import (
+    LINE_BYTES,
+    FromHost,
+    Greeting,
+    RequestFailed,
+    ToHost,
+    read_answer,
+    to_host,
+)
 from holdfast.errors import HoldfastError
 
 CONNECT_S = 10
@@ -142,7 +150,7 @@ class Connection:
                 await self.send(order)
                 while (line := await self._line()) is not None:
                     answer = self._read(line)
-                    if isinstance(answer, Failed):
+                    if isinstance(answer, RequestFailed):
                         raise HostError(f"{self.host}: {answer.why}")
                     if answer is not None:
                         return answer

@@ -33,11 +33,11 @@ from holdfast.engines.ssh.words import (
     Close,
     Coordinator,
     Ended,
-    Failed,
     FromHost,
     Greeting,
     Kill,
     Output,
+    RequestFailed,
     ToHost,
     from_host,
     read_order,
@@ -181,7 +181,7 @@ class Node:
                 if (answer := await self._carry_out(order)) is not None:
                     self.say(answer)
             except (HoldfastError, OSError) as error:
-                self.say(Failed(str(error)))
+                self.say(RequestFailed(str(error)))
 
     async def _carry_out(self, order: ToHost) -> FromHost | None:
         match order:

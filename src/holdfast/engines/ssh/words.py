@@ -122,14 +122,14 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
     code: int | None
 
 
-class Failed(msgspec.Struct, frozen=True, tag="failed"):
+class RequestFailed(msgspec.Struct, frozen=True, tag="failed"):
     """A request could not be carried out; a sentence without the host's name."""
 
     why: str
 
 
 ToHost = Check | Begin | Coordinator | Kill | Close
-FromHost = Greeting | Checked | Begun | Output | Ended | Failed
+FromHost = Greeting | Checked | Begun | Output | Ended | RequestFailed
 _to_host: msgspec.json.Decoder[ToHost] = msgspec.json.Decoder(ToHost)
 _from_host: msgspec.json.Decoder[FromHost] = msgspec.json.Decoder(FromHost)
 
