@@ -165,6 +165,8 @@ def test_a_node_that_is_lost_stays_lost():
     for change in (transitions.leave, transitions.hold):
         change(desk.core, node, "a reason that comes late")
         assert node.phase is NodePhase.LOST
+    with pytest.raises(IllegalTransition, match=f"node {node.name} cannot go from lost to lost"):
+        transitions.lose_node(desk.core, node)
     assert [n.name for n in desk.core.alive_nodes()] == [
         n for n in desk.state.membership.nodes if n != node.name
     ]

@@ -223,8 +223,8 @@ class Core(Context):
                 self.mode.evict(self, node, evicted, cause)
             case requests.LeaveSoon(name, reason, within_s):
                 resize.going(self, name, reason, within_s, NoticeCause.PREEMPTION)
-            case requests.WithdrawNotice(node):
-                notices.node_stays(self, node)
+            case requests.KeepNode(node):
+                resize.stay(self, node)
             case requests.HandleReport(worker, report):
                 self._worker_says(worker, report, 0.0)
             case requests.EndGeneration(cause):

@@ -22,8 +22,8 @@ from holdfast.coordinator.kernel.requests import (
     DropCopies,
     Escalate,
     EvictWorkers,
+    KeepNode,
     RemoveNode,
-    WithdrawNotice,
 )
 from holdfast.protocol import ledger
 from holdfast.protocol import messages as m
@@ -137,8 +137,7 @@ def _take_out(context: Context, node: Node, incident: Incident, act: Act) -> Non
 def _hold(context: Context, node: Node, cause: object) -> None:
     """Its device is reset, and then it is used again: it does not leave."""
     transitions.hold(context, node, f"reset for {cause}")
-    transitions.stay(context, node)
-    context.request(WithdrawNotice(node))  # its agent stays, and would tell the workers that it starts next
+    context.request(KeepNode(node))
 
 
 def _end(context: Context, node: Node, workers: list[Worker], cause: Cause) -> None:
@@ -231,11 +230,10 @@ def call_off(context: Context, node: Node, incident: Incident) -> bool:
         return False
     acts.remove(act)
     node.then, node.leaves_until_s = None, None
-    transitions.stay(context, node)
+    context.request(KeepNode(node))
     transitions.use(context, node)
     incident.does = None
     context.record(ledger.NodeStays(node=node.name))
-    context.request(WithdrawNotice(node))
     settle(context, incident)
     return True
 
@@ -313,7 +311,7 @@ def deadlines(context: Context) -> list[float]:
     """When agents should have answered, and machines be back."""
     return [
         *(a.until_s for a in context.state.health.acts if a.until_s is not None and not a.done),
-        *(n.checking.until_s for n in context.set_aside() if n.checking is not None),
+        *(n.checking.until_s for n in context.held_or_leaving() if n.checking is not None),
         *(n.boots_until_s for n in context.nodes_in(NodePhase.LOST) if n.boots_until_s is not None),
     ]
 
@@ -329,7 +327,7 @@ def late(context: Context) -> None:
             else:
                 why = "its agent did not answer" if act.sent else "its workers did not end"
                 repaired(context, node, act.request, f"{why} in time")
-    for node in context.set_aside():
+    for node in context.held_or_leaving():
         if node.checking is not None and context.now >= node.checking.until_s:
             admission.turn_away(context, node, "its deep checks gave no answer in time")
     for node in context.nodes_in(NodePhase.LOST):
@@ -345,7 +343,7 @@ def advance(context: Context) -> None:
             _send(context, node, act)
     if context.state.membership.stop_reason is not None:
         return
-    for node in context.set_aside():
+    for node in context.held_or_leaving():
         if node.then is None or queries.ordered(context, node):
             continue
         if context.mode.replaces_one and node.leaving is None:  # it was planned before the job was at level 2

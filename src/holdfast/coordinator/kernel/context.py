@@ -152,8 +152,8 @@ class Context(ABC):
         """How many workers are in any of these phases."""
         return sum(self.index.count_workers(phase) for phase in phases)
 
-    def set_aside(self) -> list[Node]:
-        """Nodes that are held or leave: what is checked or repaired, or will be, is among them."""
+    def held_or_leaving(self) -> list[Node]:
+        """Nodes that are checked or repaired, or will be, are among these."""
         # Validated after every event. So whoever asks for nodes under repair looks at these few.
         return self.index.nodes_in(NodePhase.HELD, NodePhase.LEAVING)
 

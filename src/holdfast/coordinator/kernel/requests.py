@@ -106,8 +106,8 @@ class StopJob(Request[None]):
 
 
 @dataclass(frozen=True)
-class WithdrawNotice(Request[None]):
-    """A node was to leave, and stays: its scripts are told."""
+class KeepNode(Request[None]):
+    """A node does not leave, and its scripts are told if they had heard that it does."""
 
     node: Node
 

@@ -53,7 +53,7 @@ NODE: dict[NodePhase, frozenset[NodePhase]] = {
     _HELD: frozenset(NodePhase),
     # Held again: its device is reset when its workers have left. In service: the job is to be larger again.
     _LEAVING: frozenset(NodePhase),
-    _LOST: frozenset({_LOST}),
+    _LOST: frozenset(),
 }
 """From the phase of a node to those that may follow. A node that is lost never comes back: another of its name does."""
 
@@ -123,30 +123,34 @@ def forget_node(context: Context, name: str) -> None:
 def hold(context: Context, node: Node, reason: str) -> None:
     """A node gets no workers for now."""
     node.held = reason
-    _enter_node(context, node)
+    _enter_by_reasons(context, node)
 
 
 def use(context: Context, node: Node) -> None:
     """Nothing keeps workers away from a node any more."""
     node.held = None
-    _enter_node(context, node)
+    _enter_by_reasons(context, node)
 
 
 def leave(context: Context, node: Node, reason: str) -> None:
-    """A node is to leave."""
+    """A node is to leave. Of one that is lost it says why it may not come back."""
     node.leaving = reason
-    _enter_node(context, node)
+    _enter_by_reasons(context, node)
 
 
 def stay(context: Context, node: Node) -> None:
     """A node that was to leave is needed after all."""
     node.leaving = None
-    _enter_node(context, node)
+    _enter_by_reasons(context, node)
 
 
 def lose_node(context: Context, node: Node) -> None:
-    """A node is gone for good: if its agent comes back, then as a new node."""
-    _enter_node(context, node, lost=True)
+    """A node is gone for good: if its agent comes back, then as a new node.
+
+    Raises:
+        IllegalTransition: it was lost before.
+    """
+    _enter_node(context, node, NodePhase.LOST)
 
 
 def set_lemon(context: Context, node: Node, reason: str) -> None:
@@ -155,16 +159,19 @@ def set_lemon(context: Context, node: Node, reason: str) -> None:
     context.index.renew(node)
 
 
-def _enter_node(context: Context, node: Node, lost: bool = False) -> None:
+def _enter_by_reasons(context: Context, node: Node) -> None:
     # Why it is held and why it leaves are kept apart, since a node may leave while it is checked. The phase says
-    # which of both counts: what leaves needs no workers, and what is lost stays so.
-    was = node.phase
-    if lost or was is NodePhase.LOST:
-        to = NodePhase.LOST
-    elif node.leaving is not None:
+    # which of both counts: what leaves needs no workers. What is lost stays so, whatever is said of it late.
+    if node.leaving is not None:
         to = NodePhase.LEAVING
     else:
         to = NodePhase.IN_SERVICE if node.held is None else NodePhase.HELD
+    if node.alive:
+        _enter_node(context, node, to)
+
+
+def _enter_node(context: Context, node: Node, to: NodePhase) -> None:
+    was = node.phase
     if to not in NODE[was]:
         raise _illegal(context, f"node {node.name}", was, to)
     node.phase = to

@@ -90,7 +90,7 @@ def _nodes(s: CoreState) -> Iterator[str]:
         # under the load of training, and fail.
         if node.checking is not None and node.held is None:
             yield f"{name} is checked, and not held meanwhile"
-        # `Context.set_aside` gives these alone to whoever waits for a check or a remedy.
+        # `Context.held_or_leaving` gives these alone to whoever waits for a check or a remedy.
         aside = node.phase in (NodePhase.HELD, NodePhase.LEAVING)
         if (node.checking is not None or node.then is not None) and not aside:
             yield f"{name} is {node.phase.value}, and something is to be done about it"

@@ -107,10 +107,14 @@ def expected(context: Context) -> int:
     return max(0, context.spec.max_nodes + context.spec.spares - membership.joined)
 
 
+def not_leaving(context: Context) -> int:
+    """How many nodes are there and stay, lemons among them."""
+    return context.count_nodes(NodePhase.IN_SERVICE) + context.count_nodes(NodePhase.HELD)
+
+
 def hoped_for(context: Context) -> int:
     """Nodes that are there, lemons among them, on their way, or can be asked for."""
-    there = context.count_nodes(NodePhase.IN_SERVICE) + context.count_nodes(NodePhase.HELD)
-    return there + context.state.membership.replacing + expected(context) + missing(context)
+    return not_leaving(context) + context.state.membership.replacing + expected(context) + missing(context)
 
 
 def hopeless(context: Context) -> bool:
@@ -128,13 +132,14 @@ def coming(context: Context) -> bool:
 
 def under_repair(context: Context) -> bool:
     """Nodes are checked or repaired before they are used, for which there are deadlines."""
-    return any(n.checking is not None for n in context.set_aside()) or health.any_ordered(context)
+    return any(n.checking is not None for n in context.held_or_leaving()) or health.any_ordered(context)
 
 
 def mending(context: Context) -> bool:
     """A node is repaired or checked. One that is still to leave first brings nothing before there is training to leave."""
     return any(
-        n.checking is not None or (n.then is not None and n.leaving is None) for n in context.set_aside()
+        n.checking is not None or (n.then is not None and n.leaving is None)
+        for n in context.held_or_leaving()
     )
 
 

@@ -118,6 +118,13 @@ def leave(context: Context, node: Node, reason: str) -> None:
     node.excess = False
 
 
+def stay(context: Context, node: Node) -> None:
+    """A node that was to leave, perhaps, does not."""
+    transitions.stay(context, node)
+    # Its agent stays with it, and would tell every worker that it starts from now on.
+    notices.node_stays(context, node)
+
+
 def _resized(context: Context, before: int, reason: str, within_s: float | None, cause: NoticeCause) -> None:
     s = context.state
     s.membership.unpaid += max(0, s.wanted_nodes - before)
@@ -132,22 +139,21 @@ def _fit(context: Context, reason: str, within_s: float | None, cause: NoticeCau
     have not left yet stay when they are wanted again."""
     s = context.state
     # Those that leave already do not count as there, or a resize would let go of one more for each of them.
-    there = [n for n in context.alive_nodes() if n.leaving is None]
     # Beside a lemon one more may be there, or another would be asked for without end.
-    spares = max(s.spec.spares, int(any(n.lemon for n in there)))
-    excess = len(there) - (s.wanted_nodes + spares)
+    spares = max(s.spec.spares, int(any(n.leaving is None for n in context.index.lemons())))
+    excess = queries.not_leaving(context) - (s.wanted_nodes + spares)
     if excess < 0:
         for node in [n for n in context.alive_nodes() if n.excess][:-excess]:
             node.leaves_until_s, node.excess = None, False
-            transitions.stay(context, node)
+            stay(context, node)
             context.record(ledger.NodeStays(node=node.name))
-            notices.node_stays(context, node)
     trains = s.membership.generation is not None and s.membership.phase is JobPhase.RUNNING
     # Not while nobody trains: the state may be held by any of the nodes, and one that is too many for the new
     # size may have the only copy.
     if excess <= 0 or (context.mode.replaces_one and not trains):
         return
     ranks = {x.node: x.rank for x in s.membership.generation.members} if s.membership.generation else {}
+    there = context.nodes_in(NodePhase.IN_SERVICE, NodePhase.HELD)
     # Failures before ranks: of two nodes that could go, the one that failed more often goes.
     members = sorted((n for n in there if n.name in ranks), key=lambda n: (n.failures, ranks[n.name]))
     others = [n for n in there if n.name not in ranks]
