@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +10,7 @@ import pytest
 import transformers
 from ends import ends
 from harness import run
+from killed import train
 
 from holdfast.adapters import world
 from holdfast.adapters.huggingface.snapshots import Snapshots
@@ -21,37 +19,31 @@ from holdfast.errors import UsageError
 SCRIPT = Path(__file__).parent / "train_snapshots.py"
 STEPS = 18
 
-pytestmark = pytest.mark.timeout(300)
-
-
-def train(folder: Path, *arguments: object) -> int:
-    """By one process without a job; its snapshots go to the folder."""
-    folder.mkdir(exist_ok=True)
-    env = dict(os.environ, OMP_NUM_THREADS="1", HOLDFAST_CHECKPOINT=f"{folder / 'saved'},every=1,keep=1")
-    command = [sys.executable, SCRIPT, folder, *arguments]
-    return subprocess.run([*map(str, command)], env=env, capture_output=True, timeout=200).returncode
+pytestmark = [pytest.mark.timeout(300), pytest.mark.framework("transformers")]
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("alone")
-    assert train(folder) == 0
+    assert train(SCRIPT, folder) == 0
     (end,) = ends(folder)
     assert end["steps"] == STEPS
     return end
 
 
 @pytest.mark.nightly
+@pytest.mark.capability("level 1")
 @pytest.mark.parametrize("step", [5, 7, 12, STEPS])
 def test_a_killed_training_goes_on(tmp_path, undisturbed, step):
     """From the middle of an epoch, from its begin (the step after 6), and from just before the end."""
-    assert train(tmp_path, step) == 9
+    assert train(SCRIPT, tmp_path, step) == 9
     assert not ends(tmp_path)
-    assert train(tmp_path) == 0
+    assert train(SCRIPT, tmp_path) == 0
     assert ends(tmp_path) == [{**undisturbed, "resumed": True}]
 
 
 @pytest.mark.nightly
+@pytest.mark.capability("level 1")
 def test_ranks_of_ddp_go_on_together(tmp_path):
     folders = [tmp_path / "undisturbed", tmp_path / "killed"]
     for folder, options in zip(folders, ([], ["--fault", "kill-worker:rank=1,step=5"]), strict=True):

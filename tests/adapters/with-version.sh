@@ -9,8 +9,8 @@ version=$1
 shift
 framework=${version%%==*}
 case $framework in
-transformers) tests="tests/adapters/test_trainer.py tests/adapters/test_trainer_refused.py" ;;
-lightning) tests=tests/adapters/test_lightning.py ;;
+transformers) tests="tests/adapters/test_trainer.py tests/adapters/test_trainer_refused.py tests/adapters/test_trainer_snapshots.py" ;;
+lightning) tests="tests/adapters/test_lightning.py tests/adapters/test_lightning_snapshots.py" ;;
 *) echo "there are no tests for $framework" >&2 && exit 2 ;;
 esac
 

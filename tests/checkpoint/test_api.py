@@ -253,6 +253,22 @@ def test_steps_by_number(to):
             assert target["w"][0] == got
 
 
+def test_a_state_that_the_script_has_otherwise_is_kept_when_it_is_newer(to):
+    for number in (5, 10):
+        later(f"{to},keep=9", {"w": torch.full((LARGE,), float(number))}, number)
+    target = {"w": torch.zeros(LARGE)}
+    for own, got, value in ((11, None, 0.0), (10, None, 0.0), (9, 10, 10.0)):
+        assert load(target, source=to, newer_than=own) == got
+        assert target["w"][0] == value
+
+
+def test_a_damaged_snapshot_is_no_reason_to_stop_where_there_is_another_state(to):
+    later(to, {"w": torch.zeros(LARGE)}, 10)
+    archive = Archive(to)
+    flip(archive.tier, archive.manifest(10).shards[0].head.name, 7)
+    assert load({"w": torch.zeros(LARGE)}, source=to, newer_than=9) is None
+
+
 def test_nothing_there(to):
     assert load({"w": torch.zeros(3)}, source=to) is None
 

@@ -83,7 +83,11 @@ def save(state: Mapping[str, Any], step: int, *, to: str | None = None, overlap:
 
 
 def load(
-    state: MutableMapping[str, Any], *, source: str | None = None, step: int | None = None
+    state: MutableMapping[str, Any],
+    *,
+    source: str | None = None,
+    step: int | None = None,
+    newer_than: int | None = None,
 ) -> int | None:
     """Loads the newest whole checkpoint into a state of the same kind as was saved; call it on every rank.
 
@@ -97,9 +101,10 @@ def load(
         state: as for `save`. Tensors are filled in place, plain values replaced, objects given their state dict.
         source: without a job: the tier; by default $HOLDFAST_CHECKPOINT.
         step: this one and no other; by default the newest.
+        newer_than: the step of a state that the script has otherwise, and goes on from where nothing newer is here.
 
     Returns:
-        The step it was saved with; None when there is no checkpoint.
+        The step it was saved with; None when there is no checkpoint, or none that is newer.
 
     Raises:
         StateError: checkpoints are there, but none could be loaded; or it is of another model: the message lists the
@@ -115,7 +120,10 @@ def load(
         reasons.append(why)
         _log.warning(f"rank {backend.rank} skips a checkpoint: {why}")
 
-    candidates = (f for f in backend.candidates(on_skip) if step in (None, f.step))
+    candidates: Iterator[Located] = (f for f in backend.candidates(on_skip) if step in (None, f.step))
+    if newer_than is not None:
+        # The newest come first, so the first that is too old ends the search.
+        candidates = itertools.takewhile(lambda f: f.step > newer_than, candidates)
     number = next(_loads)
     located = next(candidates, None)
     for attempt in itertools.count():
@@ -150,6 +158,9 @@ def load(
         if trouble is not None:  # the others may stay with it: this rank may have it from elsewhere
             on_skip(f"{located.where}: {trouble}")
             located = next(candidates, None)
+    if newer_than is not None:
+        backend.loaded(newer_than)
+        return None
     if reasons:
         raise StateError(f"no checkpoint could be loaded: {'; '.join(reasons)}")
     if step is None:

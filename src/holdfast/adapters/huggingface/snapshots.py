@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import random
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
 import transformers
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState, TrainerState
 
-from holdfast import checkpoint
-from holdfast.adapters import world
+from holdfast.adapters.snapshots import Kept, Saver, random_state, set_random_state
 from holdfast.errors import UsageError
 
 if TYPE_CHECKING:
@@ -45,13 +41,7 @@ class Snapshots(TrainerCallback):
             UsageError: DeepSpeed or FSDP, whose state is not the model's and the optimizer's own; fp16; holdfast.transformers
                 was imported; or no number of steps.
         """
-        if every < 1:
-            raise UsageError(f"Snapshots(every={every}): give a number of steps, at least 1")
-        if world.entered():
-            raise UsageError(
-                "Snapshots: holdfast.transformers is imported, which takes the job to level 2 and saves by itself; "
-                "leave Snapshots out, or import Trainer from transformers"
-            )
+        self._saver = Saver(every, to, level_2="holdfast.transformers")
         if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
             raise UsageError(
                 "Snapshots: DeepSpeed and FSDP split the state over ranks; save with the Trainer's own checkpoints "
@@ -62,20 +52,22 @@ class Snapshots(TrainerCallback):
                 "Snapshots: fp16=True has a loss scaler, whose state is not saved yet; use bf16=True"
             )
         self._trainer: Any = trainer
-        self._every, self._to = every, to
-        self._saved: int | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         trainer.add_callback(self)
 
-    def newest(self) -> str | None:
+    def newest(self, own: str | None = None) -> str | None:
         """Loads the newest snapshot that all ranks have, for `train(resume_from_checkpoint=...)`; None: there is none, and
         the training begins.
+
+        Args:
+            own: a checkpoint of the Trainer's own, as `transformers.trainer_utils.get_last_checkpoint` finds it. It is
+                what comes back where no snapshot is newer.
 
         Raises:
             StateError: snapshots are there, but of another model, or none could be read.
         """
-        optimizer, scheduler, state, generators = (_Kept() for _ in range(4))
-        found = checkpoint.load(
+        optimizer, scheduler, state, generators = (Kept() for _ in range(4))
+        found = self._saver.load(
             {
                 "model": self._trainer.model,
                 "optimizer": optimizer,
@@ -83,16 +75,15 @@ class Snapshots(TrainerCallback):
                 "trainer": state,
                 "random": generators,
             },
-            source=self._to,
+            own=None if own is None else TrainerState.load_from_json(str(Path(own) / STATE_FILE)).global_step,
         )
         if found is None:
-            return None
-        self._saved = found
+            return own
         self._folder = tempfile.TemporaryDirectory(prefix="holdfast-")
         TrainerState(**state.value).save_to_json(str(Path(self._folder.name) / STATE_FILE))
         self._answer("_load_from_checkpoint", lambda: None)  # the model has it already
         self._answer("_load_optimizer_and_scheduler", lambda: self._give(optimizer, scheduler))
-        self._answer("_load_rng_state", lambda: _set_random(generators.value))
+        self._answer("_load_rng_state", lambda: set_random_state(generators.value))
         return self._folder.name
 
     def on_epoch_begin(
@@ -110,7 +101,7 @@ class Snapshots(TrainerCallback):
 
     def _save(self, state: TrainerState) -> None:
         step = state.global_step
-        if step == (self._saved or 0) or step % self._every:
+        if not self._saver.due(step):
             return
         trainer = self._trainer
         exported: dict[str, Any] = {}
@@ -121,20 +112,18 @@ class Snapshots(TrainerCallback):
             **vars(state),
             "stateful_callbacks": {n: s if len(s) > 1 else s[0] for n, s in exported.items()},
         }
-        checkpoint.save(
+        self._saver.save(
             {
                 "model": trainer.model,
                 "optimizer": getattr(trainer.optimizer, "optimizer", trainer.optimizer),
                 "scheduler": trainer.lr_scheduler,
-                "trainer": _Kept(fields),
-                "random": _Kept(_random()),
+                "trainer": Kept(fields),
+                "random": Kept(random_state()),
             },
             step,
-            to=self._to,
         )
-        self._saved = step
 
-    def _give(self, optimizer: _Kept, scheduler: _Kept) -> None:
+    def _give(self, optimizer: Kept, scheduler: Kept) -> None:
         self._trainer.optimizer.load_state_dict(optimizer.value)
         self._trainer.lr_scheduler.load_state_dict(scheduler.value)
 
@@ -149,35 +138,3 @@ class Snapshots(TrainerCallback):
                 own(folder, *more)
 
         setattr(self._trainer, name, asked)
-
-
-class _Kept:
-    """Saved as it is; keeps what is loaded, because its owner is not there yet."""
-
-    def __init__(self, value: Any = None) -> None:
-        self.value = value
-
-    def state_dict(self) -> Any:
-        return self.value
-
-    def load_state_dict(self, saved: Any) -> None:
-        self.value = saved
-
-
-def _random() -> dict[str, Any]:
-    kind, words, *rest = cast("tuple[Any, ...]", np.random.get_state())
-    return {
-        "python": random.getstate(),
-        "numpy": (kind, words.tolist(), *rest),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-    }
-
-
-def _set_random(saved: dict[str, Any]) -> None:
-    random.setstate(saved["python"])
-    kind, words, *rest = saved["numpy"]
-    np.random.set_state((kind, np.array(words, dtype=np.uint32), *rest))
-    torch.set_rng_state(saved["torch"])
-    if saved["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(saved["cuda"])
